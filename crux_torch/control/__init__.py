@@ -1,0 +1,1 @@
+"""Agreement between the jobs of a cluster: stores, records, leaders, plans."""

@@ -1,0 +1,1 @@
+"""What the network is: topology, builders, loaders, this host."""

@@ -1,0 +1,1 @@
+"""Samples of what a rank did in, a JobProfile out."""

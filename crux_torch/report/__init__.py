@@ -1,0 +1,1 @@
+"""Showing what Crux sees and does."""

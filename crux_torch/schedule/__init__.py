@@ -1,0 +1,1 @@
+"""Scheduling algorithms as pure functions, used by the live system and the simulator alike."""

@@ -1,0 +1,92 @@
+"""What a schedule is computed from and what it decides: plain values, no I/O, no clock.
+
+The live leaders and the simulator build the same ``Cluster`` and read the same ``Decision``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Link = str
+Path = tuple[Link, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Bytes that one job moves between two places in one iteration.
+
+    Attributes:
+        bytes: bytes of one iteration.
+        candidates: the alternative paths, each the links it crosses; at least one. An empty path
+            crosses no link that can be contended (both ends on one host).
+    """
+
+    bytes: float
+    candidates: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """One burst of an iteration's communication.
+
+    Attributes:
+        at: share of the iteration's compute that is done when the burst may start, 0 to 1.
+        share: share of the job's bytes that it carries; a job's bursts sum to 1.
+    """
+
+    at: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training job as the scheduler sees it.
+
+    Attributes:
+        name: unique in its cluster.
+        gpus: devices that it occupies.
+        flops: W_j, FLOPs of one iteration over all its devices.
+        compute_s: seconds of one iteration in which its devices compute.
+        flows: what it moves in one iteration.
+        bursts: when in the iteration it moves it, ascending in ``at``.
+    """
+
+    name: str
+    gpus: int
+    flops: float
+    compute_s: float
+    flows: tuple[Flow, ...] = ()
+    bursts: tuple[Burst, ...] = (Burst(1.0, 1.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The jobs that run now and the links that they share.
+
+    Attributes:
+        capacity_Bps: bytes per second of every link.
+        jobs: in any order; a schedule does not depend on it.
+    """
+
+    capacity_Bps: Mapping[Link, float]
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A schedule.
+
+    Attributes:
+        path: for each job, the index of the candidate path that each of its flows takes.
+        level: for each job its priority level; a higher level goes first.
+        priority: P_j for each job, where the scheduler has such a notion.
+        intensity: I_j in FLOP/s for each job, where the scheduler uses it.
+        correction: k_j for each job, where the scheduler uses it.
+    """
+
+    path: Mapping[str, tuple[int, ...]]
+    level: Mapping[str, int]
+    priority: Mapping[str, float] = field(default_factory=dict)
+    intensity: Mapping[str, float] = field(default_factory=dict)
+    correction: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,196 @@
+"""One settings object: every ``CRUX_*`` environment variable, its meaning and its default.
+
+``cruxrun`` turns its ``--crux-*`` flags into these variables, and every process of the job reads
+them from its environment, so that a flag, a variable and a field are three names of one thing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from crux_torch.errors import SettingsError
+
+#: DSCP class selector n of RFC 2474 for level n: the three bits that switches map to queues.
+CLASS_SELECTORS = tuple(8 * n for n in range(8))
+
+
+def _setting(env: str, default: Any, meaning: str, parse: Any) -> Any:
+    return field(default=default, metadata={"env": env, "meaning": meaning, "parse": parse})
+
+
+def _bool(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("expected one of 1, 0, true, false, yes, no, on, off")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("expected a positive number")
+    return value
+
+
+def _non_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("expected a number, 0 or more")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected a whole number, 1 or more")
+    return value
+
+
+def _levels(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 64:
+        raise ValueError("expected a whole number from 1 to 64")
+    return value
+
+
+def _reserved(text: str) -> tuple[int, ...]:
+    values = tuple(sorted({int(part) for part in text.replace(";", ",").split(",") if part.strip()}))
+    if any(not 0 <= value < 64 for value in values):
+        raise ValueError("expected levels separated by commas, each 0 to 63")
+    return values
+
+
+def _dscp_map(text: str) -> tuple[int, ...]:
+    values = tuple(int(part, 0) for part in text.split(",") if part.strip())
+    if not values or any(not 0 <= value < 64 for value in values):
+        raise ValueError("expected DSCP values (0 to 63) from level 0 upwards, separated by commas")
+    return values
+
+
+def _log_level(text: str) -> str:
+    value = text.strip().upper()
+    if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError("expected debug, info, warning or error")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What Crux reads from its environment.
+
+    Raises:
+        SettingsError: by :meth:`from_env`, for a value that can't be used.
+    """
+
+    disable: bool = _setting(
+        "CRUX_DISABLE", False, "use the stock backends and leave every connection alone", _bool
+    )
+    attach: bool = _setting(
+        "CRUX_ATTACH",
+        False,
+        "make the script's own init_process_group use Crux; set by cruxrun",
+        _bool,
+    )
+    store: str = _setting(
+        "CRUX_STORE",
+        "tcp://127.0.0.1:29410",
+        "the store shared by the cluster's jobs: tcp://HOST:PORT (embedded), or none",
+        str,
+    )
+    cluster: str = _setting(
+        "CRUX_CLUSTER", "default", "prefix of everything this cluster writes to the store", str
+    )
+    job: str = _setting(
+        "CRUX_JOB", "", "name of this job in the cluster; default: made from the run id", str
+    )
+    levels: int = _setting(
+        "CRUX_LEVELS", 8, "priority levels that NICs and switches have, reserved ones included", _levels
+    )
+    reserved_levels: tuple[int, ...] = _setting(
+        "CRUX_RESERVED_LEVELS", (), "levels that Crux must not use, separated by commas", _reserved
+    )
+    dscp_map: tuple[int, ...] = _setting(
+        "CRUX_DSCP_MAP",
+        CLASS_SELECTORS,
+        "DSCP value of each level, from level 0 upwards, separated by commas",
+        _dscp_map,
+    )
+    policy: str = _setting("CRUX_POLICY", "crux", "the scheduler that computes the plan", str)
+    topology: str = _setting(
+        "CRUX_TOPOLOGY", "", "file with the cluster's topology (YAML); default: one shared core", str
+    )
+    log_level: str = _setting("CRUX_LOG_LEVEL", "WARNING", "how much Crux says on stderr", _log_level)
+    profile_s: float = _setting(
+        "CRUX_PROFILE_S", 10.0, "seconds for which a job holds the top class to be measured, at most", _positive
+    )
+    profile_iterations: int = _setting(
+        "CRUX_PROFILE_ITERATIONS", 12, "iterations after which a measurement may end early", _count
+    )
+    warmup_iterations: int = _setting(
+        "CRUX_WARMUP_ITERATIONS", 3, "iterations that pass before a job is measured", _count
+    )
+    lease_s: float = _setting(
+        "CRUX_LEASE_S", 6.0, "seconds after which a silent job counts as gone", _positive
+    )
+    plan_valid_s: float = _setting(
+        "CRUX_PLAN_VALID_S", 15.0, "seconds without renewal after which a plan is dropped", _positive
+    )
+    tick_s: float = _setting("CRUX_TICK_S", 0.1, "pause between two rounds of the background thread", _positive)
+    records: int = _setting("CRUX_RECORDS", 65536, "capacity of the recorder's ring, in records", _count)
+    device_flops: float = _setting(
+        "CRUX_DEVICE_FLOPS",
+        0.0,
+        "FLOP/s of one device, for time-based W and for bounding claims; 0: look it up",
+        _non_negative,
+    )
+    trace: str = _setting("CRUX_TRACE", "", "folder for a Chrome trace of every rank, written at exit", str)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
+        """The settings in ``env`` (default: this process's environment)."""
+        source = os.environ if env is None else env
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            name = f.metadata["env"]
+            text = source.get(name)
+            if text is None or text == "":
+                continue
+            try:
+                values[f.name] = f.metadata["parse"](text)
+            except ValueError as error:
+                raise SettingsError(f"{name}={text!r}: {error}") from None
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if len(self.dscp_map) < self.levels:
+            raise SettingsError(
+                f"CRUX_DSCP_MAP names {len(self.dscp_map)} DSCP values but CRUX_LEVELS is "
+                f"{self.levels}: give one value for each level, or fewer levels"
+            )
+        if not self.usable_levels:
+            raise SettingsError("CRUX_RESERVED_LEVELS leaves no level to use: reserve fewer")
+
+    @property
+    def usable_levels(self) -> tuple[int, ...]:
+        """The levels that Crux may use, ascending."""
+        return tuple(n for n in range(self.levels) if n not in self.reserved_levels)
+
+    @property
+    def profiling_level(self) -> int:
+        """The highest usable level: held by the one job that is being measured."""
+        return self.usable_levels[-1]
+
+    @property
+    def plan_levels(self) -> tuple[int, ...]:
+        """The levels that a plan may assign, ascending: all usable ones below the profiling level.
+
+        With a single usable level there is nothing to order, and the plan uses that one.
+        """
+        return self.usable_levels[:-1] or self.usable_levels
