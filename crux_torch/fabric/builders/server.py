@@ -1,0 +1,184 @@
+"""What stands in a rack: the GPU server that every builder wires up, and the cables' figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import ceil, isfinite
+
+from crux_torch.fabric.topology import Link, TopologyBuilder, TopologyError
+
+GBPS = 1e9 / 8
+#: PCIe 4.0: 16 GT/s a lane, 128b/130b coding, 16 lanes, each direction.
+PCIE4_X16_Bps = 16e9 * 16 * 128 / 130 / 8
+#: Third-generation NVLink of an A100: 12 links of 25 GB/s, each direction.
+NVLINK3_Bps = 300e9
+
+
+@dataclass(frozen=True, slots=True)
+class GpuServer:
+    """A host with GPUs on PCIe switches, NICs beside them, and NVLink between all GPUs.
+
+    Each PCIe switch serves an equal share of the GPUs and of the NICs; its link to a NIC is what
+    those GPUs share (§6.1, Figure 18: every two GPUs). The defaults are that testbed's host.
+
+    Attributes:
+        gpus: GPUs of a host.
+        nics: NICs of a host.
+        pcie_switches: PCIe switches; divides ``gpus``, and ``nics`` or is divided by it.
+        nic_Bps: bytes per second of a NIC, all its ports together, each direction.
+        pcie_Bps: bytes per second of every PCIe link, each direction.
+        nvlink_Bps: bytes per second between a GPU and the NVSwitch, each direction; 0: no NVLink.
+    """
+
+    gpus: int = 8
+    nics: int = 4
+    pcie_switches: int = 4
+    nic_Bps: float = 200 * GBPS
+    pcie_Bps: float = PCIE4_X16_Bps
+    nvlink_Bps: float = NVLINK3_Bps
+
+    def __post_init__(self) -> None:
+        at_least("server.gpus", self.gpus, 1)
+        at_least("server.nics", self.nics, 1)
+        at_least("server.pcie_switches", self.pcie_switches, 1)
+        if self.gpus % self.pcie_switches or self.nics % self.pcie_switches:
+            raise TopologyError(
+                f"server: {self.gpus} GPUs and {self.nics} NICs do not divide evenly among "
+                f"{self.pcie_switches} PCIe switches"
+            )
+        positive("server.nic_Bps", self.nic_Bps)
+        positive("server.pcie_Bps", self.pcie_Bps)
+        if self.nvlink_Bps:
+            positive("server.nvlink_Bps", self.nvlink_Bps)
+
+    def add_to(self, builder: TopologyBuilder, host: str) -> tuple[str, ...]:
+        """Add ``host`` and all that is in it; returns its NICs."""
+        builder.node(host, "host")
+        # Costs above NVLink's: GPUs of one host talk over NVLink where there is any.
+        pcie = Link(self.pcie_Bps, cost=2)
+        switches = [f"{host}/pcie{i}" for i in range(self.pcie_switches)]
+        nics = tuple(f"{host}/nic{i}" for i in range(self.nics))
+        for switch in switches:
+            builder.node(switch, "pcie", host)
+            builder.cable(switch, host, pcie)
+        if self.nvlink_Bps:
+            builder.node(f"{host}/nvswitch", "nvswitch", host)
+        for i in range(self.gpus):
+            gpu = builder.node(f"{host}/gpu{i}", "gpu", host)
+            builder.cable(gpu, switches[i * self.pcie_switches // self.gpus], pcie)
+            if self.nvlink_Bps:
+                builder.cable(gpu, f"{host}/nvswitch", Link(self.nvlink_Bps))
+        for i, nic in enumerate(nics):
+            builder.node(nic, "nic", host)
+            builder.cable(switches[i * self.pcie_switches // self.nics], nic, pcie)
+        return nics
+
+
+@dataclass(frozen=True, slots=True)
+class Cabling:
+    """Capacities and delays of the network's links.
+
+    Attributes:
+        tor_aggregation_Bps: bytes per second of one link between ToR and aggregation.
+        tor_aggregation_links: parallel links between each such pair.
+        aggregation_core_Bps: bytes per second of one link between aggregation and core.
+        aggregation_core_links: parallel links between each such pair.
+        link_delay_s: delay of every link of the network, switch latency included.
+    """
+
+    tor_aggregation_Bps: float = 100 * GBPS
+    tor_aggregation_links: int = 1
+    aggregation_core_Bps: float = 100 * GBPS
+    aggregation_core_links: int = 1
+    link_delay_s: float = 1e-6
+
+    def __post_init__(self) -> None:
+        positive("cabling.tor_aggregation_Bps", self.tor_aggregation_Bps)
+        positive("cabling.aggregation_core_Bps", self.aggregation_core_Bps)
+        at_least("cabling.tor_aggregation_links", self.tor_aggregation_links, 1)
+        at_least("cabling.aggregation_core_links", self.aggregation_core_links, 1)
+        if not (isfinite(self.link_delay_s) and self.link_delay_s >= 0):
+            raise TopologyError(
+                f"cabling.link_delay_s is {self.link_delay_s!r}; expected seconds, 0 or more"
+            )
+
+
+def sized_cabling(
+    *,
+    below_tor_Bps: float,
+    tors_below_aggregation: int,
+    aggregations: int,
+    cores: int = 0,
+    oversubscription: float = 1.0,
+    largest_link_Bps: float = 400 * GBPS,
+) -> Cabling:
+    """Cables by a ratio: each layer's rate upwards is its rate downwards over a ratio.
+
+    Args:
+        below_tor_Bps: bytes per second from the hosts into one ToR.
+        tors_below_aggregation: ToRs that an aggregation switch serves.
+        aggregations: aggregation switches above a ToR.
+        cores: core switches above an aggregation switch; 0: there are none.
+        oversubscription: 1 for none, 2 when half the rate leads upwards, at every layer.
+        largest_link_Bps: a faster connection is made of parallel links, each no faster.
+    """
+    positive("oversubscription", oversubscription)
+    tor_pair_Bps = below_tor_Bps / aggregations / oversubscription
+    tor_links = ceil(tor_pair_Bps / largest_link_Bps)
+    sized = Cabling(tor_pair_Bps / tor_links, tor_links)
+    if not cores:
+        return sized
+    core_pair_Bps = tor_pair_Bps * tors_below_aggregation / cores / oversubscription
+    core_links = ceil(core_pair_Bps / largest_link_Bps)
+    return replace(
+        sized,
+        aggregation_core_Bps=core_pair_Bps / core_links,
+        aggregation_core_links=core_links,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Racks:
+    """The common start of every builder: servers, cables and the builder that collects them."""
+
+    server: GpuServer
+    cabling: Cabling
+    builder: TopologyBuilder = field(default_factory=TopologyBuilder)
+
+    def host(self, name: str, switches_of_nic: list[tuple[str, ...]]) -> None:
+        """Add a host and a port from each NIC to each of its switches, the NIC's rate shared."""
+        nics = self.server.add_to(self.builder, name)
+        for nic, switches in zip(nics, switches_of_nic, strict=True):
+            link = Link(self.server.nic_Bps / len(switches), self.cabling.link_delay_s)
+            for switch in switches:
+                self.builder.cable(nic, switch, link)
+
+    def switches(self, kind: str, names: list[str]) -> list[str]:
+        """Add switches of one kind."""
+        return [self.builder.node(name, kind) for name in names]
+
+    def tor_to_aggregation(self, tor: str, aggregation: str) -> None:
+        """Join a ToR and an aggregation switch."""
+        c = self.cabling
+        link = Link(c.tor_aggregation_Bps, c.link_delay_s)
+        self.builder.cable(tor, aggregation, link, c.tor_aggregation_links)
+
+    def aggregation_to_core(self, aggregation: str, core: str) -> None:
+        """Join an aggregation and a core switch."""
+        c = self.cabling
+        link = Link(c.aggregation_core_Bps, c.link_delay_s)
+        self.builder.cable(aggregation, core, link, c.aggregation_core_links)
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    """Refuse a count below ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise TopologyError(f"{name} is {value!r}; expected a whole number, {least} or more")
+
+
+def positive(name: str, value: float) -> None:
+    """Refuse what is not a positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TopologyError(f"{name} is {value!r}; expected a number")
+    if not (isfinite(value) and value > 0):
+        raise TopologyError(f"{name} is {value!r}; expected a number above 0")

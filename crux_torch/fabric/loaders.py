@@ -1,0 +1,273 @@
+"""Topologies from files: YAML (``docs/topology.md``) and the ``ip,DSW,PSW,ASW`` CSV."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from crux_torch.fabric.builders import BUILDERS, Cabling, GpuServer
+from crux_torch.fabric.builders.clos import grouped_clos
+from crux_torch.fabric.topology import (
+    NETWORK_KINDS,
+    Edge,
+    Link,
+    Topology,
+    TopologyBuilder,
+    TopologyError,
+)
+
+SCHEMA_VERSION = 1
+CSV_COLUMNS = ("ip", "DSW", "PSW", "ASW")
+
+HostPart = Literal["gpu", "pcie", "nic", "nvswitch"]
+SwitchKind = Literal["tor", "aggregation", "core", "router"]
+
+
+class _LinkEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One line of ``links``: ``between`` for both directions, ``from`` and ``to`` for one."""
+
+    capacity_Bps: float
+    between: tuple[str, str] | None = None
+    src: str | None = msgspec.field(default=None, name="from")
+    dst: str | None = msgspec.field(default=None, name="to")
+    name: str | None = None
+    delay_s: float = 0.0
+    cost: int = 1
+    count: int = 1
+
+
+class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A network written out link by link."""
+
+    version: int
+    hosts: dict[str, dict[str, HostPart] | None]
+    links: list[_LinkEntry]
+    switches: dict[str, SwitchKind] = {}
+
+
+class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
+    """A network named by its builder."""
+
+    version: int
+    builder: str
+    parameters: dict[str, Any] = {}
+
+
+def load_topology(path: str | os.PathLike[str]) -> Topology:
+    """The topology in a file: ``.csv`` is read by :func:`load_csv`, anything else as YAML.
+
+    Raises:
+        TopologyError: what is wrong with the file, where in it, and what was expected.
+    """
+    file = Path(path)
+    if file.suffix.lower() == ".csv":
+        return load_csv(file)
+    return parse_yaml(_read(file), str(file))
+
+
+def parse_yaml(text: str, where: str = "topology") -> Topology:
+    """The topology written in ``text``; ``where`` names it in errors.
+
+    Raises:
+        TopologyError: as :func:`load_topology`.
+    """
+    try:
+        document = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        raise TopologyError(f"{where}: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise TopologyError(f"{where}: expected a mapping with the keys version, hosts, links")
+    if document.get("version") != SCHEMA_VERSION:
+        raise TopologyError(
+            f"{where}: version is {document.get('version')!r}; expected {SCHEMA_VERSION}"
+        )
+    try:
+        if "builder" in document:
+            # strict=False: YAML 1.1 reads 25e9 (without a point) as text.
+            return _call_builder(msgspec.convert(document, _BuilderFile, strict=False))
+        return _assemble(msgspec.convert(document, _TopologyFile, strict=False))
+    except (msgspec.ValidationError, TopologyError) as error:
+        raise TopologyError(f"{where}: {error}") from None
+
+
+def dump_yaml(topology: Topology) -> str:
+    """``topology`` in the format that :func:`parse_yaml` reads: the same nodes, links and order."""
+    switches = {n: node.kind for n, node in topology.nodes.items() if node.kind in NETWORK_KINDS}
+    hosts = {
+        host: {n: topology.nodes[n].kind for n in topology.inside(host) if n != host} or None
+        for host in topology.hosts
+    }
+    links: list[dict[str, Any]] = []
+    edges = topology.edges
+    names = TopologyBuilder()
+    at = 0
+    while at < len(edges):
+        both = _is_cable(edges[at : at + 2], names)
+        links.append(_link_entry(edges[at], both, names))
+        at += 2 if both else 1
+    document = {
+        "version": SCHEMA_VERSION,
+        "hosts": hosts,
+        "switches": switches,
+        "links": links,
+    }
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
+
+
+def load_csv(
+    path: str | os.PathLike[str],
+    server: GpuServer | None = None,
+    cabling: Cabling | None = None,
+    tors_per_label: int = 2,
+    aggregations_per_group: int = 4,
+    cores_per_group: int = 32,
+    oversubscription: float = 1.0,
+) -> Topology:
+    """The cluster in a CSV of ``ip,DSW,PSW,ASW``: one host a line and the switches above it.
+
+    The columns name groups and not single switches, so the numbers of switches are arguments;
+    their defaults are those of the paper's double-sided cluster (§6.1: 12 aggregation switches
+    in three groups, 32 core switches, two ToRs a host).
+
+    Args:
+        path: the file; ASW labels repeat in every PSW group and are different switches there.
+        server: what a host holds; default: :class:`GpuServer`'s.
+        cabling: capacities and delays of the network's links; default: by ``oversubscription``.
+        tors_per_label: ToR switches behind an ASW label; every NIC has a port to each.
+        aggregations_per_group: aggregation switches of a PSW group.
+        cores_per_group: core switches of a DSW group.
+        oversubscription: rate below a layer over the rate above it, where ``cabling`` is absent.
+
+    Raises:
+        TopologyError: the line, what is wrong with it, and what was expected.
+    """
+    file = Path(path)
+    rows = list(csv.reader(_read(file).splitlines()))
+    if not rows or tuple(rows[0]) != CSV_COLUMNS:
+        raise TopologyError(f"{file}: line 1: expected the columns {','.join(CSV_COLUMNS)}")
+    places: dict[str, tuple[str, str, str]] = {}
+    for number, row in enumerate(rows[1:], start=2):
+        if len(row) != len(CSV_COLUMNS) or not all(row):
+            raise TopologyError(
+                f"{file}: line {number}: {','.join(row)!r}; expected {','.join(CSV_COLUMNS)}"
+            )
+        host, dsw, psw, asw = row
+        if host in places:
+            raise TopologyError(f"{file}: line {number}: host {host!r} is there twice")
+        places[host] = (dsw, f"{dsw}/{psw}", f"{dsw}/{psw}/{asw}")
+    return grouped_clos(
+        places,
+        server=server or GpuServer(),
+        cabling=cabling,
+        oversubscription=oversubscription,
+        tors_per_group=tors_per_label,
+        aggregations_per_group=aggregations_per_group,
+        cores_per_group=cores_per_group,
+    )
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML without silent overwriting: a key that comes twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key, (key_node, _) in zip(keys, node.value, strict=True):
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is there twice", key_node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{file}: {error}") from None
+
+
+def _assemble(file: _TopologyFile) -> Topology:
+    builder = TopologyBuilder()
+    for host, parts in file.hosts.items():
+        builder.node(host, "host")
+        for name, part in (parts or {}).items():
+            builder.node(name, part, host)
+    for name, switch in file.switches.items():
+        builder.node(name, switch)
+    for i, entry in enumerate(file.links):
+        where = f"links[{i}]"
+        link = Link(entry.capacity_Bps, entry.delay_s, entry.cost)
+        if entry.count < 1:
+            raise TopologyError(f"{where}.count is {entry.count}; expected 1 or more")
+        if entry.between is not None and entry.src is entry.dst is entry.name is None:
+            builder.cable(*entry.between, link, entry.count)
+        elif entry.between is None and entry.src is not None and entry.dst is not None:
+            if entry.name is not None and entry.count > 1:
+                raise TopologyError(f"{where}: a link with a name can't have a count")
+            for _ in range(entry.count):
+                builder.arrow(entry.src, entry.dst, link, entry.name)
+        else:
+            raise TopologyError(
+                f"{where}: expected either between: [A, B], or from and to (and perhaps name)"
+            )
+    return builder.build()
+
+
+def _call_builder(file: _BuilderFile) -> Topology:
+    build = BUILDERS.get(file.builder)
+    if build is None:
+        raise TopologyError(
+            f"builder {file.builder!r} is unknown; expected one of {', '.join(sorted(BUILDERS))}"
+        )
+    parameters = dict(file.parameters)
+    for name, kind in (("server", GpuServer), ("cabling", Cabling)):
+        if name in parameters:
+            try:
+                parameters[name] = msgspec.convert(parameters[name], kind, strict=False)
+            except msgspec.ValidationError as error:
+                raise TopologyError(f"parameters.{name}: {error}") from None
+    try:
+        return build(**parameters)
+    except TypeError as error:
+        raise TopologyError(f"parameters: {error}") from None
+
+
+def _default_name(edge: Edge, names: TopologyBuilder) -> bool:
+    """Whether a builder that has made the links so far would give ``edge`` the name it has."""
+    return names.next_name(edge.src, edge.dst) == edge.name
+
+
+def _is_cable(pair: Sequence[Edge], names: TopologyBuilder) -> bool:
+    if len(pair) < 2:
+        return False
+    there, back = pair
+    return (
+        (there.src, there.dst, there.link) == (back.dst, back.src, back.link)
+        and _default_name(there, names)
+        and _default_name(back, names)
+    )
+
+
+def _link_entry(edge: Edge, both: bool, names: TopologyBuilder) -> dict[str, Any]:
+    named = not _default_name(edge, names)
+    names.arrow(edge.src, edge.dst, edge.link, edge.name if named else None)
+    entry: dict[str, Any]
+    if both:
+        names.arrow(edge.dst, edge.src, edge.link)
+        entry = {"between": [edge.src, edge.dst]}
+    else:
+        entry = {"from": edge.src, "to": edge.dst}
+        if named:
+            entry["name"] = edge.name
+    entry["capacity_Bps"] = float(edge.link.capacity_Bps)
+    if edge.link.delay_s:
+        entry["delay_s"] = float(edge.link.delay_s)
+    if edge.link.cost != 1:
+        entry["cost"] = edge.link.cost
+    return entry

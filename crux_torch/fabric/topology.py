@@ -1,0 +1,320 @@
+"""The network as one directed graph: hosts, GPUs, PCIe switches, NICs, NVLink and switches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import inf, isfinite
+from types import MappingProxyType
+
+from crux_torch.errors import CruxError
+from crux_torch.fabric.paths import NETWORK, LinkArrays, ShortestPaths
+
+#: Kinds of node inside a host; ``host`` is its root complex and memory.
+HOST_KINDS = ("host", "gpu", "pcie", "nic", "nvswitch")
+#: Kinds of node in the network, which forward for everyone.
+NETWORK_KINDS = ("tor", "aggregation", "core", "router")
+
+#: Candidates of one pair unless asked otherwise: every one of the paper's testbed.
+CANDIDATE_LIMIT = 512
+
+Path = tuple[str, ...]
+SAME_PLACE: tuple[Path, ...] = ((),)
+
+
+class TopologyError(CruxError, ValueError):
+    """A topology that can't be used: which node, link or key, what is wrong, what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a cable, PCIe lane bundle or NVLink.
+
+    Attributes:
+        capacity_Bps: payload bytes per second.
+        delay_s: propagation and forwarding delay, the alpha of the alpha-beta model.
+        cost: routing metric; paths of the smallest sum are equal-cost candidates.
+    """
+
+    capacity_Bps: float
+    delay_s: float = 0.0
+    cost: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A place where links meet: its kind and the host that it sits in (None: in the network)."""
+
+    kind: str
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A link with its name and its two ends."""
+
+    name: str
+    src: str
+    dst: str
+    link: Link
+
+
+class Topology:
+    """A validated network; immutable.
+
+    Args:
+        nodes: every node by name. A node of kind ``host`` is named as its host.
+        edges: every directed link; their order fixes the order of equal-cost paths.
+
+    Attributes:
+        hosts: in the order of ``nodes``.
+        nodes: every node by name.
+        links: every link by name.
+        capacity_Bps: bytes per second of every link by name.
+        delay_s: delay of every link by name.
+
+    Raises:
+        TopologyError: unknown or doubled names, impossible figures, hosts that can't reach each
+            other.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node], edges: Sequence[Edge]) -> None:
+        _check_nodes(nodes)
+        _check_edges(nodes, edges)
+        self.nodes: Mapping[str, Node] = MappingProxyType(dict(nodes))
+        self.edges = tuple(edges)
+        self.hosts = tuple(name for name, node in nodes.items() if node.kind == "host")
+        self.links: Mapping[str, Link] = MappingProxyType({e.name: e.link for e in edges})
+        self.capacity_Bps: Mapping[str, float] = MappingProxyType(
+            {e.name: e.link.capacity_Bps for e in edges}
+        )
+        self.delay_s: Mapping[str, float] = MappingProxyType(
+            {e.name: e.link.delay_s for e in edges}
+        )
+        self._edge_by_name = {e.name: e for e in edges}
+        self._number = {name: i for i, name in enumerate(nodes)}
+        self._inside: dict[str, list[str]] = {host: [] for host in self.hosts}
+        for name, node in nodes.items():
+            if node.host is not None:
+                self._inside[node.host].append(name)
+        self._search = ShortestPaths(_arrays(nodes, edges, self._number, self.hosts))
+        self._candidates = lru_cache(maxsize=1 << 16)(self._find_candidates)
+        _check_connected(self.hosts, nodes, edges)
+
+    def candidate_paths(
+        self, src: str, dst: str, limit: int | None = CANDIDATE_LIMIT
+    ) -> tuple[Path, ...]:
+        """The equal-cost shortest paths from ``src`` to ``dst``, each the links that it crosses.
+
+        A host stands for its NICs (for itself, if it has none): traffic between hosts starts at
+        any NIC of the one and ends at any NIC of the other. GPUs, NICs and other nodes are ends
+        of their own and give the path through the host as well. Paths come in the same order on
+        every machine, and are cached.
+
+        Args:
+            src: a host or another node.
+            dst: a host or another node.
+            limit: the most paths to return, spread over all of them; None: every one, which is
+                millions in a large three-layer network (see :meth:`path_count`).
+
+        Returns:
+            At least one path; ``((),)`` when both ends are the same host or node.
+
+        Raises:
+            TopologyError: an end is unknown, or no path joins the two.
+        """
+        return self._candidates(src, dst, limit)
+
+    def path_count(self, src: str, dst: str) -> int:
+        """How many equal-cost shortest paths there are, without listing them."""
+        if src == dst:
+            return 1
+        return self._search.count(self._ends(src), self._ends(dst))
+
+    def path_delay_s(self, path: Path) -> float:
+        """Sum of the delays along ``path``."""
+        return sum(self.delay_s[name] for name in path)
+
+    def inside(self, host: str, kind: str | None = None) -> tuple[str, ...]:
+        """The nodes of ``host``, of one kind or all, in the order in which they were added."""
+        if host not in self._inside:
+            raise TopologyError(f"unknown host {host!r}")
+        return tuple(n for n in self._inside[host] if kind is None or self.nodes[n].kind == kind)
+
+    def gpus(self, host: str | None = None) -> tuple[str, ...]:
+        """The GPUs of ``host``, or of all hosts, host by host."""
+        hosts = self.hosts if host is None else (host,)
+        return tuple(gpu for h in hosts for gpu in self.inside(h, "gpu"))
+
+    def host_of(self, node: str) -> str | None:
+        """The host that ``node`` sits in, or None for a switch of the network."""
+        if node not in self.nodes:
+            raise TopologyError(f"unknown node {node!r}")
+        return self.nodes[node].host
+
+    def ends(self, link: str) -> tuple[str, str]:
+        """The nodes that ``link`` leaves and enters."""
+        edge = self._edge_by_name[link]
+        return edge.src, edge.dst
+
+    def layer(self, link: str) -> str:
+        """Where ``link`` is, in either direction: ``nic-tor``, ``tor-aggregation`` and so on."""
+        order = (*HOST_KINDS, *NETWORK_KINDS)
+        kinds = sorted((self.nodes[n].kind for n in self.ends(link)), key=order.index)
+        return "-".join(kinds)
+
+    def _ends(self, name: str) -> tuple[int, ...]:
+        node = self.nodes.get(name)
+        if node is None:
+            raise TopologyError(f"unknown host or node {name!r}")
+        names = self.inside(name, "nic") if node.kind == "host" else ()
+        return tuple(self._number[n] for n in names or (name,))
+
+    def _find_candidates(self, src: str, dst: str, limit: int | None) -> tuple[Path, ...]:
+        sources, targets = self._ends(src), self._ends(dst)
+        if src == dst:
+            return SAME_PLACE
+        found = self._search.paths(sources, targets, limit)
+        if not found:
+            raise TopologyError(f"no path leads from {src!r} to {dst!r}")
+        edges = self.edges
+        return tuple(tuple(edges[i].name for i in path) for path in found)
+
+
+@dataclass
+class TopologyBuilder:
+    """Collects nodes and cables; :meth:`build` validates them into a :class:`Topology`."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    edges: list[Edge] = field(default_factory=list)
+    _names: set[str] = field(default_factory=set)
+
+    def node(self, name: str, kind: str, host: str | None = None) -> str:
+        """Add a node and return its name; a host needs no ``host``."""
+        if name in self.nodes:
+            raise TopologyError(f"node {name!r} is there twice; names must be unique")
+        self.nodes[name] = Node(kind, name if kind == "host" else host)
+        return name
+
+    def arrow(self, src: str, dst: str, link: Link, name: str | None = None) -> str:
+        """Add one direction; the name defaults to ``SRC->DST``, ``SRC->DST#1`` and so on."""
+        chosen = name or self.next_name(src, dst)
+        self._names.add(chosen)
+        self.edges.append(Edge(chosen, src, dst, link))
+        return chosen
+
+    def next_name(self, src: str, dst: str) -> str:
+        """The name that :meth:`arrow` would give to the next link from ``src`` to ``dst``."""
+        name, n = f"{src}->{dst}", 0
+        while name in self._names:
+            n += 1
+            name = f"{src}->{dst}#{n}"
+        return name
+
+    def cable(self, a: str, b: str, link: Link, count: int = 1) -> None:
+        """Join ``a`` and ``b`` in both directions, by ``count`` parallel links."""
+        for _ in range(count):
+            self.arrow(a, b, link)
+            self.arrow(b, a, link)
+
+    def build(self) -> Topology:
+        """The topology.
+
+        Raises:
+            TopologyError: as :class:`Topology`.
+        """
+        return Topology(self.nodes, self.edges)
+
+
+def _arrays(
+    nodes: Mapping[str, Node],
+    edges: Sequence[Edge],
+    number: Mapping[str, int],
+    hosts: Sequence[str],
+) -> LinkArrays:
+    host_number = {host: i for i, host in enumerate(hosts)}
+    return LinkArrays(
+        src=[number[e.src] for e in edges],
+        dst=[number[e.dst] for e in edges],
+        cost=[e.link.cost for e in edges],
+        owner=[NETWORK if n.host is None else host_number[n.host] for n in nodes.values()],
+        forwards=[n.kind != "gpu" for n in nodes.values()],
+    )
+
+
+def _check_nodes(nodes: Mapping[str, Node]) -> None:
+    for name, node in nodes.items():
+        if not name or not isinstance(name, str):
+            raise TopologyError(f"node {name!r}: expected a name that is not empty")
+        if node.kind not in HOST_KINDS + NETWORK_KINDS:
+            expected = ", ".join(HOST_KINDS + NETWORK_KINDS)
+            raise TopologyError(f"node {name!r}: unknown kind {node.kind!r}; expected {expected}")
+        if node.kind in NETWORK_KINDS and node.host is not None:
+            raise TopologyError(f"node {name!r}: a {node.kind} belongs to no host")
+        if node.kind == "host" and node.host != name:
+            raise TopologyError(f"node {name!r}: a host belongs to itself, not to {node.host!r}")
+        host = nodes.get(node.host) if node.host is not None else None
+        if node.kind in HOST_KINDS and (host is None or host.kind != "host"):
+            raise TopologyError(
+                f"node {name!r}: a {node.kind} needs a host; {node.host!r} is not one"
+            )
+    if not any(node.kind == "host" for node in nodes.values()):
+        raise TopologyError("there is no host; expected one or more")
+
+
+def _check_edges(nodes: Mapping[str, Node], edges: Iterable[Edge]) -> None:
+    seen: set[str] = set()
+    for e in edges:
+        if e.name in seen:
+            raise TopologyError(f"link {e.name!r} is there twice; names must be unique")
+        seen.add(e.name)
+        for end in (e.src, e.dst):
+            if end not in nodes:
+                raise TopologyError(f"link {e.name!r}: unknown end {end!r}")
+        if e.src == e.dst:
+            raise TopologyError(f"link {e.name!r}: both ends are {e.src!r}")
+        src, dst = nodes[e.src], nodes[e.dst]
+        if src.host and dst.host and src.host != dst.host:
+            raise TopologyError(
+                f"link {e.name!r} joins two hosts directly; put a switch or a router between them"
+            )
+        if not 0 < e.link.capacity_Bps < inf:
+            raise TopologyError(
+                f"link {e.name!r}: capacity {e.link.capacity_Bps!r}; "
+                "expected bytes per second, more than 0"
+            )
+        if not (isfinite(e.link.delay_s) and e.link.delay_s >= 0):
+            raise TopologyError(
+                f"link {e.name!r}: delay {e.link.delay_s!r}; expected seconds, 0 or more"
+            )
+        if isinstance(e.link.cost, bool) or not isinstance(e.link.cost, int) or e.link.cost < 1:
+            raise TopologyError(
+                f"link {e.name!r}: cost {e.link.cost!r}; expected a whole number, 1 or more"
+            )
+
+
+def _check_connected(
+    hosts: Sequence[str], nodes: Mapping[str, Node], edges: Iterable[Edge]
+) -> None:
+    """Every host reaches the first one and is reached by it."""
+    away: dict[str, list[str]] = {}
+    back: dict[str, list[str]] = {}
+    for e in edges:
+        # Within a host everything counts as one place: only its way out is in question.
+        src, dst = nodes[e.src].host or e.src, nodes[e.dst].host or e.dst
+        away.setdefault(src, []).append(dst)
+        back.setdefault(dst, []).append(src)
+    for neighbours, words in ((away, "cannot be reached from"), (back, "cannot reach")):
+        seen, todo = {hosts[0]}, [hosts[0]]
+        while todo:
+            for n in neighbours.get(todo.pop(), ()):
+                if n not in seen:
+                    seen.add(n)
+                    if nodes[n].host is None:
+                        todo.append(n)
+        for host in hosts:
+            if host not in seen:
+                raise TopologyError(
+                    f"host {host!r} {words} {hosts[0]!r}; expected a connected network"
+                )
