@@ -7,9 +7,11 @@ them from its environment, so that a flag, a variable and a field are three name
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from crux_torch.errors import SettingsError
 
@@ -17,8 +19,15 @@ from crux_torch.errors import SettingsError
 CLASS_SELECTORS = tuple(8 * n for n in range(8))
 
 
-def _setting(env: str, default: Any, meaning: str, parse: Any) -> Any:
-    return field(default=default, metadata={"env": env, "meaning": meaning, "parse": parse})
+#: What a job or a cluster may be called: a part of the store's keys and a cell of `crux status`.
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
+
+
+def _setting(
+    env: str, default: Any, meaning: str, parse: Callable[[str], Any], *, flag: bool = True
+) -> Any:
+    metadata = {"env": env, "meaning": meaning, "parse": parse, "flag": flag}
+    return field(default=default, metadata=metadata)
 
 
 def _bool(text: str) -> bool:
@@ -31,45 +40,75 @@ def _bool(text: str) -> bool:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise ValueError("expected a positive number")
     return value
 
 
 def _non_negative(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise ValueError("expected a number, 0 or more")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise ValueError("expected a whole number, 1 or more")
-    return value
+    return int(text)
 
 
 def _levels(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 64:
+    if not text.strip().isdecimal() or not 1 <= int(text) <= 64:
         raise ValueError("expected a whole number from 1 to 64")
-    return value
+    return int(text)
+
+
+def _integers(text: str, expected: str) -> tuple[int, ...]:
+    """Comma-separated whole numbers from 0 to 63, decimal or 0x…; an error says ``expected``."""
+    try:
+        values = tuple(int(part, 0) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(expected) from None
+    if any(not 0 <= value < 64 for value in values):
+        raise ValueError(expected)
+    return values
 
 
 def _reserved(text: str) -> tuple[int, ...]:
-    values = tuple(sorted({int(part) for part in text.replace(";", ",").split(",") if part.strip()}))
-    if any(not 0 <= value < 64 for value in values):
-        raise ValueError("expected levels separated by commas, each 0 to 63")
-    return values
+    return tuple(sorted(set(_integers(text, "expected levels (0 to 63) separated by commas"))))
 
 
 def _dscp_map(text: str) -> tuple[int, ...]:
-    values = tuple(int(part, 0) for part in text.split(",") if part.strip())
-    if not values or any(not 0 <= value < 64 for value in values):
-        raise ValueError("expected DSCP values (0 to 63) from level 0 upwards, separated by commas")
+    expected = "expected DSCP values (0 to 63) from level 0 upwards, separated by commas"
+    values = _integers(text, expected)
+    if not values:
+        raise ValueError(expected)
     return values
+
+
+def _store(text: str) -> str:
+    if text == "none":
+        return text
+    url = urlsplit(text)
+    if url.scheme != "tcp" or not url.hostname or not url.port or url.path or url.query:
+        raise ValueError("expected tcp://HOST:PORT, or none")
+    return text
+
+
+def _name(text: str) -> str:
+    if not NAME_PATTERN.fullmatch(text):
+        raise ValueError(
+            "expected up to 128 letters, digits and . _ : @ + -, the first a letter or digit"
+        )
+    return text
 
 
 def _log_level(text: str) -> str:
@@ -95,21 +134,25 @@ class Settings:
         False,
         "make the script's own init_process_group use Crux; set by cruxrun",
         _bool,
+        flag=False,
     )
     store: str = _setting(
         "CRUX_STORE",
         "tcp://127.0.0.1:29410",
         "the store shared by the cluster's jobs: tcp://HOST:PORT (embedded), or none",
-        str,
+        _store,
     )
     cluster: str = _setting(
-        "CRUX_CLUSTER", "default", "prefix of everything this cluster writes to the store", str
+        "CRUX_CLUSTER", "default", "prefix of everything this cluster writes to the store", _name
     )
     job: str = _setting(
-        "CRUX_JOB", "", "name of this job in the cluster; default: made from the run id", str
+        "CRUX_JOB", "", "name of this job in the cluster; by default made from the run id", _name
     )
     levels: int = _setting(
-        "CRUX_LEVELS", 8, "priority levels that NICs and switches have, reserved ones included", _levels
+        "CRUX_LEVELS",
+        8,
+        "priority levels that NICs and switches have, reserved ones included",
+        _levels,
     )
     reserved_levels: tuple[int, ...] = _setting(
         "CRUX_RESERVED_LEVELS", (), "levels that Crux must not use, separated by commas", _reserved
@@ -122,11 +165,19 @@ class Settings:
     )
     policy: str = _setting("CRUX_POLICY", "crux", "the scheduler that computes the plan", str)
     topology: str = _setting(
-        "CRUX_TOPOLOGY", "", "file with the cluster's topology (YAML); default: one shared core", str
+        "CRUX_TOPOLOGY",
+        "",
+        "file with the cluster's topology (YAML); without it, one shared core",
+        str,
     )
-    log_level: str = _setting("CRUX_LOG_LEVEL", "WARNING", "how much Crux says on stderr", _log_level)
+    log_level: str = _setting(
+        "CRUX_LOG_LEVEL", "WARNING", "how much Crux says on stderr", _log_level
+    )
     profile_s: float = _setting(
-        "CRUX_PROFILE_S", 10.0, "seconds for which a job holds the top class to be measured, at most", _positive
+        "CRUX_PROFILE_S",
+        10.0,
+        "seconds for which a job holds the top class to be measured, at most",
+        _positive,
     )
     profile_iterations: int = _setting(
         "CRUX_PROFILE_ITERATIONS", 12, "iterations after which a measurement may end early", _count
@@ -138,17 +189,26 @@ class Settings:
         "CRUX_LEASE_S", 6.0, "seconds after which a silent job counts as gone", _positive
     )
     plan_valid_s: float = _setting(
-        "CRUX_PLAN_VALID_S", 15.0, "seconds without renewal after which a plan is dropped", _positive
+        "CRUX_PLAN_VALID_S",
+        15.0,
+        "seconds without renewal after which a plan is dropped",
+        _positive,
     )
-    tick_s: float = _setting("CRUX_TICK_S", 0.1, "pause between two rounds of the background thread", _positive)
-    records: int = _setting("CRUX_RECORDS", 65536, "capacity of the recorder's ring, in records", _count)
+    tick_s: float = _setting(
+        "CRUX_TICK_S", 0.1, "pause between two rounds of the background thread", _positive
+    )
+    records: int = _setting(
+        "CRUX_RECORDS", 65536, "capacity of the recorder's ring, in records", _count
+    )
     device_flops: float = _setting(
         "CRUX_DEVICE_FLOPS",
         0.0,
         "FLOP/s of one device, for time-based W and for bounding claims; 0: look it up",
         _non_negative,
     )
-    trace: str = _setting("CRUX_TRACE", "", "folder for a Chrome trace of every rank, written at exit", str)
+    trace: str = _setting(
+        "CRUX_TRACE", "", "folder for a Chrome trace of every rank, written at exit", str
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -194,3 +254,63 @@ class Settings:
         With a single usable level there is nothing to order, and the plan uses that one.
         """
         return self.usable_levels[:-1] or self.usable_levels
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of :class:`Settings` as its user meets it.
+
+    Attributes:
+        field: name of the field.
+        env: the environment variable.
+        flag: the flag of ``cruxrun``, or None for what only ``cruxrun`` itself sets.
+        meaning: one clause, no full stop.
+        default: the default as it would be written in the variable; empty where there is none.
+        parse: text to value; raises ValueError.
+        switch: whether the flag takes no value.
+    """
+
+    field: str
+    env: str
+    flag: str | None
+    meaning: str
+    default: str
+    parse: Callable[[str], Any]
+    switch: bool
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+#: Every setting, in the order of the fields: the source of `cruxrun --help` and of the docs.
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(
+        field=f.name,
+        env=f.metadata["env"],
+        flag=f"--crux-{f.name.replace('_', '-')}" if f.metadata["flag"] else None,
+        meaning=f.metadata["meaning"],
+        default=_text(f.default),
+        parse=f.metadata["parse"],
+        switch=isinstance(f.default, bool),
+    )
+    for f in fields(Settings)
+)
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table: what docs/settings.md shows."""
+    rows = ["| variable | flag of cruxrun | default | meaning |", "|---|---|---|---|"]
+    for s in SETTINGS:
+        flag = f"`{s.flag}`" if s.flag else ""
+        default = f"`{s.default}`" if s.default else ""
+        rows.append(f"| `{s.env}` | {flag} | {default} | {s.meaning} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(settings_table())

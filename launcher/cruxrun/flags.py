@@ -1,0 +1,100 @@
+"""The ``--crux-*`` flags: made from the settings, turned into the environment of the workers."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping
+
+from crux_torch.errors import SettingsError
+from crux_torch.settings import SETTINGS, Setting, Settings
+
+_FLAGS: tuple[tuple[Setting, str], ...] = tuple((s, s.flag) for s in SETTINGS if s.flag)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the group "crux": one flag for each setting, with dashes or underscores.
+
+    A flag holds the text that its variable would hold, checked here so that a bad value stops the
+    launcher before anything starts.
+    """
+    group = parser.add_argument_group(
+        "crux",
+        "Each flag beats the environment variable in brackets; every process of the job reads the "
+        "variable.",
+    )
+    for setting, flag in _FLAGS:
+        names = (flag, "--" + flag[2:].replace("-", "_"))
+        default = f"; default {setting.default}" if setting.default and not setting.switch else ""
+        text = f"{setting.meaning} [{setting.env}{default}]".replace("%", "%%")
+        text = text[0].upper() + text[1:]
+        dest = _dest(setting)
+        if setting.switch:
+            group.add_argument(
+                *names, dest=dest, action="store_const", const="1", default=None, help=text
+            )
+        else:
+            metavar = setting.field.upper()
+            group.add_argument(
+                *names, dest=dest, type=_checked(setting), default=None, metavar=metavar, help=text
+            )
+
+
+def is_disabled(args: Namespace, env: Mapping[str, str]) -> bool:
+    """Whether the job asked for plain torchrun, by the flag or the variable.
+
+    Raises:
+        SettingsError: where the variable is neither true nor false.
+    """
+    if args.crux_disable is not None:
+        return True
+    try:
+        return Settings.from_env({"CRUX_DISABLE": env.get("CRUX_DISABLE", "")}).disable
+    except SettingsError as error:
+        raise SettingsError(with_flags(str(error))) from None
+
+
+def environment(args: Namespace, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the given flags stand for, checked together with those in ``env``.
+
+    Raises:
+        SettingsError: for a value, or a combination, that can't be used; names the flag.
+    """
+    given = {s.env: getattr(args, _dest(s)) for s, _ in _FLAGS}
+    exports = {name: text for name, text in given.items() if text is not None}
+    merged = {**env, **exports}
+    try:
+        settings = Settings.from_env(merged)
+        if settings.topology and not os.path.isfile(settings.topology):
+            raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: no such file")
+    except SettingsError as error:
+        raise SettingsError(with_flags(str(error))) from None
+    return exports
+
+
+def with_flags(message: str) -> str:
+    """``message`` with each variable preceded by the flag that sets it."""
+    flags = {setting.env: flag for setting, flag in _FLAGS}
+    return re.sub(
+        r"\bCRUX_[A-Z_]+\b",
+        lambda match: f"{flags[match[0]]} ({match[0]})" if match[0] in flags else match[0],
+        message,
+    )
+
+
+def _dest(setting: Setting) -> str:
+    return f"crux_{setting.field}"
+
+
+def _checked(setting: Setting) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        # An empty value means the default, as an empty variable does.
+        if text:
+            try:
+                setting.parse(text)
+            except ValueError as error:
+                raise ArgumentTypeError(f"{text!r}: {error}") from None
+        return text
+
+    return check

@@ -1,0 +1,161 @@
+"""The console script ``cruxrun``: torchrun's parser and agent, with Crux set up around them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from crux_torch.errors import SettingsError
+from crux_torch.settings import Settings
+from cruxrun import autoload, flags
+from cruxrun.job_name import job_name
+
+PROG = "cruxrun"
+logger = logging.getLogger(PROG)
+
+
+def _torchrun(args: Namespace) -> None:
+    run: Callable[[Namespace], None] = torchrun.run
+    run(args)
+
+
+def get_args_parser() -> ArgumentParser:
+    """torchrun's parser, with the group "crux" added."""
+    parser = torchrun.get_args_parser()
+    parser.prog = PROG
+    parser.description = (
+        "torchrun, with the job measured and its communication scheduled by Crux. Every argument "
+        "of torchrun works as it does there."
+    )
+    flags.add_flags(parser)
+    _name_completion(parser)
+    return parser
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Launch a job as torchrun does.
+
+    Args:
+        argv: the command line; by default this process's, and its variables ``PET_*``, ``CRUX_*``.
+
+    Raises:
+        SystemExit: with code 2 for a command line or a setting that can't be used.
+        ChildFailedError: when workers fail more often than ``--max-restarts`` allows.
+    """
+    parser = get_args_parser()
+    args = parser.parse_args(argv)
+    try:
+        if flags.is_disabled(args, os.environ):
+            with _environment({"CRUX_DISABLE": "1"}):
+                _torchrun(args)
+            return
+        exports = flags.environment(args, os.environ)
+    except SettingsError as error:
+        parser.error(str(error))
+
+    exports["CRUX_ATTACH"] = "1"
+    if not (exports.get("CRUX_JOB") or os.environ.get("CRUX_JOB")):
+        exports["CRUX_JOB"] = job_name(args)
+    with _environment(exports):
+        settings = Settings.from_env()
+        _log_to_stderr(settings.log_level)
+        obstacle = autoload.obstacle(os.environ)
+        if obstacle:
+            logger.warning(
+                "%s: the script runs on the stock backends, unless it calls crux_torch.attach()",
+                obstacle,
+            )
+        if args.run_path and args.start_method == "fork":
+            # A forked worker has torch already and would never reach the end of its import.
+            os.register_at_fork(after_in_child=autoload.attach_if_launched)
+        logger.info("job %s, store %s", settings.job, settings.store)
+        with _hosted_store(settings.store):
+            _torchrun(args)
+
+
+def _log_to_stderr(level: str) -> None:
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the workers, and put back what was there for whoever called us."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
+
+
+@contextmanager
+def _hosted_store(endpoint: str) -> Iterator[None]:
+    """Host the embedded store for as long as the job runs, where nobody on this host does yet.
+
+    A store that can't be hosted is no reason to stop a job: one warning, and the job goes on.
+    """
+    host: Any = None
+    if endpoint != "none":
+        try:
+            from crux_torch.control.host import StoreHost
+
+            host = StoreHost(endpoint)
+            host.start()
+        except Exception as error:
+            logger.warning("the store %s is not hosted here: %s", endpoint, error)
+            host = None
+    try:
+        yield
+    finally:
+        if host is not None:
+            try:
+                host.stop()
+            except Exception as error:
+                logger.warning("the store %s did not stop cleanly: %s", endpoint, error)
+
+
+def _name_completion(parser: ArgumentParser) -> None:
+    """Make ``--print-completion`` (torch >= 2.15) write a script for cruxrun.
+
+    The stock action calls the parser "torchrun" before it prints, as it may run under any name.
+    """
+    action: Any = next((a for a in parser._actions if a.dest == "print_completion"), None)
+    if action is None:
+        return
+    stock = type(action)
+
+    class _Named(stock):  # type: ignore[misc, valid-type]
+        def __call__(
+            self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
+        ) -> None:
+            try:
+                shtab: Any = import_module("shtab")
+            except ImportError:
+                super().__call__(parser, namespace, values, option)
+            else:
+                print(shtab.complete(parser, shell=values))
+                parser.exit()
+
+    action.__class__ = _Named
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The launcher's parser and what it hands to torchrun, without starting a job."""
+
+import argparse
+import os
+import re
+import sys
+
+import pytest
+from torch.distributed import run as torchrun
+
+from crux_torch.settings import SETTINGS
+from cruxrun import main as cruxrun
+from cruxrun.job_name import job_name
+
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+
+FLAGS = [s for s in SETTINGS if s.flag]
+GOOD = {
+    "store": "tcp://10.0.0.1:29410",
+    "cluster": "prod",
+    "job": "gpt-7",
+    "levels": "4",
+    "reserved_levels": "0,3",
+    "dscp_map": "0,8,16,24,32,40,48,46",
+    "policy": "crux",
+    "topology": __file__,
+    "log_level": "info",
+    "trace": "/tmp/traces",
+    "device_flops": "1e12",
+    "profile_iterations": "5",
+    "warmup_iterations": "5",
+    "records": "1024",
+}
+
+
+def stock_options():
+    return [a for a in torchrun.get_args_parser()._actions if a.option_strings]
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("CRUX_", "PET_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls main and returns what torchrun was given: its arguments and its environment."""
+
+    def launch(*argv):
+        seen = []
+        monkeypatch.setattr(torchrun, "run", lambda args: seen.append((args, dict(os.environ))))
+        cruxrun.main([*argv, "train.py"])
+        assert len(seen) == 1
+        return seen[0]
+
+    monkeypatch.setenv("CRUX_STORE", "none")
+    return launch
+
+
+def value_for(action):
+    if action.nargs == 0:
+        return []
+    if action.choices:
+        return [next(iter(action.choices))]
+    return ["7"]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        name
+        for action in stock_options()
+        for name in action.option_strings
+        if action.dest not in ("help", "print_completion")
+    ],
+)
+def test_every_torchrun_flag_parses_to_the_same_value(spelling):
+    action = next(a for a in stock_options() if spelling in a.option_strings)
+    argv = [spelling, *value_for(action), "train.py", "--crux-levels", "x", "-m"]
+    stock = vars(torchrun.get_args_parser().parse_args(argv))
+    ours = vars(cruxrun.get_args_parser().parse_args(argv))
+    assert {k: v for k, v in ours.items() if not k.startswith("crux_")} == stock
+    assert all(v is None for k, v in ours.items() if k.startswith("crux_"))
+
+
+def test_abbreviations_of_torchrun_still_work():
+    args = cruxrun.get_args_parser().parse_args(["--nn", "2", "--stand", "train.py"])
+    assert (args.nnodes, args.standalone) == ("2", True)
+
+
+@pytest.mark.parametrize("action", stock_options(), ids=lambda a: a.dest)
+def test_pet_variables_reach_every_flag_that_torchrun_reads_them_for(action, monkeypatch):
+    text = "1" if action.nargs == 0 else value_for(action)[0]
+    monkeypatch.setenv(f"PET_{action.dest.upper()}", text)
+    stock = vars(torchrun.get_args_parser().parse_args(["train.py"]))
+    ours = vars(cruxrun.get_args_parser().parse_args(["train.py"]))
+    assert {k: v for k, v in ours.items() if not k.startswith("crux_")} == stock
+
+
+def test_help_keeps_torchruns_and_documents_every_setting(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    text = cruxrun.get_args_parser().format_help()
+    for action in stock_options():
+        for name in action.option_strings:
+            assert name in text
+    group = re.sub(r"\s+", " ", text[text.index("\ncrux:") :])
+    for s in FLAGS:
+        assert s.flag in group
+        assert "--" + s.flag[2:].replace("-", "_") in group
+        assert s.env in group
+        assert s.meaning[1:] in group
+        if s.default and not s.switch:
+            assert f"[{s.env}; default {s.default}]" in group
+
+
+def test_completion_is_for_cruxrun(monkeypatch, capsys):
+    if "print_completion" not in {a.dest for a in stock_options()}:
+        pytest.skip("this torch has no --print-completion")
+    shtab = argparse.Namespace(
+        SUPPORTED_SHELLS=["bash", "zsh"],
+        complete=lambda parser, shell: f"{shell} for {parser.prog}",
+    )
+    monkeypatch.setitem(sys.modules, "shtab", shtab)
+    with pytest.raises(SystemExit) as exit_:
+        cruxrun.get_args_parser().parse_args(["--print-completion", "zsh"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == "zsh for cruxrun\n"
+
+
+@pytest.mark.parametrize("underscores", [False, True])
+@pytest.mark.parametrize("setting", FLAGS, ids=lambda s: s.field)
+def test_each_flag_becomes_its_variable_and_beats_it(setting, underscores, launched, monkeypatch):
+    flag = "--" + setting.flag[2:].replace("-", "_") if underscores else setting.flag
+    if setting.switch:
+        _, env = launched(flag)
+        assert env[setting.env] == "1"
+        return
+    monkeypatch.setenv(setting.env, setting.default)
+    good = GOOD.get(setting.field, "2.5")
+    _, env = launched(flag, good)
+    assert env[setting.env] == good
+    assert os.environ[setting.env] == setting.default
+
+
+def test_the_environment_of_the_caller_comes_back(launched):
+    before = dict(os.environ)
+    launched("--crux-levels", "4")
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "named"),
+    [
+        (["--crux-levels", "many"], {}, "--crux-levels"),
+        (["--crux_levels=0"], {}, "--crux_levels"),
+        (["--crux-store", "nowhere"], {}, "--crux-store"),
+        (["--crux-dscp-map", "0,8"], {}, "--crux-dscp-map"),
+        (["--crux-job", "a b"], {}, "--crux-job"),
+        (["--crux-topology", "/nonexistent.yaml"], {}, "--crux-topology"),
+        ([], {"CRUX_LEVELS": "many"}, "--crux-levels (CRUX_LEVELS)"),
+        ([], {"CRUX_DISABLE": "maybe"}, "--crux-disable (CRUX_DISABLE)"),
+        (["--crux-reserved-levels", "0,1,2,3,4,5,6,7"], {}, "--crux-reserved-levels"),
+    ],
+)
+def test_a_bad_value_stops_the_launcher_and_names_the_flag(argv, env, named, monkeypatch, capsys):
+    monkeypatch.setattr(torchrun, "run", lambda args: pytest.fail("started"))
+    for name, text in env.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(SystemExit) as exit_:
+        cruxrun.main([*argv, "train.py"])
+    assert exit_.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_workers_are_told_to_attach_and_what_their_job_is_called(launched):
+    _, env = launched()
+    assert env["CRUX_ATTACH"] == "1"
+    assert re.fullmatch(r"train-[0-9a-f]{8}", env["CRUX_JOB"])
+    _, again = launched()
+    assert again["CRUX_JOB"] != env["CRUX_JOB"]
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_disabled_is_torchrun(how, launched, monkeypatch):
+    before = dict(os.environ)
+    if how == "variable":
+        monkeypatch.setenv("CRUX_DISABLE", "true")
+        monkeypatch.setenv("CRUX_LEVELS", "not looked at")
+        before = dict(os.environ)
+    args, env = launched(*(["--crux-disable"] if how == "flag" else []))
+    assert env == {**before, "CRUX_DISABLE": "1"}
+    assert args.training_script == "train.py"
+
+
+def parsed(*argv, script="train.py"):
+    return cruxrun.get_args_parser().parse_args([*argv, script])
+
+
+def test_nodes_of_one_job_agree_on_its_name_and_jobs_differ():
+    def nodes(*argv):
+        names = {job_name(parsed("--nnodes", "1:4", "--node-rank", str(n), *argv)) for n in (0, 1)}
+        assert len(names) == 1
+        return names.pop()
+
+    c10d = ("--rdzv-backend", "c10d", "--rdzv-endpoint")
+    names = [
+        nodes(*c10d, "a:29400", "--rdzv-id", "100"),
+        nodes(*c10d, "b:29400", "--rdzv-id", "100"),
+        nodes(*c10d, "a:29400", "--rdzv-id", "200"),
+        nodes(*c10d, "a:29400"),
+        nodes("--master-addr", "a", "--master-port", "29501"),
+    ]
+    assert len(set(names)) == len(names)
+    assert names[0].startswith("100-")
+    assert names[3].startswith("train-")
+    explicit = ("--master-addr", "a", "--master-port", "29500")
+    assert nodes("--master-addr", "a") == nodes(*explicit)
+
+
+def test_an_endpoint_on_loopback_is_told_apart_by_its_host(monkeypatch):
+    args = parsed("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29400")
+    monkeypatch.setattr("socket.gethostname", lambda: "one")
+    one = job_name(args)
+    monkeypatch.setattr("socket.gethostname", lambda: "two")
+    assert job_name(args) != one
+
+
+@pytest.mark.parametrize("run_id", ["a b/c", "../../x", "ü", "x" * 500, "-"])
+def test_any_run_id_makes_a_usable_name(run_id, launched):
+    _, env = launched(f"--rdzv-id={run_id}")
+    job = next(s for s in SETTINGS if s.field == "job")
+    assert job.parse(env["CRUX_JOB"]) == env["CRUX_JOB"]
+
+
+def test_autoload_that_is_off_is_said(launched, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    cruxrun.logger.handlers.clear()
+    launched()
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in capsys.readouterr().err
+    launched("--crux-disable")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("broken", ["__init__", "start", "stop"])
+def test_a_store_that_cannot_be_hosted_stops_nothing(broken, launched, monkeypatch, capsys):
+    host = pytest.importorskip("crux_torch.control.host")
+    calls = []
+
+    class Broken:
+        def __init__(self, endpoint):
+            self._do("__init__")
+
+        def start(self):
+            self._do("start")
+
+        def stop(self):
+            self._do("stop")
+
+        def _do(self, what):
+            calls.append(what)
+            if what == broken:
+                raise OSError("no such luck")
+
+    monkeypatch.setattr(host, "StoreHost", Broken)
+    cruxrun.logger.handlers.clear()
+    launched("--crux-store", "tcp://127.0.0.1:29410")
+    assert calls[-1] == broken
+    assert "no such luck" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""What ``import torch`` does with the entry point, in fresh interpreters."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_install import install_entry_point
+
+LAUNCHER = Path(__file__).parent.parent / "launcher"
+FAKE = """
+import sys
+calls = []
+def attach():
+    import torch.distributed as dist
+    assert dist.is_available() and callable(dist.init_process_group)
+    calls.append(len(calls))
+    {then}
+"""
+
+ATTACHES = FAKE.format(then="pass")
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """Runs code in a new python that finds the entry point and a stand-in for crux_torch."""
+    install_entry_point(tmp_path)
+
+    def run(code, package=ATTACHES, args=(), **env):
+        (tmp_path / "crux_torch").mkdir(exist_ok=True)
+        (tmp_path / "crux_torch" / "__init__.py").write_text(package)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+        inherited["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(LAUNCHER)])
+        done = subprocess.run(
+            [sys.executable, *args, "-c", code],
+            env={**inherited, **env},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split(), done.stderr
+
+    return run
+
+
+CALLS = "import sys, torch; print(getattr(sys.modules.get('crux_torch'), 'calls', None))"
+
+
+@pytest.mark.parametrize(
+    ("env", "printed"),
+    [
+        ({}, "None"),
+        ({"CRUX_ATTACH": "0"}, "None"),
+        ({"CRUX_ATTACH": "1", "CRUX_DISABLE": "1"}, "None"),
+        ({"CRUX_ATTACH": "1", "CRUX_DISABLE": "0"}, "[0]"),
+    ],
+)
+def test_attaches_only_when_launched_and_not_disabled(env, printed, interpreter):
+    out, err = interpreter(CALLS, **env)
+    assert out == [printed]
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    "package",
+    [FAKE.format(then="raise RuntimeError('broken inside')"), "raise ImportError('broken inside')"],
+)
+def test_a_failure_is_one_warning_and_torch_works(package, interpreter):
+    code = "import torch; print(int(torch.ones(2).sum()), torch.distributed.is_initialized())"
+    out, err = interpreter(code, package, args=["-W", "error"], CRUX_ATTACH="1")
+    assert out == ["2", "False"]
+    assert len(err.splitlines()) == 1
+    assert "stock backends" in err
+    assert "broken inside" in err
+
+
+def test_a_script_that_imports_crux_torch_first_is_attached_once(interpreter):
+    package = "import torch\n" + ATTACHES + "from cruxrun import autoload\n"
+    package += "autoload.attach_if_launched(attach)\n"
+    out, err = interpreter("import crux_torch; print(crux_torch.calls)", package, CRUX_ATTACH="1")
+    assert out == ["[0]"]
+    assert err == ""
+
+
+def test_without_the_launcher_nothing_but_os_is_imported():
+    code = (
+        "import sys; before = set(sys.modules); import cruxrun.autoload as a; "
+        "a.attach_if_launched(); print(*sorted(set(sys.modules) - before))"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    env["PYTHONPATH"] = str(LAUNCHER)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["cruxrun", "cruxrun.autoload"], done.stderr

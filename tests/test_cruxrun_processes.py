@@ -1,0 +1,247 @@
+"""``cruxrun`` and ``torchrun`` side by side, as real processes on loopback."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_install import install_entry_point
+
+WORKER = str(Path(__file__).with_name("cruxrun_worker.py"))
+CRUXRUN = [sys.executable, "-m", "cruxrun"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ROOT = Path(__file__).parent.parent
+BOUND_S = 120
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts launchers in their own sessions, with no store, and ends what is left of them."""
+    running = []
+
+    def launch(*command, **env):
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_"))}
+        paths = [str(ROOT), str(ROOT / "launcher"), inherited.pop("PYTHONPATH", "")]
+        environment = {
+            **inherited,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "CRUX_STORE": "none",
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
+        process = subprocess.Popen(
+            [str(c) for c in command],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        running.append(process)
+        return process
+
+    yield launch
+    for process in running:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def finish(process):
+    out, err = process.communicate(timeout=BOUND_S)
+    return process.returncode, out, err
+
+
+def ran(folder):
+    """What every worker wrote, by rank and attempt."""
+    return {f.stem: json.loads(f.read_text()) for f in sorted(folder.glob("*.json"))}
+
+
+def wait_for(condition, what):
+    end = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < end, f"waited for {what}"
+        time.sleep(0.05)
+
+
+def folders(tmp_path, *names):
+    made = [tmp_path / name for name in names]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def test_workers_get_torchruns_environment_and_crux(start, tmp_path):
+    stock, ours, off = folders(tmp_path, "stock", "ours", "off")
+    nproc = {"PET_NPROC_PER_NODE": "2"}
+    common = ["--standalone", "--max-restarts=1", "--role=trainer", WORKER]
+    processes = [
+        start(*TORCHRUN, *common, stock, "--flag", "-m", **nproc),
+        start(*CRUXRUN, "--crux-levels=4", *common, ours, "--flag", "-m", **nproc),
+        start(*CRUXRUN, "--crux-disable", *common, off, "--flag", "-m", **nproc),
+    ]
+    for process in processes:
+        code, _, err = finish(process)
+        assert code == 0, err
+
+    # These hold random ids, ports and folders, different in any two runs of torchrun too.
+    random = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+    expected, got, disabled = ran(stock), ran(ours), ran(off)
+    assert expected.keys() == got.keys() == disabled.keys() == {"0.0", "1.0"}
+    for worker in expected:
+        envs = [
+            {k: v for k, v in runs[worker]["env"].items() if k not in random}
+            for runs in (expected, got, disabled)
+        ]
+        added = {k: envs[1].pop(k) for k in ("CRUX_ATTACH", "CRUX_JOB", "CRUX_LEVELS")}
+        assert envs[2].pop("CRUX_DISABLE") == "1"
+        assert envs[0] == envs[1] == envs[2]
+        assert (added["CRUX_ATTACH"], added["CRUX_LEVELS"]) == ("1", "4")
+        assert random <= expected[worker]["env"].keys() & got[worker]["env"].keys()
+        assert got[worker]["argv"] == expected[worker]["argv"] == ["--flag", "-m"]
+    assert len({worker["env"]["CRUX_JOB"] for worker in got.values()}) == 1
+
+
+@pytest.mark.parametrize("end", ["raise", "killed"])
+def test_a_failure_is_reported_as_by_torchrun(end, start, tmp_path):
+    results = []
+    for name, launcher in (("stock", TORCHRUN), ("ours", CRUXRUN)):
+        (folder,) = folders(tmp_path, name)
+        error_file = tmp_path / f"{name}.error"
+        process = start(
+            *launcher,
+            "--standalone",
+            "--nproc-per-node=2",
+            WORKER,
+            folder,
+            end,
+            TORCHELASTIC_ERROR_FILE=str(error_file),
+        )
+        results.append((process, error_file))
+    reports = []
+    for process, error_file in results:
+        code, _, err = finish(process)
+        assert "Root Cause (first observed failure):" in err
+        summary = [
+            re.sub(r"(?i)\(?\bpid:? *\d+\)?", "", line).strip()
+            for line in err.split("Root Cause")[1].splitlines()
+            if line.strip().startswith(("rank", "exitcode", "ValueError", "Signal", "traceback"))
+        ]
+        written = json.loads(error_file.read_text()) if error_file.exists() else None
+        if written:
+            written = written["message"]["message"]
+        reports.append((code, summary, written))
+    assert reports[0] == reports[1]
+    code, summary, written = reports[1]
+    assert code == 1
+    assert any(line.startswith("rank") and "1" in line for line in summary)
+    assert written == "ValueError: wrong on purpose" if end == "raise" else written is None
+
+
+def test_a_module_and_a_program_that_is_not_python(start, tmp_path):
+    module, program = folders(tmp_path, "module", "program")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launcher"), str(ROOT / "tests")])
+    as_module = start(
+        *CRUXRUN, "--standalone", "-m", "cruxrun_worker", module, "a", PYTHONPATH=path
+    )
+    as_program = start(
+        *CRUXRUN, "--standalone", "--no-python", sys.executable, WORKER, program, "b"
+    )
+    for process, folder, argument in ((as_module, module, "a"), (as_program, program, "b")):
+        code, _, err = finish(process)
+        assert code == 0, err
+        assert ran(folder)["0.0"]["argv"] == [argument]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_run_path_attaches_in_the_interpreter_that_runs_the_script(method, start, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, crux_torch; print(crux_torch.attached, os.environ['RANK'])")
+    fake = tmp_path / "fake" / "crux_torch"
+    fake.mkdir(parents=True)
+    real = ROOT / "crux_torch"
+    (fake / "__init__.py").write_text(
+        f"__path__.append({str(real)!r})\nattached = 0\n"
+        "def attach():\n    global attached\n    attached += 1\n"
+    )
+    install_entry_point(tmp_path / "fake")
+    path = os.pathsep.join([str(tmp_path / "fake"), str(ROOT / "launcher")])
+    process = start(
+        *CRUXRUN, "--standalone", "--run-path", f"--start-method={method}", script, PYTHONPATH=path
+    )
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert out.split() == ["1", "0"]
+
+
+def test_elastic_restart_keeps_the_job_and_counts(start, tmp_path):
+    (folder,) = folders(tmp_path, "out")
+    endpoint = "--rdzv-endpoint=localhost:0"
+    elastic = ["--nnodes=1:2", "--max-restarts=2", "--rdzv-backend=c10d", endpoint]
+    quick = ["--rdzv-conf=last_call_timeout=1", "--monitor-interval=0.1"]
+    code, _, err = finish(start(*CRUXRUN, *elastic, *quick, WORKER, folder, "fail-once"))
+    assert code == 0, err
+    workers = ran(folder)
+    assert workers.keys() == {"0.0", "0.1"}
+    assert workers["0.0"]["env"]["CRUX_JOB"] == workers["0.1"]["env"]["CRUX_JOB"]
+
+
+def test_two_nodes_are_one_job(start, tmp_path):
+    (folder,) = folders(tmp_path, "out")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    nodes = [
+        start(*CRUXRUN, *common, "--rdzv-id=7", WORKER, folder, TEST_NODE=node) for node in "ab"
+    ]
+    for node in nodes:
+        code, _, err = finish(node)
+        assert code == 0, err
+    workers = ran(folder).values()
+    assert {w["env"]["RANK"] for w in workers} == {"0", "1"}
+    assert len({w["env"]["CRUX_JOB"] for w in workers}) == 1
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(sent, start, tmp_path):
+    (folder,) = folders(tmp_path, "out")
+    process = start(*CRUXRUN, "--standalone", "--nproc-per-node=2", WORKER, folder, "sleep")
+    wait_for(lambda: len(ran(folder)) == 2 or process.poll() is not None, "the workers")
+    pids = [worker["pid"] for worker in ran(folder).values()]
+    assert len(pids) == 2, finish(process)
+    process.send_signal(sent)
+    code, _, _ = finish(process)
+    assert code != 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_the_store_is_hosted_while_the_job_runs(start, tmp_path):
+    pytest.importorskip("crux_torch.control.host")
+    (folder,) = folders(tmp_path, "out")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def listens():
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    assert not listens()
+    store = {"CRUX_STORE": f"tcp://127.0.0.1:{port}"}
+    process = start(*CRUXRUN, "--standalone", WORKER, folder, "sleep", **store)
+    wait_for(lambda: ran(folder) and listens(), "the store")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert not listens()
