@@ -79,6 +79,10 @@ def parse_yaml(text: str, where: str = "topology") -> Topology:
     """
     try:
         document = yaml.load(text, Loader=_UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise TopologyError(f"{where}: {line}{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise TopologyError(f"{where}: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
@@ -161,6 +165,8 @@ def load_csv(
         if host in places:
             raise TopologyError(f"{file}: line {number}: host {host!r} is there twice")
         places[host] = (dsw, f"{dsw}/{psw}", f"{dsw}/{psw}/{asw}")
+    if not places:
+        raise TopologyError(f"{file}: there is no host; expected a line for each")
     return grouped_clos(
         places,
         server=server or GpuServer(),
@@ -176,12 +182,18 @@ class _UniqueKeys(yaml.SafeLoader):
     """YAML without silent overwriting: a key that comes twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key, (key_node, _) in zip(keys, node.value, strict=True):
-            if keys.count(key) > 1:
+        seen = set()
+        for key_node, _ in node.value:
+            problem = None
+            if not isinstance(key_node, yaml.ScalarNode):
+                problem = "a key is a list or a mapping; expected text"
+            elif key_node.value in seen:
+                problem = f"key {key_node.value!r} is there twice"
+            if problem is not None:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is there twice", key_node.start_mark
+                    problem=problem, problem_mark=key_node.start_mark
                 )
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 

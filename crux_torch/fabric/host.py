@@ -1,0 +1,275 @@
+"""This host: GPUs by NVML, CPU, NICs; what is absent is None or empty, never an error."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from crux_torch.fabric.peak import peak_flops
+
+log = logging.getLogger(__name__)
+
+SYSFS = Path("/sys")
+CPUINFO = Path("/proc/cpuinfo")
+#: ARPHRD_LOOPBACK of <linux/if_arp.h>.
+LOOPBACK_TYPE = "772"
+MEGABIT_Bps = 1e6 / 8
+GIGABIT_Bps = 1e9 / 8
+
+#: Single-precision FLOPs of one core in one cycle by instruction set, widest first: lanes x 2 for
+#: the multiply-add x 2 units, the most that any core of that kind has (Intel 64 and IA-32
+#: optimization manual; Arm Neoverse guides). AMX counts its bfloat16 tiles: 16 x 16 x 32 products
+#: and sums in 16 cycles.
+SIMD_FLOPS_PER_CYCLE = (
+    (("amx_bf16",), 1024),
+    (("avx512f",), 64),
+    (("avx2", "fma"), 32),
+    (("avx",), 16),
+    (("sve",), 64),
+    (("asimd",), 32),
+    (("sse2",), 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of this host.
+
+    Attributes:
+        index: NVML's number of it.
+        name: model, as the driver reports it.
+        uuid: its identity.
+        memory_bytes: total memory.
+        pci_address: ``DOMAIN:BUS:DEVICE.FUNCTION`` in lower case, as sysfs writes it.
+        peak_flops: fastest published FLOP/s of the model; None if the model is not known.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    memory_bytes: int
+    pci_address: str
+    peak_flops: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A network interface, or a port of an RDMA device that has none.
+
+    Attributes:
+        name: interface (``eth0``) or device and port (``mlx5_0/1``).
+        speed_Bps: bytes per second each way; None where the kernel doesn't know or it is down.
+        rdma_device: its RDMA device, if it has one.
+        pci_address: as sysfs writes it; None for an interface without a device.
+        numa_node: the NUMA node it is attached to, where known.
+    """
+
+    name: str
+    speed_Bps: float | None
+    rdma_device: str | None = None
+    pci_address: str | None = None
+    numa_node: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processors of this host, and the most that they could compute.
+
+    Attributes:
+        model: as the kernel reports it.
+        cores: physical cores, or hardware threads where the kernel doesn't tell them apart.
+        frequency_Hz: highest known clock; None if no source tells.
+        flops_per_cycle: FLOPs of one core in one cycle, by its widest instructions.
+    """
+
+    model: str
+    cores: int
+    frequency_Hz: float | None
+    flops_per_cycle: int | None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """An upper bound in FLOP/s, for bounding what a job on CPUs may claim."""
+        if self.frequency_Hz is None or self.flops_per_cycle is None:
+            return None
+        return self.cores * self.frequency_Hz * self.flops_per_cycle
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this host has."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    cpu: Cpu | None
+    nics: tuple[Nic, ...]
+
+
+def this_host() -> Host:
+    """This host, as well as it can be seen from here."""
+    return Host(socket.gethostname(), read_gpus(), read_cpu(), read_nics())
+
+
+def read_gpus(library: ModuleType | None = None) -> tuple[Gpu, ...]:
+    """The GPUs that NVML lists; none without a driver or without ``nvidia-ml-py``."""
+    try:
+        nvml = library or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    # NVML's errors are a class of its own, and an old library can lack any symbol.
+    except Exception as error:
+        log.debug("no NVML: %s", error)
+        return ()
+    try:
+        return tuple(_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount()))
+    except Exception as error:
+        log.debug("NVML failed: %s", error)
+        return ()
+    finally:
+        _quietly(nvml.nvmlShutdown)
+
+
+def read_cpu(cpuinfo: Path = CPUINFO, sysfs: Path = SYSFS) -> Cpu | None:
+    """The processors of ``cpuinfo``; None where it can't be read or lists none."""
+    processors = [dict(_fields(part)) for part in _text(cpuinfo).split("\n\n")]
+    processors = [p for p in processors if "processor" in p]
+    if not processors:
+        return None
+    cores = {
+        (p["physical id"], p["core id"])
+        for p in processors
+        if "physical id" in p and "core id" in p
+    }
+    flags = set((processors[0].get("flags") or processors[0].get("Features") or "").split())
+    per_cycle = (flops for needed, flops in SIMD_FLOPS_PER_CYCLE if flags.issuperset(needed))
+    return Cpu(
+        model=processors[0].get("model name", ""),
+        cores=len(cores) or len(processors),
+        frequency_Hz=_frequency_Hz(processors, sysfs),
+        flops_per_cycle=next(per_cycle, None),
+    )
+
+
+def read_nics(sysfs: Path = SYSFS) -> tuple[Nic, ...]:
+    """The interfaces and RDMA ports in ``sysfs``, loopback left out, by name."""
+    ports = list(_rdma_ports(sysfs))
+    device_of = {interface: device for device, _, interface, _ in ports if interface}
+    nics = []
+    for entry in _entries(sysfs / "class" / "net"):
+        if _text(entry / "type").strip() == LOOPBACK_TYPE:
+            continue
+        speed_Mbps = _number(_text(entry / "speed"))
+        nics.append(
+            Nic(
+                name=entry.name,
+                speed_Bps=speed_Mbps * MEGABIT_Bps if speed_Mbps and speed_Mbps > 0 else None,
+                rdma_device=device_of.get(entry.name),
+                pci_address=_pci_address(entry / "device"),
+                numa_node=_numa_node(entry / "device"),
+            )
+        )
+    for device, port, interface, rate_Bps in ports:
+        if interface is None:
+            place = sysfs / "class" / "infiniband" / device / "device"
+            nics.append(
+                Nic(f"{device}/{port}", rate_Bps, device, _pci_address(place), _numa_node(place))
+            )
+    return tuple(nics)
+
+
+def _gpu(nvml: ModuleType, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    name = _str(nvml.nvmlDeviceGetName(handle))
+    # NVML writes the PCI domain with eight digits, sysfs with four.
+    address = _str(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
+    return Gpu(
+        index=index,
+        name=name,
+        uuid=_str(nvml.nvmlDeviceGetUUID(handle)),
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        pci_address=re.sub(r"^0000(?=[0-9a-f]{4}:)", "", address),
+        peak_flops=peak_flops(name),
+    )
+
+
+def _rdma_ports(sysfs: Path) -> Iterator[tuple[str, str, str | None, float | None]]:
+    """Device, port, Ethernet interface if it has one, and bytes per second of every RDMA port."""
+    for device in _entries(sysfs / "class" / "infiniband"):
+        interfaces = [entry.name for entry in _entries(device / "device" / "net")]
+        for i, port in enumerate(_entries(device / "ports")):
+            rate_Gbps = _number(_text(port / "rate").split(" ", 1)[0])
+            rate_Bps = rate_Gbps * GIGABIT_Bps if rate_Gbps else None
+            interface = interfaces[i] if i < len(interfaces) else None
+            yield device.name, port.name, interface, rate_Bps
+
+
+def _pci_address(device: Path) -> str | None:
+    """The address of what a ``device`` link of sysfs points to; None for a virtual device."""
+    try:
+        target = device.resolve(strict=True).name
+    except OSError:
+        return None
+    return target if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", target) else None
+
+
+def _numa_node(device: Path) -> int | None:
+    node = _number(_text(device / "numa_node"))
+    return int(node) if node is not None and node >= 0 else None
+
+
+def _frequency_Hz(processors: list[dict[str, str]], sysfs: Path) -> float | None:
+    """The highest of the limit in sysfs, the nominal clock in the name, and the clocks now."""
+    limit = sysfs / "devices" / "system" / "cpu" / "cpu0" / "cpufreq" / "cpuinfo_max_freq"
+    limit_kHz = _number(_text(limit))
+    nominal = re.search(r"@ *([0-9.]+) *GHz", processors[0].get("model name", ""))
+    found = [
+        (limit_kHz or 0.0) * 1e3,
+        (_number(nominal[1]) or 0.0) * 1e9 if nominal else 0.0,
+        *((_number(p.get("cpu MHz", "")) or 0.0) * 1e6 for p in processors),
+    ]
+    return max(found) or None
+
+
+def _fields(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            yield key.strip(), value.strip()
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(file: Path) -> str:
+    # The kernel answers EINVAL for the speed of an interface that is down.
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _str(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:
+        log.debug("NVML did not shut down: %s", error)

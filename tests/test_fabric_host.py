@@ -1,0 +1,187 @@
+"""This host as seen through made-up sysfs trees and a made-up NVML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from crux_torch.fabric.host import read_cpu, read_gpus, read_nics, this_host
+from crux_torch.fabric.peak import PEAKS, peak_flops
+
+
+def fake_nvml(names: list[str | bytes], **broken: Any) -> Any:
+    library: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(names),
+        "nvmlDeviceGetHandleByIndex": lambda i: i,
+        "nvmlDeviceGetName": lambda i: names[i],
+        "nvmlDeviceGetUUID": lambda i: f"GPU-{i}",
+        "nvmlDeviceGetMemoryInfo": lambda i: SimpleNamespace(total=80 << 30),
+        "nvmlDeviceGetPciInfo": lambda i: SimpleNamespace(busId=f"00000000:{i:02X}:00.0"),
+    }
+    return SimpleNamespace(**{**library, **broken})
+
+
+def fails(*_: Any) -> Any:
+    raise RuntimeError("NVML_ERROR_UNKNOWN")
+
+
+def test_gpus_by_nvml() -> None:
+    # Old libraries answer with bytes.
+    first, second = read_gpus(fake_nvml(["NVIDIA A100-SXM4-80GB", b"Quadro 1"]))
+    assert (first.name, first.uuid, first.memory_bytes) == (
+        "NVIDIA A100-SXM4-80GB",
+        "GPU-0",
+        80 << 30,
+    )
+    assert first.pci_address == "0000:00:00.0"
+    assert first.peak_flops == 312e12
+    assert (second.name, second.peak_flops, second.pci_address) == (
+        "Quadro 1",
+        None,
+        "0000:01:00.0",
+    )
+
+
+@pytest.mark.parametrize(
+    "symbol", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlDeviceGetPciInfo"]
+)
+def test_a_broken_nvml_is_no_gpus(symbol: str) -> None:
+    assert read_gpus(fake_nvml(["NVIDIA A100"], **{symbol: fails})) == ()
+
+
+def test_a_failing_shutdown_does_no_harm() -> None:
+    assert len(read_gpus(fake_nvml(["NVIDIA A100"], nvmlShutdown=fails))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 NVL", "fp8", 1670.5e12),
+        ("NVIDIA H200", None, 1979e12),
+        ("NVIDIA H200 NVL", None, 1670.5e12),
+        ("NVIDIA GH200 480GB", "fp64", 67e12),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("NVIDIA GB200", "bf16", 2500e12),
+        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla V100-PCIE-16GB", "fp16", 112e12),
+        ("Tesla V100S-PCIE-32GB", "fp16", 130e12),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "bf16", 362.05e12),
+        ("NVIDIA L40", "bf16", 181.05e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None, None),
+        ("Tesla K80", None, None),
+    ],
+)
+def test_peak_flops(name: str, dtype: str | None, flops: float | None) -> None:
+    assert peak_flops(name, dtype) == flops
+
+
+def test_every_peak_has_its_source_and_grows_with_fewer_bits() -> None:
+    for entry in PEAKS:
+        assert entry.source
+        known = [entry.flops[d] for d in ("fp32", "tf32", "fp16", "fp8") if d in entry.flops]
+        assert known == sorted(known)
+
+
+INTEL = """processor\t: {n}
+model name\t: Intel(R) Xeon(R) Platinum 8369B CPU @ 2.90GHz
+cpu MHz\t\t: {mhz}
+physical id\t: {socket}
+core id\t\t: {core}
+flags\t\t: fpu sse2 avx avx2 fma avx512f
+"""
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_cpu_counts_cores_and_not_threads(tmp_path: Path) -> None:
+    blocks = [INTEL.format(n=n, mhz=800 + n, socket=n // 4, core=n % 2) for n in range(8)]
+    write(tmp_path / "cpuinfo", "\n".join(blocks))
+    cpu = read_cpu(tmp_path / "cpuinfo", tmp_path)
+    assert cpu is not None
+    assert cpu.cores == 4
+    assert cpu.frequency_Hz == 2.9e9, "the clock in the name is higher than the clocks now"
+    assert cpu.peak_flops == 4 * 2.9e9 * 64
+
+
+def test_cpu_takes_the_limit_in_sysfs(tmp_path: Path) -> None:
+    write(tmp_path / "cpuinfo", INTEL.format(n=0, mhz=800, socket=0, core=0))
+    limit = tmp_path / "devices" / "system" / "cpu" / "cpu0" / "cpufreq" / "cpuinfo_max_freq"
+    write(limit, "3500000\n")
+    cpu = read_cpu(tmp_path / "cpuinfo", tmp_path)
+    assert cpu is not None
+    assert cpu.frequency_Hz == 3.5e9
+
+
+def test_arm_without_a_clock_has_no_peak(tmp_path: Path) -> None:
+    write(tmp_path / "cpuinfo", "processor\t: 0\nFeatures\t: fp asimd\n\nprocessor\t: 1\n")
+    cpu = read_cpu(tmp_path / "cpuinfo", tmp_path)
+    assert cpu is not None
+    assert (cpu.cores, cpu.flops_per_cycle, cpu.frequency_Hz, cpu.peak_flops) == (2, 32, None, None)
+
+
+@pytest.mark.parametrize("text", [None, "", "garbage\n\nmore: garbage\n"])
+def test_no_cpuinfo_is_no_cpu(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        write(tmp_path / "cpuinfo", text)
+    assert read_cpu(tmp_path / "cpuinfo", tmp_path) is None
+
+
+def test_nics(tmp_path: Path) -> None:
+    net, devices = tmp_path / "class" / "net", tmp_path / "devices"
+    write(net / "lo" / "type", "772\n")
+    write(net / "lo" / "speed", "10000\n")
+    pci = devices / "pci0000:00" / "0000:3b:00.0"
+    write(pci / "numa_node", "1\n")
+    write(net / "eth0" / "type", "1\n")
+    write(net / "eth0" / "speed", "200000\n")
+    (net / "eth0" / "device").symlink_to(pci)
+    write(net / "eth1" / "type", "1\n")
+    write(net / "eth1" / "speed", "-1\n")
+    (net / "veth").mkdir()
+    rdma = tmp_path / "class" / "infiniband"
+    write(rdma / "mlx5_0" / "ports" / "1" / "rate", "200 Gb/sec (4X HDR)\n")
+    (rdma / "mlx5_0" / "device").symlink_to(pci)
+    (pci / "net" / "eth0").mkdir(parents=True)
+    ib = devices / "pci0000:00" / "0000:5e:00.0"
+    write(ib / "numa_node", "-1\n")
+    write(rdma / "mlx5_1" / "ports" / "1" / "rate", "400 Gb/sec (4X NDR)\n")
+    (rdma / "mlx5_1" / "device").symlink_to(ib)
+
+    nics = {nic.name: nic for nic in read_nics(tmp_path)}
+    assert set(nics) == {"eth0", "eth1", "veth", "mlx5_1/1"}
+    eth0 = nics["eth0"]
+    assert (eth0.speed_Bps, eth0.rdma_device, eth0.pci_address, eth0.numa_node) == (
+        25e9,
+        "mlx5_0",
+        "0000:3b:00.0",
+        1,
+    )
+    assert (nics["eth1"].speed_Bps, nics["eth1"].pci_address) == (None, None)
+    port = nics["mlx5_1/1"]
+    assert (port.speed_Bps, port.pci_address, port.numa_node) == (50e9, "0000:5e:00.0", None)
+
+
+def test_no_sysfs_is_no_nics(tmp_path: Path) -> None:
+    assert read_nics(tmp_path / "nothing") == ()
+
+
+def test_this_host_can_be_read() -> None:
+    host = this_host()
+    assert host.name
+    assert all(nic.name != "lo" for nic in host.nics)

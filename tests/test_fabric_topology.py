@@ -1,0 +1,210 @@
+"""The graph: what it refuses, and its paths against networkx on random networks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crux_torch.fabric.paths import spread
+from crux_torch.fabric.shared_core import shared_core
+from crux_torch.fabric.topology import Edge, Link, Node, Topology, TopologyBuilder, TopologyError
+
+
+def reference_paths(topology: Topology, src: str, dst: str) -> set[tuple[str, ...]]:
+    """All shortest paths by networkx, in three layers: source's host, network, target's host."""
+    first, last = topology.host_of(src), topology.host_of(dst)
+    layer_of = {first: 0, None: 1, last: 2}
+    graph = nx.MultiDiGraph()
+    for edge in topology.edges:
+        owners = topology.host_of(edge.src), topology.host_of(edge.dst)
+        gpus = {n for n in (edge.src, edge.dst) if topology.nodes[n].kind == "gpu"}
+        if all(owner in layer_of for owner in owners) and gpus <= {src, dst}:
+            u, v = (layer_of[owner] for owner in owners)
+            if u <= v:
+                graph.add_edge(edge.src, edge.dst, key=edge.name, cost=edge.link.cost)
+    found: set[tuple[str, ...]] = set()
+    for nodes in nx.all_shortest_paths(graph, src, dst, weight="cost"):
+        partial: list[tuple[str, ...]] = [()]
+        for u, v in pairwise(nodes):
+            parallel = graph[u][v]
+            cheapest = min(data["cost"] for data in parallel.values())
+            keys = [k for k, data in parallel.items() if data["cost"] == cheapest]
+            partial = [(*p, k) for p in partial for k in keys]
+        found.update(partial)
+    return found
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> Topology:
+    """A random connected network of switches, with hosts of one to three NICs and two GPUs."""
+    builder = TopologyBuilder()
+    switches = [builder.node(f"s{i}", "tor") for i in range(draw(st.integers(1, 6)))]
+    cost = st.integers(1, 3)
+    for i, switch in enumerate(switches[1:], start=1):
+        builder.cable(switch, switches[draw(st.integers(0, i - 1))], Link(1.0, cost=draw(cost)))
+    for _ in range(draw(st.integers(0, 6))):
+        a, b = draw(st.sampled_from(switches)), draw(st.sampled_from(switches))
+        if a != b:
+            builder.cable(a, b, Link(1.0, cost=draw(cost)), count=draw(st.integers(1, 2)))
+    for h in range(draw(st.integers(2, 3))):
+        host = builder.node(f"h{h}", "host")
+        pcie = builder.node(f"h{h}/pcie", "pcie", host)
+        builder.cable(host, pcie, Link(1.0, cost=2))
+        for g in range(2):
+            builder.cable(builder.node(f"h{h}/gpu{g}", "gpu", host), pcie, Link(1.0, cost=2))
+        for n in range(draw(st.integers(1, 3))):
+            nic = builder.node(f"h{h}/nic{n}", "nic", host)
+            builder.cable(pcie, nic, Link(1.0, cost=2))
+            for switch in draw(st.lists(st.sampled_from(switches), min_size=1, max_size=2)):
+                builder.cable(nic, switch, Link(1.0))
+    return builder.build()
+
+
+@settings(deadline=None, max_examples=60)
+@given(networks())
+def test_candidates_of_gpus_are_all_the_shortest_paths(topology: Topology) -> None:
+    for src in ("h0/gpu0", "s0"):
+        for dst in ("h1/gpu1", "h1/nic0"):
+            found = topology.candidate_paths(src, dst, limit=None)
+            assert len(set(found)) == len(found) == topology.path_count(src, dst)
+            assert set(found) == reference_paths(topology, src, dst)
+
+
+@settings(deadline=None, max_examples=60)
+@given(networks())
+def test_candidates_of_hosts_are_the_best_over_their_nics(topology: Topology) -> None:
+    def cost(path: tuple[str, ...]) -> int:
+        return sum(topology.links[name].cost for name in path)
+
+    pairs = [
+        path
+        for a in topology.inside("h0", "nic")
+        for b in topology.inside("h1", "nic")
+        for path in topology.candidate_paths(a, b, limit=None)
+    ]
+    # A NIC may also lead through its own host to a better placed one; then that one is the start.
+    direct = [p for p in pairs if not any("pcie" in name for name in p)]
+    best = min(map(cost, direct))
+    found = topology.candidate_paths("h0", "h1", limit=None)
+    assert set(found) == {p for p in direct if cost(p) == best}
+
+
+@settings(deadline=None, max_examples=40)
+@given(networks(), st.integers(1, 12))
+def test_a_limit_keeps_some_of_the_same_paths_in_the_same_order(
+    topology: Topology, limit: int
+) -> None:
+    every = topology.candidate_paths("h0", "h1", limit=None)
+    some = topology.candidate_paths("h0", "h1", limit)
+    assert len(some) == min(limit, len(every))
+    assert list(some) == [p for p in every if p in set(some)]
+
+
+@given(st.integers(1, 5000), st.integers(1, 200))
+def test_spread_gives_distinct_ranks(total: int, limit: int) -> None:
+    ranks = list(spread(total, limit))
+    assert len(set(ranks)) == len(ranks) == min(total, limit)
+    assert all(0 <= r < total for r in ranks)
+
+
+def test_spread_takes_every_branch_of_a_power_of_two() -> None:
+    ranks = list(spread(2048, 64))
+    for radix in (2, 4, 8, 16):
+        assert {r % radix for r in ranks} == set(range(radix)), "branches far from the start"
+        assert {r * radix // 2048 for r in ranks} == set(range(radix)), "branches at the start"
+
+
+def test_shared_core_paths_cross_up_core_and_down() -> None:
+    topology = shared_core(["a", "b", "c"], 1.25e9)
+    assert topology.hosts == ("a", "b", "c")
+    assert topology.candidate_paths("a", "b") == (("up:a", "core", "down:b"),)
+    assert topology.candidate_paths("b", "a") == (("up:b", "core", "down:a"),)
+    assert topology.candidate_paths("c", "c") == ((),)
+    assert set(topology.capacity_Bps.values()) == {1.25e9}
+    assert len(topology.capacity_Bps) == 7
+
+
+def test_shared_core_of_one_host_has_no_traffic_to_carry() -> None:
+    assert shared_core(["a"], 1e9).candidate_paths("a", "a") == ((),)
+
+
+def test_shared_core_with_its_own_rate() -> None:
+    topology = shared_core(["a", "b"], 2e9, core_Bps=1e9)
+    assert topology.capacity_Bps["core"] == 1e9
+    assert topology.capacity_Bps["up:a"] == 2e9
+
+
+def test_hosts_never_forward_for_others() -> None:
+    builder = TopologyBuilder()
+    for name in ("a", "b", "c"):
+        builder.node(name, "host")
+    for name in ("s", "t", "u"):
+        builder.node(name, "tor")
+    # a-s, b on both s and t, c-t: through b would be shorter than through u.
+    for x, y in (("a", "s"), ("b", "s"), ("b", "t"), ("c", "t"), ("s", "u"), ("u", "t")):
+        builder.cable(x, y, Link(1.0, cost=3 if "u" in (x, y) else 1))
+    (path,) = builder.build().candidate_paths("a", "c")
+    assert path == ("a->s", "s->u", "u->t", "t->c")
+
+
+def test_the_topology_can_not_be_changed() -> None:
+    topology = shared_core(["a", "b"], 1e9)
+    with pytest.raises(TypeError):
+        topology.capacity_Bps["core"] = 0.0  # type: ignore[index]
+    with pytest.raises(TypeError):
+        topology.nodes["x"] = Node("host", "x")  # type: ignore[index]
+
+
+GOOD = {"a": Node("host", "a"), "b": Node("host", "b"), "s": Node("tor")}
+
+
+def cable(name: str, src: str, dst: str, **figures: float) -> Edge:
+    return Edge(name, src, dst, Link(**{"capacity_Bps": 1.0, **figures}))  # type: ignore[arg-type]
+
+
+WHOLE = [
+    cable("as", "a", "s"),
+    cable("sa", "s", "a"),
+    cable("bs", "b", "s"),
+    cable("sb", "s", "b"),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "words"),
+    [
+        ({"s": Node("tor")}, [], "there is no host"),
+        ({**GOOD, "x": Node("hub")}, WHOLE, "unknown kind 'hub'"),
+        ({**GOOD, "g": Node("gpu")}, WHOLE, "a gpu needs a host"),
+        ({**GOOD, "g": Node("gpu", "s")}, WHOLE, "a gpu needs a host; 's'"),
+        ({**GOOD, "t": Node("tor", "a")}, WHOLE, "a tor belongs to no host"),
+        ({**GOOD, "c": Node("host", "a")}, WHOLE, "a host belongs to itself"),
+        (GOOD, [*WHOLE, cable("as", "a", "s")], "link 'as' is there twice"),
+        (GOOD, [*WHOLE, cable("x", "a", "z")], "unknown end 'z'"),
+        (GOOD, [*WHOLE, cable("x", "a", "a")], "both ends are 'a'"),
+        (GOOD, [*WHOLE, cable("x", "a", "b")], "joins two hosts directly"),
+        (GOOD, [*WHOLE, cable("x", "a", "s", capacity_Bps=0)], "capacity 0"),
+        (GOOD, [*WHOLE, cable("x", "a", "s", capacity_Bps=float("nan"))], "capacity nan"),
+        (GOOD, [*WHOLE, cable("x", "a", "s", delay_s=-1)], "delay -1"),
+        (GOOD, [*WHOLE, cable("x", "a", "s", cost=0)], "cost 0"),
+        (GOOD, WHOLE[:3], "host 'b' cannot be reached from 'a'"),
+        (GOOD, [WHOLE[0], WHOLE[1], WHOLE[3]], "host 'b' cannot reach 'a'"),
+    ],
+)
+def test_what_is_wrong_is_named(nodes: dict[str, Node], edges: list[Edge], words: str) -> None:
+    with pytest.raises(TopologyError, match=words.replace("(", r"\(")):
+        Topology(nodes, edges)
+
+
+def test_unknown_ends_are_named() -> None:
+    topology = shared_core(["a", "b"], 1e9)
+    with pytest.raises(TopologyError, match="unknown host or node 'z'"):
+        topology.candidate_paths("a", "z")
+    with pytest.raises(TopologyError, match="unknown host 'z'"):
+        topology.inside("z")
+    with pytest.raises(TopologyError, match="unknown node 'z'"):
+        topology.host_of("z")
