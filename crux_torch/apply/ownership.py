@@ -1,0 +1,200 @@
+"""Which of this process's TCP sockets belong to the inner backend.
+
+Gloo opens one listener for each device of a process group, and each of its connections has such a
+listener at one end. So a connection is ours if its local end is a listener of ours, or its remote
+end one of a peer's. The listeners are taken from what the group's ranks published to each other;
+where that can't be read, from what appeared while the group was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+from crux_torch.apply import gloo_rendezvous
+from crux_torch.apply.gloo_rendezvous import Store
+from crux_torch.apply.sockets import Endpoint, SocketTable, TcpSocket, borrow
+
+logger = logging.getLogger(__name__)
+
+
+class Ownership:
+    """Knows the inner backend's sockets; safe to use from several threads.
+
+    A forked child starts from nothing: the sockets it inherits stay its parent's.
+
+    Args:
+        store_ports: ports of rendezvous stores, whose connections are never claimed.
+    """
+
+    def __init__(self, store_ports: Iterable[int] = ()) -> None:
+        self._store_ports = set(store_ports)
+        self._forget()
+        itself = weakref.ref(self)
+
+        def forget_in_child() -> None:
+            if (ownership := itself()) is not None:
+                ownership._forget()
+
+        os.register_at_fork(after_in_child=forget_in_child)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._table = SocketTable()
+        # Inode of each own listener, with its group's peer listeners: they are forgotten together,
+        # because after the group has ended another program may be given those ports.
+        self._groups: dict[int, frozenset[Endpoint]] = {}
+        self._learned: frozenset[Endpoint] = frozenset()
+        self._connections: set[int] = set()
+
+    @contextlib.contextmanager
+    def watching(self, store: Store | None = None, rank: int = 0, size: int = 0) -> Iterator[None]:
+        """Wraps the creation of one inner process group and claims the sockets it opens.
+
+        Nothing that fails in here reaches the caller, and no lock is held while the group is made.
+        If the body raises, nothing is claimed.
+
+        Args:
+            store: the store handed to the group, with its prefix. Given, the claim is exact;
+                without it, sockets that other threads open meanwhile are told apart only by the
+                socket options that gloo sets.
+            rank: this process's rank in the group.
+            size: the group's ranks.
+        """
+        before = self._inodes()
+        yield
+        if before is None:
+            return
+        try:
+            own, peers, complete = _published(store, rank, size)
+            ports = self._store_ports | gloo_rendezvous.store_ports(store)
+            with self._lock:
+                self._claim(before, own, peers, complete, ports)
+        except Exception as error:
+            logger.warning(
+                "Crux can't tell a group's sockets, which stay unmarked: %s", error, exc_info=True
+            )
+
+    def owned(self) -> list[TcpSocket]:
+        """The inner backend's connections that are open now, those made since included.
+
+        Raises:
+            OSError: where this process's descriptors can't be listed.
+        """
+        with self._lock:
+            return self._owned(self._table.scan())
+
+    def own_listeners(self) -> list[Endpoint]:
+        """Where the inner backend listens now: what the other ranks of the job may learn.
+
+        Raises:
+            OSError: where this process's descriptors can't be listed.
+        """
+        with self._lock:
+            sockets = self._table.scan()
+            return sorted(sockets[i].local for i in self._groups if i in sockets)
+
+    def learn_peer_listeners(self, endpoints: Iterable[Endpoint]) -> None:
+        """Takes the listeners of the job's other ranks, in place of those given before.
+
+        Gloo that connects lazily (``TORCH_GLOO_LAZY_INIT=1``) reaches out to them long after the
+        group was made, when a peer may not have published its address yet.
+        """
+        learned = frozenset((str(ip), int(port)) for ip, port in endpoints)
+        with self._lock:
+            self._learned = learned
+
+    def _inodes(self) -> set[int] | None:
+        try:
+            with self._lock:
+                return set(self._table.scan())
+        except OSError as error:
+            logger.warning("Crux can't see this process's sockets: %s", error)
+            return None
+
+    def _claim(
+        self,
+        before: set[int],
+        own: frozenset[Endpoint],
+        peers: frozenset[Endpoint],
+        complete: bool,
+        ports: set[int],
+    ) -> None:
+        sockets = self._table.scan()
+        listeners = [s for s in sockets.values() if s.listening and s.local in own]
+        exact = bool(listeners) and complete
+        if not listeners:
+            listeners = [
+                s
+                for i, s in sockets.items()
+                if s.listening and i not in before and s.local[1] not in ports and _is_gloos(s)
+            ]
+        for listener in listeners:
+            self._groups[listener.inode] = self._groups.get(listener.inode, frozenset()) | peers
+        if exact:
+            return
+        for inode, s in sockets.items():
+            if inode in before or s.peer is None or ports & {s.local[1], s.peer[1]}:
+                continue
+            if _is_gloos(s):
+                self._connections.add(inode)
+
+    def _owned(self, sockets: dict[int, TcpSocket]) -> list[TcpSocket]:
+        self._groups = {i: peers for i, peers in self._groups.items() if i in sockets}
+        own = {sockets[i].local for i in self._groups}
+        peers = self._learned.union(*self._groups.values())
+        self._connections = {
+            i
+            for i, s in sockets.items()
+            if s.peer is not None and (i in self._connections or s.local in own or s.peer in peers)
+        }
+        return [sockets[i] for i in sorted(self._connections)]
+
+
+def _published(
+    store: Store | None, rank: int, size: int
+) -> tuple[frozenset[Endpoint], frozenset[Endpoint], bool]:
+    """Our own published listeners, the peers', and whether no peer is missing."""
+    none: frozenset[Endpoint] = frozenset()
+    if store is None:
+        return none, none, False
+    try:
+        own = frozenset(gloo_rendezvous.listeners_of(store, rank))
+        if not own or size > gloo_rendezvous.MAX_RANKS:
+            return own, none, False
+        found = [gloo_rendezvous.listeners_of(store, r) for r in range(size) if r != rank]
+        return own, frozenset(e for listeners in found for e in listeners), all(found)
+    except Exception as error:
+        logger.info("the addresses of a group's ranks can't be read from its store: %s", error)
+        return none, none, False
+
+
+def _is_gloos(sock: TcpSocket) -> bool:
+    """Whether it bears the options that gloo gives to its sockets, as few libraries do.
+
+    Gloo does not mark its descriptors close-on-exec, reuses addresses, and gives its connections
+    TCP_NODELAY and the group's timeout for receiving.
+    """
+    try:
+        borrowed = borrow(sock.fd, sock.inode)
+        if borrowed is None:
+            return False
+        with borrowed:
+            # The flag belongs to the owner's descriptor, not to the duplicate.
+            closes_on_exec = fcntl.fcntl(sock.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+            if closes_on_exec or not borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+                return False
+            if sock.listening:
+                return True
+            timeout = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+            return any(timeout) and bool(
+                borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
+    except OSError:
+        return False

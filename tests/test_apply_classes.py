@@ -1,0 +1,280 @@
+"""Marking and reverting connections, with plain sockets in place of the inner backend's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from crux_torch.apply import classes
+from crux_torch.apply.classes import TrafficClass
+from crux_torch.apply.ownership import Ownership
+from crux_torch.apply.sockets import SocketTable, TcpSocket
+from crux_torch.settings import CLASS_SELECTORS
+
+LEVEL = 5
+TOS = CLASS_SELECTORS[LEVEL] << 2
+
+
+class FixedOwnership(Ownership):
+    """Owns exactly the sockets named to it."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        super().__init__()
+        self.inodes = {os.fstat(s.fileno()).st_ino for s in sockets}
+
+    def owned(self) -> list[TcpSocket]:
+        return [s for s in SocketTable().scan().values() if s.inode in self.inodes]
+
+
+@contextlib.contextmanager
+def _pair(host: str = "127.0.0.1", mapped: bool = False) -> Iterator[list[socket.socket]]:
+    family = socket.AF_INET6 if mapped or ":" in host else socket.AF_INET
+    bind = "::" if mapped else host
+    with (
+        socket.create_server((bind, 0), family=family, dualstack_ipv6=mapped) as listener,
+        socket.create_connection((host, listener.getsockname()[1])) as client,
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            yield [client, accepted]
+
+
+def _has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def _tos(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS)
+
+
+def _tclass(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+
+
+def test_marks_only_what_is_owned_and_reverts_it():
+    with _pair() as (ours, others):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert (report.level, report.dscp) == (LEVEL, CLASS_SELECTORS[LEVEL])
+        assert (report.applied, report.refused, report.error) == (1, 0, "")
+        assert report.marks[0].local == ours.getsockname()
+        assert (_tos(ours), _tos(others)) == (TOS, 0)
+        assert traffic_class.status() == report
+        assert traffic_class.revert().marks == ()
+        assert _tos(ours) == 0
+        assert traffic_class.status().level is None
+
+
+@pytest.mark.skipif(not _has_ipv6_loopback(), reason="::1 can't be bound on this machine")
+def test_ipv6_gets_its_traffic_class():
+    with _pair("::1") as (ours, _others):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        assert traffic_class.apply_level(LEVEL, CLASS_SELECTORS).applied == 1
+        assert _tclass(ours) == TOS
+        traffic_class.revert()
+        assert _tclass(ours) == 0
+
+
+def test_an_ipv4_mapped_connection_gets_tos():
+    with _pair("127.0.0.1", mapped=True) as (_client, accepted):
+        assert accepted.family == socket.AF_INET6
+        traffic_class = TrafficClass(FixedOwnership(accepted))
+        assert traffic_class.apply_level(LEVEL, CLASS_SELECTORS).applied == 1
+        assert _tos(accepted) == TOS
+
+
+def test_reverts_to_what_was_there_before_and_keeps_it_over_several_levels():
+    with _pair() as (ours, _):
+        ours.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x28)
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        for level in (1, 7, 7, 0):
+            report = traffic_class.apply_level(level, CLASS_SELECTORS)
+            assert _tos(ours) == CLASS_SELECTORS[level] << 2
+            assert report.marks[0].before == 0x28
+        traffic_class.apply_level(None, CLASS_SELECTORS)
+        assert _tos(ours) == 0x28
+        assert traffic_class.revert().marks == ()
+        assert _tos(ours) == 0x28
+
+
+@pytest.mark.parametrize("ecn", range(4))
+def test_keeps_the_ecn_bits(ecn):
+    sock = TcpSocket(3, 4, socket.AF_INET, ("127.0.0.1", 1), ("127.0.0.1", 2))
+
+    class Fake:
+        """A kernel that lets the ECN bits be written, as Linux does not for TCP."""
+
+        tos = ecn
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def getsockopt(self, *_):
+            return self.tos
+
+        def setsockopt(self, *args):
+            self.tos = args[-1]
+
+    fake = Fake()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classes, "borrow", lambda fd, inode: fake)
+        mark = classes._set_dscp(sock, 46, None)
+        assert mark is not None
+        assert mark.applied
+        assert fake.tos == 46 << 2 | ecn
+        assert classes._restore(sock, mark) is None
+        assert fake.tos == ecn
+
+
+def test_marks_again_what_lost_its_class_when_the_level_is_applied_again():
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        ours.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0)
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert _tos(ours) == TOS
+
+
+def test_reverting_leaves_a_class_that_others_chose_since():
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        ours.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x48)
+        assert traffic_class.revert().marks == ()
+        assert _tos(ours) == 0x48
+
+
+def test_refresh_marks_later_connections_and_nothing_without_a_level():
+    with _pair() as (first, _), _pair() as (second, _):
+        ownership = FixedOwnership(first)
+        traffic_class = TrafficClass(ownership)
+        traffic_class.refresh()
+        assert _tos(first) == 0
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        ownership.inodes.add(os.fstat(second.fileno()).st_ino)
+        assert traffic_class.refresh().applied == 2
+        assert _tos(second) == TOS
+        traffic_class.revert()
+        traffic_class.refresh()
+        assert (_tos(first), _tos(second)) == (0, 0)
+
+
+def test_a_reused_descriptor_is_not_touched():
+    with _pair() as (ours, others):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        others.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, TOS)
+        os.dup2(others.fileno(), ours.fileno())
+        assert traffic_class.revert().marks == ()
+        assert _tos(others) == TOS
+
+
+def test_a_refusal_is_reported_with_its_errno_and_tried_again(monkeypatch):
+    class Refuses(socket.socket):
+        def setsockopt(self, *_):
+            raise PermissionError(errno.EPERM, "refused")
+
+    real = classes.borrow
+
+    def refusing(fd, inode):
+        borrowed = real(fd, inode)
+        return None if borrowed is None else Refuses(fileno=borrowed.detach())
+
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        monkeypatch.setattr(classes, "borrow", refusing)
+        report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert (report.applied, report.refused) == (0, 1)
+        assert report.marks[0].errno == errno.EPERM
+        assert _tos(ours) == 0
+        monkeypatch.setattr(classes, "borrow", real)
+        assert traffic_class.refresh().applied == 1
+        assert _tos(ours) == TOS
+        monkeypatch.setattr(classes, "borrow", refusing)
+        report = traffic_class.revert()
+        assert (report.level, report.refused) == (None, 1)
+        assert _tos(ours) == TOS
+        monkeypatch.setattr(classes, "borrow", real)
+        assert traffic_class.revert().marks == ()
+        assert _tos(ours) == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "dscp_map"), [(8, CLASS_SELECTORS), (-1, CLASS_SELECTORS), (0, ()), (1, (0, 64))]
+)
+def test_a_level_without_a_dscp_changes_nothing_and_says_so(level, dscp_map):
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        report = traffic_class.apply_level(level, dscp_map)
+        assert str(level) in report.error
+        assert (report.level, _tos(ours)) == (LEVEL, TOS)
+
+
+def test_sockets_that_cannot_be_listed_are_reported(monkeypatch):
+    with _pair() as (ours, _):
+        ownership = FixedOwnership(ours)
+        traffic_class = TrafficClass(ownership)
+
+        def fails():
+            raise OSError(errno.EMFILE, "too many open files")
+
+        monkeypatch.setattr(ownership, "owned", fails)
+        report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert "too many open files" in report.error
+        assert traffic_class.revert().error == ""
+
+
+def test_a_forked_child_leaves_its_parents_connections_alone():
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        # Held as if another thread were marking at the moment of the fork.
+        traffic_class._lock.acquire()
+        child = os.fork()
+        if child == 0:
+            traffic_class.revert()
+            os._exit(0 if traffic_class.status().level is None else 1)
+        traffic_class._lock.release()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert _tos(ours) == TOS
+
+
+def test_threads_may_apply_refresh_and_revert_at_once():
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        failures = []
+
+        def work(step) -> None:
+            try:
+                for _ in range(100):
+                    step()
+            except Exception as error:
+                failures.append(error)
+
+        steps = [
+            lambda: traffic_class.apply_level(LEVEL, CLASS_SELECTORS),
+            traffic_class.refresh,
+            traffic_class.revert,
+        ]
+        threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+        traffic_class.revert()
+        assert _tos(ours) == 0
