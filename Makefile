@@ -1,0 +1,68 @@
+# Two commands do everything: `make run` (set up, then the demo) and `make test` (set up, then all tests).
+# TORCH=2.11.0 does the same against another torch, in a copy of this tree under build/.
+PYTHON ?= python3
+DEFAULT_TORCH ?= 2.15.0
+TORCH ?= $(DEFAULT_TORCH)
+VENV := .venv
+BIN := $(VENV)/bin
+PYVER := $(shell $(PYTHON) -c 'import sys; print("3.10" if sys.version_info < (3, 11) else "3.11")')
+CONSTRAINTS := constraints/python-$(PYVER).txt $(wildcard constraints/torch-$(TORCH).txt)
+SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
+CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
+PYTEST_ARGS ?=
+
+.PHONY: setup run test lint format asan tsan bench clean apt
+
+ifneq ($(TORCH),$(DEFAULT_TORCH))
+# An extension fits one torch only, and is built in the tree: hence a tree for each torch.
+COPY := build/torch-$(TORCH)
+setup run test lint bench:
+	mkdir -p $(COPY)
+	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
+	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
+else
+
+setup: apt $(VENV)/.built
+
+$(VENV)/.installed: requirements.txt $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(addprefix -c ,$(CONSTRAINTS)) torch==$(TORCH) -r requirements.txt
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps --config-settings editable_mode=compat -e .
+	touch $@
+
+# System packages that make more of the tests run; what stays missing is said, and tests skip with it.
+apt:
+	@sh tools/apt.sh
+
+run: setup
+	$(BIN)/python -m examples.demo $(RUN_ARGS)
+
+test: setup lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.built
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+asan tsan:
+	sh tests/cpp/run.sh $@
+
+bench: setup
+	$(BIN)/python benchmarks/overhead.py
+
+endif
+
+clean:
+	rm -rf build dist out *.egg-info crux_torch/*.so

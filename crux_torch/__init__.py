@@ -1,0 +1,51 @@
+"""Crux: GPU-efficient communication scheduling for deep learning jobs that share a cluster.
+
+Importing it registers the backend ``crux`` with torch.distributed. Under ``cruxrun`` a script needs
+no import at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from crux_torch import backend as _backend
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from crux_torch.profile.job_profile import JobProfile
+
+__all__ = ["__version__", "attach", "profile", "status"]
+__version__ = "0.1.0"
+
+_backend.register()
+
+
+def attach() -> None:
+    """Make the script's own ``init_process_group("nccl" | "gloo" | None)`` use Crux.
+
+    What ``cruxrun`` does for a script that does not know Crux. Idempotent, and nothing at all where
+    ``CRUX_DISABLE`` is set; process groups that exist already are left as they are.
+    """
+    _backend.attach()
+
+
+def profile() -> JobProfile | None:
+    """What was measured of this job, or None before the first measurement is complete.
+
+    The leader rank has the profile of the whole job, and every rank gets it from its leader.
+    """
+    from crux_torch import runtime
+
+    return runtime.profile()
+
+
+def status() -> dict[str, Any]:
+    """What Crux sees and does in this process, as plain values.
+
+    ``settings`` in force, ``recorder`` counters, ``job`` and ``leader``, ``profile``, the ``plan``
+    in force, and under ``applied`` how each setting was applied to each connection, or why not.
+    """
+    from crux_torch import runtime
+
+    return runtime.status()

@@ -1,0 +1,224 @@
+"""The ``crux`` backend: registration, creation around the stock backends, and standing in for them.
+
+``register()`` adds the name ``crux`` to torch.distributed. ``attach()`` goes further: the script's own
+``init_process_group("nccl" | "gloo" | None)`` gets a backend that records, under the name it asked
+for. Both change nothing in what an operation does: see ``csrc/process_group/delegating_backend.h``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from crux_torch.apply.ownership import Ownership
+from crux_torch.errors import CruxError
+from crux_torch.settings import Settings
+
+NAME = "crux"
+#: The stock classes that ``attach`` stands in for, with the device whose tensors they take.
+STOCK_CLASSES = {
+    "ProcessGroupGloo": ("gloo", "cpu"),
+    "ProcessGroupNCCL": ("nccl", "cuda"),
+    "ProcessGroupNCCL2": ("nccl", "cuda"),
+    "ProcessGroupNCCLLazy": ("nccl", "cuda"),
+}
+
+_owned = Ownership()
+_suspended = threading.local()
+_on_new_group: list[Callable[[], None]] = []
+
+
+def recorder() -> Any:
+    """The recorder of this process (``crux_torch._C.Recorder``), made at the first call."""
+    from crux_torch import _C
+
+    return _C.process_recorder(Settings.from_env().records)
+
+
+def on_new_group(call: Callable[[], None]) -> None:
+    """Have ``call`` called after every process group that is made, from the thread that makes it."""
+    _on_new_group.append(call)
+
+
+def _delegate(name: str, inners: dict[str, Any]) -> Any:
+    from crux_torch import _C
+
+    first = next(iter(inners.values()))
+    backend = _C.DelegatingBackend(name, first.rank(), first.size(), recorder())
+    for device, inner in inners.items():
+        backend.add_inner(device, inner)
+    for call in _on_new_group:
+        call()
+    return backend
+
+
+@contextlib.contextmanager
+def _stock() -> Iterator[None]:
+    """Within it the stock classes are what they always were, in this thread."""
+    depth = getattr(_suspended, "depth", 0)
+    _suspended.depth = depth + 1
+    try:
+        yield
+    finally:
+        _suspended.depth = depth
+
+
+def _create_gloo(opts: Any, backend_options: Any) -> Any:
+    plugin = c10d.Backend._plugins.get("GLOO")
+    if plugin is not None:
+        return plugin.creator_fn(opts, backend_options)
+    # Before the stock backends became plugins their creation was inlined in c10d.
+    gloo = c10d.ProcessGroupGloo(opts.store, opts.group_rank, opts.group_size, timeout=opts.timeout)
+    gloo.options.global_ranks_in_group = opts.global_ranks_in_group
+    gloo.options.group_name = opts.group_id
+    return gloo
+
+
+def _create_nccl(opts: Any, backend_options: Any) -> Any:
+    split_from = getattr(opts, "split_from", None)
+    if hasattr(split_from, "default_inner"):
+        opts.split_from = split_from.default_inner
+    plugin = c10d.Backend._plugins.get("NCCL")
+    if plugin is not None:
+        return plugin.creator_fn(opts, backend_options)
+    options = backend_options or c10d.ProcessGroupNCCL.Options()
+    options._timeout = opts.timeout
+    options.global_ranks_in_group = opts.global_ranks_in_group
+    options.group_name = opts.group_id
+    return c10d.ProcessGroupNCCL(opts.store, opts.group_rank, opts.group_size, options)
+
+
+def _create(opts: Any, backend_options: Any) -> Any:
+    """The creator behind ``init_process_group("crux")``: one backend over Gloo, and NCCL if any."""
+    for name in ("gloo", "nccl"):
+        ensure = getattr(c10d.Backend, "_ensure_backend_registered", None)
+        if ensure is not None:
+            ensure(name)
+    inners: dict[str, Any] = {}
+    with _stock():
+        if dist.is_gloo_available():
+            with _owned.watching(opts.store, opts.group_rank, opts.group_size):
+                inners["cpu"] = _create_gloo(opts, backend_options)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            inners["cuda"] = _create_nccl(opts, backend_options)
+    if not inners:
+        raise CruxError('backend "crux" needs Gloo or NCCL, and this torch has neither')
+    if Settings.from_env().disable and list(inners) == ["cpu"]:
+        return inners["cpu"]
+    return _delegate(NAME, inners)
+
+
+def register() -> None:
+    """Add the backend ``crux`` to torch.distributed; calling it again changes nothing.
+
+    Raises:
+        CruxError: another package holds the name.
+    """
+    plugin = c10d.Backend._plugins.get(NAME.upper())
+    if plugin is None:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        _accept_in_monitored_barrier()
+    elif plugin.creator_fn is not _create:
+        raise CruxError(
+            f'the backend name "{NAME}" is taken by {plugin.creator_fn!r}: '
+            "uninstall the other package, or use crux_torch.attach() with a stock backend's name"
+        )
+
+
+def _accept_in_monitored_barrier() -> None:
+    """Let ``monitored_barrier`` through where torch knows only the name ``gloo``.
+
+    Newer torch asks for a CPU backend instead of a name, and has nothing to let through.
+    """
+    if getattr(c10d.Backend, "_ensure_backend_registered", None) is not None:
+        return
+    stock = c10d.monitored_barrier
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        member = not c10d._rank_not_in_group(group)
+        if not member or dist.get_backend(group) != NAME:
+            return stock(group, timeout, wait_all_ranks)
+        timeout = timeout if timeout is not None else c10d._get_default_timeout("gloo")
+        return (group or c10d._get_default_group()).monitored_barrier(
+            timeout, wait_all_ranks=wait_all_ranks
+        )
+
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
+
+
+class _StandIn(type):
+    """Metaclass of the stand-in for a stock class inside torch's c10d module.
+
+    Calling it makes the stock backend and wraps it; ``isinstance`` and attributes are the stock's.
+    """
+
+    stock: type
+    public_name: str
+    device: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_suspended, "depth", 0):
+            return cls.stock(*args, **kwargs)
+        with _owned.watching(*args[:3]):
+            inner = cls.stock(*args, **kwargs)
+        return _delegate(cls.public_name, {cls.device: inner})
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if isinstance(instance, cls.stock):
+            return True
+        return isinstance(getattr(instance, "default_inner", None), cls.stock)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.stock)
+
+    def __getattr__(cls, attribute: str) -> Any:
+        return getattr(cls.stock, attribute)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``_get_split_source`` hands the parent to NCCL, which takes its own class only."""
+
+    def get_split_source(*args: Any, **kwargs: Any) -> Any:
+        source = function(*args, **kwargs)
+        return getattr(source, "default_inner", source)
+
+    return get_split_source
+
+
+def _suspending(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks fingerprints over a Gloo of its own: not traffic."""
+
+    def create_process_group_wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _stock():
+            return function(*args, **kwargs)
+
+    return create_process_group_wrapper
+
+
+def attach() -> None:
+    """Make every process group that is created from now on record, under its own backend's name.
+
+    Idempotent; does nothing where ``CRUX_DISABLE`` is set. Groups that exist are left as they are.
+    """
+    if Settings.from_env().disable or is_attached():
+        return
+    for class_name, (public_name, device) in STOCK_CLASSES.items():
+        stock = getattr(c10d, class_name, None)
+        if stock is None:
+            continue
+        namespace = {"stock": stock, "public_name": public_name, "device": device}
+        setattr(c10d, class_name, _StandIn(class_name, (), namespace))
+    c10d._get_split_source = _unwrapped(c10d._get_split_source)
+    c10d._create_process_group_wrapper = _suspending(c10d._create_process_group_wrapper)
+
+
+def is_attached() -> bool:
+    """Whether :func:`attach` is in force."""
+    return isinstance(getattr(c10d, "ProcessGroupGloo", None), _StandIn)

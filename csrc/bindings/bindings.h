@@ -1,0 +1,11 @@
+// One function a class that Python sees; module.cc calls them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace crux {
+
+void bind_recorder(pybind11::module_& module);
+void bind_delegating_backend(pybind11::module_& module);
+
+}  // namespace crux

@@ -1,0 +1,43 @@
+#include <torch/csrc/utils/pybind.h>
+
+#include "../process_group/delegating_backend.h"
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace crux {
+
+void bind_delegating_backend(py::module_& module) {
+  // The base class is bound there.
+  py::module_::import("torch._C._distributed_c10d");
+
+  py::class_<DelegatingBackend, c10d::Backend, c10::intrusive_ptr<DelegatingBackend>>(
+      module, "DelegatingBackend")
+      .def(py::init([](std::string name, int rank, int size, Recorder& recorder) {
+             return c10::make_intrusive<DelegatingBackend>(std::move(name), rank, size, recorder);
+           }),
+           py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("recorder"))
+      .def(
+          "add_inner",
+          [](DelegatingBackend& self, const std::string& device,
+             const c10::intrusive_ptr<c10d::Backend>& inner) {
+            const py::gil_scoped_release release;
+            self.add_inner(c10::Device(device).type(), inner);
+          },
+          py::arg("device"), py::arg("inner"))
+      .def(
+          "inner",
+          [](const DelegatingBackend& self, const std::string& device) {
+            return self.inner(c10::Device(device).type());
+          },
+          py::arg("device"))
+      .def_property_readonly("default_inner", &DelegatingBackend::default_inner)
+      .def_property_readonly("group_index", &DelegatingBackend::group_index)
+      // Whatever only the inner class has (options, memory registration, ...) is asked of it.
+      .def("__getattr__", [](const DelegatingBackend& self, const std::string& attribute) {
+        const py::object inner = py::cast(self.default_inner());
+        return py::getattr(inner, attribute.c_str());
+      });
+}
+
+}  // namespace crux

@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The part of crux_torch that runs inside torch.distributed.";
+  crux::bind_recorder(module);
+  crux::bind_delegating_backend(module);
+}

@@ -1,0 +1,54 @@
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "bindings.h"
+#include "process_recorder.h"
+
+namespace py = pybind11;
+
+namespace crux {
+
+Recorder& process_recorder(size_t capacity) {
+  // Never destroyed: a backend's thread may complete an operation while the process exits.
+  static auto& recorder = *new std::unique_ptr<Recorder>(std::make_unique<Recorder>(capacity));
+  return *recorder;
+}
+
+void bind_recorder(py::module_& module) {
+  py::class_<Group>(module, "Group")
+      .def_readonly("name", &Group::name)
+      .def_readonly("ranks", &Group::ranks)
+      .def_readonly("rank", &Group::rank)
+      .def_readonly("size", &Group::size);
+
+  py::class_<Recorder, std::unique_ptr<Recorder, py::nodelete>>(module, "Recorder")
+      .def(
+          "drain",
+          [](Recorder& recorder, size_t max) {
+            std::vector<Record> records;
+            {
+              const py::gil_scoped_release release;
+              recorder.drain(max, records);
+            }
+            return py::bytes(reinterpret_cast<const char*>(records.data()),
+                             records.size() * sizeof(Record));
+          },
+          py::arg("max"))
+      .def("groups", &Recorder::groups)
+      .def_property("enabled", &Recorder::enabled, &Recorder::set_enabled)
+      .def_property_readonly("recorded", &Recorder::recorded)
+      .def_property_readonly("dropped", &Recorder::dropped)
+      .def_property_readonly("capacity", &Recorder::capacity);
+
+  module.def("process_recorder", &process_recorder, py::arg("capacity"),
+             py::return_value_policy::reference);
+  module.attr("RECORD_BYTES") = sizeof(Record);
+  py::list ops;
+  for (const char* name : kOpNames) ops.append(name);
+  module.attr("OPS") = py::tuple(ops);
+}
+
+}  // namespace crux

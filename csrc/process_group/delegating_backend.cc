@@ -1,0 +1,497 @@
+#include "delegating_backend.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "waited_work.h"
+
+namespace crux {
+namespace {
+
+int64_t bytes_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return 0;
+  if (tensor.is_sparse()) return bytes_of(tensor._indices()) + bytes_of(tensor._values());
+  return static_cast<int64_t>(tensor.nbytes());
+}
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
+
+c10::DeviceType device_type_of(const at::Tensor& tensor) { return tensor.device().type(); }
+
+c10::DeviceType device_type_of(const std::vector<at::Tensor>& tensors) {
+  return tensors.empty() ? c10::DeviceType::CPU : device_type_of(tensors.front());
+}
+
+bool is_transfer(Op op) { return op == Op::kSend || op == Op::kRecv; }
+
+}  // namespace
+
+DelegatingBackend::DelegatingBackend(std::string name, int rank, int size, Recorder& recorder)
+    : Backend(rank, size),
+      name_(std::move(name)),
+      recorder_(recorder),
+      group_(recorder.add_group({"", {}, rank, size})) {}
+
+DelegatingBackend::~DelegatingBackend() {
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+  for (auto& [device, inner] : inners_) {
+    if (inner.completion != Completion::kHook) continue;
+    try {
+      inner.backend->unregisterCompletionHook(getID());
+    } catch (const std::exception&) {
+      // The inner backend is being torn down too; its hooks end with it.
+    }
+  }
+#endif
+}
+
+void DelegatingBackend::add_inner(Device device, BackendPtr backend) {
+  TORCH_CHECK(backend != nullptr, "crux: add_inner needs a backend");
+  Inner inner;
+  inner.backend = std::move(backend);
+  if (device == Device::CPU) inner.completion = Completion::kFuture;
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+  if (device != Device::CPU && inner.backend->supportsCompletionHooks()) {
+    inner.completion = Completion::kHook;
+    inner.table = std::make_shared<CompletionTable>(recorder_);
+    inner.backend->enableCollectivesTiming();
+    // Shared, for the watchdog may report after this backend is gone.
+    inner.backend->registerCompletionHook(
+        getID(), [table = inner.table](const c10d::CompletionHookArgs& args) {
+          const int64_t device_ns =
+              args.duration_ms ? static_cast<int64_t>(*args.duration_ms * 1e6) : kUnknownTime;
+          table->completed(args.completionKey, device_ns);
+        });
+  }
+#endif
+  inners_[device] = std::move(inner);
+}
+
+const DelegatingBackend::Inner& DelegatingBackend::at(Device device) const {
+  const auto found = inners_.find(device);
+  TORCH_CHECK(found != inners_.end(), "No backend type associated with device type ",
+              c10::DeviceTypeName(device, /*lower_case=*/true));
+  return found->second;
+}
+
+DelegatingBackend::BackendPtr DelegatingBackend::inner(Device device) const {
+  return at(device).backend;
+}
+
+DelegatingBackend::Device DelegatingBackend::default_device() const {
+  for (const auto& [device, inner] : inners_) {
+    if (device != Device::CPU) return device;
+  }
+  return Device::CPU;
+}
+
+DelegatingBackend::BackendPtr DelegatingBackend::default_inner() const {
+  return at(default_device()).backend;
+}
+
+Record DelegatingBackend::begin(const Call& call, Device device) {
+  Record record;
+  record.issue_ns = record.start_ns = monotonic_ns();
+  record.sequence = (is_transfer(call.op) ? transfers_ : collectives_)
+                        .fetch_add(1, std::memory_order_relaxed);
+  record.bytes = call.bytes;
+  record.group = group_;
+  record.world_size = static_cast<uint32_t>(size_);
+  record.peer = call.peer;
+  record.op = call.op;
+  record.device = device == Device::CPU ? 0 : 1;
+  return record;
+}
+
+template <typename Issue>
+DelegatingBackend::WorkPtr DelegatingBackend::record(Device device, const Call& call,
+                                                     Issue&& issue) {
+  const Inner& inner = at(device);
+  if (!recorder_.enabled()) return issue(*inner.backend);
+  Record record = begin(call, device);
+  try {
+    return finish_later(inner, call, record, issue(*inner.backend));
+  } catch (...) {
+    record.status = Status::kFailed;
+    record.end_ns = monotonic_ns();
+    recorder_.push(record);
+    throw;
+  }
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::finish_later(const Inner& inner, const Call& call,
+                                                           const Record& record, WorkPtr work) {
+  if (coalescing_) {
+    coalesced_.push_back(record);
+    coalesced_.back().flags |= kInCoalescedGroup;
+    return work;
+  }
+  if (!work) {
+    // A rank without a part in the operation has nothing to wait for.
+    recorder_.push(record);
+    return work;
+  }
+  if (inner.completion == Completion::kFuture && !call.has_future) {
+    return c10::make_intrusive<WaitedWork>(std::move(work), recorder_, record);
+  }
+  if (inner.completion == Completion::kFuture) {
+    std::vector<Record> parts;
+    parts.swap(coalesced_);
+    // Runs on the thread that completes the operation, without the GIL.
+    work->getFuture()->addCallback([&recorder = recorder_, whole = record,
+                                    parts = std::move(parts)](
+                                       c10::ivalue::Future& future) mutable {
+      whole.end_ns = monotonic_ns();
+      whole.status = future.hasError() ? Status::kFailed : Status::kOk;
+      for (Record& part : parts) {
+        part.end_ns = whole.end_ns;
+        part.status = whole.status;
+        recorder.push(part);
+      }
+      recorder.push(whole);
+    });
+    return work;
+  }
+  for (Record& part : coalesced_) recorder_.push(part);
+  coalesced_.clear();
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+  if (inner.completion == Completion::kHook) {
+    Record timed = record;
+    timed.start_ns = kUnknownTime;
+    inner.table->issued(work->getCompletionKey(), timed);
+    return work;
+  }
+#endif
+  Record untimed = record;
+  untimed.start_ns = kUnknownTime;
+  recorder_.push(untimed);
+  return work;
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::broadcast(Tensors& tensors,
+                                                        const c10d::BroadcastOptions& opts) {
+  const Call call{Op::kBroadcast, bytes_of(tensors), static_cast<int>(opts.rootRank)};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.broadcast(tensors, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::allreduce(Tensors& tensors,
+                                                        const c10d::AllreduceOptions& opts) {
+  const Call call{Op::kAllreduce, bytes_of(tensors)};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.allreduce(tensors, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::allreduce_sparse(Tensors& tensors,
+                                                               const c10d::AllreduceOptions& opts) {
+  const Call call{Op::kAllreduceSparse, bytes_of(tensors)};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.allreduce_sparse(tensors, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  const Call call{Op::kAllreduceCoalesced, bytes_of(tensors)};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.allreduce_coalesced(tensors, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::reduce(Tensors& tensors,
+                                                     const c10d::ReduceOptions& opts) {
+  const Call call{Op::kReduce, bytes_of(tensors), static_cast<int>(opts.rootRank)};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.reduce(tensors, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::allgather(TensorLists& outputs, Tensors& inputs,
+                                                        const c10d::AllgatherOptions& opts) {
+  const Call call{Op::kAllgather, bytes_of(inputs) * size_};
+  return record(device_type_of(inputs), call,
+                [&](c10d::Backend& inner) { return inner.allgather(outputs, inputs, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                              const c10d::AllgatherOptions& opts) {
+  const Call call{Op::kAllgatherSingle, bytes_of(output)};
+  return record(device_type_of(input), call,
+                [&](c10d::Backend& inner) { return inner._allgather_base(output, input, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::allgather_coalesced(
+    TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  const Call call{Op::kAllgatherCoalesced, bytes_of(inputs) * size_};
+  return record(device_type_of(inputs), call, [&](c10d::Backend& inner) {
+    return inner.allgather_coalesced(outputs, inputs, opts);
+  });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  const Call call{Op::kAllgatherCoalesced, bytes_of(outputs), -1, /*has_future=*/false};
+  return record(device_type_of(inputs), call, [&](c10d::Backend& inner) {
+    return inner.allgather_into_tensor_coalesced(outputs, inputs, opts);
+  });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::gather(TensorLists& outputs, Tensors& inputs,
+                                                     const c10d::GatherOptions& opts) {
+  const Call call{Op::kGather, bytes_of(inputs) * size_, static_cast<int>(opts.rootRank)};
+  return record(device_type_of(inputs), call,
+                [&](c10d::Backend& inner) { return inner.gather(outputs, inputs, opts); });
+}
+
+#ifdef CRUX_C10D_HAS_GATHER_INTO_TENSOR
+DelegatingBackend::WorkPtr DelegatingBackend::gather_into_tensor(at::Tensor& output,
+                                                                 at::Tensor& input,
+                                                                 const c10d::GatherOptions& opts) {
+  const Call call{Op::kGather, bytes_of(input) * size_, static_cast<int>(opts.rootRank)};
+  return record(device_type_of(input), call,
+                [&](c10d::Backend& inner) { return inner.gather_into_tensor(output, input, opts); });
+}
+#endif
+
+DelegatingBackend::WorkPtr DelegatingBackend::scatter(Tensors& outputs, TensorLists& inputs,
+                                                      const c10d::ScatterOptions& opts) {
+  const Call call{Op::kScatter, bytes_of(outputs) * size_, static_cast<int>(opts.rootRank)};
+  return record(device_type_of(outputs), call,
+                [&](c10d::Backend& inner) { return inner.scatter(outputs, inputs, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::reduce_scatter(
+    Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& opts) {
+  const Call call{Op::kReduceScatter, bytes_of(outputs) * size_, -1, /*has_future=*/false};
+  return record(device_type_of(outputs), call,
+                [&](c10d::Backend& inner) { return inner.reduce_scatter(outputs, inputs, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+  const Call call{Op::kReduceScatterSingle, bytes_of(input), -1, /*has_future=*/false};
+  return record(device_type_of(input), call, [&](c10d::Backend& inner) {
+    return inner._reduce_scatter_base(output, input, opts);
+  });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+  const Call call{Op::kReduceScatterCoalesced, bytes_of(inputs), -1, /*has_future=*/false};
+  return record(device_type_of(inputs), call, [&](c10d::Backend& inner) {
+    return inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                            std::vector<int64_t>& output_splits,
+                                                            std::vector<int64_t>& input_splits,
+                                                            const c10d::AllToAllOptions& opts) {
+  const Call call{Op::kAlltoallSingle, bytes_of(input)};
+  return record(device_type_of(input), call, [&](c10d::Backend& inner) {
+    return inner.alltoall_base(output, input, output_splits, input_splits, opts);
+  });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                                       const c10d::AllToAllOptions& opts) {
+  const Call call{Op::kAlltoall, bytes_of(inputs)};
+  return record(device_type_of(inputs), call,
+                [&](c10d::Backend& inner) { return inner.alltoall(outputs, inputs, opts); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::send(Tensors& tensors, int dst, int tag) {
+  const Call call{Op::kSend, bytes_of(tensors), dst, /*has_future=*/false};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.send(tensors, dst, tag); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::recv(Tensors& tensors, int src, int tag) {
+  const Call call{Op::kRecv, bytes_of(tensors), src, /*has_future=*/false};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.recv(tensors, src, tag); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
+  const Call call{Op::kRecv, bytes_of(tensors), -1, /*has_future=*/false};
+  return record(device_type_of(tensors), call,
+                [&](c10d::Backend& inner) { return inner.recvAnysource(tensors, tag); });
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {
+  const Device device = opts.device ? opts.device->type() : default_device();
+  return record(device, {Op::kBarrier, 0},
+                [&](c10d::Backend& inner) { return inner.barrier(opts); });
+}
+
+void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  const Inner& inner = at(Device::CPU);
+  Record record = begin({Op::kBarrier, 0}, Device::CPU);
+  try {
+    inner.backend->monitoredBarrier(opts, wait_all_ranks);
+  } catch (...) {
+    record.status = Status::kFailed;
+    record.end_ns = monotonic_ns();
+    recorder_.push(record);
+    throw;
+  }
+  record.end_ns = monotonic_ns();
+  recorder_.push(record);
+}
+
+void DelegatingBackend::startCoalescing() {
+  default_inner()->startCoalescing();
+  coalescing_ = recorder_.enabled();
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::endCoalescing() {
+  coalescing_ = false;
+  return record(default_device(), {Op::kCoalesced, 0},
+                [](c10d::Backend& inner) { return inner.endCoalescing(); });
+}
+
+DelegatingBackend::BackendPtr DelegatingBackend::wrap(const BackendPtr& child,
+                                                      Device device) const {
+  if (!child) return child;
+  auto wrapper =
+      c10::make_intrusive<DelegatingBackend>(name_, child->getRank(), child->getSize(), recorder_);
+  wrapper->add_inner(device, child);
+  return wrapper;
+}
+
+DelegatingBackend::BackendPtr DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const std::vector<int>& ranks,
+                                                       const OptionsPtr& opts) {
+  return wrap(default_inner()->split(store, ranks, opts), default_device());
+}
+
+DelegatingBackend::BackendPtr DelegatingBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       const OptionsPtr& opts, const int& rank,
+                                                       const int& size) {
+  return wrap(default_inner()->merge(store, opts, rank, size), default_device());
+}
+
+DelegatingBackend::BackendPtr DelegatingBackend::shrink(
+    const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+    const OptionsPtr& opts_override) {
+  return wrap(default_inner()->shrink(ranks_to_exclude, shrink_flags, opts_override),
+              default_device());
+}
+
+#ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
+void DelegatingBackend::startTimeEstimate() { default_inner()->startTimeEstimate(); }
+float DelegatingBackend::endTimeEstimate() { return default_inner()->endTimeEstimate(); }
+#endif
+
+void DelegatingBackend::setTimeout(std::chrono::milliseconds timeout) {
+  for (auto& [device, inner] : inners_) inner.backend->setTimeout(timeout);
+}
+
+#ifdef CRUX_C10D_HAS_ADDEPHEMERALTIMEOUT
+void DelegatingBackend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  for (auto& [device, inner] : inners_) inner.backend->addEphemeralTimeout(timeout);
+}
+#endif
+
+#ifdef CRUX_C10D_HAS_SUPPORTSRECONFIGURE
+c10d::ReconfigureHandle DelegatingBackend::get_reconfigure_handle() const {
+  return default_inner()->get_reconfigure_handle();
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
+  auto work = default_inner()->reconfigure(opts);
+  rank_ = default_inner()->getRank();
+  size_ = default_inner()->getSize();
+  return work;
+}
+#endif
+
+#ifdef CRUX_C10D_HAS_SUPPORTSWINDOW
+c10::intrusive_ptr<c10d::Window> DelegatingBackend::new_window(
+    const std::optional<at::Tensor>& tensor) {
+  return default_inner()->new_window(tensor);
+}
+#endif
+
+#ifdef CRUX_C10D_HAS_SUPPORTSABORTHOOKS
+void DelegatingBackend::registerAbortHook(int64_t id, c10d::AbortHook hook) {
+  default_inner()->registerAbortHook(id, std::move(hook));
+}
+
+void DelegatingBackend::unregisterAbortHook(int64_t id) {
+  default_inner()->unregisterAbortHook(id);
+}
+#endif
+
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+void DelegatingBackend::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
+  default_inner()->registerCompletionHook(id, std::move(hook));
+}
+
+void DelegatingBackend::unregisterCompletionHook(int64_t id) {
+  default_inner()->unregisterCompletionHook(id);
+}
+#endif
+
+void DelegatingBackend::setSequenceNumberForGroup() {
+#ifndef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+  // Newer torch starts every group at 0 and warns of this call.
+  for (auto& [device, inner] : inners_) inner.backend->setSequenceNumberForGroup();
+#endif
+}
+
+uint64_t DelegatingBackend::getSequenceNumberForGroup() {
+  return default_inner()->getSequenceNumberForGroup();
+}
+
+void DelegatingBackend::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  default_inner()->registerOnCompletionHook(std::move(hook));
+}
+
+void DelegatingBackend::setGroupUid(const std::string& uid) {
+  Backend::setGroupUid(uid);
+  std::vector<int64_t> ranks;
+  for (auto& [device, inner] : inners_) {
+    inner.backend->setGroupUid(uid);
+    try {
+      const auto& members = inner.backend->getBackendOptions()->global_ranks_in_group;
+      ranks.assign(members.begin(), members.end());
+    } catch (const c10::Error&) {
+      // A backend without options does not tell its members: they count as the whole world.
+    }
+  }
+  recorder_.rename_group(group_, uid, std::move(ranks));
+}
+
+#ifdef CRUX_C10D_HAS_SETBOUNDDEVICEID
+void DelegatingBackend::setBoundDeviceId(std::optional<at::Device> device) {
+  Backend::setBoundDeviceId(device);
+  const auto found = device ? inners_.find(device->type()) : inners_.end();
+  if (found != inners_.end()) found->second.backend->setBoundDeviceId(device);
+}
+#endif
+
+void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {
+  const auto found = inners_.find(device.type());
+  if (found == inners_.end()) return;
+#ifndef CRUX_C10D_HAS_SETBOUNDDEVICEID
+  found->second.backend->setBoundDeviceId(getBoundDeviceId());
+#endif
+  found->second.backend->eagerConnectSingleDevice(device);
+}
+
+at::Tensor DelegatingBackend::allocateTensor(long size, at::TensorOptions options) {
+  return default_inner()->allocateTensor(size, options);
+}
+
+void DelegatingBackend::abort() {
+  for (auto& [device, inner] : inners_) inner.backend->abort();
+}
+
+void DelegatingBackend::shutdown() {
+  for (auto& [device, inner] : inners_) inner.backend->shutdown();
+}
+
+}  // namespace crux

@@ -1,0 +1,199 @@
+// The "crux" c10d backend: every operation goes to an inner backend, made by the stock creator, and
+// leaves a record on the side. The caller gets the inner backend's results, handles and errors.
+//
+// One source builds against every torch from 2.11: what newer headers add is guarded by the macros
+// CRUX_C10D_HAS_*, which setup.py derives from the installed Backend.hpp and Work.hpp.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "completion_table.h"
+#include "recorder.h"
+
+namespace crux {
+
+class DelegatingBackend final : public c10d::Backend {
+ public:
+  using Device = c10::DeviceType;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using OptionsPtr = c10::intrusive_ptr<c10d::Backend::Options>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+  // `name` is what the backend answers to: "crux", or the name of the stock backend that it stands
+  // in for, so that code that looks at the name finds what it expects.
+  DelegatingBackend(std::string name, int rank, int size, Recorder& recorder);
+  ~DelegatingBackend() override;
+
+  // Operations on tensors of `device` go to `inner` from now on. Called before the first operation.
+  void add_inner(Device device, BackendPtr inner);
+  // Throws c10::Error where no inner backend serves `device`.
+  BackendPtr inner(Device device) const;
+  // The accelerator's inner backend where there is one, else the CPU's: what questions about
+  // capabilities mean.
+  BackendPtr default_inner() const;
+  uint32_t group_index() const noexcept { return group_; }
+
+  const std::string getBackendName() const override { return name_; }
+  OptionsPtr getBackendOptions() override { return default_inner()->getBackendOptions(); }
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& opts) override;
+  // The names with an underscore exist in every torch; newer canonical names forward to them.
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+#ifdef CRUX_C10D_HAS_GATHER_INTO_TENSOR
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                             const c10d::GatherOptions& opts) override;
+#endif
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  bool supportsCoalescing() const override { return default_inner()->supportsCoalescing(); }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  bool supportsSplitting() const override { return default_inner()->supportsSplitting(); }
+  BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                   const OptionsPtr& opts) override;
+  BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const OptionsPtr& opts,
+                   const int& rank, const int& size) override;
+  bool supportsShrinking() const override { return default_inner()->supportsShrinking(); }
+  BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                    const OptionsPtr& opts_override) override;
+
+  bool supportsTimeEstimation() const override { return default_inner()->supportsTimeEstimation(); }
+#ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
+  void startTimeEstimate() override;
+  float endTimeEstimate() override;
+#endif
+  void setTimeout(std::chrono::milliseconds timeout) override;
+#ifdef CRUX_C10D_HAS_ADDEPHEMERALTIMEOUT
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
+#endif
+#ifdef CRUX_C10D_HAS_ISINITIALIZED
+  bool isInitialized() override { return default_inner()->isInitialized(); }
+#endif
+#ifdef CRUX_C10D_HAS_SUPPORTSRECONFIGURE
+  bool supportsReconfigure() const override { return default_inner()->supportsReconfigure(); }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
+#ifdef CRUX_C10D_HAS_SUPPORTSWINDOW
+  bool supportsWindow() const override { return default_inner()->supportsWindow(); }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
+#ifdef CRUX_C10D_HAS_SUPPORTSABORTHOOKS
+  bool supportsAbortHooks() const override { return default_inner()->supportsAbortHooks(); }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+  bool supportsCompletionHooks() const override {
+    return default_inner()->supportsCompletionHooks();
+  }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override;
+#endif
+#ifdef CRUX_C10D_HAS_SUSPEND
+  void suspend() override { default_inner()->suspend(); }
+  void resume() override { default_inner()->resume(); }
+  std::unordered_map<std::string, uint64_t> getMemoryStats() override {
+    return default_inner()->getMemoryStats();
+  }
+#endif
+
+  void setSequenceNumberForGroup() override;
+  uint64_t getSequenceNumberForGroup() override;
+  void registerOnCompletionHook(
+      std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override { default_inner()->waitForPendingWorks(); }
+  void enableCollectivesTiming() override { default_inner()->enableCollectivesTiming(); }
+  void setGroupUid(const std::string& uid) override;
+#ifdef CRUX_C10D_HAS_SETBOUNDDEVICEID
+  void setBoundDeviceId(std::optional<at::Device> device) override;
+#endif
+  void eagerConnectSingleDevice(at::Device device) override;
+  c10d::ErrorType getError() override { return default_inner()->getError(); }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override {
+    return default_inner()->getMemAllocator();
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex index) override {
+    return default_inner()->supportsTensorAlloc(index);
+  }
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  // Who says that an operation of an inner backend has ended.
+  enum class Completion { kFuture, kHook, kNobody };
+
+  struct Inner {
+    BackendPtr backend;
+    Completion completion = Completion::kNobody;
+    std::shared_ptr<CompletionTable> table;  // with Completion::kHook
+  };
+
+  // An operation that is being issued.
+  struct Call {
+    Op op;
+    int64_t bytes;
+    int peer = -1;
+    // Whether the inner handle has a future; where it has none, wait() tells the end.
+    bool has_future = true;
+  };
+
+  const Inner& at(Device device) const;
+  Device default_device() const;
+  BackendPtr wrap(const BackendPtr& child, Device device) const;
+  Record begin(const Call& call, Device device);
+  template <typename Issue>
+  WorkPtr record(Device device, const Call& call, Issue&& issue);
+  WorkPtr finish_later(const Inner& inner, const Call& call, const Record& record, WorkPtr work);
+
+  const std::string name_;
+  Recorder& recorder_;
+  const uint32_t group_;
+  std::map<Device, Inner> inners_;
+  std::atomic<uint64_t> collectives_{0};
+  std::atomic<uint64_t> transfers_{0};
+  // Operations between startCoalescing and endCoalescing, which one thread calls.
+  bool coalescing_ = false;
+  std::vector<Record> coalesced_;
+};
+
+}  // namespace crux

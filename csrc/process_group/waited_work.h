@@ -1,0 +1,47 @@
+// The handle of an operation whose backend tells nobody when it ends: the end is when wait() returns.
+// Gloo's send, recv and reduce_scatter are of this kind. Everything else is the inner handle's.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "recorder.h"
+
+namespace crux {
+
+class WaitedWork final : public c10d::Work {
+ public:
+  WaitedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder& recorder, const Record& record);
+  ~WaitedWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void synchronize() override { inner_->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override;
+  void blockCurrentStream() override { inner_->blockCurrentStream(); }
+  void abort() override { inner_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    return inner_->getFutureResult();
+  }
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+#ifdef CRUX_C10D_HAS_GETTIMEOUT
+  std::chrono::milliseconds getTimeout() const override { return inner_->getTimeout(); }
+#endif
+#ifdef CRUX_C10D_HAS_GETCOMPLETIONKEY
+  uint64_t getCompletionKey() const override { return inner_->getCompletionKey(); }
+#endif
+
+ private:
+  void record_once(Status status, int64_t end_ns) noexcept;
+
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  Recorder& recorder_;
+  Record record_;
+  std::atomic<bool> recorded_{false};
+};
+
+}  // namespace crux
