@@ -1,0 +1,1 @@
+"""Two training jobs on one congested link: without Crux, and with it."""

@@ -1,0 +1,218 @@
+"""One training job of the demo: its ranks on their hosts, started, steered and read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.demo.fabric import Fabric, Host
+from examples.demo.sockets import descendants
+
+EXAMPLES = Path(__file__).parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+class JobError(RuntimeError):
+    """A job ended, or did not get ready: with the end of what it printed."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A script and its arguments; one rank runs on each host."""
+
+    name: str
+    title: str
+    script: str
+    arguments: tuple[str, ...]
+    master_port: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of rank 0; times of the monotonic clock, the loss as ``float.hex``."""
+
+    step: int
+    start: float
+    computed: float
+    end: float
+    loss: str
+
+    @property
+    def duration_s(self) -> float:
+        return self.end - self.start
+
+
+class Job:
+    """A running job. Without a fabric its two ranks share this machine's loopback.
+
+    Args:
+        launcher: the command before torchrun's flags.
+        environment: added to this process's environment.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        folder: Path,
+        launcher: Sequence[str],
+        fabric: Fabric | None = None,
+        hosts: Sequence[Host] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.spec = spec
+        self._folder = folder
+        self._log = folder / f"{spec.name}.jsonl"
+        self._control = folder / f"{spec.name}.control.json"
+        self._steps: list[Step] = []
+        self._log_offset = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log.unlink(missing_ok=True)
+        self._write_control(paused=False)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._agents: list[subprocess.Popen[Any]] = []
+        if fabric is None:
+            env["GLOO_SOCKET_IFNAME"] = "lo"
+            place = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+            with self._output(0).open("wb") as output:
+                self._agents.append(
+                    subprocess.Popen(
+                        self._command(launcher, place),
+                        env=env,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+            return
+        for rank, host in enumerate(hosts):
+            env["GLOO_SOCKET_IFNAME"] = host.interface
+            place = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
+            place += ["--nproc-per-node", "1", "--master-addr", hosts[0].address]
+            with self._output(rank).open("wb") as output:
+                self._agents.append(
+                    fabric.popen(
+                        host,
+                        self._command(launcher, place),
+                        env=env,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def pause(self) -> None:
+        """Let the job wait after its current step."""
+        self._write_control(paused=True)
+
+    def resume(self) -> None:
+        self._write_control(paused=False)
+
+    def steps(self) -> list[Step]:
+        """The steps that rank 0 has finished so far."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._log_offset)
+                text = log.read()
+        except FileNotFoundError:
+            return self._steps
+        complete = text[: text.rfind(b"\n") + 1]
+        self._log_offset += len(complete)
+        self._steps += [Step(**json.loads(line)) for line in complete.splitlines()]
+        return self._steps
+
+    def check(self) -> None:
+        """Raises:
+        JobError: one of the job's launchers has ended.
+        """
+        for rank, agent in enumerate(self._agents):
+            if agent.poll() is not None:
+                raise JobError(f"{self.name} ended with code {agent.returncode}\n{self.tail(rank)}")
+
+    def tail(self, rank: int = 0, lines: int = 20) -> str:
+        """The last lines that a rank's launcher and the rank itself printed."""
+        text = self._output(rank).read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def workers(self) -> list[int]:
+        """Process ids of the training processes, by rank."""
+        found = []
+        for agent in self._agents:
+            for pid in descendants(agent.pid):
+                try:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if str(self._script).encode() in command:
+                    found.append(pid)
+        return found
+
+    def finish(self, timeout_s: float = 30.0) -> list[int | None]:
+        """Let the job end a few steps ahead; its launchers' exit codes, None where too late."""
+        done = len(self.steps())
+        self._write_control(paused=False, last_step=done + 5)
+        deadline = time.monotonic() + timeout_s
+        codes: list[int | None] = []
+        for agent in self._agents:
+            try:
+                codes.append(agent.wait(max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        return codes
+
+    def kill(self, grace_s: float = 5.0) -> None:
+        """End whatever of the job still runs."""
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
+            running = [a for a in self._agents if a.poll() is None]
+            victims = [pid for a in running for pid in (a.pid, *descendants(a.pid))]
+            if number == signal.SIGTERM:
+                victims = [a.pid for a in running]
+            for pid in victims:
+                _signal(pid, number)
+            deadline = time.monotonic() + wait_s
+            while any(a.poll() is None for a in running) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    @property
+    def _script(self) -> Path:
+        return EXAMPLES / self.spec.script
+
+    def _command(self, launcher: Sequence[str], place: list[str]) -> list[str]:
+        return [
+            *launcher,
+            *place,
+            "--master-port",
+            str(self.spec.master_port),
+            str(self._script),
+            *self.spec.arguments,
+            "--log-file",
+            str(self._log),
+            "--control",
+            str(self._control),
+        ]
+
+    def _output(self, rank: int) -> Path:
+        return self._folder / f"{self.spec.name}.rank{rank}.out"
+
+    def _write_control(self, paused: bool, last_step: int | None = None) -> None:
+        # Renamed into place, so that a rank never reads half a file.
+        draft = self._control.with_suffix(".new")
+        draft.write_text(json.dumps({"paused": paused, "last_step": last_step}))
+        draft.replace(self._control)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

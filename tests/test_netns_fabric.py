@@ -1,0 +1,249 @@
+"""The fabric of network namespaces: shape, priorities, paths, teardown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.demo import netns
+from examples.demo.fabric import Fabric, FabricSpec, Host
+
+ROOT = Path(__file__).parents[1]
+_OK, _REASON = netns.available()
+needs_netns = pytest.mark.skipif(not _OK, reason=_REASON)
+
+# Receives on two ports for some seconds and prints the bytes that came through each.
+_SINK = r"""
+import json, socket, sys, threading, time
+address, seconds, *ports = sys.argv[1:]
+got, deadline = {}, []
+def serve(port):
+    listener = socket.create_server((address, int(port)))
+    sys.stdout.write("listening\n"); sys.stdout.flush()
+    peer, _ = listener.accept(); got[port] = 0; started.wait()
+    while time.monotonic() < deadline[0]:
+        data = peer.recv(1 << 16)
+        if not data: break
+        got[port] += len(data)
+started = threading.Event()
+threads = [threading.Thread(target=serve, args=(p,)) for p in ports]
+for t in threads: t.start()
+while len(got) < len(ports): time.sleep(0.01)
+deadline.append(time.monotonic() + float(seconds)); started.set()
+for t in threads: t.join()
+print(json.dumps(got), flush=True)
+"""
+
+# Sends as fast as it can, from a source port and with a TOS byte of choice.
+_SOURCE = """
+import socket, sys
+address, port, source_port, tos = sys.argv[1], *map(int, sys.argv[2:])
+s = socket.socket(); s.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
+s.bind(("", source_port)); s.connect((address, port))
+try:
+    while True: s.sendall(bytes(1 << 16))
+except OSError: pass
+"""
+
+# For each source port, the router that reports the hop at which the paths differ.
+_PROBE = """
+import json, select, socket, struct, sys, time
+address, port, *sources = sys.argv[1], *map(int, sys.argv[2:])
+IP_RECVERR, answers = 11, {}
+for source in sources:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.bind(("", source)); s.setsockopt(0, IP_RECVERR, 1); s.setsockopt(0, socket.IP_TTL, 2)
+        s.connect((address, port))
+        for _ in range(5):
+            s.send(b"probe")
+            poll = select.poll(); poll.register(s, select.POLLERR)
+            if poll.poll(200):
+                _, control, _, _ = s.recvmsg(64, 512, socket.MSG_ERRQUEUE)
+                answers[source] = socket.inet_ntoa(control[0][2][20:24])
+                break
+print(json.dumps(answers))
+"""
+
+
+def _start(fabric: Fabric, host: Host, program: str, *args: object) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", program, *map(str, args)]
+    return fabric.popen(host, argv, stdout=subprocess.PIPE, text=True)
+
+
+def _transfer(
+    fabric: Fabric, flows: dict[int, tuple[Host, int, int]], to: Host, seconds: float
+) -> dict[int, int]:
+    """Bytes that arrive for each destination port; a flow is (from, source port, TOS)."""
+    sink = _start(fabric, to, _SINK, to.address, seconds, *flows)
+    assert sink.stdout is not None
+    for _ in flows:
+        assert sink.stdout.readline().strip() == "listening"
+    sources = [
+        _start(fabric, host, _SOURCE, to.address, port, source_port, tos)
+        for port, (host, source_port, tos) in flows.items()
+    ]
+    out, _ = sink.communicate(timeout=30)
+    for source in sources:
+        source.kill()
+        source.communicate(timeout=10)
+    return {int(port): count for port, count in json.loads(out).items()}
+
+
+@needs_netns
+def test_builds_what_the_spec_says_and_leaves_nothing() -> None:
+    spec = FabricSpec(leaves=3, spines=2, hosts_per_leaf=2)
+    with Fabric(spec) as fabric:
+        assert len(fabric.hosts) == 6
+        assert len(netns.named(fabric.prefix)) == 3 + 2 + 6
+        assert len({host.address for host in fabric.hosts}) == 6
+        links = {counters.link for counters in fabric.counters()}
+        assert links == {f"leaf{i}->spine{j}" for i in range(3) for j in range(2)} | {
+            f"spine{j}->leaf{i}" for i in range(3) for j in range(2)
+        }
+        sleeper = fabric.popen(fabric.host(0, 0), ["sleep", "600"])
+    assert netns.named(fabric.prefix) == []
+    assert sleeper.wait(timeout=10) != 0
+    fabric.close()
+
+
+@needs_netns
+def test_two_fabrics_do_not_touch_each_other() -> None:
+    with Fabric() as first:
+        with Fabric() as second:
+            assert first.prefix != second.prefix
+        assert netns.named(second.prefix) == []
+        assert first.run(first.host(0, 0), ["echo", "alive"]).strip() == "alive"
+
+
+@needs_netns
+def test_a_failed_build_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = Fabric()
+    monkeypatch.setattr(fabric, "_shaping", lambda device: ["qdisc add dev nowhere root htb"])
+    with pytest.raises(netns.NamespaceError, match="nowhere"):
+        fabric.__enter__()
+    assert netns.named(fabric.prefix) == []
+
+
+@needs_netns
+def test_the_next_fabric_removes_what_a_killed_owner_left() -> None:
+    program = textwrap.dedent(
+        """
+        import subprocess, time
+        from examples.demo.fabric import Fabric
+        with Fabric() as fabric:
+            argv = ["sh", "-c", "echo ready; exec sleep 600"]
+            sleeper = fabric.popen(fabric.host(0, 0), argv, stdout=subprocess.PIPE)
+            sleeper.stdout.readline()
+            print(fabric.prefix, flush=True)
+            time.sleep(600)
+        """
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert owner.stdout is not None
+    prefix = owner.stdout.readline().strip()
+    left = netns.named(prefix)
+    assert left
+    netns.remove_orphans()
+    assert netns.named(prefix) == left, "the owner lives: its fabric is not an orphan"
+    owner.kill()
+    owner.wait(timeout=10)
+    owner.stdout.close()
+    [sleeper] = netns.processes_in(left)
+    with Fabric():
+        assert netns.named(prefix) == []
+    assert not (Path("/proc") / str(sleeper)).exists()
+
+
+@needs_netns
+def test_a_higher_class_is_served_first() -> None:
+    with Fabric(FabricSpec(hosts_per_leaf=2, rate_mbit=100)) as fabric:
+        a, b, to = fabric.host(0, 0), fabric.host(0, 1), fabric.host(1, 0)
+        equal = _transfer(fabric, {5001: (a, 0, 0), 5002: (b, 0, 0)}, to, 1.5)
+        assert 1 / 4 < equal[5001] / equal[5002] < 4
+        before = {c.link: c.bytes for c in fabric.counters()}
+        ordered = _transfer(fabric, {5003: (a, 0, 0xC0), 5004: (b, 0, 0)}, to, 1.5)
+        assert ordered[5003] > 5 * ordered[5004]
+        after = {c.link: c.bytes for c in fabric.counters()}
+        sent = {
+            level: after["leaf0->spine0"][level] - before["leaf0->spine0"][level]
+            for level in range(8)
+        }
+        assert sent[6] >= ordered[5003], "TOS 0xc0 is counted as level 6"
+        assert sent[0] >= ordered[5004]
+        assert not any(sent[level] for level in (1, 2, 3, 4, 5, 7))
+
+
+@needs_netns
+def test_the_rate_changes_while_traffic_runs() -> None:
+    with Fabric(FabricSpec(hosts_per_leaf=1, rate_mbit=400)) as fabric:
+        a, to = fabric.host(0, 0), fabric.host(1, 0)
+        fast = _transfer(fabric, {5001: (a, 0, 0)}, to, 1.0)[5001]
+        fabric.set_rate(40)
+        slow = _transfer(fabric, {5002: (a, 0, 0)}, to, 1.0)[5002]
+        assert fast > 3 * slow
+
+
+@needs_netns
+def test_the_source_port_decides_the_path_and_a_probe_foretells_it() -> None:
+    with Fabric(FabricSpec(spines=2, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
+        a, to = fabric.host(0, 0), fabric.host(1, 0)
+        ports = range(40000, 40016)
+        probe = [sys.executable, "-c", _PROBE, to.address, "5001", *map(str, ports)]
+        answers = json.loads(fabric.run(a, probe))
+        again = json.loads(fabric.run(a, probe))
+        assert answers == again
+        assert set(answers) == set(map(str, ports))
+        spine = {int(port): fabric.spine_of(address) for port, address in answers.items()}
+        assert set(spine.values()) == {0, 1}
+        with_spine = {j: next(p for p in ports if spine[p] == j) for j in (0, 1)}
+        for j, source_port in with_spine.items():
+            before = {c.link: c.bytes[0] for c in fabric.counters()}
+            # UDP and TCP differ in the protocol field, which the hash includes only as a whole.
+            moved = _transfer(fabric, {5001: (a, source_port, 0)}, to, 0.3)[5001]
+            after = {c.link: c.bytes[0] for c in fabric.counters()}
+            sent = {k: after[f"leaf0->spine{k}"] - before[f"leaf0->spine{k}"] for k in (0, 1)}
+            assert sent[j] >= moved > 10 * sent[1 - j]
+
+
+def test_a_spec_that_cannot_be_addressed_is_refused() -> None:
+    for bad in ({"leaves": 1}, {"spines": 17}, {"hosts_per_leaf": 0}, {"rate_mbit": 0.0}):
+        with pytest.raises(ValueError):
+            FabricSpec(**bad)  # type: ignore[arg-type]
+
+
+def test_works_in_an_unprivileged_user_namespace() -> None:
+    possible, reason = netns.user_namespace_available()
+    if not possible:
+        pytest.skip(reason)
+    program = textwrap.dedent(
+        """
+        import os, subprocess, sys
+        from examples.demo import netns
+        if netns.USER_NAMESPACE_ENV not in os.environ:
+            netns.enter_user_namespace([sys.executable, "-c", sys.argv[1], sys.argv[1]])
+        from examples.demo.fabric import Fabric
+        with Fabric() as fabric:
+            user = fabric.run(fabric.host(0, 0), ["id", "-u"]).strip()
+            print(len(netns.named(fabric.prefix)), user)
+        print(netns.named(""))
+        """
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, program],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.split("\n")[:2] == ["7 0", "[]"], done.stderr
+    assert time.monotonic() - started < 60
