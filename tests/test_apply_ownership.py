@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 import traceback
@@ -32,17 +33,28 @@ TOS = CLASS_SELECTORS[LEVEL] << 2
 
 
 class UserSockets:
-    """TCP connections of the user's own: a listener and both ends of each connection."""
+    """TCP connections of the user's own: a listener and both ends of each connection.
 
-    def __init__(self) -> None:
+    Args:
+        like_gloos: give them every option by which gloo's could be told apart.
+    """
+
+    def __init__(self, like_gloos: bool = False) -> None:
         self.sockets: list[socket.socket] = []
+        self.like_gloos = like_gloos
 
     def open(self, count: int = 1) -> None:
         for _ in range(count):
             listener = socket.create_server(("127.0.0.1", 0))
             client = socket.create_connection(listener.getsockname())
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.sockets += [listener, client, listener.accept()[0]]
+            opened = [listener, client, listener.accept()[0]]
+            for sock in opened if self.like_gloos else ():
+                sock.set_inheritable(True)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 30, 0))
+            self.sockets += opened
 
     @contextlib.contextmanager
     def opening_meanwhile(self) -> Iterator[None]:
@@ -162,7 +174,7 @@ def _one_group(rank: int, ranks: int, port: int, host: str, exact: bool) -> dict
 
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, TIMEOUT)
     prefixed = dist.PrefixStore("group", store)
-    user = UserSockets()
+    user = UserSockets(like_gloos=exact)
     user.open(2)
     ownership = Ownership(store_ports=[port])
     options = dist.ProcessGroupGloo._Options()
