@@ -1,0 +1,219 @@
+"""A cluster as integer arrays: what every algorithm of this package computes on.
+
+Jobs are held in the order of their names, so that no result depends on the order they came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from crux_torch.errors import CruxError
+from crux_torch.schedule.model import Cluster, Job
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+class ClusterError(CruxError, ValueError):
+    """A cluster that contradicts itself: which job or link, and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """A cluster's jobs, flows, candidate paths and links by index.
+
+    Flows that hold the same ``candidates`` object share one candidate set, which is read once:
+    a topology that hands out one tuple for each pair of places is read in time of those pairs.
+
+    Attributes:
+        jobs: in the order of their names.
+        capacity_Bps: of every link; one more entry at the end, infinite, stands for the link of
+            an empty path, so that every path has a link.
+        flow_start: flows of job j are ``flow_start[j]`` to ``flow_start[j + 1]``.
+        flow_bytes: bytes of one iteration of each flow.
+        flow_set: candidate set of each flow.
+        set_start: paths of set s are ``set_start[s]`` to ``set_start[s + 1]``.
+        path_start: entries of path p in ``path_links``, likewise.
+        path_links: link of every entry.
+    """
+
+    jobs: tuple[Job, ...]
+    capacity_Bps: FloatArray
+    flow_start: IntArray
+    flow_bytes: FloatArray
+    flow_set: IntArray
+    set_start: IntArray
+    path_start: IntArray
+    path_links: IntArray
+
+    @property
+    def flow_job(self) -> IntArray:
+        """The job of each flow."""
+        return np.repeat(np.arange(len(self.jobs)), np.diff(self.flow_start))
+
+
+def arrays_of(cluster: Cluster) -> Arrays:
+    """Reads ``cluster`` into arrays.
+
+    Raises:
+        ClusterError: two jobs of one name, a flow without candidates or with a size that is not
+            a finite number of bytes, a path over an unknown link, a link without capacity.
+    """
+    jobs = tuple(sorted(cluster.jobs, key=lambda job: job.name))
+    for one, other in pairwise(jobs):
+        if one.name == other.name:
+            raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
+
+    # The cluster keeps every candidates tuple alive, so its id names it while we read.
+    flows = [flow for job in jobs for flow in job.flows]
+    ids = [id(flow.candidates) for flow in flows]
+    by_id = dict(zip(ids, (flow.candidates for flow in flows), strict=True))
+    number = dict(zip(by_id, range(len(by_id)), strict=True))
+    paths = list(chain.from_iterable(by_id.values()))
+    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
+
+    index = dict(zip(cluster.capacity_Bps, range(len(cluster.capacity_Bps)), strict=True))
+    nowhere = len(index)
+    crossed = map(index.__getitem__, chain.from_iterable(paths))
+    try:
+        links = np.fromiter(crossed, np.int64, int(lengths.sum()))
+    except KeyError as error:
+        raise ClusterError(f"a path crosses link {error}, which has no capacity") from None
+    empty = lengths == 0
+    if empty.any():
+        links = np.insert(links, _starts(lengths)[:-1][empty], nowhere)
+        lengths[empty] = 1
+
+    arrays = Arrays(
+        jobs=jobs,
+        capacity_Bps=np.fromiter(
+            chain(cluster.capacity_Bps.values(), (np.inf,)), np.float64, nowhere + 1
+        ),
+        flow_start=_starts(np.fromiter((len(job.flows) for job in jobs), np.int64, len(jobs))),
+        flow_bytes=np.fromiter((flow.bytes for flow in flows), np.float64, len(flows)),
+        flow_set=np.fromiter(map(number.__getitem__, ids), np.int64, len(ids)),
+        set_start=_starts(np.fromiter(map(len, by_id.values()), np.int64, len(by_id))),
+        path_start=_starts(lengths),
+        path_links=links,
+    )
+    _check(arrays, cluster)
+    return arrays
+
+
+def _check(arrays: Arrays, cluster: Cluster) -> None:
+    if not (arrays.capacity_Bps > 0).all():
+        link = list(cluster.capacity_Bps)[int(np.argmin(arrays.capacity_Bps > 0))]
+        raise ClusterError(f"link {link!r} needs a capacity above 0 bytes per second")
+    bad = (np.diff(arrays.set_start) == 0)[arrays.flow_set]
+    if bad.any():
+        job = arrays.jobs[arrays.flow_job[bad][0]].name
+        raise ClusterError(f"a flow of job {job!r} has no candidate path: give at least one")
+    bad = ~(np.isfinite(arrays.flow_bytes) & (arrays.flow_bytes >= 0))
+    if bad.any():
+        job = arrays.jobs[arrays.flow_job[bad][0]].name
+        raise ClusterError(f"a flow of job {job!r} needs a finite number of bytes, 0 or more")
+
+
+def layers(above: IntArray, below: IntArray, count: int) -> IntArray:
+    """For each of ``count`` nodes of a DAG the edges of the longest chain that ends in it.
+
+    Args:
+        above: the node that each edge leaves.
+        below: the node that it enters.
+    """
+    by_above = np.argsort(above, kind="stable")
+    enters = below[by_above]
+    start = np.searchsorted(above[by_above], np.arange(count + 1))
+    degree = np.diff(start)
+    waiting = np.bincount(below, minlength=count)
+    layer = np.zeros(count, np.int64)
+    ready = np.flatnonzero(waiting == 0)
+    now = 0
+    while len(ready):
+        layer[ready] = now
+        freed = enters[ranges(start[ready], degree[ready])]
+        np.subtract.at(waiting, freed, 1)
+        # Several edges may free one node at once.
+        ready = np.unique(freed[waiting[freed] == 0])
+        now += 1
+    return layer
+
+
+def _starts(counts: IntArray) -> IntArray:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+
+
+def ranges(start: IntArray, count: IntArray) -> IntArray:
+    """The integers ``start[i] .. start[i] + count[i] - 1`` for every i, one after the other."""
+    before = np.cumsum(count) - count
+    return np.repeat(start - before, count) + np.arange(int(count.sum()))
+
+
+def choice_of(arrays: Arrays, path: Mapping[str, tuple[int, ...]] | None) -> IntArray:
+    """The chosen candidate of every flow, in the order of ``arrays``.
+
+    Args:
+        path: for each job the index of the candidate of each of its flows; a job that is not
+            named takes the first candidate of each.
+
+    Raises:
+        ClusterError: an index that the flow does not have, or not one index for each flow.
+    """
+    choice = np.zeros(len(arrays.flow_set), np.int64)
+    for j, job in enumerate(arrays.jobs if path else ()):
+        chosen = path.get(job.name) if path else None
+        if chosen is None:
+            continue
+        if len(chosen) != len(job.flows):
+            raise ClusterError(
+                f"job {job.name!r} has {len(job.flows)} flows but {len(chosen)} chosen paths"
+            )
+        choice[arrays.flow_start[j] : arrays.flow_start[j + 1]] = chosen
+    alternatives = np.diff(arrays.set_start)[arrays.flow_set]
+    bad = (choice < 0) | (choice >= alternatives)
+    if bad.any():
+        name = arrays.jobs[arrays.flow_job[bad][0]].name
+        raise ClusterError(f"job {name!r} takes a path that is not among its flow's candidates")
+    return choice
+
+
+def paths_of(arrays: Arrays, choice: IntArray) -> dict[str, tuple[int, ...]]:
+    """``choice`` as a :class:`Decision` holds it."""
+    chosen = choice.tolist()
+    start = arrays.flow_start.tolist()
+    return {job.name: tuple(chosen[start[j] : start[j + 1]]) for j, job in enumerate(arrays.jobs)}
+
+
+def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
+    """M_{j,e}: bytes of one iteration of every job (row) on every link (column), sparse CSR.
+
+    Only links that can be contended count: those of finite capacity that carry any byte.
+    """
+    path = arrays.set_start[arrays.flow_set] + choice
+    start = arrays.path_start[path]
+    length = arrays.path_start[path + 1] - start
+    link = arrays.path_links[ranges(start, length)]
+    job = np.repeat(arrays.flow_job, length)
+    moved = np.repeat(arrays.flow_bytes, length)
+    counts = (moved > 0) & np.isfinite(arrays.capacity_Bps[link])
+    shape = (len(arrays.jobs), len(arrays.capacity_Bps))
+    matrix = sparse.csr_array((moved[counts], (job[counts], link[counts])), shape=shape)
+    matrix.sum_duplicates()
+    return matrix
+
+
+def row_max(matrix: Any, scale: FloatArray) -> FloatArray:
+    """For each row of a CSR matrix the largest entry times its column's ``scale``; 0 if none."""
+    result = np.zeros(matrix.shape[0])
+    filled = np.diff(matrix.indptr) > 0
+    if filled.any():
+        entries = matrix.data * scale[matrix.indices]
+        result[filled] = np.maximum.reduceat(entries, matrix.indptr[:-1][filled])
+    return result

@@ -1,0 +1,92 @@
+"""GPU intensity: how much computation a second of a job's communication unblocks (paper §3.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy import sparse
+
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max, traffic_matrix
+from crux_torch.schedule.model import Job, Link
+
+
+def link_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
+    """M_j: bytes of one iteration on each link, given the candidate that each flow takes."""
+    traffic: dict[Link, float] = {}
+    for flow, chosen in zip(job.flows, path, strict=True):
+        for link in flow.candidates[chosen]:
+            traffic[link] = traffic.get(link, 0.0) + flow.bytes
+    return traffic
+
+
+def transfer_time_s(traffic: Mapping[Link, float], capacity_Bps: Mapping[Link, float]) -> float:
+    """t_j = max_e M_{j,e} / B_e in seconds (Definition 2); 0 without traffic."""
+    return max((moved / capacity_Bps[link] for link, moved in traffic.items()), default=0.0)
+
+
+def intensity(job: Job, t_s: float) -> float:
+    """I_j = W_j / t_j in FLOP/s (Equation 2); infinite for a job without traffic."""
+    return job.flops / t_s if t_s > 0 else math.inf
+
+
+def transfer_times_s(arrays: Arrays, choice: IntArray) -> FloatArray:
+    """t_j of every job on its chosen paths."""
+    return row_max(traffic_matrix(arrays, choice), 1.0 / arrays.capacity_Bps)
+
+
+def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
+    """t_j of every job before any path is chosen: the larger of two estimates from below.
+
+    Path selection goes by intensity, which is known only once paths are chosen; this breaks the
+    circle. One estimate spreads every flow evenly over its candidates, which is what good path
+    selection comes close to when there are many flows; the other gives each flow alone its best
+    candidate, which no selection can beat, and which tells when there are few.
+    """
+    slowest = (
+        np.maximum.reduceat(1.0 / arrays.capacity_Bps[arrays.path_links], arrays.path_start[:-1])
+        if len(arrays.path_links)
+        else np.zeros(0)
+    )
+    result = np.zeros(len(arrays.jobs))
+    if not len(arrays.flow_set):
+        return result
+    flow_job = arrays.flow_job
+    alternatives = np.diff(arrays.set_start)
+    best = np.minimum.reduceat(slowest, arrays.set_start[:-1])
+    np.maximum.at(result, flow_job, arrays.flow_bytes * best[arrays.flow_set])
+
+    shape = (len(arrays.jobs), len(alternatives))
+    on_set = sparse.csr_array((arrays.flow_bytes, arrays.flow_set, arrays.flow_start), shape=shape)
+    entries = arrays.path_start[arrays.set_start]
+    share = np.repeat(1.0 / alternatives, np.diff(entries))
+    shape = (len(alternatives), len(arrays.capacity_Bps))
+    per_set = sparse.csr_array((share, arrays.path_links, entries), shape=shape)
+    spread_s = row_max(on_set @ per_set, 1.0 / arrays.capacity_Bps)
+    np.maximum(result, spread_s, out=result)
+    return result
+
+
+def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
+    """I_j in FLOP/s of every job; infinite where t_j is 0."""
+    flops = np.array([job.flops for job in arrays.jobs], np.float64)
+    result = np.full(len(flops), np.inf)
+    np.divide(flops, t_s, out=result, where=t_s > 0)
+    return result
+
+
+def solo_periods_s(arrays: Arrays, t_s: FloatArray) -> FloatArray:
+    """Seconds of one iteration of every job that meets no other, from its t_j and its bursts."""
+    result = np.zeros(len(arrays.jobs))
+    for j, (job, t) in enumerate(zip(arrays.jobs, t_s.tolist(), strict=True)):
+        end = 0.0
+        for burst in job.bursts:
+            end = max(end, burst.at * job.compute_s) + burst.share * t
+        result[j] = max(end, job.compute_s)
+    return result
+
+
+def by_descending(values: FloatArray) -> IntArray:
+    """Job indices from the largest value to the smallest; equal values in the order of names."""
+    return np.argsort(-values, kind="stable")

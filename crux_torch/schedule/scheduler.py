@@ -1,0 +1,22 @@
+"""The schedulers by name: what ``--crux-policy`` and the simulator choose from."""
+
+from __future__ import annotations
+
+from crux_torch.schedule.crux import crux_full, crux_pa, crux_ps_pa
+from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.options import Scheduler, SchedulerOptions
+from crux_torch.schedule.sincronia import sincronia
+from crux_torch.schedule.taccl import taccl
+from crux_torch.schedule.varys import varys
+
+__all__ = ["SCHEDULERS", "Scheduler", "SchedulerOptions"]
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "crux": crux_full,
+    "crux-pa": crux_pa,
+    "crux-ps-pa": crux_ps_pa,
+    "sincronia": sincronia,
+    "varys": varys,
+    "taccl": taccl,
+    "ecmp": ecmp,
+}
