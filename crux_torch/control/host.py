@@ -1,0 +1,164 @@
+"""Hosting the embedded store: of all ``cruxrun`` on a host, whichever binds the port first.
+
+The store's content is soft state that its owners rewrite, so when the hosting process ends another
+one simply begins with an empty store.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import ipaddress
+import logging
+import socket
+import threading
+from datetime import timedelta
+from typing import Literal
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import TCPStore
+
+from crux_torch.control.warn_once import WarnOnce
+from crux_torch.errors import SettingsError
+
+_log = logging.getLogger(__name__)
+
+#: ``hosting`` here; ``standby``: someone on this host does; ``remote``: not an address of this
+#: host; ``failed``: the port can't be had for another reason; ``stopped``.
+HostState = Literal["starting", "hosting", "standby", "remote", "failed", "stopped"]
+
+POLL_S = 0.5
+BACKLOG = 1024
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``tcp://HOST:PORT``.
+
+    Raises:
+        SettingsError: anything else.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None or port is None or not port or parts.scheme != "tcp":
+        raise SettingsError(f"store {endpoint!r}: expected tcp://HOST:PORT or none")
+    if parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise SettingsError(f"store {endpoint!r}: expected nothing after tcp://HOST:PORT")
+    return host, port
+
+
+class StoreHost:
+    """Hosts the store at ``endpoint`` if that is an address of this host and nobody else does.
+
+    Runs in a daemon thread and raises nothing after construction.
+
+    Args:
+        endpoint: ``tcp://HOST:PORT``.
+        poll_s: seconds between two attempts to take the port.
+
+    Raises:
+        SettingsError: ``endpoint`` is something else.
+    """
+
+    def __init__(self, endpoint: str, *, poll_s: float = POLL_S) -> None:
+        self.host, self.port = parse_endpoint(endpoint)
+        self._poll_s = poll_s
+        self._state: HostState = "stopped"
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._server: TCPStore | None = None
+        self._warn = WarnOnce(_log)
+
+    @property
+    def state(self) -> HostState:
+        """What this process does for the store now."""
+        return self._state
+
+    def start(self) -> None:
+        """Begin; nothing happens where it runs already."""
+        if self._thread is not None:
+            return
+        self._stop.clear()
+        self._state = "starting"
+        self._thread = threading.Thread(target=self._run, name="crux-store-host", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End hosting, so that another process may take over; waits 5 s at most."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(5.0)
+        self._state = "stopped"
+
+    def _run(self) -> None:
+        while not self._stop.is_set() and self._server is None:
+            try:
+                self._attempt()
+            except OSError as error:
+                self._failed(error)
+            except Exception as error:
+                self._state = "failed"
+                first = str(error).partition("\n")[0]
+                self._warn("server", f"can't host the store at {self.host}:{self.port}: {first}")
+            if self._server is None:
+                self._stop.wait(self._poll_s)
+        self._stop.wait()
+        self._server = None
+        # The server's socket closes with its last reference.
+        gc.collect()
+
+    def _attempt(self) -> None:
+        listener = self._listen()
+        address = listener.getsockname()[0]
+        if not ipaddress.ip_address(address).is_loopback:
+            self._warn(
+                "trust",
+                f"the store at {address}:{self.port} has no authorization: whoever reaches it can "
+                "change priorities. Use it on trusted networks only",
+            )
+        # TCPStore by itself listens on every interface whatever its host name is. And for a peer
+        # on an IPv6 socket it asks the DNS for a name, on its event loop's only thread.
+        try:
+            self._server = TCPStore(
+                address,
+                self.port,
+                None,
+                True,
+                timedelta(seconds=5),
+                wait_for_workers=False,
+                master_listen_fd=listener.fileno(),
+            )
+            listener.detach()
+        except Exception:
+            listener.close()
+            raise
+        self._state = "hosting"
+        _log.info("hosting the store at %s:%d", address, self.port)
+
+    def _listen(self) -> socket.socket:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            # After the death of a host its connections linger; they must not delay the next one.
+            # Two sockets may be bound so, but only one of them can listen.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def _failed(self, error: OSError) -> None:
+        if error.errno == errno.EADDRINUSE:
+            self._state = "standby"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            self._state = "remote"
+        else:
+            self._state = "failed"
+            self._warn("port", f"can't host the store at {self.host}:{self.port}: {error}")

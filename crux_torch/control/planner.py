@@ -1,0 +1,229 @@
+"""From a snapshot of job records to a plan: pure and deterministic, so all leaders agree."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.errors import SettingsError
+from crux_torch.profile.job_profile import JobProfile
+from crux_torch.schedule.arrays import arrays_of
+from crux_torch.schedule.intensity import unrouted_transfer_times_s
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, Path
+from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
+
+#: The link on which flows meet whose place in the network is not known.
+UNLOCATED = "unlocated"
+#: Its capacity (100 Gb/s); it counts only for a job whose t_j was not measured either.
+UNLOCATED_BPS = 12.5e9
+#: More than any device does, in FLOP/s: bounds a job that does not say what its devices can do.
+MAX_DEVICE_FLOPS = 1e17
+#: JSON has no infinity; the priority of a job without traffic is this.
+MAX_FINITE = sys.float_info.max
+
+
+class TopologyLike(Protocol):
+    """The part of :class:`crux_torch.fabric.topology.Topology` that a plan needs."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the hosts."""
+
+    @property
+    def capacity_Bps(self) -> Mapping[str, float]:
+        """Bytes per second of every link."""
+
+    def candidate_paths(self, src: str, dst: str) -> tuple[Path, ...]:
+        """The paths that a flow from ``src`` to ``dst`` may take."""
+
+
+def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> Cluster:
+    """What the scheduler sees: the jobs that were profiled, on the links that they share.
+
+    - A flow between hosts that the topology knows gets that topology's candidates.
+    - Any other flow crosses one link, ``unlocated``, that all such flows share: jobs whose place is
+      unknown are ordered against each other, and against nobody else. Without a topology
+      that is every flow, so the link stands for one core that everyone shares.
+    - t_j is the profile's where it was measured, and where the path is not known: the flows' bytes
+      are scaled in one proportion until the cluster's links give that time.
+    - W_j is clamped to what the job's devices could do in one period, so that no tenant lifts
+      itself: ``min(peak_flops, gpus * MAX_DEVICE_FLOPS) * period_s``.
+
+    Args:
+        records: live job records, in any order, no two of one name.
+        topology: of the cluster, None where it is unknown.
+    """
+    known = frozenset(topology.hosts) if topology is not None else frozenset()
+    capacity_Bps = dict(topology.capacity_Bps) if topology is not None else {}
+    capacity_Bps[UNLOCATED] = UNLOCATED_BPS
+    candidates: dict[tuple[str, str], tuple[Path, ...]] = {}
+
+    def between(src: str, dst: str) -> tuple[Path, ...]:
+        if src == dst:
+            return ((),)
+        if topology is None or src not in known or dst not in known:
+            return ((UNLOCATED,),)
+        if (src, dst) not in candidates:
+            candidates[src, dst] = topology.candidate_paths(src, dst)
+        return candidates[src, dst]
+
+    jobs = []
+    for record in sorted(records, key=lambda r: r.job):
+        profile = record.profile
+        if profile is None:
+            continue
+        job = Job(
+            name=record.job,
+            gpus=record.gpus,
+            flops=claimed_flops(record, profile),
+            compute_s=profile.compute_s,
+            flows=tuple(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
+            bursts=_bursts(profile),
+        )
+        placed = topology is not None and all(h in known for f in profile.flows for h in _ends(f))
+        if profile.t_source == "measured" or not placed:
+            job = _scaled(job, capacity_Bps, profile.t_s)
+        jobs.append(job)
+    return Cluster(capacity_Bps, tuple(jobs))
+
+
+def claimed_flops(record: JobRecord, profile: JobProfile) -> float:
+    """W_j in FLOPs, at most what the devices of ``record`` could do in one period."""
+    peak = record.gpus * MAX_DEVICE_FLOPS
+    if record.peak_flops > 0:
+        peak = min(peak, record.peak_flops)
+    return min(profile.flops, peak * profile.period_s)
+
+
+def compute_entries(
+    records: Sequence[JobRecord],
+    topology: TopologyLike | None,
+    *,
+    policy: str,
+    levels: Sequence[int],
+    seed: int = 0,
+    schedulers: Mapping[str, Scheduler] = SCHEDULERS,
+) -> tuple[PlanEntry, ...]:
+    """The plan's entries, one for each profiled job in the order of the names.
+
+    Args:
+        records: live job records, in any order.
+        topology: of the cluster, None where it is unknown.
+        policy: the scheduler, a key of ``schedulers``.
+        levels: that may be assigned, ascending.
+        seed: of what the scheduler draws.
+        schedulers: to choose from.
+
+    Raises:
+        SettingsError: an unknown policy, or no level.
+        CruxError: records or a topology that contradict themselves.
+    """
+    scheduler = scheduler_named(policy, schedulers)
+    if not levels:
+        raise SettingsError("no priority level is left to plan with")
+    cluster = plan_inputs(records, topology)
+    if not cluster.jobs:
+        return ()
+    decision = scheduler(cluster, SchedulerOptions(levels=tuple(levels), seed=seed))
+    level = _usable_levels(decision, levels)
+    return tuple(
+        PlanEntry(
+            job=job.name,
+            level=level[job.name],
+            priority=_finite(decision.priority.get(job.name, 0.0)),
+            intensity=_finite(decision.intensity.get(job.name, 0.0)),
+            correction=_finite(decision.correction.get(job.name, 1.0)),
+            path=tuple(int(p) for p in decision.path.get(job.name, ())),
+        )
+        for job in sorted(cluster.jobs, key=lambda j: j.name)
+    )
+
+
+def scheduler_named(
+    policy: str, schedulers: Mapping[str, Scheduler] = SCHEDULERS
+) -> Callable[[Cluster, SchedulerOptions], Decision]:
+    """The scheduler called ``policy``.
+
+    Raises:
+        SettingsError: there is none; it names those that there are.
+    """
+    if policy not in schedulers:
+        raise SettingsError(f"policy {policy!r}: expected one of {', '.join(sorted(schedulers))}")
+    return schedulers[policy]
+
+
+def fingerprint(records: Sequence[JobRecord], topology: bytes | None) -> str:
+    """Hash of all that a plan follows from and that is the same for all leaders.
+
+    That is each profiled job's name, incarnation, devices and profile, and the topology's bytes.
+    A leader's own settings (policy, levels) are not in it: leaders that differ in them would
+    overwrite each other's plan for ever; so the first plan for a snapshot stands.
+    """
+    snapshot = [
+        [r.job, r.incarnation, r.gpus, r.peak_flops, msgspec.to_builtins(r.profile)]
+        for r in sorted(records, key=lambda r: (r.job, r.incarnation))
+        if r.profile is not None
+    ]
+    canonical = msgspec.json.encode(snapshot, order="deterministic")
+    digest = hashlib.sha256(canonical)
+    digest.update(b"-" if topology is None else b"+" + topology)
+    return digest.hexdigest()
+
+
+class _HasEnds(Protocol):
+    @property
+    def src(self) -> str: ...
+    @property
+    def dst(self) -> str: ...
+
+
+def _ends(flow: _HasEnds) -> tuple[str, str]:
+    return flow.src, flow.dst
+
+
+def _bursts(profile: JobProfile) -> tuple[Burst, ...]:
+    """The profile's bursts in ascending order, their shares brought to a sum of 1."""
+    total = math.fsum(b.share for b in profile.bursts)
+    if total <= 0:
+        return (Burst(1.0, 1.0),)
+    ordered = sorted(profile.bursts, key=lambda b: (b.at, b.share))
+    return tuple(Burst(b.at, b.share / total) for b in ordered)
+
+
+def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float) -> Job:
+    """``job`` with its bytes multiplied so that it needs ``t_s`` on its slowest link.
+
+    With several candidates the time before paths are chosen counts. A job whose time is not known
+    keeps its bytes.
+    """
+    alone_s = float(unrouted_transfer_times_s(arrays_of(Cluster(capacity_Bps, (job,))))[0])
+    if t_s <= 0 or alone_s <= 0:
+        return job
+    factor = t_s / alone_s
+    return replace(job, flows=tuple(replace(f, bytes=f.bytes * factor) for f in job.flows))
+
+
+def _usable_levels(decision: Decision, levels: Sequence[int]) -> dict[str, int]:
+    """The decision's levels; those of a scheduler that heeds none are squeezed into ``levels``.
+
+    Then the highest get a level each, and all that remain share the lowest: never inverted.
+    """
+    ascending = sorted(levels)
+    if set(decision.level.values()) <= set(ascending):
+        return dict(decision.level)
+    ranks = sorted(set(decision.level.values()), reverse=True)
+    onto = {rank: ascending[max(0, len(ascending) - 1 - i)] for i, rank in enumerate(ranks)}
+    return {job: onto[rank] for job, rank in decision.level.items()}
+
+
+def _finite(value: float) -> float:
+    if math.isnan(value):
+        return 0.0
+    return max(-MAX_FINITE, min(MAX_FINITE, float(value)))

@@ -1,0 +1,151 @@
+"""Typed access to what a cluster keeps in the store; foreign bytes are validated here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from crux_torch.control.records import (
+    MAX_JOBS,
+    MAX_RECORD_BYTES,
+    SCHEMA_VERSION,
+    JobRecord,
+    Plan,
+    RecordError,
+)
+from crux_torch.control.store import Store
+from crux_torch.control.warn_once import WarnOnce
+
+_log = logging.getLogger(__name__)
+
+#: No honest cluster gets here; what lies beyond could not be counted up any more.
+MAX_EPOCH = 1 << 52
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class StoredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A plan as it lies in the store.
+
+    Attributes:
+        renewal: changes with every renewal, so that every reader sees by its own clock when the
+            plan was last confirmed.
+        plan: the plan itself.
+    """
+
+    renewal: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanState:
+    """The plan's key as read: its bytes, which a swap must expect, and what they mean.
+
+    ``stored`` is None where there is no plan or none that can be used.
+    """
+
+    raw: bytes | None
+    stored: StoredPlan | None
+
+
+def decode(kind: type[R], raw: bytes, where: str) -> R:
+    """The record of type ``kind`` in ``raw``.
+
+    Raises:
+        RecordError: oversize, not JSON, or not of that schema; it names ``where``.
+    """
+    if len(raw) > MAX_RECORD_BYTES:
+        raise RecordError(f"{where}: {len(raw)} bytes, limit {MAX_RECORD_BYTES}")
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RecordError(f"{where}: {error}") from None
+
+
+def _check_version(version: int, where: str) -> None:
+    if version != SCHEMA_VERSION:
+        raise RecordError(f"{where}: schema version {version}, expected {SCHEMA_VERSION}")
+
+
+class Registry:
+    """The records of one cluster.
+
+    Every method raises :class:`~crux_torch.errors.StoreError` as the store does. A record that
+    can't be used is ignored, with one warning that names its key and what is wrong with it.
+
+    Args:
+        store: shared by the cluster's jobs.
+        cluster: prefix of everything of this cluster.
+    """
+
+    def __init__(self, store: Store, cluster: str) -> None:
+        self.store = store
+        self.prefix = f"crux/{quote(cluster, safe='')}/"
+        self.plan_key = self.prefix + "plan"
+        self.topology_key = self.prefix + "topology"
+        self._warn = WarnOnce(_log)
+
+    def job_key(self, job: str) -> str:
+        """Where the record of ``job`` lies; a job's name may hold any character."""
+        return f"{self.prefix}jobs/{quote(job, safe='')}"
+
+    def publish_job(self, record: JobRecord, lease_s: float) -> None:
+        """Write ``record``; it vanishes unless it is written again within ``lease_s``."""
+        self.store.put(self.job_key(record.job), msgspec.json.encode(record), lease_s)
+
+    def remove_job(self, job: str) -> None:
+        """Delete the record of ``job``, so that the others need not wait for its lease."""
+        self.store.delete(self.job_key(job))
+
+    def jobs(self) -> tuple[JobRecord, ...]:
+        """The live, valid records, in the order of their names; ``MAX_JOBS`` at most."""
+        records = []
+        for key, raw in sorted(self.store.list(self.prefix + "jobs/").items())[:MAX_JOBS]:
+            try:
+                record = decode(JobRecord, raw, key)
+                _check_version(record.version, key)
+                if self.job_key(record.job) != key:
+                    raise RecordError(f"{key}: it speaks of job {record.job!r}")
+            except RecordError as error:
+                self._warn(key, f"ignoring a job record: {error}")
+            else:
+                self._warn.forget(key)
+                records.append(record)
+        return tuple(sorted(records, key=lambda record: record.job))
+
+    def publish_topology(self, topology: bytes) -> None:
+        """Write the cluster's topology; who writes it last is read by all."""
+        self.store.put(self.topology_key, topology)
+
+    def topology(self) -> bytes | None:
+        """The cluster's topology as it was published; not validated."""
+        return self.store.get(self.topology_key)
+
+    def plan(self) -> PlanState:
+        """The plan in the store."""
+        raw = self.store.get(self.plan_key)
+        if raw is None:
+            return PlanState(None, None)
+        try:
+            stored = decode(StoredPlan, raw, self.plan_key)
+            _check_version(stored.plan.version, self.plan_key)
+            if stored.plan.epoch > MAX_EPOCH:
+                raise RecordError(f"{self.plan_key}: epoch {stored.plan.epoch} is out of bounds")
+        except RecordError as error:
+            self._warn(self.plan_key, f"ignoring the plan: {error}")
+            return PlanState(raw, None)
+        self._warn.forget(self.plan_key)
+        return PlanState(raw, stored)
+
+    def swap_plan(self, before: PlanState, after: StoredPlan) -> bytes | None:
+        """Write ``after`` if the plan still is ``before``.
+
+        Returns:
+            the bytes written, or None where another leader was first.
+        """
+        raw = msgspec.json.encode(after)
+        return raw if self.store.compare_and_swap(self.plan_key, before.raw, raw) else None

@@ -1,0 +1,168 @@
+"""The profiling slot: one job at a time holds the top class while it is measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Annotated
+from urllib.parse import quote
+
+import msgspec
+
+from crux_torch.control.records import RecordError
+from crux_torch.control.registry import decode
+from crux_torch.control.store import Store
+from crux_torch.control.warn_once import WarnOnce
+from crux_torch.errors import StoreError
+from crux_torch.profile.job_profile import Name
+
+_log = logging.getLogger(__name__)
+
+#: What the slot's key holds while it is free: a deletion could hit its next holder.
+FREE = b"{}"
+
+
+class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who holds the slot, or who waits for it: a smaller ticket goes first."""
+
+    job: Name
+    incarnation: Name
+    ticket: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class ProfilingSlot:
+    """One leader's part in the turn-taking; driven by its thread, never blocks longer than a store.
+
+    The lease is bounded and never renewed: a holder that crashes frees the slot when it ends. A
+    holder counts its time from *before* it wrote, by its own clock, and anyone else from after: so
+    two jobs never both see themselves as holders while clocks run at the same pace.
+
+    The waiting line is fair as long as the store keeps its data: who asked first goes first; a
+    waiting job that falls silent loses its place.
+
+    Args:
+        store: shared by the cluster's jobs.
+        cluster: prefix of the cluster.
+        job: name of this job.
+        incarnation: of this job.
+        lease_s: seconds for which the slot is held at most.
+        wait_lease_s: seconds of silence after which a waiting job loses its place.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cluster: str,
+        job: str,
+        incarnation: str,
+        *,
+        lease_s: float,
+        wait_lease_s: float = 6.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        prefix = f"crux/{quote(cluster, safe='')}/"
+        self._store = store
+        self._key = prefix + "slot"
+        self._wait_prefix = prefix + "waiting/"
+        self._wait_key = self._wait_prefix + quote(job, safe="")
+        self._job, self._incarnation = job, incarnation
+        self._lease_s, self._wait_lease_s = lease_s, wait_lease_s
+        self._clock = clock
+        self._ticket: int | None = None
+        self._waits_until_s = float("-inf")
+        self._attempt: tuple[bytes, float] | None = None
+        self._held: bytes | None = None
+        self._until_s = float("-inf")
+        self._warn = WarnOnce(_log)
+
+    @property
+    def held(self) -> bool:
+        """Whether this job holds the slot now."""
+        return self._held is not None and self._clock() < self._until_s
+
+    def acquire_step(self) -> bool:
+        """One attempt: takes a place in the line, or the slot where it is free and one's turn.
+
+        Returns:
+            whether the slot is held. False too while the store can't be reached.
+        """
+        if self.held:
+            return True
+        self._held = None
+        try:
+            return self._try()
+        except StoreError:
+            return self.held
+
+    def release(self) -> None:
+        """Free the slot, or leave the line; where the store is away, the leases do it later."""
+        held, self._held = self._held, None
+        waiting, self._ticket = self._ticket, None
+        self._waits_until_s = float("-inf")
+        try:
+            if held is not None:
+                self._store.compare_and_swap(self._key, held, FREE, self._lease_s)
+            if waiting is not None:
+                self._store.delete(self._wait_key)
+        except StoreError:
+            return
+
+    def _try(self) -> bool:
+        line = self._line()
+        before = self._store.get(self._key)
+        holder = self._holder(before)
+        if self._ticket is None:
+            tickets = [h.ticket for h in line] + ([holder.ticket] if holder is not None else [])
+            self._ticket = max(tickets, default=0) + 1
+        self._stay_in_line()
+        ahead = min(((h.ticket, h.job) for h in line if h.job != self._job), default=None)
+        mine = (self._ticket, self._job)
+        if self._attempt is not None and before == self._attempt[0]:
+            return self._take(*self._attempt)  # a swap that looked failed had happened
+        if holder is not None or (ahead is not None and ahead < mine):
+            return False
+        wanted = msgspec.json.encode(
+            Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
+        )
+        began_s = self._clock()
+        self._attempt = (wanted, began_s)
+        if not self._store.compare_and_swap(self._key, before, wanted, self._lease_s):
+            return False
+        return self._take(wanted, began_s)
+
+    def _take(self, wanted: bytes, began_s: float) -> bool:
+        self._attempt = None
+        self._held, self._until_s = wanted, began_s + self._lease_s
+        self._ticket = None
+        self._waits_until_s = float("-inf")
+        self._store.delete(self._wait_key)
+        return self.held
+
+    def _stay_in_line(self) -> None:
+        now = self._clock()
+        if now < self._waits_until_s - self._wait_lease_s * 2 / 3:
+            return
+        assert self._ticket is not None
+        place = Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
+        self._store.put(self._wait_key, msgspec.json.encode(place), self._wait_lease_s)
+        self._waits_until_s = now + self._wait_lease_s
+
+    def _line(self) -> list[Holder]:
+        waiting = []
+        for key, raw in self._store.list(self._wait_prefix).items():
+            try:
+                waiting.append(decode(Holder, raw, key))
+            except RecordError as error:
+                self._warn(key, f"ignoring a place in the line for profiling: {error}")
+        return waiting
+
+    def _holder(self, raw: bytes | None) -> Holder | None:
+        if raw is None or raw == FREE:
+            return None
+        try:
+            return decode(Holder, raw, self._key)
+        except RecordError as error:
+            self._warn(self._key, f"ignoring the holder of the profiling slot: {error}")
+            return None

@@ -1,0 +1,131 @@
+"""What others wrote is read as foreign bytes: used if valid, ignored with one warning if not."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from control_fakes import FakeClock, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crux_torch.control.memory_store import MemoryStore
+from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, RecordError
+from crux_torch.control.registry import MAX_EPOCH, PlanState, Registry, StoredPlan, decode
+
+
+def plan(epoch: int = 1, **changes: object) -> Plan:
+    values = {
+        "fingerprint": "f",
+        "valid_s": 15.0,
+        "author": "a",
+        "policy": "crux",
+        "entries": (),
+        **changes,
+    }
+    return Plan(epoch=epoch, **values)  # type: ignore[arg-type]
+
+
+def test_names_with_any_character_stay_apart() -> None:
+    store = MemoryStore()
+    registry = Registry(store, "team/one")
+    names = ["a", "a/b", "a b", "ä/..", "%2F"]
+    for name in names:
+        registry.publish_job(record(name), 6.0)
+    assert [r.job for r in registry.jobs()] == sorted(names)
+    assert Registry(store, "team").jobs() == ()
+    registry.remove_job("a/b")
+    assert [r.job for r in registry.jobs()] == sorted(set(names) - {"a/b"})
+
+
+def test_records_end_with_their_lease() -> None:
+    clock = FakeClock()
+    registry = Registry(MemoryStore(clock), "c")
+    registry.publish_job(record("a"), 6.0)
+    clock.advance(6.0)
+    assert registry.jobs() == ()
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "truncated"),
+        (b"{", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b'{"job": 3}', "Expected `str`"),
+        (b"\xff\xfe", "malformed"),
+        (b"[" * 100_000, "depth|Expected|truncated"),
+        (b" " * (MAX_RECORD_BYTES + 1), "limit"),
+        (msgspec.json.encode(record("bad", version=2)), "version 2, expected 1"),
+        (msgspec.json.encode(record("other")), "speaks of job 'other'"),
+        (msgspec.json.encode({**msgspec.to_builtins(record("bad")), "x": 1}), "unknown field"),
+    ],
+    ids=lambda value: repr(value[:20]),
+)
+def test_a_record_that_cannot_be_used_is_named_once(
+    raw: bytes, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    registry = Registry(store, "c")
+    registry.publish_job(record("good"), 6.0)
+    store._entries[registry.job_key("bad")] = store._entry(raw, None)
+    for _ in range(3):
+        assert [r.job for r in registry.jobs()] == ["good"]
+    assert len(caplog.records) == 1
+    assert "crux/c/jobs/bad" in caplog.text
+    assert re.search(reason, caplog.text)
+
+
+@settings(deadline=None)
+@given(
+    st.binary(max_size=300)
+    | st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False)
+        | st.text(max_size=9),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["version", "job", "epoch", "plan", "renewal", "entries", "profile"]
+                ),
+                inner,
+                max_size=5,
+            )
+        ),
+        max_leaves=12,
+    ).map(msgspec.json.encode)
+)
+def test_any_bytes_decode_or_raise_the_named_error(raw: bytes) -> None:
+    for kind in (JobRecord, StoredPlan):
+        try:
+            assert isinstance(decode(kind, raw, "key"), kind)
+        except RecordError as error:
+            assert str(error).startswith("key: ")
+
+
+def test_the_plan_is_read_swapped_and_refused() -> None:
+    store = MemoryStore()
+    registry = Registry(store, "c")
+    empty = registry.plan()
+    assert empty == PlanState(None, None)
+    raw = registry.swap_plan(empty, StoredPlan(renewal=0, plan=plan(1)))
+    assert raw is not None
+    assert registry.swap_plan(empty, StoredPlan(renewal=0, plan=plan(2))) is None
+    state = registry.plan()
+    assert state.stored is not None
+    assert state.stored.plan == plan(1)
+    for bad in (b"junk", msgspec.json.encode(StoredPlan(renewal=0, plan=plan(MAX_EPOCH + 1)))):
+        store.put(registry.plan_key, bad)
+        assert registry.plan() == PlanState(bad, None)
+    assert registry.swap_plan(registry.plan(), StoredPlan(renewal=0, plan=plan(3))) is not None
+
+
+def test_the_topology_is_bytes() -> None:
+    registry = Registry(MemoryStore(), "c")
+    assert registry.topology() is None
+    registry.publish_topology(b"\x00anything")
+    assert registry.topology() == b"\x00anything"
