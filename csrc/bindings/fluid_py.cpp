@@ -1,0 +1,222 @@
+// crux_torch._fluid: the fluid engine for Python. Names stand for links and jobs on this side.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "../fluid/engine.h"
+
+namespace py = pybind11;
+using namespace crux::fluid;
+
+namespace {
+
+// Between two looks at Python's signals.
+constexpr std::uint64_t kEventsPerLook = 1'000'000;
+
+class NamedEngine {
+ public:
+  NamedEngine(const std::vector<std::tuple<std::string, double, double>>& links, bool skip_repeats,
+              double repeat_tolerance)
+      : engine_(network(links), Options{skip_repeats, repeat_tolerance}) {
+    for (LinkId link = 0; link < links.size(); ++link) link_ids_[std::get<0>(links[link])] = link;
+  }
+
+  void add_job(const std::string& name, double compute_s, const py::iterable& bursts, double gpus,
+               int level, double weight, std::optional<double> start_s,
+               std::optional<std::int64_t> iterations) {
+    JobSpec spec;
+    spec.name = name;
+    spec.gpus = gpus;
+    spec.compute = Seconds(compute_s);
+    spec.level = level;
+    spec.weight = weight;
+    spec.start = start_s ? Seconds(*start_s) : engine_.now();
+    spec.iterations = iterations;
+    for (const py::handle item : bursts) {
+      const auto [at, traffic] = item.cast<std::pair<double, py::dict>>();
+      spec.bursts.push_back({at, loads(traffic)});
+    }
+    engine_.add_job(std::move(spec));
+  }
+
+  void remove_job(const std::string& name) { engine_.remove_job(id(name)); }
+  void set_level(const std::string& name, int level) { engine_.set_level(id(name), level); }
+  void set_weight(const std::string& name, double weight) { engine_.set_weight(id(name), weight); }
+  void shift(const std::string& name, double by_s) { engine_.shift(id(name), Seconds(by_s)); }
+
+  void set_traffic(const std::string& name, const std::vector<py::dict>& traffic) {
+    std::vector<std::vector<LoadSpec>> bursts;
+    bursts.reserve(traffic.size());
+    for (const py::dict& burst : traffic) bursts.push_back(loads(burst));
+    engine_.set_traffic(id(name), bursts);
+  }
+
+  void run_until(double until_s) {
+    run([&] { return engine_.run_until(Seconds(until_s), kEventsPerLook); });
+  }
+
+  std::vector<std::string> run_until_end_of_any(double until_s) {
+    run([&] { return engine_.run_until_end_of_any(Seconds(until_s), kEventsPerLook); });
+    std::vector<std::string> names;
+    for (JobId job : engine_.ended()) names.push_back(engine_.spec(job).name);
+    return names;
+  }
+
+  double now_s() const { return engine_.now().value(); }
+  std::uint64_t events() const { return engine_.events(); }
+  double gpu_utilization() {
+    py::gil_scoped_release release;
+    return engine_.gpu_utilization();
+  }
+
+  py::dict result(const std::string& name) { return to_dict(engine_.result(id(name))); }
+
+  py::dict results() {
+    std::vector<JobResult> all;
+    {
+      py::gil_scoped_release release;
+      all = engine_.results();
+    }
+    py::dict out;
+    for (JobId job = 0; job < all.size(); ++job) {
+      out[py::str(engine_.spec(job).name)] = to_dict(all[job]);
+    }
+    return out;
+  }
+
+  py::dict link_bytes() {
+    std::vector<double> bytes;
+    {
+      py::gil_scoped_release release;
+      bytes = engine_.link_bytes();
+    }
+    py::dict out;
+    for (LinkId link = 0; link < bytes.size(); ++link) {
+      out[py::str(engine_.network().name(link))] = bytes[link];
+    }
+    return out;
+  }
+
+  Engine& engine() { return engine_; }
+
+ private:
+  static Network network(const std::vector<std::tuple<std::string, double, double>>& links) {
+    std::vector<LinkSpec> specs;
+    specs.reserve(links.size());
+    for (const auto& [name, capacity_Bps, delay_s] : links) {
+      specs.push_back({name, BytesPerSecond(capacity_Bps), Seconds(delay_s)});
+    }
+    return Network::validate(std::move(specs));
+  }
+
+  static py::dict to_dict(const JobResult& result) {
+    py::dict out;
+    out["completed"] = result.completed;
+    out["compute_s"] = result.compute_s;
+    out["comm_s"] = result.comm_s;
+    out["mean_iteration_s"] = result.mean_iteration_s;
+    out["start_s"] = result.start_s;
+    out["end_s"] = result.end_s;
+    return out;
+  }
+
+  JobId id(const std::string& name) const {
+    const auto found = engine_.find(name);
+    if (!found) throw SpecError("no job " + name);
+    return *found;
+  }
+
+  std::vector<LoadSpec> loads(const py::dict& traffic) const {
+    std::vector<LoadSpec> out;
+    out.reserve(traffic.size());
+    for (const auto& [key, value] : traffic) {
+      const auto name = key.cast<std::string>();
+      const auto found = link_ids_.find(name);
+      if (found == link_ids_.end()) throw SpecError("no link " + name);
+      out.push_back({found->second, Bytes(value.cast<double>())});
+    }
+    return out;
+  }
+
+  // Runs until step() is done; other Python threads run meanwhile and Ctrl-C gets through.
+  template <class Step>
+  void run(const Step& step) {
+    for (bool done = false; !done;) {
+      {
+        py::gil_scoped_release release;
+        done = step();
+      }
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+  }
+
+  Engine engine_;
+  std::unordered_map<std::string, LinkId> link_ids_;
+};
+
+// Runs independent engines side by side; each is as it would be alone.
+void run_all(const std::vector<NamedEngine*>& engines, const std::vector<double>& until_s,
+             unsigned threads) {
+  if (engines.size() != until_s.size()) {
+    throw SpecError("run_all: expected one end time for each engine");
+  }
+  for (std::size_t i = 0; i < engines.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      if (engines[i] == engines[j]) throw SpecError("run_all: an engine appears twice");
+    }
+  }
+  py::gil_scoped_release release;
+  std::vector<std::exception_ptr> errors(engines.size());
+  std::atomic<std::size_t> next{0};
+  const auto work = [&] {
+    for (std::size_t i = next++; i < engines.size(); i = next++) {
+      try {
+        engines[i]->engine().run_until(Seconds(until_s[i]));
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+    }
+  };
+  std::vector<std::thread> pool;
+  const std::size_t wanted = std::min<std::size_t>(threads, engines.size());
+  for (std::size_t i = 1; i < wanted; ++i) pool.emplace_back(work);
+  work();
+  for (std::thread& thread : pool) thread.join();
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_fluid, m) {
+  m.doc() = "The fluid network simulator's engine.";
+  py::register_exception<SpecError>(m, "SpecError", PyExc_ValueError);
+  py::class_<NamedEngine>(m, "Engine")
+      .def(py::init<const std::vector<std::tuple<std::string, double, double>>&, bool, double>(),
+           py::arg("links"), py::kw_only(), py::arg("skip_repeats") = true,
+           py::arg("repeat_tolerance") = Options{}.repeat_tolerance)
+      .def("add_job", &NamedEngine::add_job, py::arg("name"), py::kw_only(), py::arg("compute_s"),
+           py::arg("bursts"), py::arg("gpus") = 1.0, py::arg("level") = 0, py::arg("weight") = 1.0,
+           py::arg("start_s") = py::none(), py::arg("iterations") = py::none())
+      .def("remove_job", &NamedEngine::remove_job, py::arg("name"))
+      .def("set_level", &NamedEngine::set_level, py::arg("name"), py::arg("level"))
+      .def("set_weight", &NamedEngine::set_weight, py::arg("name"), py::arg("weight"))
+      .def("set_traffic", &NamedEngine::set_traffic, py::arg("name"), py::arg("traffic"))
+      .def("shift", &NamedEngine::shift, py::arg("name"), py::arg("by_s"))
+      .def("run_until", &NamedEngine::run_until, py::arg("until_s"))
+      .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, py::arg("until_s"))
+      .def("result", &NamedEngine::result, py::arg("name"))
+      .def("results", &NamedEngine::results)
+      .def("link_bytes", &NamedEngine::link_bytes)
+      .def("gpu_utilization", &NamedEngine::gpu_utilization)
+      .def_property_readonly("now_s", &NamedEngine::now_s)
+      .def_property_readonly("events", &NamedEngine::events);
+  m.def("run_all", &run_all, py::arg("engines"), py::arg("until_s"), py::arg("threads") = 1);
+}

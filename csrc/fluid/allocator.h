@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "event_queue.h"
+#include "sharing.h"
+#include "spec.h"
+
+namespace crux::fluid {
+
+// Rates of the transfers that are moving: strict priority between levels, weighted max-min
+// (water-filling) within one.
+//
+// A transfer's water is its rate on its busiest link divided by its weight. Water-filling raises
+// all transfers of a level together; a link that becomes full freezes those that cross it and still
+// rise, at its mark. resolve() replays that filling for what an event changed only, in the order of
+// the marks. A transfer is taken up ("touched") when the link that froze it is no longer full at
+// its old mark, or when another link now is full below it; everybody else freezes where it did
+// before and need not be looked at. Then follow the levels below, on the links that changed.
+class Allocator {
+ public:
+  explicit Allocator(const Network& network);
+
+  // A transfer starts to move over those of its crossings that are contended. ceiling_Bps bounds
+  // its rate on the busiest link. `crossings` must outlive the transfer.
+  void start(JobId id, int level, double weight, double ceiling_Bps,
+             const std::vector<Crossing>& crossings, const Sharing& sharing);
+  void stop(JobId id);
+  bool active(JobId id) const { return id < transfers_.size() && transfers_[id].active; }
+
+  // Brings the rates up to date; returns the transfers whose rate changed.
+  const std::vector<JobId>& resolve();
+  bool settled() const { return seeds_.empty(); }
+
+  // Rate on the transfer's busiest link, in bytes per second.
+  double rate_Bps(JobId id) const { return transfers_[id].water * transfers_[id].weight; }
+
+ private:
+  static constexpr LinkId kOwnCeiling = UINT32_MAX;
+  static constexpr LinkId kNone = UINT32_MAX - 1;
+
+  struct Slot {
+    LinkId link;
+    std::uint32_t position;  // among the link's members
+    double weight;           // bytes/s on this link for one unit of water
+  };
+  struct Transfer {
+    double water = 0.0;
+    double next = 0.0;  // water in the filling under way, once frozen
+    double ceiling = 0.0;
+    double weight = 1.0;
+    std::uint64_t epoch = 0;  // == epoch_: touched
+    int level = 0;
+    LinkId bottleneck = kNone;
+    LinkId next_bottleneck = kNone;
+    bool active = false;
+    bool seeded = false;
+    bool frozen = false;
+    std::vector<Slot> slots;
+  };
+  struct Member {
+    JobId id;
+    std::uint32_t slot;
+    double weight;
+    int level;
+  };
+  struct Link {
+    double capacity;
+    std::uint64_t epoch = 0;   // == epoch_: some member is touched
+    double room = 0.0;         // left by higher levels, untouched and frozen members
+    double demand = 0.0;       // of the rising members, for one unit of water
+    std::uint32_t rising = 0;  // touched members that are not frozen
+    double old_mark = 0.0;     // where it froze untouched members; kNever: nobody, or looked at
+    std::vector<Member> members;
+  };
+
+  void seed(JobId id);
+  void touch(JobId id);
+  void open(LinkId id);
+  double lowest_mark(const Link& link) const;
+  double mark(const Link& link) const;
+  void reach(LinkId id, double water);
+  void freeze(JobId id, double water, LinkId bottleneck);
+  void fill();
+  void commit();
+  void seed_below();
+
+  std::vector<Transfer> transfers_;
+  std::vector<Link> links_;
+  std::vector<JobId> seeds_;
+  std::vector<JobId> touched_;
+  EventQueue marks_;  // links by their mark, then transfers by their ceiling
+  std::vector<JobId> changed_;
+  std::size_t changed_before_level_ = 0;
+  std::uint64_t epoch_ = 0;
+  int level_ = 0;  // being filled
+};
+
+}  // namespace crux::fluid

@@ -1,0 +1,401 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace crux::fluid {
+namespace {
+
+// Events this close, relative to the clock, are one instant: which is first is rounding, and a
+// burst that ends as it is pre-empted must not keep a remainder of 1e-16.
+constexpr double kTie = 1e-13;
+// Beyond this many iterations' lengths the clock no longer resolves an iteration.
+constexpr double kLongestRun = 1e12;
+
+}  // namespace
+
+Engine::Engine(Network network, Options options)
+    : network_(std::move(network)),
+      options_(options),
+      sharing_(network_),
+      allocator_(network_),
+      link_bytes_(network_.size(), 0.0),
+      seen_link_(network_.size(), 0) {
+  if (!(options_.repeat_tolerance >= 0.0 && options_.repeat_tolerance < 1.0)) {
+    throw SpecError("repeat_tolerance: expected a share from 0 to below 1");
+  }
+}
+
+JobId Engine::add_job(JobSpec spec) {
+  if (ids_.count(spec.name) != 0) throw SpecError("job " + spec.name + ": appears twice");
+  Job job;
+  job.program = Program::validate(spec, network_);
+  if (spec.start.value() < now_) {
+    throw SpecError("job " + spec.name + ": start_s lies before the current time");
+  }
+  const auto id = static_cast<JobId>(jobs_.size());
+  job.spec = std::move(spec);
+  shortest_iteration_s_ = std::min(shortest_iteration_s_, job.program.alone_iteration_s());
+  ids_.emplace(job.spec.name, id);
+  jobs_.push_back(std::move(job));
+  queue_.grow(id);
+  schedule(id, Stage::kWaiting, jobs_[id].spec.start.value());
+  return id;
+}
+
+std::optional<JobId> Engine::find(const std::string& name) const {
+  const auto it = ids_.find(name);
+  if (it == ids_.end()) return std::nullopt;
+  return it->second;
+}
+
+Engine::Job& Engine::at(JobId id) {
+  if (id >= jobs_.size()) throw SpecError("no job with id " + std::to_string(id));
+  return jobs_[id];
+}
+
+void Engine::remove_job(JobId id) {
+  Job& job = at(id);
+  if (job.stage == Stage::kEnded) return;
+  sync(id);
+  leave(id, now_);
+  apply_rates(now_);
+}
+
+void Engine::set_level(JobId id, int level) {
+  Job& job = at(id);
+  if (job.spec.level == level) return;
+  sync(id);
+  job.spec.level = level;
+  if (job.component == kNoComponent) return;
+  components_[job.component].forget();
+  choose_reference(components_[job.component]);
+  if (job.stage != Stage::kMoving) return;
+  detach(id, now_);
+  attach(id, now_);
+  apply_rates(now_);
+}
+
+void Engine::set_weight(JobId id, double weight) {
+  Job& job = at(id);
+  if (!(std::isfinite(weight) && weight > 0.0)) {
+    throw SpecError("job " + job.spec.name + ": expected a positive finite weight");
+  }
+  if (job.spec.weight == weight) return;
+  sync(id);
+  job.spec.weight = weight;
+  if (job.component == kNoComponent) return;
+  components_[job.component].forget();
+  if (job.stage != Stage::kMoving) return;
+  detach(id, now_);
+  attach(id, now_);
+  apply_rates(now_);
+}
+
+void Engine::set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic) {
+  Job& job = at(id);
+  if (job.stage == Stage::kEnded) return;
+  if (traffic.size() != job.spec.bursts.size()) {
+    throw SpecError("job " + job.spec.name + ": expected traffic for each of its bursts");
+  }
+  JobSpec spec = job.spec;
+  for (std::size_t b = 0; b < traffic.size(); ++b) spec.bursts[b].traffic = traffic[b];
+  Program program = Program::validate(spec, network_);
+  shortest_iteration_s_ = std::min(shortest_iteration_s_, program.alone_iteration_s());
+  if (job.stage == Stage::kWaiting) {
+    job.spec = std::move(spec);
+    job.program = std::move(program);
+    return;
+  }
+  sync(id);
+  if (wake_neighbours(program, now_)) advance(now_, UINT64_MAX, false);
+  const bool moving = job.stage == Stage::kMoving;
+  if (moving) detach(id, now_);
+  reattach(sharing_.remove(id, job.program.footprint()), now_);
+  part(id);
+  book(job, 1.0);
+  job.spec = std::move(spec);
+  job.program = std::move(program);
+  book(job, -1.0);
+  reattach(sharing_.add(id, job.program.footprint()), now_);
+  join(id);
+  if (moving) {
+    detach(id, now_);
+    attach(id, now_);
+  }
+  apply_rates(now_);
+}
+
+void Engine::shift(JobId id, Seconds by) {
+  Job& job = at(id);
+  if (!(std::isfinite(by.value()) && by.value() >= 0.0)) {
+    throw SpecError("job " + job.spec.name + ": expected a shift of 0 s or more");
+  }
+  if (job.stage == Stage::kEnded || by.value() == 0.0) return;
+  sync(id);
+  job.hold_s += by.value();
+}
+
+bool Engine::run_until(Seconds until, std::uint64_t max_events) {
+  ended_.clear();
+  return advance(until.value(), max_events, false);
+}
+
+bool Engine::run_until_end_of_any(Seconds until, std::uint64_t max_events) {
+  ended_.clear();
+  return advance(until.value(), max_events, true);
+}
+
+bool Engine::advance(double until, std::uint64_t max_events, bool stop_at_end) {
+  if (!std::isfinite(until) || until < now_) {
+    throw SpecError("run_until: expected a finite time that is not in the past");
+  }
+  if (until > kLongestRun * shortest_iteration_s_) {
+    throw SpecError("run_until: the clock can't resolve the shortest iteration that late");
+  }
+  const std::uint64_t first = events_;
+  const double last_time = until + kClockTolerance * until;
+  while (queue_.next_time() <= last_time) {
+    const double t = handle_batch();
+    if (stop_at_end && !ended_.empty()) {
+      now_ = std::max(now_, std::min(t, until));
+      return true;
+    }
+    if (events_ - first >= max_events) {
+      now_ = std::max(now_, std::min(t, until));
+      return false;
+    }
+  }
+  now_ = until;
+  return true;
+}
+
+// Handles all events of the next instant, then allocates once.
+double Engine::handle_batch() {
+  const double t = queue_.next_time();
+  const double tie = t + std::abs(t) * kTie;
+  boundaries_.clear();
+  while (queue_.next_time() <= tie) {
+    const JobId id = queue_.next_id();
+    queue_.remove(id);
+    if (!handle(id, t)) break;
+  }
+  apply_rates(t);
+  if (options_.skip_repeats) {
+    for (std::uint32_t component : boundaries_) look_for_repeat(component, t);
+  }
+  return t;
+}
+
+// Returns false when earlier events have turned up that come first.
+bool Engine::handle(JobId id, double t) {
+  Job& job = jobs_[id];
+  if (job.component != kNoComponent && components_[job.component].repeating) {
+    wake(job.component, t);
+    return false;
+  }
+  if (job.stage == Stage::kWaiting && wake_neighbours(job.program, t)) {
+    queue_.set(id, t);
+    return false;
+  }
+  ++events_;
+  switch (job.stage) {
+    case Stage::kWaiting:
+      enter(id, t);
+      break;
+    case Stage::kHeld:
+      begin_iteration(id, t);
+      break;
+    case Stage::kComputing:
+      send_burst(id, t);
+      break;
+    case Stage::kDelay:
+      start_moving(id, t);
+      break;
+    case Stage::kMoving:
+      if (allocator_.active(id)) allocator_.stop(id);
+      ++job.burst;
+      next_burst(id, t);
+      break;
+    case Stage::kTail:
+      end_iteration(id, t);
+      break;
+    case Stage::kEnded:
+      break;
+  }
+  return true;
+}
+
+void Engine::enter(JobId id, double t) {
+  reattach(sharing_.add(id, jobs_[id].program.footprint()), t);
+  join(id);
+  Job& job = jobs_[id];
+  if (job.hold_s > 0.0) {
+    schedule(id, Stage::kHeld, t + std::exchange(job.hold_s, 0.0));
+  } else {
+    begin_iteration(id, t);
+  }
+}
+
+void Engine::begin_iteration(JobId id, double t) {
+  Job& job = jobs_[id];
+  job.iteration_start = t;
+  job.burst = 0;
+  if (components_[job.component].reference == id) boundaries_.push_back(job.component);
+  next_burst(id, t);
+}
+
+void Engine::next_burst(JobId id, double t) {
+  Job& job = jobs_[id];
+  const std::vector<Burst>& bursts = job.program.bursts();
+  while (job.burst < bursts.size() && bursts[job.burst].crossings.empty()) ++job.burst;
+  if (job.burst < bursts.size()) {
+    const double at = job.iteration_start + bursts[job.burst].at_s;
+    if (at > t) {
+      schedule(id, Stage::kComputing, at);
+    } else {
+      send_burst(id, t);
+    }
+    return;
+  }
+  const double compute_end = job.iteration_start + job.program.compute_s();
+  if (compute_end > t) {
+    schedule(id, Stage::kTail, compute_end);
+  } else {
+    end_iteration(id, t);
+  }
+}
+
+void Engine::send_burst(JobId id, double t) {
+  const double delay = jobs_[id].program.bursts()[jobs_[id].burst].delay_s;
+  if (delay > 0.0) {
+    schedule(id, Stage::kDelay, t + delay);
+  } else {
+    start_moving(id, t);
+  }
+}
+
+void Engine::start_moving(JobId id, double t) {
+  Job& job = jobs_[id];
+  job.stage = Stage::kMoving;
+  job.progress = 0.0;
+  job.since = t;
+  job.rate = 0.0;
+  attach(id, t);
+}
+
+void Engine::end_iteration(JobId id, double t) {
+  Job& job = jobs_[id];
+  ++job.completed;
+  job.last_end = t;
+  if (job.spec.iterations && job.completed >= *job.spec.iterations) {
+    ended_.push_back(id);
+    leave(id, t);
+  } else if (job.hold_s > 0.0) {
+    schedule(id, Stage::kHeld, t + std::exchange(job.hold_s, 0.0));
+  } else {
+    begin_iteration(id, t);
+  }
+}
+
+// Takes a job out for good, in the middle of an iteration or after its last.
+void Engine::leave(JobId id, double t) {
+  Job& job = jobs_[id];
+  const bool started = job.stage != Stage::kWaiting;
+  if (started) {
+    const bool cut_short = !job.spec.iterations || job.completed < *job.spec.iterations;
+    if (cut_short) {
+      job.past_compute_s =
+          result_now(job).compute_s - static_cast<double>(job.completed) * job.program.compute_s();
+      if (job.stage == Stage::kMoving) detach(id, t);
+    } else {
+      job.burst = 0;
+      job.stage = Stage::kEnded;
+    }
+    book(job, 1.0);
+  }
+  job.flushed = job.completed;
+  job.stage = Stage::kEnded;
+  job.end = t;
+  queue_.remove(id);
+  if (!started) return;
+  const std::vector<LinkId> flipped = sharing_.remove(id, job.program.footprint());
+  part(id);
+  reattach(flipped, t);
+}
+
+void Engine::schedule(JobId id, Stage stage, double due) {
+  jobs_[id].stage = stage;
+  jobs_[id].due = due;
+  queue_.set(id, due);
+}
+
+// Hands a moving burst to the allocator, or lets it run free where nobody can be in its way.
+void Engine::attach(JobId id, double t) {
+  Job& job = jobs_[id];
+  const Burst& burst = job.program.bursts()[job.burst];
+  if (burst.crossings.empty()) {
+    job.due = t;
+    queue_.set(id, t);
+    return;
+  }
+  const bool meets_somebody =
+      std::any_of(burst.crossings.begin(), burst.crossings.end(),
+                  [this](const Crossing& c) { return sharing_.contended(c.link); });
+  if (!meets_somebody) {
+    set_rate(id, 1.0 / burst.alone_s, t);
+    return;
+  }
+  allocator_.start(id, job.spec.level, job.spec.weight, burst.busiest_bytes / burst.alone_s,
+                   burst.crossings, sharing_);
+  set_rate(id, 0.0, t);
+}
+
+void Engine::detach(JobId id, double t) {
+  settle(jobs_[id], t);
+  if (allocator_.active(id)) allocator_.stop(id);
+}
+
+double Engine::progress_at(const Job& job, double t) const {
+  return std::min(job.progress + job.rate * std::max(t - job.since, 0.0), 1.0);
+}
+
+void Engine::settle(Job& job, double t) const {
+  job.progress = progress_at(job, t);
+  job.since = t;
+}
+
+void Engine::set_rate(JobId id, double rate, double t) {
+  Job& job = jobs_[id];
+  settle(job, t);
+  job.rate = rate;
+  job.due = rate > 0.0 ? t + (1.0 - job.progress) / rate : EventQueue::kNever;
+  queue_.set(id, job.due);
+}
+
+void Engine::apply_rates(double t) {
+  if (allocator_.settled()) return;
+  for (JobId id : allocator_.resolve()) {
+    const Job& job = jobs_[id];
+    set_rate(id, allocator_.rate_Bps(id) / job.program.bursts()[job.burst].busiest_bytes, t);
+  }
+}
+
+// Links have become contended, or ceased to be: transfers on them enter or leave the allocation.
+void Engine::reattach(const std::vector<LinkId>& links, double t) {
+  std::vector<JobId> moving;
+  for (LinkId link : links) {
+    for (const Sharing::User& user : sharing_.users(link)) {
+      if (jobs_[user.job].stage == Stage::kMoving) moving.push_back(user.job);
+    }
+  }
+  std::sort(moving.begin(), moving.end());
+  moving.erase(std::unique(moving.begin(), moving.end()), moving.end());
+  for (JobId id : moving) {
+    detach(id, t);
+    attach(id, t);
+  }
+}
+
+}  // namespace crux::fluid

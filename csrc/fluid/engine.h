@@ -1,0 +1,159 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "allocator.h"
+#include "event_queue.h"
+#include "repeat.h"
+#include "sharing.h"
+#include "spec.h"
+
+namespace crux::fluid {
+
+struct Options {
+  // Advance a job that meets nobody, and jobs together that provably repeat, without events.
+  bool skip_repeats = true;
+  // States are the same when no time in them differs by more than this share of the period. A skip
+  // over T seconds therefore displaces the phase of a job by at most this share of T.
+  double repeat_tolerance = 1e-9;
+};
+
+struct JobResult {
+  std::int64_t completed = 0;  // iterations ended
+  double compute_s = 0.0;      // seconds in which it computed
+  double comm_s = 0.0;         // seconds its data would have taken alone
+  std::optional<double> mean_iteration_s;
+  double start_s = 0.0;
+  std::optional<double> end_s;  // when it ended or was removed
+};
+
+// The event-driven fluid simulator.
+//
+// Jobs may come, go and change level, weight or path while it runs; each such change takes effect
+// at now(). Only jobs that a change can reach are touched by it.
+class Engine {
+ public:
+  static constexpr double kForever = std::numeric_limits<double>::infinity();
+
+  explicit Engine(Network network, Options options = {});
+
+  // All throw SpecError for what can't be simulated and leave the engine as it was.
+  JobId add_job(JobSpec spec);
+  void remove_job(JobId id);
+  void set_level(JobId id, int level);
+  void set_weight(JobId id, double weight);
+  // New traffic of every burst; a burst under way keeps its progress.
+  void set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic);
+  // Starts the job's next iteration this much later than it could.
+  void shift(JobId id, Seconds by);
+
+  // Advances to `until` and returns true; false when max_events were handled before.
+  bool run_until(Seconds until, std::uint64_t max_events = UINT64_MAX);
+  // As run_until, but stops as soon as jobs have ended; ended() names them.
+  bool run_until_end_of_any(Seconds until, std::uint64_t max_events = UINT64_MAX);
+  const std::vector<JobId>& ended() const { return ended_; }
+
+  Seconds now() const { return Seconds(now_); }
+  const Network& network() const { return network_; }
+  std::size_t job_count() const { return jobs_.size(); }
+  const JobSpec& spec(JobId id) const { return jobs_[id].spec; }
+  std::optional<JobId> find(const std::string& name) const;
+  JobResult result(JobId id);
+  std::vector<JobResult> results();
+  // Bytes that each link has carried.
+  std::vector<double> link_bytes();
+  // Seconds of compute times GPUs, over all jobs' GPUs times now().
+  double gpu_utilization();
+  std::uint64_t events() const { return events_; }
+
+ private:
+  static constexpr std::uint32_t kNoComponent = UINT32_MAX;
+  // An event this little after the end of a run, relative to the clock, still belongs to it: sums
+  // of many iterations' lengths carry rounding.
+  static constexpr double kClockTolerance = 1e-12;
+
+  struct Job {
+    JobSpec spec;
+    Program program;
+    Stage stage = Stage::kWaiting;
+    std::uint32_t burst = 0;
+    std::uint32_t component = kNoComponent;
+    double iteration_start = 0.0;
+    double due = 0.0;       // time of its next event
+    double progress = 0.0;  // of the burst that moves, in [0, 1], at `since`
+    double since = 0.0;
+    double rate = 0.0;  // of progress, per second
+    double hold_s = 0.0;
+    double last_end = 0.0;
+    double end = kForever;
+    std::int64_t completed = 0;
+    std::int64_t flushed = 0;  // iterations already in past_comm_s and the links' totals
+    double past_comm_s = 0.0;
+    double past_compute_s = 0.0;  // of an iteration that was cut short
+  };
+
+  Job& at(JobId id);
+  bool advance(double until, std::uint64_t max_events, bool stop_at_end);
+  double handle_batch();
+  bool handle(JobId id, double t);
+  void enter(JobId id, double t);
+  bool wake_neighbours(const Program& program, double t);
+  void begin_iteration(JobId id, double t);
+  void next_burst(JobId id, double t);
+  void send_burst(JobId id, double t);
+  void start_moving(JobId id, double t);
+  void end_iteration(JobId id, double t);
+  void leave(JobId id, double t);
+  void schedule(JobId id, Stage stage, double due);
+  void attach(JobId id, double t);
+  void detach(JobId id, double t);
+  void settle(Job& job, double t) const;
+  void set_rate(JobId id, double rate, double t);
+  void apply_rates(double t);
+  void reattach(const std::vector<LinkId>& links, double t);
+  double progress_at(const Job& job, double t) const;
+  double comm_s(const Job& job) const;
+  void add_link_bytes(const Job& job, double factor, std::vector<double>& totals) const;
+  void book(Job& job, double factor);
+
+  std::uint32_t new_component(std::vector<JobId> members);
+  void join(JobId id);
+  void part(JobId id);
+  void split(std::uint32_t component);
+  void choose_reference(Component& component);
+  void look_for_repeat(std::uint32_t component, double t);
+  void start_repeating(std::uint32_t component, double t, double period,
+                       std::vector<std::int64_t> completed_per_period);
+  void wake(std::uint32_t component, double t);
+  void keep_awake(std::uint32_t component, double t);
+  void sync(JobId id);
+  void sync_all();
+  Phase phase(const Job& job, double t) const;
+  void set_anchor(Component& component, double t) const;
+  JobResult result_now(const Job& job) const;
+
+  Network network_;
+  Options options_;
+  Sharing sharing_;
+  Allocator allocator_;
+  EventQueue queue_;
+  std::vector<Job> jobs_;
+  std::unordered_map<std::string, JobId> ids_;
+  std::vector<Component> components_;
+  std::vector<std::uint32_t> free_components_;
+  std::vector<std::uint32_t> boundaries_;  // components whose reference job began an iteration
+  std::vector<JobId> ended_;
+  std::vector<double> link_bytes_;
+  std::vector<std::uint64_t> seen_link_;
+  std::uint64_t seen_ = 0;
+  double now_ = 0.0;
+  double shortest_iteration_s_ = kForever;
+  std::uint64_t events_ = 0;
+};
+
+}  // namespace crux::fluid

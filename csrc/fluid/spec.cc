@@ -1,0 +1,131 @@
+#include "spec.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <sstream>
+
+namespace crux::fluid {
+namespace {
+
+// Shorter iterations than this vanish in the clock's rounding within a simulated month.
+constexpr double kShortestIteration_s = 1e-9;
+
+[[noreturn]] void fail(const std::string& where, const std::string& what, double got,
+                       const std::string& expected) {
+  std::ostringstream message;
+  message << where << ": " << what << " is " << got << ", expected " << expected;
+  throw SpecError(message.str());
+}
+
+void require(bool ok, const std::string& where, const char* what, double got,
+             const char* expected) {
+  if (!ok) fail(where, what, got, expected);
+}
+
+bool non_negative(double value) { return std::isfinite(value) && value >= 0.0; }
+bool positive(double value) { return std::isfinite(value) && value > 0.0; }
+
+Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
+              const std::string& where) {
+  require(std::isfinite(spec.at) && spec.at >= 0.0 && spec.at <= 1.0, where, "at", spec.at,
+          "a share from 0 to 1");
+  Burst burst;
+  burst.at_s = spec.at * compute_s;
+  std::vector<LoadSpec> loads = spec.traffic;
+  std::sort(loads.begin(), loads.end(),
+            [](const LoadSpec& a, const LoadSpec& b) { return a.link < b.link; });
+  for (std::size_t i = 0; i < loads.size(); ++i) {
+    const LoadSpec& load = loads[i];
+    if (load.link >= network.size()) throw SpecError(where + ": traffic on an unknown link");
+    if (i > 0 && loads[i - 1].link == load.link) {
+      throw SpecError(where + ": link " + network.name(load.link) + " appears twice");
+    }
+    require(non_negative(load.bytes.value()), where + ": traffic on " + network.name(load.link),
+            "bytes", load.bytes.value(), "a finite number, 0 or more");
+    if (load.bytes.value() == 0.0) continue;
+    burst.busiest_bytes = std::max(burst.busiest_bytes, load.bytes.value());
+    burst.alone_s = std::max(burst.alone_s, (load.bytes / network.capacity(load.link)).value());
+    burst.delay_s += network.delay(load.link).value();
+    burst.crossings.push_back({load.link, load.bytes.value()});
+  }
+  for (Crossing& crossing : burst.crossings) crossing.share /= burst.busiest_bytes;
+  if (!burst.crossings.empty()) {
+    require(positive(burst.alone_s), where, "transfer time alone", burst.alone_s,
+            "a positive finite number of seconds");
+  }
+  return burst;
+}
+
+std::vector<Footprint> footprint_of(const std::vector<Burst>& bursts) {
+  std::vector<Footprint> footprint;
+  for (const Burst& burst : bursts) {
+    for (const Crossing& crossing : burst.crossings) {
+      footprint.push_back({crossing.link, crossing.share * burst.busiest_bytes / burst.alone_s});
+    }
+  }
+  std::sort(footprint.begin(), footprint.end(), [](const Footprint& a, const Footprint& b) {
+    return a.link != b.link ? a.link < b.link : a.peak_Bps > b.peak_Bps;
+  });
+  footprint.erase(
+      std::unique(footprint.begin(), footprint.end(),
+                  [](const Footprint& a, const Footprint& b) { return a.link == b.link; }),
+      footprint.end());
+  return footprint;
+}
+
+}  // namespace
+
+Network Network::validate(std::vector<LinkSpec> links) {
+  std::set<std::string> names;
+  for (const LinkSpec& link : links) {
+    const std::string where = "link " + link.name;
+    if (!names.insert(link.name).second) throw SpecError(where + ": appears twice");
+    require(positive(link.capacity.value()), where, "capacity_Bps", link.capacity.value(),
+            "a positive finite number");
+    require(non_negative(link.delay.value()), where, "delay_s", link.delay.value(),
+            "a finite number, 0 or more");
+  }
+  Network network;
+  network.links_ = std::move(links);
+  return network;
+}
+
+Program Program::validate(const JobSpec& spec, const Network& network) {
+  const std::string where = "job " + spec.name;
+  require(positive(spec.gpus), where, "gpus", spec.gpus, "a positive finite number");
+  require(non_negative(spec.compute.value()), where, "compute_s", spec.compute.value(),
+          "a finite number, 0 or more");
+  require(positive(spec.weight), where, "weight", spec.weight, "a positive finite number");
+  require(std::isfinite(spec.start.value()), where, "start_s", spec.start.value(),
+          "a finite number");
+  if (spec.iterations) {
+    require(*spec.iterations >= 1, where, "iterations", static_cast<double>(*spec.iterations),
+            "a whole number, 1 or more");
+  }
+  Program program;
+  program.compute_s_ = spec.compute.value();
+  double end_s = 0.0;
+  for (std::size_t b = 0; b < spec.bursts.size(); ++b) {
+    if (b > 0) {
+      require(spec.bursts[b].at >= spec.bursts[b - 1].at, where + ": burst " + std::to_string(b),
+              "at", spec.bursts[b].at, "no less than the burst before it");
+    }
+    Burst burst = compile(spec.bursts[b], program.compute_s_, network,
+                          where + ": burst " + std::to_string(b));
+    if (!burst.crossings.empty()) {
+      end_s = std::max(end_s, burst.at_s) + burst.delay_s + burst.alone_s;
+    }
+    program.alone_comm_s_ += burst.alone_s;
+    program.bursts_.push_back(std::move(burst));
+  }
+  program.alone_iteration_s_ = std::max(end_s, program.compute_s_);
+  require(std::isfinite(program.alone_iteration_s_) &&
+              program.alone_iteration_s_ >= kShortestIteration_s,
+          where, "the length of an iteration", program.alone_iteration_s_,
+          "at least 1e-9 s of compute or of traffic");
+  program.footprint_ = footprint_of(program.bursts_);
+  return program;
+}
+
+}  // namespace crux::fluid

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "units.h"
+
+namespace crux::fluid {
+
+using LinkId = std::uint32_t;
+
+// What a caller asked for cannot be simulated: says which job or link and what was expected.
+class SpecError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+struct LinkSpec {
+  std::string name;
+  BytesPerSecond capacity;
+  Seconds delay;
+};
+
+struct LoadSpec {
+  LinkId link;
+  Bytes bytes;
+};
+
+struct BurstSpec {
+  double at = 1.0;  // share of the iteration's compute that is done when it may start
+  std::vector<LoadSpec> traffic;
+};
+
+struct JobSpec {
+  std::string name;
+  double gpus = 1.0;
+  Seconds compute;
+  std::vector<BurstSpec> bursts;  // sent in this order
+  int level = 0;                  // a higher one goes first
+  double weight = 1.0;
+  Seconds start;
+  std::optional<std::int64_t> iterations;
+};
+
+// The links, checked: capacities positive, delays not negative, names unique.
+class Network {
+ public:
+  static Network validate(std::vector<LinkSpec> links);
+
+  std::size_t size() const { return links_.size(); }
+  const std::string& name(LinkId link) const { return links_[link].name; }
+  BytesPerSecond capacity(LinkId link) const { return links_[link].capacity; }
+  Seconds delay(LinkId link) const { return links_[link].delay; }
+
+ private:
+  std::vector<LinkSpec> links_;
+};
+
+// One link of a transfer: what it carries as a share of the transfer's busiest link, in (0, 1].
+struct Crossing {
+  LinkId link;
+  double share;
+};
+
+// One burst, checked and put in the form that the engine runs.
+struct Burst {
+  double at_s = 0.0;           // since the start of the iteration
+  double delay_s = 0.0;        // of its path
+  double alone_s = 0.0;        // transfer time on an empty network, max_e M_e / B_e
+  double busiest_bytes = 0.0;  // max_e M_e
+  std::vector<Crossing> crossings;
+};
+
+// The most that a job can ever put on a link.
+struct Footprint {
+  LinkId link;
+  double peak_Bps;
+};
+
+// One iteration of a job, checked.
+class Program {
+ public:
+  static Program validate(const JobSpec& spec, const Network& network);
+
+  double compute_s() const { return compute_s_; }
+  const std::vector<Burst>& bursts() const { return bursts_; }
+  const std::vector<Footprint>& footprint() const { return footprint_; }
+  double alone_comm_s() const { return alone_comm_s_; }
+  // Length of an iteration on an empty network.
+  double alone_iteration_s() const { return alone_iteration_s_; }
+
+ private:
+  double compute_s_ = 0.0;
+  double alone_comm_s_ = 0.0;
+  double alone_iteration_s_ = 0.0;
+  std::vector<Burst> bursts_;
+  std::vector<Footprint> footprint_;
+};
+
+}  // namespace crux::fluid
