@@ -5,9 +5,13 @@
 Hosts of four NICs stand in groups of 16 under a ToR switch, and every ToR switch has one uplink to
 each of 16 aggregation switches; there are as many hosts as the jobs need and a tenth more. A job
 has 2 to 12 hosts, and a ring over them on each NIC: 8 to 48 flows. A flow between two ToR switches
-has 16 candidate paths of four links, any other flow one path of two links. Jobs get
-hosts one after the other, except that one job in five is scattered at random. The pattern of each
-job (computation, bytes, FLOPs) is its own: nothing is shared between jobs that could be cached.
+has 16 candidate paths of two links; flows between the same two switches share the tuple of these,
+and flows under one switch have an empty path. Jobs get hosts one after the other, except that one
+job in five is scattered at random. The pattern of each job (computation, bytes, FLOPs) is its own:
+nothing is shared between jobs that could be cached.
+
+``--nics`` makes the NICs' links part of every path, so that no two flows have the same candidates:
+each of several million links in them is then read by name, which takes most of the time.
 
 The time is that of one call, from the ``Cluster`` to the ``Decision``, with the collector off as
 ``timeit`` has it. Steps are timed by calling them one after the other as the scheduler does.
@@ -22,6 +26,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path as FilePath
 
 import click
@@ -41,7 +46,7 @@ LINK_BPS = 25e9
 LEVELS = tuple(range(8))
 
 
-def synthetic_cluster(jobs: int, seed: int = 0) -> Cluster:
+def synthetic_cluster(jobs: int, nics: bool = False, seed: int = 0) -> Cluster:
     """The cluster of this module's description."""
     draw = random.Random(seed)
     sizes = [draw.randint(2, 12) for _ in range(jobs)]
@@ -54,7 +59,7 @@ def synthetic_cluster(jobs: int, seed: int = 0) -> Cluster:
     given, together = iter(apart), iter(rest)
 
     capacity = {}
-    for host in hosts:
+    for host in hosts if nics else ():
         for nic in range(NICS):
             capacity[f"h{host}.{nic}>"] = capacity[f">h{host}.{nic}"] = LINK_BPS
     for tor in range(hosts[-1] // HOSTS_PER_TOR + 1):
@@ -62,14 +67,18 @@ def synthetic_cluster(jobs: int, seed: int = 0) -> Cluster:
             capacity[f"t{tor}>a{aggregation}"] = capacity[f"a{aggregation}>t{tor}"] = LINK_BPS
     name = {link: link for link in capacity}
 
-    def candidates(source: int, target: int, nic: int) -> tuple[Path, ...]:
-        up, down = name[f"h{source}.{nic}>"], name[f">h{target}.{nic}"]
-        a, b = source // HOSTS_PER_TOR, target // HOSTS_PER_TOR
+    @cache
+    def between(a: int, b: int) -> tuple[Path, ...]:
         if a == b:
-            return ((up, down),)
-        return tuple(
-            (up, name[f"t{a}>a{k}"], name[f"a{k}>t{b}"], down) for k in range(AGGREGATIONS)
-        )
+            return ((),)
+        return tuple((name[f"t{a}>a{k}"], name[f"a{k}>t{b}"]) for k in range(AGGREGATIONS))
+
+    def candidates(source: int, target: int, nic: int) -> tuple[Path, ...]:
+        middle = between(source // HOSTS_PER_TOR, target // HOSTS_PER_TOR)
+        if not nics:
+            return middle
+        up, down = name[f"h{source}.{nic}>"], name[f">h{target}.{nic}"]
+        return tuple((up, *path, down) for path in middle)
 
     result = []
     for j, size in enumerate(sizes):
@@ -140,16 +149,17 @@ def peak_MiB(work: Callable[[], object]) -> float:
 @click.command()
 @click.option("--jobs", default="100,1000,5000,50000", help="Numbers of jobs, with commas.")
 @click.option("--repeats", default=5, help="Decisions timed; the median counts.")
+@click.option("--nics/--no-nics", default=False, help="Paths include the links of the NICs.")
 @click.option("--memory/--no-memory", default=False, help="Also take the peak of one more call.")
 @click.option("--json", "out", type=click.Path(path_type=FilePath), help="Also write this file.")
-def main(jobs: str, repeats: int, memory: bool, out: FilePath | None) -> None:
+def main(jobs: str, repeats: int, nics: bool, memory: bool, out: FilePath | None) -> None:
     """Times Crux's whole decision on synthetic clusters."""
     rows = []
     steps = ("read", "paths", "priorities", "compression")
     head = ("jobs", "flows", "decision_s", *(f"{step}_s" for step in steps))
     click.echo("  ".join(f"{column:>13}" for column in head))
     for count in (int(part) for part in jobs.split(",")):
-        cluster = synthetic_cluster(count)
+        cluster = synthetic_cluster(count, nics)
         gc.collect()
         gc.disable()
         decision_s = median_s(lambda cluster=cluster: crux(cluster, LEVELS), repeats)

@@ -42,6 +42,7 @@ def crossing(weights, groups) -> float:
     return sum(weights[u, v] for u in range(n) for v in range(u + 1, n) if groups[u] < groups[v])
 
 
+@settings(deadline=None)
 @given(contending())
 def test_never_inverts_and_uses_given_levels(case) -> None:
     priority, intensity, links, levels = case
@@ -51,6 +52,7 @@ def test_never_inverts_and_uses_given_levels(case) -> None:
     assert_valid(level, priority, links)
 
 
+@settings(deadline=None)
 @given(contending(), st.randoms())
 def test_deterministic_and_independent_of_order(case, random) -> None:
     priority, intensity, links, levels = case
@@ -62,6 +64,7 @@ def test_deterministic_and_independent_of_order(case, random) -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.data())
 def test_dp_equals_enumeration_of_cuts(n, groups, data) -> None:
     numbers = data.draw(st.lists(st.integers(0, 9), min_size=n * n, max_size=n * n))
@@ -78,7 +81,7 @@ def test_dp_equals_enumeration_of_cuts(n, groups, data) -> None:
     assert len(cuts) == min(groups, n) - 1
 
 
-@settings(max_examples=20)
+@settings(deadline=None, max_examples=20)
 @given(st.integers(65, 110), st.integers(2, 8), st.integers(0, 2**32 - 1))
 def test_monotone_choice_loses_nothing(n, groups, seed) -> None:
     rng = np.random.default_rng(seed)
@@ -93,7 +96,7 @@ def test_monotone_choice_loses_nothing(n, groups, seed) -> None:
     assert best_cut(weights, groups)[0] == best[n]
 
 
-@settings(max_examples=30)
+@settings(deadline=None, max_examples=30)
 @given(contending(max_jobs=5))
 def test_enough_orders_reach_the_optimum(case) -> None:
     priority, intensity, links, levels = case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.schedule.correction import (
@@ -103,6 +103,7 @@ def test_an_iteration_takes_time() -> None:
         play(Player(0.0, ()), SHORT, 1.0)
 
 
+@settings(deadline=None)
 @given(players, players)
 def test_first_player_runs_as_if_alone(first: Player, second: Player) -> None:
     periods = 5
@@ -112,6 +113,7 @@ def test_first_player_runs_as_if_alone(first: Player, second: Player) -> None:
     assert sum(outcome.link_s) <= periods * first.period_s * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(players, players)
 def test_factors_are_bounded_and_reciprocal(one: Player, other: Player) -> None:
     forth, back = correction_factor(one, other), correction_factor(other, one)
@@ -119,6 +121,7 @@ def test_factors_are_bounded_and_reciprocal(one: Player, other: Player) -> None:
     assert forth * back == pytest.approx(1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(players, min_size=1, max_size=5))
 def test_together_as_one_by_one(jobs: list[Player]) -> None:
     together = correction_factors(jobs[0], jobs)

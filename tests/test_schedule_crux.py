@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import clusters
 
@@ -25,6 +25,7 @@ def links_of(cluster: Cluster, decision: Decision) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
+@settings(deadline=None)
 @given(clusters(), st.randoms())
 def test_every_scheduler_is_deterministic_and_complete(name, cluster, random) -> None:
     options = SchedulerOptions(levels=LEVELS, seed=5)
@@ -43,6 +44,7 @@ def test_every_scheduler_is_deterministic_and_complete(name, cluster, random) ->
 
 
 @pytest.mark.parametrize("name", ["crux", "crux-pa", "crux-ps-pa"])
+@settings(deadline=None)
 @given(clusters())
 def test_contending_jobs_are_never_inverted(name: str, cluster: Cluster) -> None:
     decision = SCHEDULERS[name](cluster, SchedulerOptions(levels=LEVELS))
@@ -53,6 +55,7 @@ def test_contending_jobs_are_never_inverted(name: str, cluster: Cluster) -> None
                 assert decision.level[a] >= decision.level[b]
 
 
+@settings(deadline=None)
 @given(clusters())
 def test_priority_is_corrected_intensity(cluster: Cluster) -> None:
     decision = crux(cluster, LEVELS)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from schedule_cases import clusters
 
 from crux_torch.schedule.arrays import ClusterError, arrays_of, choice_of, traffic_matrix
@@ -63,6 +63,7 @@ def test_paths_without_end_on_uncontended_links() -> None:
     assert transfer_times_s(arrays, choice_of(arrays, {"j": (1, 0)}))[0] == 2.0
 
 
+@settings(deadline=None)
 @given(clusters())
 def test_arrays_agree_with_single_values(cluster: Cluster) -> None:
     arrays = arrays_of(cluster)

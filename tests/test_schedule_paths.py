@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import clusters
 
@@ -61,6 +61,7 @@ def test_order_must_name_every_job() -> None:
         select_paths(cluster, [])
 
 
+@settings(deadline=None)
 @given(clusters(), st.randoms())
 def test_no_candidate_is_better_when_chosen(cluster: Cluster, random) -> None:
     order = [j.name for j in cluster.jobs]
@@ -86,6 +87,7 @@ def test_no_candidate_is_better_when_chosen(cluster: Cluster, random) -> None:
                 load_Bps[link] += rate
 
 
+@settings(deadline=None)
 @given(clusters(), st.integers(1, 40))
 def test_waves_equal_one_by_one(cluster: Cluster, chunk: int) -> None:
     arrays = arrays_of(cluster)
@@ -102,6 +104,7 @@ def test_waves_equal_one_by_one(cluster: Cluster, chunk: int) -> None:
     assert results[0] == results[1]
 
 
+@settings(deadline=None)
 @given(clusters(), st.randoms())
 def test_independent_of_the_order_of_jobs(cluster: Cluster, random) -> None:
     shuffled = list(cluster.jobs)

@@ -79,7 +79,7 @@ def place(arrays: Arrays, order: IntArray, t_s: FloatArray) -> IntArray:
     )
     flows = _flows_in_order(arrays, order)
     wave = _waves(arrays, flows)
-    if len(flows) < _SMALL_WAVE * (wave.max(initial=0) + 1):
+    if wave is None:
         return _place_one_by_one(arrays, flows, rate_Bps)
     return _place_in_waves(arrays, flows, wave, rate_Bps)
 
@@ -90,13 +90,19 @@ def _flows_in_order(arrays: Arrays, order: IntArray) -> IntArray:
     return np.lexsort((-arrays.flow_bytes, rank[arrays.flow_job]))
 
 
-def _waves(arrays: Arrays, flows: IntArray) -> IntArray:
-    """For each of ``flows`` the wave in which it is placed: after all that it could depend on."""
+def _waves(arrays: Arrays, flows: IntArray) -> IntArray | None:
+    """For each of ``flows`` the wave in which it is placed: after all that it could depend on.
+
+    None where so many flows could use one group of links that waves would be small.
+    """
     start, group = _link_groups(arrays)
     sets = arrays.flow_set[flows]
     count = start[sets + 1] - start[sets]
     group = group[ranges(start[sets], count)]
     flow = np.repeat(np.arange(len(flows)), count)
+    if len(flows) < _SMALL_WAVE * np.bincount(group + 1)[1:].max(initial=0):
+        return None
+    flow, group = flow[group >= 0], group[group >= 0]
     by_group = np.argsort(group, kind="stable")
     flow, group = flow[by_group], group[by_group]
     # Each flow waits for the one before it in each of its groups.
@@ -108,7 +114,8 @@ def _link_groups(arrays: Arrays) -> tuple[IntArray, IntArray]:
     """The groups of links that each candidate set may use, as starts and groups.
 
     Links that are alternatives to each other, at the same hop of two candidates of a set, form
-    one group: a switch's uplinks, say. Two sets without a common group have no common link.
+    one group: a switch's uplinks, say. Two sets without a common group have no common link. The
+    link that stands for an empty path is never full: its group is -1, and nobody waits for it.
     """
     sets = len(arrays.set_start) - 1
     length = np.diff(arrays.path_start)
@@ -119,18 +126,20 @@ def _link_groups(arrays: Arrays) -> tuple[IntArray, IntArray]:
         hops = np.maximum.reduceat(length, arrays.set_start[:-1])
     start = np.concatenate(([0], np.cumsum(hops)))
     column = np.repeat(start[:-1], np.diff(entries)) + hop
+    nowhere = len(arrays.capacity_Bps) - 1
+    real = arrays.path_links != nowhere
+    column, link = column[real], arrays.path_links[real]
     # Any one link stands for its column; all others of the column are joined to it.
-    standing = np.empty(int(start[-1]), np.int64)
-    standing[column] = arrays.path_links
+    standing = np.full(int(start[-1]), nowhere)
+    standing[column] = link
     stands = standing[column]
-    joined = stands != arrays.path_links
-    links = len(arrays.capacity_Bps)
+    joined = stands != link
     graph = sparse.coo_array(
-        (np.ones(int(joined.sum()), np.int8), (stands[joined], arrays.path_links[joined])),
-        shape=(links, links),
+        (np.ones(int(joined.sum()), np.int8), (stands[joined], link[joined])),
+        shape=(nowhere + 1, nowhere + 1),
     )
     _, label = sparse.csgraph.connected_components(graph, directed=False)
-    return start, np.asarray(label, np.int64)[standing]
+    return start, np.where(standing == nowhere, -1, label[standing]).astype(np.int64)
 
 
 def _place_in_waves(
