@@ -35,6 +35,7 @@ def interpreter(tmp_path):
         done = subprocess.run(
             [sys.executable, *args, "-c", code],
             env={**inherited, **env},
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=120,

@@ -1,0 +1,289 @@
+import json
+import re
+import socket
+import sys
+import time
+import types
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from crux_torch import cli, doctor
+from crux_torch.control.host import StoreHost
+from crux_torch.control.records import JobRecord, Plan, PlanEntry
+from crux_torch.control.registry import Registry, StoredPlan
+from crux_torch.control.tcp_store import TcpStore
+from crux_torch.profile.job_profile import JobProfile, ProfileBurst
+from crux_torch.report import cluster_status
+
+
+@pytest.fixture
+def crux(monkeypatch):
+    """Runs ``crux`` in this process with an environment of its own."""
+    for name in ("CRUX_STORE", "CRUX_LEVELS", "CRUX_TOPOLOGY", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*argv, **env):
+        return CliRunner(env=env).invoke(cli.main, argv, prog_name="crux")
+
+    return run
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_help_lists_every_command_and_imports_none(crux, monkeypatch):
+    monkeypatch.setattr(cli, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    result = crux("--help")
+    assert result.exit_code == 0
+    for name, subcommand in cli.SUBCOMMANDS.items():
+        assert re.search(rf"^ +{name} +{re.escape(subcommand.summary)}$", result.output, re.M)
+
+
+def test_one_line_adds_a_command(crux, monkeypatch):
+    module = types.ModuleType("crux_extra")
+    module.hello = click.Command("hello", callback=lambda: click.echo("hello"))
+    monkeypatch.setitem(sys.modules, "crux_extra", module)
+    monkeypatch.setitem(cli.SUBCOMMANDS, "hi", cli.Subcommand("crux_extra:hello", "Greets."))
+    assert "Greets." in crux("--help").output
+    assert crux("hi").output == "hello\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("crux_torch.absent:x", "not part of this installation"),
+        ("absent_package.cli:x", "pip install the package that provides 'absent_package'"),
+    ],
+)
+def test_a_missing_part_costs_only_its_command(target, says, crux, monkeypatch):
+    monkeypatch.setitem(cli.SUBCOMMANDS, "gone", cli.Subcommand(target, "Not there."))
+    assert crux("--help").exit_code == 0
+    result = crux("gone")
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "crux gone needs" in result.output
+
+
+def test_an_unknown_command_is_a_usage_error(crux):
+    result = crux("statsu")
+    assert result.exit_code == 2
+    assert "statsu" in result.output
+
+
+def states(result):
+    return {check["part"]: check["state"] for check in json.loads(result.output)}
+
+
+def test_doctor_says_of_each_missing_part_what_it_costs_and_how_to_get_it(crux):
+    store = f"tcp://127.0.0.1:{free_port()}"
+    result = crux("doctor", CRUX_STORE=store, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    checks = doctor.examine({"CRUX_STORE": store, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": ""})
+    missing = {check.part for check in checks if check.state == "missing"}
+    assert {"store", "autoload", "topology"} <= missing
+    for check in checks:
+        assert check.part in result.output
+        assert (check.cost == "") == (check.remedy == "") == (check.state == "ok")
+        assert check.cost in result.output
+        assert check.remedy in result.output
+
+
+def test_doctor_finds_a_store_that_answers(crux):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert states(crux("doctor", "--json", CRUX_STORE=store))["store"] == "ok"
+    assert states(crux("doctor", "--json", CRUX_STORE=store))["store"] == "missing"
+    assert states(crux("doctor", "--json", CRUX_STORE="none"))["store"] == "missing"
+
+
+def test_doctor_fails_only_for_what_is_broken(crux, tmp_path):
+    bad = crux("doctor", "--json", CRUX_LEVELS="many")
+    assert bad.exit_code == 1
+    assert states(bad)["settings"] == "broken"
+    good = crux("doctor", "--json", CRUX_STORE="none")
+    assert good.exit_code == (1 if "broken" in states(good).values() else 0)
+    assert states(good)["settings"] == "ok"
+    absent = str(tmp_path / "no.yaml")
+    assert states(crux("doctor", "--json", CRUX_TOPOLOGY=absent))["topology"] == "broken"
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (ModuleNotFoundError("No module named 'crux_torch._C'"), "missing"),
+        (ImportError("undefined symbol: _ZN4c10d"), "broken"),
+    ],
+)
+def test_an_extension_for_another_torch_is_broken_and_an_absent_one_missing(
+    error, state, monkeypatch
+):
+    def load(name):
+        raise error
+
+    monkeypatch.setattr(doctor, "import_module", load)
+    (check,) = doctor.extension()
+    assert (check.state, str(error) in check.finding) == (state, True)
+
+
+def test_a_socket_that_refuses_marks_is_reported(monkeypatch):
+    class Refusing(socket.socket):
+        def setsockopt(self, *args):
+            raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(doctor.socket, "socket", Refusing)
+    checks = list(doctor.classes(doctor.Settings()))
+    assert [check.state for check in checks] == ["missing", "missing"]
+    assert "Operation not permitted" in checks[0].finding
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "spaces", "state"),
+    [("1000", "0", "ok"), ("0000", "100", "ok"), ("0000", "0", "missing")],
+)
+def test_namespaces_need_a_capability_or_user_namespaces(
+    capabilities, spaces, state, tmp_path, monkeypatch
+):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    (tmp_path / "sys/user").mkdir(parents=True)
+    (tmp_path / "sys/user/max_user_namespaces").write_text(spaces)
+    monkeypatch.setattr(doctor.shutil, "which", lambda tool: f"/sbin/{tool}")
+    (check,) = doctor.privileges(tmp_path)
+    assert check.state == state
+
+
+PROFILE = JobProfile(
+    period_s=0.5,
+    period_source="both",
+    compute_s=0.4,
+    flops=2.5e15,
+    flops_source="counted",
+    gpus=8,
+    bursts=(ProfileBurst(at=0.5, share=1.0),),
+    t_s=0.25,
+    t_source="topology",
+    t_measured_s=0.26,
+    overlap=0.6,
+    exposed_s=0.1,
+    iterations=12,
+    measured_alone=True,
+)
+JOBS = (
+    JobRecord(job="bert", incarnation="1", hosts=("h0",), gpus=4, state="starting"),
+    JobRecord(
+        job="gpt",
+        incarnation="2",
+        hosts=("h1", "h2", "h3"),
+        gpus=8,
+        state="running",
+        profile=PROFILE,
+    ),
+)
+PLAN = Plan(
+    epoch=3,
+    fingerprint="f",
+    valid_s=15.0,
+    author="gpt",
+    policy="crux",
+    entries=(PlanEntry(job="gpt", level=5, priority=1.5e16, intensity=1e16, correction=1.5),),
+)
+
+
+@pytest.fixture
+def cluster(request):
+    """A store on loopback with two jobs and a plan; its endpoint, and its registry."""
+    port = free_port()
+    host = StoreHost(f"tcp://127.0.0.1:{port}", poll_s=0.05)
+    host.start()
+    end = time.monotonic() + 30
+    while host.state != "hosting":
+        assert time.monotonic() < end, host.state
+        time.sleep(0.01)
+    client = TcpStore("127.0.0.1", port, timeout_s=5.0)
+    registry = Registry(client, "lab")
+    for job in JOBS:
+        registry.publish_job(job, lease_s=getattr(request, "param", 60.0))
+    assert registry.swap_plan(registry.plan(), StoredPlan(renewal=1, plan=PLAN))
+    yield f"tcp://127.0.0.1:{port}", registry
+    client.close()
+    host.stop()
+
+
+def test_status_as_json_is_the_records(crux, cluster):
+    endpoint, _ = cluster
+    result = crux("status", "--json", "--store", endpoint, "--cluster", "lab")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert msgspec.convert(found["jobs"], tuple[JobRecord, ...]) == JOBS
+    assert msgspec.convert(found["plan"], Plan) == PLAN
+    assert found["plan_renewed"] is None
+
+
+def test_status_shows_a_row_for_each_job(crux, cluster):
+    endpoint, _ = cluster
+    result = crux("status", CRUX_STORE=endpoint, CRUX_CLUSTER="lab")
+    assert result.exit_code == 0, result.output
+    rows = {
+        cells[0]: cells
+        for line in result.output.splitlines()
+        if "│" in line and (cells := [c.strip() for c in line.strip("│").split("│")])
+    }
+    assert rows["gpt"][1:] == [
+        *("h1,h2 +1", "8", "running", "2.5 P", "0.25", "0.5", "60%"),
+        *("10 P", "1.5", "15 P", "5"),
+    ]
+    assert rows["bert"][1:4] == ["h0", "4", "starting"]
+    assert not any(rows["bert"][4:])
+    assert "plan 3 by gpt, policy crux" in result.output
+
+
+def test_status_of_another_cluster_is_empty(crux, cluster):
+    endpoint, _ = cluster
+    result = crux("status", "--store", endpoint, "--cluster", "other")
+    assert result.exit_code == 0
+    assert "no jobs" in result.output
+    assert "no plan" in result.output
+
+
+@pytest.mark.parametrize("cluster", [0.5], indirect=True)
+def test_status_that_settles_drops_the_dead_and_doubts_an_unrenewed_plan(crux, cluster):
+    endpoint, _ = cluster
+    argv = ("status", "--json", "--store", endpoint, "--cluster", "lab")
+    assert len(json.loads(crux(*argv).output)["jobs"]) == 2
+    settled = json.loads(crux(*argv, "--settle", "0.7").output)
+    assert settled["jobs"] == []
+    assert settled["plan_renewed"] is False
+
+
+def test_status_sees_a_plan_being_renewed(cluster, monkeypatch):
+    endpoint, registry = cluster
+
+    def renew(seconds: float) -> None:
+        assert registry.swap_plan(registry.plan(), StoredPlan(renewal=2, plan=PLAN))
+
+    monkeypatch.setattr(cluster_status.time, "sleep", renew)
+    assert cluster_status.read_status(endpoint, "lab", settle_s=1.0).plan_renewed is True
+
+
+def test_status_prints_no_control_characters_of_a_tenant(crux, cluster):
+    endpoint, registry = cluster
+    evil = "\x1b[2J[red]x\u202e"
+    registry.publish_job(msgspec.structs.replace(JOBS[0], job=evil, hosts=(evil,)), 60.0)
+    output = crux("status", "--store", endpoint, "--cluster", "lab").output
+    assert "[red]x" in output
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+
+
+def test_status_says_when_the_store_cannot_be_read(crux):
+    store = f"tcp://127.0.0.1:{free_port()}"
+    result = crux("status", "--store", store)
+    assert result.exit_code == 1
+    assert f"the store {store} can't be read" in result.output
+    assert crux("status", "--store", "nowhere").exit_code == 2
+    assert crux("status", "--store", "none").exit_code == 2
