@@ -61,6 +61,22 @@ class ShortestPaths:
         """How many shortest paths lead from any of ``sources`` to any of ``targets``; 0: none."""
         return self._dag(sources, targets).total
 
+    def costs_inside(self, source: int) -> dict[int, int]:
+        """Cost from ``source`` to every node of its own host that is reached without leaving it."""
+        links = self._links
+        costs = {source: 0}
+        queue = [(0, source)]
+        while queue:
+            cost, u = heapq.heappop(queue)
+            if cost > costs[u] or (cost and not self._passable(u)):
+                continue
+            for link in self._out[u]:
+                v, further = links.dst[link], cost + links.cost[link]
+                if links.owner[v] == links.owner[source] and further < costs.get(v, further + 1):
+                    costs[v] = further
+                    heapq.heappush(queue, (further, v))
+        return costs
+
     def paths(
         self, sources: tuple[int, ...], targets: tuple[int, ...], limit: int | None = None
     ) -> list[tuple[int, ...]]:

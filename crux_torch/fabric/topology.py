@@ -100,6 +100,7 @@ class Topology:
                 self._inside[node.host].append(name)
         self._search = ShortestPaths(_arrays(nodes, edges, self._number, self.hosts))
         self._candidates = lru_cache(maxsize=1 << 16)(self._find_candidates)
+        self._nearest_nics = lru_cache(maxsize=1 << 16)(self._find_nearest_nics)
         _check_connected(self.hosts, nodes, edges)
 
     def candidate_paths(
@@ -147,6 +148,10 @@ class Topology:
         hosts = self.hosts if host is None else (host,)
         return tuple(gpu for h in hosts for gpu in self.inside(h, "gpu"))
 
+    def nearest_nics(self, node: str) -> tuple[str, ...]:
+        """The NICs of its host that ``node`` reaches at the least cost; empty without NICs."""
+        return self._nearest_nics(node)
+
     def host_of(self, node: str) -> str | None:
         """The host that ``node`` sits in, or None for a switch of the network."""
         if node not in self.nodes:
@@ -170,6 +175,13 @@ class Topology:
             raise TopologyError(f"unknown host or node {name!r}")
         names = self.inside(name, "nic") if node.kind == "host" else ()
         return tuple(self._number[n] for n in names or (name,))
+
+    def _find_nearest_nics(self, node: str) -> tuple[str, ...]:
+        host = self.host_of(node)
+        nics = self.inside(host, "nic") if host is not None and host != node else ()
+        inside = self._search.costs_inside(self._number[node])
+        costs = {n: inside[self._number[n]] for n in nics if self._number[n] in inside}
+        return tuple(n for n, cost in costs.items() if cost == min(costs.values()))
 
     def _find_candidates(self, src: str, dst: str, limit: int | None) -> tuple[Path, ...]:
         sources, targets = self._ends(src), self._ends(dst)

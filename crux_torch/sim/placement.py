@@ -1,0 +1,300 @@
+"""Which GPUs a job gets: at random, by affinity (HiveD), or by interleaving (Muri)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from crux_torch.fabric.topology import Topology
+from crux_torch.sim.catalogue import WorkloadError
+
+#: What the cells of each level are; a level that would repeat the one below is left out.
+LEVELS = ("gpu", "pcie", "host", "tor", "pod", "cluster")
+HOST_LEVEL = LEVELS.index("host")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a job asks for, and what Muri looks at.
+
+    Attributes:
+        name: of the job.
+        gpus: how many.
+        compute_s: seconds of one iteration in which it computes.
+        network_s: seconds of one iteration in which it communicates.
+    """
+
+    name: str
+    gpus: int
+    compute_s: float = 1.0
+    network_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """GPUs that are near to each other: HiveD's cell (Zhao et al., OSDI '20, §3).
+
+    Attributes:
+        name: for reading.
+        level: index into ``LEVELS``.
+        gpus: those in it, in the order of the topology.
+        children: the cells of the level below.
+    """
+
+    name: str
+    level: int
+    gpus: tuple[str, ...]
+    children: tuple[Cell, ...] = ()
+
+
+class Allocation:
+    """Which GPUs of a cluster are free, and who holds the others.
+
+    Attributes:
+        root: the widest cell.
+        levels: the cells of each level that there is, from single GPUs upwards.
+        running: request and GPUs of every job that holds some.
+        free_in: free GPUs of each cell.
+    """
+
+    def __init__(self, root: Cell) -> None:
+        self.root = root
+        self.levels: dict[int, list[Cell]] = {}
+        self.running: dict[str, tuple[Request, tuple[str, ...]]] = {}
+        self.free_in: dict[Cell, int] = {}
+        self._above: dict[str, dict[int, Cell]] = {gpu: {} for gpu in root.gpus}
+        self._number = {gpu: i for i, gpu in enumerate(root.gpus)}
+        self._free = np.ones(len(root.gpus), dtype=bool)
+        self._widest: dict[int, int] = {}
+        for cell in sorted(walk(root), key=lambda c: c.level):
+            self.levels.setdefault(cell.level, []).append(cell)
+            self.free_in[cell] = len(cell.gpus)
+            self._widest[cell.level] = max(self._widest.get(cell.level, 0), len(cell.gpus))
+            for gpu in cell.gpus:
+                self._above[gpu][cell.level] = cell
+
+    def free(self) -> list[str]:
+        """The GPUs that nobody holds, in the order of the topology."""
+        return [self.root.gpus[i] for i in np.flatnonzero(self._free)]
+
+    def fitting(self, gpus: int, lowest: int = 0) -> list[Cell]:
+        """The cells of the lowest level, ``lowest`` or higher, on which ``gpus`` find room."""
+        for level, cells_there in self.levels.items():
+            if level >= min(lowest, self.root.level) and gpus <= self._widest[level]:
+                found = [c for c in cells_there if self.free_in[c] >= gpus]
+                if found:
+                    return found
+        return []
+
+    def beside(self, level: int) -> dict[Cell, list[Request]]:
+        """The jobs that hold GPUs of each cell of ``level``."""
+        found: dict[Cell, list[Request]] = {}
+        for request, gpus in self.running.values():
+            for cell in {self._above[gpu][level] for gpu in gpus}:
+                found.setdefault(cell, []).append(request)
+        return found
+
+    def take(self, request: Request, gpus: Sequence[str]) -> None:
+        """Give ``gpus`` to a job.
+
+        Raises:
+            WorkloadError: one of them is taken, or the job already has some.
+        """
+        if request.name in self.running or len(set(gpus)) != len(gpus):
+            raise WorkloadError(f"job {request.name!r} has GPUs already, or one twice")
+        if not all(gpu in self._number and self._free[self._number[gpu]] for gpu in gpus):
+            raise WorkloadError(f"job {request.name!r}: not all of its GPUs are free")
+        self.running[request.name] = (request, tuple(gpus))
+        self._change(gpus, free=False)
+
+    def release(self, name: str) -> None:
+        """Take a job's GPUs back."""
+        _, gpus = self.running.pop(name)
+        self._change(gpus, free=True)
+
+    def _change(self, gpus: Iterable[str], free: bool) -> None:
+        change = 1 if free else -1
+        for gpu in gpus:
+            self._free[self._number[gpu]] = free
+            for cell in self._above[gpu].values():
+                self.free_in[cell] += change
+
+
+Placement = Callable[[Request, Allocation, random.Random], "tuple[str, ...] | None"]
+
+
+def cells(topology: Topology) -> Cell:
+    """The cluster's cells: GPU, PCIe switch, host, hosts below the same ToRs, pod, cluster.
+
+    Raises:
+        WorkloadError: the topology has no GPUs.
+    """
+    above = _switches_above(topology)
+    pods = {
+        host: frozenset(a for tor in above[host] for a in above[tor]) for host in topology.hosts
+    }
+    host_of = {gpu: host for host in topology.hosts for gpu in topology.gpus(host)}
+    if not host_of:
+        raise WorkloadError("the topology has no GPUs to give out")
+    keys: tuple[Callable[[str], object], ...] = (
+        lambda gpu: (host_of[gpu], topology.nearest_nics(gpu)),
+        lambda gpu: host_of[gpu],
+        lambda gpu: above[host_of[gpu]],
+        lambda gpu: pods[host_of[gpu]],
+        lambda gpu: None,
+    )
+    found = [Cell(gpu, 0, (gpu,)) for gpu in host_of]
+    for level, key in enumerate(keys, start=1):
+        groups: dict[object, list[Cell]] = {}
+        for cell in found:
+            groups.setdefault(key(cell.gpus[0]), []).append(cell)
+        if len(groups) < len(found):
+            found = [_join(level, children) for children in groups.values()]
+    return found[0]
+
+
+def walk(cell: Cell) -> Iterable[Cell]:
+    """``cell`` and all below it, the widest first."""
+    yield cell
+    for child in cell.children:
+        yield from walk(child)
+
+
+def place_random(
+    request: Request, allocation: Allocation, rng: random.Random
+) -> tuple[str, ...] | None:
+    """Any free GPUs, each as likely as any other; ranks count up host by host."""
+    free = allocation.free()
+    if len(free) < request.gpus:
+        return None
+    return tuple(free[i] for i in sorted(rng.sample(range(len(free)), request.gpus)))
+
+
+def place_hived(
+    request: Request, allocation: Allocation, rng: random.Random
+) -> tuple[str, ...] | None:
+    """HiveD's buddy allocation: the lowest cell that holds the job, the fullest of those.
+
+    Within it whole children are taken first and the rest from the fullest one that suffices, so
+    that wide cells stay whole. Quotas of virtual clusters, the other half of HiveD, have no part
+    here: there is one tenant.
+    """
+    fitting = allocation.fitting(request.gpus)
+    if not fitting:
+        return None
+    best = min(fitting, key=allocation.free_in.__getitem__)
+    return _in_order(best, _fill(best, request.gpus, allocation))
+
+
+def place_muri(
+    request: Request, allocation: Allocation, rng: random.Random
+) -> tuple[str, ...] | None:
+    """Beside the jobs that it interleaves with best, else as HiveD would.
+
+    Muri (Zhao et al., SIGCOMM '22) puts jobs with complementary stages on the same GPUs in turns.
+    Here every job has GPUs of its own, and what is shared are links, so it chooses among the
+    cells that hold the job, from hosts upwards, the one whose running jobs have the highest mean
+    interleaving efficiency with it; an empty cell counts as 1.
+    """
+    fitting = allocation.fitting(request.gpus, HOST_LEVEL)
+    if not fitting:
+        return None
+    beside = allocation.beside(fitting[0].level)
+
+    def mean_efficiency(cell: Cell) -> float:
+        others = beside.get(cell)
+        if not others:
+            return 1.0
+        return sum(interleaving_efficiency((request, other)) for other in others) / len(others)
+
+    best = max(fitting, key=lambda c: (mean_efficiency(c), -allocation.free_in[c]))
+    return _in_order(best, _fill(best, request.gpus, allocation))
+
+
+PLACEMENTS: dict[str, Placement] = {
+    "none": place_random,
+    "hived": place_hived,
+    "muri": place_muri,
+}
+
+
+def interleaving_efficiency(jobs: Sequence[Request]) -> float:
+    """Busy share of the two resources when the jobs take turns (Muri, §4.1, Equations 1 and 2).
+
+    With two stages, computing and communicating, a group of two has the period
+    max(c_a, n_b) + max(n_a, c_b); one job alone c + n. Further jobs have no turn of their own.
+    """
+    if len(jobs) == 1:
+        (a,) = jobs
+        period = a.compute_s + a.network_s
+    elif len(jobs) == 2:
+        a, b = jobs
+        period = max(a.compute_s, b.network_s) + max(a.network_s, b.compute_s)
+    else:
+        raise WorkloadError(f"a group of {len(jobs)} jobs; expected one or two: two stages")
+    busy = sum(job.compute_s + job.network_s for job in jobs)
+    return busy / (2 * period) if period else 1.0
+
+
+def muri_groups(requests: Sequence[Request]) -> list[tuple[Request, ...]]:
+    """Pairs of jobs of one size with the highest total efficiency (Muri, §4.2: Blossom).
+
+    Returns:
+        Every job once, alone or with its partner, in the order of the first of each group.
+    """
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(requests)))
+    for i, a in enumerate(requests):
+        for j in range(i):
+            b = requests[j]
+            if a.gpus == b.gpus:
+                gain = interleaving_efficiency((a, b))
+                graph.add_edge(i, j, weight=gain)
+    matched = {min(pair): max(pair) for pair in nx.max_weight_matching(graph)}
+    partners = set(matched.values())
+    return [
+        (requests[i], requests[matched[i]]) if i in matched else (requests[i],)
+        for i in range(len(requests))
+        if i not in partners
+    ]
+
+
+def _join(level: int, children: Sequence[Cell]) -> Cell:
+    gpus = tuple(gpu for child in children for gpu in child.gpus)
+    return Cell(f"{gpus[0]}+{len(gpus)}", level, gpus, tuple(children))
+
+
+def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
+    """For each host its ToRs; for each switch the switches that it is joined to."""
+    found: dict[str, set[str]] = {name: set() for name in topology.nodes}
+    for edge in topology.edges:
+        if topology.host_of(edge.dst) is None:
+            found[topology.host_of(edge.src) or edge.src].add(edge.dst)
+    return {name: frozenset(above) for name, above in found.items()}
+
+
+def _fill(cell: Cell, wanted: int, allocation: Allocation) -> list[str]:
+    """``wanted`` free GPUs of ``cell``: whole children, then the fullest that holds the rest."""
+    if not cell.children:
+        return list(cell.gpus)
+    taken: list[str] = []
+    left = [child for child in cell.children if allocation.free_in[child]]
+    while wanted:
+        free = {child: allocation.free_in[child] for child in left}
+        enough = [child for child in left if free[child] >= wanted]
+        # A child that holds the rest, the fullest; otherwise the emptiest one as a whole.
+        best = min(enough, key=free.__getitem__) if enough else max(left, key=free.__getitem__)
+        part = min(wanted, free[best])
+        taken += _fill(best, part, allocation)
+        wanted -= part
+        left.remove(best)
+    return taken
+
+
+def _in_order(cell: Cell, gpus: Iterable[str]) -> tuple[str, ...]:
+    chosen = set(gpus)
+    return tuple(gpu for gpu in cell.gpus if gpu in chosen)

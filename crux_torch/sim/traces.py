@@ -1,0 +1,365 @@
+"""Which jobs arrive when: the hybrid trace, the published dataset, one's own CSV, a generator."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import os
+import random
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TextIO
+
+from crux_torch.sim.catalogue import MODELS, WorkloadError
+
+DAY_S = 86400.0
+OWN_COLUMNS = ("name", "model", "gpus", "submit_s", "duration_s")
+PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus")
+SIZE_COLUMNS = ("model", "total_gpu")
+JOB_COLUMNS = ("job_name", "model", "gmt_job_submitted", "gmt_job_finished")
+WORKER_COLUMNS = ("job_name", "host_ip", "gmt_pod_running", "RES")
+LINGJUN_TIME = "%Y/%m/%d %H:%M"
+GPU_RESOURCE = "nvidia.com/gpu"
+
+#: Catalogue entries for the names that the published list of jobs uses, lower case. Those of
+#: unknown kind train the nearest stand-in: a 256-GPU language model, and embeddings.
+MODEL_OF_NAME: Mapping[str, str] = {
+    "gpt": "gpt",
+    "gpt-3b": "gpt-3b",
+    "gpt-7b": "gpt-7b",
+    "gpt-13b": "gpt-13b",
+    "llama": "llama-7b",
+    "llama_30b": "llama-30b",
+    "65b": "llama-65b",
+    "66b": "llama-65b",
+    "130b-infer": "llama-65b",
+    "resnet": "resnet",
+    "mnist": "resnet",
+    "bert": "bert",
+    "nmt": "nmt",
+    "dlm": "transformer-nlp",
+    "word_embedding": "ctr",
+    "ctr": "ctr",
+}
+DEFAULT_MODEL = "bert"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """One job of a trace.
+
+    Attributes:
+        name: unique in its trace.
+        model: a name of the catalogue.
+        gpus: devices that it asks for.
+        submit_s: seconds from the start of the trace to its arrival.
+        duration_s: seconds that it ran, or would run undisturbed.
+        hosts: (host, GPUs there) where the trace tells; else empty.
+    """
+
+    name: str
+    model: str
+    gpus: int
+    submit_s: float
+    duration_s: float
+    hosts: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Jobs in the order of their arrival.
+
+    Attributes:
+        kind: what it is: ``hybrid`` and ``generated`` are not the paper's trace.
+        jobs: ordered by ``submit_s``.
+        dropped: rows that were left out, counted by reason.
+    """
+
+    kind: str
+    jobs: tuple[TraceJob, ...]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+def catalogue_name(name: str) -> str:
+    """The catalogue's entry for a model's name in a trace; ``bert`` for one that is not known."""
+    if name in MODELS:
+        return name
+    return MODEL_OF_NAME.get(name.lower(), DEFAULT_MODEL)
+
+
+def load_hybrid(
+    arrivals: str | os.PathLike[str],
+    sizes: str | os.PathLike[str],
+    *,
+    start: str = "2017-11-01",
+    days: int = 14,
+    jobs: int | None = None,
+    largest: int | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Arrivals and durations of the Philly trace with models and sizes of the Crux dataset.
+
+    It is not the paper's trace: compare orderings and gaps with the paper, never its figures.
+
+    Args:
+        arrivals: CSV (or .csv.gz) with ``timestamp,duration,num_gpus``.
+        sizes: CSV with ``model,total_gpu``; rows of no GPU are left out.
+        start: first day. The default begins the 14 days with the most multi-GPU jobs submitted.
+        days: length of the window.
+        jobs: the number of arrivals to keep, drawn at random; None: all of the window.
+        largest: sizes above this are left out; None: none is.
+        seed: of the draws.
+
+    Raises:
+        WorkloadError: the file and line, what is wrong, and what was expected.
+    """
+    first = datetime.fromisoformat(start)
+    window = []
+    dropped: Counter[str] = Counter()
+    for where, row in _rows(arrivals, PHILLY_COLUMNS):
+        at = _when(where, "timestamp", row["timestamp"], None) - first
+        duration_s = _number(where, "duration", row["duration"])
+        if not timedelta(0) <= at < timedelta(days=days):
+            dropped["outside the window"] += 1
+        elif duration_s <= 0:
+            dropped["no duration"] += 1
+        else:
+            window.append((at.total_seconds(), duration_s))
+    kinds = []
+    for where, row in _rows(sizes, SIZE_COLUMNS):
+        gpus = int(_number(where, "total_gpu", row["total_gpu"]))
+        if gpus < 1:
+            dropped["no GPU"] += 1
+        elif largest is not None and gpus > largest:
+            dropped["larger than the limit"] += 1
+        else:
+            kinds.append((catalogue_name(row["model"]), gpus))
+    if not window or not kinds:
+        raise WorkloadError(f"{arrivals}, {sizes}: nothing left in {days} days from {start}")
+    rng = random.Random(seed)
+    if jobs is not None and jobs < len(window):
+        dropped["not drawn"] += len(window) - jobs
+        window = rng.sample(window, jobs)
+    window.sort()
+    made = (
+        TraceJob(f"job{i}", *rng.choice(kinds), at, duration)
+        for i, (at, duration) in enumerate(window)
+    )
+    return Trace("hybrid", tuple(made), dict(dropped))
+
+
+def load_lingjun(
+    jobs: str | os.PathLike[str],
+    workers: str | os.PathLike[str],
+    hosts: Collection[str] | None = None,
+) -> Trace:
+    """The dataset that the paper published (alibaba-lingjun-dataset-2023).
+
+    A job starts when its first worker does and ends at its own end; one that still ran when the
+    recording ended is cut there. Its size is the sum of its workers' GPUs.
+
+    Args:
+        jobs: ``job.csv``.
+        workers: ``worker.csv``.
+        hosts: those of the topology; a job on any other loses its recorded places, not its turn.
+
+    Raises:
+        WorkloadError: the file and line, what is wrong, and what was expected.
+    """
+    gpus_on: dict[str, Counter[str]] = defaultdict(Counter)
+    started: dict[str, datetime] = {}
+    last = datetime.min
+    for where, row in _rows(workers, WORKER_COLUMNS):
+        job = row["job_name"]
+        gpus_on[job][row["host_ip"]] += _worker_gpus(where, row["RES"])
+        if row["gmt_pod_running"]:
+            at = _when(where, "gmt_pod_running", row["gmt_pod_running"], LINGJUN_TIME)
+            started[job] = min(started.get(job, at), at)
+            last = max(last, at)
+
+    rows = []
+    for where, row in _rows(jobs, JOB_COLUMNS):
+        submitted = _when(where, "gmt_job_submitted", row["gmt_job_submitted"], LINGJUN_TIME)
+        finished = None
+        if row["gmt_job_finished"]:
+            finished = _when(where, "gmt_job_finished", row["gmt_job_finished"], LINGJUN_TIME)
+        last = max(last, submitted, finished or submitted)
+        rows.append((row["job_name"], row["model"], submitted, finished))
+
+    dropped: Counter[str] = Counter()
+    kept: list[tuple[datetime, TraceJob]] = []
+    for name, model, submitted, finished in rows:
+        begin = started.get(name)
+        places = tuple(sorted((host, n) for host, n in gpus_on[name].items() if n))
+        gpus = sum(n for _, n in places)
+        end = finished or last
+        if begin is None:
+            dropped["never ran"] += 1
+        elif not gpus:
+            dropped["no GPU"] += 1
+        elif end <= begin or begin < submitted:
+            dropped["impossible times"] += 1
+        else:
+            known = hosts is None or all(host in hosts for host, _ in places)
+            duration_s = (end - begin).total_seconds()
+            places = places if known else ()
+            made = TraceJob(name, catalogue_name(model), gpus, 0.0, duration_s, places)
+            kept.append((submitted, made))
+    if not kept:
+        raise WorkloadError(f"{jobs}: no job ran; expected workers of its jobs in {workers}")
+    kept.sort(key=lambda pair: (pair[0], pair[1].name))
+    origin = kept[0][0]
+    timed = (
+        TraceJob(j.name, j.model, j.gpus, (at - origin).total_seconds(), j.duration_s, j.hosts)
+        for at, j in kept
+    )
+    return Trace("lingjun", tuple(timed), dict(dropped))
+
+
+def load_csv(path: str | os.PathLike[str]) -> Trace:
+    """One's own trace: ``name,model,gpus,submit_s,duration_s``.
+
+    Raises:
+        WorkloadError: the line, what is wrong, and what was expected.
+    """
+    jobs = []
+    names: set[str] = set()
+    for where, row in _rows(path, OWN_COLUMNS):
+        gpus = _number(where, "gpus", row["gpus"])
+        submit_s = _number(where, "submit_s", row["submit_s"])
+        duration_s = _number(where, "duration_s", row["duration_s"])
+        if gpus < 1 or gpus != int(gpus):
+            raise WorkloadError(f"{where}: gpus is {row['gpus']!r}; expected 1 or more")
+        if submit_s < 0 or duration_s <= 0:
+            raise WorkloadError(f"{where}: expected submit_s of 0 or more, duration_s above 0")
+        if row["model"] not in MODELS:
+            raise WorkloadError(
+                f"{where}: model {row['model']!r}; expected one of {', '.join(MODELS)}"
+            )
+        if not row["name"] or row["name"] in names:
+            raise WorkloadError(f"{where}: name {row['name']!r}; expected a name of its own")
+        names.add(row["name"])
+        jobs.append(TraceJob(row["name"], row["model"], int(gpus), submit_s, duration_s))
+    return Trace("csv", tuple(sorted(jobs, key=lambda j: (j.submit_s, j.name))))
+
+
+def dump_csv(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write ``trace`` as :func:`load_csv` reads it; recorded places are not kept."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(OWN_COLUMNS)
+        writer.writerows([j.name, j.model, j.gpus, j.submit_s, j.duration_s] for j in trace.jobs)
+
+
+#: (share, GPUs, models) of generated jobs. The paper's text gives: more than 10% of the jobs, all
+#: GPT variants, have 128 GPUs or more, the largest 512 (§2.2, Figure 4). The rest is our choice.
+GENERATED_SIZES: tuple[tuple[float, int, tuple[str, ...]], ...] = (
+    (0.070, 128, ("gpt", "gpt-7b", "gpt-13b")),
+    (0.040, 256, ("gpt", "gpt-7b", "gpt-13b")),
+    (0.010, 512, ("gpt", "gpt-7b", "gpt-13b")),
+    (0.08, 64, ("gpt", "transformer-nlp", "bert")),
+    (0.10, 32, ("gpt", "transformer-nlp", "bert", "ctr")),
+    (0.15, 16, ("bert", "bert-128", "nmt", "ctr", "multi-interests-large")),
+    (0.30, 8, ("bert", "resnet", "resnet-152", "nmt", "nmt-base", "ctr", "multi-interests")),
+    (0.10, 4, ("resnet", "resnet-152", "nmt-base", "multi-interests")),
+    (0.15, 1, ("resnet", "nmt-base", "multi-interests")),
+)
+#: Jobs that run at once on average: with the daily wave, the peak comes out at a little over 30.
+MEAN_RUNNING = 16
+
+
+def generate(seed: int = 0, jobs: int = 5000, days: float = 14.0) -> Trace:
+    """A trace with the marginals that the paper describes for its cluster (§2.2, Figures 4, 5).
+
+    5,000 jobs in two weeks, of which more than 30 run at once and hold 1,000 and more GPUs in the
+    peak hour. Arrivals are a Poisson process with a daily wave; durations are log-normal, their
+    mean such that ``MEAN_RUNNING`` jobs run on average. Figure 6, the share of jobs that meet
+    others, is not an input: it follows from placement.
+
+    Args:
+        seed: the same seed gives the same trace.
+        jobs: how many arrive.
+        days: within how many days.
+    """
+    if jobs < 1 or not days > 0:
+        raise WorkloadError(f"{jobs} jobs in {days} days; expected 1 or more, and more than 0")
+    rng = random.Random(seed)
+    sigma = 1.5
+    mean_s = MEAN_RUNNING * days * DAY_S / jobs
+    weights = [share for share, _, _ in GENERATED_SIZES]
+    made = []
+    for i, at in enumerate(sorted(_arrival(rng, days * DAY_S) for _ in range(jobs))):
+        _, gpus, models = rng.choices(GENERATED_SIZES, weights)[0]
+        duration_s = rng.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma)
+        made.append(TraceJob(f"job{i}", rng.choice(models), gpus, at, duration_s))
+    return Trace("generated", tuple(made))
+
+
+def _arrival(rng: random.Random, horizon_s: float) -> float:
+    """A time whose density rises and falls by 60% over the day, by rejection."""
+    while True:
+        at = rng.uniform(0, horizon_s)
+        if rng.uniform(0, 1.6) < 1 + 0.6 * math.sin(2 * math.pi * at / DAY_S):
+            return at
+
+
+def _rows(
+    path: str | os.PathLike[str], columns: Iterable[str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """(place for errors, row) of a CSV that has at least ``columns``."""
+    file = Path(path)
+    try:
+        with _opened(file) as lines:
+            reader = csv.DictReader(lines)
+            missing = [c for c in columns if c not in (reader.fieldnames or ())]
+            if missing:
+                raise WorkloadError(f"{file}: line 1: the column {missing[0]!r} is missing")
+            for row in reader:
+                where = f"{file}: line {reader.line_num}"
+                if None in row.values() or None in row:
+                    raise WorkloadError(f"{where}: expected {len(reader.fieldnames or ())} fields")
+                yield where, row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise WorkloadError(f"{file}: {error}") from None
+
+
+def _opened(file: Path) -> TextIO:
+    if file.suffix == ".gz":
+        return io.TextIOWrapper(gzip.GzipFile(file), encoding="utf-8", newline="")
+    return file.open(newline="", encoding="utf-8")
+
+
+def _number(where: str, column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise WorkloadError(f"{where}: {column} is {text!r}; expected a number")
+    return value
+
+
+def _when(where: str, column: str, text: str, form: str | None) -> datetime:
+    try:
+        return datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)
+    except ValueError:
+        expected = form or "YYYY-MM-DD HH:MM:SS"
+        raise WorkloadError(f"{where}: {column} is {text!r}; expected {expected}") from None
+
+
+def _worker_gpus(where: str, resources: str) -> int:
+    """GPUs in a worker's resources; workers without any have none or an empty field."""
+    if not resources:
+        return 0
+    try:
+        return int(json.loads(resources).get(GPU_RESOURCE, 0))
+    except (ValueError, TypeError, AttributeError):
+        raise WorkloadError(
+            f'{where}: RES is {resources!r}; expected JSON such as {{"{GPU_RESOURCE}": "8"}}'
+        ) from None
