@@ -1,0 +1,206 @@
+"""Communication and computation of one rank over its iterations."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crux_torch.profile.job_profile import MAX_BURSTS, ProfileBurst
+from crux_torch.profile.record import Records
+
+Ints = NDArray[np.int64]
+
+#: Quiet shorter than this share of the period does not part two bursts.
+BURST_GAP = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What an iteration looks like, means over the iterations of a window.
+
+    Attributes:
+        iterations: iterations that it is taken over.
+        period_s: seconds of an iteration.
+        comm_s: seconds with a collective in flight; ``comm_median_s`` is the median iteration's.
+        exposed_s: seconds in which computation waits for communication.
+        compute_s: the rest of the period.
+        overlap: share of the communication that computation hides.
+        bursts: where in the compute the bursts start, and their shares of the bytes.
+    """
+
+    iterations: int
+    period_s: float
+    comm_s: float
+    comm_median_s: float
+    exposed_s: float
+    compute_s: float
+    overlap: float
+    bursts: tuple[ProfileBurst, ...]
+
+    @property
+    def comm_start(self) -> float:
+        """Share of the compute that is done when communication may start."""
+        return self.bursts[0].at
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Maximal stretches of time with a collective in flight.
+
+    Attributes:
+        begin_ns, end_ns: the stretches, ascending.
+        wait_ns: the last issue in each: from there to its end, computation waits.
+        first: index of each one's first interval, in ascending order of issue.
+    """
+
+    begin_ns: Ints
+    end_ns: Ints
+    wait_ns: Ints
+    first: Ints
+
+
+def intervals(records: Records) -> tuple[Ints, Ints]:
+    """When each record was in flight: by the device's clock where it is known."""
+    timed = records["device_ns"] >= 0
+    begin = np.where(timed, records["end_ns"] - records["device_ns"], records["start_ns"])
+    return begin.astype(np.int64), records["end_ns"].astype(np.int64)
+
+
+def stretches(begin_ns: Ints, end_ns: Ints) -> Stretches:
+    """The union of intervals that are sorted by their begin.
+
+    Nobody tells when a CPU job's device idles, so this rule stands for it: within a stretch,
+    computation goes on until the last issue and waits from there to the stretch's end. It is exact
+    for DDP over gloo (the last bucket leaves when backward ends) and for synchronous calls, each
+    its own stretch. It takes too much for exposed where a job issues all at once and computes on.
+    """
+    if not len(begin_ns):
+        return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
+    reach = np.maximum.accumulate(end_ns)
+    opens = np.concatenate(([True], begin_ns[1:] >= reach[:-1]))
+    first = np.flatnonzero(opens)
+    last = np.concatenate((first[1:], [len(begin_ns)])) - 1
+    return Stretches(begin_ns[first], reach[last], begin_ns[last], first)
+
+
+def bounds_from_operations(begin_ns: Ints, end_ns: Ints, operations: int) -> Ints:
+    """Iteration bounds without marks: after every ``operations`` collectives.
+
+    The iteration is taken to begin where the longest quiet of the pattern does: when the last
+    transfer of the iteration before has ended.
+    """
+    reach = np.maximum.accumulate(end_ns)
+    quiet = begin_ns[1:] - reach[:-1]
+    phases = [float(np.median(quiet[phase::operations])) for phase in range(operations)]
+    return reach[int(np.argmax(phases)) :: operations].astype(np.int64)
+
+
+def bounds_from_period(begin_ns: Ints, end_ns: Ints, period_s: float) -> Ints:
+    """Iteration bounds where nothing but the period is known: a grid from the longest quiet on."""
+    if len(begin_ns) < 2:
+        return np.zeros(0, dtype=np.int64)
+    reach = np.maximum.accumulate(end_ns)
+    anchor = int(reach[int(np.argmax(begin_ns[1:] - reach[:-1]))])
+    period_ns = period_s * 1e9
+    before = int((anchor - begin_ns[0]) // period_ns)
+    after = int((reach[-1] - anchor) // period_ns)
+    return anchor + np.round(np.arange(-before, after + 1) * period_ns).astype(np.int64)
+
+
+def describe(begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints) -> Timeline | None:
+    """The timeline of the iterations between ``bounds_ns``.
+
+    Args:
+        begin_ns: when each collective was issued, ascending; on a device, when it began.
+        end_ns: when it was complete.
+        bytes: its payload, to weigh the bursts.
+        bounds_ns: ascending ends of iterations, one more than there are iterations.
+
+    Returns:
+        None without a whole iteration.
+    """
+    if len(bounds_ns) < 2:
+        return None
+    count = len(bounds_ns) - 1
+    period_s = float(bounds_ns[-1] - bounds_ns[0]) / count / 1e9
+    spans = stretches(begin_ns, end_ns)
+    comm = _within(spans.begin_ns, spans.end_ns, bounds_ns)
+    exposed = _within(spans.wait_ns, spans.end_ns, bounds_ns)
+    comm_s, exposed_s = float(comm.mean()) / 1e9, float(exposed.mean()) / 1e9
+    return Timeline(
+        iterations=count,
+        period_s=period_s,
+        comm_s=comm_s,
+        comm_median_s=float(np.median(comm)) / 1e9,
+        exposed_s=exposed_s,
+        compute_s=max(0.0, period_s - exposed_s),
+        overlap=1.0 - exposed_s / comm_s if comm_s > 0 else 0.0,
+        bursts=_bursts(spans, begin_ns, bytes, bounds_ns),
+    )
+
+
+def _within(begin_ns: Ints, end_ns: Ints, bounds_ns: Ints) -> NDArray[np.float64]:
+    """Length of disjoint ascending intervals inside each iteration."""
+    edges = np.stack((begin_ns, end_ns), axis=1).ravel().astype(float)
+    covered = np.stack((np.zeros(len(begin_ns)), (end_ns - begin_ns).astype(float)), axis=1)
+    if not len(edges):
+        return np.zeros(len(bounds_ns) - 1)
+    base = np.concatenate(([0.0], np.cumsum(covered[:, 1])[:-1]))
+    total = (covered + base[:, None]).ravel()
+    return np.diff(np.interp(bounds_ns.astype(float), edges, total))
+
+
+def _bursts(
+    spans: Stretches, begin_ns: Ints, bytes: Ints, bounds_ns: Ints
+) -> tuple[ProfileBurst, ...]:
+    """The bursts of an iteration, means over the iterations with the usual number of them."""
+    period_ns = float(bounds_ns[-1] - bounds_ns[0]) / (len(bounds_ns) - 1)
+    if not len(spans.first):
+        return (ProfileBurst(1.0, 1.0),)
+    carried = np.add.reduceat(bytes.astype(float), spans.first)
+    found: list[list[tuple[float, float]]] = []
+    for begin, end in itertools.pairwise(bounds_ns.tolist()):
+        inside = np.flatnonzero((spans.begin_ns >= begin) & (spans.begin_ns < end))
+        found.append(_bursts_of_one(spans, carried, inside, begin, period_ns))
+    numbers = np.array([len(bursts) for bursts in found])
+    numbers = numbers[numbers > 0]
+    if not len(numbers):
+        return (ProfileBurst(1.0, 1.0),)
+    usual = int(np.bincount(numbers).argmax())
+    kept = np.array([bursts for bursts in found if len(bursts) == usual])
+    elapsed, shares = kept[:, :, 0].mean(axis=0), kept[:, :, 1].mean(axis=0)
+    exposed_ns = _within(spans.wait_ns, spans.end_ns, bounds_ns).mean()
+    compute_ns = max(1.0, period_ns - exposed_ns)
+    at = np.clip(elapsed / compute_ns, 0.0, 1.0)
+    total = shares.sum()
+    shares = shares / total if total > 0 else np.full(usual, 1.0 / usual)
+    return tuple(
+        ProfileBurst(float(a), float(min(s, 1.0))) for a, s in zip(at, shares, strict=True)
+    )
+
+
+def _bursts_of_one(
+    spans: Stretches,
+    carried: NDArray[np.float64],
+    inside: NDArray[np.int64],
+    begin_ns: int,
+    period_ns: float,
+) -> list[tuple[float, float]]:
+    """(compute done before it in ns, bytes) of each burst of one iteration."""
+    if not len(inside):
+        return []
+    quiet = spans.begin_ns[inside[1:]] - spans.end_ns[inside[:-1]]
+    gap = BURST_GAP * period_ns
+    if len(quiet) >= MAX_BURSTS:
+        gap = max(gap, float(np.sort(quiet)[-(MAX_BURSTS - 1)]))
+    parts = np.split(inside, np.flatnonzero(quiet > gap) + 1)
+    bursts, waited = [], 0.0
+    for part in parts:
+        bursts.append(
+            (float(spans.begin_ns[part[0]] - begin_ns) - waited, float(carried[part].sum()))
+        )
+        waited += float((spans.end_ns[part] - spans.wait_ns[part]).sum())
+    return bursts

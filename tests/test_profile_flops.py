@@ -1,0 +1,310 @@
+"""W: equal to the analytic count, without a trace in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from crux_torch.profile.flops import FlopMeter  # noqa: E402
+from crux_torch.profile.iterations import IterationMarks  # noqa: E402
+
+
+@pytest.fixture
+def meter() -> Iterator[FlopMeter]:
+    marks = IterationMarks()
+    marks.install()
+    meter = FlopMeter(marks)
+    meter.install()
+    yield meter
+    meter.remove()
+    marks.remove()
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Gpt(nn.Module):
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.attention = nn.ModuleList(Attention(width, heads) for _ in range(layers))
+        self.feed = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for attention, feed in zip(self.attention, self.feed, strict=True):
+            x = x + attention(x)
+            x = x + feed(x)
+        return self.head(x)
+
+
+def train(model: nn.Module, make_input: Callable[[], torch.Tensor], steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        loss = model(make_input()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_mlp(meter: FlopMeter) -> None:
+    train(mlp(), lambda: torch.randn(16, 32), 4)
+    count = meter.count()
+    # Forward, weights' gradients, and inputs' gradients of all but the first layer.
+    forward = 2 * 16 * (32 * 64 + 64 * 8)
+    assert count is not None
+    assert count.flops == 2 * forward + 2 * 16 * 64 * 8
+    assert count.iterations == 3
+    assert count.left_out == 0
+    assert count.uncounted_ops == ()
+
+
+def test_gpt(meter: FlopMeter) -> None:
+    vocabulary, width, heads, layers, batch, length = 50, 32, 4, 2, 3, 16
+    train(
+        Gpt(vocabulary, width, heads, layers),
+        lambda: torch.randint(vocabulary, (batch, length)),
+        4,
+    )
+    tokens = batch * length
+    weights = layers * (3 + 1 + 4 + 4) * width**2 + vocabulary * width
+    # Attention: two products forward, five backward (the scores are computed again).
+    products = layers * 7 * 2 * batch * length**2 * width
+    count = meter.count()
+    assert count is not None
+    assert count.flops == 3 * 2 * tokens * weights + products
+    assert count.uncounted_ops == ()
+
+
+def test_conv_net(meter: FlopMeter) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1), nn.Flatten(),
+        nn.Linear(4 * 10 * 10, 5),
+    )  # fmt: skip
+    train(model, lambda: torch.randn(2, 3, 10, 10), 4)
+    first, second = 2 * 2 * 100 * 9 * 3 * 8, 2 * 2 * 100 * 9 * 8 * 4
+    linear = 2 * 2 * 400 * 5
+    count = meter.count()
+    assert count is not None
+    assert count.flops == 2 * first + 3 * second + 3 * linear
+
+
+def test_equals_torchs_own_counter(meter: FlopMeter) -> None:
+    model = Gpt(50, 32, 4, 2)
+    tokens = torch.randint(50, (2, 8))
+    with FlopCounterMode(display=False) as reference:
+        model(tokens).float().square().mean().backward()
+    train(model, lambda: tokens, 3)
+    count = meter.count()
+    assert count is not None
+    assert count.flops == reference.get_total_flops()
+
+
+def test_checkpointing_counts_what_is_computed_again(meter: FlopMeter) -> None:
+    inner = mlp()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    train(Checkpointed(), lambda: torch.randn(16, 32), 4)
+    count = meter.count()
+    forward = 2 * 16 * (32 * 64 + 64 * 8)
+    assert count is not None
+    # The second forward stops early: nothing needs the last layer's output.
+    assert count.flops == 2 * forward + 2 * 16 * 64 * 8 + 2 * 16 * 32 * 64
+    assert count.left_out == 0
+
+
+def test_mean_over_signatures(meter: FlopMeter) -> None:
+    sizes = iter([16, 16, 16, 8] * 30)
+    train(mlp(), lambda: torch.randn(next(sizes), 32), 81)
+    count = meter.count()
+    each = 2 * 2 * (32 * 64 + 64 * 8) + 2 * 64 * 8
+    assert count is not None
+    assert count.left_out == 0, "both signatures were met while counting"
+    # 80 whole iterations after the first mark: 60 of 16 rows and 20 of 8.
+    assert count.flops == pytest.approx(each * (60 * 16 + 20 * 8) / 80, rel=1e-9)
+
+
+def test_gradient_accumulation_is_one_iteration(meter: FlopMeter) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        for _ in range(3):
+            model(torch.randn(16, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    count = meter.count()
+    assert count is not None
+    assert count.flops == 3 * (2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8)
+
+
+def test_training_is_the_same_bit_for_bit() -> None:
+    def run(counted: bool) -> list[float]:
+        torch.manual_seed(0)
+        marks = IterationMarks()
+        meter = FlopMeter(marks)
+        if counted:
+            marks.install()
+            meter.install()
+        try:
+            return train(mlp(), lambda: torch.randn(16, 32), 6)
+        finally:
+            meter.remove()
+            marks.remove()
+
+    assert run(counted=True) == run(counted=False)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_in_full(meter: FlopMeter, backend: str, in_place: bool) -> None:
+    """A dispatch mode that Dynamo respects would make fullgraph=True raise."""
+    torch._dynamo.reset()
+    model = mlp()
+    if in_place:
+        model.compile(backend=backend, fullgraph=True)
+    else:
+        model = torch.compile(model, backend=backend, fullgraph=True)
+    train(model, lambda: torch.randn(16, 32), 6)
+    count = meter.count()
+    assert count is not None
+    assert count.flops == 2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8
+    assert count.left_out == 0
+
+
+def test_names_what_it_can_not_count(meter: FlopMeter) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.softmax(x @ self.weight, -1).clone().transpose(0, 1)
+            return y.sum() + torch.fft.rfft(x).abs().sum() + torch.linalg.det(self.weight)
+
+    train(Model(), lambda: torch.randn(16, 32), 3)
+    count = meter.count()
+    assert count is not None
+    names = " ".join(count.uncounted_ops)
+    assert "fft" in names
+    assert "linalg" in names
+    for cheap in ("softmax", "clone", "transpose", "sum", "mean", "abs", "mul"):
+        assert cheap not in names
+
+
+def test_a_formula_that_fails_does_not_reach_the_model(
+    meter: FlopMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crux_torch.profile import flop_mode
+
+    def broken(*args: object, **kwargs: object) -> int:
+        raise AssertionError("unsupported layout")
+
+    monkeypatch.setitem(flop_mode.flop_registry, torch.ops.aten.addmm, broken)
+    losses = train(mlp(), lambda: torch.randn(16, 32), 4)
+    count = meter.count()
+    assert len(losses) == 4
+    assert count is not None
+    assert count.uncounted_ops == ("aten::addmm",)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+def test_never_takes_another_mode_off_the_stack(meter: FlopMeter) -> None:
+    model = mlp()
+    with Passing() as mine:
+        train(model, lambda: torch.randn(16, 32), 3)
+        assert torch._C._get_dispatch_stack_at(0) is mine
+        assert torch._C._len_torch_dispatch_stack() == 1
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert meter.count() is None
+    train(model, lambda: torch.randn(16, 32), 8)
+    assert meter.count() is not None
+
+
+def test_a_mode_over_a_mark_spoils_that_count_only(meter: FlopMeter) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.randn(16, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Passing():
+        step()
+    assert torch._C._len_torch_dispatch_stack() == 1, "the count under way waits for its turn"
+    for _ in range(8):
+        step()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    count = meter.count()
+    assert count is not None
+    assert count.flops == 2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8
+
+
+def test_removed_while_counting_leaves_nothing(meter: FlopMeter) -> None:
+    model = mlp()
+    train(model, lambda: torch.randn(16, 32), 1)
+    assert torch._C._len_torch_dispatch_stack() == 1
+    meter.remove()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    train(model, lambda: torch.randn(16, 32), 3)
+    assert not model._forward_pre_hooks
+
+
+def test_a_sharded_product_counts_what_this_rank_computes(meter: FlopMeter) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        model = nn.Sequential(nn.Linear(32, 64, bias=False))
+        parallelize_module(model, init_device_mesh("cpu", (4,)), {"0": ColwiseParallel()})
+        train(model, lambda: torch.randn(16, 32), 4)
+    finally:
+        dist.destroy_process_group()
+    count = meter.count()
+    assert count is not None
+    assert count.flops == 2 * (2 * 16 * 32 * 64) / 4
