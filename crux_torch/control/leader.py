@@ -259,6 +259,7 @@ class Leader:
         snapshot = fingerprint(self._jobs, self._topology)
         if snapshot != self._snapshot:
             self._snapshot, self._snapshot_since_s = snapshot, now
+            self._patience_s = self._lease_s
             if self._unplanned_since_s is None:
                 self._unplanned_since_s = now
         state = self._registry.plan()
@@ -317,7 +318,6 @@ class Leader:
         if stored is not None and usable and stored.plan.fingerprint == self._snapshot:
             self._disagreed_since_s = None
             self._unplanned_since_s = None
-            self._patience_s = self._lease_s
             self._check_policy(stored.plan)
             if now >= self._renew_at_s:
                 self._swap(state, stored.plan, stored.renewal + 1, now)

@@ -45,7 +45,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the plan says about one job; ``path`` holds a candidate's index for each of its flows."""
+    """What the plan says about one job; ``path`` has a candidate's index for each of its flows."""
 
     job: Name
     level: Level

@@ -1,0 +1,140 @@
+"""The profiling slot: never two holders, everyone's turn comes, a crash costs one lease."""
+
+from __future__ import annotations
+
+import random
+
+from control_fakes import FakeClock, FaultyStore
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from crux_torch.control.memory_store import MemoryStore
+from crux_torch.control.slots import ProfilingSlot
+
+LEASE_S = 10.0
+
+
+def slot(store: MemoryStore, job: str, clock: FakeClock) -> ProfilingSlot:
+    return ProfilingSlot(store, "c", job, "i0", lease_s=LEASE_S, clock=clock)
+
+
+def test_who_asks_first_goes_first() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    slots = [slot(store, name, clock) for name in ("c", "a", "b")]
+    assert slots[0].acquire_step()
+    assert not slots[1].acquire_step()
+    assert not slots[2].acquire_step()
+    assert slots[0].acquire_step()
+    slots[0].release()
+    assert not slots[0].acquire_step()
+    assert not slots[2].acquire_step()
+    assert slots[1].acquire_step()
+    slots[1].release()
+    assert not slots[0].acquire_step()
+    assert slots[2].acquire_step()
+    slots[2].release()
+    assert slots[0].acquire_step()
+
+
+def test_a_crashed_holder_frees_the_slot_when_its_lease_ends() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    crashed, next_one = slot(store, "a", clock), slot(store, "b", clock)
+    assert crashed.acquire_step()
+    clock.advance(LEASE_S - 0.1)
+    assert not next_one.acquire_step()
+    clock.advance(0.2)
+    assert not crashed.held
+    assert next_one.acquire_step()
+    crashed.release()
+    assert next_one.held
+    third = slot(store, "c", clock)
+    assert not third.acquire_step()
+
+
+def test_a_waiting_job_that_falls_silent_loses_its_place() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    holder, silent, patient = (slot(store, name, clock) for name in "abc")
+    assert holder.acquire_step()
+    assert not silent.acquire_step()
+    for _ in range(7):
+        assert not patient.acquire_step()
+        clock.advance(1.0)
+    holder.release()
+    assert patient.acquire_step()
+
+
+def test_foreign_bytes_block_nobody() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    store.put("crux/c/slot", b"junk")
+    store.put("crux/c/waiting/evil", b"\xff")
+    assert slot(store, "a", clock).acquire_step()
+
+
+def test_without_a_store_nothing_is_held_and_nothing_raised() -> None:
+    clock = FakeClock()
+    store = FaultyStore(MemoryStore(clock), random.Random(0))
+    one = slot(store, "a", clock)  # type: ignore[arg-type]
+    store.fail = 1.0
+    assert not one.acquire_step()
+    one.release()
+    store.fail = 0.0
+    assert one.acquire_step()
+    store.fail = 1.0
+    one.release()
+    assert not one.held
+
+
+class Turns(RuleBasedStateMachine):
+    """Jobs acquire, release, crash and wait in any order on a store that sometimes fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FakeClock()
+        self.store = FaultyStore(MemoryStore(self.clock), random.Random(1))
+        self.slots = [self.make(n) for n in range(4)]
+
+    def make(self, n: int) -> ProfilingSlot:
+        return slot(self.store, f"j{n}", self.clock)  # type: ignore[arg-type]
+
+    @rule(n=st.integers(0, 3), fail=st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    def acquire(self, n: int, fail: float) -> None:
+        self.store.fail = fail
+        assert self.slots[n].acquire_step() == self.slots[n].held
+        self.store.fail = 0.0
+
+    @rule(n=st.integers(0, 3), fail=st.sampled_from([0.0, 0.5]))
+    def release(self, n: int, fail: float) -> None:
+        self.store.fail = fail
+        self.slots[n].release()
+        assert not self.slots[n].held
+        self.store.fail = 0.0
+
+    @rule(n=st.integers(0, 3))
+    def crash(self, n: int) -> None:
+        self.slots[n] = self.make(n)
+
+    @rule(seconds=st.floats(0.1, 6.0))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def someone_gets_it_in_time(self) -> None:
+        for _ in range(40):
+            steps = [one.acquire_step() for one in self.slots]
+            if any(steps):
+                return
+            self.clock.advance(1.0)
+        raise AssertionError("nobody ever held the slot")
+
+    @invariant()
+    def one_holder_at_most(self) -> None:
+        assert sum(one.held for one in self.slots) <= 1
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
