@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -141,3 +146,28 @@ def test_samples_of_two_jobs_do_not_mix() -> None:
         merge([sample(0), sample(1, world_size=3)])
     with pytest.raises(ValueError, match="one job"):
         merge([])
+
+
+def test_lost_records_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        merge([sample(0, lost=7), sample(1)])
+    assert "7 records" in caplog.text
+
+
+def test_the_profile_itself_imports_no_torch() -> None:
+    """The package above may register the backend; what is here must stay light on its own."""
+    program = (
+        "import sys, types; package = types.ModuleType('crux_torch');"
+        " package.__path__ = [sys.argv[1]]; sys.modules['crux_torch'] = package;"
+        " import crux_torch.profile.merge, crux_torch.profile.trace, crux_torch.profile.window,"
+        " crux_torch.profile.flops, crux_torch.profile.iterations; print('torch' in sys.modules)"
+    )
+    folder = Path(merge.__code__.co_filename).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"

@@ -34,6 +34,15 @@ _CONTRACTS = re.compile(
     r"|(?<!upsample_)(?<!upsample_bi)(?<!upsample_tri)linear"
     r"|(^|_)(dot|vdot|mv|addmv|addr|ger|cholesky|svd|qr|lu|inverse)(_|$)"
 )
+#: Formulas that old releases lack, by the operator that computes the same.
+_SAME_FORMULA = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 #: Queries that a tensor subclass answers itself.
 _QUERIES = frozenset(
     {
@@ -97,7 +106,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The subclass dispatches to its local tensors, and those come here again.
             return NotImplemented
         self._look_for_module()
-        if packet not in flop_registry and func is not torch.ops.prim.device.default:
+        if _formula(packet) is None and func is not torch.ops.prim.device.default:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -109,7 +118,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(
         self, key: Any, name: str, out: Any, args: Any, kwargs: dict[str, Any], func: Any = None
     ) -> None:
-        formula = flop_registry.get(key)
+        formula = _formula(key)
         if formula is not None:
             try:
                 self.total += int(formula(*args, **kwargs, out_val=out))
@@ -139,6 +148,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._found_module(module, values.get("args", ()), values.get("kwargs", {}))
         except Exception:
             return
+
+
+def _formula(key: Any) -> Any:
+    return flop_registry.get(key) or flop_registry.get(_SAME_FORMULA.get(key))
 
 
 def _outermost_call(frame: Any) -> Any:

@@ -82,6 +82,9 @@ def merge(
     world = present[0].world_size
     if len(present) < world:
         log.warning("profile from %d of %d ranks, scaled to all", len(present), world)
+    lost = sum(sample.lost for sample in present)
+    if lost:
+        log.warning("%d records were dropped while measuring: bytes may be too few", lost)
     scale = world / len(present)
     placement = {**(hosts or {}), **{s.rank: s.host for s in present}}
     period_s = statistics.median(s.period_s for s in present)
