@@ -115,8 +115,8 @@ def _utilisation(comparison: Comparison) -> str:
     text = (
         "<p>Of the time that the cluster&rsquo;s devices had, the share in which they computed: "
         "&Sigma;<sub>j</sub>&nbsp;(compute time of j within T)&nbsp;&times;&nbsp;devices of j, "
-        "over T&nbsp;&times;&nbsp;devices. A step counts with the compute time it takes when its job is "
-        "alone.</p>\n"
+        "over T&nbsp;&times;&nbsp;devices. A step counts with the compute time it takes when its "
+        "job is alone.</p>\n"
     )
     figure = f"<figure>{svg.utilisation_chart(comparison)}</figure>\n"
     return _section("Utilisation", text + figure)

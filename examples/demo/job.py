@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -139,7 +140,7 @@ class Job:
             if agent.poll() is not None:
                 raise JobError(f"{self.name} ended with code {agent.returncode}\n{self.tail(rank)}")
 
-    def tail(self, rank: int = 0, lines: int = 20) -> str:
+    def tail(self, rank: int = 0, lines: int = 40) -> str:
         """The last lines that a rank's launcher and the rank itself printed."""
         text = self._output(rank).read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
@@ -157,10 +158,17 @@ class Job:
                     found.append(pid)
         return found
 
-    def finish(self, timeout_s: float = 30.0) -> list[int | None]:
-        """Let the job end a few steps ahead; its launchers' exit codes, None where too late."""
-        done = len(self.steps())
-        self._write_control(paused=False, last_step=done + 5)
+    def processes(self) -> list[int]:
+        """The launchers that still run and everything below them."""
+        running = [agent.pid for agent in self._agents if agent.poll() is None]
+        return [pid for root in running for pid in (root, *descendants(root))]
+
+    def finish(self) -> None:
+        """Let the job end by itself, a few steps ahead."""
+        self._write_control(paused=False, last_step=len(self.steps()) + 5)
+
+    def wait(self, timeout_s: float) -> list[int | None]:
+        """Its launchers' exit codes once they have ended, None for one that has not in time."""
         deadline = time.monotonic() + timeout_s
         codes: list[int | None] = []
         for agent in self._agents:
@@ -172,16 +180,19 @@ class Job:
 
     def kill(self, grace_s: float = 5.0) -> None:
         """End whatever of the job still runs."""
-        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
-            running = [a for a in self._agents if a.poll() is None]
-            victims = [pid for a in running for pid in (a.pid, *descendants(a.pid))]
-            if number == signal.SIGTERM:
-                victims = [a.pid for a in running]
-            for pid in victims:
-                _signal(pid, number)
-            deadline = time.monotonic() + wait_s
-            while any(a.poll() is None for a in running) and time.monotonic() < deadline:
-                time.sleep(0.02)
+        # Descriptors, because a number may belong to another process by the time it is used.
+        below = [fd for pid in self.processes() if (fd := _pidfd(pid)) is not None]
+        for agent in self._agents:
+            agent.terminate()
+        self.wait(grace_s)
+        for agent in self._agents:
+            agent.kill()
+            agent.wait()
+        # Launchers end their workers; these are the ones of a launcher that could not.
+        for fd in below:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.close(fd)
 
     @property
     def _script(self) -> Path:
@@ -211,8 +222,8 @@ class Job:
         draft.replace(self._control)
 
 
-def _signal(pid: int, number: int) -> None:
+def _pidfd(pid: int) -> int | None:
     try:
-        os.kill(pid, number)
+        return os.pidfd_open(pid)
     except ProcessLookupError:
-        return
+        return None

@@ -1,0 +1,3 @@
+from examples.demo.run import main
+
+main()

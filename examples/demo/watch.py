@@ -1,0 +1,29 @@
+"""Print the state of a cluster's store, a line of JSON at a time, until standard input ends.
+
+A process of its own, because it must run inside the network where the store is.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+
+from crux_torch.errors import CruxError
+from crux_torch.report.cluster_status import as_json_text, read_status
+
+PAUSE_S = 0.5
+
+
+def main(endpoint: str, cluster: str) -> None:
+    while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
+        try:
+            found = json.loads(as_json_text(read_status(endpoint, cluster)))
+        except CruxError:
+            continue
+        print(json.dumps({"at": time.monotonic(), **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,188 @@
+"""A job of the demo, steered from outside: paused, resumed, watched, ended; and the gain itself."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from examples.demo import netns, sockets
+from examples.demo.fabric import Fabric, FabricSpec
+from examples.demo.job import TORCHRUN, Job, JobError, JobSpec
+from examples.demo.phases import Phase, durations, measure
+
+_OK, _REASON = netns.available()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def _running(job: Job) -> Iterator[Job]:
+    try:
+        deadline = time.monotonic() + 90
+        while len(job.steps()) < 2:
+            job.check()
+            assert time.monotonic() < deadline, job.tail()
+            time.sleep(0.05)
+        yield job
+    finally:
+        job.kill()
+
+
+def _tiny(port: int, *flags: str) -> JobSpec:
+    arguments = ("--steps", "100000", "--width", "64", "--accelerator-ms", "20", *flags)
+    return JobSpec("tiny", "Tiny", "train_mlp.py", arguments, port)
+
+
+def test_is_steered_watched_and_ended_from_outside(tmp_path: Path) -> None:
+    with _running(Job(_tiny(_free_port()), tmp_path, TORCHRUN)) as job:
+        workers = job.workers()
+        assert len(workers) == 2
+
+        with sockets.Sampler({"tiny": workers[:1]}) as sampler:
+            before = len(job.steps())
+            time.sleep(1.0)
+            done = len(job.steps()) - before
+        samples = sampler.samples["tiny"]
+        moved = samples[-1][1] - samples[0][1]
+        embedding, layers = 256 * 24, (32 * 24 + 1) * 64 + (64 + 1) * 64 + (64 + 1) * 256
+        gradient_bytes = 4 * (embedding + layers)
+        assert (done - 3) * gradient_bytes < moved < 1.1 * (done + 3) * gradient_bytes
+
+        job.pause()
+        time.sleep(0.5)
+        halted = len(job.steps())
+        time.sleep(0.5)
+        assert len(job.steps()) == halted
+        window = measure(Phase("again", ("tiny",)), {"tiny": job}, 5, 30)
+        assert len(durations(job.steps(), [window])) >= 5
+
+        job.pause()
+        time.sleep(0.5)
+        last = job.steps()[-1].step
+        job.finish()
+        assert job.wait(30) == [0]
+        assert last < job.steps()[-1].step <= last + 6
+        with pytest.raises(JobError, match="tiny ended with code 0"):
+            job.check()
+
+
+def test_kill_leaves_no_process(tmp_path: Path) -> None:
+    # A launcher that ignores SIGTERM, and its worker.
+    stubborn = "trap '' TERM; sleep 600 & echo started; wait"
+    job = Job(_tiny(_free_port()), tmp_path, ("sh", "-c", stubborn))
+    try:
+        deadline = time.monotonic() + 10
+        while job.tail() != "started" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        victims = job.processes()
+        assert len(victims) == 2
+    finally:
+        job.kill(grace_s=0.3)
+    deadline = time.monotonic() + 5
+    while any(map(_alive, victims)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_alive, victims))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
+    job = Job(_tiny(_free_port()), tmp_path, ("sh", "-c", "echo out of luck; exit 3"))
+    try:
+        assert job.wait(10) == [3]
+        with pytest.raises(JobError, match="code 3\nout of luck"):
+            job.check()
+    finally:
+        job.kill()
+
+
+def test_borrowed_sockets_are_those_of_the_other_process() -> None:
+    program = """
+import socket, sys
+s = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+s.sendall(bytes(1000)); print("sent", flush=True); sys.stdin.read()
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        accepted: list[socket.socket] = []
+        thread = threading.Thread(target=lambda: accepted.append(server.accept()[0]))
+        thread.start()
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "sent\n"
+        thread.join(timeout=10)
+        try:
+            assert sockets.connections(child.pid, [port]) == []
+            [borrowed] = sockets.connections(child.pid)
+            with borrowed:
+                assert borrowed.getpeername()[1] == port
+                deadline = time.monotonic() + 5
+                while sockets.bytes_acked(borrowed) < 1000 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                # The kernel counts the SYN as a byte.
+                assert sockets.bytes_acked(borrowed) in (1000, 1001)
+                borrowed.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0xC0)
+                assert sockets.dscp(borrowed) == 48
+        finally:
+            child.communicate("", timeout=10)
+            for each in accepted:
+                each.close()
+
+
+def _mark(job: Job, tos: int) -> None:
+    for pid in job.workers():
+        for connection in sockets.connections(pid, (job.spec.master_port,)):
+            with connection:
+                connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _OK, reason=_REASON)
+def test_the_priority_that_crux_would_give_takes_the_harm_away(tmp_path: Path) -> None:
+    """The effect that the demo shows, with the classes set by hand."""
+    with ExitStack() as stack:
+        fabric = stack.enter_context(Fabric(FabricSpec(hosts_per_leaf=1)))
+        hosts = [fabric.host(0, 0), fabric.host(1, 0)]
+
+        def launch(name: str, script: str, port: int, ms: int) -> Job:
+            flags = ("--steps", "100000", "--accelerator-ms", str(ms))
+            spec = JobSpec(name, name, script, flags, port)
+            return stack.enter_context(_running(Job(spec, tmp_path, TORCHRUN, fabric, hosts)))
+
+        gpt = launch("gpt", "train_gpt.py", 29501, 150)
+        gpt.pause()
+        jobs = {"gpt": gpt, "mlp": launch("mlp", "train_mlp.py", 29502, 100)}
+
+        def median(case: str, running: Sequence[str], tos: int) -> float:
+            _mark(gpt, tos)
+            window = measure(Phase(case, tuple(running)), jobs, 10, 60)
+            return statistics.median(durations(gpt.steps(), [window]))
+
+        alone = median("alone", ["gpt"], 0)
+        together = median("together", ["gpt", "mlp"], 0)
+        first = median("first", ["gpt", "mlp"], 0xC0)
+        assert together > 1.1 * alone
+        assert first < together
+        assert (first - alone) < 0.5 * (together - alone)
