@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal
 
 from crux_torch.fabric.topology import CANDIDATE_LIMIT, Topology
@@ -198,7 +197,7 @@ def _rail_pairs(
     src: Sequence[str], dst: Sequence[str], topology: Topology
 ) -> list[tuple[str, str]]:
     """GPUs of two hosts, one for each NIC, paired in the order of the NICs."""
-    ours, theirs = _by_nic(tuple(src), topology), _by_nic(tuple(dst), topology)
+    ours, theirs = _by_nic(src, topology), _by_nic(dst, topology)
     rails = min(len(ours), len(theirs))
     return [(ours[i][0], theirs[i][0]) for i in range(rails)]
 
@@ -231,8 +230,7 @@ def _ring_order(
     return order[::-1] if position % 2 else order
 
 
-@lru_cache(maxsize=1 << 14)
-def _by_nic(local: tuple[str, ...], topology: Topology) -> tuple[tuple[str, ...], ...]:
+def _by_nic(local: Sequence[str], topology: Topology) -> tuple[tuple[str, ...], ...]:
     """The GPUs of one host by the NIC that their traffic leaves through."""
     nics: dict[tuple[str, ...], list[str]] = {}
     for gpu in local:

@@ -279,7 +279,7 @@ def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
 
 def _fill(cell: Cell, wanted: int, allocation: Allocation) -> list[str]:
     """``wanted`` free GPUs of ``cell``: whole children, then the fullest that holds the rest."""
-    if not cell.children:
+    if wanted == len(cell.gpus):
         return list(cell.gpus)
     taken: list[str] = []
     left = [child for child in cell.children if allocation.free_in[child]]
