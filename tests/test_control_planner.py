@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from crux_torch.control.planner import (
     MAX_DEVICE_FLOPS,
     UNLOCATED,
+    Planner,
     claimed_flops,
     compute_entries,
     fingerprint,
     plan_inputs,
 )
 from crux_torch.errors import SettingsError
+from crux_torch.fabric.loaders import dump_yaml
 from crux_torch.fabric.shared_core import shared_core
 from crux_torch.profile.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.intensity import link_traffic, transfer_time_s
@@ -173,3 +175,20 @@ def test_the_fingerprint_sees_what_matters_and_only_that() -> None:
     assert fingerprint([record("a", gpus=9), base[1]], None) != print_of
     assert len({print_of, fingerprint(base, b""), fingerprint(base, b"x")}) == 3
     assert fingerprint(base[:1], None) != print_of
+
+
+def test_the_planner_reads_the_topology_and_plans_without_one_it_cannot_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    records = [record("a", profile=profile(t_source="topology"))]
+    planner = Planner("crux", (0, 1))
+    topology = dump_yaml(shared_core(["h0", "h1"], 1e9)).encode()
+    (with_it,) = planner(records, topology)
+    assert with_it.intensity == pytest.approx(1e15 / 2.0)
+    (without,) = planner(records, None)
+    assert without.intensity == pytest.approx(1e15 / 0.1)
+    for bad in (b"\xff", b"version: 9", b"[" * 50, b"a: b: c"):
+        assert planner(records, bad) == (without,)
+    assert caplog.text.count("planning without") == 1
+    with pytest.raises(SettingsError):
+        Planner("best", (0, 1))

@@ -260,6 +260,8 @@ def test_calls_end_while_the_server_is_stopped_and_work_when_it_goes_on() -> Non
         until(lambda: _works(store), what="first answer")
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
+        # The signal stops a process of several threads a moment after kill() returns.
+        until(lambda: not _works(store), what="the server stands still")
         before = threading.active_count()
         for _ in range(20):
             with pytest.raises(StoreError):

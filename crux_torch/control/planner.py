@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +13,16 @@ from typing import Protocol
 import msgspec
 
 from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.control.warn_once import WarnOnce
 from crux_torch.errors import SettingsError
+from crux_torch.fabric.loaders import parse_yaml
 from crux_torch.profile.job_profile import JobProfile
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
+
+_log = logging.getLogger(__name__)
 
 #: The link on which flows meet whose place in the network is not known.
 UNLOCATED = "unlocated"
@@ -157,6 +162,62 @@ def scheduler_named(
     if policy not in schedulers:
         raise SettingsError(f"policy {policy!r}: expected one of {', '.join(sorted(schedulers))}")
     return schedulers[policy]
+
+
+class Planner:
+    """:func:`compute_entries` as a leader calls it: with the topology's bytes from the store.
+
+    A topology that can't be read counts as unknown, with one warning; since all leaders read the
+    same bytes, they still plan alike.
+
+    Args:
+        policy: the scheduler.
+        levels: that may be assigned, ascending.
+        seed: of what the scheduler draws.
+        parse: from the topology's text to a topology.
+
+    Raises:
+        SettingsError: an unknown policy, or no level.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        levels: Sequence[int],
+        *,
+        seed: int = 0,
+        parse: Callable[[str], TopologyLike] = parse_yaml,
+    ) -> None:
+        scheduler_named(policy)
+        if not levels:
+            raise SettingsError("no priority level is left to plan with")
+        self._policy, self._levels, self._seed = policy, tuple(levels), seed
+        self._parse = parse
+        self._parsed: tuple[bytes | None, TopologyLike | None] = (None, None)
+        self._warn = WarnOnce(_log)
+
+    def __call__(
+        self, records: Sequence[JobRecord], topology: bytes | None
+    ) -> tuple[PlanEntry, ...]:
+        """The plan's entries; raises as :func:`compute_entries`."""
+        if topology != self._parsed[0]:
+            self._parsed = (topology, self._read(topology))
+        return compute_entries(
+            records,
+            self._parsed[1],
+            policy=self._policy,
+            levels=self._levels,
+            seed=self._seed,
+        )
+
+    def _read(self, topology: bytes | None) -> TopologyLike | None:
+        if topology is None:
+            return None
+        try:
+            return self._parse(topology.decode())
+        except (ValueError, RecursionError) as error:
+            self._warn("topology", f"planning without the cluster's topology: {error}")
+            return None
 
 
 def fingerprint(records: Sequence[JobRecord], topology: bytes | None) -> str:
