@@ -257,7 +257,7 @@ def test_calls_end_while_the_server_is_stopped_and_work_when_it_goes_on() -> Non
         while states.get(timeout=60)[1] != "hosting":
             pass
         store = TcpStore("127.0.0.1", port, timeout_s=0.5)
-        until(lambda: _works(store), what="first answer")
+        until(lambda: _works(store), 90.0, "first answer")
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         # The signal stops a process of several threads a moment after kill() returns.
@@ -269,7 +269,7 @@ def test_calls_end_while_the_server_is_stopped_and_work_when_it_goes_on() -> Non
             time.sleep(0.05)
         assert threading.active_count() <= before + 5
         os.kill(process.pid, signal.SIGCONT)
-        until(lambda: _works(store), what="answer after SIGCONT")
+        until(lambda: _works(store), 90.0, "answer after SIGCONT")
         store.close()
     finally:
         process.kill()
