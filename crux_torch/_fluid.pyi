@@ -1,0 +1,93 @@
+"""The fluid network simulator's engine (csrc/fluid, csrc/bindings/fluid_py.cpp)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+class SpecError(ValueError):
+    """What was asked for can't be simulated: which job or link, and what was expected."""
+
+class JobResult(TypedDict):
+    completed: int
+    compute_s: float
+    comm_s: float
+    mean_iteration_s: float | None
+    start_s: float
+    end_s: float | None
+
+class Engine:
+    """The event-driven fluid simulator; jobs may come, go and change while it runs.
+
+    Every change takes effect at :attr:`now_s`. All methods raise SpecError for what can't be
+    simulated, and leave the engine as it was. An engine is used by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[tuple[str, float, float]],
+        *,
+        skip_repeats: bool = True,
+        repeat_tolerance: float = 1e-9,
+    ) -> None:
+        """An empty network at time 0.
+
+        Args:
+            links: name, capacity in bytes/s and delay in seconds of each.
+            skip_repeats: advance jobs that meet nobody, and jobs that provably repeat together,
+                without playing their events.
+            repeat_tolerance: states are the same when no time in them differs by more than this
+                share of the period; a skip over T seconds displaces a job by at most this share.
+        """
+
+    def add_job(
+        self,
+        name: str,
+        *,
+        compute_s: float,
+        bursts: Iterable[tuple[float, dict[str, float]]],
+        gpus: float = 1.0,
+        level: int = 0,
+        weight: float = 1.0,
+        start_s: float | None = None,
+        iterations: int | None = None,
+    ) -> None:
+        """Adds a job that starts to compute at start_s (default: now).
+
+        Args:
+            bursts: of each iteration, in order: the share of the compute after which it may start,
+                and its bytes on each link.
+            level: a higher one goes first.
+            weight: share within its level.
+            iterations: after which it ends; None: never.
+        """
+
+    def remove_job(self, name: str) -> None:
+        """Ends a job now; its results stay."""
+
+    def set_level(self, name: str, level: int) -> None: ...
+    def set_weight(self, name: str, weight: float) -> None: ...
+    def set_traffic(self, name: str, traffic: Sequence[Mapping[str, float]]) -> None:
+        """New bytes on each link for every burst (another path); one under way keeps its progress."""
+
+    def shift(self, name: str, by_s: float) -> None:
+        """Starts the job's next iteration this much later than it could."""
+
+    def run_until(self, until_s: float) -> None: ...
+    def run_until_end_of_any(self, until_s: float) -> list[str]:
+        """Stops as soon as jobs have done all their iterations, and names them; [] at until_s."""
+
+    def result(self, name: str) -> JobResult: ...
+    def results(self) -> dict[str, JobResult]: ...
+    def link_bytes(self) -> dict[str, float]:
+        """Bytes that each link has carried."""
+
+    def gpu_utilization(self) -> float:
+        """Sum of compute_s times GPUs over all jobs, by now_s times all jobs' GPUs."""
+
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def events(self) -> int:
+        """Events played so far; what was skipped has none."""
+
+def run_all(engines: Sequence[Engine], until_s: Sequence[float], threads: int = 1) -> None:
+    """Runs independent engines, each to its own time, `threads` at a time without the GIL."""

@@ -1,0 +1,169 @@
+// The fluid engine without Python: exact cases, and a random churn of jobs for the sanitizers.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "../../csrc/fluid/engine.h"
+
+using namespace crux::fluid;
+
+namespace {
+
+void check(bool ok, const char* what, int line) {
+  if (ok) return;
+  std::fprintf(stderr, "line %d: %s\n", line, what);
+  std::exit(1);
+}
+#define CHECK(condition) check(condition, #condition, __LINE__)
+
+constexpr double kGB = 1e9;
+
+JobSpec job(const std::string& name, double compute_s, std::vector<BurstSpec> bursts,
+            int level = 0) {
+  JobSpec spec;
+  spec.name = name;
+  spec.compute = Seconds(compute_s);
+  spec.bursts = std::move(bursts);
+  spec.level = level;
+  return spec;
+}
+
+BurstSpec burst(double at, std::vector<LoadSpec> traffic) { return {at, std::move(traffic)}; }
+
+void queue_gives_times_in_order_and_ties_by_id() {
+  EventQueue queue;
+  for (std::uint32_t id = 0; id < 200; ++id) queue.grow(id);
+  std::mt19937 random(1);
+  for (int i = 0; i < 5000; ++i) {
+    const std::uint32_t id = random() % 200;
+    if (random() % 4 == 0) {
+      queue.remove(id);
+    } else {
+      queue.set(id, static_cast<double>(random() % 50));
+    }
+  }
+  double time = -1.0;
+  std::uint32_t id = 0;
+  while (!queue.empty()) {
+    CHECK(queue.next_time() > time || (queue.next_time() == time && queue.next_id() > id));
+    time = queue.next_time();
+    id = queue.next_id();
+    queue.remove(id);
+  }
+}
+
+void paper_example_1() {
+  for (const auto& [level, busy] : {std::pair{1, 9.0}, std::pair{-1, 10.0}}) {
+    Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
+    const JobId a = engine.add_job(job("1", 2, {burst(1, {{0, Bytes(2 * kGB)}})}, level));
+    JobSpec second = job("2", 1, {burst(1, {{0, Bytes(kGB)}})}, 0);
+    second.start = Seconds(1);
+    const JobId b = engine.add_job(second);
+    engine.run_until(Seconds(2));
+    const double before = engine.result(a).compute_s + engine.result(b).compute_s;
+    engine.run_until(Seconds(14));
+    CHECK(engine.result(a).compute_s + engine.result(b).compute_s - before == busy);
+  }
+}
+
+void refuses_what_it_cannot_simulate() {
+  Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
+  for (JobSpec spec :
+       {job("nan", NAN, {}), job("nothing", 0, {}), job("link", 1, {burst(1, {{7, Bytes(1)}})}),
+        job("at", 1, {burst(-0.1, {{0, Bytes(1)}})})}) {
+    bool refused = false;
+    try {
+      engine.add_job(spec);
+    } catch (const SpecError&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+  CHECK(engine.job_count() == 0);
+}
+
+// Random jobs come, go, and change level and path; links never carry more than they can.
+void churn(unsigned seed, bool skip_repeats) {
+  std::mt19937 random(seed);
+  const auto uniform = [&](double low, double high) {
+    return low + (high - low) * static_cast<double>(random()) / 4294967296.0;
+  };
+  std::vector<LinkSpec> links;
+  for (int i = 0; i < 12; ++i) {
+    links.push_back({"l" + std::to_string(i), BytesPerSecond(uniform(0.5, 4) * kGB),
+                     Seconds(i % 4 == 0 ? 1e-3 : 0.0)});
+  }
+  const auto traffic = [&] {
+    std::vector<LoadSpec> loads;
+    for (LinkId link = 0; link < 12; ++link) {
+      if (random() % 4 == 0) loads.push_back({link, Bytes(uniform(0.01, 0.4) * kGB)});
+    }
+    return loads;
+  };
+  Engine engine(Network::validate(links), Options{skip_repeats, 1e-9});
+  std::vector<double> before(12, 0.0);
+  double now = 0.0;
+  for (int step = 0; step < 300; ++step) {
+    if (random() % 2 == 0) {
+      JobSpec spec =
+          job("j" + std::to_string(step), uniform(0.01, 0.5),
+              {burst(0.3, traffic()), burst(0.8, traffic())}, static_cast<int>(random() % 4));
+      spec.start = Seconds(now + uniform(0, 2));
+      spec.weight = uniform(0.5, 2);
+      if (random() % 2 == 0) spec.iterations = 1 + random() % 300;
+      engine.add_job(spec);
+    }
+    if (engine.job_count() > 0) {
+      const JobId id = random() % engine.job_count();
+      switch (random() % 5) {
+        case 0:
+          engine.remove_job(id);
+          break;
+        case 1:
+          engine.set_level(id, static_cast<int>(random() % 4));
+          break;
+        case 2:
+          engine.set_traffic(id, {traffic(), traffic()});
+          break;
+        case 3:
+          engine.shift(id, Seconds(uniform(0, 1)));
+          break;
+        default:
+          engine.set_weight(id, uniform(0.5, 2));
+      }
+    }
+    const double next = now + (step % 10 == 0 ? 100.0 : uniform(0, 1));
+    if (step % 3 == 0) {
+      engine.run_until_end_of_any(Seconds(next));
+    } else {
+      engine.run_until(Seconds(next));
+    }
+    const double elapsed = engine.now().value() - now;
+    now = engine.now().value();
+    const std::vector<double> bytes = engine.link_bytes();
+    for (LinkId link = 0; link < 12; ++link) {
+      const double most = elapsed * links[link].capacity.value();
+      CHECK(bytes[link] - before[link] <= most * (1 + 1e-9) + 100.0);
+      CHECK(bytes[link] - before[link] >= -100.0);
+    }
+    before = bytes;
+    for (const JobResult& result : engine.results()) {
+      CHECK(result.compute_s >= 0.0 && result.compute_s <= now + 1e-6);
+      CHECK(result.comm_s >= -1e-9 && result.comm_s <= now + 1e-6);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  queue_gives_times_in_order_and_ties_by_id();
+  paper_example_1();
+  refuses_what_it_cannot_simulate();
+  for (unsigned seed = 0; seed < 4; ++seed) churn(seed, seed % 2 == 0);
+  std::puts("ok");
+  return 0;
+}

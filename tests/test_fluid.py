@@ -1,0 +1,254 @@
+"""The fluid engine on cases whose outcome is known by hand."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from crux_torch._fluid import Engine, SpecError, run_all
+
+GB = 1e9
+
+
+def one_link(**options: object) -> Engine:
+    return Engine([("l", GB, 0.0)], **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "utilization", "sent_s"),
+    [("1", 9 / 24, (6.0, 3.0)), ("2", 10 / 24, (4.0, 6.0))],
+)
+def test_example_1_of_the_crux_paper(first, utilization, sent_s):
+    """Figure 11, from where both start to communicate: 37.5% of 12 s with job 1 first, or 41.7%."""
+    engine = one_link()
+    for name, seconds, start_s in (("1", 2.0, 0.0), ("2", 1.0, 1.0)):
+        engine.add_job(
+            name,
+            compute_s=seconds,
+            bursts=[(1.0, {"l": seconds * GB})],
+            gpus=10,
+            level=int(name == first),
+            start_s=start_s,
+        )
+    engine.run_until(2.0)
+    before = engine.results()
+    engine.run_until(14.0)
+    after = engine.results()
+    busy = [after[name]["compute_s"] - before[name]["compute_s"] for name in "12"]
+    assert sum(busy) / 24 == utilization
+    assert tuple(after[n]["comm_s"] - before[n]["comm_s"] for n in "12") == sent_s
+
+
+@pytest.mark.parametrize(("first", "idle_s"), [("1", 7.0), ("2", 6.0)])
+def test_example_2_of_the_crux_paper(first, idle_s):
+    """Figure 12: communication from half of the compute on; seconds that job 2 idles in 12 s."""
+    engine = one_link()
+    for name, compute_s, sent, start_s in (("1", 4.0, GB, 0.0), ("2", 2.0, 3 * GB, 1.0)):
+        engine.add_job(
+            name,
+            compute_s=compute_s,
+            bursts=[(0.5, {"l": sent})],
+            level=int(name == first),
+            start_s=start_s,
+        )
+    engine.run_until(2.0)
+    before = engine.result("2")["compute_s"]
+    engine.run_until(14.0)
+    assert 12.0 - (engine.result("2")["compute_s"] - before) == idle_s
+
+
+def test_water_filling_freezes_at_the_first_full_link_and_goes_on():
+    engine = Engine([("a", 3 * GB, 0.0), ("b", 2 * GB, 0.0)])
+    engine.add_job("both", compute_s=0, bursts=[(1, {"a": GB, "b": GB})], iterations=1)
+    engine.add_job("a", compute_s=0, bursts=[(1, {"a": 2 * GB})], iterations=1)
+    engine.add_job("b", compute_s=0, bursts=[(1, {"b": GB})], iterations=1)
+    engine.run_until(10)
+    # b is full at 1 GB/s each; `a` takes the other 2 GB/s of link a.
+    assert [engine.result(n)["end_s"] for n in ("both", "a", "b")] == [1.0, 1.0, 1.0]
+
+
+def test_shares_follow_weights():
+    engine = one_link()
+    engine.add_job("light", compute_s=0, bursts=[(1, {"l": GB})], weight=1, iterations=1)
+    engine.add_job("heavy", compute_s=0, bursts=[(1, {"l": 3 * GB})], weight=3, iterations=1)
+    engine.run_until(10)
+    assert engine.result("light")["end_s"] == engine.result("heavy")["end_s"] == 4.0
+
+
+def test_a_transfer_moves_at_the_pace_of_its_slowest_hop():
+    engine = Engine([("fast", 10 * GB, 0.0), ("slow", GB, 0.0)])
+    engine.add_job("ring", compute_s=0, bursts=[(1, {"fast": 4 * GB, "slow": 2 * GB})])
+    engine.run_until(10)
+    assert engine.result("ring")["completed"] == 5
+    assert engine.link_bytes() == {"fast": 20 * GB, "slow": 10 * GB}
+
+
+def test_delay_of_the_path_comes_before_the_transfer():
+    engine = Engine([("a", GB, 0.25), ("b", GB, 0.25), ("unused", GB, 7.0)])
+    engine.add_job(
+        "j", compute_s=1, bursts=[(1.0, {"a": GB, "b": GB, "unused": 0.0})], iterations=2
+    )
+    engine.run_until(10)
+    assert engine.result("j")["end_s"] == 5.0
+    assert engine.result("j")["mean_iteration_s"] == 2.5
+
+
+def test_bursts_are_sent_in_order():
+    engine = one_link()
+    engine.add_job("j", compute_s=1, bursts=[(0.0, {"l": GB}), (0.25, {"l": GB})], iterations=1)
+    engine.run_until(10)
+    assert engine.result("j")["end_s"] == 2.0
+
+
+def test_iteration_waits_for_compute_and_communication():
+    engine = one_link()
+    engine.add_job("hidden", compute_s=1, bursts=[(0.5, {"l": 0.25 * GB})], iterations=4)
+    engine.run_until(4)
+    assert engine.result("hidden")["end_s"] == 4.0
+
+
+def test_level_change_takes_effect_in_mid_transfer():
+    engine = one_link()
+    engine.add_job("a", compute_s=0, bursts=[(1, {"l": 2 * GB})], level=1, iterations=1)
+    engine.add_job("b", compute_s=0, bursts=[(1, {"l": 2 * GB})], level=0, iterations=1)
+    engine.run_until(1)
+    engine.set_level("b", 2)
+    engine.run_until(10)
+    assert engine.result("b")["end_s"] == 3.0
+    assert engine.result("a")["end_s"] == 4.0
+
+
+def test_path_change_keeps_progress():
+    engine = Engine([("l", GB, 0.0), ("m", 2 * GB, 0.0)])
+    engine.add_job("a", compute_s=0, bursts=[(1, {"l": 2 * GB})], iterations=1)
+    engine.run_until(1)
+    engine.set_traffic("a", [{"m": 2 * GB}])
+    engine.run_until(10)
+    assert engine.result("a")["end_s"] == 1.5
+    assert engine.result("a")["comm_s"] == pytest.approx(0.5 * 2 + 0.5 * 1)
+    assert engine.link_bytes() == {"l": pytest.approx(GB), "m": pytest.approx(GB)}
+
+
+def test_arrival_and_removal_on_a_link_that_was_skipped_over():
+    engine = one_link()
+    engine.add_job("a", compute_s=1, bursts=[(1, {"l": GB})])
+    engine.run_until(1000.5)
+    engine.add_job("b", compute_s=0, bursts=[(1, {"l": 100 * GB})], level=1, iterations=1)
+    engine.run_until(1050.0)
+    engine.remove_job("b")
+    assert engine.result("b")["comm_s"] == pytest.approx(49.5)
+    assert engine.result("b")["end_s"] == 1050.0
+    engine.run_until(1051.0)
+    # Computing until 1001, then shut out until 1050.
+    assert engine.result("a")["completed"] == 501
+    assert engine.result("a")["compute_s"] == pytest.approx(501)
+
+
+def test_shift_delays_the_next_iteration_once():
+    engine = one_link()
+    engine.add_job("a", compute_s=1, bursts=[], iterations=3)
+    engine.run_until(0.5)
+    engine.shift("a", 0.75)
+    engine.run_until(10)
+    assert engine.result("a")["end_s"] == 3.75
+    assert engine.result("a")["compute_s"] == 3.0
+
+
+def test_stops_at_the_end_of_any():
+    engine = one_link()
+    engine.add_job("a", compute_s=1, bursts=[], iterations=3)
+    engine.add_job("b", compute_s=0.5, bursts=[(1, {"l": 0.5 * GB})], iterations=4)
+    assert engine.run_until_end_of_any(100) == ["a"]
+    assert engine.now_s == 3.0
+    assert engine.run_until_end_of_any(100) == ["b"]
+    assert engine.now_s == 4.0
+    assert engine.run_until_end_of_any(100) == []
+    assert engine.now_s == 100.0
+
+
+def test_a_job_alone_costs_no_events():
+    engine = one_link()
+    engine.add_job("a", compute_s=0.5, bursts=[(0.5, {"l": 0.5 * GB})])
+    engine.run_until(7.5e5)
+    assert engine.result("a")["completed"] == 1_000_000
+    assert engine.events < 20
+
+
+def test_jobs_on_links_that_can_carry_them_all_do_not_meet():
+    engine = Engine([("core", 10 * GB, 0.0), ("a", GB, 0.0), ("b", GB, 0.0)])
+    for name in "ab":
+        engine.add_job(name, compute_s=0.7, bursts=[(1, {"core": GB, name: GB})])
+    engine.run_until(1e5)
+    assert engine.events < 30
+
+
+def test_a_starved_job_does_not_move():
+    engine = one_link()
+    engine.add_job("a", compute_s=0, bursts=[(1, {"l": GB})], level=1)
+    engine.add_job("b", compute_s=0, bursts=[(1, {"l": GB})], level=0, start_s=0.5)
+    engine.run_until(1e5)
+    assert engine.result("b")["completed"] == 0
+    assert engine.result("b")["comm_s"] == 0.0
+    assert engine.events < 50
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.add_job("a", compute_s=0, bursts=[]), "length of an iteration"),
+        (lambda e: e.add_job("a", compute_s=math.nan, bursts=[]), "compute_s is nan"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[(2, {"l": 1})]), "share from 0 to 1"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[(1, {"x": 1})]), "no link x"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[], weight=0), "weight is 0"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[], start_s=-1), "before the current time"),
+        (lambda e: e.add_job("busy", compute_s=1, bursts=[]), "appears twice"),
+        (lambda e: e.remove_job("nobody"), "no job nobody"),
+        (lambda e: e.set_weight("busy", -1.0), "weight"),
+        (lambda e: e.set_traffic("busy", []), "each of its bursts"),
+        (lambda e: e.shift("busy", -1.0), "shift"),
+        (lambda e: e.run_until(math.inf), "finite time"),
+        (lambda e: e.run_until(1e15), "can't resolve"),
+        (lambda e: Engine([("l", 0.0, 0.0)]), "capacity_Bps is 0"),
+        (lambda e: Engine([("l", 1.0, 0.0), ("l", 1.0, 0.0)]), "appears twice"),
+        (lambda e: run_all([e, e], [9.0, 9.0]), "appears twice"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(call, message):
+    engine = one_link()
+    engine.add_job("busy", compute_s=1, bursts=[(1, {"l": GB})])
+    with pytest.raises(SpecError, match=message):
+        call(engine)
+    engine.run_until(4)
+    assert engine.result("busy")["completed"] == 2
+
+
+def test_independent_runs_side_by_side_are_as_alone():
+    def engine() -> Engine:
+        e = Engine([("l", GB, 0.0)], skip_repeats=False)
+        for i in range(5):
+            e.add_job(f"j{i}", compute_s=0.1 * (i + 1), bursts=[(0.5, {"l": 1e8})], level=i % 2)
+        return e
+
+    alone = engine()
+    alone.run_until(200)
+    side_by_side = [engine() for _ in range(4)]
+    run_all(side_by_side, [200.0] * 4, threads=3)
+    assert all(e.results() == alone.results() for e in side_by_side)
+
+
+def test_other_threads_run_while_the_engine_does():
+    engine = Engine([("l", GB, 0.0)], skip_repeats=False)
+    for i in range(2):
+        engine.add_job(f"j{i}", compute_s=1e-4 * (1 + i / 3), bursts=[(0.5, {"l": 1e5})])
+    done = threading.Event()
+    worker = threading.Thread(target=lambda: (engine.run_until(30.0), done.set()))
+    worker.start()
+    ticks = 0
+    while not done.is_set():
+        time.sleep(1e-4)
+        ticks += 1
+    worker.join()
+    assert ticks > 3
