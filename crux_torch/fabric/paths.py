@@ -40,42 +40,32 @@ class ShortestPaths:
     """Shortest paths between sets of nodes of one host each, in a fixed order.
 
     The order is lexicographic in the order of the links of each node, so that the same links in
-    the same order give the same paths on every machine.
+    the same order give the same paths on every machine. Distances through the network are kept by
+    where a path leaves it and what remains from there, which all GPUs behind one switch share.
     """
 
     def __init__(self, links: LinkArrays) -> None:
         self._links = links
         nodes = len(links.owner)
         self._out: list[list[int]] = [[] for _ in range(nodes)]
-        self._into: list[list[int]] = [[] for _ in range(nodes)]
+        self._into_near: list[list[int]] = [[] for _ in range(nodes)]
         self._exits: dict[int, list[int]] = {}
+        self._entries: dict[int, list[int]] = {}
         for link, (u, v) in enumerate(zip(links.src, links.dst, strict=True)):
             self._out[u].append(link)
-            if links.owner[u] in (NETWORK, links.owner[v]):
-                self._into[v].append(link)
+            if links.owner[u] == links.owner[v]:
+                self._into_near[v].append(link)
+            elif links.owner[u] == NETWORK:
+                self._entries.setdefault(links.owner[v], []).append(link)
             else:
                 self._exits.setdefault(links.owner[u], []).append(link)
-        self._distances_to = lru_cache(maxsize=4096)(self._distances)
+        self._arrival = lru_cache(maxsize=1 << 14)(self._find_arrival)
+        self._network = lru_cache(maxsize=1 << 12)(self._find_network)
+        self._departure = lru_cache(maxsize=1 << 14)(self._find_departure)
 
     def count(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> int:
         """How many shortest paths lead from any of ``sources`` to any of ``targets``; 0: none."""
         return self._dag(sources, targets).total
-
-    def costs_inside(self, source: int) -> dict[int, int]:
-        """Cost from ``source`` to every node of its own host that is reached without leaving it."""
-        links = self._links
-        costs = {source: 0}
-        queue = [(0, source)]
-        while queue:
-            cost, u = heapq.heappop(queue)
-            if cost > costs[u] or (cost and not self._passable(u)):
-                continue
-            for link in self._out[u]:
-                v, further = links.dst[link], cost + links.cost[link]
-                if links.owner[v] == links.owner[source] and further < costs.get(v, further + 1):
-                    costs[v] = further
-                    heapq.heappush(queue, (further, v))
-        return costs
 
     def paths(
         self, sources: tuple[int, ...], targets: tuple[int, ...], limit: int | None = None
@@ -84,118 +74,183 @@ class ShortestPaths:
         dag = self._dag(sources, targets)
         return [self._unrank(dag, rank) for rank in spread(dag.total, limit)]
 
+    def costs_inside(self, source: int) -> dict[int, int]:
+        """Cost from ``source`` to every node of its own host that is reached without leaving it."""
+        links = self._links
+        costs = {source: 0}
+        queue = [(0, source)]
+        while queue:
+            cost, u = heapq.heappop(queue)
+            if cost > costs[u] or (cost and not links.forwards[u]):
+                continue
+            for link in self._out[u]:
+                v, further = links.dst[link], cost + links.cost[link]
+                if links.owner[v] == links.owner[source] and further < costs.get(v, further + 1):
+                    costs[v] = further
+                    heapq.heappush(queue, (further, v))
+        return costs
+
     def _dag(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Dag:
-        hosts = (self._links.owner[sources[0]], self._links.owner[targets[0]])
-        dag = _Dag(self._from_source_host(sources, targets), hosts)
-        reached = [s for s in sources if s in dag.distance]
-        best = min((dag.distance[s] for s in reached), default=0)
-        dag.starts = [s for s in reached if dag.distance[s] == best]
+        owner = self._links.owner
+        home, away = owner[sources[0]], owner[targets[0]]
+        arrival = self._arrival(targets)
+        network = self._network(arrival.remaining)
+        if home == away != NETWORK:
+            dag = _Dag(arrival.inside, arrival, network)
+        elif home == NETWORK:
+            dag = _Dag(network.distance, arrival, network)
+        else:
+            dag = _Dag(self._departure(home, arrival.remaining), arrival, network)
+        reached = [s for s in sources if s in dag.start_distance]
+        best = min((dag.start_distance[s] for s in reached), default=0)
+        dag.starts = [s for s in reached if dag.start_distance[s] == best]
         dag.total = sum(self._count(s, dag) for s in dag.starts)
         return dag
 
-    def _distances(self, targets: tuple[int, ...]) -> dict[int, int]:
-        """Distance to the nearest target from the network and from the targets' own host."""
-        distance = dict.fromkeys(targets, 0)
-        return self._relax(distance, [(0, t) for t in sorted(targets)], None)
-
-    def _from_source_host(
-        self, sources: tuple[int, ...], targets: tuple[int, ...]
-    ) -> dict[int, int]:
-        """The distances to ``targets``, carried on into the host of ``sources``."""
+    def _find_arrival(self, targets: tuple[int, ...]) -> _Arrival:
+        """What is left of a path from where it leaves the network."""
         links = self._links
-        distance = dict(self._distances_to(targets))
-        host = links.owner[sources[0]]
-        if host == NETWORK or host == links.owner[targets[0]]:
-            return distance
-        queue = []
+        host = links.owner[targets[0]]
+        if host == NETWORK:
+            return _Arrival({}, {}, tuple((t, 0) for t in sorted(targets)))
+        inside = self._relax(dict.fromkeys(targets, 0))
+        remaining: dict[int, int] = {}
+        entries: dict[int, list[int]] = {}
+        for link in self._entries.get(host, ()):
+            u, v = links.src[link], links.dst[link]
+            if v not in inside or not (inside[v] == 0 or links.forwards[v]):
+                continue
+            cost = links.cost[link] + inside[v]
+            if cost < remaining.get(u, cost + 1):
+                remaining[u], entries[u] = cost, []
+            if cost == remaining[u]:
+                entries[u].append(link)
+        return _Arrival(inside, entries, tuple(sorted(remaining.items())))
+
+    def _find_network(self, remaining: tuple[tuple[int, int], ...]) -> _Network:
+        return _Network(self._relax(dict(remaining)))
+
+    def _find_departure(self, host: int, remaining: tuple[tuple[int, int], ...]) -> dict[int, int]:
+        """Distances from the nodes of the host that a path starts in."""
+        links, network = self._links, self._network(remaining)
+        nearest: dict[int, int] = {}
         for link in self._exits.get(host, ()):
-            after = distance.get(links.dst[link])
-            u = links.src[link]
-            if after is not None and self._passable(links.dst[link]):
-                queue.append((after + links.cost[link], u))
-        for d, u in queue:
-            distance[u] = min(d, distance.get(u, d))
-        heapq.heapify(queue)
-        return self._relax(distance, queue, host)
+            u, after = links.src[link], network.distance.get(links.dst[link])
+            if after is not None:
+                nearest[u] = min(after + links.cost[link], nearest.get(u, after + links.cost[link]))
+        return self._relax(nearest)
 
-    def _relax(
-        self, distance: dict[int, int], queue: list[tuple[int, int]], host: int | None
-    ) -> dict[int, int]:
-        """Dijkstra against the direction of the links; within ``host`` only, if one is given."""
+    def _relax(self, distance: dict[int, int]) -> dict[int, int]:
+        """Dijkstra against the direction of the links, within one host or within the network."""
         links = self._links
+        queue = [(d, v) for v, d in distance.items()]
+        heapq.heapify(queue)
         while queue:
             d, v = heapq.heappop(queue)
-            if d > distance[v] or (d > 0 and not self._passable(v)):
+            if d > distance[v] or (d > 0 and not links.forwards[v]):
                 continue
-            for link in self._into[v]:
-                u = links.src[link]
-                if host is not None and links.owner[u] != host:
-                    continue
-                candidate = d + links.cost[link]
+            for link in self._into_near[v]:
+                u, candidate = links.src[link], d + links.cost[link]
                 if candidate < distance.get(u, candidate + 1):
                     distance[u] = candidate
                     heapq.heappush(queue, (candidate, u))
         return distance
 
-    def _passable(self, node: int) -> bool:
-        return self._links.forwards[node]
-
     def _next_links(self, u: int, dag: _Dag) -> list[int]:
-        """The links of ``u`` on a shortest path; out of the source's host, into the target's."""
-        links, distance = self._links, dag.distance
-        here, at = distance[u], links.owner[u]
-        source_host, target_host = dag.hosts
-        enter = {at}
-        if at == NETWORK:
-            enter.add(target_host)
-        elif at == source_host != target_host:
-            enter.add(NETWORK)
-        return [
-            link
-            for link in self._out[u]
-            if links.owner[v := links.dst[link]] in enter
-            and distance.get(v, here) == here - links.cost[link]
-            and (distance[v] == 0 or self._passable(v))
-        ]
+        """The links of ``u`` on a shortest path: within where it is, out of it, or into the end."""
+        links, owner = self._links, self._links.owner
+        if owner[u] == NETWORK:
+            onward = self._network_links(u, dag.network)
+            if dag.leaves_at.get(u) == dag.network.distance[u]:
+                return sorted(onward + dag.arrival.entries[u])
+            return onward
+        ending = u in dag.arrival.inside
+        inside = dag.arrival.inside if ending else dag.start_distance
+        following = []
+        for link in self._out[u]:
+            v = links.dst[link]
+            if owner[v] == owner[u]:
+                after = inside.get(v)
+            else:
+                # Paths leave the host where they start, and never the one where they end.
+                after = None if ending else dag.network.distance.get(v)
+            if after == inside[u] - links.cost[link] and (after == 0 or links.forwards[v]):
+                following.append(link)
+        return following
+
+    def _network_links(self, u: int, network: _Network) -> list[int]:
+        if u not in network.onward:
+            links, distance = self._links, network.distance
+            network.onward[u] = [
+                link
+                for link in self._out[u]
+                if links.owner[links.dst[link]] == NETWORK
+                and distance.get(links.dst[link]) == distance[u] - links.cost[link]
+            ]
+        return network.onward[u]
 
     def _count(self, u: int, dag: _Dag) -> int:
-        if dag.distance[u] == 0:
-            return 1
         if u not in dag.counts:
-            dag.counts[u] = sum(
-                self._count(self._links.dst[link], dag) for link in self._next_links(u, dag)
-            )
+            following = self._next_links(u, dag)
+            dst = self._links.dst
+            # Every cost is positive, so that only an end has nothing to follow.
+            dag.counts[u] = sum(self._count(dst[link], dag) for link in following) or 1
         return dag.counts[u]
 
     def _unrank(self, dag: _Dag, rank: int) -> tuple[int, ...]:
         """The path of that rank in lexicographic order, without listing the ones before it."""
         dst, counts = self._links.dst, dag.counts
         for u in dag.starts:
-            here = counts.get(u, 1)
-            if rank < here:
+            if rank < counts[u]:
                 break
-            rank -= here
+            rank -= counts[u]
         path = []
-        while dag.distance[u] > 0:
-            for link in self._next_links(u, dag):
-                here = counts.get(dst[link], 1)
-                if rank < here:
+        while following := self._next_links(u, dag):
+            for link in following:
+                if rank < counts[dst[link]]:
                     break
-                rank -= here
+                rank -= counts[dst[link]]
             path.append(link)
             u = dst[link]
         return tuple(path)
 
 
+class _Arrival(NamedTuple):
+    """The end of a path.
+
+    Attributes:
+        inside: distance from each node of the targets' host.
+        entries: for each switch beside that host, its links there that are on a shortest path.
+        remaining: (switch, distance from it into the host), sorted; a target switch has 0.
+    """
+
+    inside: dict[int, int]
+    entries: dict[int, list[int]]
+    remaining: tuple[tuple[int, int], ...]
+
+
 @dataclass(slots=True)
-class _Dag:
-    """The shortest-path links between two sets of nodes, with the paths counted from each node."""
+class _Network:
+    """The middle of a path: distance from each switch, and its links onward, as they are asked."""
 
     distance: dict[int, int]
-    hosts: tuple[int, int]
+    onward: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Dag:
+    """All shortest paths between two sets of nodes, with the paths counted from each node."""
+
+    start_distance: dict[int, int]
+    arrival: _Arrival
+    network: _Network
+    leaves_at: dict[int, int] = field(init=False)
     starts: list[int] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
     total: int = 0
+
+    def __post_init__(self) -> None:
+        self.leaves_at = {u: d for u, d in self.arrival.remaining if u in self.arrival.entries}
 
 
 def spread(total: int, limit: int | None) -> Iterable[int]:

@@ -90,6 +90,11 @@ class Allocation:
                     return found
         return []
 
+    def room_around(self, cell: Cell) -> tuple[int, ...]:
+        """Free GPUs of ``cell`` and of every wider cell around it, the narrowest first."""
+        above = self._above[cell.gpus[0]]
+        return tuple(self.free_in[c] for level, c in above.items() if level >= cell.level)
+
     def beside(self, level: int) -> dict[Cell, list[Request]]:
         """The jobs that hold GPUs of each cell of ``level``."""
         found: dict[Cell, list[Request]] = {}
@@ -177,7 +182,7 @@ def place_random(
 def place_hived(
     request: Request, allocation: Allocation, rng: random.Random
 ) -> tuple[str, ...] | None:
-    """HiveD's buddy allocation: the lowest cell that holds the job, the fullest of those.
+    """HiveD's buddy allocation: the lowest cell that holds the job, in the fullest surroundings.
 
     Within it whole children are taken first and the rest from the fullest one that suffices, so
     that wide cells stay whole. Quotas of virtual clusters, the other half of HiveD, have no part
@@ -186,7 +191,7 @@ def place_hived(
     fitting = allocation.fitting(request.gpus)
     if not fitting:
         return None
-    best = min(fitting, key=allocation.free_in.__getitem__)
+    best = min(fitting, key=allocation.room_around)
     return _in_order(best, _fill(best, request.gpus, allocation))
 
 
@@ -211,7 +216,8 @@ def place_muri(
             return 1.0
         return sum(interleaving_efficiency((request, other)) for other in others) / len(others)
 
-    best = max(fitting, key=lambda c: (mean_efficiency(c), -allocation.free_in[c]))
+    # The negated efficiency first: of equals, the one in the fullest surroundings.
+    best = min(fitting, key=lambda c: (-mean_efficiency(c), allocation.room_around(c)))
     return _in_order(best, _fill(best, request.gpus, allocation))
 
 

@@ -1,0 +1,196 @@
+"""Placements give free GPUs, each once; HiveD packs, Muri pairs complements."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crux_torch.fabric.builders import GpuServer, double_sided, two_layer_clos
+from crux_torch.fabric.shared_core import shared_core
+from crux_torch.sim.catalogue import WorkloadError
+from crux_torch.sim.placement import (
+    LEVELS,
+    PLACEMENTS,
+    Allocation,
+    Request,
+    cells,
+    interleaving_efficiency,
+    muri_groups,
+    place_hived,
+    place_muri,
+    place_random,
+    walk,
+)
+
+CLUSTER = two_layer_clos(hosts=6, tors=3, aggregations=2)
+CELLS = cells(CLUSTER)
+
+
+def hosts(gpus: tuple[str, ...] | None) -> Counter[str]:
+    assert gpus is not None
+    return Counter(gpu.split("/")[0] for gpu in gpus)
+
+
+def place_all(policy: str, sizes: list[int]) -> tuple[Allocation, list[tuple[str, ...] | None]]:
+    allocation, rng = Allocation(CELLS), random.Random(1)
+    placed = []
+    for i, size in enumerate(sizes):
+        request = Request(f"j{i}", size)
+        gpus = PLACEMENTS[policy](request, allocation, rng)
+        if gpus is not None:
+            allocation.take(request, gpus)
+        placed.append(gpus)
+    return allocation, placed
+
+
+def test_cells_follow_the_topology() -> None:
+    count = Counter(LEVELS[c.level] for c in walk(CELLS))
+    assert count == {"gpu": 48, "pcie": 24, "host": 6, "tor": 3, "pod": 1}
+    assert all(
+        cell.gpus == tuple(g for child in cell.children for g in child.gpus)
+        for cell in walk(CELLS)
+        if cell.children
+    )
+
+
+def test_cells_of_three_layers() -> None:
+    server = GpuServer(gpus=1, nics=1, pcie_switches=1)
+    root = cells(double_sided(hosts=12, cores=4, server=server))
+    count = Counter(LEVELS[c.level] for c in walk(root))
+    assert count == {"gpu": 12, "tor": 3, "cluster": 1}, "levels that repeat are left out"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(sorted(PLACEMENTS)),
+    st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=12),
+    st.integers(0, 99),
+)
+def test_placements_are_sound(policy: str, steps: list[tuple[int, bool]], seed: int) -> None:
+    allocation, rng = Allocation(CELLS), random.Random(seed)
+    for i, (size, release) in enumerate(steps):
+        request = Request(f"j{i}", size, rng.random(), rng.random())
+        free = allocation.free()
+        gpus = PLACEMENTS[policy](request, allocation, rng)
+        assert (gpus is None) == (size > len(free)), "it fits where there is room, and only there"
+        if gpus is not None:
+            assert len(set(gpus)) == len(gpus) == size
+            assert set(gpus) <= set(free)
+            assert list(gpus) == [g for g in CELLS.gpus if g in set(gpus)], "host by host"
+            allocation.take(request, gpus)
+            assert len(allocation.free()) == len(free) - size
+            if release:
+                allocation.release(request.name)
+                assert allocation.free() == free
+        assert all(
+            allocation.free_in[c] == len(set(c.gpus) & set(allocation.free())) for c in walk(CELLS)
+        )
+
+
+def test_random_is_seeded_and_scatters() -> None:
+    request = Request("j", 8)
+    first = place_random(request, Allocation(CELLS), random.Random(5))
+    assert first == place_random(request, Allocation(CELLS), random.Random(5))
+    assert len(hosts(first)) > 2
+
+
+def test_hived_takes_the_narrowest_cell() -> None:
+    rng = random.Random(0)
+    pair = place_hived(Request("j", 2), Allocation(CELLS), rng)
+    assert pair == ("h0/gpu0", "h0/gpu1"), "two GPUs of one PCIe switch"
+    assert len(hosts(place_hived(Request("j", 8), Allocation(CELLS), rng))) == 1
+    assert hosts(place_hived(Request("j", 16), Allocation(CELLS), rng)) == {"h0": 8, "h1": 8}
+
+
+def test_hived_keeps_hosts_whole() -> None:
+    # First come small jobs, then wide ones: small ones share the first host.
+    _, placed = place_all("hived", [1, 1, 2, 4, 8, 16, 8, 8])
+    assert {h for gpus in placed[:4] for h in hosts(gpus)} == {"h0"}
+    assert all(set(hosts(gpus).values()) == {8} for gpus in placed[4:])
+
+
+@pytest.mark.parametrize("policy", ["hived", "muri"])
+@pytest.mark.parametrize(("held", "size"), [(7, 1), (6, 2), (4, 4), (3, 1)])
+def test_a_host_that_is_split_already_is_filled_first(policy: str, held: int, size: int) -> None:
+    allocation = Allocation(CELLS)
+    # It neither computes nor communicates, so that Muri has no reason to stay away.
+    allocation.take(Request("a", held, 0, 0), CLUSTER.gpus("h4")[:held])
+    gpus = PLACEMENTS[policy](Request("b", size, 0, 0), allocation, random.Random(0))
+    assert hosts(gpus) == {"h4": size}
+
+
+def test_a_job_wider_than_a_rack_takes_whole_racks_first() -> None:
+    _, placed = place_all("hived", [20])
+    assert sorted(hosts(placed[0]).values()) == [4, 8, 8]
+
+
+def test_muri_goes_beside_its_complement() -> None:
+    allocation, rng = Allocation(CELLS), random.Random(0)
+    like = Request("like", 4, compute_s=3, network_s=1)
+    complement = Request("complement", 4, compute_s=1, network_s=3)
+    allocation.take(like, CLUSTER.gpus("h0")[:4])
+    allocation.take(complement, CLUSTER.gpus("h1")[:4])
+    for host in CLUSTER.hosts[2:]:
+        allocation.take(Request(f"wall {host}", 8, 1, 0), CLUSTER.gpus(host))
+    request = Request("new", 4, compute_s=3, network_s=1)
+    assert hosts(place_muri(request, allocation, rng)) == {"h1": 4}
+
+
+def test_muri_prefers_an_empty_host_to_a_like_job() -> None:
+    allocation, rng = Allocation(CELLS), random.Random(0)
+    allocation.take(Request("like", 4, 3, 1), CLUSTER.gpus("h0")[:4])
+    assert "h0" not in hosts(place_muri(Request("new", 4, 3, 1), allocation, rng))
+
+
+def test_interleaving_efficiency() -> None:
+    a, b = Request("a", 1, 3, 1), Request("b", 1, 1, 3)
+    assert interleaving_efficiency((a,)) == 0.5
+    assert interleaving_efficiency((a, b)) == 1.0, "perfect complements"
+    # Two alike: max(3, 1) + max(1, 3) = 6 for 8 seconds of work on two resources.
+    assert interleaving_efficiency((a, a)) == pytest.approx(8 / 12)
+    assert interleaving_efficiency((Request("x", 1, 0, 0),)) == 1.0
+    with pytest.raises(WorkloadError, match="a group of 3 jobs"):
+        interleaving_efficiency((a, a, a))
+
+
+def best_total(requests: list[Request]) -> float:
+    """The highest sum of efficiencies of pairs, by trying all."""
+    if len(requests) < 2:
+        return 0.0
+    first, rest = requests[0], requests[1:]
+    best = best_total(rest)
+    for i, other in enumerate(rest):
+        if other.gpus == first.gpus:
+            pair = interleaving_efficiency((first, other))
+            best = max(best, pair + best_total(rest[:i] + rest[i + 1 :]))
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 2), st.floats(0.01, 9), st.floats(0.01, 9)), max_size=7))
+def test_muri_groups_are_the_best_matching(jobs: list[tuple[int, float, float]]) -> None:
+    requests = [Request(f"j{i}", *job) for i, job in enumerate(jobs)]
+    groups = muri_groups(requests)
+    assert sorted(r.name for g in groups for r in g) == sorted(r.name for r in requests)
+    assert all(len({r.gpus for r in g}) == 1 for g in groups)
+    total = sum(interleaving_efficiency(g) for g in groups if len(g) == 2)
+    assert total == pytest.approx(best_total(requests))
+
+
+def test_errors() -> None:
+    allocation = Allocation(CELLS)
+    allocation.take(Request("a", 1), ("h0/gpu0",))
+    for name, gpus in (
+        ("a", ("h0/gpu1",)),
+        ("b", ("h0/gpu0",)),
+        ("b", ("h0/gpu1", "h0/gpu1")),
+        ("b", ("h9/gpu0",)),
+    ):
+        with pytest.raises(WorkloadError):
+            allocation.take(Request(name, len(gpus)), gpus)
+    with pytest.raises(WorkloadError, match="no GPUs"):
+        cells(shared_core(["a", "b"], 1e9))
