@@ -191,7 +191,7 @@ class ShortestPaths:
 
     def _count(self, u: int, dag: _Dag) -> int:
         if u not in dag.counts:
-            following = self._next_links(u, dag)
+            following = dag.following[u] = self._next_links(u, dag)
             dst = self._links.dst
             # Every cost is positive, so that only an end has nothing to follow.
             dag.counts[u] = sum(self._count(dst[link], dag) for link in following) or 1
@@ -205,7 +205,7 @@ class ShortestPaths:
                 break
             rank -= counts[u]
         path = []
-        while following := self._next_links(u, dag):
+        while following := dag.following[u]:
             for link in following:
                 if rank < counts[dst[link]]:
                     break
@@ -246,6 +246,7 @@ class _Dag:
     network: _Network
     leaves_at: dict[int, int] = field(init=False)
     starts: list[int] = field(default_factory=list)
+    following: dict[int, list[int]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     total: int = 0
 

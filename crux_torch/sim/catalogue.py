@@ -255,7 +255,7 @@ _DLRM_ACHIEVED = 875e3 * _DLRM_FLOPS / V100_FLOPS
 
 
 def _multi_interests(name: str, width: int, history: int) -> Model:
-    """MIND (Li et al., CIKM '19), which the paper's citation seems to mean, by its text.
+    """MIND (Li et al., CIKM '19); the paper only names it, and its reference leads elsewhere.
 
     For each of ``history`` clicks a bilinear map; three rounds of routing to 4 interests, two
     products each; two dense layers an interest; 10 sampled negatives. It publishes no throughput:

@@ -229,7 +229,7 @@ PLACEMENTS: dict[str, Placement] = {
 
 
 def interleaving_efficiency(jobs: Sequence[Request]) -> float:
-    """Busy share of the two resources when the jobs take turns (Muri, §4.1, Equations 1 and 2).
+    """Busy share of the two resources when the jobs take turns (Muri's interleaving efficiency).
 
     With two stages, computing and communicating, a group of two has the period
     max(c_a, n_b) + max(n_a, c_b); one job alone c + n. Further jobs have no turn of their own.
@@ -247,7 +247,7 @@ def interleaving_efficiency(jobs: Sequence[Request]) -> float:
 
 
 def muri_groups(requests: Sequence[Request]) -> list[tuple[Request, ...]]:
-    """Pairs of jobs of one size with the highest total efficiency (Muri, §4.2: Blossom).
+    """Pairs of jobs of one size with the highest total efficiency (Muri's grouping by the Blossom algorithm).
 
     Returns:
         Every job once, alone or with its partner, in the order of the first of each group.
