@@ -247,7 +247,7 @@ def interleaving_efficiency(jobs: Sequence[Request]) -> float:
 
 
 def muri_groups(requests: Sequence[Request]) -> list[tuple[Request, ...]]:
-    """Pairs of jobs of one size with the highest total efficiency (Muri's grouping by the Blossom algorithm).
+    """Pairs of jobs of one size with the highest total efficiency, by the Blossom algorithm.
 
     Returns:
         Every job once, alone or with its partner, in the order of the first of each group.
