@@ -66,7 +66,7 @@ class Engine:
     def set_level(self, name: str, level: int) -> None: ...
     def set_weight(self, name: str, weight: float) -> None: ...
     def set_traffic(self, name: str, traffic: Sequence[Mapping[str, float]]) -> None:
-        """New bytes on each link for every burst (another path); one under way keeps its progress."""
+        """New bytes on each link for every burst; one under way keeps its progress."""
 
     def shift(self, name: str, by_s: float) -> None:
         """Starts the job's next iteration this much later than it could."""

@@ -1,6 +1,6 @@
-"""The fluid model, written the slow and obvious way: after every event everything is computed anew.
+"""The fluid model, written the slow and obvious way: every event computes everything anew.
 
-It shares no code and no data structure with ``csrc/fluid`` and is what that engine is tested against.
+It shares no code or data structure with ``csrc/fluid`` and is what that engine is tested against.
 """
 
 from __future__ import annotations

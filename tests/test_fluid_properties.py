@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import fluid_reference as reference
@@ -52,10 +53,7 @@ def play(links: Links, jobs: Jobs, until_s: float = HORIZON_S, **options: Any) -
     return engine
 
 
-@SETTINGS
-@given(scenarios())
-def test_agrees_with_the_reference(scenario):
-    links, jobs = scenario
+def assert_agrees_with_the_reference(links: Links, jobs: Jobs) -> None:
     expected = {n: reference.Job(**copy.deepcopy(j)) for n, j in jobs.items()}
     carried = reference.simulate(
         {n: c for n, (c, _) in links.items()},
@@ -69,6 +67,30 @@ def test_agrees_with_the_reference(scenario):
         assert result["comm_s"] == pytest.approx(expected[name].comm_s, abs=1e-6)
         assert result["completed"] == expected[name].completed
     assert engine.link_bytes() == pytest.approx(carried, rel=1e-6, abs=100)
+
+
+@SETTINGS
+@given(scenarios())
+def test_agrees_with_the_reference(scenario):
+    assert_agrees_with_the_reference(*scenario)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_agrees_with_the_reference_where_everything_is_crowded(seed):
+    """Many jobs, each across most links: an event's effects run through several bottlenecks."""
+    rng = random.Random(seed)
+    for _ in range(12):
+        links = {f"l{i}": (rng.uniform(3e8, 3e9), 0.0) for i in range(6)}
+        jobs: Jobs = {}
+        for i in range(9):
+            across = rng.sample(sorted(links), rng.randint(2, 5))
+            jobs[f"j{i}"] = {
+                "compute_s": rng.uniform(0.05, 0.5),
+                "bursts": [(rng.random(), {e: rng.uniform(2e7, 5e8) for e in across})],
+                "level": rng.choice([0, 0, 0, 1]),
+                "weight": rng.choice([1.0, 1.0, 2.0]),
+            }
+        assert_agrees_with_the_reference(links, jobs)
 
 
 @SETTINGS

@@ -83,6 +83,7 @@ const std::vector<JobId>& Allocator::resolve() {
     for (JobId id : seeds_) level_ = std::max(level_, transfers_[id].level);
     ++epoch_;
     touched_.clear();
+    opened_.clear();
     std::size_t kept = 0;
     for (std::size_t i = 0; i < seeds_.size(); ++i) {
       const JobId id = seeds_[i];
@@ -107,6 +108,7 @@ void Allocator::touch(JobId id) {
   t.epoch = epoch_;
   t.frozen = false;
   touched_.push_back(id);
+  ++rising_;
   for (const Slot& slot : t.slots) {
     Link& link = links_[slot.link];
     if (link.epoch != epoch_) open(slot.link);
@@ -122,6 +124,7 @@ void Allocator::touch(JobId id) {
 void Allocator::open(LinkId id) {
   Link& link = links_[id];
   link.epoch = epoch_;
+  opened_.push_back(id);
   link.room = link.capacity;
   link.demand = 0.0;
   link.rising = 0;
@@ -134,12 +137,21 @@ void Allocator::open(LinkId id) {
       link.old_mark = std::min(link.old_mark, t.water);
     }
   }
+  if (link.old_mark < EventQueue::kNever) ++old_marks_;
 }
 
 // A lower bound of the mark: as if the untouched members all froze where they did before.
 double Allocator::lowest_mark(const Link& link) const {
   if (link.rising > 0) return std::max(link.room, 0.0) / link.demand;
-  return link.room < -kTolerance * link.capacity ? 0.0 : EventQueue::kNever;
+  return overfull(link) ? 0.0 : EventQueue::kNever;
+}
+
+// The frozen leave less than the untouched had: these freeze lower than they did before.
+bool Allocator::overfull(const Link& link) { return link.room < -kTolerance * link.capacity; }
+
+bool Allocator::any_overfull() const {
+  return std::any_of(opened_.begin(), opened_.end(),
+                     [this](LinkId id) { return overfull(links_[id]); });
 }
 
 // The mark: where the link is full if its untouched members rise no higher than they did before.
@@ -172,7 +184,7 @@ double Allocator::mark(const Link& link) const {
 // Water-filling of the touched, in the order in which links become full and ceilings are reached.
 void Allocator::fill() {
   const auto first_ceiling = static_cast<std::uint32_t>(links_.size());
-  while (!marks_.empty()) {
+  while (!marks_.empty() && (rising_ > 0 || old_marks_ > 0 || any_overfull())) {
     const double water = marks_.next_time();
     const std::uint32_t id = marks_.next_id();
     if (id >= first_ceiling) {
@@ -181,6 +193,7 @@ void Allocator::fill() {
       reach(id, water);
     }
   }
+  marks_.clear();
 }
 
 // The filling has come to a mark noted for a link: is the link full here?
@@ -190,6 +203,7 @@ void Allocator::reach(LinkId id, double water) {
   if (!above(full_at, water)) full_at = mark(link);
   if (!above(link.old_mark, water)) {
     const double old_mark = std::exchange(link.old_mark, EventQueue::kNever);
+    --old_marks_;
     if (above(full_at, old_mark)) {
       for (const Member& member : link.members) {
         const Transfer& t = transfers_[member.id];
@@ -210,6 +224,10 @@ void Allocator::reach(LinkId id, double water) {
     if (t.epoch != epoch_ && above(t.water, full_at)) touch(member.id);
     if (t.epoch == epoch_ && !t.frozen) freeze(member.id, full_at, id);
   }
+  if (link.old_mark < EventQueue::kNever) {
+    link.old_mark = EventQueue::kNever;
+    --old_marks_;
+  }
   marks_.remove(id);
 }
 
@@ -218,6 +236,7 @@ void Allocator::freeze(JobId id, double water, LinkId bottleneck) {
   t.frozen = true;
   t.next = water;
   t.next_bottleneck = bottleneck;
+  --rising_;
   for (const Slot& slot : t.slots) {
     Link& link = links_[slot.link];
     link.room -= slot.weight * water;

@@ -80,6 +80,8 @@ class Allocator {
   void open(LinkId id);
   double lowest_mark(const Link& link) const;
   double mark(const Link& link) const;
+  static bool overfull(const Link& link);
+  bool any_overfull() const;
   void reach(LinkId id, double water);
   void freeze(JobId id, double water, LinkId bottleneck);
   void fill();
@@ -90,9 +92,12 @@ class Allocator {
   std::vector<Link> links_;
   std::vector<JobId> seeds_;
   std::vector<JobId> touched_;
+  std::vector<LinkId> opened_;
   EventQueue marks_;  // links by their mark, then transfers by their ceiling
   std::vector<JobId> changed_;
   std::size_t changed_before_level_ = 0;
+  std::size_t rising_ = 0;     // touched transfers that are not frozen
+  std::size_t old_marks_ = 0;  // links whose old mark the filling has not come to
   std::uint64_t epoch_ = 0;
   int level_ = 0;  // being filled
 };

@@ -19,6 +19,11 @@ class EventQueue {
     if (id >= position_.size()) position_.resize(id + 1, kAbsent);
   }
 
+  void clear() {
+    for (const Entry& entry : heap_) position_[entry.id] = kAbsent;
+    heap_.clear();
+  }
+
   // Sets the time of id; kNever takes it out.
   void set(std::uint32_t id, double time) {
     if (time == kNever) {

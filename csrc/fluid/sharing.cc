@@ -8,12 +8,15 @@ namespace {
 // Demands that fill a link exactly must not count as contention because of rounding.
 constexpr double kRounding = 1.0 + 1e-12;
 
+bool before(const Sharing::User& user, JobId job) { return user.job < job; }
+
 }  // namespace
 
 Sharing::Sharing(const Network& network) {
   links_.reserve(network.size());
   for (LinkId link = 0; link < network.size(); ++link) {
-    links_.push_back({network.capacity(link).value(), false, {}});
+    links_.emplace_back();
+    links_.back().capacity_Bps = network.capacity(link).value();
   }
 }
 
@@ -23,14 +26,31 @@ double Sharing::demand(const Link& link) {
   return sum;
 }
 
+// Whether a is full whenever b is, and holds up everybody that b holds up.
+bool Sharing::dominates(const Link& a, const Link& b) {
+  if (a.users.size() < b.users.size()) return false;
+  auto at = a.users.begin();
+  for (const User& user : b.users) {
+    while (at != a.users.end() && at->job < user.job) ++at;
+    if (at == a.users.end() || at->job != user.job) return false;
+    if (user.peak_Bps * a.capacity_Bps > at->least_Bps * b.capacity_Bps * kRounding) return false;
+  }
+  return true;
+}
+
 bool Sharing::contended_with(LinkId link, double peak_Bps) const {
   const Link& l = links_[link];
-  return l.contended || (!l.users.empty() && demand(l) + peak_Bps > l.capacity_Bps * kRounding);
+  return l.overbooked || (!l.users.empty() && demand(l) + peak_Bps > l.capacity_Bps * kRounding);
+}
+
+void Sharing::book(LinkId link) {
+  Link& l = links_[link];
+  l.overbooked = l.users.size() > 1 && demand(l) > l.capacity_Bps * kRounding;
 }
 
 void Sharing::refresh(LinkId link) {
   Link& l = links_[link];
-  const bool contended = l.users.size() > 1 && demand(l) > l.capacity_Bps * kRounding;
+  const bool contended = l.overbooked && !l.dominated;
   if (contended == l.contended) return;
   l.contended = contended;
   flipped_.push_back(link);
@@ -38,21 +58,33 @@ void Sharing::refresh(LinkId link) {
 
 const std::vector<LinkId>& Sharing::add(JobId job, const std::vector<Footprint>& footprint) {
   flipped_.clear();
+  std::vector<LinkId> overbooked;
   for (const Footprint& f : footprint) {
-    links_[f.link].users.push_back({job, f.peak_Bps});
-    refresh(f.link);
+    std::vector<User>& users = links_[f.link].users;
+    users.insert(std::lower_bound(users.begin(), users.end(), job, before),
+                 {job, f.peak_Bps, f.least_Bps});
+    book(f.link);
+    if (links_[f.link].overbooked) overbooked.push_back(f.link);
   }
+  // Only a link that the new job crosses can cease to be dominated, and only by another such link
+  // can it still be: others do not carry the new job.
+  for (LinkId b : overbooked) {
+    links_[b].dominated = std::any_of(overbooked.begin(), overbooked.end(), [this, b](LinkId a) {
+      if (a == b || !dominates(links_[a], links_[b])) return false;
+      return a < b || !dominates(links_[b], links_[a]);
+    });
+  }
+  for (const Footprint& f : footprint) refresh(f.link);
   return flipped_;
 }
 
+// Whoever dominates a link still does when both lose a job.
 const std::vector<LinkId>& Sharing::remove(JobId job, const std::vector<Footprint>& footprint) {
   flipped_.clear();
   for (const Footprint& f : footprint) {
     std::vector<User>& users = links_[f.link].users;
-    const auto it =
-        std::find_if(users.begin(), users.end(), [job](const User& u) { return u.job == job; });
-    *it = users.back();
-    users.pop_back();
+    users.erase(std::lower_bound(users.begin(), users.end(), job, before));
+    book(f.link);
     refresh(f.link);
   }
   return flipped_;

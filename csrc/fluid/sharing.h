@@ -9,16 +9,19 @@ namespace crux::fluid {
 
 using JobId = std::uint32_t;
 
-// Which jobs cross which links, and on which links they can meet at all.
+// Which jobs cross which links, and which links can decide anything.
 //
 // A link is contended when the jobs on it, each at the rate it would have alone, want more than its
-// capacity. On any other link no job ever waits for another, whatever the levels: such links are
-// left out of the allocation, and jobs that share only such links are independent.
+// capacity, unless another link dominates it: one that all its jobs cross too, and that each of
+// them fills at least as much. No job ever waits for a link that is not contended, whatever the
+// levels: such links are left out of the allocation, and jobs that share only such links are
+// independent.
 class Sharing {
  public:
   struct User {
     JobId job;
     double peak_Bps;
+    double least_Bps;
   };
 
   explicit Sharing(const Network& network);
@@ -28,18 +31,23 @@ class Sharing {
   const std::vector<LinkId>& remove(JobId job, const std::vector<Footprint>& footprint);
 
   bool contended(LinkId link) const { return links_[link].contended; }
-  // Whether the link would be contended with this much more on it.
+  // Whether jobs could meet on the link with this much more on it.
   bool contended_with(LinkId link, double peak_Bps) const;
+  // Ascending.
   const std::vector<User>& users(LinkId link) const { return links_[link].users; }
 
  private:
   struct Link {
     double capacity_Bps;
+    bool overbooked = false;
+    bool dominated = false;
     bool contended = false;
     std::vector<User> users;
   };
 
   static double demand(const Link& link);
+  static bool dominates(const Link& a, const Link& b);
+  void book(LinkId link);
   void refresh(LinkId link);
 
   std::vector<Link> links_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <set>
 #include <sstream>
 
@@ -58,19 +59,26 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
 }
 
 std::vector<Footprint> footprint_of(const std::vector<Burst>& bursts) {
-  std::vector<Footprint> footprint;
+  struct Range {
+    double peak_Bps, least_Bps;
+    std::size_t bursts;
+  };
+  std::map<LinkId, Range> ranges;
+  std::size_t sent = 0;
   for (const Burst& burst : bursts) {
+    if (!burst.crossings.empty()) ++sent;
     for (const Crossing& crossing : burst.crossings) {
-      footprint.push_back({crossing.link, crossing.share * burst.busiest_bytes / burst.alone_s});
+      const double full_Bps = crossing.share * burst.busiest_bytes / burst.alone_s;
+      Range& range = ranges.try_emplace(crossing.link, Range{full_Bps, full_Bps, 0}).first->second;
+      range.peak_Bps = std::max(range.peak_Bps, full_Bps);
+      range.least_Bps = std::min(range.least_Bps, full_Bps);
+      ++range.bursts;
     }
   }
-  std::sort(footprint.begin(), footprint.end(), [](const Footprint& a, const Footprint& b) {
-    return a.link != b.link ? a.link < b.link : a.peak_Bps > b.peak_Bps;
-  });
-  footprint.erase(
-      std::unique(footprint.begin(), footprint.end(),
-                  [](const Footprint& a, const Footprint& b) { return a.link == b.link; }),
-      footprint.end());
+  std::vector<Footprint> footprint;
+  for (const auto& [link, range] : ranges) {
+    footprint.push_back({link, range.peak_Bps, range.bursts == sent ? range.least_Bps : 0.0});
+  }
   return footprint;
 }
 

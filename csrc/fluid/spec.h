@@ -74,10 +74,11 @@ struct Burst {
   std::vector<Crossing> crossings;
 };
 
-// The most that a job can ever put on a link.
+// What a job puts on a link while it sends at full speed: the most and the least over its bursts.
 struct Footprint {
   LinkId link;
   double peak_Bps;
+  double least_Bps;
 };
 
 // One iteration of a job, checked.
