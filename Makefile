@@ -32,7 +32,7 @@ $(VENV)/.installed: requirements.txt $(CONSTRAINTS)
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-build-isolation --no-deps --config-settings editable_mode=compat -e .
+	  --no-build-isolation --no-deps -e .
 	touch $@
 
 # System packages that make more of the tests run; what stays missing is said, and tests skip with it.

@@ -4,8 +4,12 @@ Install with ``pip install --no-build-isolation``: the extension must be built a
 it will run with. Needs no CUDA toolkit and no GPU.
 """
 
+import os
 import re
 from pathlib import Path
+
+# An earlier install of this package may be half replaced while this one is built.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 import torch
 from pybind11.setup_helpers import Pybind11Extension
@@ -74,6 +78,6 @@ setup(
     ],
     package_dir={"cruxrun": "launcher/cruxrun"},
     package_data={"crux_torch": ["py.typed", "*.pyi"]},
-    ext_modules=[torch_extension()],
+    ext_modules=[torch_extension(), fluid_extension()],
     cmdclass={"build_ext": cpp_extension.BuildExtension},
 )

@@ -6,9 +6,8 @@ no import at all.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
-
-from crux_torch import backend as _backend
 
 if TYPE_CHECKING:
     from typing import Any
@@ -18,7 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["__version__", "attach", "profile", "status"]
 __version__ = "0.1.0"
 
-_backend.register()
+# A program that uses only the simulator or the command line does without torch. Where torch is
+# imported later, its entry points register the backend: see ``cruxrun.autoload``.
+if "torch" in sys.modules:
+    from crux_torch import backend as _backend
+
+    _backend.register()
 
 
 def attach() -> None:
@@ -27,7 +31,9 @@ def attach() -> None:
     What ``cruxrun`` does for a script that does not know Crux. Idempotent, and nothing at all where
     ``CRUX_DISABLE`` is set; process groups that exist already are left as they are.
     """
-    _backend.attach()
+    from crux_torch import backend
+
+    backend.attach()
 
 
 def profile() -> JobProfile | None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from crux_torch import runtime
 from crux_torch.apply.ownership import Ownership
 from crux_torch.errors import CruxError
 from crux_torch.settings import Settings
@@ -29,9 +30,10 @@ STOCK_CLASSES = {
     "ProcessGroupNCCLLazy": ("nccl", "cuda"),
 }
 
-_owned = Ownership()
+#: The sockets of every inner backend of this process.
+OWNED_SOCKETS = Ownership()
+
 _suspended = threading.local()
-_on_new_group: list[Callable[[], None]] = []
 
 
 def recorder() -> Any:
@@ -41,20 +43,14 @@ def recorder() -> Any:
     return _C.process_recorder(Settings.from_env().records)
 
 
-def on_new_group(call: Callable[[], None]) -> None:
-    """Have ``call`` called after every process group that is made, from the thread that makes it."""
-    _on_new_group.append(call)
-
-
-def _delegate(name: str, inners: dict[str, Any]) -> Any:
+def _delegate(name: str, inners: dict[str, Any], store: Any) -> Any:
     from crux_torch import _C
 
     first = next(iter(inners.values()))
     backend = _C.DelegatingBackend(name, first.rank(), first.size(), recorder())
     for device, inner in inners.items():
         backend.add_inner(device, inner)
-    for call in _on_new_group:
-        call()
+    runtime.group_was_made(store, first.rank(), first.size(), inners.keys())
     return backend
 
 
@@ -103,7 +99,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
     inners: dict[str, Any] = {}
     with _stock():
         if dist.is_gloo_available():
-            with _owned.watching(opts.store, opts.group_rank, opts.group_size):
+            with OWNED_SOCKETS.watching(opts.store, opts.group_rank, opts.group_size):
                 inners["cpu"] = _create_gloo(opts, backend_options)
         if torch.cuda.is_available() and dist.is_nccl_available():
             inners["cuda"] = _create_nccl(opts, backend_options)
@@ -111,7 +107,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
         raise CruxError('backend "crux" needs Gloo or NCCL, and this torch has neither')
     if Settings.from_env().disable and list(inners) == ["cpu"]:
         return inners["cpu"]
-    return _delegate(NAME, inners)
+    return _delegate(NAME, inners, opts.store)
 
 
 def register() -> None:
@@ -140,7 +136,9 @@ def _accept_in_monitored_barrier() -> None:
         return
     stock = c10d.monitored_barrier
 
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> Any:
         member = not c10d._rank_not_in_group(group)
         if not member or dist.get_backend(group) != NAME:
             return stock(group, timeout, wait_all_ranks)
@@ -166,9 +164,9 @@ class _StandIn(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if getattr(_suspended, "depth", 0):
             return cls.stock(*args, **kwargs)
-        with _owned.watching(*args[:3]):
+        with OWNED_SOCKETS.watching(*args[:3]):
             inner = cls.stock(*args, **kwargs)
-        return _delegate(cls.public_name, {cls.device: inner})
+        return _delegate(cls.public_name, {cls.device: inner}, args[0])
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, cls.stock):
@@ -202,11 +200,31 @@ def _suspending(function: Callable[..., Any]) -> Callable[..., Any]:
     return create_process_group_wrapper
 
 
+def _registering(register_backend: Callable[..., None]) -> Callable[..., None]:
+    """torch's C++ takes whatever bears the type GLOO for a ProcessGroupGloo, without asking.
+
+    DDP's logger does so. A stand-in for Gloo is registered as CUSTOM, as any backend of another
+    package; names stay what they are.
+    """
+    types = c10d.ProcessGroup.BackendType
+
+    def _register_backend(group: Any, device: Any, kind: Any, *backend: Any) -> None:
+        inside = getattr(backend[0], "wrapped_pg", backend[0]) if backend else None
+        if kind == types.GLOO and hasattr(inside, "default_inner"):
+            if group.name() == "gloo":
+                group._set_default_backend(types.CUSTOM)
+            kind = types.CUSTOM
+        register_backend(group, device, kind, *backend)
+
+    return _register_backend
+
+
 def attach() -> None:
     """Make every process group that is created from now on record, under its own backend's name.
 
     Idempotent; does nothing where ``CRUX_DISABLE`` is set. Groups that exist are left as they are.
     """
+    register()
     if Settings.from_env().disable or is_attached():
         return
     for class_name, (public_name, device) in STOCK_CLASSES.items():
@@ -217,6 +235,7 @@ def attach() -> None:
         setattr(c10d, class_name, _StandIn(class_name, (), namespace))
     c10d._get_split_source = _unwrapped(c10d._get_split_source)
     c10d._create_process_group_wrapper = _suspending(c10d._create_process_group_wrapper)
+    c10d.ProcessGroup._register_backend = _registering(c10d.ProcessGroup._register_backend)
 
 
 def is_attached() -> bool:

@@ -148,6 +148,9 @@ class Settings:
     job: str = _setting(
         "CRUX_JOB", "", "name of this job in the cluster; by default made from the run id", _name
     )
+    host: str = _setting(
+        "CRUX_HOST", "", "name of this host in the topology; default: its host name", _name
+    )
     levels: int = _setting(
         "CRUX_LEVELS",
         8,

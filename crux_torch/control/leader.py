@@ -155,6 +155,10 @@ class Leader:
         state: Literal["starting", "running"] = "starting" if profile is None else "running"
         self._replace(msgspec.structs.replace(self._record, profile=profile, state=state))
 
+    def set_hosts(self, hosts: Sequence[str]) -> None:
+        """Say in the record where the job's ranks run."""
+        self._replace(msgspec.structs.replace(self._record, hosts=tuple(hosts)))
+
     def set_profiling(self, profiling: bool) -> None:
         """Say in the record whether this job is being measured."""
         settled: Literal["starting", "running"] = (

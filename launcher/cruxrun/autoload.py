@@ -11,7 +11,7 @@ import sys
 # typing.TYPE_CHECKING would import typing, in every process that imports torch.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _FALSE = ("", "0", "false", "no", "off")
 
@@ -20,27 +20,24 @@ def _set(variable: str) -> bool:
     return os.environ.get(variable, "").strip().lower() not in _FALSE
 
 
-def attach_if_launched(attach: "Callable[[], object] | None" = None) -> None:
-    """Call ``crux_torch.attach()`` in a process that ``cruxrun`` launched; else do nothing.
+def attach_if_launched() -> None:
+    """Attach Crux in a process that ``cruxrun`` launched; register its backend where it is loaded.
 
     Never raises: torch turns an error of an entry point into a failed ``import torch``. Where
     attaching fails, one warning says so and the script runs on the stock backends.
-
-    Args:
-        attach: what to call instead. A script that imports crux_torch before torch gets here from
-            inside that import, when ``crux_torch.attach`` can't be had yet; nothing happens then,
-            and the package calls this with its own function once it is whole.
     """
-    if not _set("CRUX_ATTACH") or _set("CRUX_DISABLE"):
+    launched = _set("CRUX_ATTACH") and not _set("CRUX_DISABLE")
+    if not launched and "crux_torch" not in sys.modules:
         return
     try:
-        if attach is None:
-            if _being_imported("crux_torch") or _being_imported("crux_torch.backend"):
-                return
-            import crux_torch
+        import crux_torch
 
-            attach = crux_torch.attach
-        attach()
+        if launched:
+            crux_torch.attach()
+        elif not _being_imported("crux_torch.backend"):
+            from crux_torch import backend
+
+            backend.register()
     except Exception as error:
         # Not warnings.warn: under -W error it would raise.
         import logging

@@ -1,0 +1,113 @@
+"""One rank's side of measuring: records and iteration marks in, a sample for the leader out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from crux_torch.profile.flops import FlopMeter
+from crux_torch.profile.group import GroupInfo
+from crux_torch.profile.iterations import IterationMarks
+from crux_torch.profile.record import Records, from_bytes
+from crux_torch.profile.sample import RankSample, summarize
+from crux_torch.profile.window import RecordWindow
+from crux_torch.settings import Settings
+
+#: Records taken from the ring at a time.
+DRAIN_RECORDS = 4096
+#: Seconds from a change of class until every packet in flight carries it.
+SETTLE_S = 0.2
+
+
+class Meter:
+    """Everything that one rank measures of itself; one background thread owns it.
+
+    Args:
+        recorder: the process's recorder (``crux_torch._C.Recorder``).
+        settings: how long a measurement may take.
+        rank, world_size, host: who and where this rank is.
+    """
+
+    def __init__(
+        self, recorder: Any, settings: Settings, rank: int, world_size: int, host: str
+    ) -> None:
+        self._recorder = recorder
+        self._settings = settings
+        self._rank, self._world_size, self._host = rank, world_size, host
+        self.window = RecordWindow()
+        self.marks = IterationMarks()
+        self.flops = FlopMeter(self.marks)
+        self._begin_ns = 0
+        self._dropped_before = 0
+        self._running = False
+
+    def install(self) -> None:
+        """Hook the optimizers; from now on iterations are marked and FLOPs counted."""
+        self.marks.install()
+        self.flops.install()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        self.flops.remove()
+        self.marks.remove()
+
+    def drain(self) -> Records:
+        """Move what the recorder holds into the window; what that was."""
+        parts = [from_bytes(self._recorder.drain(DRAIN_RECORDS))]
+        while len(parts[-1]) == DRAIN_RECORDS:
+            parts.append(from_bytes(self._recorder.drain(DRAIN_RECORDS)))
+        records = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if len(records):
+            self.window.append(records)
+        return records
+
+    def groups(self) -> Sequence[GroupInfo]:
+        """The recorder's table of process groups."""
+        world = tuple(range(self._world_size))
+        return [
+            GroupInfo(
+                name=group.name or f"group {index}",
+                ranks=tuple(group.ranks) or (world if group.size == self._world_size else ()),
+                my_rank=group.rank,
+            )
+            for index, group in enumerate(self._recorder.groups())
+        ]
+
+    def begin(self) -> None:
+        """Start a measurement: only what is issued from now on, less the settling, counts."""
+        self._begin_ns = time.monotonic_ns() + round(SETTLE_S * 1e9)
+        self._dropped_before = self._recorder.dropped + self.window.dropped
+        self._running = True
+
+    @property
+    def running(self) -> bool:
+        """Whether a measurement was begun and not finished."""
+        return self._running
+
+    def due(self) -> bool:
+        """Whether the running measurement has seen enough, or has run for as long as it may."""
+        elapsed_s = (time.monotonic_ns() - self._begin_ns) / 1e9
+        # One mark more than iterations, and one that a counted iteration may cost.
+        enough = len(self.marks.marks_ns(self._begin_ns)) >= self._settings.profile_iterations + 2
+        return enough or elapsed_s >= self._settings.profile_s
+
+    def finish(self) -> RankSample | None:
+        """End the measurement; None where it saw too little to say anything."""
+        self._running = False
+        self.drain()
+        self.window.forget_before(self._begin_ns)
+        count = self.flops.count()
+        return summarize(
+            self.window.records(),
+            self.groups(),
+            rank=self._rank,
+            world_size=self._world_size,
+            host=self._host,
+            marks_ns=self.marks.marks_ns(self._begin_ns),
+            flops=None if count is None else count.flops,
+            uncounted_ops=() if count is None else count.uncounted_ops,
+            lost=self._recorder.dropped + self.window.dropped - self._dropped_before,
+        )
