@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ _log = logging.getLogger("crux_torch")
 _lock = threading.Lock()
 _agent: Agent | None = None
 _devices: set[str] = set()
+_world_store: weakref.ref[Any] | None = None
 _why_not = "no process group was made"
 
 
@@ -40,17 +42,19 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
     global _agent, _why_not
     try:
         with _lock:
-            if dist.is_initialized() or _belongs_to_last_world(devices):
+            if dist.is_initialized() or _belongs_to_last_world(store, devices):
                 if _agent is not None:
                     _agent.group_was_made()
                 return
+            previous, _agent = _agent, None
+            if previous is not None:
+                previous.stop()
+                atexit.unregister(previous.stop)
             settings = Settings.from_env()
             if settings.disable:
                 _why_not = "CRUX_DISABLE is set"
                 return
             _say(settings)
-            if _agent is not None:
-                _agent.stop()
             _agent = _start(settings, store, rank, size)
     except Exception as error:
         _why_not = f"{type(error).__name__}: {error}"
@@ -58,16 +62,22 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
         _log.debug("details", exc_info=True)
 
 
-def _belongs_to_last_world(devices: Collection[str]) -> bool:
+def _belongs_to_last_world(store: Any, devices: Collection[str]) -> bool:
     """Whether these devices' backend completes the world whose first backend was made just before.
 
-    A world with a backend for each device makes them one by one, each device once.
+    torch makes the backends of one world one by one, each device once, and gives each a prefix of
+    one store, an object that lives no longer than that.
     """
-    new = _devices.isdisjoint(devices)
-    if not new:
-        _devices.clear()
+    global _world_store
+    parent = getattr(store, "underlying_store", store)
+    last = _world_store() if _world_store is not None else None
+    if last is parent and _devices.isdisjoint(devices):
+        _devices.update(devices)
+        return True
+    _world_store = weakref.ref(parent)
+    _devices.clear()
     _devices.update(devices)
-    return new and len(_devices) > len(devices)
+    return False
 
 
 def _start(settings: Settings, store: Any, rank: int, size: int) -> Agent:
@@ -101,16 +111,27 @@ def status() -> dict[str, Any]:
     """See :func:`crux_torch.status`."""
     from crux_torch import backend
 
-    recorder = backend.recorder()
-    return {
-        "active": _agent is not None,
-        "why_not": None if _agent is not None else _why_not,
+    agent = _agent
+    active = agent is not None and agent.active
+    why_not = None
+    if not active:
+        why_not = _why_not if agent is None else "the process group was destroyed"
+    report: dict[str, Any] = {
+        "active": active,
+        "why_not": why_not,
         "attached": backend.is_attached(),
-        "settings": dataclasses.asdict(Settings.from_env()),
-        "recorder": {
+        "settings": None,
+        "recorder": None,
+    }
+    try:
+        report["settings"] = dataclasses.asdict(Settings.from_env())
+        recorder = backend.recorder()
+        report["recorder"] = {
             "recorded": recorder.recorded,
             "dropped": recorder.dropped,
             "capacity": recorder.capacity,
             "groups": len(recorder.groups()),
-        },
-    } | ({} if _agent is None else _agent.status())
+        }
+    except Exception as error:
+        report["why_not"] = f"{type(error).__name__}: {error}"
+    return report | ({} if agent is None else agent.status())

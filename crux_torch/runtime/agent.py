@@ -17,23 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from crux_torch.apply.classes import TrafficClass
+from crux_torch.apply.classes import SocketMark, TrafficClass
 from crux_torch.apply.ownership import Ownership
 from crux_torch.control.host import parse_endpoint
-from crux_torch.control.job_channel import JobChannel
+from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import Planner
-from crux_torch.control.records import JobRecord
+from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.control.tcp_store import TcpStore
+from crux_torch.control.warn_once import WarnOnce
+from crux_torch.errors import CruxError
 from crux_torch.fabric.host import this_host
 from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.peak import peak_flops
 from crux_torch.profile.job_profile import JobProfile
+from crux_torch.profile.merge import Topology
 from crux_torch.profile.trace import chrome_trace, write_trace
 from crux_torch.profile.window import RecordWindow
 from crux_torch.runtime.conductor import GRACE_S, Conductor, answer
@@ -49,8 +51,9 @@ REFRESH_S = 1.0
 #: Iterations over which a change of the job's traffic is looked for, and what counts as one.
 DRIFT_ITERATIONS = 20
 DRIFT_SHARE = 0.1
-#: Seconds between two measurements at least.
+#: Seconds between two measurements at least, and between two looks for a change.
 REMEASURE_S = 60.0
+DRIFT_POLL_S = 1.0
 #: Records that a trace holds at most.
 TRACE_RECORDS = 1 << 18
 
@@ -88,14 +91,19 @@ class Agent:
         self._conductor: Conductor | None = None
         self._shared_store: TcpStore | None = None
         self._order: Order | None = None
+        self._profile: JobProfile | None = None
         self._heard_at_s = float("-inf")
+        self._unpublished: Order | None = None
+        self._measuring: Order | None = None
         self._answered = 0
+        self._unsent: bytes | None = None
         self._order_at_s = self._refresh_at_s = float("-inf")
-        self._measured_at_s = float("-inf")
+        self._measured_at_s = self._drift_at_s = float("-inf")
         self._bytes_then: float | None = None
         self._stop = threading.Event()
         self._refresh = threading.Event()
         self._errors: dict[str, str] = {}
+        self._warn = WarnOnce(_log)
         self._saw_world = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="crux", daemon=True)
@@ -109,8 +117,16 @@ class Agent:
         """Mark the sockets of a new process group at the next tick."""
         self._refresh.set()
 
+    @property
+    def active(self) -> bool:
+        """Whether the thread runs: from :meth:`start` until :meth:`stop` or the world's end."""
+        return self._thread.is_alive() and os.getpid() == self._pid
+
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Take everything back: sockets, hooks, the job's record. Returns within ``timeout_s``."""
+        """Take everything back: sockets, hooks, the job's record. Returns within ``timeout_s``.
+
+        In a forked child it does nothing, because all of that stays its parent's.
+        """
         if os.getpid() != self._pid or self._stop.is_set():
             return
         self._stop.set()
@@ -120,9 +136,7 @@ class Agent:
 
     def profile(self) -> JobProfile | None:
         """The job's profile as this rank knows it."""
-        if self._conductor is not None:
-            return self._conductor.profile
-        return self._order.profile if self._order is not None else None
+        return self._conductor.profile if self._conductor is not None else self._profile
 
     def status(self) -> dict[str, Any]:
         """Plain values; see :func:`crux_torch.status`."""
@@ -143,9 +157,10 @@ class Agent:
             "applied": {
                 "level": report.level,
                 "dscp": report.dscp,
-                "marked": len(report.applied),
-                "refused": [str(mark) for mark in report.refused],
-                "error": report.error,
+                "marked": report.applied,
+                "refused": report.refused,
+                "error": report.error or None,
+                "sockets": [_told(mark) for mark in report.marks],
             },
             "errors": dict(self._errors),
         }
@@ -157,6 +172,7 @@ class Agent:
             self._attempt("follow", self._follow)
             self._stop.wait(self.settings.tick_s)
         self._attempt("revert", self._traffic_class.revert)
+        self._attempt("unhook", self._meter.remove)
         self._attempt("close", self._close)
         self._attempt("trace", self._write_trace)
 
@@ -172,9 +188,8 @@ class Agent:
             step()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if self._errors.get(what) != reason:
-                _log.warning("Crux can't %s, training goes on: %s", what, reason)
-                _log.debug("details", exc_info=True)
+            self._warn(what, f"Crux can't {what}, training goes on: {reason}")
+            _log.debug("details", exc_info=True)
             self._errors[what] = reason
         else:
             self._errors.pop(what, None)
@@ -183,30 +198,55 @@ class Agent:
         records = self._meter.drain()
         if self._trace is not None:
             self._trace.append(records)
-        if self._meter.running and self._meter.due():
-            assert self._order is not None
-            number = self._order.measurement
-            self._channel.put_sample(answer(number, self._meter.finish()))
-            self._answered = number
+        if self._measuring is not None and self._meter.due():
+            order, self._measuring = self._measuring, None
             self._measured_at_s = time.monotonic()
             self._bytes_then = None
+            # Stands if what follows fails: the leader needn't wait for this rank.
+            self._unsent = answer(order.incarnation, order.measurement, None)
+            self._unsent = self._answer(order)
+        if self._unsent is not None and self._channel.put_sample(self._unsent):
+            self._unsent = None
+
+    def _answer(self, order: Order) -> bytes:
+        """This rank's answer to the measurement that ends now."""
+        raw = answer(order.incarnation, order.measurement, self._meter.finish())
+        if len(raw) <= MAX_SAMPLE_BYTES:
+            return raw
+        self._warn("sample", f"a sample of {len(raw)} bytes is over {MAX_SAMPLE_BYTES}: left out")
+        return answer(order.incarnation, order.measurement, None)
 
     def _lead(self) -> None:
         if self.rank != 0:
             return
         if self._conductor is None:
-            self._conductor = self._make_conductor()
-        order = self._conductor.step(self._is_ready(), self._has_changed(), self._channel.collect)
-        if order is not None:
-            self._channel.publish(order.turn, order.to_json())
+            # The store may be one that another world of this process has used before.
+            earlier = self._channel.decision()
+            if self._channel.error is not None:
+                return
+            self._conductor = self._make_conductor(earlier.epoch + 1 if earlier else 1)
+        conductor = self._conductor
+        order = conductor.step(
+            conductor.phase == "warming" and self._meter.is_warm(),
+            conductor.phase == "running" and self._has_changed(),
+            self._channel.collect,
+        )
+        self._unpublished = order or self._unpublished
+        if self._unpublished is not None and self._publish(self._unpublished):
+            self._unpublished = None
+
+    def _publish(self, order: Order) -> bool:
+        raw = order.to_json()
+        if len(raw) > MAX_RECORD_BYTES:
+            self._warn("order", f"an order of {len(raw)} bytes: the ranks don't get the profile")
+            raw = msgspec.structs.replace(order, profile=None).to_json()
+        return self._channel.publish(order.turn, raw)
 
     def _follow(self) -> None:
         now = time.monotonic()
         if now >= self._order_at_s:
             self._order_at_s = now + ORDER_POLL_S
-            decision = self._channel.decision()
-            if decision is not None:
-                self._obey(Order.from_json(decision.payload), now)
+            self._listen(now)
         if self._order is not None and now - self._heard_at_s >= self._order.valid_s:
             _log.warning("nothing heard from the job's leader: back to the network's default class")
             self._order = None
@@ -216,57 +256,83 @@ class Agent:
             self._refresh_at_s = now + REFRESH_S
             self._traffic_class.refresh()
 
+    def _listen(self, now: float) -> None:
+        decision = self._channel.decision()
+        if decision is None:
+            return
+        try:
+            order = Order.from_json(decision.payload)
+        except ValueError as error:
+            self._warn("malformed", f"ignoring what the job's leader says: {error}")
+            return
+        self._obey(order, now)
+
     def _obey(self, order: Order, now: float) -> None:
         before = self._order
         if before is not None and order.turn == before.turn:
             return
+        if before is not None and order.incarnation != before.incarnation:
+            self._measuring, self._answered = None, 0
         self._order, self._heard_at_s = order, now
+        self._profile = order.profile or self._profile
         if before is None or order.level != before.level:
             if order.level is None:
                 self._traffic_class.revert()
             else:
                 self._traffic_class.apply_level(order.level, self.settings.dscp_map)
-        if order.measuring and order.measurement > self._answered and not self._meter.running:
+        if order.measuring and order.measurement > self._answered:
+            self._answered = order.measurement
+            self._measuring = order
             self._meter.begin()
-
-    def _is_ready(self) -> bool:
-        """Whether the first iterations, which differ from all later ones, are over."""
-        if self._meter.marks.count >= self.settings.warmup_iterations:
-            return True
-        # A job without an optimizer is measured by its communication alone.
-        records = self._meter.window.records()
-        if self._meter.marks.count or not len(records):
-            return False
-        busy_s = (int(records["issue_ns"][-1]) - int(records["issue_ns"][0])) / 1e9
-        return busy_s >= self.settings.profile_s
 
     def _has_changed(self) -> bool:
         """Whether an iteration moves other amounts than when the job was measured."""
-        if time.monotonic() - self._measured_at_s < REMEASURE_S:
+        now = time.monotonic()
+        if now < self._drift_at_s:
             return False
-        marks = self._meter.marks.marks_ns()[-(DRIFT_ITERATIONS + 1) :]
-        if len(marks) <= DRIFT_ITERATIONS:
+        self._drift_at_s = now + DRIFT_POLL_S
+        moved = self._meter.bytes_per_iteration(DRIFT_ITERATIONS)
+        if moved is None:
             return False
-        records = self._meter.window.records()
-        issued = records["issue_ns"]
-        if not len(issued) or int(issued[0]) > int(marks[0]):
-            return False
-        inside = (issued >= marks[0]) & (issued < marks[-1])
-        moved = float(np.sum(records["bytes"][inside])) / DRIFT_ITERATIONS
         if self._bytes_then is None:
             self._bytes_then = moved
-        return abs(moved - self._bytes_then) > DRIFT_SHARE * max(self._bytes_then, 1.0)
+        changed = abs(moved - self._bytes_then) > DRIFT_SHARE * max(self._bytes_then, 1.0)
+        return changed and now - self._measured_at_s >= REMEASURE_S
 
-    def _make_conductor(self) -> Conductor:
-        """The leader's parts; a store or topology that can't be used is left out with a warning."""
+    def _make_conductor(self, first_turn: int) -> Conductor:
+        """The leader's parts; one that can't be used is left out with a warning."""
         settings = self.settings
         incarnation = secrets.token_hex(8)
-        topology, topology_bytes = None, None
-        if settings.topology:
-            topology = load_topology(settings.topology)
-            topology_bytes = Path(settings.topology).read_bytes()
-        if settings.store == "none":
-            return Conductor(settings, incarnation, None, None, topology)
+        topology, published = self._read_topology()
+        leader, slot = None, None
+        if settings.store != "none":
+            try:
+                leader, slot = self._join(incarnation)
+            except CruxError as error:
+                self._warn("join", f"this job takes no part in the cluster's plan: {error}")
+        return Conductor(
+            settings,
+            incarnation,
+            leader,
+            slot,
+            topology,
+            published=published,
+            first_turn=first_turn,
+        )
+
+    def _read_topology(self) -> tuple[Topology | None, bytes | None]:
+        if not self.settings.topology:
+            return None, None
+        try:
+            return load_topology(self.settings.topology), Path(self.settings.topology).read_bytes()
+        except (OSError, ValueError, CruxError) as error:
+            self._warn("topology", f"going on without the cluster's topology: {error}")
+            return None, None
+
+    def _join(self, incarnation: str) -> tuple[Leader, ProfilingSlot]:
+        """This job's part in agreeing on a plan, and its place in the line for measuring."""
+        settings = self.settings
+        planner = Planner(settings.policy, settings.plan_levels)
         self._shared_store = TcpStore(*parse_endpoint(settings.store))
         record = JobRecord(
             job=settings.job,
@@ -280,13 +346,11 @@ class Agent:
             self._shared_store,
             settings.cluster,
             record,
-            Planner(settings.policy, settings.plan_levels),
+            planner,
             policy=settings.policy,
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,
         )
-        if topology_bytes is not None:
-            leader.publish_topology(topology_bytes)
         slot = ProfilingSlot(
             self._shared_store,
             settings.cluster,
@@ -294,7 +358,7 @@ class Agent:
             incarnation,
             lease_s=settings.profile_s + 2 * GRACE_S,
         )
-        return Conductor(settings, incarnation, leader, slot, topology)
+        return leader, slot
 
     def _peak_flops(self) -> float:
         """FLOP/s that the job's devices could do at most; 0 where that is not known."""
@@ -308,11 +372,13 @@ class Agent:
         return (cpu or 0.0) * self.world_size
 
     def _close(self) -> None:
-        if self._conductor is not None:
-            self._conductor.close()
-        if self._shared_store is not None:
-            self._shared_store.close()
-        self._channel.close()
+        try:
+            if self._conductor is not None:
+                self._conductor.close()
+        finally:
+            if self._shared_store is not None:
+                self._shared_store.close()
+            self._channel.close()
 
     def _write_trace(self) -> None:
         if self._trace is None:
@@ -327,3 +393,14 @@ class Agent:
             marks_ns=self._meter.marks.marks_ns(),
         )
         write_trace(self.settings.trace, self.host, trace)
+
+
+def _told(mark: SocketMark) -> dict[str, Any]:
+    """One connection as ``crux_torch.status()`` shows it; a refusal names its reason."""
+    return {
+        "local": mark.local,
+        "peer": mark.peer,
+        "dscp": None if mark.tos is None else mark.tos >> 2,
+        "applied": mark.applied,
+        "error": os.strerror(mark.errno) if mark.errno else None,
+    }

@@ -42,7 +42,6 @@ class Meter:
         self.flops = FlopMeter(self.marks)
         self._begin_ns = 0
         self._dropped_before = 0
-        self._running = False
 
     def install(self) -> None:
         """Hook the optimizers; from now on iterations are marked and FLOPs counted."""
@@ -76,16 +75,31 @@ class Meter:
             for index, group in enumerate(self._recorder.groups())
         ]
 
+    def is_warm(self) -> bool:
+        """Whether the first iterations, which differ from all later ones, are over."""
+        if self.marks.count >= self._settings.warmup_iterations:
+            return True
+        # A job without an optimizer is measured by its communication alone.
+        records = self.window.records()
+        if self.marks.count or not len(records):
+            return False
+        busy_s = (int(records["issue_ns"][-1]) - int(records["issue_ns"][0])) / 1e9
+        return busy_s >= self._settings.profile_s
+
+    def bytes_per_iteration(self, iterations: int) -> float | None:
+        """Mean payload of the last ``iterations``; None while fewer are known in full."""
+        marks = self.marks.marks_ns()[-(iterations + 1) :]
+        records = self.window.records()
+        issued = records["issue_ns"]
+        if len(marks) <= iterations or not len(issued) or int(issued[0]) > int(marks[0]):
+            return None
+        inside = (issued >= marks[0]) & (issued < marks[-1])
+        return float(np.sum(records["bytes"][inside])) / iterations
+
     def begin(self) -> None:
         """Start a measurement: only what is issued from now on, less the settling, counts."""
         self._begin_ns = time.monotonic_ns() + round(SETTLE_S * 1e9)
         self._dropped_before = self._recorder.dropped + self.window.dropped
-        self._running = True
-
-    @property
-    def running(self) -> bool:
-        """Whether a measurement was begun and not finished."""
-        return self._running
 
     def due(self) -> bool:
         """Whether the running measurement has seen enough, or has run for as long as it may."""
@@ -96,7 +110,6 @@ class Meter:
 
     def finish(self) -> RankSample | None:
         """End the measurement; None where it saw too little to say anything."""
-        self._running = False
         self.drain()
         self.window.forget_before(self._begin_ns)
         count = self.flops.count()
