@@ -1,0 +1,48 @@
+#!/bin/sh
+# Builds the C++ tests under a sanitizer, without torch and Python, and runs them.
+# Usage: tests/cpp/run.sh asan|tsan    (asan: AddressSanitizer and UBSan; tsan: ThreadSanitizer)
+# Exit status: 0 all passed; 77 this machine can't run the sanitizer, and why; else a failure.
+set -eu
+
+cxx=${CXX:-g++}
+case ${1:-} in
+  asan) sanitizer="-fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+  tsan) sanitizer="-fsanitize=thread" ;;
+  *)
+    echo "usage: $0 asan|tsan" >&2
+    exit 2
+    ;;
+esac
+flags="-O1 -fno-omit-frame-pointer $sanitizer"
+cd "$(dirname "$0")/../.."
+out=build/cpp-$1
+mkdir -p "$out"
+# Two runs at once would build over each other.
+exec 9>"$out/lock"
+flock 9
+
+cannot_run() {
+  echo "$0: $1 can't run here: $2" >&2
+  exit 77
+}
+
+command -v "$cxx" >/dev/null || cannot_run "$1" "no compiler $cxx"
+echo 'int main() { return 0; }' >"$out/probe.cc"
+# shellcheck disable=SC2086  # flags are words
+"$cxx" $flags "$out/probe.cc" -o "$out/probe" 2>"$out/log" ||
+  cannot_run "$1" "$cxx can't build with it: $(tail -n 1 "$out/log")"
+# A sanitizer's shadow memory has fixed addresses, which randomised ones may hit: from time to time,
+# so randomisation goes off wherever that is allowed.
+without_aslr="setarch $(uname -m) -R"
+if ! $without_aslr "$out/probe" 2>"$out/log"; then
+  without_aslr=
+  "$out/probe" 2>"$out/log" || cannot_run "$1" "$(head -n 1 "$out/log")"
+fi
+
+make --no-print-directory -s -j "$(nproc)" -f tests/cpp/Makefile CXX="$cxx" OUT="$out" FLAGS="$flags"
+export ASAN_OPTIONS="detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
+export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
+export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
+for test in recorder_test fluid_test; do
+  $without_aslr "$out/$test"
+done
