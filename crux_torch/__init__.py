@@ -7,6 +7,7 @@ no import at all.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "attach", "profile", "status"]
 __version__ = "0.1.0"
+
+# The package has the name of a function below, and would take its place if it were imported later.
+import_module("crux_torch.profile")
 
 # A program that uses only the simulator or the command line does without torch. Where torch is
 # imported later, its entry points register the backend: see ``cruxrun.autoload``.

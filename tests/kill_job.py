@@ -1,0 +1,79 @@
+"""A tiny data-parallel job for tests: logs its losses and, if asked, what Crux says of it.
+
+    cruxrun --standalone --nproc-per-node 2 kill_job.py FOLDER [--steps N] [--width N] ...
+
+It ends after the last step, or soon after ``FOLDER/stop`` appears. Each rank writes
+``FOLDER/RANK.pid``, rank 0 ``FOLDER/losses`` (a line for each step: its number and ``float.hex`` of
+the loss), and with ``--status`` each rank ``FOLDER/RANK.status``, about every quarter of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sleep-s", type=float, default=0.05)
+    parser.add_argument("--status", action="store_true")
+    args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    # Two ranks on two hosts as far as Crux knows: else nothing would leave the host.
+    os.environ["CRUX_HOST"] = f"host{rank}"
+    write_atomically(args.folder / f"{rank}.pid", str(os.getpid()))
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.manual_seed(args.seed)
+    net = nn.Sequential(nn.Linear(args.width, args.width), nn.ReLU(), nn.Linear(args.width, 1))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(args.seed + 1 + rank)
+    told_at_s = float("-inf")
+    with (args.folder / "losses").open("w") if rank == 0 else open(os.devnull, "w") as log:
+        for step in range(args.steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, args.width, generator=data)).square().mean()
+            loss.backward()
+            optimizer.step()
+            stop = torch.tensor([float((args.folder / "stop").exists())])
+            dist.all_reduce(stop)
+            print(step, loss.item().hex(), file=log, flush=True)
+            time.sleep(args.sleep_s)
+            if args.status and time.monotonic() - told_at_s > 0.25:
+                told_at_s = time.monotonic()
+                write_atomically(args.folder / f"{rank}.status", json.dumps(status()))
+            if stop.item():
+                break
+    dist.destroy_process_group()
+
+
+def status() -> dict[str, Any]:
+    import crux_torch
+
+    return crux_torch.status()
+
+
+if __name__ == "__main__":
+    main()
