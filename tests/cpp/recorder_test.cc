@@ -286,12 +286,15 @@ void completion_after_issue_and_before_it_are_the_same() {
   table.issued(12, numbered(0, 2));
   // A key is free again once its operation is over.
   table.issued(11, numbered(0, 3));
+  table.issued(12, numbered(0, 4));
+  CHECK(recorder.recorded() == 2);
   table.completed(11, kUnknownTime);
+  table.completed(12, 700);
 
   const std::vector<Record> records = drain_all(recorder);
-  CHECK(records.size() == 3);
-  const int64_t device_ns[] = {500, 600, kUnknownTime};
-  for (uint64_t i = 0; i < 3; ++i) {
+  CHECK(records.size() == 4);
+  const int64_t device_ns[] = {500, 600, kUnknownTime, 700};
+  for (uint64_t i = 0; i < 4; ++i) {
     Record expected = numbered(0, i + 1);
     expected.device_ns = device_ns[i];
     CHECK(same(records[i], expected));
