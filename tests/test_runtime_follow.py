@@ -1,0 +1,213 @@
+"""One rank's background thread against a leader, stores and settings that misbehave."""
+
+import json
+import logging
+import socket
+import threading
+from datetime import timedelta
+
+import msgspec
+import pytest
+import torch
+from control_fakes import free_port, profile, until
+from torch.distributed import HashStore
+
+from crux_torch.apply.ownership import Ownership
+from crux_torch.control.job_channel import JobChannel
+from crux_torch.control.records import MAX_RECORD_BYTES
+from crux_torch.profile.job_profile import MAX_FLOWS, HostFlow
+from crux_torch.runtime import agent as agents
+from crux_torch.runtime.agent import Agent
+from crux_torch.runtime.order import Order
+from crux_torch.settings import Settings
+
+QUICK = {"store": "none", "job": "j", "tick_s": 0.01, "profile_s": 0.5, "warmup_iterations": 1}
+
+
+class Silent:
+    """A recorder that never sees an operation."""
+
+    recorded = dropped = 0
+    capacity = 8
+
+    def drain(self, _limit):
+        return b""
+
+    def groups(self):
+        return []
+
+
+@pytest.fixture
+def store():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+@pytest.fixture
+def start(store, monkeypatch):
+    monkeypatch.setattr(agents, "ORDER_POLL_S", 0.02)
+    running = []
+
+    def launch(rank=0, world=1, **settings):
+        agent = Agent(Settings(**{**QUICK, **settings}), Silent(), Ownership(), store, rank, world)
+        running.append(agent)
+        agent.start()
+        return agent
+
+    yield launch
+    for agent in running:
+        agent.stop(10.0)
+        assert not agent.active
+
+
+def order(**changes):
+    return Order(**{"incarnation": "i", "turn": 1, "level": 5, "valid_s": 30.0, **changes})
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_orders_of_an_earlier_world_give_way_to_the_new_leader(start, store):
+    earlier = order(turn=57, incarnation="earlier", measuring=True, measurement=4)
+    JobChannel(store, 0, 1).publish(57, earlier.to_json())
+    agent = start()
+    until(lambda: (agent.status()["order"] or {}).get("turn", 0) > 57, what="the new orders")
+    assert agent.status()["order"]["incarnation"] != "earlier"
+    assert agent.status()["errors"] == {}
+
+
+def test_a_rank_answers_the_measurement_of_a_new_world_though_its_number_is_old(start, store):
+    leader = JobChannel(store, 0, 2)
+    start(rank=1, world=2)
+    for turn, incarnation in ((1, "first"), (2, "second")):
+        new = order(turn=turn, incarnation=incarnation, measuring=True, measurement=1)
+        leader.publish(turn, new.to_json())
+        wanted = f"{incarnation} 1\n".encode()
+        until(lambda wanted=wanted: leader.collect().by_rank.get(1) == wanted, what=str(wanted))
+
+
+def test_a_measurement_is_answered_though_the_leader_fell_silent_meanwhile(start, store):
+    leader = JobChannel(store, 0, 2)
+    agent = start(rank=1, world=2)
+    leader.publish(1, order(measuring=True, measurement=1, valid_s=0.1).to_json())
+    until(lambda: 1 in leader.collect().by_rank, what="the answer")
+    assert agent.status()["errors"] == {}
+
+
+def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(start, store, caplog):
+    leader = JobChannel(store, 0, 2)
+    agent = start(rank=1, world=2)
+    leader.publish(1, order(valid_s=0.3, profile=profile()).to_json())
+    until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
+    until(lambda: agent.status()["applied"]["level"] is None, what="the end of the order")
+    assert agent.status()["plan"] is None
+    assert agent.profile() == profile()
+    assert len(warnings(caplog)) == 1
+    leader.publish(2, order(turn=2, level=3).to_json())
+    until(lambda: agent.status()["applied"]["dscp"] == 24, what="the new level")
+
+
+def test_malformed_orders_are_ignored_with_one_warning(start, store, caplog):
+    leader = JobChannel(store, 0, 2)
+    agent = start(rank=1, world=2)
+    leader.publish(1, order().to_json())
+    until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
+    for turn, raw in enumerate((b"\xff", b"{}", b"[" * 1000, order().to_json()[:-9]), start=2):
+        leader.publish(turn, raw)
+        polled = agent._order_at_s
+        until(lambda polled=polled: agent._order_at_s > polled + 0.05, what="a look")
+    assert agent.status()["applied"]["level"] == 5
+    assert len(warnings(caplog)) == 1
+    leader.publish(9, order(turn=9, level=2).to_json())
+    until(lambda: agent.status()["applied"]["level"] == 2, what="the next order")
+
+
+def test_an_order_that_is_too_long_goes_without_the_profile(start, store):
+    agent = start()
+    names = [f"{n:0200d}" for n in range(MAX_FLOWS)]
+    large = profile(flows=tuple(HostFlow(name, name[::-1], 1.0) for name in names))
+    until(lambda: agent.status()["order"] is not None, what="an order")
+    order = msgspec.convert(agent.status()["order"], Order)
+    long = msgspec.structs.replace(order, turn=order.turn + 1000, level=4, profile=large)
+    assert len(long.to_json()) > MAX_RECORD_BYTES
+    assert agent._publish(long)
+    until(lambda: agent.status()["applied"]["level"] == 4, what="the long order")
+
+
+def test_a_job_without_whole_iterations_says_so_once(start, caplog):
+    agent = start()
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step_until_measured():
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        return agent.status()["leader"] == {"phase": "warming", "measurements": 1}
+
+    until(step_until_measured, what="the end of the measurement")
+    assert len(warnings(caplog)) == 1
+    assert agent.profile() is None
+
+
+@pytest.mark.parametrize("broken", ["policy", "topology", "no topology"])
+def test_what_cannot_be_used_is_left_out_with_one_warning(broken, start, caplog, tmp_path):
+    folder = tmp_path / "fabric.yaml"
+    folder.write_text("links: [not, a, topology")
+    settings = {
+        "policy": {"policy": "nonesuch", "store": f"tcp://127.0.0.1:{free_port()}"},
+        "topology": {"topology": str(folder)},
+        "no topology": {"topology": str(tmp_path / "absent.yaml")},
+    }
+    agent = start(**settings[broken])
+    until(lambda: agent.status()["order"] is not None, what="orders all the same")
+    assert len(warnings(caplog)) == 1
+    assert agent.status()["errors"] == {}
+
+
+def test_it_stops_though_the_store_hangs(start):
+    """A server that accepts and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agent = start(store=f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        until(lambda: agent.status()["leader"] is not None, what="the leader")
+        agent.stop(10.0)
+        assert not agent.active
+        agent.stop()
+
+
+def test_an_error_in_one_step_neither_ends_the_thread_nor_floods(start, monkeypatch, caplog):
+    failures = iter(range(1_000_000))
+
+    def fail(self):
+        raise RuntimeError(f"failure {next(failures)}")
+
+    monkeypatch.setattr(Agent, "_measure", fail)
+    agent = start()
+    until(lambda: next(failures) > 20, what="many ticks")
+    assert agent.active
+    assert agent.status()["order"] is not None
+    assert len(warnings(caplog)) == 1
+    assert "measure" in agent.status()["errors"]
+
+
+def test_status_is_json_before_a_process_group_and_with_settings_that_cannot_be_used(monkeypatch):
+    import crux_torch
+
+    told = json.loads(json.dumps(crux_torch.status()))
+    assert told["active"] is False
+    assert told["why_not"]
+    assert crux_torch.profile() is None
+    monkeypatch.setenv("CRUX_LEVELS", "many")
+    assert "CRUX_LEVELS" in crux_torch.status()["why_not"]
+
+
+def test_nothing_is_left_after_stop(start):
+    from torch.optim import optimizer
+
+    before = len(optimizer._global_optimizer_pre_hooks)
+    agent = start()
+    assert len(optimizer._global_optimizer_pre_hooks) == before + 1
+    agent.stop(10.0)
+    assert len(optimizer._global_optimizer_pre_hooks) == before
+    assert "crux" not in {thread.name for thread in threading.enumerate()}
