@@ -259,21 +259,63 @@ def test_disabled_it_does_nothing(start, store):
     assert job_keys(store) == []
 
 
-@pytest.mark.parametrize(
-    ("store", "warnings"), [("none", 0), ("tcp://127.0.0.1:{port}", 1)], ids=["none", "away"]
-)
-def test_without_a_store_the_job_is_measured_and_keeps_its_class(store, warnings, start):
-    job = start("job", CRUX_STORE=store.format(port=free_port()))
-    until(lambda: job.every(lambda s: s["profile"]), BOUND_S, "a profile on every rank")
-    job.stop()
-    for end in job.end():
-        during = end["rounds"][0]["during"]
-        status = during["status"]
-        assert (status["plan"], status["applied"]["level"]) == (None, None)
-        assert not status["profile"]["measured_alone"]
-        assert set(during["connections"].values()) <= {0}
-        check_reverted(end["rounds"][0]["after"])
-    assert [len(error.splitlines()) for error in job.errors] == [warnings, 0], job.errors
+def test_without_a_store_the_job_is_measured_and_keeps_its_class(start):
+    away = f"tcp://127.0.0.1:{free_port()}"
+    jobs = {"none": start("none", CRUX_STORE="none"), "away": start("away", CRUX_STORE=away)}
+    for job in jobs.values():
+        until(lambda job=job: job.every(lambda s: s["profile"]), BOUND_S, "a profile on every rank")
+        job.stop()
+    for job in jobs.values():
+        for end in job.end():
+            during = end["rounds"][0]["during"]
+            status = during["status"]
+            assert (status["plan"], status["applied"]["level"]) == (None, None)
+            assert not status["profile"]["measured_alone"]
+            assert set(during["connections"].values()) <= {0}
+            check_reverted(end["rounds"][0]["after"])
+    # Nothing is wrong where no store is wanted; else the leader says once that it is away.
+    said = {name: [len(error.splitlines()) for error in job.errors] for name, job in jobs.items()}
+    assert said == {"none": [0, 0], "away": [1, 0]}
+
+
+WORLDS = """
+import os, threading
+import torch.distributed as dist
+import crux_torch
+from crux_torch import runtime
+
+crux_torch.attach()
+seen = []
+def look():
+    agent = runtime._agent
+    seen.append(agent if agent not in seen else None)
+store = dist.HashStore()
+for number, backend in enumerate(("cpu:gloo,cuda:gloo", "gloo", "cpu:gloo,cuda:gloo")):
+    own = dist.PrefixStore(str(number), store)
+    dist.init_process_group(backend, store=own, rank=0, world_size=1)
+    look()
+    dist.new_group([0])
+    look()
+    assert crux_torch.status()["active"], crux_torch.status()["why_not"]
+    assert [t.name for t in threading.enumerate()].count("crux") == 1
+    dist.destroy_process_group()
+new = ["new" if agent else "same" for agent in seen]
+assert new == ["new", "same"] * 3, new
+"""
+
+
+def test_one_thread_serves_all_backends_and_groups_of_a_world():
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    paths = os.pathsep.join(filter(None, [str(ROOT), env.pop("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-c", WORLDS],
+        env={**env, "PYTHONPATH": paths, "CRUX_STORE": "none"},
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_world_of_one(start, store):

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 MAX_SAMPLE_BYTES = MAX_RECORD_BYTES
 MAX_HEADER_BYTES = 64
 PREFIX = "crux"
+#: Seconds of failure before it is worth a warning: a job's store ends a little before its ranks.
+PATIENCE_S = 5.0
 
 T = TypeVar("T")
 
@@ -89,7 +91,9 @@ class JobChannel:
             raise ValueError(f"rank {rank} of {world_size}: expected 0 to {world_size - 1}")
         self._rank, self._world_size = rank, world_size
         self._warn = WarnOnce(_log)
+        self._clock = clock
         self._error: str | None = None
+        self._failing_since_s: float | None = None
         self._client: TcpClient | None = None
         self._shared: C10dStore | None = None
         self._prefix: str | None = ""
@@ -203,7 +207,7 @@ class JobChannel:
         except Exception as error:
             self._failed(_first_line(error))
             return None
-        self._error = None
+        self._error = self._failing_since_s = None
         self._warn.forget("channel")
         return result
 
@@ -216,6 +220,11 @@ class JobChannel:
 
     def _failed(self, reason: str) -> None:
         self._error = reason
+        now = self._clock()
+        if self._failing_since_s is None:
+            self._failing_since_s = now
+        if now - self._failing_since_s < PATIENCE_S:
+            return
         self._warn("channel", f"rank {self._rank} can't reach its job's leader: {reason}")
 
 

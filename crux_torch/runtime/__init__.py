@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("crux_torch")
 _lock = threading.Lock()
 _agent: Agent | None = None
-_devices: set[str] = set()
 _world_store: weakref.ref[Any] | None = None
 _why_not = "no process group was made"
 
@@ -42,7 +41,7 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
     global _agent, _why_not
     try:
         with _lock:
-            if dist.is_initialized() or _belongs_to_last_world(store, devices):
+            if dist.is_initialized() or _belongs_to_last_world(store):
                 if _agent is not None:
                     _agent.group_was_made()
                 return
@@ -55,6 +54,7 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
                 _why_not = "CRUX_DISABLE is set"
                 return
             _say(settings)
+            _log.info("beside rank %d of %d, devices %s", rank, size, ", ".join(devices))
             _agent = _start(settings, store, rank, size)
     except Exception as error:
         _why_not = f"{type(error).__name__}: {error}"
@@ -62,22 +62,17 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
         _log.debug("details", exc_info=True)
 
 
-def _belongs_to_last_world(store: Any, devices: Collection[str]) -> bool:
-    """Whether these devices' backend completes the world whose first backend was made just before.
+def _belongs_to_last_world(store: Any) -> bool:
+    """Whether ``store`` is of a backend that completes the world whose first one was made before.
 
-    torch makes the backends of one world one by one, each device once, and gives each a prefix of
-    one store, an object that lives no longer than that.
+    torch makes the backends of one world one by one, and gives each a prefix of one store, an
+    object that lives no longer than that.
     """
     global _world_store
     parent = getattr(store, "underlying_store", store)
     last = _world_store() if _world_store is not None else None
-    if last is parent and _devices.isdisjoint(devices):
-        _devices.update(devices)
-        return True
     _world_store = weakref.ref(parent)
-    _devices.clear()
-    _devices.update(devices)
-    return False
+    return last is parent
 
 
 def _start(settings: Settings, store: Any, rank: int, size: int) -> Agent:
