@@ -1,11 +1,12 @@
 # Two commands do everything: `make run` (set up, then the demo) and `make test` (set up, then all tests).
 # TORCH=2.11.0 does the same against another torch, in a copy of this tree under build/.
 PYTHON ?= python3
-DEFAULT_TORCH ?= 2.15.0
+PYVER := $(shell $(PYTHON) -c 'import sys; print("3.10" if sys.version_info < (3, 11) else "3.11")')
+# The newest torch that there is for this Python.
+DEFAULT_TORCH ?= $(if $(filter 3.10,$(PYVER)),2.14.1,2.15.0)
 TORCH ?= $(DEFAULT_TORCH)
 VENV := .venv
 BIN := $(VENV)/bin
-PYVER := $(shell $(PYTHON) -c 'import sys; print("3.10" if sys.version_info < (3, 11) else "3.11")')
 CONSTRAINTS := constraints/python-$(PYVER).txt $(wildcard constraints/torch-$(TORCH).txt)
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')

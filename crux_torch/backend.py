@@ -1,8 +1,9 @@
-"""The ``crux`` backend: registration, creation around the stock backends, and standing in for them.
+"""The ``crux`` backend: registration, creation around the stock backends, standing in for them.
 
-``register()`` adds the name ``crux`` to torch.distributed. ``attach()`` goes further: the script's own
-``init_process_group("nccl" | "gloo" | None)`` gets a backend that records, under the name it asked
-for. Both change nothing in what an operation does: see ``csrc/process_group/delegating_backend.h``.
+``register()`` adds the name ``crux`` to torch.distributed. ``attach()`` goes further: the script's
+own ``init_process_group("nccl" | "gloo" | None)`` gets a backend that records, under the name it
+asked for. Both change nothing in what an operation does: see
+``csrc/process_group/delegating_backend.h``.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def _create_gloo(opts: Any, backend_options: Any) -> Any:
 
 def _create_nccl(opts: Any, backend_options: Any) -> Any:
     split_from = getattr(opts, "split_from", None)
-    if hasattr(split_from, "default_inner"):
-        opts.split_from = split_from.default_inner
+    if split_from is not None:
+        opts.split_from = getattr(split_from, "default_inner", split_from)
     plugin = c10d.Backend._plugins.get("NCCL")
     if plugin is not None:
         return plugin.creator_fn(opts, backend_options)
@@ -143,9 +144,8 @@ def _accept_in_monitored_barrier() -> None:
         if not member or dist.get_backend(group) != NAME:
             return stock(group, timeout, wait_all_ranks)
         timeout = timeout if timeout is not None else c10d._get_default_timeout("gloo")
-        return (group or c10d._get_default_group()).monitored_barrier(
-            timeout, wait_all_ranks=wait_all_ranks
-        )
+        members: Any = group or c10d._get_default_group()
+        return members.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
@@ -191,7 +191,7 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _suspending(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``TORCH_DISTRIBUTED_DEBUG=DETAIL`` checks fingerprints over a Gloo of its own: not traffic."""
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch checks fingerprints over a Gloo of its own."""
 
     def create_process_group_wrapper(*args: Any, **kwargs: Any) -> Any:
         with _stock():
@@ -235,7 +235,8 @@ def attach() -> None:
         setattr(c10d, class_name, _StandIn(class_name, (), namespace))
     c10d._get_split_source = _unwrapped(c10d._get_split_source)
     c10d._create_process_group_wrapper = _suspending(c10d._create_process_group_wrapper)
-    c10d.ProcessGroup._register_backend = _registering(c10d.ProcessGroup._register_backend)
+    groups: Any = c10d.ProcessGroup
+    groups._register_backend = _registering(groups._register_backend)
 
 
 def is_attached() -> bool:

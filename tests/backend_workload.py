@@ -1,7 +1,7 @@
-"""What a script does with torch.distributed, as seen from the script: run in every rank of a test.
+"""What a script does with torch.distributed, as the script sees it: run in every rank of a test.
 
-Each part returns values or raises; either is kept, so that the stock backend and Crux can be compared
-bit for bit, results and error messages alike.
+Each part returns values or raises; either is kept, so that the stock backend and Crux can be
+compared bit for bit, results and error messages alike.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ def main() -> None:
     """``backend_workload.py MODE RANK SIZE STORE_FILE OUT [PART...]``."""
     mode, rank, size, store, out, *only = sys.argv[1:]
     if mode == "crux":
-        import crux_torch  # noqa: F401
+        import crux_torch
     elif mode == "attached":
         import crux_torch
 

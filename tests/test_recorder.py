@@ -463,7 +463,6 @@ class TestGloo:
         assert records["op"].tolist() == [rec.OP_NUMBER["barrier"]] * 2
         assert (records["end_ns"] >= records["issue_ns"]).all()
 
-    @pytest.mark.xfail(strict=True, reason="monitoredBarrier records even where disabled")
     def test_a_disabled_recorder_does_not_record_the_monitored_barrier(self, recorder: Any) -> None:
         backends, _ = gloo_pair(recorder)
         recorder.enabled = False

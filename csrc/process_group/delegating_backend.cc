@@ -132,8 +132,8 @@ DelegatingBackend::BackendPtr DelegatingBackend::default_inner() const {
 Record DelegatingBackend::begin(const Call& call, Device device) {
   Record record;
   record.issue_ns = record.start_ns = monotonic_ns();
-  record.sequence = (is_transfer(call.op) ? transfers_ : collectives_)
-                        .fetch_add(1, std::memory_order_relaxed);
+  record.sequence =
+      (is_transfer(call.op) ? transfers_ : collectives_).fetch_add(1, std::memory_order_relaxed);
   record.bytes = call.bytes;
   record.group = group_;
   record.world_size = static_cast<uint32_t>(size_);
@@ -168,6 +168,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::finish_later(const Inner& inner, c
   }
   if (!work) {
     // A rank without a part in the operation has nothing to wait for.
+    flush_coalesced(Status::kOk);
     recorder_.push(record);
     return work;
   }
@@ -179,8 +180,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::finish_later(const Inner& inner, c
     parts.swap(coalesced_);
     // Runs on the thread that completes the operation, without the GIL.
     work->getFuture()->addCallback([&recorder = recorder_, whole = record,
-                                    parts = std::move(parts)](
-                                       c10::ivalue::Future& future) mutable {
+                                    parts = std::move(parts)](c10::ivalue::Future& future) mutable {
       whole.end_ns = monotonic_ns();
       whole.status = future.hasError() ? Status::kFailed : Status::kOk;
       for (Record& part : parts) {
@@ -192,8 +192,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::finish_later(const Inner& inner, c
     });
     return work;
   }
-  for (Record& part : coalesced_) recorder_.push(part);
-  coalesced_.clear();
+  flush_coalesced(Status::kOk);
 #ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
   if (inner.completion == Completion::kHook) {
     Record timed = record;
@@ -285,8 +284,9 @@ DelegatingBackend::WorkPtr DelegatingBackend::gather_into_tensor(at::Tensor& out
                                                                  at::Tensor& input,
                                                                  const c10d::GatherOptions& opts) {
   const Call call{Op::kGather, bytes_of(input) * size_, static_cast<int>(opts.rootRank)};
-  return record(device_type_of(input), call,
-                [&](c10d::Backend& inner) { return inner.gather_into_tensor(output, input, opts); });
+  return record(device_type_of(input), call, [&](c10d::Backend& inner) {
+    return inner.gather_into_tensor(output, input, opts);
+  });
 }
 #endif
 
@@ -363,6 +363,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::barrier(const c10d::BarrierOptions
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const Inner& inner = at(Device::CPU);
+  if (!recorder_.enabled()) return inner.backend->monitoredBarrier(opts, wait_all_ranks);
   Record record = begin({Op::kBarrier, 0}, Device::CPU);
   try {
     inner.backend->monitoredBarrier(opts, wait_all_ranks);
@@ -383,8 +384,21 @@ void DelegatingBackend::startCoalescing() {
 
 DelegatingBackend::WorkPtr DelegatingBackend::endCoalescing() {
   coalescing_ = false;
-  return record(default_device(), {Op::kCoalesced, 0},
-                [](c10d::Backend& inner) { return inner.endCoalescing(); });
+  try {
+    return record(default_device(), {Op::kCoalesced, 0},
+                  [](c10d::Backend& inner) { return inner.endCoalescing(); });
+  } catch (...) {
+    flush_coalesced(Status::kFailed);
+    throw;
+  }
+}
+
+void DelegatingBackend::flush_coalesced(Status status) {
+  for (Record& part : coalesced_) {
+    part.status = status;
+    recorder_.push(part);
+  }
+  coalesced_.clear();
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::wrap(const BackendPtr& child,

@@ -9,9 +9,8 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <vector>
-
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 #include "completion_table.h"
 #include "recorder.h"
@@ -64,8 +63,7 @@ class DelegatingBackend final : public c10d::Backend {
   WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input,
                              const c10d::GatherOptions& opts) override;
 #endif
-  WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
-                  const c10d::ScatterOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
                          const c10d::ReduceScatterOptions& opts) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -183,6 +181,8 @@ class DelegatingBackend final : public c10d::Backend {
   Record begin(const Call& call, Device device);
   template <typename Issue>
   WorkPtr record(Device device, const Call& call, Issue&& issue);
+  // Records what was issued since startCoalescing, where no handle tells when it ends.
+  void flush_coalesced(Status status);
   WorkPtr finish_later(const Inner& inner, const Call& call, const Record& record, WorkPtr work);
 
   const std::string name_;

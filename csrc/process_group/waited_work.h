@@ -1,5 +1,6 @@
-// The handle of an operation whose backend tells nobody when it ends: the end is when wait() returns.
-// Gloo's send, recv and reduce_scatter are of this kind. Everything else is the inner handle's.
+// The handle of an operation whose backend tells nobody when it ends: the end is when wait()
+// returns. Gloo's send, recv and reduce_scatter are of this kind. Everything else is the inner
+// handle's.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>

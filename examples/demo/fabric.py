@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import yaml
+
 from examples.demo import netns
 
 LEVELS = 8
@@ -72,6 +74,10 @@ class LinkCounters:
     drops: dict[int, int]
 
 
+#: Bytes per second that a veth reports as its speed.
+VETH_Bps = 1.25e9
+
+
 class Fabric:
     """A fabric that exists between ``with`` and its end, and removes nothing but itself.
 
@@ -121,6 +127,32 @@ class Fabric:
             process.kill()
             process.wait()
         self._started.clear()
+
+    def topology_yaml(self) -> str:
+        """This fabric as a file for ``cruxrun --crux-topology``.
+
+        The links between hosts and leaves are not shaped; a veth calls itself 10 Gbit/s.
+        """
+        shaped_Bps = self.spec.rate_mbit * 1e6 / 8
+        leaves = [f"leaf{i}" for i in range(self.spec.leaves)]
+        spines = [f"spine{j}" for j in range(self.spec.spines)]
+        edges = [
+            {"between": [host.name, leaves[host.leaf]], "capacity_Bps": VETH_Bps}
+            for host in self.hosts
+        ]
+        fabric = [
+            {"between": [leaf, spine], "capacity_Bps": shaped_Bps}
+            for leaf in leaves
+            for spine in spines
+        ]
+        return yaml.safe_dump(
+            {
+                "version": 1,
+                "hosts": {host.name: {} for host in self.hosts},
+                "switches": dict.fromkeys(leaves, "tor") | dict.fromkeys(spines, "aggregation"),
+                "links": edges + fabric,
+            }
+        )
 
     def host(self, leaf: int, index: int) -> Host:
         """The ``index``-th host of a leaf."""

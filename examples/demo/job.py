@@ -95,6 +95,8 @@ class Job:
             return
         for rank, host in enumerate(hosts):
             env["GLOO_SOCKET_IFNAME"] = host.interface
+            # Namespaces of one machine share its host name; real hosts have their own.
+            env["CRUX_HOST"] = host.name
             place = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
             place += ["--nproc-per-node", "1", "--master-addr", hosts[0].address]
             with self._output(rank).open("wb") as output:

@@ -38,6 +38,8 @@ SCRIPTS = {"gpt": "train_gpt.py", "mlp": "train_mlp.py"}
 ACCELERATOR_MS = {"gpt": 150, "mlp": 100}
 #: Bounds on waiting, seconds: for ranks to start, for a phase, for a plan.
 START_S, PHASE_S, PLAN_S = 120.0, 120.0, 120.0
+#: Columns of the tables where the output is no terminal.
+PIPE_WIDTH = 120
 
 
 class DemoError(click.ClickException):
@@ -71,6 +73,7 @@ class Demo:
         self.jobs: dict[str, Job] = {}
         self._folder = folder
         self._real_compute = real_compute
+        (folder / "topology.yaml").unlink(missing_ok=True)
 
     def start(self) -> None:
         """Start each job twice, with the stock backend and under Crux, and let them warm up."""
@@ -126,6 +129,8 @@ class Demo:
             self.seen.with_crux.append(window)
         for name in TITLES:
             self.seen.dscp[name] = self._dscp(self.jobs[f"{name}-crux"])
+        # The records go when the jobs end.
+        self._stop_watch()
 
     def finish(self) -> None:
         """Let the jobs end by themselves and keep their steps.
@@ -147,9 +152,13 @@ class Demo:
         """End whatever still runs."""
         for job in self.jobs.values():
             job.kill()
+        self._stop_watch()
+
+    def _stop_watch(self) -> None:
         if self._watch:
             self._watch.kill()
             self._watch.wait()
+            self._watch = None
 
     def _launch(self, name: str, kind: str, port: int) -> Job:
         arguments = ["--steps", "1000000"]
@@ -160,7 +169,16 @@ class Demo:
         if kind == "crux":
             launcher = [sys.executable, "-m", "cruxrun", "--crux-job", name]
             launcher += ["--crux-store", self._store, "--crux-cluster", CLUSTER]
+            if self._fabric:
+                launcher += ["--crux-topology", str(self._topology_file())]
         return Job(spec, self._folder, launcher, self._fabric, self._hosts)
+
+    def _topology_file(self) -> Path:
+        """What the operator of this network would tell Crux of it."""
+        path = self._folder / "topology.yaml"
+        if self._fabric and not path.exists():
+            path.write_text(self._fabric.topology_yaml())
+        return path
 
     def _phase(
         self, title: str, running: tuple[str, ...], steps: int, case: str = "", sample: bool = False
@@ -302,6 +320,8 @@ def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
 def main(steps: int, real_compute: bool, loopback: bool, json_path: Path | None, out: Path) -> None:
     """Train two models on one congested link: alone, together, and together under Crux."""
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     out = out.absolute()

@@ -4,6 +4,7 @@
 #include "../../csrc/process_group/recorder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -46,6 +47,18 @@ Record numbered(uint32_t producer, uint64_t number) {
 }
 
 bool same(const Record& a, const Record& b) { return std::memcmp(&a, &b, sizeof(Record)) == 0; }
+
+// What a completion adds to `issued`: the duration, and times that agree with it.
+bool completed_as(const Record& record, const Record& issued, int64_t device_ns) {
+  Record expected = issued;
+  expected.device_ns = device_ns;
+  if (device_ns != kUnknownTime) {
+    if (record.start_ns < issued.issue_ns) return false;
+    expected.start_ns = record.start_ns;
+    expected.end_ns = record.start_ns + device_ns;
+  }
+  return same(record, expected);
+}
 
 std::vector<Record> drain_all(Recorder& recorder) {
   std::vector<Record> records;
@@ -294,11 +307,36 @@ void completion_after_issue_and_before_it_are_the_same() {
   const std::vector<Record> records = drain_all(recorder);
   CHECK(records.size() == 4);
   const int64_t device_ns[] = {500, 600, kUnknownTime, 700};
+  int64_t last_end_ns = 0;
   for (uint64_t i = 0; i < 4; ++i) {
-    Record expected = numbered(0, i + 1);
-    expected.device_ns = device_ns[i];
-    CHECK(same(records[i], expected));
+    CHECK(completed_as(records[i], numbered(0, i + 1), device_ns[i]));
+    CHECK(i == 0 || device_ns[i] == kUnknownTime || records[i].start_ns >= last_end_ns);
+    if (device_ns[i] != kUnknownTime) last_end_ns = records[i].end_ns;
   }
+}
+
+void completions_of_nothing_are_forgotten() {
+  Recorder recorder(1 << 15);
+  CompletionTable table(recorder);
+  // An operation that was issued while nobody recorded: far more of them than are kept.
+  for (uint64_t key = 0; key < 20000; ++key) table.completed(key, 5);
+  CHECK(recorder.recorded() == 0);
+  table.issued(3, numbered(0, 1));
+  CHECK(recorder.recorded() == 0);
+  table.completed(3, 7);
+  CHECK(recorder.recorded() == 1);
+}
+
+void a_key_that_is_used_again_leaves_its_first_operation_incomplete() {
+  Recorder recorder(16);
+  CompletionTable table(recorder);
+  table.issued(1, numbered(0, 1));
+  table.issued(1, numbered(0, 2));
+  table.completed(1, 5);
+  const std::vector<Record> records = drain_all(recorder);
+  CHECK(records.size() == 2);
+  CHECK(records[0].sequence == 1 && records[0].status == Status::kIncomplete);
+  CHECK(completed_as(records[1], numbered(0, 2), 5));
 }
 
 void what_never_completes_is_recorded_at_the_end() {
@@ -324,6 +362,9 @@ void issues_and_completions_race() {
   constexpr uint32_t kPairs = 3;
   const auto completes = [](uint64_t number) { return number % 10 != 0; };
   Recorder recorder(kPairs * kPerProducer);
+  // A watchdog is never far ahead of the thread that issues.
+  constexpr uint64_t kAhead = 500;
+  std::atomic<uint64_t> issued[kPairs] = {};
   {
     CompletionTable table(recorder);
     Threads(2 * kPairs, [&](uint32_t i) {
@@ -333,7 +374,11 @@ void issues_and_completions_race() {
         const uint64_t key = number * kPairs + producer;
         if (issues) {
           table.issued(key, numbered(producer, number));
-        } else if (completes(number)) {
+          issued[producer].store(number + 1);
+          continue;
+        }
+        while (issued[producer].load() + kAhead < number) std::this_thread::yield();
+        if (completes(number)) {
           table.completed(key, static_cast<int64_t>(7 * key));
         }
       }
@@ -349,10 +394,11 @@ void issues_and_completions_race() {
     seen[record.group][record.sequence] = true;
     Record expected = numbered(record.group, record.sequence);
     if (completes(record.sequence)) {
-      expected.device_ns = static_cast<int64_t>(7 * (record.sequence * kPairs + record.group));
-    } else {
-      expected.status = Status::kIncomplete;
+      const auto device_ns = static_cast<int64_t>(7 * (record.sequence * kPairs + record.group));
+      CHECK(completed_as(record, expected, device_ns));
+      continue;
     }
+    expected.status = Status::kIncomplete;
     CHECK(same(record, expected));
   }
 }
@@ -382,6 +428,8 @@ int main() {
   groups_are_renamed_while_read();
   group_keeps_what_a_renaming_does_not_tell();
   completion_after_issue_and_before_it_are_the_same();
+  completions_of_nothing_are_forgotten();
+  a_key_that_is_used_again_leaves_its_first_operation_incomplete();
   what_never_completes_is_recorded_at_the_end();
   issues_and_completions_race();
   std::puts("recorder: ok");

@@ -1,0 +1,242 @@
+"""What Crux costs: stock Gloo against Crux in one run, block by block in turn.
+
+    python benchmarks/overhead.py [--pairs N] [--json FILE] [--quick]
+
+Two pairs of processes live side by side, one on stock Gloo and one on Crux with its background
+thread at work; only one pair runs at a time. Each pair of blocks gives one ratio, so whatever
+slows the machine for longer than a block slows both. Printed are the median ratio and quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+BLOCK_S = 0.03
+NULL_CALLS = 20_000
+
+
+def _operation(op: str, nbytes: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    count = nbytes // 4
+    whole, part = torch.ones(count), torch.ones(count // world)
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+    }[op]
+
+
+def _ddp_step() -> Any:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 512) for _ in range(6)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(64, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
+    """Runs the blocks it is told to; rank 0's times are the ones that count."""
+    os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if mode == "crux":
+        import crux_torch
+
+        crux_torch.attach()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    if mode == "crux":
+        assert crux_torch.status()["active"], crux_torch.status()
+    made: dict[Any, Any] = {}
+    while (command := pipe.recv()) is not None:
+        what, repeats = command
+        if what not in made:
+            made.clear()
+            made[what] = _ddp_step() if what == "ddp" else _operation(*what)
+            made[what]()
+        call = made[what]
+        dist.barrier()
+        taken = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+        pipe.send(statistics.median(taken))
+    dist.destroy_process_group()
+
+
+class Pair:
+    """Two ranks of one kind."""
+
+    def __init__(self, mode: str, folder: str) -> None:
+        context = mp.get_context("spawn")
+        ends = [context.Pipe() for _ in range(2)]
+        self._pipes = [mine for mine, _ in ends]
+        self._processes = [
+            context.Process(
+                target=_worker, args=(mode, rank, f"{folder}/{mode}", theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def block(self, what: Any, repeats: int) -> float:
+        """Seconds of one call, the median over a block."""
+        for pipe in self._pipes:
+            pipe.send((what, repeats))
+        times = [pipe.recv() for pipe in self._pipes]
+        return float(times[0])
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(20)
+
+
+def _ratios(stock: Pair, crux: Pair, what: Any, pairs: int) -> tuple[list[float], float]:
+    """Crux over stock for each pair of blocks, and the median time of a stock call in seconds."""
+    once = min(stock.block(what, 2), crux.block(what, 2))
+    repeats = max(2, min(400, round(BLOCK_S / once)))
+    ratios, times = [], []
+    for _ in range(pairs):
+        taken: dict[Any, float] = {}
+        for side in random.sample((stock, crux), 2):
+            taken[side] = side.block(what, repeats)
+        ratios.append(taken[crux] / taken[stock])
+        times.append(taken[stock])
+    return ratios, statistics.median(times)
+
+
+def _null_ns(pairs: int) -> list[float]:
+    """Nanoseconds that Crux adds to an all-reduce of a backend that does nothing."""
+    import torch
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    from crux_torch import _C, backend
+
+    recorder = backend.recorder()
+    inner = FakeProcessGroup._create_internal(0, 2)
+    wrapped = _C.DelegatingBackend("crux", 0, 2, recorder)
+    wrapped.add_inner("cpu", inner)
+    tensors = [torch.ones(1)]
+
+    def block(target: Any) -> float:
+        begin = time.perf_counter()
+        for _ in range(NULL_CALLS):
+            target.allreduce(tensors)
+        seconds = time.perf_counter() - begin
+        recorder.drain(1 << 20)
+        return seconds / NULL_CALLS * 1e9
+
+    block(inner), block(wrapped)
+    added = []
+    for _ in range(pairs):
+        taken = {target: block(target) for target in random.sample((inner, wrapped), 2)}
+        added.append(taken[wrapped] - taken[inner])
+    assert recorder.dropped == 0
+    return added
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(values, n=4)
+    return low, median, high
+
+
+@click.command()
+@click.option("--pairs", default=25, show_default=True, help="Pairs of blocks for each figure.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the figures here."
+)
+@click.option("--quick", is_flag=True, help="Small sizes and few pairs, to see that it works.")
+def main(pairs: int, json_file: str | None, quick: bool) -> None:
+    """Measure what Crux adds to collectives, to a DDP step, and to a backend that does nothing."""
+    random.seed(0)
+    pairs = min(pairs, 3) if quick else pairs
+    sizes = SIZES[:2] if quick else SIZES
+    console = Console()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as bar:
+        cells: list[Any] = [(op, size) for op in OPS for size in sizes]
+        task = bar.add_task("measuring", total=len(cells) + 1)
+        stock, crux = Pair("stock", folder), Pair("crux", folder)
+        for cell in [*cells, "ddp"]:
+            count = pairs if cell != "ddp" else 2 * pairs
+            ratios, seconds = _ratios(stock, crux, cell, count)
+            low, median, high = _quartiles(ratios)
+            name, size = cell if cell != "ddp" else ("DDP step", None)
+            rows.append(
+                {
+                    "what": name,
+                    "bytes": size,
+                    "stock_s": seconds,
+                    "ratio": median,
+                    "quartiles": [low, high],
+                    "pairs": count,
+                }
+            )
+            bar.advance(task)
+        stock.close()
+        crux.close()
+    null = _quartiles(_null_ns(pairs))
+
+    table = Table(title="Crux over stock Gloo, 2 ranks on loopback: 1.00 is no cost")
+    for column in ("operation", "size", "stock", "median ratio", "quartiles"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for row in rows:
+        size = "" if row["bytes"] is None else f"{row['bytes'] >> 10} KiB"
+        low, high = row["quartiles"]
+        table.add_row(
+            row["what"],
+            size,
+            f"{row['stock_s'] * 1e6:.0f} µs",
+            f"{row['ratio']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+        )
+    console.print(table)
+    for op in OPS:
+        over = statistics.median(r["ratio"] for r in rows if r["what"] == op)
+        console.print(f"{op}: median over sizes {over:.3f}")
+    console.print(
+        f"in a backend that does nothing Crux adds {null[1]:.0f} ns a call "
+        f"(quartiles {null[0]:.0f} to {null[2]:.0f})"
+    )
+    if json_file:
+        with open(json_file, "w") as out:
+            json.dump({"rows": rows, "null_ns": null, "cpus": os.cpu_count()}, out, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
