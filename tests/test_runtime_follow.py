@@ -102,6 +102,10 @@ def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(start, store
     leader.publish(1, order(valid_s=0.3, profile=profile()).to_json())
     until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
     until(lambda: agent.status()["applied"]["level"] is None, what="the end of the order")
+    # What lies in the store is still the order that has ended: it must not count again.
+    looked = agent._order_at_s
+    until(lambda: agent._order_at_s > looked + 0.5, what="more looks")
+    assert agent.status()["applied"]["level"] is None
     assert agent.status()["plan"] is None
     assert agent.profile() == profile()
     assert len(warnings(caplog)) == 1

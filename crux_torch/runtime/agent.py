@@ -92,6 +92,7 @@ class Agent:
         self._shared_store: TcpStore | None = None
         self._order: Order | None = None
         self._profile: JobProfile | None = None
+        self._heard: tuple[str, int] | None = None
         self._heard_at_s = float("-inf")
         self._unpublished: Order | None = None
         self._measuring: Order | None = None
@@ -268,12 +269,13 @@ class Agent:
         self._obey(order, now)
 
     def _obey(self, order: Order, now: float) -> None:
-        before = self._order
-        if before is not None and order.turn == before.turn:
+        before, heard = self._order, self._heard
+        if heard == (order.incarnation, order.turn):
             return
-        if before is not None and order.incarnation != before.incarnation:
+        if heard is not None and heard[0] != order.incarnation:
             self._measuring, self._answered = None, 0
         self._order, self._heard_at_s = order, now
+        self._heard = order.incarnation, order.turn
         self._profile = order.profile or self._profile
         if before is None or order.level != before.level:
             if order.level is None:
