@@ -105,6 +105,23 @@ def test_a_silent_job_is_replanned_when_its_lease_ends(clock: FakeClock) -> None
     agreed(leaders[:2])
 
 
+def test_a_store_that_is_away_is_said_once_and_not_taken_for_back_between_two_looks(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FaultyStore(MemoryStore(clock), random.Random(0))
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 3.0)
+    store.fail = 1.0
+    states = []
+    for _ in range(60):
+        leader.tick()
+        states.append(leader.store_state)
+        clock.advance(0.05)
+    first = next(i for i, state in enumerate(states) if state != "ok")
+    assert "ok" not in states[first:]
+    assert caplog.text.count("going on without the shared store") == 1
+
+
 def test_without_profiles_there_is_no_plan(clock: FakeClock) -> None:
     leader = leader_of(MemoryStore(clock), "a", clock)
     leader.set_profile(None)

@@ -191,12 +191,12 @@ class Leader:
                 state = self._look(now)
                 if self._superseded_by is None:
                     self._agree(state, now)
-            if self._store_error is not None:
-                self._store_error = None
-                # The others come back as late as their back-off lets them: a snapshot before
-                # that is not the cluster's.
-                self._settled_at_s = now + self._lease_s
-                self._warn.forget("store")
+                if self._store_error is not None:
+                    self._store_error = None
+                    # The others come back as late as their back-off lets them: a snapshot before
+                    # that is not the cluster's.
+                    self._settled_at_s = now + self._lease_s
+                    self._warn.forget("store")
         except StoreError as error:
             self._store_error = str(error)
             self._settled_at_s = float("inf")
