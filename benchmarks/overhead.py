@@ -1,6 +1,6 @@
 """What Crux costs: stock Gloo against Crux in one run, block by block in turn.
 
-    python benchmarks/overhead.py [--pairs N] [--json FILE] [--quick]
+    python benchmarks/overhead.py [--pairs N] [--rounds N] [--json FILE] [--quick]
 
 Two pairs of processes live side by side, one on stock Gloo and one on Crux with its background
 thread at work; only one pair runs at a time. Each pair of blocks gives one ratio, so whatever
@@ -27,7 +27,8 @@ from rich.table import Table
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-BLOCK_S = 0.03
+#: Short blocks, so that both sides of a pair meet the same mood of the machine.
+BLOCK_S = 0.01
 NULL_CALLS = 20_000
 
 
@@ -71,6 +72,9 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # A rank and its helper threads stay on one core: migrations cost more than what is measured.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if mode == "crux":
         import crux_torch
 
@@ -130,6 +134,8 @@ def _ratios(stock: Pair, crux: Pair, what: Any, pairs: int) -> tuple[list[float]
     """Crux over stock for each pair of blocks, and the median time of a stock call in seconds."""
     once = min(stock.block(what, 2), crux.block(what, 2))
     repeats = max(2, min(400, round(BLOCK_S / once)))
+    # Long calls get fewer pairs.
+    pairs = max(min(pairs, 5), min(pairs, round(2.0 / (once * repeats))))
     ratios, times = [], []
     for _ in range(pairs):
         taken: dict[Any, float] = {}
@@ -176,41 +182,49 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 @click.command()
-@click.option("--pairs", default=25, show_default=True, help="Pairs of blocks for each figure.")
+@click.option("--pairs", default=50, show_default=True, help="Pairs of blocks in a round, at most.")
+@click.option("--rounds", default=4, show_default=True, help="Rounds, each with fresh processes.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the figures here."
 )
 @click.option("--quick", is_flag=True, help="Small sizes and few pairs, to see that it works.")
-def main(pairs: int, json_file: str | None, quick: bool) -> None:
+def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
     """Measure what Crux adds to collectives, to a DDP step, and to a backend that does nothing."""
     random.seed(0)
-    pairs = min(pairs, 3) if quick else pairs
+    pairs, rounds = (min(pairs, 3), 1) if quick else (pairs, rounds)
     sizes = SIZES[:2] if quick else SIZES
     console = Console()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as bar:
-        cells: list[Any] = [(op, size) for op in OPS for size in sizes]
-        task = bar.add_task("measuring", total=len(cells) + 1)
-        stock, crux = Pair("stock", folder), Pair("crux", folder)
-        for cell in [*cells, "ddp"]:
-            count = pairs if cell != "ddp" else 2 * pairs
-            ratios, seconds = _ratios(stock, crux, cell, count)
-            low, median, high = _quartiles(ratios)
-            name, size = cell if cell != "ddp" else ("DDP step", None)
-            rows.append(
-                {
-                    "what": name,
-                    "bytes": size,
-                    "stock_s": seconds,
-                    "ratio": median,
-                    "quartiles": [low, high],
-                    "pairs": count,
-                }
-            )
-            bar.advance(task)
-        stock.close()
-        crux.close()
-    null = _quartiles(_null_ns(pairs))
+    cells: list[Any] = [*((op, size) for op in OPS for size in sizes), "ddp"]
+    ratios: dict[Any, list[float]] = {cell: [] for cell in cells}
+    seconds: dict[Any, list[float]] = {cell: [] for cell in cells}
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("measuring", total=len(cells) * rounds)
+        for _ in range(rounds):
+            # Fresh processes: where their memory lies is good for a few per cent either way.
+            with tempfile.TemporaryDirectory() as folder:
+                stock, crux = Pair("stock", folder), Pair("crux", folder)
+                for cell in cells:
+                    found, once = _ratios(stock, crux, cell, pairs)
+                    ratios[cell] += found
+                    seconds[cell].append(once)
+                    bar.advance(task)
+                stock.close()
+                crux.close()
+    for cell in cells:
+        low, median, high = _quartiles(ratios[cell])
+        name, size = cell if cell != "ddp" else ("DDP step", None)
+        rows.append(
+            {
+                "what": name,
+                "bytes": size,
+                "stock_s": statistics.median(seconds[cell]),
+                "ratio": median,
+                "quartiles": [low, high],
+                "pairs": len(ratios[cell]),
+            }
+        )
+    null = _quartiles(_null_ns(min(pairs, 25)))
 
     table = Table(title="Crux over stock Gloo, 2 ranks on loopback: 1.00 is no cost")
     for column in ("operation", "size", "stock", "median ratio", "quartiles"):

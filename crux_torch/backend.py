@@ -9,6 +9,7 @@ asked for. Both change nothing in what an operation does: see
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,21 +20,22 @@ from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import runtime
 from crux_torch.apply.ownership import Ownership
-from crux_torch.errors import CruxError
+from crux_torch.errors import CruxError, SettingsError
 from crux_torch.settings import Settings
 
 NAME = "crux"
-#: The stock classes that ``attach`` stands in for, with the device whose tensors they take.
+#: The stock classes that ``attach`` stands in for, with the names that scripts know them by.
 STOCK_CLASSES = {
-    "ProcessGroupGloo": ("gloo", "cpu"),
-    "ProcessGroupNCCL": ("nccl", "cuda"),
-    "ProcessGroupNCCL2": ("nccl", "cuda"),
-    "ProcessGroupNCCLLazy": ("nccl", "cuda"),
+    "ProcessGroupGloo": "gloo",
+    "ProcessGroupNCCL": "nccl",
+    "ProcessGroupNCCL2": "nccl",
+    "ProcessGroupNCCLLazy": "nccl",
 }
 
 #: The sockets of every inner backend of this process.
 OWNED_SOCKETS = Ownership()
 
+_log = logging.getLogger(__name__)
 _suspended = threading.local()
 
 
@@ -41,7 +43,15 @@ def recorder() -> Any:
     """The recorder of this process (``crux_torch._C.Recorder``), made at the first call."""
     from crux_torch import _C
 
-    return _C.process_recorder(Settings.from_env().records)
+    return _C.process_recorder(_settings().records)
+
+
+def _settings() -> Settings:
+    """The settings; where one can't be used, the defaults: the runtime says so and stays off."""
+    try:
+        return Settings.from_env()
+    except SettingsError:
+        return Settings()
 
 
 def _delegate(name: str, inners: dict[str, Any], store: Any) -> Any:
@@ -106,7 +116,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
             inners["cuda"] = _create_nccl(opts, backend_options)
     if not inners:
         raise CruxError('backend "crux" needs Gloo or NCCL, and this torch has neither')
-    if Settings.from_env().disable and list(inners) == ["cpu"]:
+    if _settings().disable and list(inners) == ["cpu"]:
         return inners["cpu"]
     return _delegate(NAME, inners, opts.store)
 
@@ -159,14 +169,18 @@ class _StandIn(type):
 
     stock: type
     public_name: str
-    device: str
+    devices: tuple[str, ...]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if getattr(_suspended, "depth", 0):
             return cls.stock(*args, **kwargs)
         with OWNED_SOCKETS.watching(*args[:3]):
             inner = cls.stock(*args, **kwargs)
-        return _delegate(cls.public_name, {cls.device: inner}, args[0])
+        try:
+            return _delegate(cls.public_name, dict.fromkeys(cls.devices, inner), args[0])
+        except Exception as error:
+            _log.warning("a process group stays with the stock backend: %s", error)
+            return inner
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if isinstance(instance, cls.stock):
@@ -225,13 +239,16 @@ def attach() -> None:
     Idempotent; does nothing where ``CRUX_DISABLE`` is set. Groups that exist are left as they are.
     """
     register()
-    if Settings.from_env().disable or is_attached():
+    if _settings().disable or is_attached():
         return
-    for class_name, (public_name, device) in STOCK_CLASSES.items():
+    # Without its extension there is nothing to attach: better now than at the first group.
+    recorder()
+    for class_name, public_name in STOCK_CLASSES.items():
         stock = getattr(c10d, class_name, None)
         if stock is None:
             continue
-        namespace = {"stock": stock, "public_name": public_name, "device": device}
+        devices = tuple(c10d.Backend.backend_capability[public_name])
+        namespace = {"stock": stock, "public_name": public_name, "devices": devices}
         setattr(c10d, class_name, _StandIn(class_name, (), namespace))
     c10d._get_split_source = _unwrapped(c10d._get_split_source)
     c10d._create_process_group_wrapper = _suspending(c10d._create_process_group_wrapper)

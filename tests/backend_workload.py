@@ -6,7 +6,6 @@ compared bit for bit, results and error messages alike.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
@@ -400,30 +399,26 @@ def main() -> None:
 
         crux_torch.attach()
     backend = "crux" if mode == "crux" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(size),
+        timeout=timedelta(seconds=60),
+    )
     results: dict[str, Any] = {}
-    # Stock Gloo aborts the process when the collector happens to drop a group on Gloo's own thread.
-    gc.disable()
     for name in only or PARTS:
-        # Each part in a world of its own: one that fails leaves its groups unusable.
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}.{name}",
-            rank=int(rank),
-            world_size=int(size),
-            timeout=timedelta(seconds=60),
-        )
+        run = PARTS.get(name) or FATAL_PARTS[name]
         try:
-            run = PARTS.get(name) or FATAL_PARTS[name]
             results[name] = ("value", _plain(run(int(rank), int(size))))
         except Exception as error:
             results[name] = ("error", _message(error))
-        if name in FATAL_PARTS:
-            Path(out).write_bytes(pickle.dumps(results))
-            # Stock gloo can't tear down a group that timed out.
-            os._exit(0)
-        dist.destroy_process_group()
-        gc.collect()
     Path(out).write_bytes(pickle.dumps(results))
+    if mode == "stock" or set(only) & FATAL_PARTS.keys():
+        # Stock Gloo sometimes aborts the process while its groups are torn down.
+        sys.stdout.flush()
+        os._exit(0)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

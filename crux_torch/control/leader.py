@@ -46,6 +46,8 @@ ComputeEntries = Callable[[Sequence[JobRecord], "bytes | None"], Sequence[PlanEn
 MAX_DEBOUNCES = 8
 #: Longest time for which a leader bears with a plan that its own snapshot contradicts.
 MAX_PATIENCE_S = 60.0
+#: Seconds without the store before it is worth a warning: its next host takes a moment.
+PATIENCE_S = 3.0
 
 
 class Leader:
@@ -101,6 +103,7 @@ class Leader:
         self._publish_at_s = float("-inf")
         self._look_at_s = float("-inf")
         self._store_error: str | None = None
+        self._away_since_s = float("-inf")
         self._settled_at_s = float("-inf")
         self._closed = False
         self._superseded_by: str | None = None
@@ -198,9 +201,12 @@ class Leader:
                     self._settled_at_s = now + self._lease_s
                     self._warn.forget("store")
         except StoreError as error:
+            if self._store_error is None:
+                self._away_since_s = now
             self._store_error = str(error)
             self._settled_at_s = float("inf")
-            self._warn("store", f"going on without the shared store: {error}")
+            if now - self._away_since_s >= PATIENCE_S:
+                self._warn("store", f"going on without the shared store: {error}")
         except Exception as error:
             self._warn("tick", f"agreeing on a plan failed: {type(error).__name__}: {error}")
             _log.debug("tick failed", exc_info=True)

@@ -3,6 +3,7 @@
 #include <Python.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -89,9 +90,11 @@ void DelegatingBackend::add_inner(Device device, BackendPtr backend) {
   TORCH_CHECK(backend != nullptr, "crux: add_inner needs a backend");
   Inner inner;
   inner.backend = std::move(backend);
-  if (device == Device::CPU) inner.completion = Completion::kFuture;
+  // Gloo's futures complete with the operation, also on the accelerator's tensors that it takes.
+  const bool tells_by_future = device == Device::CPU || inner.backend->getBackendName() == "gloo";
+  if (tells_by_future) inner.completion = Completion::kFuture;
 #ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
-  if (device != Device::CPU && inner.backend->supportsCompletionHooks()) {
+  if (!tells_by_future && inner.backend->supportsCompletionHooks()) {
     inner.completion = Completion::kHook;
     inner.table = std::make_shared<CompletionTable>(recorder_);
     inner.backend->enableCollectivesTiming();
@@ -119,10 +122,23 @@ DelegatingBackend::BackendPtr DelegatingBackend::inner(Device device) const {
 }
 
 DelegatingBackend::Device DelegatingBackend::default_device() const {
+  const auto cpu = inners_.find(Device::CPU);
   for (const auto& [device, inner] : inners_) {
-    if (device != Device::CPU) return device;
+    if (cpu == inners_.end() || inner.backend != cpu->second.backend) {
+      if (device != Device::CPU) return device;
+    }
   }
   return Device::CPU;
+}
+
+std::vector<DelegatingBackend::BackendPtr> DelegatingBackend::backends() const {
+  std::vector<BackendPtr> found;
+  for (const auto& [device, inner] : inners_) {
+    if (std::find(found.begin(), found.end(), inner.backend) == found.end()) {
+      found.push_back(inner.backend);
+    }
+  }
+  return found;
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::default_inner() const {
@@ -406,7 +422,9 @@ DelegatingBackend::BackendPtr DelegatingBackend::wrap(const BackendPtr& child,
   if (!child) return child;
   auto wrapper =
       c10::make_intrusive<DelegatingBackend>(name_, child->getRank(), child->getSize(), recorder_);
-  wrapper->add_inner(device, child);
+  for (const auto& [other, inner] : inners_) {
+    if (inner.backend == at(device).backend) wrapper->add_inner(other, child);
+  }
   return wrapper;
 }
 
@@ -435,12 +453,12 @@ float DelegatingBackend::endTimeEstimate() { return default_inner()->endTimeEsti
 #endif
 
 void DelegatingBackend::setTimeout(std::chrono::milliseconds timeout) {
-  for (auto& [device, inner] : inners_) inner.backend->setTimeout(timeout);
+  for (const auto& backend : backends()) backend->setTimeout(timeout);
 }
 
 #ifdef CRUX_C10D_HAS_ADDEPHEMERALTIMEOUT
 void DelegatingBackend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  for (auto& [device, inner] : inners_) inner.backend->addEphemeralTimeout(timeout);
+  for (const auto& backend : backends()) backend->addEphemeralTimeout(timeout);
 }
 #endif
 
@@ -487,7 +505,7 @@ void DelegatingBackend::unregisterCompletionHook(int64_t id) {
 void DelegatingBackend::setSequenceNumberForGroup() {
 #ifndef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
   // Newer torch starts every group at 0 and warns of this call.
-  for (auto& [device, inner] : inners_) inner.backend->setSequenceNumberForGroup();
+  for (const auto& backend : backends()) backend->setSequenceNumberForGroup();
 #endif
 }
 
@@ -503,10 +521,10 @@ void DelegatingBackend::registerOnCompletionHook(
 void DelegatingBackend::setGroupUid(const std::string& uid) {
   Backend::setGroupUid(uid);
   std::vector<int64_t> ranks;
-  for (auto& [device, inner] : inners_) {
-    inner.backend->setGroupUid(uid);
+  for (const auto& backend : backends()) {
+    backend->setGroupUid(uid);
     try {
-      const auto& members = inner.backend->getBackendOptions()->global_ranks_in_group;
+      const auto& members = backend->getBackendOptions()->global_ranks_in_group;
       ranks.assign(members.begin(), members.end());
     } catch (const c10::Error&) {
       // A backend without options does not tell its members: they count as the whole world.
@@ -537,11 +555,11 @@ at::Tensor DelegatingBackend::allocateTensor(long size, at::TensorOptions option
 }
 
 void DelegatingBackend::abort() {
-  for (auto& [device, inner] : inners_) inner.backend->abort();
+  for (const auto& backend : backends()) backend->abort();
 }
 
 void DelegatingBackend::shutdown() {
-  for (auto& [device, inner] : inners_) inner.backend->shutdown();
+  for (const auto& backend : backends()) backend->shutdown();
 }
 
 }  // namespace crux

@@ -177,6 +177,8 @@ class DelegatingBackend final : public c10d::Backend {
 
   const Inner& at(Device device) const;
   Device default_device() const;
+  // The inner backends, each once: one may serve several types of device.
+  std::vector<BackendPtr> backends() const;
   BackendPtr wrap(const BackendPtr& child, Device device) const;
   Record begin(const Call& call, Device device);
   template <typename Issue>
