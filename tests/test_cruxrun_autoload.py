@@ -78,11 +78,19 @@ def test_a_failure_is_one_warning_and_torch_works(package, interpreter):
 
 
 def test_a_script_that_imports_crux_torch_first_is_attached_once(interpreter):
-    package = "import torch\n" + ATTACHES + "from cruxrun import autoload\n"
-    package += "autoload.attach_if_launched(attach)\n"
-    out, err = interpreter("import crux_torch; print(crux_torch.calls)", package, CRUX_ATTACH="1")
+    code = "import crux_torch, torch; print(crux_torch.calls)"
+    out, err = interpreter(code, ATTACHES, CRUX_ATTACH="1")
     assert out == ["[0]"]
     assert err == ""
+
+
+def test_a_package_that_is_imported_before_torch_registers_its_backend():
+    code = "import crux_torch, torch; print('crux' in torch.distributed.Backend.backend_list)"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["True"], done.stderr
 
 
 def test_without_the_launcher_nothing_but_os_is_imported():

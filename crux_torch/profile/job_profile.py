@@ -40,6 +40,8 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         compute_s: seconds of an iteration in which the devices compute: period less exposed time.
         flops: W_j over all devices of the job.
         flops_source: ``counted`` from the operators, or ``time`` (device-busy time times rate).
+        flops_by_time: W_j from time, for comparison: device-busy time times the devices' rate; 0
+            where the rate is not known.
         uncounted_ops: operators met that have no FLOP formula and so count nothing.
         gpus: devices of the job.
         flows: bytes from host to host; bytes that stay on one host are not listed.
@@ -58,6 +60,7 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     compute_s: NonNegative
     flops: NonNegative
     flops_source: Literal["counted", "time"]
+    flops_by_time: NonNegative = 0.0
     uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     gpus: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     flows: Annotated[tuple[HostFlow, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()

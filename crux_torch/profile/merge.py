@@ -69,7 +69,7 @@ def merge(
         hosts: host of global ranks that sent no sample, where it is known.
         topology: makes t = max_e M_e / B_e; without it t is the measured transfer time.
         algorithms: by operation, where they differ from ``traffic.DEFAULT_ALGORITHM``.
-        device_flops: FLOP/s of one device, for W from time where no rank counted FLOPs.
+        device_flops: FLOP/s of one device, for W from time; 0 where it is not known.
         measured_alone: whether the job held the profiling class throughout.
 
     Raises:
@@ -92,7 +92,8 @@ def merge(
     exposed_s = min([s.exposed_s for s in present] + _exposed(transfer))
     compute_s = max(0.0, period_s - exposed_s)
     gpus = max(1, round(scale * sum(s.devices for s in present)))
-    work, source = _work(present, scale, compute_s * device_flops * gpus)
+    by_time = compute_s * device_flops * gpus
+    work, source = _work(present, scale, by_time)
     matrix = traffic_matrix(present, placement, algorithms or {})
     t_s = transfer.t_s if topology is None else slowest_link_s(matrix, topology)
     line = transfer.line
@@ -102,6 +103,7 @@ def merge(
         compute_s=compute_s,
         flops=work,
         flops_source=source,
+        flops_by_time=by_time,
         uncounted_ops=tuple(sorted({op for s in present for op in s.uncounted_ops}))[:64],
         gpus=gpus,
         flows=_largest(matrix),

@@ -320,6 +320,7 @@ class Agent:
             topology,
             published=published,
             first_turn=first_turn,
+            device_flops=self._device_flops(),
         )
 
     def _read_topology(self) -> tuple[Topology | None, bytes | None]:
@@ -342,7 +343,7 @@ class Agent:
             hosts=(self.host,),
             gpus=self.world_size,
             state="starting",
-            peak_flops=self._peak_flops(),
+            peak_flops=self._device_flops() * self.world_size,
         )
         leader = Leader(
             self._shared_store,
@@ -362,16 +363,15 @@ class Agent:
         )
         return leader, slot
 
-    def _peak_flops(self) -> float:
-        """FLOP/s that the job's devices could do at most; 0 where that is not known."""
+    def _device_flops(self) -> float:
+        """FLOP/s that one of the job's devices could do at most; 0 where that is not known."""
         if self.settings.device_flops:
-            return self.settings.device_flops * self.world_size
+            return self.settings.device_flops
         host = this_host()
         if host.gpus:
-            return (peak_flops(host.gpus[0].name) or 0.0) * self.world_size
-        # Ranks on CPU share it: no rank can do more than the whole host.
-        cpu = host.cpu.peak_flops if host.cpu is not None else None
-        return (cpu or 0.0) * self.world_size
+            return peak_flops(host.gpus[0].name) or 0.0
+        # Ranks on CPU share it, and none can do more than the whole host.
+        return (host.cpu.peak_flops if host.cpu is not None else None) or 0.0
 
     def _close(self) -> None:
         try:

@@ -51,6 +51,7 @@ class Conductor:
         topology: of the cluster, where it is known.
         published: the topology's bytes, for the shared store.
         first_turn: above that of every order that may still lie in the job's store.
+        device_flops: FLOP/s of one device, for W from time; 0 where it is not known.
         clock: seconds that never go back.
     """
 
@@ -64,6 +65,7 @@ class Conductor:
         *,
         published: bytes | None = None,
         first_turn: int = 1,
+        device_flops: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -86,6 +88,7 @@ class Conductor:
         self._failures = 0
         self._not_before_s = float("-inf")
         self._turn = first_turn - 1
+        self._device_flops = device_flops
         self._order: Order | None = None
         self._ordered_at_s = float("-inf")
 
@@ -219,7 +222,7 @@ class Conductor:
             return merge(
                 present,
                 topology=self._known_topology(present),
-                device_flops=self._settings.device_flops,
+                device_flops=self._device_flops,
                 measured_alone=alone,
             )
         except Exception as error:
