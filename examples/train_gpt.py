@@ -85,6 +85,8 @@ def main() -> None:
     loss = train(GPT(args, accelerator), accelerator, batches(args), next_byte_loss, args)
     if dist.get_rank() == 0:
         print(f"loss {loss:.4f}")
+    # Nobody hangs up while another rank is still talking.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -61,6 +61,8 @@ def main() -> None:
     loss = train(MLP(args, accelerator), accelerator, batches(args), F.cross_entropy, args)
     if dist.get_rank() == 0:
         print(f"loss {loss:.4f}")
+    # Nobody hangs up while another rank is still talking.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -203,18 +203,23 @@ def test_of_two_jobs_the_one_with_the_higher_intensity_goes_first(start, store):
     heavy = start("heavy", "--batch=512", CRUX_STORE=store)
     light = start("light", "--batch=8", CRUX_STORE=store)
 
+    levels: dict[str, set[int]] = {}
+
     def both_planned() -> bool:
-        jobs = [job.status(0) for job in (heavy, light)]
-        if not all(jobs) or not (heavy.every(planned) and light.every(planned)):
+        """Every rank of both follows the same plan; keeps what each was given by it."""
+        told = {job.folder.name: [job.status(rank) for rank in (0, 1)] for job in (heavy, light)}
+        every = [status for statuses in told.values() for status in statuses]
+        if not all(every) or not all(map(planned, every)):
             return False
-        return len({j["order"]["plan_epoch"] for j in jobs}) == 1
+        for name, statuses in told.items():
+            levels[name] = {status["applied"]["level"] for status in statuses}
+        return len({status["order"]["plan_epoch"] for status in every}) == 1
 
     until(both_planned, BOUND_S, "one plan for both")
     for job in (heavy, light):
         job.stop()
     ends = {job.folder.name: job.end() for job in (heavy, light)}
     during = {name: [e["rounds"][0]["during"] for e in ranks] for name, ranks in ends.items()}
-    levels = {n: {d["status"]["applied"]["level"] for d in ds} for n, ds in during.items()}
     intensity = {name: ds[0]["intensity"] for name, ds in during.items()}
     assert all(len(level) == 1 for level in levels.values())
     assert intensity["heavy"] > intensity["light"]
