@@ -413,6 +413,9 @@ def main() -> None:
             results[name] = ("value", _plain(run(int(rank), int(size))))
         except Exception as error:
             results[name] = ("error", _message(error))
+    if not set(only) & FATAL_PARTS.keys():
+        # A rank that ends while another still connects would be taken for a crash.
+        dist.barrier()
     Path(out).write_bytes(pickle.dumps(results))
     if mode == "stock" or set(only) & FATAL_PARTS.keys():
         # Stock Gloo sometimes aborts the process while its groups are torn down.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_cases import clusters
 
@@ -87,6 +87,17 @@ def test_no_candidate_is_better_when_chosen(cluster: Cluster, random) -> None:
                 load_Bps[link] += rate
 
 
+@example(
+    Cluster(
+        {"l0": 1.0, "l1": 1.0, "l2": 2.0},
+        (
+            Job("a", 1, 1.0, 0.0),
+            Job("b", 1, 1.0, 0.0, (Flow(1.0, (("l0", "l2"),)),)),
+            Job("c", 1, 1.0, 0.5, (Flow(1.0, (("l0", "l2", "l1"), ("l0", "l1", "l2"))),)),
+        ),
+    ),
+    1,
+)
 @settings(deadline=None)
 @given(clusters(), st.integers(1, 40))
 def test_waves_equal_one_by_one(cluster: Cluster, chunk: int) -> None:

@@ -25,6 +25,9 @@ from crux_torch.schedule.intensity import (
 )
 from crux_torch.schedule.model import Cluster
 
+#: Sums are taken over whole steps of 2^-32, which floats add exactly: the order of a path's links
+#: does not matter then.
+_STEPS = 2.0**32
 #: Flows placed at a time below which plain Python is faster than array operations.
 _SMALL_WAVE = 6
 #: Path entries that are laid out in memory at once.
@@ -188,7 +191,7 @@ def _place_chunk(
         utilisation = (load_Bps[link[e:f]] + demand[e:f]) * scale[e:f]
         starts = entry_at[p:q] - e
         busiest = np.maximum.reduceat(utilisation, starts)
-        total = np.add.reduceat(utilisation, starts)
+        total = np.add.reduceat(np.rint(utilisation * _STEPS), starts)
         of_flow = path_at[a:b] - p
         count = paths[a:b]
         beaten = busiest > np.repeat(np.minimum.reduceat(busiest, of_flow), count)
@@ -219,11 +222,11 @@ def _place_one_by_one(arrays: Arrays, flows: IntArray, rate_Bps: FloatArray) -> 
             ]
         taken, least = 0, (np.inf, np.inf)
         for c, path in enumerate(candidates[s]):
-            busiest = total = 0.0
+            busiest, total = 0.0, 0.0
             for link in path:
                 utilisation = (load_Bps[link] + rate) * per_Bps[link]
                 busiest = max(busiest, utilisation)
-                total += utilisation
+                total += round(utilisation * _STEPS)
             if (busiest, total) < least:
                 taken, least = c, (busiest, total)
         for link in candidates[s][taken]:
