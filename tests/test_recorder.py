@@ -329,6 +329,9 @@ def test_a_handle_nobody_waits_for_is_incomplete(fake: Any, recorder: Any) -> No
     assert row["end_ns"] == -1
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11's fake work is never complete"
+)
 def test_asking_whether_it_is_complete_ends_a_record(fake: Any, recorder: Any) -> None:
     work = fake[0].recv([tensor()], 0, 0)
     assert work.is_completed()
