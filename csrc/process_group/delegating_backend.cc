@@ -165,13 +165,22 @@ DelegatingBackend::WorkPtr DelegatingBackend::record(Device device, const Call& 
   const Inner& inner = at(device);
   if (!recorder_.enabled()) return issue(*inner.backend);
   Record record = begin(call, device);
+  WorkPtr work;
   try {
-    return finish_later(inner, call, record, issue(*inner.backend));
+    work = issue(*inner.backend);
   } catch (...) {
     record.status = Status::kFailed;
     record.end_ns = monotonic_ns();
     recorder_.push(record);
     throw;
+  }
+  try {
+    return finish_later(inner, call, record, work);
+  } catch (const std::exception&) {
+    // The operation is under way: that its handle has no future is not the caller's trouble.
+    record.status = Status::kIncomplete;
+    recorder_.push(record);
+    return work;
   }
 }
 
