@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from crux_torch.schedule.crux import crux_full, crux_pa, crux_ps_pa
 from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.ideal import ideal
 from crux_torch.schedule.options import Scheduler, SchedulerOptions
 from crux_torch.schedule.sincronia import sincronia
 from crux_torch.schedule.taccl import taccl
@@ -19,4 +20,5 @@ SCHEDULERS: dict[str, Scheduler] = {
     "varys": varys,
     "taccl": taccl,
     "ecmp": ecmp,
+    "ideal": ideal,
 }

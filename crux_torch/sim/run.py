@@ -100,7 +100,7 @@ def run_scenario(
         engine.run_until(scenario.horizon_s)
     except _fluid.SpecError as error:
         raise ScenarioError(str(error)) from None
-    return _report(scenario, engine)
+    return report_of(engine, scenario.horizon_s)
 
 
 def run_scenarios(
@@ -123,16 +123,17 @@ def run_scenarios(
         _fluid.run_all(engines, [s.horizon_s for s in scenarios], threads=threads)
     except _fluid.SpecError as error:
         raise ScenarioError(str(error)) from None
-    return [_report(s, engine) for s, engine in zip(scenarios, engines, strict=True)]
+    return [report_of(e, s.horizon_s) for s, e in zip(scenarios, engines, strict=True)]
 
 
-def _report(scenario: Scenario, engine: _fluid.Engine) -> Report:
+def report_of(engine: _fluid.Engine, horizon_s: float) -> Report:
+    """What an engine that has been played to ``horizon_s`` shows."""
     jobs = {
         name: JobReport(r["completed"], r["compute_s"], r["comm_s"], r["mean_iteration_s"])
         for name, r in engine.results().items()
     }
     return Report(
-        horizon_s=scenario.horizon_s,
+        horizon_s=horizon_s,
         gpu_utilization=engine.gpu_utilization(),
         jobs=jobs,
         link_bytes=engine.link_bytes(),
