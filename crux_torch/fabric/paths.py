@@ -8,6 +8,7 @@ another host and never through a GPU.
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -70,9 +71,13 @@ class ShortestPaths:
     def paths(
         self, sources: tuple[int, ...], targets: tuple[int, ...], limit: int | None = None
     ) -> list[tuple[int, ...]]:
-        """The shortest paths as tuples of links; at most ``limit`` of them, evenly spread."""
+        """The shortest paths as tuples of links; at most ``limit`` of them, evenly spread.
+
+        Where the spread starts depends on the two ends: together, the pairs use every link.
+        """
         dag = self._dag(sources, targets)
-        return [self._unrank(dag, rank) for rank in spread(dag.total, limit)]
+        start = zlib.crc32(f"{sources[0]} {targets[0]}".encode())
+        return [self._unrank(dag, rank) for rank in spread(dag.total, limit, start)]
 
     def costs_inside(self, source: int) -> dict[int, int]:
         """Cost from ``source`` to every node of its own host that is reached without leaving it."""
@@ -254,8 +259,8 @@ class _Dag:
         self.leaves_at = {u: d for u, d in self.arrival.remaining if u in self.arrival.entries}
 
 
-def spread(total: int, limit: int | None) -> Iterable[int]:
-    """``limit`` ranks out of ``total``, ascending and spread over all of them.
+def spread(total: int, limit: int | None, start: int = 0) -> Iterable[int]:
+    """``limit`` ranks out of ``total``, ascending and spread over all of them, from ``start``.
 
     An even stride would take the same branch at every switch whose fan-out divides it, so the
     stride is near the golden section of ``total`` and coprime to it.
@@ -265,4 +270,4 @@ def spread(total: int, limit: int | None) -> Iterable[int]:
     step = max(1, round(total * 0.6180339887498949))
     while gcd(step, total) != 1:
         step += 1
-    return sorted(i * step % total for i in range(limit))
+    return sorted((start + i * step) % total for i in range(limit))

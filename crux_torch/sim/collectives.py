@@ -34,6 +34,7 @@ def build_job(
     buckets: int = 1,
     connections: int = 1,
     candidate_limit: int | None = CANDIDATE_LIMIT,
+    alltoall_peers: int | None = None,
     peak_flops: float = A100_FLOPS,
 ) -> Job:
     """The job that trains ``model`` on ``gpus``, as schedulers see it.
@@ -49,6 +50,7 @@ def build_job(
         buckets: likewise.
         connections: flows that a hop is split into, each with a path of its own.
         candidate_limit: the most paths of one flow.
+        alltoall_peers: see :func:`transfers`.
         peak_flops: FLOP/s of one device.
 
     Raises:
@@ -62,7 +64,8 @@ def build_job(
     total: Transfers = {}
     bytes_at: dict[float, float] = defaultdict(float)
     for collective in iteration(model, layout, gradient_start=gradient_start, buckets=buckets):
-        part = contended(transfers(collective, gpus, topology, algorithm), topology)
+        moved = transfers(collective, gpus, topology, algorithm, alltoall_peers)
+        part = contended(moved, topology)
         traffic.add_flows(total, part)
         bytes_at[collective.at] += sum(part.values())
     return Job(
@@ -71,8 +74,8 @@ def build_job(
         flops=model.flops_per_gpu * len(gpus),
         compute_s=model.compute_s(peak_flops) * (1 + layout.bubble),
         flows=tuple(
-            Flow(moved / connections, topology.candidate_paths(src, dst, candidate_limit))
-            for (src, dst), moved in total.items()
+            Flow(size / connections, topology.candidate_paths(src, dst, candidate_limit))
+            for (src, dst), size in total.items()
             for _ in range(connections)
         ),
         bursts=_bursts(bytes_at),
@@ -84,6 +87,7 @@ def transfers(
     gpus: Sequence[str],
     topology: Topology,
     algorithm: Algorithm = "ring",
+    alltoall_peers: int | None = None,
 ) -> Transfers:
     """Bytes from GPU to GPU of one iteration's runs of ``collective``, hosts' inner hops included.
 
@@ -94,6 +98,10 @@ def transfers(
         algorithm: of an all-reduce: ``ring``, as many as a host has NICs, each through its own;
             ``tree``, NCCL's double binary tree over the hosts; ``hierarchical``, reduce-scatter
             within hosts, rings between GPUs of the same place, all-gather within hosts.
+        alltoall_peers: the most other hosts that each host's all-to-all is spread over. Every host
+            then sends as many bytes as it would to all, to hosts at even distances in the order of
+            ranks: what leaves a host is exact, what the links between switches carry is a sample.
+            None: to all, which takes as many flows as there are pairs of hosts.
     """
     total: Transfers = {}
     for group in collective.groups:
@@ -101,7 +109,7 @@ def transfers(
         if collective.op == "send":
             part = _counted("send", collective.bytes, members, peer=1)
         elif collective.op == "alltoall":
-            part = _alltoall(collective.bytes, members, topology)
+            part = _alltoall(collective.bytes, members, topology, alltoall_peers)
         elif algorithm == "ring":
             part = _rings(collective.bytes, members, topology)
         elif algorithm == "tree":
@@ -170,7 +178,9 @@ def _hierarchical(size: float, members: Sequence[str], topology: Topology) -> Tr
     return total
 
 
-def _alltoall(size: float, members: Sequence[str], topology: Topology) -> Transfers:
+def _alltoall(
+    size: float, members: Sequence[str], topology: Topology, peers: int | None
+) -> Transfers:
     """Between hosts over NICs of the same place, as NCCL's PXN does: GPUs there carry for others.
 
     The ranks of a host give the same to every other host, so one of them is counted for all.
@@ -179,9 +189,15 @@ def _alltoall(size: float, members: Sequence[str], topology: Topology) -> Transf
     homes = [topology.host_of(gpu) or gpu for gpu in members]
     first = {home: i for i, home in reversed(list(enumerate(homes)))}
     local = dict(zip(dict.fromkeys(homes), hosts, strict=True))
+    names = list(local)
     total: Transfers = {}
-    for home, rank in first.items():
-        given = traffic.flows("alltoall", size, range(len(homes)), homes, my_rank=rank)  # type: ignore[arg-type]
+    for i, home in enumerate(names):
+        if peers is None or len(names) - 1 <= peers:
+            given = _counted("alltoall", size, homes, my_rank=first[home])
+        else:
+            away = size * (len(homes) - len(local[home])) / len(homes)
+            steps = ((2 * k + 1) * len(names) // (2 * peers) for k in range(peers))
+            given = {(home, names[(i + s) % len(names)]): away / peers for s in steps}
         for (src, dst), moved in given.items():
             pairs = _rail_pairs(local[src], local[dst], topology)
             share = moved * len(local[home]) / len(pairs)
