@@ -71,6 +71,20 @@ class Engine:
     def shift(self, name: str, by_s: float) -> None:
         """Starts the job's next iteration this much later than it could."""
 
+    def set_pace(
+        self, name: str, *, origin_s: float, period_s: float | None, tolerance: float
+    ) -> None:
+        """Keeps a job's starts to the grid origin_s + n * period_s (CASSINI's drift correction).
+
+        An iteration that would start further from the nearest point of the grid than tolerance
+        times period_s, early or late, is held until the next point; any other starts at once. An
+        iteration that is under way or held already is left as it is.
+
+        Args:
+            period_s: None: the job is paced no longer.
+            tolerance: share of the period, from 0 to 0.5.
+        """
+
     def run_until(self, until_s: float) -> None: ...
     def run_until_end_of_any(self, until_s: float) -> list[str]:
         """Stops as soon as jobs have done all their iterations, and names them; [] at until_s."""

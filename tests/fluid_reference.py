@@ -5,6 +5,7 @@ It shares no code or data structure with ``csrc/fluid`` and is what that engine 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,7 @@ class Job:
     weight: float = 1.0
     start_s: float = 0.0
     iterations: int | None = None
+    pace: tuple[float, float, float] | None = None  # origin, period, tolerance
     completed: int = 0
     busy_s: float = 0.0
     comm_s: float = 0.0
@@ -130,6 +132,8 @@ def _advance_states(delay: dict[str, float], jobs: dict[str, Job], now: float) -
             continue
         if j.began_s is None:
             _begin(j, now)
+            if j.began_s is None:
+                continue
         while not j.ended:
             assert j.began_s is not None
             if j.burst == len(j.bursts):
@@ -139,6 +143,8 @@ def _advance_states(delay: dict[str, float], jobs: dict[str, Job], now: float) -
                 j.last_end_s = now
                 j.ended = j.completed == j.iterations
                 _begin(j, now)
+                if j.began_s is None:
+                    break
             elif not j.traffic():
                 j.burst += 1
             elif j.delay_left_s is None:
@@ -153,3 +159,10 @@ def _advance_states(delay: dict[str, float], jobs: dict[str, Job], now: float) -
 
 def _begin(j: Job, now: float) -> None:
     j.began_s, j.burst, j.delay_left_s, j.left = now, 0, None, 1.0
+    if j.pace is None or j.ended:
+        return
+    origin_s, period_s, tolerance = j.pace
+    nearest_s = origin_s + round((now - origin_s) / period_s) * period_s
+    if abs(now - nearest_s) > (tolerance + 1e-9) * period_s:
+        j.began_s = None
+        j.start_s = origin_s + math.ceil((now - origin_s) / period_s) * period_s

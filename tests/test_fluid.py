@@ -157,6 +157,54 @@ def test_shift_delays_the_next_iteration_once():
     assert engine.result("a")["compute_s"] == 3.0
 
 
+@pytest.mark.parametrize(
+    ("origin_s", "period_s", "tolerance", "completed"),
+    [
+        (0.0, 1.0, 0.05, 100),  # its own period
+        (0.25, 1.0, 0.05, 99),  # held once, at its start
+        (0.25, 1.0, 0.25, 100),  # near enough
+        (0.0, 1.04, 0.05, 96),  # early by 0.04, then held at 0.08: 2 in each 2.08 s
+        (0.0, 0.96, 0.05, 70),  # late by 0.04, then held at 0.08: 2 in each 2.88 s
+        (0.0, 0.9, 0.05, 56),  # late each time: one in each 1.8 s
+    ],
+)
+@pytest.mark.parametrize("skip_repeats", [True, False])
+def test_a_pace_holds_what_strays_from_it(origin_s, period_s, tolerance, completed, skip_repeats):
+    engine = one_link(skip_repeats=skip_repeats)
+    engine.add_job("a", compute_s=0.5, bursts=[(1, {"l": 0.5 * GB})])
+    engine.set_pace("a", origin_s=origin_s, period_s=period_s, tolerance=tolerance)
+    engine.run_until(100.2)
+    assert engine.result("a")["completed"] == completed
+    if skip_repeats:
+        assert engine.events < 60
+
+
+def test_a_pace_keeps_apart_what_a_disturbance_threw_together():
+    """Two jobs that interleave: one is held up once and comes back to its place."""
+    engine = one_link()
+    for name, origin_s in (("a", 0.0), ("b", 0.5)):
+        engine.add_job(name, compute_s=0.5, bursts=[(1, {"l": 0.5 * GB})], start_s=origin_s)
+        engine.set_pace(name, origin_s=origin_s, period_s=1.0, tolerance=0.05)
+    engine.run_until(1e4)
+    assert engine.result("a")["completed"] == 10000
+    engine.shift("b", 0.3)
+    engine.run_until(1e4 + 100)
+    assert engine.result("a")["completed"] == 10100
+    # One iteration, begun at 10000.8 instead of 10000.5, is held until 10001.5.
+    assert engine.result("b")["completed"] == 10098
+    assert engine.events < 150
+
+
+def test_a_pace_can_be_taken_away():
+    engine = one_link()
+    engine.add_job("a", compute_s=1, bursts=[])
+    engine.set_pace("a", origin_s=0.0, period_s=1.5, tolerance=0.0)
+    engine.run_until(15)
+    engine.set_pace("a", origin_s=0.0, period_s=None, tolerance=0.0)
+    engine.run_until(25)
+    assert engine.result("a")["completed"] == 20
+
+
 def test_stops_at_the_end_of_any():
     engine = one_link()
     engine.add_job("a", compute_s=1, bursts=[], iterations=3)
@@ -209,6 +257,8 @@ def test_a_starved_job_does_not_move():
         (lambda e: e.set_weight("busy", -1.0), "weight"),
         (lambda e: e.set_traffic("busy", []), "each of its bursts"),
         (lambda e: e.shift("busy", -1.0), "shift"),
+        (lambda e: e.set_pace("busy", origin_s=0, period_s=0, tolerance=0), "positive finite per"),
+        (lambda e: e.set_pace("busy", origin_s=0, period_s=1, tolerance=1), "from 0 to 0.5"),
         (lambda e: e.run_until(math.inf), "finite time"),
         (lambda e: e.run_until(1e15), "can't resolve"),
         (lambda e: Engine([("l", 0.0, 0.0)]), "capacity_Bps is 0"),

@@ -27,7 +27,7 @@ shares = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1)
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, iterations: bool = True) -> tuple[Links, Jobs]:
+def scenarios(draw: st.DrawFn, iterations: bool = True, paced: bool = False) -> tuple[Links, Jobs]:
     names = [f"l{i}" for i in range(draw(st.integers(1, 5)))]
     links = {n: (draw(capacities), draw(st.sampled_from([0.0, 0.0, 1e-3, 0.02]))) for n in names}
     jobs = {}
@@ -42,13 +42,22 @@ def scenarios(draw: st.DrawFn, iterations: bool = True) -> tuple[Links, Jobs]:
             "start_s": draw(st.sampled_from([0.0, 0.0, 0.3, 1.7])),
             "iterations": draw(st.sampled_from([None, 1, 3, 8])) if iterations else None,
         }
+        if paced and draw(st.booleans()):
+            jobs[f"j{i}"]["pace"] = (
+                draw(st.sampled_from([0.0, 0.3]) | st.floats(-1.0, 1.0)),
+                draw(st.sampled_from([0.25, 0.5, 1.0]) | st.floats(0.2, 2.0)),
+                draw(st.sampled_from([0.0, 0.05, 0.25])),
+            )
     return links, jobs
 
 
 def play(links: Links, jobs: Jobs, until_s: float = HORIZON_S, **options: Any) -> Engine:
     engine = Engine([(n, c, d) for n, (c, d) in links.items()], **options)
     for name, job in jobs.items():
-        engine.add_job(name, **job)
+        engine.add_job(name, **{key: value for key, value in job.items() if key != "pace"})
+        if "pace" in job:
+            origin_s, period_s, tolerance = job["pace"]
+            engine.set_pace(name, origin_s=origin_s, period_s=period_s, tolerance=tolerance)
     engine.run_until(until_s)
     return engine
 
@@ -72,6 +81,12 @@ def assert_agrees_with_the_reference(links: Links, jobs: Jobs) -> None:
 @SETTINGS
 @given(scenarios())
 def test_agrees_with_the_reference(scenario):
+    assert_agrees_with_the_reference(*scenario)
+
+
+@SETTINGS
+@given(scenarios(paced=True))
+def test_agrees_with_the_reference_on_paced_jobs(scenario):
     assert_agrees_with_the_reference(*scenario)
 
 
@@ -186,7 +201,7 @@ def test_stops_on_the_way_change_nothing(scenario):
 
 
 @SETTINGS
-@given(scenarios(iterations=False))
+@given(scenarios(iterations=False) | scenarios(iterations=False, paced=True))
 def test_skipped_stretches_end_where_an_unskipped_run_does(scenario):
     links, jobs = scenario
     skipped = play(links, jobs, until_s=150.0)

@@ -50,6 +50,13 @@ class NamedEngine {
   void set_weight(const std::string& name, double weight) { engine_.set_weight(id(name), weight); }
   void shift(const std::string& name, double by_s) { engine_.shift(id(name), Seconds(by_s)); }
 
+  void set_pace(const std::string& name, double origin_s, std::optional<double> period_s,
+                double tolerance) {
+    std::optional<Pace> pace;
+    if (period_s) pace = Pace{Seconds(origin_s), Seconds(*period_s), tolerance};
+    engine_.set_pace(id(name), pace);
+  }
+
   void set_traffic(const std::string& name, const std::vector<py::dict>& traffic) {
     std::vector<std::vector<LoadSpec>> bursts;
     bursts.reserve(traffic.size());
@@ -210,6 +217,8 @@ PYBIND11_MODULE(_fluid, m) {
       .def("set_weight", &NamedEngine::set_weight, py::arg("name"), py::arg("weight"))
       .def("set_traffic", &NamedEngine::set_traffic, py::arg("name"), py::arg("traffic"))
       .def("shift", &NamedEngine::shift, py::arg("name"), py::arg("by_s"))
+      .def("set_pace", &NamedEngine::set_pace, py::arg("name"), py::kw_only(), py::arg("origin_s"),
+           py::arg("period_s"), py::arg("tolerance"))
       .def("run_until", &NamedEngine::run_until, py::arg("until_s"))
       .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, py::arg("until_s"))
       .def("result", &NamedEngine::result, py::arg("name"))

@@ -12,6 +12,17 @@ namespace {
 constexpr double kTie = 1e-13;
 // Beyond this many iterations' lengths the clock no longer resolves an iteration.
 constexpr double kLongestRun = 1e12;
+// A start that is off its grid by less than this share of the period is on it.
+constexpr double kOnGrid = 1e-9;
+
+// The next point of a grid where an iteration that could start at t is off it, otherwise t.
+double paced(const Pace& pace, double t) {
+  const double origin = pace.origin.value();
+  const double period = pace.period.value();
+  const double turns = (t - origin) / period;
+  const double off = std::abs(turns - std::round(turns));
+  return off > pace.tolerance + kOnGrid ? origin + std::ceil(turns) * period : t;
+}
 
 }  // namespace
 
@@ -137,6 +148,24 @@ void Engine::shift(JobId id, Seconds by) {
   job.hold_s += by.value();
 }
 
+void Engine::set_pace(JobId id, std::optional<Pace> pace) {
+  Job& job = at(id);
+  if (pace) {
+    const std::string where = "job " + job.spec.name + ": pace: ";
+    if (!std::isfinite(pace->origin.value())) throw SpecError(where + "expected a finite origin");
+    if (!(std::isfinite(pace->period.value()) && pace->period.value() > 0.0)) {
+      throw SpecError(where + "expected a positive finite period");
+    }
+    if (!(pace->tolerance >= 0.0 && pace->tolerance <= 0.5)) {
+      throw SpecError(where + "expected a tolerance from 0 to 0.5 of the period");
+    }
+  }
+  if (job.stage == Stage::kEnded) return;
+  sync(id);
+  job.pace = pace;
+  if (job.component != kNoComponent) components_[job.component].forget();
+}
+
 bool Engine::run_until(Seconds until, std::uint64_t max_events) {
   ended_.clear();
   return advance(until.value(), max_events, false);
@@ -205,7 +234,7 @@ bool Engine::handle(JobId id, double t) {
       enter(id, t);
       break;
     case Stage::kHeld:
-      begin_iteration(id, t);
+      start_iteration(id, t);
       break;
     case Stage::kComputing:
       send_burst(id, t);
@@ -230,9 +259,16 @@ bool Engine::handle(JobId id, double t) {
 void Engine::enter(JobId id, double t) {
   reattach(sharing_.add(id, jobs_[id].program.footprint()), t);
   join(id);
+  start_iteration(id, t);
+}
+
+// Begins an iteration at once, or when the job's shift and its pace allow.
+void Engine::start_iteration(JobId id, double t) {
   Job& job = jobs_[id];
-  if (job.hold_s > 0.0) {
-    schedule(id, Stage::kHeld, t + std::exchange(job.hold_s, 0.0));
+  double start = t + std::exchange(job.hold_s, 0.0);
+  if (job.pace) start = paced(*job.pace, start);
+  if (start > t) {
+    schedule(id, Stage::kHeld, start);
   } else {
     begin_iteration(id, t);
   }
@@ -292,10 +328,8 @@ void Engine::end_iteration(JobId id, double t) {
   if (job.spec.iterations && job.completed >= *job.spec.iterations) {
     ended_.push_back(id);
     leave(id, t);
-  } else if (job.hold_s > 0.0) {
-    schedule(id, Stage::kHeld, t + std::exchange(job.hold_s, 0.0));
   } else {
-    begin_iteration(id, t);
+    start_iteration(id, t);
   }
 }
 

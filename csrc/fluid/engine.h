@@ -23,6 +23,13 @@ struct Options {
   double repeat_tolerance = 1e-9;
 };
 
+// The times at which a job should start its iterations: origin + n * period.
+struct Pace {
+  Seconds origin;
+  Seconds period;
+  double tolerance;  // share of the period by which a start may be off
+};
+
 struct JobResult {
   std::int64_t completed = 0;  // iterations ended
   double compute_s = 0.0;      // seconds in which it computed
@@ -51,6 +58,9 @@ class Engine {
   void set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic);
   // Starts the job's next iteration this much later than it could.
   void shift(JobId id, Seconds by);
+  // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start off it by
+  // more than the tolerance is held until the next point of the grid. nullopt: no longer.
+  void set_pace(JobId id, std::optional<Pace> pace);
 
   // Advances to `until` and returns true; false when max_events were handled before.
   bool run_until(Seconds until, std::uint64_t max_events = UINT64_MAX);
@@ -89,6 +99,7 @@ class Engine {
     double since = 0.0;
     double rate = 0.0;  // of progress, per second
     double hold_s = 0.0;
+    std::optional<Pace> pace;
     double last_end = 0.0;
     double end = kForever;
     std::int64_t completed = 0;
@@ -103,6 +114,7 @@ class Engine {
   bool handle(JobId id, double t);
   void enter(JobId id, double t);
   bool wake_neighbours(const Program& program, double t);
+  void start_iteration(JobId id, double t);
   void begin_iteration(JobId id, double t);
   void next_burst(JobId id, double t);
   void send_burst(JobId id, double t);
@@ -126,6 +138,7 @@ class Engine {
   void part(JobId id);
   void split(std::uint32_t component);
   void choose_reference(Component& component);
+  bool keeps_paces(const Component& component, double period, double tolerance_s) const;
   void look_for_repeat(std::uint32_t component, double t);
   void start_repeating(std::uint32_t component, double t, double period,
                        std::vector<std::int64_t> completed_per_period);

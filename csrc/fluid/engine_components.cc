@@ -139,8 +139,11 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
   if (!component.used || component.repeating || t <= component.not_before) return;
   if (jobs_[component.reference].iteration_start != t) return;
   if (component.members.size() == 1) {
-    start_repeating(id, t, jobs_[component.reference].program.alone_iteration_s(), {1});
-    return;
+    const double alone_s = jobs_[component.reference].program.alone_iteration_s();
+    if (keeps_paces(component, alone_s, options_.repeat_tolerance * alone_s)) {
+      start_repeating(id, t, alone_s, {1});
+      return;
+    }
   }
   Component::Anchor& anchor = component.anchor;
   if (!anchor.valid) {
@@ -149,7 +152,7 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
   }
   const double period = t - anchor.time;
   const double tolerance = options_.repeat_tolerance * period;
-  bool repeats = period > 0.0;
+  bool repeats = period > 0.0 && keeps_paces(component, period, tolerance);
   for (std::size_t i = 0; repeats && i < component.members.size(); ++i) {
     repeats = same(phase(jobs_[component.members[i]], t), anchor.phases[i], tolerance);
   }
@@ -163,6 +166,14 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
     component.reach *= 2;
     set_anchor(component, t);
   }
+}
+
+// Whether every paced member is as far from its grid after the period as before it.
+bool Engine::keeps_paces(const Component& component, double period, double tolerance_s) const {
+  return std::all_of(component.members.begin(), component.members.end(), [&](JobId member) {
+    const std::optional<Pace>& pace = jobs_[member].pace;
+    return !pace || std::abs(std::remainder(period, pace->period.value())) <= tolerance_s;
+  });
 }
 
 void Engine::start_repeating(std::uint32_t id, double t, double period,
