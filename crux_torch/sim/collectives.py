@@ -8,12 +8,13 @@ is the order of the GPUs, which NIC a hop leaves by, and which links it may cros
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from crux_torch.fabric.topology import CANDIDATE_LIMIT, Topology
 from crux_torch.profile import traffic
-from crux_torch.schedule.model import Burst, Flow, Job
+from crux_torch.schedule.model import Burst, Flow, Job, Path
 from crux_torch.sim.catalogue import A100_FLOPS, Model, WorkloadError
 from crux_torch.sim.parallelism import Collective, Layout, iteration, layout_of
 
@@ -36,6 +37,7 @@ def build_job(
     candidate_limit: int | None = CANDIDATE_LIMIT,
     alltoall_peers: int | None = None,
     peak_flops: float = A100_FLOPS,
+    paths: Callable[[str, str], tuple[Path, ...]] | None = None,
 ) -> Job:
     """The job that trains ``model`` on ``gpus``, as schedulers see it.
 
@@ -52,6 +54,7 @@ def build_job(
         candidate_limit: the most paths of one flow.
         alltoall_peers: see :func:`transfers`.
         peak_flops: FLOP/s of one device.
+        paths: gives the candidates of two ends in the topology's place, which then are not limited.
 
     Raises:
         WorkloadError: the layout doesn't have as many ranks as there are GPUs.
@@ -61,6 +64,7 @@ def build_job(
     layout = layout or layout_of(model, len(gpus))
     if layout.gpus != len(gpus):
         raise WorkloadError(f"a layout of {layout.gpus} ranks on {len(gpus)} GPUs")
+    between = paths or partial(topology.candidate_paths, limit=candidate_limit)
     total: Transfers = {}
     bytes_at: dict[float, float] = defaultdict(float)
     for collective in iteration(model, layout, gradient_start=gradient_start, buckets=buckets):
@@ -74,7 +78,7 @@ def build_job(
         flops=model.flops_per_gpu * len(gpus),
         compute_s=model.compute_s(peak_flops) * (1 + layout.bubble),
         flows=tuple(
-            Flow(size / connections, topology.candidate_paths(src, dst, candidate_limit))
+            Flow(size / connections, between(src, dst))
             for (src, dst), size in total.items()
             for _ in range(connections)
         ),

@@ -1,0 +1,246 @@
+"""What a replay shows: utilisation, completion times, and whose traffic is in the network."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from crux_torch.fabric.topology import Topology
+from crux_torch.sim.placed import PlacedJob
+from crux_torch.sim.players import Progress
+
+#: Layers of the network proper; PCIe and NVLink belong to the hosts.
+NETWORK_LAYERS = ("nic-tor", "tor-aggregation", "aggregation-core")
+#: Layers of Figure 24, and the core of three-layer networks.
+LAYERS = ("pcie-nic", *NETWORK_LAYERS)
+#: Borders of the classes of GPU intensity in FLOP/s: half decades, open at both ends.
+INTENSITY_EDGES = tuple(10 ** (e / 2) for e in range(26, 40))
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """What became of one job.
+
+    Attributes:
+        name, model, gpus, submit_s: as in the trace.
+        start_s: when it got its GPUs.
+        end_s: when its last iteration ended.
+        iterations: that it ran.
+        alone_s: seconds of one iteration on the same GPUs and an empty network.
+    """
+
+    name: str
+    model: str
+    gpus: int
+    submit_s: float
+    start_s: float
+    end_s: float
+    iterations: float
+    alone_s: float
+
+    @property
+    def jct_s(self) -> float:
+        """Job completion time, from arrival."""
+        return self.end_s - self.submit_s
+
+    @property
+    def queued_s(self) -> float:
+        return self.start_s - self.submit_s
+
+    @property
+    def slowdown(self) -> float:
+        """Mean iteration over one alone on the same GPUs."""
+        return (self.end_s - self.start_s) / (self.iterations * self.alone_s)
+
+
+@dataclass(slots=True)
+class Series:
+    """The replay over time; entry i is about the span from ``time_s[i]`` to ``time_s[i + 1]``.
+
+    Attributes:
+        time_s: borders of the spans, one more than there are entries.
+        gpu_utilization: share of all GPUs' time in which they computed.
+        held: share of all GPUs' time in which a job held them.
+        waiting: jobs in the queue at the end of the span.
+        carried: for each layer and class of intensity, the share of the layer's capacity that
+            carried jobs of that class.
+    """
+
+    time_s: list[float] = field(default_factory=lambda: [0.0])
+    gpu_utilization: list[float] = field(default_factory=list)
+    held: list[float] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    carried: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    def mean(self, values: Sequence[float], until_s: float = math.inf) -> float:
+        """Mean of a series over the spans that end by ``until_s``, weighted by their length."""
+        count = bisect_right(self.time_s, until_s) - 1
+        lengths = np.diff(self.time_s[: count + 1])
+        return float(np.average(values[:count], weights=lengths)) if count > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    placed: PlacedJob
+    intensity_class: int
+    start_s: float
+    seen: Progress = Progress(0, 0.0)
+
+
+class Meter:
+    """Collects the series of a replay and the records of its jobs.
+
+    Traffic is counted when an iteration ends, so a span is off by one iteration of each job.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.records: list[JobRecord] = []
+        self.series = Series()
+        self.compute_gpu_s = 0.0
+        self.held_gpu_s = 0.0
+        self._gpus = len(topology.gpus())
+        self.capacity_Bps = {layer: 0.0 for layer in LAYERS}
+        for link, capacity_Bps in topology.capacity_Bps.items():
+            layer = topology.layer(link)
+            if layer in self.capacity_Bps:
+                self.capacity_Bps[layer] += capacity_Bps
+        self.layers = [layer for layer in LAYERS if self.capacity_Bps[layer] > 0]
+        self.series.carried = {layer: [] for layer in self.layers}
+        self._running: dict[str, _Running] = {}
+        self._open_span()
+
+    def start(self, placed: PlacedJob, now_s: float) -> None:
+        """A job has got its GPUs."""
+        kind = bisect_right(INTENSITY_EDGES, placed.intensity)
+        self._running[placed.job.name] = _Running(placed, kind, now_s)
+
+    def finish(self, record: JobRecord, progress: Progress) -> None:
+        """A job has ended."""
+        self._count(record.name, progress, record.end_s)
+        del self._running[record.name]
+        self.records.append(record)
+
+    def close_span(self, now_s: float, progress: Mapping[str, Progress], waiting: int) -> None:
+        """Ends the span that is open; ``progress`` of all running jobs."""
+        for name in self._running:
+            self._count(name, progress[name], now_s)
+        series = self.series
+        length_s = now_s - series.time_s[-1]
+        if length_s > 0:
+            series.time_s.append(now_s)
+            series.gpu_utilization.append(self._span_compute / (length_s * self._gpus))
+            series.held.append(self._span_held / (length_s * self._gpus))
+            series.waiting.append(waiting)
+            for layer, moved in self._span_bytes.items():
+                whole = length_s * self.capacity_Bps[layer]
+                series.carried[layer].append([m / whole for m in moved])
+            self._open_span()
+
+    def _open_span(self) -> None:
+        self._span_compute = 0.0
+        self._span_held = 0.0
+        self._span_bytes = {layer: [0.0] * (len(INTENSITY_EDGES) + 1) for layer in self.layers}
+
+    def _count(self, name: str, progress: Progress, now_s: float) -> None:
+        """Books what a job has done since it was looked at last, or since the span began."""
+        job = self._running[name]
+        gpus = job.placed.job.gpus
+        computed = (progress.compute_s - job.seen.compute_s) * gpus
+        held = (now_s - max(job.start_s, self.series.time_s[-1])) * gpus
+        self._span_compute += computed
+        self._span_held += held
+        self.compute_gpu_s += computed
+        self.held_gpu_s += held
+        for layer, moved in job.placed.layer_bytes.items():
+            if layer in self._span_bytes:
+                done = (progress.completed - job.seen.completed) * moved
+                self._span_bytes[layer][job.intensity_class] += done
+        job.seen = progress
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A replay in a few numbers.
+
+    Attributes:
+        jobs: that ran, all of them to their end.
+        gpu_utilization: share of all GPUs' time in which they computed, until the last arrival.
+        held_utilization: compute over the time in which jobs held GPUs, over the whole replay.
+        network_utilization: share of the network's capacity that carried data, until the last
+            arrival; PCIe and NVLink left out.
+        jct_mean_s, jct_p99_s: job completion time, from arrival.
+        queued_mean_s: of that, waiting for GPUs.
+        slowdown_worst, slowdown_p99, slowdown_mean: iteration time over the one alone on the same
+            GPUs; ``slowdown_mean`` is weighted by GPU time.
+        makespan_s: end of the last job.
+    """
+
+    jobs: int
+    gpu_utilization: float
+    held_utilization: float
+    network_utilization: float
+    jct_mean_s: float
+    jct_p99_s: float
+    queued_mean_s: float
+    slowdown_worst: float
+    slowdown_p99: float
+    slowdown_mean: float
+    makespan_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def summarise(meter: Meter, window_s: float) -> Summary:
+    """The summary of a replay that has ended.
+
+    Args:
+        meter: what was collected.
+        window_s: end of the window of the utilisations, a border of the series.
+    """
+    records, series = meter.records, meter.series
+    jct = [r.jct_s for r in records]
+    slowdowns = [r.slowdown for r in records]
+    weights = [r.gpus * r.iterations * r.alone_s for r in records]
+    carried = _carried(meter)
+    return Summary(
+        jobs=len(records),
+        gpu_utilization=series.mean(series.gpu_utilization, window_s),
+        held_utilization=meter.compute_gpu_s / meter.held_gpu_s if meter.held_gpu_s else 0.0,
+        network_utilization=series.mean(carried, window_s),
+        jct_mean_s=float(np.mean(jct)),
+        jct_p99_s=float(np.percentile(jct, 99)),
+        queued_mean_s=float(np.mean([r.queued_s for r in records])),
+        slowdown_worst=max(slowdowns),
+        slowdown_p99=float(np.percentile(slowdowns, 99)),
+        slowdown_mean=float(np.average(slowdowns, weights=weights)),
+        makespan_s=max(r.end_s for r in records),
+    )
+
+
+def _carried(meter: Meter) -> list[float]:
+    """For each span the share of the whole network's capacity in use."""
+    layers = [layer for layer in meter.layers if layer in NETWORK_LAYERS]
+    whole = sum(meter.capacity_Bps[layer] for layer in layers)
+    total = np.zeros(len(meter.series.gpu_utilization))
+    for layer in layers:
+        share = meter.capacity_Bps[layer] / whole
+        total += share * np.array([sum(span) for span in meter.series.carried[layer]])
+    return total.tolist()
+
+
+def per_day(series: Series, values: Iterable[float], day_s: float = 86400.0) -> list[float]:
+    """Means of a series over days; spans that cross midnight count for the day they begin in."""
+    days: dict[int, list[tuple[float, float]]] = {}
+    for start, end, value in zip(series.time_s, series.time_s[1:], values, strict=False):
+        days.setdefault(int(start // day_s), []).append((end - start, value))
+    return [
+        sum(length * v for length, v in spans) / sum(length for length, _ in spans)
+        for _, spans in sorted(days.items())
+    ]

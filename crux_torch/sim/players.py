@@ -1,0 +1,231 @@
+"""Who carries running jobs forward in time: the fluid engine, or the clock alone."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from crux_torch import _fluid
+from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.model import Decision
+from crux_torch.sim.placed import PlacedJob
+from crux_torch.sim.play import DRIFT, burst_traffic, job_traffic
+
+
+#: A job of this many simulated iterations or more may end half of one early or late.
+MANY = 20
+
+
+class Progress(NamedTuple):
+    """What a job has done so far: iterations ended, seconds in which it computed."""
+
+    completed: float
+    compute_s: float
+
+
+class Grain(NamedTuple):
+    """How iterations are simulated: ``count`` of them, each ``size`` of the job's own.
+
+    One of size s computes and sends s times as much. How jobs share links does not depend on the
+    unit of time, so that with the same size for all jobs only the moments at which jobs come and
+    go, and are planned for, fall into another place of an iteration.
+    """
+
+    count: int
+    size: float
+
+
+def grain_of(iterations: int, size: int) -> Grain:
+    """The grain of a job of so many iterations where ``size`` of them are simulated as one.
+
+    Short jobs have smaller ones, so that all do exactly the work that is theirs; long ones have
+    exactly this size, so that periods keep their ratios, and round their number.
+    """
+    count = round(iterations / size)
+    if count >= MANY:
+        return Grain(count, float(size))
+    count = -(-iterations // size)
+    return Grain(count, iterations / count)
+
+
+class Player(Protocol):
+    """Running jobs, and the time that passes for them.
+
+    Attributes:
+        meets: whether jobs can be in each other's way.
+        now_s: simulated time.
+        events: handled so far.
+    """
+
+    meets: bool
+
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def events(self) -> int: ...
+
+    def add(self, placed: PlacedJob, grain: Grain, level: int) -> None:
+        """A job starts now, on its default paths, and ends after all of its ``grain``."""
+
+    def apply(self, decision: Decision) -> None:
+        """The jobs named in ``decision`` follow it from now on."""
+
+    def run_until_end_of_any(self, until_s: float) -> list[str]:
+        """Lets time pass up to ``until_s`` or the end of a job; the jobs that have ended."""
+
+    def progress(self, name: str) -> Progress:
+        """How far a job has come by now."""
+
+    def forget(self, name: str) -> None:
+        """A job has ended and is not asked for again."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What a running job follows."""
+
+    placed: PlacedJob
+    grain: Grain
+    path: tuple[int, ...]
+    level: int
+    weight: float = 1.0
+    shift_s: float = 0.0
+    grid_s: float | None = None
+
+
+class SharedNetwork:
+    """Jobs meet on the links of a topology, in the fluid engine.
+
+    Delays of links, microseconds against transfers of milliseconds, are left out.
+
+    Args:
+        topology: the network.
+        steady_tolerance: see :class:`crux_torch._fluid.Engine`.
+    """
+
+    meets = True
+
+    def __init__(self, topology: Topology, steady_tolerance: float = 0.0) -> None:
+        links = [(name, c, 0.0) for name, c in topology.capacity_Bps.items()]
+        self._engine = _fluid.Engine(links)
+        self._follows: dict[str, _Followed] = {}
+
+    @property
+    def now_s(self) -> float:
+        return self._engine.now_s
+
+    @property
+    def events(self) -> int:
+        return self._engine.events
+
+    def add(self, placed: PlacedJob, grain: Grain, level: int) -> None:
+        job = placed.job
+        self._follows[job.name] = _Followed(placed, grain, placed.default_path, level)
+        self._engine.add_job(
+            job.name,
+            compute_s=job.compute_s * grain.size,
+            bursts=_bursts(placed, placed.default_path, grain),
+            gpus=job.gpus,
+            level=level,
+            iterations=grain.count,
+        )
+
+    def apply(self, decision: Decision) -> None:
+        for name, path in decision.path.items():
+            now = self._follows[name]
+            if path != now.path:
+                now.path = path
+                bursts = _bursts(now.placed, path, now.grain)
+                self._engine.set_traffic(name, [traffic for _, traffic in bursts])
+            if decision.level[name] != now.level:
+                now.level = decision.level[name]
+                self._engine.set_level(name, now.level)
+            weight = decision.weight.get(name, 1.0)
+            if weight != now.weight:
+                now.weight = weight
+                self._engine.set_weight(name, weight)
+            self._keep_time(name, now, decision)
+
+    def _keep_time(self, name: str, now: _Followed, decision: Decision) -> None:
+        """Grids have the start of the replay as their common origin, so that they stay valid."""
+        shift_s, grid_s = decision.shift_s.get(name, 0.0), decision.grid_s.get(name)
+        if (shift_s, grid_s) == (now.shift_s, now.grid_s):
+            return
+        if grid_s is not None:
+            size = now.grain.size
+            self._engine.set_pace(
+                name, origin_s=shift_s * size, period_s=grid_s * size, tolerance=DRIFT
+            )
+        now.shift_s, now.grid_s = shift_s, grid_s
+
+    def run_until_end_of_any(self, until_s: float) -> list[str]:
+        return self._engine.run_until_end_of_any(until_s)
+
+    def progress(self, name: str) -> Progress:
+        result = self._engine.result(name)
+        size = self._follows[name].grain.size
+        return Progress(result["completed"] * size, result["compute_s"])
+
+    def forget(self, name: str) -> None:
+        del self._follows[name]
+
+
+def _bursts(
+    placed: PlacedJob, path: Sequence[int], grain: Grain
+) -> list[tuple[float, dict[str, float]]]:
+    traffic = job_traffic(placed.job, path)
+    scaled = {link: moved * grain.size for link, moved in traffic.items()}
+    return burst_traffic(placed.job.bursts, scaled)
+
+
+@dataclass(slots=True)
+class _Alone:
+    placed: PlacedJob
+    start_s: float
+    grain: Grain
+
+
+@dataclass(slots=True)
+class PrivateNetworks:
+    """Every job has a network of its own and runs there as it runs alone: nobody can do better."""
+
+    now_s: float = 0.0
+    events: int = 0
+    meets: bool = False
+    _jobs: dict[str, _Alone] = field(default_factory=dict)
+    _ends: list[tuple[float, str]] = field(default_factory=list)
+
+    def add(self, placed: PlacedJob, grain: Grain, level: int) -> None:
+        name = placed.job.name
+        self._jobs[name] = _Alone(placed, self.now_s, grain)
+        end_s = self.now_s + grain.count * grain.size * placed.alone_s
+        heapq.heappush(self._ends, (end_s, name))
+
+    def apply(self, decision: Decision) -> None:
+        pass
+
+    def run_until_end_of_any(self, until_s: float) -> list[str]:
+        if not self._ends or self._ends[0][0] > until_s:
+            self.now_s = until_s
+            return []
+        self.now_s = self._ends[0][0]
+        ended = []
+        while self._ends and self._ends[0][0] <= self.now_s:
+            ended.append(heapq.heappop(self._ends)[1])
+            self.events += 1
+        return ended
+
+    def progress(self, name: str) -> Progress:
+        job = self._jobs[name]
+        alone_s = job.placed.alone_s * job.grain.size
+        compute_s = job.placed.job.compute_s * job.grain.size
+        passed_s = self.now_s - job.start_s
+        # The end of the last iteration is a sum that carries rounding.
+        done = min(job.grain.count, int(passed_s / alone_s + 1e-9))
+        left_s = max(0.0, passed_s - done * alone_s) if done < job.grain.count else 0.0
+        return Progress(done * job.grain.size, done * compute_s + min(left_s, compute_s))
+
+    def forget(self, name: str) -> None:
+        del self._jobs[name]
