@@ -60,16 +60,17 @@ def torch_extension() -> cpp_extension.CppExtension:
     )
 
 
-def fluid_extension() -> Pybind11Extension:
-    sources = ["csrc/bindings/fluid_py.cpp", *sorted(map(str, Path("csrc/fluid").glob("*.cc")))]
+def plain_extension(name: str) -> Pybind11Extension:
+    """``crux_torch._NAME`` from ``csrc/NAME``: without torch."""
+    sources = [f"csrc/bindings/{name}_py.cpp", *sorted(map(str, Path("csrc", name).glob("*.cc")))]
     return Pybind11Extension(
-        "crux_torch._fluid",
+        f"crux_torch._{name}",
         sources,
         cxx_std=17,
         # No fused multiply-add: the same input gives the same output on every machine.
         extra_compile_args=["-O2", "-g0", "-ffp-contract=off", "-pthread"],
         extra_link_args=["-pthread"],
-        depends=[str(p) for p in Path("csrc/fluid").glob("*.h")],
+        depends=[str(p) for p in Path("csrc", name).glob("*.h")],
     )
 
 
@@ -80,6 +81,6 @@ setup(
     ],
     package_dir={"cruxrun": "launcher/cruxrun"},
     package_data={"crux_torch": ["py.typed", "*.pyi"]},
-    ext_modules=[torch_extension(), fluid_extension()],
+    ext_modules=[torch_extension(), plain_extension("fluid"), plain_extension("schedule")],
     cmdclass={"build_ext": cpp_extension.BuildExtension},
 )

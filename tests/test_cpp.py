@@ -25,7 +25,7 @@ def test_cpp_is_clean_under(sanitizer: str) -> None:
     if run.returncode == CANNOT_RUN:
         pytest.skip(run.stderr.strip())
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.split("\n") == ["recorder: ok", "fluid: ok", ""]
+    assert run.stdout.split("\n") == ["recorder: ok", "fluid: ok", "place: ok", ""]
 
 
 def test_a_missing_compiler_is_said() -> None:

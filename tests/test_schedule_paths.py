@@ -1,6 +1,9 @@
-"""Path selection against its own criterion, and its two ways of computing against each other."""
+"""Path selection against its own criterion in plain Python."""
 
 from __future__ import annotations
+
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_cases import clusters
 
-from crux_torch.schedule import paths
+from crux_torch import _schedule
 from crux_torch.schedule.arrays import ClusterError, arrays_of
 from crux_torch.schedule.intensity import solo_periods_s, unrouted_transfer_times_s
 from crux_torch.schedule.model import Cluster, Flow, Job
@@ -61,30 +64,39 @@ def test_order_must_name_every_job() -> None:
         select_paths(cluster, [])
 
 
-@settings(deadline=None)
-@given(clusters(), st.randoms())
-def test_no_candidate_is_better_when_chosen(cluster: Cluster, random) -> None:
-    order = [j.name for j in cluster.jobs]
-    random.shuffle(order)
-    chosen = select_paths(cluster, order)
+def congestion(cluster: Cluster, load_Bps, path, rate: float) -> tuple[float, float]:
+    """The criterion of section 4.1, sums in whole steps of 2^-32 so that no order matters."""
+    used = [(load_Bps[e] + rate) * (1.0 / cluster.capacity_Bps[e]) for e in path]
+    return max(used, default=0.0), sum(round(u * 2**32) for u in used)
+
+
+def flows_and_rates(cluster: Cluster, order: list[str]) -> list[tuple[str, int, Flow, float]]:
+    """Job, index, flow and bytes per second of every flow, in the order in which flows choose."""
     arrays = arrays_of(cluster)
     period_s = solo_periods_s(arrays, unrouted_transfer_times_s(arrays))
-    period_of = {j.name: period_s[i] for i, j in enumerate(arrays.jobs)}
-    jobs = {j.name: j for j in cluster.jobs}
-    load_Bps = dict.fromkeys(cluster.capacity_Bps, 0.0)
+    jobs = {j.name: (j, period_s[i]) for i, j in enumerate(arrays.jobs)}
+    result = []
     for name in order:
-        flows = sorted(enumerate(jobs[name].flows), key=lambda item: -item[1].bytes)
-        for f, flow in flows:
-            rate = flow.bytes / period_of[name] if period_of[name] > 0 else 0.0
+        chosen, period = jobs[name]
+        for f, flow in sorted(enumerate(chosen.flows), key=lambda item: -item[1].bytes):
+            result.append((name, f, flow, flow.bytes / period if period > 0 else 0.0))
+    return result
 
-            def congestion(path, rate=rate) -> tuple[float, float]:
-                used = [(load_Bps[e] + rate) * (1.0 / cluster.capacity_Bps[e]) for e in path]
-                return max(used, default=0.0), sum(used)
 
-            costs = [congestion(path) for path in flow.candidates]
-            assert chosen[name][f] == costs.index(min(costs))
-            for link in flow.candidates[chosen[name][f]]:
+def one_by_one(cluster: Cluster, order: list[str], sweeps: int) -> dict[str, tuple[int, ...]]:
+    """Path selection as it reads, in plain Python."""
+    load_Bps = dict.fromkeys(cluster.capacity_Bps, 0.0)
+    path = {j.name: [0] * len(j.flows) for j in cluster.jobs}
+    flows = flows_and_rates(cluster, order)
+    for sweep in range(sweeps + 1):
+        for name, f, flow, rate in flows:
+            for link in flow.candidates[path[name][f]] if sweep else ():
+                load_Bps[link] -= rate
+            costs = [congestion(cluster, load_Bps, p, rate) for p in flow.candidates]
+            path[name][f] = costs.index(min(costs))
+            for link in flow.candidates[path[name][f]]:
                 load_Bps[link] += rate
+    return {name: tuple(chosen) for name, chosen in path.items()}
 
 
 @example(
@@ -96,23 +108,121 @@ def test_no_candidate_is_better_when_chosen(cluster: Cluster, random) -> None:
             Job("c", 1, 1.0, 0.5, (Flow(1.0, (("l0", "l2", "l1"), ("l0", "l1", "l2"))),)),
         ),
     ),
-    1,
+    random.Random(0),
+    0,
 )
 @settings(deadline=None)
-@given(clusters(), st.integers(1, 40))
-def test_waves_equal_one_by_one(cluster: Cluster, chunk: int) -> None:
-    arrays = arrays_of(cluster)
-    t_s = unrouted_transfer_times_s(arrays)
-    order = np.arange(len(arrays.jobs))
-    results = []
-    small_wave, chunk_entries = paths._SMALL_WAVE, paths._CHUNK_ENTRIES
-    try:
-        paths._CHUNK_ENTRIES = chunk
-        for paths._SMALL_WAVE in (0, 10**9):
-            results.append(paths.place(arrays, order, t_s).tolist())
-    finally:
-        paths._SMALL_WAVE, paths._CHUNK_ENTRIES = small_wave, chunk_entries
-    assert results[0] == results[1]
+@given(clusters(), st.randoms(), st.integers(0, 3))
+def test_every_flow_takes_what_the_criterion_says(cluster: Cluster, draw, sweeps: int) -> None:
+    order = [j.name for j in cluster.jobs]
+    draw.shuffle(order)
+    assert select_paths(cluster, order, sweeps=sweeps) == one_by_one(cluster, order, sweeps)
+
+
+def test_criterion_on_a_larger_network() -> None:
+    draw = random.Random(4)
+    links = [f"l{i}" for i in range(40)]
+    sets = [
+        tuple(tuple(draw.sample(links, draw.randint(1, 5))) for _ in range(draw.randint(1, 12)))
+        for _ in range(60)
+    ]
+    jobs = tuple(
+        Job(
+            f"j{j:03d}",
+            8,
+            draw.uniform(1, 9),
+            draw.uniform(0.1, 3),
+            tuple(Flow(draw.uniform(0, 4), draw.choice(sets)) for _ in range(8)),
+        )
+        for j in range(100)
+    )
+    cluster = Cluster({link: draw.choice((1.0, 2.5, 7.0)) for link in links}, jobs)
+    order = [j.name for j in jobs]
+    for sweeps in (0, 2):
+        assert select_paths(cluster, order, sweeps=sweeps) == one_by_one(cluster, order, sweeps)
+
+
+def test_a_sweep_lets_the_first_choice_be_regretted() -> None:
+    # The first job takes "a" as the first of equals; the second has no choice but "a".
+    first = job("first", 9.0, Flow(4.0, WAYS))
+    second = job("second", 1.0, Flow(4.0, (("a",),)))
+    cluster = Cluster({"a": 10.0, "b": 10.0}, (first, second))
+    assert select_paths(cluster)["first"] == (0,)
+    assert select_paths(cluster, sweeps=1)["first"] == (1,)
+
+
+@settings(deadline=None)
+@given(clusters())
+def test_equal_names_need_not_be_the_same_object(cluster: Cluster) -> None:
+    copied = Cluster(
+        {"".join(list(link)): capacity for link, capacity in cluster.capacity_Bps.items()},
+        tuple(
+            replace(
+                j,
+                flows=tuple(
+                    Flow(f.bytes, tuple(tuple("".join(list(e)) for e in p) for p in f.candidates))
+                    for f in j.flows
+                ),
+            )
+            for j in cluster.jobs
+        ),
+    )
+    assert select_paths(copied) == select_paths(cluster)
+
+
+PLACE = {
+    "set_start": [0, 2],
+    "path_start": [0, 1, 2],
+    "path_links": [0, 1],
+    "capacity_Bps": [1.0, 1.0],
+    "flow_set": [0],
+    "rate_Bps": [1.0],
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"set_start": []},
+        {"set_start": [0, 3]},
+        {"set_start": [1, 2]},
+        {"path_start": [0, 2, 1]},
+        {"path_links": [0, 2]},
+        {"path_links": [-1, 0]},
+        {"flow_set": [1]},
+        {"flow_set": [-1]},
+        {"set_start": [0, 2, 2], "flow_set": [1]},
+        {"rate_Bps": [1.0, 2.0]},
+        {"capacity_Bps": [[1.0, 1.0]]},
+    ],
+)
+def test_place_refuses_numbers_out_of_range(wrong) -> None:
+    def call(**changed):
+        return _schedule.place(**{k: np.array(v) for k, v in {**PLACE, **changed}.items()})
+
+    assert call().tolist() == [0]
+    with pytest.raises(ValueError, match=r"start|link|candidate|rate|dimension"):
+        call(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("flows", "error"),
+    [
+        (7, "sequence"),
+        ((Flow(1.0, 7),), "candidates"),  # type: ignore[arg-type]
+        ((Flow(1.0, (7,)),), "path"),  # type: ignore[arg-type]
+        ((Flow("many", WAYS),), "real number"),  # type: ignore[arg-type]
+        ((7,), "bytes"),
+    ],
+)
+def test_reading_refuses_what_is_no_flow(flows, error: str) -> None:
+    with pytest.raises((TypeError, AttributeError), match=error):
+        _schedule.read_flows((Job("j", 1, 1.0, 1.0, flows),), ("a", "b"))
+
+
+def test_reading_refuses_an_unknown_link() -> None:
+    with pytest.raises(ClusterError, match="'c', which has no capacity"):
+        select_paths(Cluster({"a": 1.0}, (job("j", 1.0, Flow(1.0, (("a",), ("c",)))),)))
 
 
 @settings(deadline=None)

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
+from crux_torch import _schedule
 from crux_torch.errors import CruxError
 from crux_torch.schedule.model import Cluster, Job
 
 IntArray = npt.NDArray[np.int64]
+LinkArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -51,7 +53,7 @@ class Arrays:
     flow_set: IntArray
     set_start: IntArray
     path_start: IntArray
-    path_links: IntArray
+    path_links: LinkArray
 
     @property
     def flow_job(self) -> IntArray:
@@ -71,38 +73,15 @@ def arrays_of(cluster: Cluster) -> Arrays:
         if one.name == other.name:
             raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
 
-    # The cluster keeps every candidates tuple alive, so its id names it while we read.
-    flows = [flow for job in jobs for flow in job.flows]
-    ids = [id(flow.candidates) for flow in flows]
-    by_id = dict(zip(ids, (flow.candidates for flow in flows), strict=True))
-    number = dict(zip(by_id, range(len(by_id)), strict=True))
-    paths = list(chain.from_iterable(by_id.values()))
-    lengths = np.fromiter(map(len, paths), np.int64, len(paths))
-
-    index = dict(zip(cluster.capacity_Bps, range(len(cluster.capacity_Bps)), strict=True))
-    nowhere = len(index)
-    crossed = map(index.__getitem__, chain.from_iterable(paths))
     try:
-        links = np.fromiter(crossed, np.int64, int(lengths.sum()))
+        flows = _schedule.read_flows(jobs, tuple(cluster.capacity_Bps))
     except KeyError as error:
         raise ClusterError(f"a path crosses link {error}, which has no capacity") from None
-    empty = lengths == 0
-    if empty.any():
-        links = np.insert(links, _starts(lengths)[:-1][empty], nowhere)
-        lengths[empty] = 1
-
-    arrays = Arrays(
-        jobs=jobs,
-        capacity_Bps=np.fromiter(
-            chain(cluster.capacity_Bps.values(), (np.inf,)), np.float64, nowhere + 1
-        ),
-        flow_start=_starts(np.fromiter((len(job.flows) for job in jobs), np.int64, len(jobs))),
-        flow_bytes=np.fromiter((flow.bytes for flow in flows), np.float64, len(flows)),
-        flow_set=np.fromiter(map(number.__getitem__, ids), np.int64, len(ids)),
-        set_start=_starts(np.fromiter(map(len, by_id.values()), np.int64, len(by_id))),
-        path_start=_starts(lengths),
-        path_links=links,
+    nowhere = len(cluster.capacity_Bps)
+    capacity_Bps = np.fromiter(
+        chain(cluster.capacity_Bps.values(), (np.inf,)), np.float64, nowhere + 1
     )
+    arrays = Arrays(jobs, capacity_Bps, *flows)
     _check(arrays, cluster)
     return arrays
 
@@ -144,10 +123,6 @@ def layers(above: IntArray, below: IntArray, count: int) -> IntArray:
         ready = np.unique(freed[waiting[freed] == 0])
         now += 1
     return layer
-
-
-def _starts(counts: IntArray) -> IntArray:
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
 
 
 def ranges(start: IntArray, count: IntArray) -> IntArray:

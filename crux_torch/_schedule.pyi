@@ -1,0 +1,55 @@
+"""The loops over flows and links of a decision (csrc/schedule, csrc/bindings/schedule_py.cpp)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from crux_torch.schedule.model import Job
+
+_Ints = npt.NDArray[np.int64]
+_Links = npt.NDArray[np.int32]
+_Floats = npt.NDArray[np.float64]
+
+def read_flows(
+    jobs: Sequence[Job], links: Sequence[str]
+) -> tuple[_Ints, _Floats, _Ints, _Ints, _Ints, _Links]:
+    """The flows of all jobs: see :class:`crux_torch.schedule.arrays.Arrays`.
+
+    Flows that hold the same ``candidates`` object share one candidate set.
+
+    Args:
+        jobs: in the order of the result.
+        links: their places number the links; one more number stands for the link of an empty path.
+
+    Returns:
+        ``flow_start``, ``flow_bytes``, ``flow_set``, ``set_start``, ``path_start``, ``path_links``.
+
+    Raises:
+        KeyError: a path crosses a link that is not in ``links``.
+    """
+
+def place(
+    *,
+    set_start: _Ints,
+    path_start: _Ints,
+    path_links: _Links,
+    capacity_Bps: _Floats,
+    flow_set: _Ints,
+    rate_Bps: _Floats,
+    sweeps: int = 0,
+) -> _Ints:
+    """The candidate that each flow takes when flows choose one after the other.
+
+    Args:
+        set_start: paths of set s are ``set_start[s]`` to ``set_start[s + 1]``.
+        path_start: entries of path p in ``path_links``, likewise.
+        path_links: link of every entry.
+        capacity_Bps: of every link.
+        flow_set: candidate set of each flow, in the order in which flows choose.
+        rate_Bps: what each flow asks for.
+        sweeps: times that every flow then chooses again, with all others in place.
+
+    Raises:
+        ValueError: a number out of its range.
+    """

@@ -1,0 +1,153 @@
+// Path selection without Python: by hand, at its limits, and on random networks.
+#include "../../csrc/schedule/place.h"
+
+#include <cstdio>
+#include <random>
+#include <stdexcept>
+
+#include "../../csrc/schedule/pointer_numbers.h"
+#include "check.h"
+
+using namespace crux::schedule;
+
+namespace {
+
+template <class T>
+View<T> view(const std::vector<T>& values) {
+  return {values.data(), values.size()};
+}
+
+struct Case {
+  std::vector<std::int64_t> set_start{0, 2};
+  std::vector<std::int64_t> path_start{0, 1, 2};
+  std::vector<std::int32_t> path_links{0, 1};
+  std::vector<double> capacity_Bps{10.0, 10.0};
+  std::vector<std::int64_t> flow_set{0, 0, 0};
+  std::vector<double> rate_Bps{4.0, 4.0, 4.0};
+
+  std::vector<std::int64_t> placed(int sweeps = 0) const {
+    const Candidates candidates{view(set_start), view(path_start), view(path_links)};
+    return place(candidates, view(capacity_Bps), view(flow_set), view(rate_Bps), sweeps);
+  }
+
+  bool refused() const {
+    try {
+      placed();
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  }
+};
+
+void chooses_the_least_congested() {
+  CHECK((Case{}.placed() == std::vector<std::int64_t>{0, 1, 0}));
+  Case none;
+  none.flow_set.clear();
+  none.rate_Bps.clear();
+  CHECK(none.placed().empty());
+}
+
+void sums_break_ties() {
+  Case tied;
+  tied.path_start = {0, 2, 4};
+  tied.path_links = {0, 1, 0, 2};
+  tied.capacity_Bps = {1.0, 10.0, 20.0};
+  tied.flow_set = {0};
+  tied.rate_Bps = {1.0};
+  CHECK((tied.placed() == std::vector<std::int64_t>{1}));
+}
+
+void sweeps_regret() {
+  Case regret;
+  regret.set_start = {0, 2, 3};
+  regret.path_start = {0, 1, 2, 3};
+  regret.path_links = {0, 1, 0};
+  regret.flow_set = {0, 1};
+  regret.rate_Bps = {4.0, 4.0};
+  CHECK((regret.placed() == std::vector<std::int64_t>{0, 0}));
+  CHECK((regret.placed(1) == std::vector<std::int64_t>{1, 0}));
+}
+
+void refuses_numbers_out_of_range() {
+  Case c;
+  c.set_start = {0, 3};
+  CHECK(c.refused());
+  c = {};
+  c.set_start = {};
+  CHECK(c.refused());
+  c = {};
+  c.path_start = {};
+  CHECK(c.refused());
+  c = {};
+  c.path_start = {0, 2, 1};
+  CHECK(c.refused());
+  c = {};
+  c.path_links = {0, 2};
+  CHECK(c.refused());
+  c = {};
+  c.path_links = {-1, 0};
+  CHECK(c.refused());
+  c = {};
+  c.flow_set = {0, 1, 0};
+  CHECK(c.refused());
+  c = {};
+  c.rate_Bps = {1.0};
+  CHECK(c.refused());
+}
+
+void random_networks_stay_in_range() {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    Case c;
+    c.set_start = c.path_start = {0};
+    c.path_links.clear();
+    c.capacity_Bps.assign(1 + random() % 9, 1.0);
+    const std::size_t sets = 1 + random() % 5;
+    for (std::size_t s = 0; s < sets; ++s) {
+      for (std::size_t p = 1 + random() % 4; p > 0; --p) {
+        for (std::size_t l = random() % 4; l > 0; --l) {
+          c.path_links.push_back(static_cast<std::int32_t>(random() % c.capacity_Bps.size()));
+        }
+        c.path_start.push_back(static_cast<std::int64_t>(c.path_links.size()));
+      }
+      c.set_start.push_back(static_cast<std::int64_t>(c.path_start.size()) - 1);
+    }
+    c.flow_set.clear();
+    c.rate_Bps.clear();
+    for (std::size_t f = random() % 30; f > 0; --f) {
+      c.flow_set.push_back(static_cast<std::int64_t>(random() % sets));
+      c.rate_Bps.push_back(static_cast<double>(random() % 5));
+    }
+    const auto chosen = c.placed(static_cast<int>(random() % 3));
+    CHECK(chosen.size() == c.flow_set.size());
+    for (std::size_t f = 0; f < chosen.size(); ++f) {
+      const std::int64_t set = c.flow_set[f];
+      CHECK(chosen[f] >= 0 && chosen[f] < c.set_start[set + 1] - c.set_start[set]);
+    }
+  }
+}
+
+void pointers_keep_their_numbers() {
+  std::vector<double> objects(5000);
+  PointerNumbers numbers;
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    CHECK(numbers[&objects[i]] == PointerNumbers::kNone);
+    numbers[&objects[i]] = static_cast<std::int64_t>(i);
+  }
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    CHECK(numbers[&objects[i]] == static_cast<std::int64_t>(i));
+  }
+}
+
+}  // namespace
+
+int main() {
+  chooses_the_least_congested();
+  sums_break_ties();
+  sweeps_regret();
+  refuses_numbers_out_of_range();
+  random_networks_stay_in_range();
+  pointers_keep_their_numbers();
+  std::puts("place: ok");
+}
