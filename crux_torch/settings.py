@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from crux_torch.errors import SettingsError
+from crux_torch.schedule.live import LIVE_POLICIES
 
 #: DSCP class selector n of RFC 2474 for level n: the three bits that switches map to queues.
 CLASS_SELECTORS = tuple(8 * n for n in range(8))
@@ -111,6 +112,14 @@ def _name(text: str) -> str:
     return text
 
 
+def _policy(text: str) -> str:
+    if text not in LIVE_POLICIES:
+        raise ValueError(
+            f"expected one of {', '.join(LIVE_POLICIES)} (`crux sim` plays the others)"
+        )
+    return text
+
+
 def _log_level(text: str) -> str:
     value = text.strip().upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -166,7 +175,12 @@ class Settings:
         "DSCP value of each level, from level 0 upwards, separated by commas",
         _dscp_map,
     )
-    policy: str = _setting("CRUX_POLICY", "crux", "the scheduler that computes the plan", str)
+    policy: str = _setting(
+        "CRUX_POLICY",
+        "crux",
+        f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}",
+        _policy,
+    )
     topology: str = _setting(
         "CRUX_TOPOLOGY",
         "",

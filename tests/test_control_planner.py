@@ -27,7 +27,7 @@ from crux_torch.profile.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.intensity import link_traffic, transfer_time_s
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
-from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 
 
 @dataclasses.dataclass
@@ -113,7 +113,7 @@ def test_the_more_intense_job_goes_first() -> None:
     assert entries["heavy"].intensity == pytest.approx(1e17)
 
 
-@pytest.mark.parametrize("policy", sorted(SCHEDULERS))
+@pytest.mark.parametrize("policy", sorted(LIVE))
 def test_every_policy_gives_usable_levels_and_finite_numbers(policy: str) -> None:
     records = [record(f"j{n}", profile=profile(flops=1e14 * (n + 1))) for n in range(12)]
     records.append(record("silent", profile=profile(flows=(), t_s=0.0)))
@@ -148,6 +148,9 @@ def test_levels_that_a_scheduler_made_up_are_squeezed_without_inversion() -> Non
 def test_an_unknown_policy_names_the_known_ones() -> None:
     with pytest.raises(SettingsError, match=r"'best': expected one of .*crux"):
         compute_entries([record("a")], None, policy="best", levels=(0,))
+    for policy in sorted(set(SCHEDULERS) - set(LIVE)):
+        with pytest.raises(SettingsError, match=rf"'{policy}': only the simulator .*crux, ecmp"):
+            Planner(policy, (0,))
     with pytest.raises(SettingsError, match="level"):
         compute_entries([record("a")], None, policy="crux", levels=())
 

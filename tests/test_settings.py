@@ -54,6 +54,8 @@ def test_an_empty_variable_means_the_default():
         ("CRUX_DSCP_MAP", ","),
         ("CRUX_DSCP_MAP", "0,64"),
         ("CRUX_LOG_LEVEL", "loud"),
+        ("CRUX_POLICY", "best"),
+        ("CRUX_POLICY", "ideal"),
         ("CRUX_PROFILE_S", "0"),
         ("CRUX_PROFILE_S", "nan"),
         ("CRUX_LEASE_S", "soon"),

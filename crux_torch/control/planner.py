@@ -20,7 +20,7 @@ from crux_torch.profile.job_profile import JobProfile
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, Path
-from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
+from crux_torch.schedule.scheduler import LIVE, SCHEDULERS, Scheduler, SchedulerOptions
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def compute_entries(
     policy: str,
     levels: Sequence[int],
     seed: int = 0,
-    schedulers: Mapping[str, Scheduler] = SCHEDULERS,
+    schedulers: Mapping[str, Scheduler] = LIVE,
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job in the order of the names.
 
@@ -152,15 +152,19 @@ def compute_entries(
 
 
 def scheduler_named(
-    policy: str, schedulers: Mapping[str, Scheduler] = SCHEDULERS
+    policy: str, schedulers: Mapping[str, Scheduler] = LIVE
 ) -> Callable[[Cluster, SchedulerOptions], Decision]:
     """The scheduler called ``policy``.
 
     Raises:
-        SettingsError: there is none; it names those that there are.
+        SettingsError: there is none, or only the simulator can carry it out; it names those that
+            there are.
     """
     if policy not in schedulers:
-        raise SettingsError(f"policy {policy!r}: expected one of {', '.join(sorted(schedulers))}")
+        known = "only the simulator can carry it out, " if policy in SCHEDULERS else ""
+        raise SettingsError(
+            f"policy {policy!r}: {known}expected one of {', '.join(sorted(schedulers))}"
+        )
     return schedulers[policy]
 
 

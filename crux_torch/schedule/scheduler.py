@@ -1,17 +1,19 @@
-"""The schedulers by name: what ``--crux-policy`` and the simulator choose from."""
+"""The schedulers by name: what the simulator and, of them, ``--crux-policy`` choose from."""
 
 from __future__ import annotations
 
 from crux_torch.schedule.crux import crux_full, crux_pa, crux_ps_pa
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.ideal import ideal
+from crux_torch.schedule.live import LIVE_POLICIES
 from crux_torch.schedule.options import Scheduler, SchedulerOptions
 from crux_torch.schedule.sincronia import sincronia
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import varys
 
-__all__ = ["SCHEDULERS", "Scheduler", "SchedulerOptions"]
+__all__ = ["LIVE", "SCHEDULERS", "Scheduler", "SchedulerOptions"]
 
+#: All that there are: the simulator can play every one of them.
 SCHEDULERS: dict[str, Scheduler] = {
     "crux": crux_full,
     "crux-pa": crux_pa,
@@ -22,3 +24,6 @@ SCHEDULERS: dict[str, Scheduler] = {
     "ecmp": ecmp,
     "ideal": ideal,
 }
+
+#: Those whose decisions a running cluster can carry out.
+LIVE: dict[str, Scheduler] = {name: SCHEDULERS[name] for name in LIVE_POLICIES}
