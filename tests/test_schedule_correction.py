@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crux_torch.schedule import correction
 from crux_torch.schedule.correction import (
     K_MAX,
     K_MIN,
@@ -124,8 +125,23 @@ def test_factors_are_bounded_and_reciprocal(one: Player, other: Player) -> None:
 @settings(deadline=None)
 @given(st.lists(players, min_size=1, max_size=5))
 def test_together_as_one_by_one(jobs: list[Player]) -> None:
-    together = correction_factors(jobs[0], jobs)
-    assert list(together) == [correction_factor(jobs[0], job) for job in jobs]
+    correction._played.cache_clear()
+    together = correction_factors(jobs[0], jobs).tolist()
+    for job, factor in zip(jobs, together, strict=True):
+        correction._played.cache_clear()
+        assert correction_factor(jobs[0], job) == factor
+
+
+@settings(deadline=None)
+@given(st.lists(players, min_size=2, max_size=5), st.integers(0, 3))
+def test_what_is_remembered_changes_nothing(jobs: list[Player], kept: int) -> None:
+    correction._played.cache_clear()
+    fresh = correction_factors(jobs[0], jobs).tolist()
+    correction._played.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(correction, "_REMEMBERED", kept)
+        for known in range(1, len(jobs) + 1):
+            assert correction_factors(jobs[0], jobs[:known]).tolist() == fresh[:known]
 
 
 @pytest.mark.parametrize(

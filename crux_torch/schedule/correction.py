@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ _PHASES = 8
 _WARM_UP = 8
 _MEASURED = 24
 _NO_HARM = 0.005
+#: Shapes whose factor against one reference is kept for the next call.
+_REMEMBERED = 1 << 13
 #: Share of a period by which two events may differ through rounding alone.
 _ROUNDING = 1e-9
 
@@ -218,17 +221,29 @@ def correction_factors(reference: Player, jobs: Sequence[Player]) -> FloatArray:
 
     A job without traffic meets nobody: its factor is 1.
     """
-    shapes = [_merged(p) for p in jobs]
-    distinct = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
-    result = np.ones(len(distinct))
     r = _merged(reference)
-    if r.link_s > 0:
-        # Arrays are as wide as the most bursts in them: jobs of one count go together.
-        for count in {len(shape.bursts) for shape in distinct}:
-            group = [s for s in distinct if len(s.bursts) == count and s.link_s > 0]
-            if group:
-                result[[distinct[s] for s in group]] = _long_run_factors(r, group)
-    return result[[distinct[shape] for shape in shapes]]
+    shapes = [_merged(p) for p in jobs]
+    if r.link_s <= 0:
+        return np.ones(len(shapes))
+    played = _played(r)
+    factors = {shape: played.get(shape) for shape in shapes}
+    fresh = [shape for shape, factor in factors.items() if factor is None]
+    # Arrays are as wide as the most bursts in them: jobs of one count go together.
+    for count in {len(shape.bursts) for shape in fresh}:
+        group = [s for s in fresh if len(s.bursts) == count]
+        values = _long_run_factors(r, group) if count else np.ones(len(group))
+        factors.update(zip(group, values.tolist(), strict=True))
+    if len(played) > _REMEMBERED:
+        played.clear()
+    played.update((shape, factors[shape]) for shape in fresh)
+    return np.array([factors[shape] for shape in shapes], np.float64)
+
+
+@lru_cache(maxsize=16)
+def _played(reference: Player) -> dict[Player, float | None]:
+    """Factors against ``reference`` of the last shapes played: decisions follow each other closely,
+    and most of their pairs are those of the one before."""
+    return {}
 
 
 def _merged(p: Player) -> Player:
