@@ -13,6 +13,7 @@ from crux_torch.schedule.arrays import (
     paths_of,
     traffic_matrix,
 )
+from crux_torch.schedule.bursts import single_bursts
 from crux_torch.schedule.compression import check_levels, compress_ranked
 from crux_torch.schedule.intensity import by_descending, intensities, unrouted_transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision
@@ -45,7 +46,7 @@ def crux(cluster: Cluster, levels: Sequence[int], *, seed: int = 0) -> Decision:
 
 def crux_full(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-full of §6.3: :func:`crux` as a scheduler."""
-    return crux(cluster, options.levels, seed=options.seed)
+    return crux(_seen(cluster, options), options.levels, seed=options.seed)
 
 
 def crux_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
@@ -54,14 +55,18 @@ def crux_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     Every job has a level of its own, 0 to the number of jobs less one; ``options.levels`` is not
     heeded.
     """
-    arrays = arrays_of(cluster)
+    arrays = arrays_of(_seen(cluster, options))
     return _unique_priorities(arrays, choice_of(arrays, options.default_path))
 
 
 def crux_ps_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-PS-PA of §6.3: path selection and priority assignment, a level for every job."""
-    arrays = arrays_of(cluster)
+    arrays = arrays_of(_seen(cluster, options))
     return _unique_priorities(arrays, _select_paths(arrays))
+
+
+def _seen(cluster: Cluster, options: SchedulerOptions) -> Cluster:
+    return cluster if options.bursts else single_bursts(cluster)
 
 
 def _select_paths(arrays: Arrays) -> IntArray:

@@ -88,6 +88,8 @@ class Decision:
             ``grid_s``, from an origin that all jobs have in common.
         grid_s: for each job that keeps to a grid, the distance of its iterations' starts: a start
             that has drifted is held back until the next point ``shift_s + n grid_s``.
+        slowdown: for each job, where the scheduler gives one, a guaranteed bound on its mean
+            iteration over its iteration alone; infinite: nothing is guaranteed.
         isolated: every job has a network of its own: nothing can carry this out, it is what the
             others are compared with.
     """
@@ -100,4 +102,5 @@ class Decision:
     weight: Mapping[str, float] = field(default_factory=dict)
     shift_s: Mapping[str, float] = field(default_factory=dict)
     grid_s: Mapping[str, float] = field(default_factory=dict)
+    slowdown: Mapping[str, float] = field(default_factory=dict)
     isolated: bool = False

@@ -18,11 +18,17 @@ class SchedulerOptions:
         default_path: what the network does by itself: for each job the index of the candidate
             that ECMP's hash gives to each of its flows. Jobs that are not named, or all jobs
             where it is None, take the first candidate.
+        max_slowdown: what crux-fair guarantees: no job's mean iteration takes longer than this
+            many times its iteration alone. None: no bound. Other schedulers do not heed it.
+        bursts: whether Crux sees every burst of an iteration; otherwise the one burst, hence one
+            overlap ratio, that the paper's model has (§7.1). Other schedulers do not heed it.
     """
 
     levels: tuple[int, ...] = tuple(range(8))
     seed: int = 0
     default_path: Mapping[str, tuple[int, ...]] | None = None
+    max_slowdown: float | None = None
+    bursts: bool = True
 
 
 #: Pure: no I/O, no clock; equal arguments give equal decisions, in any order of the jobs.
