@@ -1,6 +1,6 @@
 """Decision time: paths, priorities and compression for many jobs on a two-layer Clos.
 
-    python benchmarks/decision.py [--jobs 100,1000,5000,50000] [--repeats 5] [--json FILE]
+    python benchmarks/decision.py [--jobs 100,1000,5000,50000] [--repeats 9] [--out DIR]
 
 Hosts of four NICs stand in groups of 16 under a ToR switch, and every ToR switch has one uplink to
 each of 16 aggregation switches; there are as many hosts as the jobs need and a tenth more. A job
@@ -8,29 +8,38 @@ has 2 to 12 hosts, and a ring over them on each NIC: 8 to 48 flows. A flow betwe
 has 16 candidate paths of two links; flows between the same two switches share the tuple of these,
 and flows under one switch have an empty path. Jobs get hosts one after the other, except that one
 job in five is scattered at random. The pattern of each job (computation, bytes, FLOPs) is its own:
-nothing is shared between jobs that could be cached.
+no two jobs of a cluster have a correction factor in common.
 
-``--nics`` makes the NICs' links part of every path, so that no two flows have the same candidates:
-each of several million links in them is then read by name, which takes most of the time.
+``nics`` makes the NICs' links part of every path, so that no two flows have the same candidates,
+as where paths are told from NIC to NIC.
 
-The time is that of one call, from the ``Cluster`` to the ``Decision``, with the collector off as
-``timeit`` has it. Steps are timed by calling them one after the other as the scheduler does.
+Each row is a process of its own, held to one thread. A time is that of one call, from the
+``Cluster`` to the ``Decision``, with the collector off as ``timeit`` has it. *cold* is a decision
+by a process that has made none for such jobs; *warm* is one that follows a decision for the same
+jobs but one: what is kept between decisions is the correction factors of pairs of jobs that were
+met before, and nothing else. Steps are timed cold by calling them one after the other as the
+scheduler does. Memory is resident: the cluster's own (with the interpreter and its libraries), and
+what one decision adds to it at its peak.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import multiprocessing
+import os
 import random
+import re
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path as FilePath
+from typing import Any
 
 import click
 
+from crux_torch.schedule import correction
 from crux_torch.schedule.arrays import arrays_of, traffic_matrix
 from crux_torch.schedule.compression import compress_ranked
 from crux_torch.schedule.crux import crux
@@ -38,12 +47,16 @@ from crux_torch.schedule.intensity import by_descending, intensities, unrouted_t
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path
 from crux_torch.schedule.paths import place
 from crux_torch.schedule.priority import assign_priorities
+from crux_torch.sim.results import Result, write_result
 
 HOSTS_PER_TOR = 16
 AGGREGATIONS = 16
 NICS = 4
 LINK_BPS = 25e9
 LEVELS = tuple(range(8))
+#: Goal for 5,000 jobs.
+GOAL_S = 0.5
+STEPS = ("read", "paths", "priorities", "compression")
 
 
 def synthetic_cluster(jobs: int, nics: bool = False, seed: int = 0) -> Cluster:
@@ -127,57 +140,126 @@ def steps_s(cluster: Cluster) -> dict[str, float]:
     return laps
 
 
-def median_s(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of ``repeats`` calls."""
-    laps = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        laps.append(time.perf_counter() - begin)
-    return statistics.median(laps)
+def forget() -> None:
+    """Drops what earlier decisions have left behind."""
+    correction._played.cache_clear()
 
 
-def peak_MiB(work: Callable[[], object]) -> float:
-    """Memory that one call allocates at its peak."""
-    tracemalloc.start()
+def timed_s(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
     work()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return peak / 2**20
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def one_job_later(cluster: Cluster, j: int) -> Cluster:
+    """The cluster after job ``j`` has ended and another of its shape, but twice as fast, began."""
+    jobs = list(cluster.jobs)
+    ended = jobs.pop(j % len(jobs))
+    jobs.append(replace(ended, name=f"{ended.name}-next", compute_s=ended.compute_s / 2))
+    return replace(cluster, jobs=tuple(jobs))
+
+
+def resident_MiB(field: str) -> float:
+    """This process's memory: ``VmRSS`` now, ``VmHWM`` at its peak since :func:`reset_peak`."""
+    status = FilePath("/proc/self/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
+    assert found, status
+    return int(found[1]) / 1024
+
+
+def reset_peak() -> None:
+    """Sets the peak of resident memory to what it is now (proc(5), clear_refs)."""
+    FilePath("/proc/self/clear_refs").write_text("5")
+
+
+def row_of(jobs: int, nics: bool, repeats: int) -> dict[str, Any]:
+    """One row: times and memory of decisions for that many jobs."""
+    gc.disable()
+    cluster = synthetic_cluster(jobs, nics)
+    gc.freeze()
+    before_MiB = resident_MiB("VmRSS")
+    reset_peak()
+    first_s, _ = timed_s(lambda: crux(cluster, LEVELS))
+    added_MiB = resident_MiB("VmHWM") - before_MiB
+    cold, warm, laps = [], [], []
+    for repeat in range(repeats):
+        forget()
+        cold.append(timed_s(lambda: crux(cluster, LEVELS)))
+        later = one_job_later(cluster, repeat * 7919)
+        warm.append(timed_s(lambda later=later: crux(later, LEVELS)))
+        forget()
+        laps.append(steps_s(cluster))
+    flows = [flow for job in cluster.jobs for flow in job.flows]
+    return {
+        "jobs": jobs,
+        "links": "ToR and NIC" if nics else "ToR",
+        "flows": len(flows),
+        "candidate_sets": len({id(flow.candidates) for flow in flows}),
+        "first_s": first_s,
+        "cold_s": [wall for wall, _ in cold],
+        "cold_cpu_s": [cpu for _, cpu in cold],
+        "warm_s": [wall for wall, _ in warm],
+        **{f"{step}_s": [lap[step] for lap in laps] for step in STEPS},
+        "cluster_MiB": before_MiB,
+        "decision_MiB": added_MiB,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as text: medians, and the least and the most in brackets."""
+
+    def spread(values: list[float]) -> str:
+        median, least, most = statistics.median(values), min(values), max(values)
+        return f"{median * 1e3:.1f} [{least * 1e3:.1f}-{most * 1e3:.1f}]"
+
+    lines = [
+        f"{'jobs':>6} {'links':>11} {'flows':>9} {'sets':>9} {'first ms':>8} {'cold ms':>25} "
+        f"{'cold CPU':>9} {'warm ms':>25} {'read':>7} {'paths':>7} {'prior.':>7} {'compr.':>7} "
+        f"{'cluster MiB':>11} {'+ MiB':>6}"
+    ]
+    for row in rows:
+        steps = " ".join(f"{statistics.median(row[f'{s}_s']) * 1e3:>7.1f}" for s in STEPS)
+        lines.append(
+            f"{row['jobs']:>6} {row['links']:>11} {row['flows']:>9} {row['candidate_sets']:>9} "
+            f"{row['first_s'] * 1e3:>8.1f} {spread(row['cold_s']):>25} "
+            f"{statistics.median(row['cold_cpu_s']) * 1e3:>9.1f} "
+            f"{spread(row['warm_s']):>25} {steps} "
+            f"{row['cluster_MiB']:>11.0f} {row['decision_MiB']:>6.0f}"
+        )
+    for row in rows:
+        if row["jobs"] == 5000:
+            cold_s = statistics.median(row["cold_s"])
+            lines.append(
+                f"5,000 jobs, {row['links']} links: {cold_s:.3f} s cold, "
+                f"{cold_s / GOAL_S:.2f} of the goal of {GOAL_S} s"
+            )
+    return "\n".join(lines) + "\n"
 
 
 @click.command()
-@click.option("--jobs", default="100,1000,5000,50000", help="Numbers of jobs, with commas.")
-@click.option("--repeats", default=5, help="Decisions timed; the median counts.")
-@click.option("--nics/--no-nics", default=False, help="Paths include the links of the NICs.")
-@click.option("--memory/--no-memory", default=False, help="Also take the peak of one more call.")
-@click.option("--json", "out", type=click.Path(path_type=FilePath), help="Also write this file.")
-def main(jobs: str, repeats: int, nics: bool, memory: bool, out: FilePath | None) -> None:
+@click.option("--jobs", default="100,200,1000,5000,50000", help="Numbers of jobs, with commas.")
+@click.option("--repeats", default=9, help="Decisions timed, of each kind.")
+@click.option("--json", "json_path", type=click.Path(path_type=FilePath), help="Write this file.")
+@click.option("--out", type=click.Path(path_type=FilePath), help="Write DIR/decision.{json,txt}.")
+def main(jobs: str, repeats: int, json_path: FilePath | None, out: FilePath | None) -> None:
     """Times Crux's whole decision on synthetic clusters."""
+    # Read by the libraries when a row's process imports them.
+    os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    spawn = multiprocessing.get_context("spawn")
     rows = []
-    steps = ("read", "paths", "priorities", "compression")
-    head = ("jobs", "flows", "decision_s", *(f"{step}_s" for step in steps))
-    click.echo("  ".join(f"{column:>13}" for column in head))
     for count in (int(part) for part in jobs.split(",")):
-        cluster = synthetic_cluster(count, nics)
-        gc.collect()
-        gc.disable()
-        decision_s = median_s(lambda cluster=cluster: crux(cluster, LEVELS), repeats)
-        laps = [steps_s(cluster) for _ in range(repeats)]
-        gc.enable()
-        row: dict[str, float] = {
-            "jobs": count,
-            "flows": sum(len(job.flows) for job in cluster.jobs),
-            "decision_s": decision_s,
-            **{f"{step}_s": statistics.median(lap[step] for lap in laps) for step in steps},
-        }
-        if memory:
-            row["peak_MiB"] = peak_MiB(lambda cluster=cluster: crux(cluster, LEVELS))
-        cells = [f"{v:13.4f}" if isinstance(v, float) else f"{v:13d}" for v in row.values()]
-        click.echo("  ".join(cells))
-        rows.append(row)
+        for nics in (False, True):
+            with spawn.Pool(1) as alone:
+                rows.append(alone.apply(row_of, (count, nics, repeats)))
+    text = table(rows)
+    click.echo(text, nl=False)
+    settings = {"repeats": repeats, "levels": len(LEVELS), "threads": 1, "goal_s": GOAL_S}
+    result = Result("decision", settings, rows)
+    if json_path:
+        json_path.write_text(result.to_json())
     if out:
-        out.write_text(json.dumps(rows, indent=1) + "\n")
+        write_result(result, text, out)
 
 
 if __name__ == "__main__":
