@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from crux_torch.sim.commands.testbed import testbed
 from crux_torch.sim.run import Report, run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
 
@@ -16,6 +17,9 @@ from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
 @click.group()
 def sim() -> None:
     """What would Crux do on a cluster, with its jobs?"""
+
+
+sim.add_command(testbed)
 
 
 @sim.command()
