@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from crux_torch.schedule.crux import crux_full, crux_pa, crux_ps_pa
 from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.ideal import ideal
 from crux_torch.schedule.live import LIVE_POLICIES
 from crux_torch.schedule.options import Scheduler, SchedulerOptions
@@ -18,6 +19,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "crux": crux_full,
     "crux-pa": crux_pa,
     "crux-ps-pa": crux_ps_pa,
+    "crux-fair": crux_fair,
     "sincronia": sincronia,
     "varys": varys,
     "taccl": taccl,

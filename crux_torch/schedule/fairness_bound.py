@@ -1,0 +1,256 @@
+"""How much slower than alone a job can get under levels and weights, whatever the phases.
+
+The model is the simulator's: strict priority between levels, weighted water-filling within one,
+transfers that use their links together, iterations that start when the one before has ended. Links
+have no delay, and jobs keep their paths, levels and weights.
+
+Let ``x_i`` be job i's progress, 1 an iteration's bytes; ``M_ie`` its bytes on link e of capacity
+``B_e``; ``t_i = max_e M_ie / B_e``; ``p_i`` its iteration time alone; ``s_i`` its weight over its
+largest ``M_ie``. While j of level l moves, some link e of its own is full, and whoever of level l
+crosses e has been frozen no later than j, so that ``dx_i/dt / s_i <= dx_j/dt / s_j``. Let F be any
+jobs ahead: all of the higher levels, and as many of j's level as one likes. Then on e
+
+    B_e <= sum over F of M_ie dx_i/dt + (dx_j/dt / s_j) sum over level l without F of s_i M_ie,
+
+hence ``C dx_j/dt >= 1 - sum over F of h_ij dx_i/dt`` with C the largest, over j's links, of
+``sum s_i M_ie / (s_j B_e)``, and ``h_ij`` the largest ``M_ie / B_e`` of a link that both use.
+Integrated while j moves x of its bytes in T seconds, ``T <= x C + sum h_ij N_i``, N_i what i
+progresses meanwhile. Now N_i is bounded: an iteration of i is never shorter, and none of its
+bursts earlier in it, than alone. So beyond the iteration that T begins in, which takes t_i for a
+whole, it has what it sends alone in ``T - t_i`` seconds: in the long run ``1 / p_i`` a second.
+
+- Any iteration of j lasts at most ``max(c, at_b c + T_b)`` over its bursts b, T_b the smallest T
+  that satisfies the inequality for the bytes of b and all after it (:attr:`Bound.longest_s`).
+- Let P be j's iteration time alone if its transfer took C, and D what others take from it in an
+  iteration. An iteration lasts at most ``max(P, P - slack + D)``, slack what its computation
+  leaves, and by convexity at most ``P + D (1 - slack / D_max)``. Summed over n iterations in Y
+  seconds, i progresses at most ``min(n N_i, Y / p_i + 2)``; so the mean iteration tends to at most
+  the solution of ``y = P + (1 - slack / D_max) sum h_ij min(N_i, y / p_i)`` as n grows
+  (:attr:`Bound.mean_s`); after n iterations ``2 sum h_ij / n`` more, amplified likewise.
+
+Both hold for every F, so each choice of F is a proof; those tried are the jobs of largest
+``s_i p_i``, for which being ahead costs j less than sharing with it does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from crux_torch.schedule.arrays import (
+    Arrays,
+    FloatArray,
+    IntArray,
+    arrays_of,
+    choice_of,
+    row_max,
+    traffic_matrix,
+)
+from crux_torch.schedule.intensity import solo_periods_s
+from crux_torch.schedule.model import Cluster, Decision
+
+#: Steps of a fixed-point iteration that has not settled by then; the bound is then given up.
+_STEPS = 200
+
+
+class Bound(NamedTuple):
+    """What is certain about a job, in seconds; infinite where nothing is.
+
+    Attributes:
+        alone_s: an iteration that meets no other job.
+        mean_s: the mean iteration in the long run is at most this.
+        longest_s: no iteration is longer.
+    """
+
+    alone_s: float
+    mean_s: float
+    longest_s: float
+
+    @property
+    def slowdown(self) -> float:
+        """Bound on the mean iteration over the iteration alone; 1 for a job that does nothing."""
+        return self.mean_s / self.alone_s if self.alone_s > 0 else 1.0
+
+
+def bounds(cluster: Cluster, decision: Decision) -> dict[str, Bound]:
+    """What ``decision`` guarantees to every job of ``cluster``.
+
+    Raises:
+        ClusterError: a cluster that contradicts itself, or paths that are not its own.
+    """
+    arrays = arrays_of(cluster)
+    sharing = Sharing.of(arrays, traffic_matrix(arrays, choice_of(arrays, decision.path)))
+    names = [job.name for job in arrays.jobs]
+    level = np.array([decision.level[name] for name in names], np.int64)
+    weight = np.array([decision.weight.get(name, 1.0) for name in names])
+    return {name: sharing.bound(j, level, weight) for j, name in enumerate(names)}
+
+
+class _Ahead(NamedTuple):
+    """Jobs ahead of j: the seconds of h_ij, and the pattern that bounds N_i."""
+
+    hold_s: FloatArray
+    transfer_s: FloatArray
+    period_s: FloatArray
+    start_s: FloatArray  # of each burst, a row a job
+    share: FloatArray
+
+    def progress(self, window_s: float) -> FloatArray:
+        """N_i: iterations' worth that each can move in any window of that length."""
+        after_s = window_s - self.transfer_s[:, None] - self.start_s
+        bursts = np.maximum(np.ceil(after_s / self.period_s[:, None]), 0.0)
+        return np.asarray(1.0 + (bursts * self.share).sum(axis=1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """Which jobs meet on which links, and how long each holds them; computed once for many plans.
+
+    Attributes:
+        hold: seconds of one iteration that each job (row) holds each link (column), dense.
+        transfer_s: t_j of each job.
+        alone_s: iteration time alone of each job.
+        largest: the most bytes that each job has on one link.
+        compute_s: of one iteration of each job.
+        at_s: when in the iteration each burst is due, a row a job, padded with a last burst's.
+        share: of each burst; 0 where padded.
+        start_s: when each burst starts alone.
+    """
+
+    hold: FloatArray
+    transfer_s: FloatArray
+    alone_s: FloatArray
+    largest: FloatArray
+    compute_s: FloatArray
+    at_s: FloatArray
+    share: FloatArray
+    start_s: FloatArray
+
+    @classmethod
+    def of(cls, arrays: Arrays, traffic: object) -> Sharing:
+        """From a cluster and the bytes of each job (row) on each link (column), sparse CSR."""
+        matrix = traffic[:, np.unique(traffic.indices)]  # type: ignore[index, attr-defined]
+        used = np.unique(traffic.indices)  # type: ignore[attr-defined]
+        moved = matrix.toarray()
+        # Links that the same jobs use to the same degree bound them alike.
+        hold = np.unique(moved / arrays.capacity_Bps[used], axis=1)
+        transfer_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+        width = max((len(job.bursts) for job in arrays.jobs), default=1)
+        shape = (len(arrays.jobs), width)
+        at_s, share, start_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for j, job in enumerate(arrays.jobs):
+            end = 0.0
+            for b, burst in enumerate(job.bursts):
+                at_s[j, b], share[j, b] = burst.at * job.compute_s, burst.share
+                start_s[j, b] = max(end, at_s[j, b])
+                end = start_s[j, b] + burst.share * transfer_s[j]
+            at_s[j, len(job.bursts) :] = start_s[j, len(job.bursts) :] = at_s[j, 0]
+        return cls(
+            hold=hold,
+            transfer_s=transfer_s,
+            alone_s=solo_periods_s(arrays, transfer_s),
+            largest=moved.max(axis=1, initial=0.0),
+            compute_s=np.array([job.compute_s for job in arrays.jobs]),
+            at_s=at_s,
+            share=share,
+            start_s=start_s,
+        )
+
+    def meeting(self, j: int) -> list[int]:
+        """j and the jobs that share a link with it."""
+        return np.flatnonzero((self.hold[:, self.hold[j] > 0] > 0).any(axis=1)).tolist()
+
+    def bound(self, j: int, level: IntArray, weight: FloatArray) -> Bound:
+        """What is certain about job j when jobs have these levels and weights."""
+        alone_s = float(self.alone_s[j])
+        links = self.hold[j] > 0
+        hold = self.hold[:, links]
+        hold_s = hold.max(axis=1, initial=0.0)
+        meets = hold_s > 0
+        meets[j] = False
+        if not meets.any():
+            return Bound(alone_s, alone_s, alone_s)
+        higher = np.flatnonzero(meets & (level > level[j]))
+        peers = np.flatnonzero(meets & (level == level[j]))
+        pace = np.divide(weight, self.largest, out=np.zeros(len(weight)), where=self.largest > 0)
+        peers = peers[np.argsort(-pace[peers] * self.alone_s[peers], kind="stable")]
+        # Row k: the first k peers are ahead, the rest share the links with j.
+        shared = pace[peers, None] * hold[peers] / pace[j]
+        rest = np.zeros((len(peers) + 1, hold.shape[1]))
+        rest[:-1] = np.cumsum(shared[::-1], axis=0)[::-1]
+        stretched_s = (rest + hold[j]).max(axis=1)
+        busy = np.zeros(len(peers) + 1)
+        np.cumsum(hold_s[peers] / self.alone_s[peers], out=busy[1:])
+        busy += float((hold_s[higher] / self.alone_s[higher]).sum())
+        period_s = np.array([self._period_s(j, s) for s in stretched_s.tolist()])
+        coarse_s = np.full(len(busy), np.inf)
+        np.divide(period_s, 1.0 - busy, out=coarse_s, where=busy < 1.0)
+        found = [
+            self._bound(j, float(stretched_s[k]), np.concatenate((higher, peers[:k])), hold_s)
+            for k in {0, int(np.argmin(coarse_s)), len(peers)}
+        ]
+        return Bound(
+            alone_s, min(mean_s for mean_s, _ in found), min(longest_s for _, longest_s in found)
+        )
+
+    def _period_s(self, j: int, transfer_s: float) -> float:
+        """Iteration time alone of j if its transfer took ``transfer_s``."""
+        return max(float(self.compute_s[j]), self._end_s(j, transfer_s))
+
+    def _end_s(self, j: int, transfer_s: float) -> float:
+        return float((self.at_s[j] + self._from_here(j) * transfer_s).max())
+
+    def _from_here(self, j: int) -> FloatArray:
+        """Share of the bytes that each burst and those after it carry."""
+        return np.asarray(np.cumsum(self.share[j][::-1])[::-1])
+
+    def _bound(
+        self, j: int, stretched_s: float, who: IntArray, hold_s: FloatArray
+    ) -> tuple[float, float]:
+        """Mean and longest iteration of j with ``who`` ahead of it."""
+        ahead = _Ahead(
+            hold_s[who],
+            self.transfer_s[who],
+            self.alone_s[who],
+            self.start_s[who],
+            self.share[who],
+        )
+        windows_s = [_window_s(x * stretched_s, ahead) for x in self._from_here(j).tolist()]
+        longest_s = max(float(self.compute_s[j]), float((self.at_s[j] + windows_s).max()))
+        period_s = self._period_s(j, stretched_s)
+        window_s = max(windows_s)
+        most = ahead.progress(window_s) if window_s < math.inf else np.full(len(who), np.inf)
+        slack_s = period_s - self._end_s(j, stretched_s)
+        taken_s = float((most * ahead.hold_s).sum())
+        part = max(0.0, 1.0 - slack_s / taken_s) if 0 < taken_s < math.inf else 1.0
+        mean_s = _mean_s(period_s, part * ahead.hold_s, ahead.period_s, most)
+        return min(mean_s, longest_s), longest_s
+
+
+def _window_s(need_s: float, ahead: _Ahead) -> float:
+    """The smallest T with T = need + sum h N(T)."""
+    window_s = need_s
+    for _ in range(_STEPS):
+        longer_s = need_s + float((ahead.hold_s * ahead.progress(window_s)).sum())
+        if longer_s <= window_s * (1 + 1e-12):
+            return longer_s
+        window_s = longer_s
+    return math.inf
+
+
+def _mean_s(period_s: float, hold_s: FloatArray, every_s: FloatArray, most: FloatArray) -> float:
+    """The solution y of y = period + sum hold min(most, y / every): concave, so there is one."""
+    # Whoever reaches its most does so at y = most * every: from there on it is a constant.
+    order = np.argsort(most * every_s, kind="stable")
+    for k in range(len(order) + 1):
+        full, rising = order[:k], order[k:]
+        busy = float((hold_s[rising] / every_s[rising]).sum())
+        if busy >= 1.0:
+            continue
+        y = (period_s + float((hold_s[full] * most[full]).sum())) / (1.0 - busy)
+        if not len(rising) or y <= most[rising[0]] * every_s[rising[0]]:
+            return y
+    return math.inf

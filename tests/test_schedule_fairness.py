@@ -1,0 +1,153 @@
+"""The certified bound against what the engine plays, and the knob that keeps to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_cases import clusters
+
+from crux_torch import _fluid
+from crux_torch.schedule.fairness_bound import bounds
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
+from crux_torch.sim.play import burst_traffic, job_traffic, play
+
+ITERATIONS = 12
+
+
+def on_one_link(*jobs: tuple[float, float], capacity_Bps: float = 1.0) -> Cluster:
+    """Jobs a, b... of (compute seconds, bytes) without overlap."""
+    return Cluster(
+        {"l": capacity_Bps},
+        tuple(
+            Job(chr(97 + i), 1, compute_s, compute_s, (Flow(size, (("l",),)),))
+            for i, (compute_s, size) in enumerate(jobs)
+        ),
+    )
+
+
+def decided(cluster: Cluster, *levels: int, weight: tuple[float, ...] = ()) -> Decision:
+    names = [job.name for job in cluster.jobs]
+    return Decision(
+        path={job.name: (0,) * len(job.flows) for job in cluster.jobs},
+        level=dict(zip(names, levels, strict=True)),
+        weight=dict(zip(names, weight, strict=False)),
+    )
+
+
+def test_alone_nothing_is_lost() -> None:
+    cluster = on_one_link((2.0, 1.0))
+    assert bounds(cluster, decided(cluster, 0))["a"] == (3.0, 3.0, 3.0)
+
+
+def test_below_one_job_its_utilisation_is_lost() -> None:
+    # a holds the link 1 s in every 10; b may lose that much in the long run, 1 / (1 - 0.1), and
+    # 1 s in one iteration, since a's next transfer is 9 s away.
+    cluster = on_one_link((9.0, 1.0), (3.0, 1.0))
+    below = bounds(cluster, decided(cluster, 1, 0))
+    assert below["a"] == (10.0, 10.0, 10.0)
+    assert below["b"].mean_s == pytest.approx(4.0 / 0.9)
+    assert below["b"].longest_s == pytest.approx(5.0)
+
+
+def test_a_weight_is_a_share() -> None:
+    # b sends without a pause, so that nothing but the weights protects a: three quarters are its.
+    cluster = on_one_link((1.0, 3.0), (0.0, 1.0))
+    found = bounds(cluster, decided(cluster, 0, 0, weight=(3.0, 1.0)))["a"]
+    assert found.mean_s == pytest.approx(5.0)
+    played = play(cluster, decided(cluster, 0, 0, weight=(3.0, 1.0)), 100.0)
+    assert played.jobs["a"].mean_iteration_s == pytest.approx(5.0)
+
+
+def test_below_a_job_that_never_pauses_nothing_is_certain() -> None:
+    cluster = on_one_link((0.0, 1.0), (1.0, 1.0))
+    assert bounds(cluster, decided(cluster, 1, 0))["b"].slowdown == math.inf
+
+
+def test_slack_is_counted() -> None:
+    # b's transfer is due at 1 s of 4: it can wait 2 s before the iteration takes longer.
+    jobs = (
+        Job("a", 1, 1.0, 9.0, (Flow(1.0, (("l",),)),)),
+        Job("b", 1, 1.0, 4.0, (Flow(1.0, (("l",),)),), (Burst(0.25, 1.0),)),
+    )
+    cluster = Cluster({"l": 1.0}, jobs)
+    assert bounds(cluster, decided(cluster, 1, 0))["b"] == (4.0, 4.0, 4.0)
+
+
+def iteration_ends_s(
+    cluster: Cluster, decision: Decision, who: str, start_s: dict[str, float]
+) -> list[float]:
+    """When each of the first iterations of a job ends, played once for each of them."""
+    ends = []
+    for n in range(1, ITERATIONS + 1):
+        engine = _fluid.Engine([(e, c, 0.0) for e, c in cluster.capacity_Bps.items()])
+        for job in cluster.jobs:
+            engine.add_job(
+                job.name,
+                compute_s=job.compute_s,
+                bursts=burst_traffic(job.bursts, job_traffic(job, decision.path[job.name])),
+                level=decision.level[job.name],
+                weight=decision.weight.get(job.name, 1.0),
+                start_s=start_s[job.name],
+                iterations=n if job.name == who else None,
+            )
+        engine.run_until_end_of_any(1e4)
+        end_s = engine.result(who)["end_s"]
+        if end_s is None:
+            break
+        ends.append(end_s)
+    return ends
+
+
+def played(job: Job) -> bool:
+    """Whether its iterations take time: the engine refuses others."""
+    return job.compute_s > 0 or sum(f.bytes for f in job.flows) > 0
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Cluster, Decision, dict[str, float]]:
+    """A cluster, levels and weights of any kind, and phases."""
+    cluster = draw(clusters(max_jobs=5))
+    jobs = tuple(
+        job
+        for job in cluster.jobs
+        if job.compute_s > 0 or sum(job_traffic(job, (0,) * len(job.flows)).values()) > 0
+    )
+    cluster = replace(cluster, jobs=jobs)
+    number = st.floats(0.0, 12.0, width=16)
+    decision = Decision(
+        path={job.name: (0,) * len(job.flows) for job in jobs},
+        level={job.name: draw(st.integers(0, 2)) for job in jobs},
+        weight={job.name: draw(st.sampled_from((0.125, 1.0, 3.0))) for job in jobs},
+    )
+    return cluster, decision, {job.name: draw(number) for job in jobs}
+
+
+@given(plans())
+@settings(max_examples=150, deadline=None)
+def test_no_phase_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float]]) -> None:
+    cluster, decision, start_s = plan
+    for name, bound in bounds(cluster, decision).items():
+        if not bound.mean_s < math.inf and not bound.longest_s < math.inf:
+            continue
+        ends = iteration_ends_s(cluster, decision, name, start_s)
+        lengths = np.diff([start_s[name], *ends])
+        assert (lengths <= bound.longest_s * (1 + 1e-6)).all()
+        assert (lengths >= bound.alone_s * (1 - 1e-6)).all()
+
+
+@given(plans())
+@settings(max_examples=150, deadline=None)
+def test_no_mean_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float]]) -> None:
+    cluster, decision, start_s = plan
+    certain = bounds(cluster, decision)
+    horizon_s = 20_000.0
+    report = play(cluster, decision, horizon_s, start_s=start_s)
+    for name, bound in certain.items():
+        if bound.mean_s < math.inf:
+            # What others may have moved beyond their long-run rate is spread over the iterations.
+            assert report.jobs[name].completed >= (horizon_s - 12) / bound.mean_s * 0.99 - 1
