@@ -27,6 +27,7 @@ class Engine:
         *,
         skip_repeats: bool = True,
         repeat_tolerance: float = 1e-9,
+        steady_tolerance: float = 0.0,
     ) -> None:
         """An empty network at time 0.
 
@@ -36,6 +37,14 @@ class Engine:
                 without playing their events.
             repeat_tolerance: states are the same when no time in them differs by more than this
                 share of the period; a skip over T seconds displaces a job by at most this share.
+            steady_tolerance: above 0, jobs that meet but never repeat advance at their mean rates
+                once these differ by no more than this share between two successive windows of at
+                least 4 iterations of each (of jobs that others starve: fewer). The difference is
+                the root of the jobs' mean square, weighted by GPUs. That lasts until something
+                reaches these jobs from outside, one of them comes to its last iteration, or a
+                growing multiple of the window has passed, after which another window is played.
+                Contention that comes and goes more slowly than a window is seen as it was then.
+                0.02 suits traces of weeks; 0 plays everything.
         """
 
     def add_job(

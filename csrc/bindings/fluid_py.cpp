@@ -22,8 +22,8 @@ constexpr std::uint64_t kEventsPerLook = 1'000'000;
 class NamedEngine {
  public:
   NamedEngine(const std::vector<std::tuple<std::string, double, double>>& links, bool skip_repeats,
-              double repeat_tolerance)
-      : engine_(network(links), Options{skip_repeats, repeat_tolerance}) {
+              double repeat_tolerance, double steady_tolerance)
+      : engine_(network(links), Options{skip_repeats, repeat_tolerance, steady_tolerance}) {
     for (LinkId link = 0; link < links.size(); ++link) link_ids_[std::get<0>(links[link])] = link;
   }
 
@@ -206,9 +206,11 @@ PYBIND11_MODULE(_fluid, m) {
   m.doc() = "The fluid network simulator's engine.";
   py::register_exception<SpecError>(m, "SpecError", PyExc_ValueError);
   py::class_<NamedEngine>(m, "Engine")
-      .def(py::init<const std::vector<std::tuple<std::string, double, double>>&, bool, double>(),
+      .def(py::init<const std::vector<std::tuple<std::string, double, double>>&, bool, double,
+                    double>(),
            py::arg("links"), py::kw_only(), py::arg("skip_repeats") = true,
-           py::arg("repeat_tolerance") = Options{}.repeat_tolerance)
+           py::arg("repeat_tolerance") = Options{}.repeat_tolerance,
+           py::arg("steady_tolerance") = Options{}.steady_tolerance)
       .def("add_job", &NamedEngine::add_job, py::arg("name"), py::kw_only(), py::arg("compute_s"),
            py::arg("bursts"), py::arg("gpus") = 1.0, py::arg("level") = 0, py::arg("weight") = 1.0,
            py::arg("start_s") = py::none(), py::arg("iterations") = py::none())

@@ -36,6 +36,9 @@ Engine::Engine(Network network, Options options)
   if (!(options_.repeat_tolerance >= 0.0 && options_.repeat_tolerance < 1.0)) {
     throw SpecError("repeat_tolerance: expected a share from 0 to below 1");
   }
+  if (!(options_.steady_tolerance >= 0.0 && options_.steady_tolerance < 1.0)) {
+    throw SpecError("steady_tolerance: expected a share from 0 to below 1");
+  }
 }
 
 JobId Engine::add_job(JobSpec spec) {

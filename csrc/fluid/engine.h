@@ -21,6 +21,9 @@ struct Options {
   // States are the same when no time in them differs by more than this share of the period. A skip
   // over T seconds therefore displaces the phase of a job by at most this share of T.
   double repeat_tolerance = 1e-9;
+  // Above 0: jobs that meet and never repeat advance at their mean rates, without events, once
+  // these agree within this share over two successive windows (steady.h). Needs skip_repeats.
+  double steady_tolerance = 0.0;
 };
 
 // The times at which a job should start its iterations: origin + n * period.
@@ -100,6 +103,7 @@ class Engine {
     double rate = 0.0;  // of progress, per second
     double hold_s = 0.0;
     std::optional<Pace> pace;
+    double carry = 0.0;  // of an iteration that steady skips have not counted yet
     double last_end = 0.0;
     double end = kForever;
     std::int64_t completed = 0;
@@ -142,6 +146,13 @@ class Engine {
   void look_for_repeat(std::uint32_t component, double t);
   void start_repeating(std::uint32_t component, double t, double period,
                        std::vector<std::int64_t> completed_per_period);
+  void start_skipping(Component& component, double from, double due);
+  void look_for_steady(std::uint32_t component, double t);
+  void start_steady(std::uint32_t component, double t);
+  void begin_window(Component& component, double t, double length_s) const;
+  double common_pace(const Component& component) const;
+  double wake_steady(Component& component, double t);
+  double wake_periods(Component& component, double t);
   void wake(std::uint32_t component, double t);
   void keep_awake(std::uint32_t component, double t);
   void sync(JobId id);

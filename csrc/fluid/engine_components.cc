@@ -166,6 +166,9 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
     component.reach *= 2;
     set_anchor(component, t);
   }
+  if (!component.repeating && options_.steady_tolerance > 0.0 && component.members.size() > 1) {
+    look_for_steady(id, t);
+  }
 }
 
 // Whether every paced member is as far from its grid after the period as before it.
@@ -190,34 +193,53 @@ void Engine::start_repeating(std::uint32_t id, double t, double period,
                                      static_cast<double>(completed_per_period[i])));
   }
   if (periods < kFewestPeriods) return;
-  component.repeating = true;
-  component.repeating_from = t;
+  start_skipping(component, t, t + periods * period);
+  component.by_rate = false;
   component.period_s = period;
   component.completed_per_period = std::move(completed_per_period);
-  for (JobId member : component.members) queue_.remove(member);
-  queue_.set(component.reference, t + periods * period);
 }
 
-// Brings a repeating component to the last start of its period before t and resumes its events.
+// Takes a component's events away until `due`.
+void Engine::start_skipping(Component& component, double from, double due) {
+  component.repeating = true;
+  component.repeating_from = from;
+  for (JobId member : component.members) queue_.remove(member);
+  queue_.set(component.reference, due);
+}
+
+// Brings a component to t, or to the last start of its period before, and resumes its events.
 void Engine::wake(std::uint32_t id, double t) {
   Component& component = components_[id];
+  const double skipped = component.by_rate ? wake_steady(component, t) : wake_periods(component, t);
+  queue_.remove(component.reference);
+  for (JobId member : component.members) {
+    Job& job = jobs_[member];
+    job.iteration_start += skipped;
+    job.since += skipped;
+    job.due += skipped;
+    queue_.set(member, job.due);
+  }
+  component.repeating = false;
+  component.anchor.valid = false;
+  const double now = component.repeating_from + skipped;
+  if (component.members.size() > 1) set_anchor(component, now);
+  if (component.by_rate && component.steady.stage == Steady::Stage::kMeasuring) {
+    begin_window(component, now, component.steady.window_s);
+  }
+}
+
+// Counts the whole periods that a repeating component has done by t; returns how long they took.
+double Engine::wake_periods(Component& component, double t) {
   const double periods =
       std::max(std::floor((t - component.repeating_from) / component.period_s), 0.0);
   const double skipped = periods * component.period_s;
-  queue_.remove(component.reference);
   for (std::size_t i = 0; i < component.members.size(); ++i) {
     Job& job = jobs_[component.members[i]];
     const std::int64_t completed = component.completed_per_period[i];
     job.completed += static_cast<std::int64_t>(periods) * completed;
     if (completed > 0) job.last_end += skipped;
-    job.iteration_start += skipped;
-    job.since += skipped;
-    job.due += skipped;
-    queue_.set(component.members[i], job.due);
   }
-  component.repeating = false;
-  component.anchor.valid = false;
-  if (component.members.size() > 1) set_anchor(component, component.repeating_from + skipped);
+  return skipped;
 }
 
 // Whoever is about to act on a component at t must find it with its events.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "sharing.h"
+#include "steady.h"
 
 namespace crux::fluid {
 
@@ -51,7 +52,9 @@ struct Component {
   Anchor anchor;
   std::uint64_t steps = 0;  // starts of the reference job since the anchor was set
   std::uint64_t reach = 1;  // steps after which the anchor moves (Brent's cycle search)
-  bool repeating = false;
+  Steady steady;
+  bool repeating = false;  // produces no events
+  bool by_rate = false;    // repeating: at its steady rates, not in whole periods
   double repeating_from = 0.0;
   double period_s = 0.0;
   std::vector<std::int64_t> completed_per_period;
@@ -61,6 +64,9 @@ struct Component {
     anchor.valid = false;
     steps = 0;
     reach = 1;
+    steady.stage = Steady::Stage::kIdle;
+    steady.reach = Steady::kFirstReach;
+    steady.rate.clear();
   }
 };
 
