@@ -22,13 +22,14 @@ from crux_torch.schedule.paths import place
 from crux_torch.schedule.priority import Priorities, assign_priorities
 
 
-def crux(cluster: Cluster, levels: Sequence[int], *, seed: int = 0) -> Decision:
+def crux(cluster: Cluster, levels: Sequence[int], *, seed: int = 0, sweeps: int = 0) -> Decision:
     """Paths (§4.1), priorities (§4.2) and their compression onto ``levels`` (§4.3).
 
     Args:
         cluster: jobs and links.
         levels: usable priority levels, ascending; a higher one goes first.
         seed: of the topological orders that compression samples.
+        sweeps: of path selection, see :func:`~crux_torch.schedule.paths.place`; the paper has none.
 
     Raises:
         ClusterError: a cluster that contradicts itself.
@@ -36,7 +37,7 @@ def crux(cluster: Cluster, levels: Sequence[int], *, seed: int = 0) -> Decision:
     """
     check_levels(levels)
     arrays = arrays_of(cluster)
-    choice = _select_paths(arrays)
+    choice = _select_paths(arrays, sweeps)
     traffic = traffic_matrix(arrays, choice)
     priorities = assign_priorities(arrays, traffic)
     order = by_descending(priorities.priority)
@@ -69,9 +70,9 @@ def _seen(cluster: Cluster, options: SchedulerOptions) -> Cluster:
     return cluster if options.bursts else single_bursts(cluster)
 
 
-def _select_paths(arrays: Arrays) -> IntArray:
+def _select_paths(arrays: Arrays, sweeps: int = 0) -> IntArray:
     t_s = unrouted_transfer_times_s(arrays)
-    return place(arrays, by_descending(intensities(arrays, t_s)), t_s)
+    return place(arrays, by_descending(intensities(arrays, t_s)), t_s, sweeps=sweeps)
 
 
 def _unique_priorities(arrays: Arrays, choice: IntArray) -> Decision:

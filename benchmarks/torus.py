@@ -1,0 +1,132 @@
+"""Crux on 2D and 3D tori of 64 hosts: GPU utilisation under each scheduler, over seeds.
+
+    python benchmarks/torus.py [--seeds 8] [--horizon 30] [--out benchmarks/results]
+
+What a case is, and what each scheduler does, is said in crux_torch/sim/torus.py. Hosts are the
+testbed's (8 GPUs, 4 NICs of 200 Gb/s); links between routers have 100 Gb/s, the builder's default,
+where they are the bottleneck, and 400 Gb/s, where they hardly are and little is left to gain.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import track
+
+from crux_torch.fabric.builders import torus
+from crux_torch.fabric.builders.server import GBPS
+from crux_torch.sim.results import Result, write_result
+from crux_torch.sim.torus import (
+    LEVELS,
+    REHEARSAL_S,
+    SCHEDULERS_PLAYED,
+    SWEEPS,
+    Placement,
+    outcomes,
+    torus_case,
+)
+
+SHAPES = ((8, 8), (4, 4, 4))
+LINK_GBPS = (100, 400)
+PLACEMENTS: tuple[Placement, ...] = ("scattered", "packed")
+
+
+def rows_of(seeds: int, horizon_s: float, progress: bool) -> list[dict[str, Any]]:
+    """One row for every torus, rate, placement and scheduler; values of all seeds in order."""
+    rows = []
+    console = Console(stderr=True)
+    for shape in SHAPES:
+        for gbps in LINK_GBPS:
+            topology = torus(shape, link_Bps=gbps * GBPS)
+            for placement in PLACEMENTS:
+                words = f"{'x'.join(map(str, shape))} {gbps} Gb/s {placement}"
+                played = [
+                    outcomes(torus_case(shape, placement, seed, topology=topology), horizon_s)
+                    for seed in track(range(seeds), words, console=console, disable=not progress)
+                ]
+                for scheduler in SCHEDULERS_PLAYED:
+                    mine = [found[scheduler] for found in played]
+                    best = [found["ideal"].gpu_utilization for found in played]
+                    rows.append(
+                        {
+                            "shape": shape,
+                            "link_Gbps": gbps,
+                            "placement": placement,
+                            "scheduler": scheduler,
+                            "gpu_utilization": [o.gpu_utilization for o in mine],
+                            "of_ideal": [
+                                o.gpu_utilization / b for o, b in zip(mine, best, strict=True)
+                            ],
+                            "busiest_link": [o.busiest for o in mine],
+                            "slowdown": [o.slowdown for o in mine],
+                            "decision_s": [o.decision_s for o in mine],
+                        }
+                    )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text: medians over seeds, the least and the most in brackets."""
+    lines = []
+    width = len(SCHEDULERS_PLAYED)
+    for begin in range(0, len(rows), width):
+        cell = rows[begin : begin + width]
+        first = cell[0]
+        shape = "x".join(map(str, first["shape"]))
+        by_name = {row["scheduler"]: row for row in cell}
+        lines += [
+            f"{shape} torus, links of {first['link_Gbps']} Gb/s, {first['placement']} jobs, "
+            f"{len(first['of_ideal'])} seeds",
+            f"  {'':<16} {'utilisation':>20} {'of ideal':>20} {'beats ecmp':>10} "
+            f"{'busiest link':>12} {'worst slowdown':>14} {'decision ms':>11}",
+        ]
+        for row in cell:
+            against = zip(row["of_ideal"], by_name["ecmp"]["of_ideal"], strict=True)
+            wins = sum(mine > other for mine, other in against)
+            lines.append(
+                f"  {row['scheduler']:<16} {spread(row['gpu_utilization']):>20} "
+                f"{spread(row['of_ideal']):>20} {wins:>4} of {len(row['of_ideal']):>2} "
+                f"{statistics.median(row['busiest_link']):>12.2f} "
+                f"{statistics.median(row['slowdown']):>14.2f} "
+                f"{statistics.median(row['decision_s']) * 1e3:>11.1f}"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(values):.3f} [{min(values):.3f}-{max(values):.3f}]"
+
+
+@click.command()
+@click.option("--seeds", default=8, show_default=True, help="Cases of each kind.")
+@click.option("--horizon", "horizon_s", default=30.0, show_default=True, help="Seconds played.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/torus.{json,txt}.")
+def main(seeds: int, horizon_s: float, json_path: Path | None, out: Path | None) -> None:
+    """Plays random jobs on tori under every scheduler."""
+    rows = rows_of(seeds, horizon_s, progress=Console(stderr=True).is_terminal)
+    text = table(rows)
+    click.echo(text, nl=False)
+    settings = {
+        "seeds": seeds,
+        "horizon_s": horizon_s,
+        "levels": len(LEVELS),
+        "sweeps": SWEEPS,
+        "rehearsal_s": REHEARSAL_S,
+    }
+    result = Result("torus", settings, rows)
+    if json_path:
+        json_path.write_text(result.to_json())
+    if out:
+        write_result(result, text, out)
+
+
+if __name__ == "__main__":
+    main()
