@@ -17,10 +17,9 @@ from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
 
 #: A job that keeps Crux's level has the middle one; few enough steps for a switch's round robin.
-WEIGHTS = tuple(2.0**n for n in range(-6, 7))
-#: Bounds that are tried, evenly in their logarithm, between one that can't be kept and fair
-#: sharing's.
-_RELAXED = 12
+WEIGHTS = tuple(4.0**n for n in range(-3, 4))
+#: Halvings of the gap, in its logarithm, between a bound that can't be kept and fair sharing's.
+_HALVINGS = 5
 
 
 class _Plan(NamedTuple):
@@ -76,12 +75,15 @@ def _bounded(
         return kept
     fair = _Plan(plan.level.copy(), plan.weight.copy())
     fair.level[jobs] = levels[-1]
-    worst = max(_slowdowns(sharing, jobs, fair).values())
-    for relaxed in np.geomspace(limit, max(worst, limit), _RELAXED)[1:].tolist():
-        kept = _raised(sharing, jobs, plan, levels, relaxed)
-        if kept is not None:
-            return kept
-    return fair
+    best, enough = fair, max(_slowdowns(sharing, jobs, fair).values())
+    for _ in range(_HALVINGS if enough > limit else 0):
+        between = math.sqrt(limit * enough)
+        kept = _raised(sharing, jobs, plan, levels, between)
+        if kept is None:
+            limit = between
+        else:
+            best, enough = kept, between
+    return best
 
 
 def _raised(

@@ -53,7 +53,7 @@ from crux_torch.schedule.intensity import solo_periods_s
 from crux_torch.schedule.model import Cluster, Decision
 
 #: Steps of a fixed-point iteration that has not settled by then; the bound is then given up.
-_STEPS = 200
+_STEPS = 24
 
 
 class Bound(NamedTuple):
@@ -93,16 +93,14 @@ class _Ahead(NamedTuple):
     """Jobs ahead of j: the seconds of h_ij, and the pattern that bounds N_i."""
 
     hold_s: FloatArray
-    transfer_s: FloatArray
     period_s: FloatArray
-    start_s: FloatArray  # of each burst, a row a job
+    earliest_s: FloatArray  # of each burst (column) of the iteration after the one begun
     share: FloatArray
 
     def progress(self, window_s: float) -> FloatArray:
         """N_i: iterations' worth that each can move in any window of that length."""
-        after_s = window_s - self.transfer_s[:, None] - self.start_s
-        bursts = np.maximum(np.ceil(after_s / self.period_s[:, None]), 0.0)
-        return np.asarray(1.0 + (bursts * self.share).sum(axis=1))
+        bursts = np.ceil((window_s - self.earliest_s) / self.period_s[:, None])
+        return np.asarray(1.0 + (np.maximum(bursts, 0.0) * self.share).sum(axis=1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,12 +211,15 @@ class Sharing:
         """Mean and longest iteration of j with ``who`` ahead of it."""
         ahead = _Ahead(
             hold_s[who],
-            self.transfer_s[who],
             self.alone_s[who],
-            self.start_s[who],
+            self.transfer_s[who, None] + self.start_s[who],
             self.share[who],
         )
-        windows_s = [_window_s(x * stretched_s, ahead) for x in self._from_here(j).tolist()]
+        busy = float((ahead.hold_s / ahead.period_s).sum())
+        windows_s = [
+            _window_s(x * stretched_s, ahead) if busy < 1.0 else math.inf
+            for x in self._from_here(j).tolist()
+        ]
         longest_s = max(float(self.compute_s[j]), float((self.at_s[j] + windows_s).max()))
         period_s = self._period_s(j, stretched_s)
         window_s = max(windows_s)
@@ -231,10 +232,10 @@ class Sharing:
 
 
 def _window_s(need_s: float, ahead: _Ahead) -> float:
-    """The smallest T with T = need + sum h N(T)."""
+    """The smallest T with T = need + sum h N(T); infinite if it is long in coming."""
     window_s = need_s
     for _ in range(_STEPS):
-        longer_s = need_s + float((ahead.hold_s * ahead.progress(window_s)).sum())
+        longer_s = need_s + float(ahead.hold_s @ ahead.progress(window_s))
         if longer_s <= window_s * (1 + 1e-12):
             return longer_s
         window_s = longer_s
