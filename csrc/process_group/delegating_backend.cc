@@ -1,13 +1,9 @@
 #include "delegating_backend.h"
 
-#include <Python.h>
-#include <pthread.h>
-
 #include <algorithm>
-#include <cstring>
-#include <thread>
 #include <utility>
 
+#include "teardown.h"
 #include "waited_work.h"
 
 namespace crux {
@@ -31,29 +27,6 @@ c10::DeviceType device_type_of(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? c10::DeviceType::CPU : device_type_of(tensors.front());
 }
 
-// Lets go of the GIL for its lifetime, where this thread holds it.
-class GilRelease {
- public:
-  GilRelease() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
-  }
-  ~GilRelease() {
-    if (state_) PyEval_RestoreThread(state_);
-  }
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
-
- private:
-  PyThreadState* state_ = nullptr;
-};
-
-// Whether this is one of the threads that a ProcessGroupGloo joins when it is destroyed.
-bool is_gloo_thread() {
-  char name[16] = {};
-  return pthread_getname_np(pthread_self(), name, sizeof(name)) == 0 &&
-         std::strncmp(name, "pt_gloo", std::strlen("pt_gloo")) == 0;
-}
-
 bool is_transfer(Op op) { return op == Op::kSend || op == Op::kRecv; }
 
 }  // namespace
@@ -75,15 +48,7 @@ DelegatingBackend::~DelegatingBackend() {
     }
   }
 #endif
-  if (is_gloo_thread()) {
-    // Python's garbage collector may run on the thread that drops an operation's tensors, and find
-    // this backend there. That thread can't join itself: the process would be aborted.
-    std::thread([inners = std::move(inners_)]() mutable { inners.clear(); }).detach();
-    return;
-  }
-  // A backend joins its threads when it goes, and those may need the GIL to drop their tensors.
-  const GilRelease release;
-  inners_.clear();
+  tear_down([inners = std::move(inners_)]() mutable { inners.clear(); });
 }
 
 void DelegatingBackend::add_inner(Device device, BackendPtr backend) {
