@@ -246,6 +246,29 @@ def _played(reference: Player) -> dict[Player, float | None]:
     return {}
 
 
+def pair_factors(references: Sequence[Player], jobs: Sequence[Player]) -> FloatArray:
+    """For each i the factor of ``jobs[i]`` against ``references[i]``, in the long run.
+
+    Equal pairs are played once, and 1 stands for a pair of which one has no traffic.
+    """
+    shapes = [(_merged(r), _merged(j)) for r, j in zip(references, jobs, strict=True)]
+    factors = dict.fromkeys(shapes, 1.0)
+    by_bursts: dict[tuple[int, int], list[tuple[Player, Player]]] = {}
+    for r, j in factors:
+        if r.bursts and j.bursts:
+            by_bursts.setdefault((len(r.bursts), len(j.bursts)), []).append((r, j))
+    for group in by_bursts.values():
+        rs, js = _Players([r for r, _ in group]), _Players([j for _, j in group])
+        values = _factor(
+            a_r=rs.link_s / rs.period_s,
+            a_j=_rate_when_second(js, first=rs),
+            b_r=_rate_when_second(rs, first=js),
+            b_j=js.link_s / js.period_s,
+        )
+        factors.update(zip(group, values.tolist(), strict=True))
+    return np.array([factors[shape] for shape in shapes], np.float64)
+
+
 def _merged(p: Player) -> Player:
     """``p`` with the closest of its bursts merged until few enough are left."""
     bursts = [(at, link_s) for at, link_s in p.bursts if link_s > 0]

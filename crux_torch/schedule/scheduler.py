@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from crux_torch.schedule.cassini import cassini
 from crux_torch.schedule.crux import crux_full, crux_pa, crux_ps_pa
+from crux_torch.schedule.crux_plus import crux_plus
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.ideal import ideal
@@ -19,10 +21,12 @@ SCHEDULERS: dict[str, Scheduler] = {
     "crux": crux_full,
     "crux-pa": crux_pa,
     "crux-ps-pa": crux_ps_pa,
+    "crux+": crux_plus,
     "crux-fair": crux_fair,
     "sincronia": sincronia,
     "varys": varys,
     "taccl": taccl,
+    "cassini": cassini,
     "ecmp": ecmp,
     "ideal": ideal,
 }

@@ -1,0 +1,135 @@
+"""Correction factors against every job that a job contends with, not one reference job alone.
+
+The paper notes (§7.1) that the reference should be all combinations of contending jobs, weighted
+by how often they contend, and that this takes exponential time. Here it is done by pairs, which
+takes time in proportion to the pairs that share links.
+
+Every such pair plays the game of §4.2, which says what k_j / k_r should be for the two of them.
+The k that agree best with all games at once minimise
+
+    sum over pairs of w_jr (log k_j - log k_r - log f_jr)^2,
+
+a weighted least squares problem (the HodgeRank of a tournament). The weight w_jr is the seconds of
+every second that the two ask for the same links, the smaller of both on each link: how much they
+contend. Where a job meets one other only, this is the paper's factor with that one as reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max
+from crux_torch.schedule.correction import K_MAX, K_MIN, pair_factors, player
+from crux_torch.schedule.dag import components_of
+from crux_torch.schedule.intensity import intensities, solo_periods_s
+from crux_torch.schedule.priority import Priorities
+
+#: Pairs of one job that are played: those with whom it contends most.
+_NEIGHBOURS = 8
+#: Jobs of one link whose pairs are looked at: those that ask for most of it.
+_ON_LINK = 24
+_ROUNDS = 200
+_SETTLED = 1e-6
+
+
+def contention_priorities(arrays: Arrays, traffic: Any) -> Priorities:
+    """P_j = k_j I_j with k_j of :func:`contention_factors`; within a group of jobs that meet each
+    other, the factors' geometric mean, weighted by contention, is 1.
+
+    Args:
+        traffic: bytes of each job (row) on each link (column), sparse CSR.
+    """
+    t_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+    intensity = intensities(arrays, t_s)
+    correction = contention_factors(arrays, traffic, t_s)
+    return Priorities(correction * intensity, intensity, correction)
+
+
+def contention_factors(arrays: Arrays, traffic: Any, t_s: FloatArray) -> FloatArray:
+    """k_j of every job; 1 for those that contend with nobody."""
+    one, other, weight = contending_pairs(arrays, traffic, t_s)
+    if not len(one):
+        return np.ones(len(arrays.jobs))
+    players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
+    factor = pair_factors([players[r] for r in one.tolist()], [players[j] for j in other.tolist()])
+    log_k = _agree(one, other, weight, np.log(factor), components_of(traffic))
+    return np.clip(np.exp(log_k), K_MIN, K_MAX)
+
+
+def contending_pairs(
+    arrays: Arrays, traffic: Any, t_s: FloatArray
+) -> tuple[IntArray, IntArray, FloatArray]:
+    """Pairs of jobs (each once, the lower index first) that share links, and their weights.
+
+    Of each job the ``_NEIGHBOURS`` with whom it contends most are kept, so that there are no more
+    pairs than that for each job.
+    """
+    jobs = len(arrays.jobs)
+    period_s = solo_periods_s(arrays, t_s)
+    rows = np.repeat(np.arange(jobs), np.diff(traffic.indptr))
+    asked = traffic.data / arrays.capacity_Bps[traffic.indices] / period_s[rows]
+    by_link = np.lexsort((-asked, traffic.indices))
+    start = np.searchsorted(traffic.indices[by_link], np.arange(traffic.shape[1] + 1))
+    # Pairs at distance d in every link's list of users, for all links at once.
+    position = np.arange(len(by_link)) - start[traffic.indices[by_link]]
+    ones, others, weights = [], [], []
+    for distance in range(1, _ON_LINK):
+        first = np.flatnonzero(
+            (position + distance < _ON_LINK)
+            & (position + distance < np.diff(start)[traffic.indices[by_link]])
+        )
+        if not len(first):
+            break
+        a, b = rows[by_link[first]], rows[by_link[first + distance]]
+        ones.append(np.minimum(a, b))
+        others.append(np.maximum(a, b))
+        weights.append(asked[by_link[first + distance]])
+    if not ones:
+        nobody = np.zeros(0, np.int64)
+        return nobody, nobody, np.zeros(0)
+    shape = (jobs, jobs)
+    entries = (np.concatenate(ones), np.concatenate(others))
+    pairs = sparse.coo_array((np.concatenate(weights), entries), shape=shape).tocsr().tocoo()
+    one, other = (index.astype(np.int64) for index in pairs.coords)
+    kept = _strongest(one, other, pairs.data, jobs)
+    return one[kept], other[kept], pairs.data[kept]
+
+
+def _strongest(one: IntArray, other: IntArray, weight: FloatArray, jobs: int) -> IntArray:
+    """Pairs that are among the strongest of either of the two."""
+    pair = np.tile(np.arange(len(one)), 2)
+    job = np.concatenate((one, other))
+    order = np.lexsort((pair, -weight[pair], job))
+    start = np.searchsorted(job[order], np.arange(jobs))
+    rank = np.arange(len(order)) - start[job[order]]
+    return np.unique(pair[order[rank < _NEIGHBOURS]])
+
+
+def _agree(
+    one: IntArray, other: IntArray, weight: FloatArray, log_factor: FloatArray, group: IntArray
+) -> FloatArray:
+    """log k that agrees best with the games, its weighted mean 0 in each group."""
+    jobs = len(group)
+    degree = np.bincount(one, weight, jobs) + np.bincount(other, weight, jobs)
+    pull = np.bincount(other, weight * log_factor, jobs) - np.bincount(
+        one, weight * log_factor, jobs
+    )
+    free = degree > 0
+    scale = np.where(free, degree, 1.0)
+    of_group = np.bincount(group, degree)
+    log_k = np.zeros(jobs)
+    for _ in range(_ROUNDS):
+        drawn = np.bincount(one, weight * log_k[other], jobs)
+        drawn += np.bincount(other, weight * log_k[one], jobs)
+        # Half a step of Jacobi's: a whole one swings for ever between the sides of a pair.
+        after = np.where(free, 0.5 * log_k + 0.5 * (drawn + pull) / scale, 0.0)
+        mean = np.bincount(group, degree * after) / np.where(of_group > 0, of_group, 1.0)
+        after = np.where(free, after - mean[group], 0.0)
+        moved = float(np.abs(after - log_k).max(initial=0.0))
+        log_k = after
+        if moved < _SETTLED:
+            break
+    return log_k

@@ -1,0 +1,272 @@
+"""Rehearsal: how busy a plan keeps the GPUs, found by playing it in the fluid engine.
+
+The engine (``csrc/fluid``) is a pure function of what it is given: no clock, no I/O, no torch. So a
+scheduler may play plans before it decides, and pays for them in plays, which it counts.
+
+**Parts.** Under a choice of paths the jobs fall into parts that share no link, and each is played
+by itself. Within a part only who goes before whom on a common link matters, not the levels'
+numbers: plans that agree in that are one, and are played once. A job that meets nobody is not
+played at all; how it runs is known in closed form.
+
+**Phases.** Where the jobs stand when they meet decides how they fall into step. Every play is
+repeated from ``phases`` sets of start times, the same ones for all plans, and averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from crux_torch import _fluid
+from crux_torch.schedule.arrays import FloatArray, IntArray
+from crux_torch.schedule.correction import player
+from crux_torch.schedule.intensity import link_traffic, transfer_time_s
+from crux_torch.schedule.model import Cluster, Job, Link
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long plans are played.
+
+    Attributes:
+        phases: sets of start times that every play is averaged over.
+        iterations: iterations of all jobs together that one play lasts for.
+        rounds: iterations of the slowest job that it lasts for at least.
+        warm_up: share of a play that comes before and is not counted.
+    """
+
+    phases: int = 2
+    iterations: int = 150
+    rounds: int = 10
+    warm_up: float = 0.2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """A job on one choice of paths.
+
+    Attributes:
+        job: index of the job.
+        traffic: bytes of one iteration on each link that it uses.
+        period_s: seconds of one iteration if it meets nobody.
+    """
+
+    job: int
+    traffic: Mapping[Link, float]
+    period_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Jobs that meet each other, directly or through others.
+
+    Attributes:
+        routes: of the jobs, in the order of their indices.
+        pairs: places in ``routes`` of those that share a link.
+        key: equal for parts that play alike, whatever their links are called.
+    """
+
+    routes: tuple[Route, ...]
+    pairs: tuple[tuple[int, int], ...]
+    key: tuple[object, ...]
+
+    @property
+    def jobs(self) -> list[int]:
+        """Indices of its jobs."""
+        return [route.job for route in self.routes]
+
+    def relations(self, levels: IntArray) -> list[bytes]:
+        """Who goes before whom, for each row of ``levels`` (of all jobs of the cluster)."""
+        mine = levels[:, self.jobs]
+        above, below = np.array(self.pairs).T
+        signs = np.sign(mine[:, above] - mine[:, below]).astype(np.int8)
+        return [row.tobytes() for row in signs]
+
+
+class Rehearsal:
+    """Plays plans of one cluster and remembers what it has played.
+
+    Args:
+        cluster: its jobs are numbered in the order of their names.
+        length: of the plays.
+        seed: of the start times.
+        threads: plays at a time.
+    """
+
+    def __init__(
+        self, cluster: Cluster, length: Length | None = None, *, seed: int = 0, threads: int = 1
+    ) -> None:
+        self.jobs: tuple[Job, ...] = tuple(sorted(cluster.jobs, key=lambda job: job.name))
+        #: Engines that have been run; a new plan of a part takes ``phases`` of them.
+        self.plays = 0
+        self._capacity_Bps = cluster.capacity_Bps
+        self._length = length or Length()
+        self._threads = threads
+        self.phases = self._length.phases
+        self._start = np.random.default_rng(seed).random((self._length.phases, len(self.jobs)))
+        self._routes: dict[tuple[int, tuple[int, ...]], Route] = {}
+        self._parts: dict[tuple[int, ...], tuple[float, tuple[Part, ...]]] = {}
+        self._played: dict[tuple[object, bytes], float] = {}
+
+    def route(self, job: int, path: tuple[int, ...]) -> Route:
+        """Job ``job`` when flow i takes its candidate ``path[i]``."""
+        known = self._routes.get((job, path))
+        if known is None:
+            spec = self.jobs[job]
+            traffic = {
+                link: moved
+                for link, moved in link_traffic(spec, path).items()
+                if moved > 0 and np.isfinite(self._capacity_Bps[link])
+            }
+            t_s = transfer_time_s(traffic, self._capacity_Bps)
+            known = self._routes[job, path] = Route(job, traffic, player(spec, t_s).period_s)
+        return known
+
+    def busy_gpus(self, routes: Sequence[Route], levels: IntArray) -> FloatArray:
+        """Mean number of GPUs that compute, for each row of ``levels``.
+
+        Args:
+            routes: of all jobs, in order.
+            levels: a row for each plan, a level for each job; a higher one goes first.
+        """
+        return self.busy_gpus_of([(routes, levels)])[0]
+
+    def busy_gpus_of(self, plans: Iterable[tuple[Sequence[Route], IntArray]]) -> list[FloatArray]:
+        """:meth:`busy_gpus` of several choices of paths; all that is new is played together."""
+        wanted: list[tuple[float, int, list[tuple[Part, list[bytes]]]]] = []
+        missing: dict[tuple[object, bytes], tuple[Part, IntArray]] = {}
+        for routes, levels in plans:
+            alone, parts = self._split(routes)
+            asked = []
+            for part in parts:
+                relations = part.relations(levels)
+                asked.append((part, relations))
+                for row, relation in enumerate(relations):
+                    if (part.key, relation) not in self._played:
+                        missing.setdefault((part.key, relation), (part, levels[row]))
+            wanted.append((alone, len(levels), asked))
+        self._play(missing)
+        result = []
+        for alone, rows, asked in wanted:
+            total = np.full(rows, alone, np.float64)
+            for part, relations in asked:
+                total += [self._played[part.key, relation] for relation in relations]
+            result.append(total)
+        return result
+
+    def parts(self, routes: Sequence[Route]) -> tuple[Part, ...]:
+        """The jobs that meet others, part by part."""
+        return self._split(routes)[1]
+
+    def _split(self, routes: Sequence[Route]) -> tuple[float, tuple[Part, ...]]:
+        """Busy GPUs of the jobs that meet nobody, and the parts of the others."""
+        ids = tuple(map(id, routes))
+        if ids not in self._parts:
+            groups = _components(routes)
+            alone = sum(self._alone(group[0]) for group in groups if len(group) == 1)
+            parts = tuple(self._part(group) for group in groups if len(group) > 1)
+            self._parts[ids] = alone, parts
+        return self._parts[ids]
+
+    def _alone(self, route: Route) -> float:
+        job = self.jobs[route.job]
+        return job.gpus * job.compute_s / route.period_s if route.period_s > 0 else 0.0
+
+    def _part(self, routes: Sequence[Route]) -> Part:
+        number: dict[Link, int] = {}
+        shape = []
+        for route in routes:
+            crossed = tuple(
+                (number.setdefault(link, len(number)), self._capacity_Bps[link], moved)
+                for link, moved in route.traffic.items()
+            )
+            shape.append((route.job, crossed))
+        pairs = tuple(
+            (i, k)
+            for (i, one), (k, other) in combinations(enumerate(routes), 2)
+            if not one.traffic.keys().isdisjoint(other.traffic)
+        )
+        return Part(tuple(routes), pairs, tuple(shape))
+
+    def _play(self, missing: Mapping[tuple[object, bytes], tuple[Part, IntArray]]) -> None:
+        """Fills in what ``missing`` asks for."""
+        engines: list[_fluid.Engine] = []
+        warm_s: list[float] = []
+        until_s: list[float] = []
+        for part, level in missing.values():
+            horizon_s = self._horizon_s(part)
+            for phase in range(self._length.phases):
+                engines.append(self._engine(part, level, phase))
+                warm_s.append(self._length.warm_up * horizon_s)
+                until_s.append((1 + self._length.warm_up) * horizon_s)
+        if not engines:
+            return
+        _fluid.run_all(engines, warm_s, threads=self._threads)
+        before = [engine.results() for engine in engines]
+        _fluid.run_all(engines, until_s, threads=self._threads)
+        self.plays += len(engines)
+        for m, (key, (part, _)) in enumerate(missing.items()):
+            busy = 0.0
+            for e in range(m * self._length.phases, (m + 1) * self._length.phases):
+                after = engines[e].results()
+                for job in (self.jobs[j] for j in part.jobs):
+                    span_s = until_s[e] - warm_s[e]
+                    share = _computing(job, before[e][job.name], after[job.name], span_s)
+                    busy += job.gpus * share
+            self._played[key] = busy / self._length.phases
+
+    def _horizon_s(self, part: Part) -> float:
+        periods_s = [route.period_s for route in part.routes]
+        rate = sum(1.0 / period_s for period_s in periods_s)
+        return max(self._length.iterations / rate, self._length.rounds * max(periods_s))
+
+    def _engine(self, part: Part, level: IntArray, phase: int) -> _fluid.Engine:
+        links = {link: self._capacity_Bps[link] for r in part.routes for link in r.traffic}
+        engine = _fluid.Engine([(link, capacity, 0.0) for link, capacity in links.items()])
+        for route in part.routes:
+            job = self.jobs[route.job]
+            engine.add_job(
+                job.name,
+                compute_s=job.compute_s,
+                bursts=[
+                    (b.at, {link: b.share * moved for link, moved in route.traffic.items()})
+                    for b in job.bursts
+                ],
+                gpus=job.gpus,
+                level=int(level[route.job]),
+                start_s=float(self._start[phase, route.job]) * route.period_s,
+            )
+        return engine
+
+
+def _computing(job: Job, before: _fluid.JobResult, after: _fluid.JobResult, span_s: float) -> float:
+    """Share of the time in which a job computes, by the iterations that it ended in ``span_s``.
+
+    Whole iterations, since a few of a slow job's would otherwise be outweighed by where the play
+    cuts its first and last; a job that ended none is counted by its seconds.
+    """
+    ended = after["completed"] - before["completed"]
+    if not ended:
+        return (after["compute_s"] - before["compute_s"]) / span_s
+    spent_s = after["completed"] * (after["mean_iteration_s"] or 0.0)
+    spent_s -= before["completed"] * (before["mean_iteration_s"] or 0.0)
+    return ended * job.compute_s / spent_s
+
+
+def _components(routes: Sequence[Route]) -> list[list[Route]]:
+    """``routes`` grouped by whether a chain of common links joins them, each in order."""
+    groups: list[tuple[set[Link], list[Route]]] = []
+    for route in routes:
+        links, members = set(route.traffic), [route]
+        apart = []
+        for group in groups:
+            if group[0].isdisjoint(route.traffic):
+                apart.append(group)
+            else:
+                links |= group[0]
+                members = group[1] + members
+        groups = [*apart, (links, members)]
+    return [sorted(members, key=lambda route: route.job) for _, members in groups]

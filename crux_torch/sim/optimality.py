@@ -1,0 +1,257 @@
+"""How close schedulers come to the optimum of small cases, mechanism by mechanism (paper §4.4).
+
+A case's every choice of paths under every assignment of levels is played; the best is the optimum.
+In the ablation one mechanism decides, and the other two are at their optimum:
+
+- **paths**: the scheduler's paths, under the levels that are best for these paths;
+- **priority**: the scheduler's order of the jobs, on the optimal paths, in the best of all valid
+  compressions of that order (no job below one that it meets and that it goes before);
+- **compression**: the scheduler's compression of the optimal order, on the optimal paths. Of the
+  orders that compress to the optimum, the optimal one is the best when each job has its own level.
+
+So in each of the three the optimum itself is reached by the best decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations, product
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from crux_torch.schedule.arrays import FloatArray, IntArray
+from crux_torch.schedule.compression import check_levels, compress
+from crux_torch.schedule.crux import crux_pa, crux_ps_pa
+from crux_torch.schedule.crux_plus import crux_plus, plus_compression, plus_order
+from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.model import Cluster
+from crux_torch.schedule.options import Scheduler, SchedulerOptions
+from crux_torch.schedule.rehearsal import Length, Rehearsal, Route
+from crux_torch.schedule.sincronia import compress_first, sincronia
+from crux_torch.schedule.taccl import taccl
+from crux_torch.schedule.varys import compress_balanced, varys
+from crux_torch.sim.small_case import SmallCase
+
+LEVELS = (0, 1, 2)
+MECHANISMS = ("paths", "priority", "compression")
+#: Plays that the optimum is judged by; crux+ rehearses shorter ones, from other start times.
+JUDGED = Length(phases=4, iterations=400, rounds=16)
+_JUDGE_SEED = 1 << 20
+
+Path = dict[str, tuple[int, ...]]
+#: Job names, the first to send first.
+Order = tuple[str, ...]
+Compression = Callable[[Cluster, Order, SchedulerOptions], Mapping[str, int]]
+
+
+class Table:
+    """The GPU utilisation of every choice of paths under every assignment of levels.
+
+    Args:
+        cluster: jobs of few flows: all choices of their candidates are enumerated.
+        levels: how many there are.
+        length: of the plays.
+        threads: plays at a time.
+    """
+
+    def __init__(
+        self, cluster: Cluster, levels: int = 3, length: Length = JUDGED, *, threads: int = 1
+    ) -> None:
+        self._rehearsal = Rehearsal(cluster, length, seed=_JUDGE_SEED, threads=threads)
+        jobs = self._rehearsal.jobs
+        self.names = tuple(job.name for job in jobs)
+        self._gpus = sum(job.gpus for job in jobs)
+        #: Every assignment of levels, a row each.
+        self.levels: IntArray = np.array(list(product(range(levels), repeat=len(jobs))), np.int64)
+        own = [list(product(*(range(len(f.candidates)) for f in job.flows))) for job in jobs]
+        #: Every choice of paths: for each job the candidates that its flows take.
+        self.paths: list[tuple[tuple[int, ...], ...]] = list(product(*own))
+        self._row = {path: i for i, path in enumerate(self.paths)}
+        #: Utilisation, a row for each choice of paths, a column for each assignment of levels.
+        self.utilization: FloatArray = (
+            np.array(
+                self._rehearsal.busy_gpus_of((self._routes(p), self.levels) for p in self.paths)
+            )
+            / self._gpus
+        )
+        path, level = divmod(int(np.argmax(self.utilization)), len(self.levels))
+        self.optimum = float(self.utilization[path, level])
+        self.best_path: Path = dict(zip(self.names, self.paths[path], strict=True))
+        self.best_levels: IntArray = self.levels[level]
+        self.best_order: Order = self._find_best_order(path)
+
+    @property
+    def plays(self) -> int:
+        """Engines that were run to fill the table."""
+        return self._rehearsal.plays
+
+    def of_paths(self, path: Mapping[str, tuple[int, ...]]) -> float:
+        """The utilisation on ``path`` under the levels that are best there."""
+        return float(self.utilization[self._row_of(path)].max())
+
+    def of_order(self, order: Order) -> float:
+        """The utilisation of the best valid compression of ``order`` on the optimal paths."""
+        row = self._row_of(self.best_path)
+        valid = np.ones(len(self.levels), bool)
+        for above, below in self._meeting(row, order):
+            valid &= self.levels[:, above] >= self.levels[:, below]
+        return float(self.utilization[row, valid].max())
+
+    def of_levels(self, level: Mapping[str, int]) -> float:
+        """The utilisation of an assignment of levels on the optimal paths."""
+        _, rank = np.unique([level[name] for name in self.names], return_inverse=True)
+        column = int(np.flatnonzero((self.levels == rank).all(axis=1))[0])
+        return float(self.utilization[self._row_of(self.best_path), column])
+
+    def _routes(self, path: Sequence[tuple[int, ...]]) -> list[Route]:
+        return [self._rehearsal.route(j, own) for j, own in enumerate(path)]
+
+    def _row_of(self, path: Mapping[str, tuple[int, ...]]) -> int:
+        return self._row[tuple(tuple(path[name]) for name in self.names)]
+
+    def _meeting(self, row: int, order: Order) -> list[tuple[int, int]]:
+        """Pairs of jobs that share a link under a choice of paths, the earlier one first."""
+        rank = {self.names.index(name): r for r, name in enumerate(order)}
+        pairs = []
+        for part in self._rehearsal.parts(self._routes(self.paths[row])):
+            for i, k in part.pairs:
+                pairs.append(tuple(sorted((part.jobs[i], part.jobs[k]), key=rank.__getitem__)))
+        return pairs  # type: ignore[return-value]
+
+    def _find_best_order(self, row: int) -> Order:
+        level = self.best_levels
+        groups = [np.flatnonzero(level == k).tolist() for k in sorted(set(level.tolist()))[::-1]]
+        orders = [sum(parts, ()) for parts in product(*map(permutations, groups))]
+        ranks = np.empty((len(orders), len(level)), np.int64)
+        for o, order in enumerate(orders):
+            ranks[o, list(order)] = np.arange(len(order), 0, -1)
+        busy = self._rehearsal.busy_gpus(self._routes(self.paths[row]), ranks)
+        return tuple(self.names[j] for j in orders[int(np.argmax(busy))])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one scheduler's decision on one mechanism of one case is worth.
+
+    Attributes:
+        share: of the optimal utilisation.
+        decision_s: seconds that it took to decide.
+    """
+
+    share: float
+    decision_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One case.
+
+    Attributes:
+        seed: of the case.
+        optimum: the highest utilisation of any choice of paths under any levels.
+        plays: engines that were run to find it.
+        verdicts: by mechanism and scheduler.
+    """
+
+    seed: int
+    optimum: float
+    plays: int
+    verdicts: dict[tuple[str, str], Verdict]
+
+
+def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outcome:
+    """Every scheduler's share of the optimum in ``case``, for each mechanism."""
+    table = Table(case.cluster, len(LEVELS), length, threads=threads)
+    verdicts: dict[tuple[str, str], Verdict] = {}
+
+    def add(mechanism: str, scheduler: str, decide: Callable[[], Any], worth: Any) -> None:
+        begin_s = perf_counter()
+        decision = decide()
+        taken_s = perf_counter() - begin_s
+        verdicts[mechanism, scheduler] = Verdict(worth(decision) / table.optimum, taken_s)
+
+    options = SchedulerOptions(LEVELS, seed=case.seed, default_path=case.default_path)
+    for name, scheduler in PATHS.items():
+        add(
+            "paths",
+            name,
+            partial(scheduler, case.cluster, options),
+            lambda d: table.of_paths(d.path),
+        )
+    best = replace(options, default_path=table.best_path)
+    for name, order_of in ORDERS.items():
+        add("priority", name, partial(order_of, case.cluster, best), table.of_order)
+    for name, compress_of in COMPRESSIONS.items():
+        decide = partial(compress_of, case.cluster, table.best_order, best)
+        add("compression", name, decide, table.of_levels)
+    return Outcome(case.seed, table.optimum, table.plays, verdicts)
+
+
+def _by_priority(scheduler: Scheduler) -> Callable[[Cluster, SchedulerOptions], Order]:
+    """The order of the priorities that a scheduler assigns on the default paths."""
+
+    def order(cluster: Cluster, options: SchedulerOptions) -> Order:
+        priority = scheduler(cluster, options).priority
+        return tuple(sorted(priority, key=lambda name: (-priority[name], name)))
+
+    return order
+
+
+def _crux_compression(
+    cluster: Cluster, order: Order, options: SchedulerOptions
+) -> Mapping[str, int]:
+    """Crux's: Algorithm 1, edges weighing what the job above is worth."""
+    assert options.default_path is not None
+    intensity = crux_pa(cluster, options).intensity
+    links = {j.name: link_traffic(j, options.default_path[j.name]) for j in cluster.jobs}
+    rank = {name: float(-r) for r, name in enumerate(order)}
+    return compress(rank, intensity, links, options.levels, seed=options.seed)
+
+
+def _by_rank(levels_of: Callable[[int, IntArray], IntArray]) -> Compression:
+    """A compression that looks at nothing but the order."""
+
+    def compression(cluster: Cluster, order: Order, options: SchedulerOptions) -> Mapping[str, int]:
+        level = levels_of(len(order), check_levels(options.levels)).tolist()
+        return dict(zip(order, level, strict=True))
+
+    return compression
+
+
+def _plus_order(cluster: Cluster, options: SchedulerOptions) -> Order:
+    assert options.default_path is not None
+    return plus_order(cluster, options.default_path, options)
+
+
+def _plus_compression(
+    cluster: Cluster, order: Order, options: SchedulerOptions
+) -> Mapping[str, int]:
+    assert options.default_path is not None
+    return plus_compression(cluster, options.default_path, order, options)
+
+
+#: Who selects paths, assigns priorities and compresses them. The baselines are the paper's, Varys'
+#: compression (Figure 13) is added to them.
+PATHS: dict[str, Scheduler] = {
+    "crux": crux_ps_pa,
+    "crux+": crux_plus,
+    "taccl": taccl,
+    "ecmp": ecmp,
+}
+ORDERS: dict[str, Callable[[Cluster, SchedulerOptions], Order]] = {
+    "crux": _by_priority(crux_pa),
+    "crux+": _plus_order,
+    "sincronia": _by_priority(sincronia),
+    "varys": _by_priority(varys),
+}
+COMPRESSIONS: dict[str, Compression] = {
+    "crux": _crux_compression,
+    "crux+": _plus_compression,
+    "sincronia": _by_rank(compress_first),
+    "varys": _by_rank(compress_balanced),
+}
