@@ -1,0 +1,112 @@
+"""The Affinity graph: jobs, the links where they meet, and one time shift a job (CASSINI §4.1)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A link vertex with its edges.
+
+    Attributes:
+        shift: for each job on the link, its time shift there: the edge's weight, in angles.
+        gain: by how much the link's compatibility score exceeds that of random shifts.
+        demand: for each job what it asks of the link.
+    """
+
+    shift: Mapping[int, int]
+    gain: float
+    demand: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityGraph:
+    """A bipartite graph of jobs (by index) and meetings.
+
+    Attributes:
+        meetings: the link vertices.
+        at: for each job the meetings it has an edge to.
+    """
+
+    meetings: Sequence[Meeting]
+    at: Mapping[int, Sequence[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        at: dict[int, list[int]] = {}
+        for m, meeting in enumerate(self.meetings):
+            for job in meeting.shift:
+                at.setdefault(job, []).append(m)
+        object.__setattr__(self, "at", at)
+
+    def without(self, jobs: set[int]) -> AffinityGraph:
+        """This graph without ``jobs``, and without the links where one job is left."""
+        kept = []
+        for meeting in self.meetings:
+            shift = {j: s for j, s in meeting.shift.items() if j not in jobs}
+            if len(shift) > 1:
+                kept.append(Meeting(shift, meeting.gain, meeting.demand))
+        return AffinityGraph(kept)
+
+
+def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
+    """The graph of ``meetings`` less the edges that close a loop.
+
+    The paper discards a placement whose graph has a loop (Algorithm 2, line 14). Where placement is
+    given, edges go instead: links join the graph from the largest gain to the smallest, and of
+    the jobs that the graph joins already only the one with the largest demand on the link keeps
+    its edge. What remains is a forest.
+    """
+    parent: dict[int, int] = {}
+
+    def root(job: int) -> int:
+        while parent.setdefault(job, job) != job:
+            parent[job] = job = parent[parent[job]]
+        return job
+
+    kept = []
+    for meeting in sorted(meetings, key=lambda m: (-round(m.gain, 9), tuple(m.shift))):
+        speaker: dict[int, int] = {}
+        for job in sorted(meeting.shift, key=lambda j: (-meeting.demand[j], j)):
+            speaker.setdefault(root(job), job)
+        if len(speaker) < 2:
+            continue
+        first, *others = speaker
+        for other in others:
+            parent[other] = first
+        edges = {job: meeting.shift[job] for job in sorted(speaker.values())}
+        kept.append(Meeting(edges, meeting.gain, meeting.demand))
+    return AffinityGraph(kept)
+
+
+def time_shifts(graph: AffinityGraph, period: Sequence[int]) -> list[dict[int, int]]:
+    """A time shift for every job of each connected subgraph (Algorithm 1).
+
+    On a loop-free graph it is unique, and on every link all jobs have the shifts of that link
+    moved by one common amount, modulo their own iteration times (Theorem 1; the proof's Equation 6,
+    modulo the perimeter, holds before line 17 takes the remainder). The reference, which the
+    paper draws, is the first job.
+
+    Args:
+        period: iteration time of each job, in the unit of the meetings' shifts.
+    """
+    shifts: list[dict[int, int]] = []
+    visited: set[int] = set()
+    for reference in sorted(graph.at):
+        if reference in visited:
+            continue
+        shift = {reference: 0}
+        queue = deque([reference])
+        while queue:
+            j = queue.popleft()
+            for m in graph.at[j]:
+                edge = graph.meetings[m].shift
+                for k in edge:
+                    if k not in shift:
+                        shift[k] = (shift[j] - edge[j] + edge[k]) % period[k]
+                        queue.append(k)
+        visited |= shift.keys()
+        shifts.append(shift)
+    return shifts

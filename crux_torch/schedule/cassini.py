@@ -1,0 +1,348 @@
+"""CASSINI: time shifts that interleave the communication of jobs on shared links (NSDI '24).
+
+Algorithm 2 for a placement that is given: circles of the jobs on every contended link, their best
+rotations, the Affinity graph, one time shift a job. CASSINI chooses among placements by their
+scores, and leaves incompatible jobs unpaced (§5.7); here that choice is a test. The jobs that a
+tree of the loop-free graph joins are shifted and paced only if their iterations are expected to
+be shorter than with random shifts; otherwise those that hold the others up most are left out, and
+the rest is tried again.
+
+**Pace.** Shifted jobs keep to a grid of starts, from which they may drift by ``DRIFT``. A job that
+needs longer than the grid's period would drift until it misses a point, and lose an iteration; so
+the grid of a tree is stretched until each of its jobs has room for the waiting that is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from crux_torch.schedule.affinity import Meeting, loop_free, time_shifts
+from crux_torch.schedule.arrays import (
+    Arrays,
+    FloatArray,
+    IntArray,
+    arrays_of,
+    choice_of,
+    row_max,
+    traffic_matrix,
+)
+from crux_torch.schedule.circle import (
+    ANGLES_PER_UNIT,
+    FAMILY_ANGLES,
+    best_rotation,
+    busy_times_s,
+    circle,
+    families,
+    mean_score,
+)
+from crux_torch.schedule.dag import components_of
+from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.intensity import solo_periods_s
+from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.options import SchedulerOptions
+
+#: Share of an iteration by which its start may leave the grid before it is held (§5.7).
+DRIFT = 0.05
+#: Draws of random shifts that a tree's shifts are compared with, and of drifts.
+_DRAWS = 8
+#: Numbers that are held at once while draws are compared.
+_AT_ONCE = 1 << 21
+#: Of a tree that does not gain, the share of jobs that is left out before the next try.
+_LEFT_OUT = 0.1
+#: Components whose shifts are remembered: most come again when one job of a cluster changes.
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Shifts:
+    """When jobs start, for the jobs that are shifted, by name; as :class:`Decision` holds it."""
+
+    shift_s: dict[str, float]
+    grid_s: dict[str, float]
+
+
+def cassini(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Time shifts on the default paths, one level."""
+    arrays = arrays_of(cluster)
+    traffic = traffic_matrix(arrays, choice_of(arrays, options.default_path))
+    jobs = len(arrays.jobs)
+    shifts = interleave(arrays, traffic, np.zeros(jobs, np.int64), np.ones(jobs))
+    return replace(ecmp(cluster, options), shift_s=shifts.shift_s, grid_s=shifts.grid_s)
+
+
+def interleave(arrays: Arrays, traffic: Any, level: IntArray, value: FloatArray) -> Shifts:
+    """Shifts for the jobs whose iterations get shorter by them.
+
+    Args:
+        arrays: jobs and links.
+        traffic: bytes of each job (row) on each link (column).
+        level: priority of each job: it waits for its own level and for those above.
+        value: what a job's iteration rate is worth, relative to its rate alone.
+    """
+    decided = Shifts({}, {})
+    for jobs, part in _parts(arrays, traffic, level, value):
+        for j, (shift_s, grid_s) in _part_shifts(part).items():
+            name = arrays.jobs[jobs[j]].name
+            decided.shift_s[name], decided.grid_s[name] = shift_s, grid_s
+    return decided
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Jobs that a chain of contended links joins; hashable, all that their shifts depend on.
+
+    Attributes:
+        entries: the matrix of demand, jobs by links: for each job its links and the share of their
+            capacity that it asks for while it sends.
+        busy_s: when in an iteration each job sends.
+        period_s: seconds of an iteration without waiting.
+        level: priority of each job.
+        value: of each job's iteration rate.
+    """
+
+    entries: tuple[tuple[tuple[int, float], ...], ...]
+    busy_s: tuple[tuple[tuple[float, float], ...], ...]
+    period_s: tuple[float, ...]
+    level: tuple[int, ...]
+    value: tuple[float, ...]
+
+    def matrix(self) -> Any:
+        """``entries`` as a sparse matrix."""
+        start = np.cumsum([0, *(len(row) for row in self.entries)])
+        links = [link for row in self.entries for link, _ in row]
+        shares = [share for row in self.entries for _, share in row]
+        return sparse.csr_array((shares, links, start), shape=(len(start) - 1, max(links) + 1))
+
+    def duty(self) -> FloatArray:
+        """Share of its iteration in which each job sends."""
+        sending_s = [sum(end - start for start, end in busy) for busy in self.busy_s]
+        return np.array(sending_s, np.float64) / np.array(self.period_s, np.float64)
+
+
+def _parts(
+    arrays: Arrays, traffic: Any, level: IntArray, value: FloatArray
+) -> list[tuple[list[int], _Part]]:
+    """The jobs that meet on links which they can overfill together, component by component."""
+    t_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+    period_s = solo_periods_s(arrays, t_s)
+    rows = np.repeat(np.arange(traffic.shape[0]), np.diff(traffic.indptr))
+    share = traffic.data / (t_s[rows] * arrays.capacity_Bps[traffic.indices])
+    peak = np.bincount(traffic.indices, share, traffic.shape[1])
+    # On other links no rotation matters; they would only close loops.
+    counts = peak[traffic.indices] > 1 + 1e-9
+    if not counts.any():
+        return []
+    demand = sparse.csr_array(
+        (share[counts], (rows[counts], traffic.indices[counts])), shape=traffic.shape
+    )
+    demand.sort_indices()
+    component = components_of(demand)
+    parts = []
+    for jobs in _groups(component):
+        if len(jobs) < 2:
+            continue
+        mine = demand[jobs]
+        _, links = np.unique(mine.indices, return_inverse=True)
+        entries = list(zip(links.tolist(), mine.data.tolist(), strict=True))
+        start = mine.indptr.tolist()
+        part = _Part(
+            entries=tuple(tuple(entries[a:b]) for a, b in pairwise(start)),
+            busy_s=tuple(tuple(busy_times_s(arrays.jobs[j], float(t_s[j]))) for j in jobs.tolist()),
+            period_s=tuple(period_s[jobs].tolist()),
+            level=tuple(level[jobs].tolist()),
+            value=tuple(value[jobs].tolist()),
+        )
+        parts.append((jobs.tolist(), part))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Circles:
+    """Every job on its family's grid.
+
+    Attributes:
+        family: of each job.
+        angles: of each job's own circle.
+        angle_s: seconds of an angle.
+        busy: each job's own circle: share of each angle in which it sends.
+    """
+
+    family: IntArray
+    angles: list[int]
+    angle_s: FloatArray
+    busy: list[FloatArray]
+
+
+def _circles(part: _Part) -> _Circles:
+    grid = families(np.array(part.period_s))
+    angles = (grid.units * ANGLES_PER_UNIT).tolist()
+    angle_s = grid.unit_s / ANGLES_PER_UNIT
+    busy = [
+        circle(b, n * s, n) for b, n, s in zip(part.busy_s, angles, angle_s.tolist(), strict=True)
+    ]
+    return _Circles(grid.number, angles, angle_s, busy)
+
+
+@lru_cache(_REMEMBERED)
+def _part_shifts(part: _Part) -> dict[int, tuple[float, float]]:
+    """For each job that is shifted its shift and its grid in seconds."""
+    circles = _circles(part)
+    demand, duty = part.matrix(), part.duty()
+    graph = loop_free(_meetings(circles, demand, duty))
+    decided: dict[int, tuple[float, float]] = {}
+    while graph.at:
+        out: set[int] = set()
+        for shift in time_shifts(graph, circles.angles):
+            tree = _Tree(part, circles, demand, duty, sorted(shift))
+            stretch = tree.stretch(shift)
+            if tree.gains(float(stretch.max())):
+                for j, turn in shift.items():
+                    angle_s = float(circles.angle_s[j] * stretch.max())
+                    decided[j] = (turn * angle_s, circles.angles[j] * angle_s)
+                out |= shift.keys()
+            else:
+                worst = np.argsort(-stretch, kind="stable")
+                out |= {tree.jobs[j] for j in worst[: max(1, int(len(worst) * _LEFT_OUT))]}
+        graph = graph.without(out)
+    return decided
+
+
+def _groups(number: IntArray) -> list[IntArray]:
+    """The indices of each number, ascending."""
+    order = np.argsort(number, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
+
+
+def _meetings(circles: _Circles, demand_of: Any, duty: FloatArray) -> list[Meeting]:
+    """Rotations for the members of each family on each link; alike links meet once."""
+    on_link = demand_of.tocsc()
+    seen: dict[tuple[tuple[int, ...], bytes, float], None] = {}
+    for link in range(on_link.shape[1]):
+        column = slice(on_link.indptr[link], on_link.indptr[link + 1])
+        order = np.argsort(on_link.indices[column], kind="stable")
+        jobs, demand = on_link.indices[column][order], np.round(on_link.data[column][order], 9)
+        mean = demand * duty[jobs]
+        for members in _groups(circles.family[jobs]):
+            if len(members) > 1:
+                background = round(float(mean.sum() - mean[members].sum()), 9)
+                seen[tuple(jobs[members].tolist()), demand[members].tobytes(), background] = None
+    meetings = []
+    for jobs_here, raw, background in seen:
+        demands = np.frombuffer(raw)
+        own = [circles.busy[j] * d for j, d in zip(jobs_here, demands, strict=True)]
+        rotation = best_rotation(own, background)
+        gain = rotation.score - mean_score(own, background)
+        if gain > 0:
+            meetings.append(
+                Meeting(
+                    dict(zip(jobs_here, rotation.angles, strict=True)),
+                    gain,
+                    dict(zip(jobs_here, demands.tolist(), strict=True)),
+                )
+            )
+    return meetings
+
+
+class _Tree:
+    """Jobs whose shifts depend on each other, and the links that they use.
+
+    Jobs of the part that are not in it have no fixed phase to these. What they ask for on average
+    slows the tree all the time; where they can ask for more, a job may wait for a whole iteration's
+    sending of theirs.
+    """
+
+    def __init__(
+        self, part: _Part, circles: _Circles, demand: Any, duty: FloatArray, jobs: list[int]
+    ) -> None:
+        self.jobs = jobs
+        everyone = demand[:, np.unique(demand[jobs].indices)]
+        self._demand = everyone[jobs]
+        self._job = np.repeat(np.arange(len(jobs)), np.diff(self._demand.indptr))
+        self._link = self._demand.indices
+        levels = np.array(part.level)
+        self._level = levels[jobs]
+        self._value = np.array(part.value)[jobs]
+        self._angles = np.array([circles.angles[j] for j in jobs])
+        self._busy = np.zeros((len(jobs), int(self._angles.max())))
+        for row, j in enumerate(jobs):
+            self._busy[row, : circles.angles[j]] = circles.busy[j]
+        self._alone = np.array(part.period_s)[jobs] / circles.angle_s[jobs]
+
+        inside = np.zeros(len(levels), bool)
+        inside[jobs] = True
+        sending_s = duty * np.array(part.period_s)
+        self._mean, self._peak, others_s = np.zeros((3, len(self._link)))
+        for value in np.unique(self._level):
+            heard = ((levels >= value) & ~inside).astype(np.float64)
+            mine = self._level[self._job] == value
+            link = self._link[mine]
+            self._peak[mine] = (everyone.T @ heard)[link]
+            self._mean[mine] = (everyone.T @ (heard * duty))[link]
+            others_s[mine] = (everyone.T @ (heard * sending_s))[link]
+        start = self._demand.indptr[:-1]
+        self._others = np.maximum.reduceat(others_s, start) / circles.angle_s[jobs]
+
+    def stretch(self, shift: dict[int, int]) -> FloatArray:
+        """By how much the grid must be stretched for each job to keep to it, at least 1."""
+        turn = np.array([shift[j] for j in self.jobs])[None]
+        # Only a job that needs less than its grid's period ever starts early.
+        drifts = (self._alone < self._angles * (1 - 1e-9)) * DRIFT * self._angles
+        early = np.random.default_rng(1).random((_DRAWS, len(self.jobs))) * drifts
+        drifted = self._waiting(turn - early.astype(np.int64), self._mean)[0].mean(axis=0)
+        steady = np.maximum(self._waiting(turn, self._mean)[0][0], drifted)
+        worst = np.minimum(self._waiting(turn, self._peak)[0][0], steady + self._others)
+        needed: FloatArray = (self._alone + np.maximum(worst, steady)) / self._angles
+        return np.maximum(needed, 1.0)
+
+    def gains(self, stretch: float) -> bool:
+        """Whether a grid stretched this much is worth more than random shifts without one."""
+        turn = np.random.default_rng(2).integers(0, self._angles, (_DRAWS, len(self.jobs)))
+        free = self._alone + self._waiting(turn, self._mean)[1].mean(axis=0)
+        gain = self._value * self._alone * (1.0 / (self._angles * stretch) - 1.0 / free)
+        return bool(gain.sum() > 1e-9 * self._value.sum())
+
+    def _waiting(self, turns: IntArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Angles that each job waits in the longest of its iterations, and on average.
+
+        Args:
+            turns: angles by which each job is shifted, a row for each try.
+            outside: for each entry of the demand what others that the job waits for ask for.
+        """
+        tries = max(1, _AT_ONCE // (FAMILY_ANGLES * len(self._link)))
+        parts = [
+            self._waiting_of(turns[first : first + tries], outside)
+            for first in range(0, len(turns), tries)
+        ]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+    def _waiting_of(self, turns: IntArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
+        jobs, tries = len(self.jobs), len(turns)
+        turn = turns.T[:, :, None]
+        angle = np.arange(FAMILY_ANGLES)
+        own = (angle - turn) % self._angles[:, None, None]
+        around = np.take_along_axis(self._busy, own.reshape(jobs, -1), axis=1)
+        demand = np.zeros((self._demand.shape[1], around.shape[1]))
+        wait = np.empty_like(around)
+        for value in np.unique(self._level)[::-1]:
+            mine = np.flatnonzero(self._level == value)
+            demand += self._demand[mine].T @ around[mine]
+            entries = np.flatnonzero(self._level[self._job] == value)
+            total = demand[self._link[entries]] + (outside[entries] - 1.0)[:, None]
+            first = np.searchsorted(entries, self._demand.indptr[mine])
+            wait[mine] = np.maximum.reduceat(total, first, axis=0)
+        wait = (around * np.clip(wait, 0.0, None)).reshape(jobs, tries, FAMILY_ANGLES)
+        # From the start of one of the job's iterations, so that each is in one piece.
+        wait = np.take_along_axis(wait, (angle + turn) % FAMILY_ANGLES, axis=2)
+        longest = np.empty((jobs, tries))
+        for angles in np.unique(self._angles).tolist():
+            same = self._angles == angles
+            each = wait[same].reshape(int(same.sum()), tries, -1, angles).sum(axis=3)
+            longest[same] = each.max(axis=2)
+        mean = wait.sum(axis=2) * (self._angles / FAMILY_ANGLES)[:, None]
+        return longest.T, mean.T

@@ -1,0 +1,206 @@
+"""Unified circles: jobs' demand rolled around their iterations (CASSINI, NSDI '24, §3).
+
+Time is a circle. A job's own circle is one iteration of it, its unified circle as many iterations
+as the least common multiple of the periods on a link takes. Demand is a share of the link's
+capacity, averaged over each angle; a rotation is a whole number of angles.
+
+**Grid.** Measured iteration times have no small common multiple, so jobs are rounded up onto a grid
+that some of them, a *family*, have in common: one job's iteration is ``BASE_UNITS`` units, the
+others' are as many units as ``RATIOS`` allow. Who would have to be slowed by more than ``ROUNDING``
+belongs to another family: rotation means nothing between families, whose phases drift past each
+other. A base's iteration has 72 angles, the paper's 5 degrees; since every period is a whole number
+of units, and a unit a whole number of angles, circles of a family share their angles exactly, and
+no unified circle exceeds ``FAMILY_ANGLES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crux_torch.schedule.arrays import FloatArray, IntArray
+from crux_torch.schedule.model import Job
+
+#: Iterations of a job in one of its family's base: the ratios whose common multiple stays small.
+RATIOS = tuple(Fraction(*r) for r in ((1, 3), (1, 2), (2, 3), (1, 1), (3, 2), (2, 1), (3, 1)))
+#: Share of its iteration by which a job may be slowed to fit its family's grid: CASSINI's own
+#: tolerance for drift (§5.7).
+ROUNDING = 0.05
+
+BASE_UNITS = math.lcm(*(r.denominator for r in RATIOS))
+_UNITS = tuple(int(r * BASE_UNITS) for r in RATIOS)
+ANGLES_PER_UNIT = 72 // BASE_UNITS
+FAMILY_ANGLES = math.lcm(*_UNITS) * ANGLES_PER_UNIT
+
+#: Sweeps over the jobs of a link that a search for rotations makes at most.
+_SWEEPS = 8
+#: Scores that differ by less are equal, so that rounding decides nothing.
+_SAME = 1e-9
+
+
+class Families(NamedTuple):
+    """Jobs by families; all arrays have an entry for each job.
+
+    Attributes:
+        number: of the job's family.
+        units: the job's rounded period in units of its family.
+        unit_s: seconds of one unit.
+    """
+
+    number: IntArray
+    units: IntArray
+    unit_s: FloatArray
+
+    @property
+    def period_s(self) -> FloatArray:
+        """The rounded period of each job in seconds."""
+        return self.units * self.unit_s
+
+
+def families(period_s: FloatArray) -> Families:
+    """Puts jobs into families, in turn the largest that the remaining jobs allow.
+
+    A base with a longer iteration goes first among those that gather equally many.
+
+    Args:
+        period_s: seconds of one iteration of each job that meets no other; above 0.
+    """
+    number = np.full(len(period_s), -1, np.int64)
+    units = np.full(len(period_s), BASE_UNITS, np.int64)
+    unit_s = period_s / BASE_UNITS
+    family = 0
+    while (number < 0).any():
+        left = np.flatnonzero(number < 0)
+        ascending = np.sort(period_s[left])
+        bases = np.unique(ascending)[::-1]
+        gathered = np.zeros(len(bases), np.int64)
+        for n in _UNITS:
+            low, high = _window(bases * (n / BASE_UNITS))
+            gathered += np.searchsorted(ascending, high, "right")
+            gathered -= np.searchsorted(ascending, low, "left")
+        base = float(bases[int(np.argmax(gathered))])
+        for n in _UNITS:
+            low, high = _window(base * (n / BASE_UNITS))
+            mine = left[(period_s[left] >= low) & (period_s[left] <= high)]
+            number[mine], units[mine], unit_s[mine] = family, n, base / BASE_UNITS
+        family += 1
+    return Families(number, units, unit_s)
+
+
+def _window(period_s: FloatArray | float) -> tuple[FloatArray | float, FloatArray | float]:
+    """The iteration times that are rounded to ``period_s``."""
+    return period_s / (1 + ROUNDING), period_s * (1 + 1e-12)
+
+
+def busy_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:
+    """From when to when in an iteration the job communicates while it is alone.
+
+    Args:
+        t_s: t_j, seconds that all its bytes take.
+    """
+    times = []
+    end = 0.0
+    for burst in job.bursts:
+        start = max(end, burst.at * job.compute_s)
+        end = start + burst.share * t_s
+        if end > start:
+            times.append((start, end))
+    return times
+
+
+def circle(busy_s: Sequence[tuple[float, float]], period_s: float, angles: int) -> FloatArray:
+    """The share of each of ``angles`` equal arcs of one iteration that is busy."""
+    edge = np.arange(angles + 1) * (period_s / angles)
+    covered = np.zeros(angles + 1)
+    for start, end in busy_s:
+        covered += np.clip(edge - start, 0.0, end - start)
+    return np.diff(covered) * (angles / period_s)
+
+
+def unified(own: FloatArray, angles: int) -> FloatArray:
+    """A job's own circle repeated around a unified circle of ``angles``."""
+    return np.tile(own, angles // len(own))
+
+
+def perimeter(circles: Sequence[FloatArray]) -> int:
+    """Angles of the unified circle of jobs, given the own circle of each: the LCM."""
+    return math.lcm(*(len(own) for own in circles))
+
+
+def compatibility_score(demand: FloatArray) -> float:
+    """Equation 2: 1 less the mean excess of ``demand`` (shares of capacity) over the angles."""
+    return 1.0 - float(np.clip(demand - 1.0, 0.0, None).mean())
+
+
+class Rotation(NamedTuple):
+    """Angles by which each job of a link is rotated, and the score that they give."""
+
+    angles: tuple[int, ...]
+    score: float
+
+
+def best_rotation(circles: Sequence[FloatArray], background: float = 0.0) -> Rotation:
+    """The rotations that maximise the compatibility score (Table 1).
+
+    Each is within the job's own circle (Equation 4); the first job is not rotated, since only
+    differences count. Two jobs: every rotation is tried. More: the jobs are put in one by one, the
+    largest demand first, each at its best rotation among those before it; then each in turn is
+    rotated to its best until none gains, which need not be the best of all combinations.
+
+    Args:
+        circles: each job's own circle, as demand.
+        background: demand at all angles that does not belong to these jobs.
+    """
+    around = perimeter(circles)
+    tiled = [unified(own, around) for own in circles]
+    order = sorted(range(len(circles)), key=lambda j: (-float(circles[j].mean()), j))
+    angles = [0] * len(circles)
+    demand = np.full(around, background)
+    score = 1.0
+    for j in order:
+        angles[j], score = _best_place(demand, circles[j])
+        demand = demand + np.roll(tiled[j], angles[j])
+    for _ in range(_SWEEPS if len(circles) > 2 else 0):
+        before = score
+        for j in order:
+            rest = demand - np.roll(tiled[j], angles[j])
+            place, placed_score = _best_place(rest, circles[j])
+            if placed_score > score + _SAME:
+                angles[j], score = place, placed_score
+                demand = rest + np.roll(tiled[j], place)
+        if score <= before + _SAME:
+            break
+    first = angles[0]
+    turned = tuple((a - first) % len(own) for a, own in zip(angles, circles, strict=True))
+    return Rotation(turned, score)
+
+
+def _best_place(demand: FloatArray, own: FloatArray) -> tuple[int, float]:
+    """The smallest of the best rotations of one job over ``demand``, and the score there."""
+    count, around = len(own), len(demand)
+    excess = np.clip(demand[None] + own[_turned(count, around)] - 1.0, 0.0, None).mean(axis=1)
+    best = int(np.argmax(excess <= excess.min() + _SAME))
+    return best, 1.0 - float(excess[best])
+
+
+@lru_cache(None)
+def _turned(count: int, around: int) -> npt.NDArray[np.int16]:
+    """For each of ``count`` rotations the angle of the own circle at each unified angle."""
+    return np.asarray((np.arange(around)[None] - np.arange(count)[:, None]) % count, np.int16)
+
+
+def mean_score(circles: Sequence[FloatArray], background: float = 0.0, draws: int = 32) -> float:
+    """The score to be expected of jobs that nobody rotates: over ``draws`` random rotations."""
+    rng = np.random.default_rng(len(circles))
+    around = perimeter(circles)
+    demand = np.full((draws, around), background)
+    for own in circles:
+        turn = rng.integers(0, len(own), draws)
+        demand += own[(np.arange(around)[None] - turn[:, None]) % len(own)]
+    return compatibility_score(demand)
