@@ -29,6 +29,24 @@ def read_flows(
         KeyError: a path crosses a link that is not in ``links``.
     """
 
+def unrouted_transfer_times_s(
+    *,
+    set_start: _Ints,
+    path_start: _Ints,
+    path_links: _Links,
+    capacity_Bps: _Floats,
+    flow_start: _Ints,
+    flow_set: _Ints,
+    flow_bytes: _Floats,
+) -> _Floats:
+    """See :func:`crux_torch.schedule.intensity.unrouted_transfer_times_s`.
+
+    Args: as the attributes of :class:`crux_torch.schedule.arrays.Arrays`.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
 def place(
     *,
     set_start: _Ints,

@@ -170,6 +170,28 @@ def test_equal_names_need_not_be_the_same_object(cluster: Cluster) -> None:
     assert select_paths(copied) == select_paths(cluster)
 
 
+@settings(deadline=None)
+@given(clusters())
+def test_unrouted_times_are_the_larger_of_two_estimates(cluster: Cluster) -> None:
+    arrays = arrays_of(cluster)
+    found = unrouted_transfer_times_s(arrays).tolist()
+    for job, t_s in zip(arrays.jobs, found, strict=True):
+        spread: dict[str, float] = {}
+        alone = 0.0
+        for flow in job.flows:
+            slowest = [
+                max((1.0 / cluster.capacity_Bps[e] for e in p), default=0.0)
+                for p in flow.candidates
+            ]
+            alone = max(alone, flow.bytes * min(slowest))
+            for path in flow.candidates:
+                for link in path:
+                    share = flow.bytes * (1.0 / len(flow.candidates))
+                    spread[link] = spread.get(link, 0.0) + share
+        used = [moved * (1.0 / cluster.capacity_Bps[e]) for e, moved in spread.items()]
+        assert t_s == max(alone, *used, 0.0)
+
+
 PLACE = {
     "set_start": [0, 2],
     "path_start": [0, 1, 2],
@@ -197,11 +219,35 @@ PLACE = {
     ],
 )
 def test_place_refuses_numbers_out_of_range(wrong) -> None:
-    def call(**changed):
+    def call(**changed) -> np.ndarray:
         return _schedule.place(**{k: np.array(v) for k, v in {**PLACE, **changed}.items()})
 
     assert call().tolist() == [0]
     with pytest.raises(ValueError, match=r"start|link|candidate|rate|dimension"):
+        call(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"path_links": [0, 2]},
+        {"set_start": [0, 3]},
+        {"flow_set": [1]},
+        {"flow_start": [0, 2]},
+        {"flow_start": []},
+        {"flow_bytes": [1.0, 2.0]},
+    ],
+)
+def test_unrouted_times_refuse_numbers_out_of_range(wrong) -> None:
+    right = {name: PLACE[name] for name in list(PLACE)[:-1]}
+    right |= {"flow_start": [0, 1], "flow_bytes": [3.0]}
+
+    def call(**changed) -> np.ndarray:
+        arrays = {k: np.array(v) for k, v in {**right, **changed}.items()}
+        return _schedule.unrouted_transfer_times_s(**arrays)
+
+    assert call().tolist() == [3.0]
+    with pytest.raises(ValueError, match=r"start|link|candidate|bytes"):
         call(**wrong)
 
 

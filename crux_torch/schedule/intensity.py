@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy import sparse
 
+from crux_torch import _schedule
 from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max, traffic_matrix
 from crux_torch.schedule.model import Job, Link
 
@@ -44,28 +44,15 @@ def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
     selection comes close to when there are many flows; the other gives each flow alone its best
     candidate, which no selection can beat, and which tells when there are few.
     """
-    slowest = (
-        np.maximum.reduceat(1.0 / arrays.capacity_Bps[arrays.path_links], arrays.path_start[:-1])
-        if len(arrays.path_links)
-        else np.zeros(0)
+    return _schedule.unrouted_transfer_times_s(
+        set_start=arrays.set_start,
+        path_start=arrays.path_start,
+        path_links=arrays.path_links,
+        capacity_Bps=arrays.capacity_Bps,
+        flow_start=arrays.flow_start,
+        flow_set=arrays.flow_set,
+        flow_bytes=arrays.flow_bytes,
     )
-    result = np.zeros(len(arrays.jobs))
-    if not len(arrays.flow_set):
-        return result
-    flow_job = arrays.flow_job
-    alternatives = np.diff(arrays.set_start)
-    best = np.minimum.reduceat(slowest, arrays.set_start[:-1])
-    np.maximum.at(result, flow_job, arrays.flow_bytes * best[arrays.flow_set])
-
-    shape = (len(arrays.jobs), len(alternatives))
-    on_set = sparse.csr_array((arrays.flow_bytes, arrays.flow_set, arrays.flow_start), shape=shape)
-    entries = arrays.path_start[arrays.set_start]
-    share = np.repeat(1.0 / alternatives, np.diff(entries))
-    shape = (len(alternatives), len(arrays.capacity_Bps))
-    per_set = sparse.csr_array((share, arrays.path_links, entries), shape=shape)
-    spread_s = row_max(on_set @ per_set, 1.0 / arrays.capacity_Bps)
-    np.maximum(result, spread_s, out=result)
-    return result
 
 
 def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:

@@ -10,6 +10,7 @@
 
 #include "../schedule/place.h"
 #include "../schedule/pointer_numbers.h"
+#include "../schedule/unrouted.h"
 
 namespace py = pybind11;
 using namespace crux::schedule;
@@ -157,11 +158,31 @@ py::array_t<std::int64_t> place_flows(const Array<std::int64_t>& set_start,
   return to_array(std::move(choice));
 }
 
+py::array_t<double> unrouted(const Array<std::int64_t>& set_start,
+                             const Array<std::int64_t>& path_start,
+                             const Array<std::int32_t>& path_links,
+                             const Array<double>& capacity_Bps,
+                             const Array<std::int64_t>& flow_start,
+                             const Array<std::int64_t>& flow_set, const Array<double>& flow_bytes) {
+  const Candidates candidates{view(set_start), view(path_start), view(path_links)};
+  std::vector<double> t_s;
+  {
+    const View<double> capacity = view(capacity_Bps), bytes = view(flow_bytes);
+    const View<std::int64_t> start = view(flow_start), sets = view(flow_set);
+    py::gil_scoped_release release;
+    t_s = unrouted_transfer_times_s(candidates, capacity, start, sets, bytes);
+  }
+  return to_array(std::move(t_s));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_schedule, m) {
   m.doc() = "The loops over flows and links of a scheduling decision.";
   m.def("read_flows", &read_flows, py::arg("jobs"), py::arg("links"));
+  m.def("unrouted_transfer_times_s", &unrouted, py::kw_only(), py::arg("set_start"),
+        py::arg("path_start"), py::arg("path_links"), py::arg("capacity_Bps"),
+        py::arg("flow_start"), py::arg("flow_set"), py::arg("flow_bytes"));
   m.def("place", &place_flows, py::kw_only(), py::arg("set_start"), py::arg("path_start"),
         py::arg("path_links"), py::arg("capacity_Bps"), py::arg("flow_set"), py::arg("rate_Bps"),
         py::arg("sweeps") = 0);

@@ -90,36 +90,13 @@ class Loads {
   std::vector<double> per_Bps_;
 };
 
-bool ascend(View<std::int64_t> starts, std::size_t size) {
-  return starts.size() > 0 && starts[0] == 0 &&
-         starts[starts.size() - 1] == static_cast<std::int64_t>(size) &&
-         std::is_sorted(starts.begin(), starts.end());
-}
-
 }  // namespace
-
-void Candidates::check(std::size_t links) const {
-  if (path_start.size() == 0 || !ascend(set_start, path_start.size() - 1) ||
-      !ascend(path_start, path_links.size())) {
-    throw std::invalid_argument("starts must ascend from 0 to the number of what they start");
-  }
-  for (const std::int32_t link : path_links) {
-    if (link < 0 || static_cast<std::size_t>(link) >= links) {
-      throw std::invalid_argument("a path crosses a link that there is not");
-    }
-  }
-}
 
 std::vector<std::int64_t> place(const Candidates& candidates, View<double> capacity_Bps,
                                 View<std::int64_t> flow_set, View<double> rate_Bps, int sweeps) {
   candidates.check(capacity_Bps.size());
   if (flow_set.size() != rate_Bps.size()) throw std::invalid_argument("every flow needs a rate");
-  for (const std::int64_t set : flow_set) {
-    if (set < 0 || static_cast<std::size_t>(set) + 1 >= candidates.set_start.size() ||
-        candidates.set_start[set] == candidates.set_start[set + 1]) {
-      throw std::invalid_argument("a flow has no candidate path");
-    }
-  }
+  candidates.check_flows(flow_set);
 
   Loads loads(candidates, capacity_Bps);
   std::vector<std::int64_t> path(flow_set.size());

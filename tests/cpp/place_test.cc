@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "../../csrc/schedule/pointer_numbers.h"
+#include "../../csrc/schedule/unrouted.h"
 #include "check.h"
 
 using namespace crux::schedule;
@@ -128,6 +129,27 @@ void random_networks_stay_in_range() {
   }
 }
 
+void unrouted_times_by_hand() {
+  // Two flows of 8 bytes, spread over links of 1 and 4 bytes/s, and one of 4 with no choice.
+  const std::vector<std::int64_t> set_start{0, 2, 3}, path_start{0, 1, 2, 3};
+  const std::vector<std::int32_t> path_links{0, 1, 1};
+  const std::vector<double> capacity_Bps{1.0, 4.0}, flow_bytes{8.0, 8.0, 4.0};
+  const std::vector<std::int64_t> flow_start{0, 2, 2, 3}, flow_set{0, 0, 1};
+  const Candidates candidates{view(set_start), view(path_start), view(path_links)};
+  const auto times = [&](const std::vector<std::int64_t>& start) {
+    return unrouted_transfer_times_s(candidates, view(capacity_Bps), view(start), view(flow_set),
+                                     view(flow_bytes));
+  };
+  CHECK((times(flow_start) == std::vector<double>{8.0, 0.0, 1.0}));
+  bool refused = false;
+  try {
+    times({0, 2, 4});
+  } catch (const std::invalid_argument&) {
+    refused = true;
+  }
+  CHECK(refused);
+}
+
 void pointers_keep_their_numbers() {
   std::vector<double> objects(5000);
   PointerNumbers numbers;
@@ -148,6 +170,7 @@ int main() {
   sweeps_regret();
   refuses_numbers_out_of_range();
   random_networks_stay_in_range();
+  unrouted_times_by_hand();
   pointers_keep_their_numbers();
   std::puts("place: ok");
 }
