@@ -9,6 +9,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from crux_torch.sim.commands.figures import figures
+from crux_torch.sim.commands.optimality import optimality
 from crux_torch.sim.commands.testbed import testbed
 from crux_torch.sim.run import Report, run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
@@ -19,6 +21,8 @@ def sim() -> None:
     """What would Crux do on a cluster, with its jobs?"""
 
 
+sim.add_command(figures)
+sim.add_command(optimality)
 sim.add_command(testbed)
 
 

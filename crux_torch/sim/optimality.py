@@ -23,12 +23,19 @@ from typing import Any
 
 import numpy as np
 
-from crux_torch.schedule.arrays import FloatArray, IntArray
+from crux_torch.schedule.arrays import (
+    FloatArray,
+    IntArray,
+    arrays_of,
+    choice_of,
+    traffic_matrix,
+)
 from crux_torch.schedule.compression import check_levels, compress
+from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.crux import crux_pa, crux_ps_pa
 from crux_torch.schedule.crux_plus import crux_plus, plus_compression, plus_order
 from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.intensity import by_descending, link_traffic
 from crux_torch.schedule.model import Cluster
 from crux_torch.schedule.options import Scheduler, SchedulerOptions
 from crux_torch.schedule.rehearsal import Length, Rehearsal, Route
@@ -42,6 +49,13 @@ MECHANISMS = ("paths", "priority", "compression")
 #: Plays that the optimum is judged by; crux+ rehearses shorter ones, from other start times.
 JUDGED = Length(phases=4, iterations=400, rounds=16)
 _JUDGE_SEED = 1 << 20
+_CDF_POINTS = 201
+#: Mean share of the optimum that the paper reports (§4.4); the baselines' are drawn, not stated.
+PAPER = {
+    ("paths", "crux"): 0.9769,
+    ("priority", "crux"): 0.9724,
+    ("compression", "crux"): 0.9712,
+}
 
 Path = dict[str, tuple[int, ...]]
 #: Job names, the first to send first.
@@ -192,6 +206,41 @@ def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outc
     return Outcome(case.seed, table.optimum, table.plays, verdicts)
 
 
+def summarise(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """A row for each mechanism and scheduler: shares of the optimum, errors, decision times."""
+    rows = []
+    for mechanism, scheduler in outcomes[0].verdicts:
+        verdicts = [outcome.verdicts[mechanism, scheduler] for outcome in outcomes]
+        share = np.array([verdict.share for verdict in verdicts])
+        decision_ms = np.array([verdict.decision_s for verdict in verdicts]) * 1e3
+        rows.append(
+            {
+                "mechanism": mechanism,
+                "scheduler": scheduler,
+                "share_mean": float(share.mean()),
+                "share_p5": float(np.quantile(share, 0.05)),
+                "share_min": float(share.min()),
+                "paper_share": PAPER.get((mechanism, scheduler)),
+                "decision_ms": {
+                    "median": float(np.median(decision_ms)),
+                    "p95": float(np.quantile(decision_ms, 0.95)),
+                    "max": float(decision_ms.max()),
+                },
+                "error_cdf": _cdf(1.0 - share),
+            }
+        )
+    return rows
+
+
+def _cdf(errors: FloatArray) -> list[list[float]]:
+    """Points (error, share of the cases with no larger one)."""
+    fractions = np.linspace(0.0, 1.0, _CDF_POINTS)
+    points: list[list[float]] = np.stack(
+        (np.quantile(errors, fractions), fractions), axis=1
+    ).tolist()
+    return points
+
+
 def _by_priority(scheduler: Scheduler) -> Callable[[Cluster, SchedulerOptions], Order]:
     """The order of the priorities that a scheduler assigns on the default paths."""
 
@@ -223,6 +272,20 @@ def _by_rank(levels_of: Callable[[int, IntArray], IntArray]) -> Compression:
     return compression
 
 
+def _uncorrected(cluster: Cluster, options: SchedulerOptions) -> Order:
+    """By intensity alone: what Crux's order would be if k_j were 1 for all."""
+    intensity = crux_pa(cluster, options).intensity
+    return tuple(sorted(intensity, key=lambda name: (-intensity[name], name)))
+
+
+def _weighted(cluster: Cluster, options: SchedulerOptions) -> Order:
+    """crux+'s order without its search: factors against all jobs that a job contends with."""
+    arrays = arrays_of(cluster)
+    choice = choice_of(arrays, options.default_path)
+    priority = contention_priorities(arrays, traffic_matrix(arrays, choice)).priority
+    return tuple(arrays.jobs[j].name for j in by_descending(priority).tolist())
+
+
 def _plus_order(cluster: Cluster, options: SchedulerOptions) -> Order:
     assert options.default_path is not None
     return plus_order(cluster, options.default_path, options)
@@ -235,8 +298,8 @@ def _plus_compression(
     return plus_compression(cluster, options.default_path, order, options)
 
 
-#: Who selects paths, assigns priorities and compresses them. The baselines are the paper's, Varys'
-#: compression (Figure 13) is added to them.
+#: Who selects paths, assigns priorities and compresses them. The baselines are the paper's. Added
+#: are Varys' compression (Figure 13) and orders that show what the correction factors bring.
 PATHS: dict[str, Scheduler] = {
     "crux": crux_ps_pa,
     "crux+": crux_plus,
@@ -246,6 +309,8 @@ PATHS: dict[str, Scheduler] = {
 ORDERS: dict[str, Callable[[Cluster, SchedulerOptions], Order]] = {
     "crux": _by_priority(crux_pa),
     "crux+": _plus_order,
+    "intensity": _uncorrected,
+    "weighted": _weighted,
     "sincronia": _by_priority(sincronia),
     "varys": _by_priority(varys),
 }
