@@ -23,7 +23,7 @@ COLOURS = {
     "crux-ps-pa": "#56b4e9",
     "paths-only": "#7fbfd0",
     "crux": "#0072b2",
-    "crux-plus": "#d55e00",
+    "crux+": "#d55e00",
     "crux-fair": "#8c5a2b",
     "joint": "#6a3d9a",
     "ideal": "#4d4d4d",
@@ -40,18 +40,18 @@ LABELS = {
     "crux-ps-pa": "Crux-PS-PA",
     "paths-only": "Crux's paths only",
     "crux": "Crux",
-    "crux-plus": "crux+",
+    "crux+": "crux+",
     "crux-fair": "Crux, fair",
     "joint": "joint",
     "ideal": "alone, ECMP's paths",
     "bound": "alone, best paths",
 }
 #: What the paper reports, wherever it stands beside ours.
-PAPER = {"color": "#c00000", "marker": "D", "markersize": 6, "linestyle": "none"}
+PAPER: dict[str, Any] = {"color": "#c00000", "marker": "D", "markersize": 6, "linestyle": "none"}
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "v", "P", "X")
 
-SETTINGS: dict[str, Any] = {
+SETTINGS: Any = {
     "font.size": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -9,7 +9,7 @@ from crux_torch.sim.figures.fields import Value
 from crux_torch.sim.figures.style import MARKERS, PAPER, colour, in_order, label, panels
 
 #: Bars of the utilisation, of those that the result has.
-BARS = ("ecmp", "crux-pa", "paths-only", "crux", "crux-plus", "ideal", "bound")
+BARS = ("ecmp", "crux-pa", "paths-only", "crux", "crux+", "ideal", "bound")
 KINDS = {"gpt": "GPT", "bert": "BERT", "resnet": "ResNet"}
 KIND_COLOURS = {"gpt": "#0072b2", "bert": "#d55e00", "resnet": "#009e73"}
 
@@ -89,7 +89,7 @@ def _completion(axes: Axes, rows: list[Value], cases: list[str]) -> None:
         name = KINDS.get(kind, kind)
         axes.plot([], [], color=KIND_COLOURS.get(kind), marker=MARKERS[i], ls="none", label=name)
     axes.bar(0, 0, color=PAPER["color"], alpha=0.3, label="the paper's")
-    axes.legend(loc="best", ncols=2, fontsize=8.5)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(kinds) + 1, fontsize=8.5)
 
 
 def _broken(case: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -132,7 +133,7 @@ def draw_over_time(settings: Value, rows: list[Value]) -> Figure | None:
         grid[row][0].set_ylim(0, 1.05 * top)
         grid[row][0].set_ylabel(f"{LAYERS[layer]}\n(% of capacity)")
     grid[-1][0].set_ylabel("GPU utilisation\n(%)")
-    _scale(figure, grid, shades, edges[max(first - 1, 0) : last + 1])
+    _scale(figure, grid, list(shades), edges[max(first - 1, 0) : last + 1])
     return figure
 
 
@@ -144,19 +145,19 @@ def _matrix(value: Value, width: int) -> np.ndarray:
     return np.array(rows).reshape(-1, width)
 
 
-def _stack(axes: Axes, days: np.ndarray, spans: np.ndarray, shades: Sequence) -> None:
+def _stack(axes: Axes, days: np.ndarray, spans: np.ndarray, shades: np.ndarray) -> None:
     tops = np.cumsum(spans, axis=1)
     for i in reversed(range(spans.shape[1])):
         axes.stairs(tops[:, i], days, fill=True, color=shades[i], linewidth=0)
 
 
-def _scale(figure: Figure, grid: np.ndarray, shades: Sequence, edges: Sequence[float]) -> None:
+def _scale(figure: Figure, grid: np.ndarray, shades: Sequence[Any], edges: Sequence[float]) -> None:
     """A bar of the classes' colours; the outer classes are open."""
     borders = np.log10(edges)
     step = 0.5
     low = borders[0] if len(borders) > len(shades) else borders[0] - step
     bounds = [low + step * i for i in range(len(shades) + 1)]
-    mappable = ScalarMappable(BoundaryNorm(bounds, len(shades)), ListedColormap(list(shades)))
+    mappable = ScalarMappable(BoundaryNorm(bounds, len(shades)), ListedColormap(shades))
     bar = figure.colorbar(mappable, ax=grid, aspect=50, pad=0.01, ticks=bounds[::2])
     bar.set_ticklabels([f"$10^{{{b:g}}}$" for b in bounds[::2]])
     bar.set_label("GPU intensity of the job whose data it is (FLOP/s)")
