@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
-from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.arrays import IntArray, arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.crux import crux_full
 from crux_torch.schedule.dag import components_of
 from crux_torch.schedule.fairness_bound import Sharing
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
 
-#: A job that keeps Crux's level has the middle one; few enough steps for a switch's round robin.
-WEIGHTS = tuple(4.0**n for n in range(-3, 4))
 #: Halvings of the gap, in its logarithm, between a bound that can't be kept and fair sharing's.
 _HALVINGS = 5
-
-
-class _Plan(NamedTuple):
-    level: IntArray
-    weight: FloatArray
 
 
 def crux_fair(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-full, changed as little as keeps every job's mean slowdown below a bound.
 
-    From Crux's plan on, the job that exceeds ``options.max_slowdown`` the most is given the lowest
-    level, not below its own, and there the least weight, with which it can't exceed it whatever
-    the phases (:mod:`crux_torch.schedule.fairness_bound`); this may push others over the bound,
-    who are treated likewise, until none is left. Jobs only ever rise, so this ends.
+    From Crux's plan on, the job that exceeds ``options.max_slowdown`` the most is raised to the
+    lowest level on which it can't exceed it, whatever the phases
+    (:mod:`crux_torch.schedule.fairness_bound`). That may push others over the bound, who are
+    treated likewise, until none is left. Jobs only ever rise, so this ends, at the latest where
+    all share one level. Paths stay Crux's, and so does the order of those who are not raised.
 
-    Jobs that meet, directly or through others, keep or miss the bound together. Where it can't be
-    kept so, the smallest one is taken that can, fair sharing's at most. ``Decision.slowdown`` says
-    what every job is guaranteed; without a bound it says what Crux-full guarantees, which may be
-    nothing (infinite).
+    Jobs that meet, directly or through others, keep or miss the bound together. Where they can't
+    be seen to keep it, the smallest bound is taken that they can, fair sharing's at most.
+    ``Decision.slowdown`` says what every job is guaranteed. Without a bound the levels are
+    Crux-full's, and it says what those guarantee: nothing (infinite) below jobs that never pause.
 
     Raises:
         ClusterError: a cluster that contradicts itself.
@@ -52,33 +45,32 @@ def crux_fair(cluster: Cluster, options: SchedulerOptions) -> Decision:
     traffic = traffic_matrix(arrays, choice_of(arrays, decision.path))
     sharing = Sharing.of(arrays, traffic)
     names = [job.name for job in arrays.jobs]
-    plan = _Plan(np.array([decision.level[name] for name in names], np.int64), np.ones(len(names)))
+    level = np.array([decision.level[name] for name in names], np.int64)
     component = components_of(traffic)
     for c in range(int(component.max(initial=-1)) + 1):
         jobs = np.flatnonzero(component == c).tolist()
-        plan = _bounded(sharing, jobs, plan, options.levels, limit)
-    slowdown = _slowdowns(sharing, range(len(names)), plan)
+        level = _bounded(sharing, jobs, level, options.levels, limit)
+    slowdown = _slowdowns(sharing, range(len(names)), level)
     return replace(
         decision,
-        level=dict(zip(names, plan.level.tolist(), strict=True)),
-        weight=dict(zip(names, plan.weight.tolist(), strict=True)),
+        level=dict(zip(names, level.tolist(), strict=True)),
         slowdown={name: slowdown[j] for j, name in enumerate(names)},
     )
 
 
 def _bounded(
-    sharing: Sharing, jobs: list[int], plan: _Plan, levels: Sequence[int], limit: float
-) -> _Plan:
-    """``plan`` with ``jobs`` under the bound, or under the smallest one that can be kept."""
-    kept = _raised(sharing, jobs, plan, levels, limit)
+    sharing: Sharing, jobs: list[int], level: IntArray, levels: Sequence[int], limit: float
+) -> IntArray:
+    """Levels that keep ``jobs`` below the bound, or below the smallest one that can be kept."""
+    kept = _raised(sharing, jobs, level, levels, limit)
     if kept is not None:
         return kept
-    fair = _Plan(plan.level.copy(), plan.weight.copy())
-    fair.level[jobs] = levels[-1]
-    best, enough = fair, max(_slowdowns(sharing, jobs, fair).values())
+    best = level.copy()
+    best[jobs] = levels[-1]
+    enough = max(_slowdowns(sharing, jobs, best).values())
     for _ in range(_HALVINGS if enough > limit else 0):
         between = math.sqrt(limit * enough)
-        kept = _raised(sharing, jobs, plan, levels, between)
+        kept = _raised(sharing, jobs, level, levels, between)
         if kept is None:
             limit = between
         else:
@@ -87,34 +79,24 @@ def _bounded(
 
 
 def _raised(
-    sharing: Sharing, jobs: list[int], plan: _Plan, levels: Sequence[int], limit: float
-) -> _Plan | None:
-    """``plan`` with jobs raised until none of ``jobs`` exceeds ``limit``; None if one has to."""
-    plan = _Plan(plan.level.copy(), plan.weight.copy())
-    slowdown = _slowdowns(sharing, jobs, plan)
+    sharing: Sharing, jobs: list[int], level: IntArray, levels: Sequence[int], limit: float
+) -> IntArray | None:
+    """``level`` with jobs raised until none of ``jobs`` exceeds ``limit``; None if one has to."""
+    level = level.copy()
+    slowdown = _slowdowns(sharing, jobs, level)
     while True:
         worst = max(jobs, key=slowdown.__getitem__)
         if slowdown[worst] <= limit:
-            return plan
-        if not _raise(sharing, worst, plan, levels, limit):
+            return level
+        for higher in levels[levels.index(level[worst]) + 1 :]:
+            level[worst] = higher
+            if _slowdowns(sharing, (worst,), level)[worst] <= limit:
+                break
+        else:
             return None
-        slowdown.update(_slowdowns(sharing, sharing.meeting(worst), plan))
+        slowdown.update(_slowdowns(sharing, sharing.meeting(worst), level))
 
 
-def _raise(sharing: Sharing, j: int, plan: _Plan, levels: Sequence[int], limit: float) -> bool:
-    """Moves j, in place, to the lowest level and weight that bound it; False if none does."""
-
-    def fits(level: int, weight: float) -> bool:
-        plan.level[j], plan.weight[j] = level, weight
-        return sharing.bound(j, plan.level, plan.weight).slowdown <= limit
-
-    before = (int(plan.level[j]), float(plan.weight[j]))
-    for level in levels[levels.index(before[0]) :]:
-        # What the largest weight can't do, none can.
-        if (level, WEIGHTS[-1]) > before and fits(level, WEIGHTS[-1]):
-            return any(fits(level, w) for w in WEIGHTS if (level, w) > before)
-    return False
-
-
-def _slowdowns(sharing: Sharing, jobs: Sequence[int], plan: _Plan) -> dict[int, float]:
-    return {j: sharing.bound(j, plan.level, plan.weight).slowdown for j in jobs}
+def _slowdowns(sharing: Sharing, jobs: Iterable[int], level: IntArray) -> dict[int, float]:
+    weight = np.ones(len(level))
+    return {j: sharing.bound(j, level, weight).slowdown for j in jobs}
