@@ -9,7 +9,8 @@ meets them at a few uplinks. That has two consequences, which the schedulers her
 * Strict priority can cost more than it gives: a ring moves at the pace of its slowest hop, so one
   that meets two more intense jobs on two links moves only while both are silent, whereas with fair
   sharing it always moves. Correction factors, which look at two jobs on one link, don't see that.
-  ``crux-rehearsed`` plays Crux's plans, with and without levels and sweeps, and takes the best.
+  ``crux-rehearsed`` plays Crux's plans, with and without levels and sweeps, and takes the best;
+  ``crux+`` searches further, for about a hundred times as long.
 
 A case is a torus of hosts and the jobs on them, drawn at random: a model of §6.3 and 2 to 16 whole
 hosts each, until hardly any host is free; iterations start at random times.
@@ -58,6 +59,7 @@ SCHEDULERS_PLAYED = (
     "crux",
     "crux-sweeps",
     "crux-rehearsed",
+    "crux+",
     "ideal",
 )
 
