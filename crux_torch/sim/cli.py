@@ -12,6 +12,7 @@ from rich.table import Table
 from crux_torch.sim.commands.figures import figures
 from crux_torch.sim.commands.optimality import optimality
 from crux_torch.sim.commands.testbed import testbed
+from crux_torch.sim.commands.trace import trace
 from crux_torch.sim.run import Report, run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
 
@@ -24,6 +25,7 @@ def sim() -> None:
 sim.add_command(figures)
 sim.add_command(optimality)
 sim.add_command(testbed)
+sim.add_command(trace)
 
 
 @sim.command()

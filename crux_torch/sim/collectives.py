@@ -200,7 +200,8 @@ def _alltoall(
             given = _counted("alltoall", size, homes, my_rank=first[home])
         else:
             away = size * (len(homes) - len(local[home])) / len(homes)
-            steps = ((2 * k + 1) * len(names) // (2 * peers) for k in range(peers))
+            others = len(names) - 1
+            steps = (1 + (2 * k + 1) * others // (2 * peers) for k in range(peers))
             given = {(home, names[(i + s) % len(names)]): away / peers for s in steps}
         for (src, dst), moved in given.items():
             pairs = _rail_pairs(local[src], local[dst], topology)

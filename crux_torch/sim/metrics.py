@@ -21,6 +21,8 @@ LAYERS = ("pcie-nic", *NETWORK_LAYERS)
 #: Borders of the classes of GPU intensity in FLOP/s: half decades, open at both ends.
 INTENSITY_EDGES = tuple(10 ** (e / 2) for e in range(26, 40))
 
+NOTHING = Progress(0.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
@@ -89,7 +91,7 @@ class _Running:
     placed: PlacedJob
     intensity_class: int
     start_s: float
-    seen: Progress = Progress(0, 0.0)
+    seen: Progress = NOTHING
 
 
 class Meter:
@@ -104,7 +106,7 @@ class Meter:
         self.compute_gpu_s = 0.0
         self.held_gpu_s = 0.0
         self._gpus = len(topology.gpus())
-        self.capacity_Bps = {layer: 0.0 for layer in LAYERS}
+        self.capacity_Bps = dict.fromkeys(LAYERS, 0.0)
         for link, capacity_Bps in topology.capacity_Bps.items():
             layer = topology.layer(link)
             if layer in self.capacity_Bps:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from crux_torch.fabric.ecmp import EcmpHash, FiveTuple
+from crux_torch.fabric.ecmp import EcmpHash
 from crux_torch.fabric.joined import JoinedPaths
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.intensity import intensity, link_traffic, transfer_time_s
@@ -17,10 +17,8 @@ from crux_torch.schedule.model import Cluster, Job
 from crux_torch.schedule.paths import select_paths
 from crux_torch.sim.catalogue import WorkloadError, model
 from crux_torch.sim.collectives import build_job
+from crux_torch.sim.hashed import hashed_paths
 from crux_torch.sim.placement import Allocation, Request, cells, place_hived
-
-#: Source ports that a connection's own is drawn from (RFC 6335: the dynamic ones).
-EPHEMERAL_PORTS = range(49152, 65536)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Placer:
         self.cells = cells(topology)
         self._paths = JoinedPaths(topology, candidate_limit)
         self._peers = alltoall_peers
-        self._hash = hash or EcmpHash()
+        self._hash = hash
         self._build = lru_cache(maxsize=1 << 8)(self._build_alone)
         self._reference = lru_cache(maxsize=None)(self._find_reference)
         self._layer = lru_cache(maxsize=None)(topology.layer)
@@ -83,7 +81,9 @@ class Placer:
         """The job ``name`` that trains a model of the catalogue on ``gpus``."""
         found = self._build(model_name, tuple(gpus))
         job = replace(found.job, name=name)
-        return replace(found, job=job, default_path=self._hashed(job))
+        return replace(
+            found, job=job, default_path=hashed_paths(job, self.topology, hash=self._hash)
+        )
 
     def reference(self, model_name: str, gpus: int) -> Reference:
         """How the job runs undisturbed on GPUs that are as near to each other as can be.
@@ -125,17 +125,6 @@ class Placer:
         return PlacedJob(
             job, (), path, alone_iteration_s(job, t_s), intensity(job, t_s), dict(layer_bytes)
         )
-
-    def _hashed(self, job: Job) -> tuple[int, ...]:
-        """Every flow is a connection with a source port of its own, drawn by the job's name."""
-        ports = random.Random(f"ports of {job.name}")
-        chosen = []
-        for flow in job.flows:
-            first, last = flow.candidates[0][0], flow.candidates[0][-1]
-            src, dst = self.topology.ends(first)[0], self.topology.ends(last)[1]
-            five = FiveTuple(src, dst, src_port=ports.choice(EPHEMERAL_PORTS))
-            chosen.append(self._hash.choose(five, flow.candidates))
-        return tuple(chosen)
 
 
 def alone_iteration_s(job: Job, t_s: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,6 @@ from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.model import Decision
 from crux_torch.sim.placed import PlacedJob
 from crux_torch.sim.play import DRIFT, burst_traffic, job_traffic
-
 
 #: A job of this many simulated iterations or more may end half of one early or late.
 MANY = 20
@@ -25,7 +24,8 @@ class Progress(NamedTuple):
     compute_s: float
 
 
-class Grain(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Grain:
     """How iterations are simulated: ``count`` of them, each ``size`` of the job's own.
 
     One of size s computes and sends s times as much. How jobs share links does not depend on the
@@ -109,7 +109,7 @@ class SharedNetwork:
 
     def __init__(self, topology: Topology, steady_tolerance: float = 0.0) -> None:
         links = [(name, c, 0.0) for name, c in topology.capacity_Bps.items()]
-        self._engine = _fluid.Engine(links)
+        self._engine = _fluid.Engine(links, steady_tolerance=steady_tolerance)
         self._follows: dict[str, _Followed] = {}
 
     @property
@@ -153,11 +153,9 @@ class SharedNetwork:
         shift_s, grid_s = decision.shift_s.get(name, 0.0), decision.grid_s.get(name)
         if (shift_s, grid_s) == (now.shift_s, now.grid_s):
             return
-        if grid_s is not None:
-            size = now.grain.size
-            self._engine.set_pace(
-                name, origin_s=shift_s * size, period_s=grid_s * size, tolerance=DRIFT
-            )
+        size = now.grain.size
+        period_s = None if grid_s is None else grid_s * size
+        self._engine.set_pace(name, origin_s=shift_s * size, period_s=period_s, tolerance=DRIFT)
         now.shift_s, now.grid_s = shift_s, grid_s
 
     def run_until_end_of_any(self, until_s: float) -> list[str]:

@@ -50,7 +50,7 @@ class ReplayOptions:
     replan_s: float = 60.0
     grid_s: float = 3600.0
     iterations_as_one: int = 1
-    steady_tolerance: float = 0.01
+    steady_tolerance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
