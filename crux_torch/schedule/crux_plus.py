@@ -42,10 +42,10 @@ from crux_torch.schedule.rehearsal import Length, Rehearsal
 from crux_torch.schedule.search import Plan, dense, moves_of_levels, moves_of_plans, search
 
 #: Plays of one decision, and of one group of jobs.
-PLAYS, GROUP_PLAYS = 2000, 320
+PLAYS, GROUP_PLAYS = 2000, 400
 #: Jobs of a group that searches, and of one that still plays its starts.
 SEARCHED_JOBS, PLAYED_JOBS = 16, 64
-REHEARSED = Length(phases=1, iterations=150, rounds=8)
+REHEARSED = Length(phases=1, iterations=150, rounds=5)
 
 Path = Mapping[str, tuple[int, ...]]
 

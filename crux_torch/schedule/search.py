@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations, islice, product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, islice, product, zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -16,6 +16,13 @@ from crux_torch.schedule.rehearsal import Rehearsal
 _ALTERNATIVES = 8
 #: A plan must be better by this share: less is rounding.
 _BETTER = 1e-6
+_BEAM = 5
+#: Choices of paths of all jobs together up to which every one is a move.
+_ALL_PATHS = 64
+
+
+#: For each job the candidate that each of its flows takes.
+JobPaths = tuple[tuple[int, ...], ...]
 
 
 class Plan(NamedTuple):
@@ -24,7 +31,7 @@ class Plan(NamedTuple):
     Levels count from 0 without gaps: plans that differ in their numbers alone are equal.
     """
 
-    path: tuple[tuple[int, ...], ...]
+    path: JobPaths
     level: tuple[int, ...]
 
 
@@ -33,7 +40,10 @@ Moves = Callable[[Plan], Iterable[Plan]]
 
 
 def search(rehearsal: Rehearsal, starts: Sequence[Plan], moves: Moves, plays: int) -> Plan:
-    """The best plan found: from the best of ``starts``, always on to the best of its moves.
+    """The best plan found: from the best of ``starts`` on to the best of their moves.
+
+    A beam search: ``_BEAM`` plans of different paths go on at a time, so that paths that are best
+    under other levels than those at hand are not lost.
 
     Args:
         rehearsal: judges plans.
@@ -42,21 +52,24 @@ def search(rehearsal: Rehearsal, starts: Sequence[Plan], moves: Moves, plays: in
         plays: no more plans are judged once the rehearsal has played so many; those of one step
             are cut to what is left.
     """
-    best, value = _best(rehearsal, starts)
-    seen = set(starts)
-    while (left := (plays - rehearsal.plays) // rehearsal.phases) > 0:
-        fresh = list(islice((p for p in moves(best) if p not in seen and not seen.add(p)), left))  # type: ignore[func-returns-value]
-        if not fresh:
+    busy = _judged(rehearsal, starts)
+    beam = _beam(busy)
+    grown: set[Plan] = set()
+    while ready := [plan for plan in beam if plan not in grown]:
+        left = (plays - rehearsal.plays) // rehearsal.phases
+        grown.update(ready)
+        fresh = (p for p in _in_turn([moves(plan) for plan in ready]) if p not in busy)
+        step = dict.fromkeys(islice(fresh, max(0, left)))
+        if not step:
             break
-        found, busy = _best(rehearsal, fresh)
-        if busy <= value * (1 + _BETTER):
-            break
-        best, value = found, busy
-    return best
+        busy |= _judged(rehearsal, list(step))
+        beam = _beam(busy)
+    return beam[0]
 
 
-def _best(rehearsal: Rehearsal, plans: Sequence[Plan]) -> tuple[Plan, float]:
-    by_path: dict[tuple[tuple[int, ...], ...], list[Plan]] = {}
+def _judged(rehearsal: Rehearsal, plans: Sequence[Plan]) -> dict[Plan, float]:
+    """The GPUs that each plan keeps busy."""
+    by_path: dict[JobPaths, list[Plan]] = {}
     for plan in plans:
         by_path.setdefault(plan.path, []).append(plan)
     values = rehearsal.busy_gpus_of(
@@ -66,10 +79,24 @@ def _best(rehearsal: Rehearsal, plans: Sequence[Plan]) -> tuple[Plan, float]:
         )
         for path, same in by_path.items()
     )
-    judged = [plan for same in by_path.values() for plan in same]
-    busy = np.concatenate(values)
-    best = int(np.argmax(busy))
-    return judged[best], float(busy[best])
+    judged = (plan for same in by_path.values() for plan in same)
+    return dict(zip(judged, np.concatenate(values).tolist(), strict=True))
+
+
+def _beam(busy: Mapping[Plan, float]) -> list[Plan]:
+    """The best plans of different paths, the best first; of equals the one judged first."""
+    best: dict[JobPaths, Plan] = {}
+    for plan, value in busy.items():
+        known = best.get(plan.path)
+        if known is None or value > busy[known] * (1 + _BETTER):
+            best[plan.path] = plan
+    return sorted(best.values(), key=lambda plan: -busy[plan])[:_BEAM]
+
+
+def _in_turn(sources: Sequence[Iterable[Plan]]) -> Iterator[Plan]:
+    """One of each, then the next of each, until all are at their ends."""
+    for plans in zip_longest(*sources):
+        yield from (plan for plan in plans if plan is not None)
 
 
 def dense(level: Sequence[float]) -> tuple[int, ...]:
@@ -109,25 +136,32 @@ def moves_of_levels(levels: int) -> Moves:
 
 
 def moves_of_plans(jobs: Sequence[Job], levels: int) -> Moves:
-    """One job on other paths and another level at once, or two jobs on other paths."""
+    """Other paths for some jobs, another level for one, or both for one."""
     of_levels = moves_of_levels(levels)
+    counts = [len(flow.candidates) for job in jobs for flow in job.flows]
+    few = prod(counts) <= _ALL_PATHS
 
-    def rerouted(plan: Plan, job: int, path: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (*plan.path[:job], path, *plan.path[job + 1 :])
+    def rerouted(path: JobPaths, job: int, own: tuple[int, ...]) -> JobPaths:
+        return (*path[:job], own, *path[job + 1 :])
+
+    def repaths(path: JobPaths, others: Sequence[Sequence[tuple[int, ...]]]) -> Iterator[JobPaths]:
+        if few:
+            yield from product(*([own, *more] for own, more in zip(path, others, strict=True)))
+            return
+        for j, mine in enumerate(others):
+            yield from (rerouted(path, j, own) for own in mine)
+        for i, k in combinations(range(len(jobs)), 2):
+            for one, other in product(others[i][:2], others[k][:2]):
+                yield rerouted(rerouted(path, i, one), k, other)
 
     def moves(plan: Plan) -> Iterator[Plan]:
         others = [list(alternatives(job, own)) for job, own in zip(jobs, plan.path, strict=True)]
-        for j, paths in enumerate(others):
-            for path in paths:
-                yield Plan(rerouted(plan, j, path), plan.level)
+        for path in repaths(plan.path, others):
+            yield Plan(path, plan.level)
         yield from of_levels(plan)
-        for i, k in combinations(range(len(jobs)), 2):
-            for one, other in product(others[i][:2], others[k][:2]):
-                both = Plan(rerouted(plan, i, one), plan.level)
-                yield Plan(rerouted(both, k, other), plan.level)
-        for j, paths in enumerate(others):
-            for path, level in product(paths, level_moves(plan.level, j, levels)):
-                yield Plan(rerouted(plan, j, path), level)
+        for j, mine in enumerate(others):
+            for own, level in product(mine, level_moves(plan.level, j, levels)):
+                yield Plan(rerouted(plan.path, j, own), level)
 
     return moves
 
