@@ -298,7 +298,19 @@ class _Tree:
         steady = np.maximum(self._waiting(turn, self._mean)[0][0], drifted)
         worst = np.minimum(self._waiting(turn, self._peak)[0][0], steady + self._others)
         needed: FloatArray = (self._alone + np.maximum(worst, steady)) / self._angles
-        return np.maximum(needed, 1.0)
+        return np.maximum(np.maximum(needed, self._load()), 1.0)
+
+    def _load(self) -> FloatArray:
+        """For each job the mean demand on its busiest link, in what others leave of it."""
+        mean = self._busy.sum(axis=1) / self._angles
+        inside = np.zeros(len(self._link))
+        for value in np.unique(self._level):
+            heard = np.where(self._level >= value, mean, 0.0)
+            mine = self._level[self._job] == value
+            inside[mine] = (self._demand.T @ heard)[self._link[mine]]
+        left = np.maximum(1.0 - self._mean, 1e-9)
+        load: FloatArray = np.maximum.reduceat(inside / left, self._demand.indptr[:-1])
+        return load
 
     def gains(self, stretch: float) -> bool:
         """Whether a grid stretched this much is worth more than random shifts without one."""

@@ -8,6 +8,7 @@ from crux_torch.schedule.crux_plus import crux_plus
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.ideal import ideal
+from crux_torch.schedule.joint import crux_joint
 from crux_torch.schedule.live import LIVE_POLICIES
 from crux_torch.schedule.options import Scheduler, SchedulerOptions
 from crux_torch.schedule.sincronia import sincronia
@@ -23,6 +24,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "crux-ps-pa": crux_ps_pa,
     "crux+": crux_plus,
     "crux-fair": crux_fair,
+    "crux-joint": crux_joint,
     "sincronia": sincronia,
     "varys": varys,
     "taccl": taccl,
