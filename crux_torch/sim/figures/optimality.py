@@ -22,15 +22,15 @@ def draw(settings: Value, rows: list[Value]) -> Figure | None:
     names = [m for m in TITLES if any(row["mechanism"].text() == m for row in rows)]
     if not names:
         return None
-    figure, axes = panels(len(names), 3.9 * len(names), 4.0, sharey=True)
+    figure, axes = panels(len(names), 3.9 * len(names), 5.2, sharey=True)
     for at, mechanism in zip(axes, names, strict=True):
         by_name = {r["scheduler"].text(): r for r in rows if r["mechanism"].text() == mechanism}
         for i, name in enumerate(in_order(by_name)):
             row = by_name[name]
             points = np.array([point.numbers() for point in row["error_cdf"].items()])
             at.step(
-                np.maximum(100 * points[:, 0], SMALLEST_PCT),
-                100 * points[:, 1],
+                [*np.maximum(100 * points[:, 0], SMALLEST_PCT), 100.0],
+                [*(100 * points[:, 1]), 100.0],
                 where="post",
                 color=colour(name),
                 linestyle=DASHES[i % len(DASHES)],
@@ -41,11 +41,11 @@ def draw(settings: Value, rows: list[Value]) -> Figure | None:
                 error = 100 * (1 - said.number())
                 at.plot(error, 50, label=f"the paper's Crux, mean {error:.2f}%", **PAPER)
         at.set_xscale("log")
-        at.set_xlim(SMALLEST_PCT, 100)
-        at.set_ylim(0, 100)
+        at.set_xlim(0.8 * SMALLEST_PCT, 100)
+        at.set_ylim(0, 103)
         at.set_xlabel("error from the optimum (%)")
         at.set_title(TITLES[mechanism], loc="left", fontsize=10)
         at.grid(visible=True, axis="x")
-        at.legend(loc="lower right", fontsize=7.5)
+        at.legend(loc="upper left", bbox_to_anchor=(0, -0.18), fontsize=8)
     axes[0].set_ylabel("cases with at most this error (%)")
     return figure

@@ -26,6 +26,8 @@ COLOURS = {
     "crux+": "#d55e00",
     "crux-fair": "#8c5a2b",
     "joint": "#6a3d9a",
+    "intensity": "#999933",
+    "weighted": "#882255",
     "ideal": "#4d4d4d",
     "bound": "#1a1a1a",
 }
@@ -43,6 +45,8 @@ LABELS = {
     "crux+": "crux+",
     "crux-fair": "Crux, fair",
     "joint": "joint",
+    "intensity": "intensity alone",
+    "weighted": "Crux, all pairs weighted",
     "ideal": "alone, ECMP's paths",
     "bound": "alone, best paths",
 }
