@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from crux_torch import _fluid
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.model import Decision
+from crux_torch.schedule.model import Decision, Link
 from crux_torch.sim.placed import PlacedJob
-from crux_torch.sim.play import DRIFT, burst_traffic, job_traffic
+from crux_torch.sim.play import DRIFT, burst_traffic
 
 #: A job of this many simulated iterations or more may end half of one early or late.
 MANY = 20
@@ -111,6 +112,7 @@ class SharedNetwork:
         links = [(name, c, 0.0) for name, c in topology.capacity_Bps.items()]
         self._engine = _fluid.Engine(links, steady_tolerance=steady_tolerance)
         self._follows: dict[str, _Followed] = {}
+        self._idle = never_full(topology)
 
     @property
     def now_s(self) -> float:
@@ -126,7 +128,7 @@ class SharedNetwork:
         self._engine.add_job(
             job.name,
             compute_s=job.compute_s * grain.size,
-            bursts=_bursts(placed, placed.default_path, grain),
+            bursts=_bursts(placed, placed.default_path, grain, self._idle),
             gpus=job.gpus,
             level=level,
             iterations=grain.count,
@@ -137,7 +139,7 @@ class SharedNetwork:
             now = self._follows[name]
             if path != now.path:
                 now.path = path
-                bursts = _bursts(now.placed, path, now.grain)
+                bursts = _bursts(now.placed, path, now.grain, self._idle)
                 self._engine.set_traffic(name, [traffic for _, traffic in bursts])
             if decision.level[name] != now.level:
                 now.level = decision.level[name]
@@ -170,12 +172,45 @@ class SharedNetwork:
         del self._follows[name]
 
 
+def never_full(topology: Topology) -> frozenset[Link]:
+    """Links between GPUs and NICs that the NICs' ports keep from ever being full.
+
+    In a host with NVLink, what moves over PCIe leaves or enters by the nearest NICs. Where all
+    ports of these together are no faster than one PCIe link, no PCIe link on the way is ever what
+    a transfer waits for, and none needs to be simulated.
+    """
+    port_Bps: dict[str, dict[bool, float]] = {}
+    for edge in topology.edges:
+        for nic, other, out in ((edge.src, edge.dst, True), (edge.dst, edge.src, False)):
+            if topology.nodes[nic].kind == "nic" and topology.nodes[other].host is None:
+                rates = port_Bps.setdefault(nic, {True: 0.0, False: 0.0})
+                rates[out] += edge.link.capacity_Bps
+    found = set()
+    for host in topology.hosts:
+        if not topology.inside(host, "nvswitch"):
+            continue
+        for gpu in topology.gpus(host):
+            nics = topology.nearest_nics(gpu)
+            for out in (True, False):
+                limit_Bps = sum(port_Bps[nic][out] for nic in nics)
+                for nic in nics:
+                    ends = (gpu, nic) if out else (nic, gpu)
+                    for path in topology.candidate_paths(*ends, None):
+                        found.update(x for x in path if topology.capacity_Bps[x] >= limit_Bps)
+    return frozenset(found)
+
+
 def _bursts(
-    placed: PlacedJob, path: Sequence[int], grain: Grain
-) -> list[tuple[float, dict[str, float]]]:
-    traffic = job_traffic(placed.job, path)
-    scaled = {link: moved * grain.size for link, moved in traffic.items()}
-    return burst_traffic(placed.job.bursts, scaled)
+    placed: PlacedJob, path: Sequence[int], grain: Grain, idle: frozenset[Link]
+) -> list[tuple[float, dict[Link, float]]]:
+    """The engine's bursts of a job on ``path``, less the links that are ``idle``."""
+    traffic: defaultdict[Link, float] = defaultdict(float)
+    for flow, chosen in zip(placed.job.flows, path, strict=True):
+        moved = flow.bytes * grain.size
+        for link in flow.candidates[chosen]:
+            if link not in idle:
+                traffic[link] += moved
+    return burst_traffic(placed.job.bursts, traffic)
 
 
 @dataclass(slots=True)

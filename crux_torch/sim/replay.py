@@ -115,7 +115,6 @@ class _Replay:
         self._arrivals = list(reversed(trace.jobs))
         self._window_s = trace.jobs[-1].submit_s
         self._queue = FifoQueue()
-        self._rng = random.Random(options.seed)
         self._running: dict[str, tuple[TraceJob, PlacedJob, Grain, float]] = {}
         self._meter = Meter(placer.topology)
         self._player = self._make_player()
@@ -177,7 +176,9 @@ class _Replay:
             reference.alone_s - reference.compute_s,
         )
         place = PLACEMENTS[self._options.placement]
-        gpus = place(request, self._allocation, self._rng)
+        # By name: what a job draws does not depend on how many drew before it.
+        rng = random.Random(f"{self._options.seed}: {job.name}")
+        gpus = place(request, self._allocation, rng)
         assert gpus is not None, "a job fits wherever as many GPUs are free"
         self._allocation.take(request, gpus)
         self._free -= job.gpus
