@@ -42,9 +42,9 @@ def test_two_jobs_take_a_link_each_and_run_as_if_alone() -> None:
     assert table.utilization.shape == (4, 4)
     assert table.best_path["a"] != table.best_path["b"]
     assert table.optimum == pytest.approx(1.0 / 1.4)
-    # One link, full all the time, carries 1 / 0.9 iterations a second between the two.
+    # On one link the first leaves 0.5 s of every 1.4 s: the second needs two such gaps.
     shared = table.of_paths({"a": (0,), "b": (0,)})
-    assert shared == pytest.approx(1.0 / 0.9 / 2, rel=1e-3)
+    assert shared == pytest.approx((1.0 / 1.4 + 1.0 / 2.8) / 2)
 
 
 def test_one_link_that_is_too_small_belongs_to_the_larger_job() -> None:

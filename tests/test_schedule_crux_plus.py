@@ -1,0 +1,256 @@
+"""crux+: weighted correction factors, the search, and what it promises beside Crux."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crux_torch.schedule.arrays import arrays_of, choice_of, row_max, traffic_matrix
+from crux_torch.schedule.contention import contending_pairs, contention_factors
+from crux_torch.schedule.correction import correction_factor, pair_factors, player
+from crux_torch.schedule.crux import crux_full
+from crux_torch.schedule.crux_plus import (
+    GROUP_PLAYS,
+    PLAYED_JOBS,
+    REHEARSED,
+    crux_plus,
+    plus_compression,
+    plus_order,
+)
+from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
+from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.rehearsal import Rehearsal
+from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.schedule.search import (
+    Plan,
+    alternatives,
+    dense,
+    level_moves,
+    moves_of_plans,
+    search,
+    swaps,
+)
+
+LINKS = ("x", "y", "z")
+OPTIONS = SchedulerOptions(levels=(2, 5, 6))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, most: int = 6) -> Cluster:
+    seconds = st.floats(0.1, 2.0)
+    jobs = []
+    for j in range(draw(st.integers(1, most))):
+        compute_s = draw(seconds)
+        flows = tuple(
+            Flow(
+                draw(st.floats(0.0, 1.0)),
+                tuple(
+                    tuple(draw(st.sets(st.sampled_from(LINKS), max_size=2)))
+                    for _ in range(draw(st.integers(1, 3)))
+                ),
+            )
+            for _ in range(draw(st.integers(0, 2)))
+        )
+        gpus = draw(st.integers(1, 64))
+        at = draw(st.sampled_from((0.0, 0.5, 1.0)))
+        jobs.append(Job(f"j{j}", gpus, gpus * compute_s, compute_s, flows, (Burst(at, 1.0),)))
+    return Cluster(dict.fromkeys(LINKS, 1.0), tuple(jobs))
+
+
+def _job(name: str, compute_s: float, link_s: float, link: str = "x", at: float = 0.5) -> Job:
+    flow = Flow(link_s, ((link,),))
+    return Job(name, 8, 8 * compute_s, compute_s, (flow,), (Burst(at, 1.0),))
+
+
+def _busy(cluster: Cluster, decision: Decision, options: SchedulerOptions) -> float:
+    """What crux+'s own rehearsal says of a decision."""
+    rehearsal = Rehearsal(cluster, REHEARSED, seed=options.seed)
+    routes = [rehearsal.route(j, decision.path[job.name]) for j, job in enumerate(rehearsal.jobs)]
+    levels = np.array([[decision.level[job.name] for job in rehearsal.jobs]])
+    return float(rehearsal.busy_gpus(routes, levels)[0])
+
+
+def _factors(cluster: Cluster) -> dict[str, float]:
+    arrays = arrays_of(cluster)
+    traffic = traffic_matrix(arrays, choice_of(arrays, None))
+    k = contention_factors(arrays, traffic, row_max(traffic, 1.0 / arrays.capacity_Bps))
+    return dict(zip((job.name for job in arrays.jobs), k.tolist(), strict=True))
+
+
+def test_it_is_a_scheduler() -> None:
+    assert SCHEDULERS["crux+"] is crux_plus
+
+
+@settings(max_examples=25, deadline=None)
+@given(clusters())
+def test_never_below_crux_in_its_own_rehearsal(cluster: Cluster) -> None:
+    ours, crux = crux_plus(cluster, OPTIONS), crux_full(cluster, OPTIONS)
+    assert set(ours.level.values()) <= set(OPTIONS.levels)
+    choice_of(arrays_of(cluster), ours.path)  # raises if a path is not a candidate
+    # Groups are rehearsed apart, with start times of their own: compare where there is one group.
+    if all(job.flows and all(f.candidates[0] for f in job.flows) for job in cluster.jobs):
+        pairs = combinations(cluster.jobs, 2)
+        if all(_can_meet(one, other) for one, other in pairs):
+            assert _busy(cluster, ours, OPTIONS) >= _busy(cluster, crux, OPTIONS) * (1 - 1e-9)
+
+
+def _can_meet(one: Job, other: Job) -> bool:
+    return any(
+        set(p) & set(q)
+        for f in one.flows
+        for g in other.flows
+        for p in f.candidates
+        for q in g.candidates
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(clusters(), st.randoms(use_true_random=False))
+def test_equal_clusters_get_equal_plans_in_any_order_of_the_jobs(
+    cluster: Cluster, random: object
+) -> None:
+    jobs = list(cluster.jobs)
+    random.shuffle(jobs)  # type: ignore[attr-defined]
+    assert crux_plus(replace(cluster, jobs=tuple(jobs)), OPTIONS) == crux_plus(cluster, OPTIONS)
+
+
+def test_it_parts_two_jobs_that_crux_puts_on_one_link() -> None:
+    """Three jobs, two links: the two whose data fit beside each other must share."""
+    jobs = tuple(
+        Job(name, 8, 8.0, 1.0, (Flow(link_s, (("x",), ("y",))),), (Burst(0.5, 1.0),))
+        for name, link_s in (("a", 0.9), ("b", 0.45), ("c", 0.45))
+    )
+    decision = crux_plus(Cluster({"x": 1.0, "y": 1.0}, jobs), OPTIONS)
+    assert decision.path["b"] == decision.path["c"] != decision.path["a"]
+
+
+def test_an_empty_cluster_and_a_job_alone() -> None:
+    assert crux_plus(Cluster({}, ()), OPTIONS).level == {}
+    alone = Cluster({"x": 1.0}, (_job("a", 1.0, 1.0),))
+    assert crux_plus(alone, OPTIONS).path == {"a": (0,)}
+
+
+def test_groups_that_are_too_large_are_decided_without_plays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = tuple(_job(f"j{i:03}", 0.5 + i / 100, 0.1) for i in range(PLAYED_JOBS + 1))
+    cluster = Cluster({"x": 1.0}, jobs)
+
+    def played(*_: object, **__: object) -> None:
+        raise AssertionError("played")
+
+    monkeypatch.setattr(Rehearsal, "busy_gpus_of", played)
+    assert set(crux_plus(cluster, OPTIONS).level) == {job.name for job in jobs}
+
+
+def test_the_budget_bounds_the_plays() -> None:
+    rng = np.random.default_rng(3)
+    jobs = tuple(
+        Job(f"j{i}", 8, 1.0, c, (Flow(t, (("x",), ("y",), ("z",))),), (Burst(0.5, 1.0),))
+        for i, (c, t) in enumerate(rng.uniform(0.2, 1.0, (12, 2)).tolist())
+    )
+    rehearsal = Rehearsal(Cluster(dict.fromkeys(LINKS, 1.0), jobs), REHEARSED)
+    start = Plan(((0,),) * 12, (0,) * 12)
+    search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 3), GROUP_PLAYS)
+    # A plan of the last step has at most one part a link.
+    assert rehearsal.plays <= GROUP_PLAYS * len(LINKS)
+
+
+def test_plus_order_and_compression_keep_to_what_is_given() -> None:
+    jobs = tuple(
+        _job(f"j{i}", c, t, "x" if i < 4 else "y")
+        for i, (c, t) in enumerate([(1, 0.8), (0.4, 0.3), (2, 1.1), (0.7, 0.7), (1, 1), (0.5, 0.2)])
+    )
+    cluster = Cluster({"x": 1.0, "y": 1.0}, jobs)
+    path = {job.name: (0,) for job in jobs}
+    order = plus_order(cluster, path, OPTIONS)
+    assert sorted(order) == [job.name for job in jobs]
+    for given_order in (order, order[::-1]):
+        level = plus_compression(cluster, path, given_order, OPTIONS)
+        assert set(level.values()) <= set(OPTIONS.levels)
+        links = {job.name: link_traffic(job, (0,)).keys() for job in jobs}
+        for above, below in combinations(given_order, 2):
+            if not links[above].isdisjoint(links[below]):
+                assert level[above] >= level[below]
+
+
+class TestContentionFactors:
+    def test_a_pair_of_jobs_gets_the_papers_factor(self) -> None:
+        a, b = _job("a", 2.0, 2.0, at=1.0), _job("b", 1.0, 1.0, at=1.0)
+        k = _factors(Cluster({"x": 1.0}, (a, b)))
+        assert k["b"] / k["a"] == pytest.approx(correction_factor(player(a, 2.0), player(b, 1.0)))
+
+    def test_a_job_that_meets_nobody_keeps_its_intensity(self) -> None:
+        jobs = (_job("a", 1.0, 1.0), _job("b", 0.3, 0.4), _job("c", 0.2, 0.9, "y"))
+        k = _factors(Cluster({"x": 1.0, "y": 1.0}, jobs))
+        assert k["c"] == 1.0
+
+    def test_jobs_of_one_shape_are_equal(self) -> None:
+        jobs = (_job("a", 1.0, 0.8), _job("b", 1.0, 0.8), _job("c", 0.4, 0.3))
+        k = _factors(Cluster({"x": 1.0}, jobs))
+        assert k["a"] == pytest.approx(k["b"])
+        assert k["a"] != pytest.approx(k["c"], rel=1e-3)
+
+    def test_the_factors_are_the_weighted_least_squares(self) -> None:
+        jobs = (_job("a", 1.0, 0.8), _job("b", 0.7, 0.4), _job("c", 0.4, 0.3), _job("d", 2.0, 1.5))
+        arrays = arrays_of(Cluster({"x": 1.0}, jobs))
+        traffic = traffic_matrix(arrays, choice_of(arrays, None))
+        t_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+        one, other, weight = contending_pairs(arrays, traffic, t_s)
+        assert len(one) == 6
+        players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
+        log_f = np.log(pair_factors([players[i] for i in one], [players[j] for j in other]))
+        rows = np.zeros((6, 4))
+        rows[np.arange(6), other], rows[np.arange(6), one] = 1.0, -1.0
+        root = np.sqrt(weight)
+        expected, *_ = np.linalg.lstsq(rows * root[:, None], log_f * root, rcond=None)
+        log_k = np.log(contention_factors(arrays, traffic, t_s))
+        assert log_k - log_k[0] == pytest.approx(expected - expected[0], abs=1e-3)
+
+    def test_pairs_are_played_as_one_by_one(self) -> None:
+        shapes = [player(_job("a", c, 1.0), t) for c, t in [(1, 0.5), (0.3, 0.4), (2, 1.9)]]
+        pairs = [(r, j) for r in shapes for j in shapes]
+        together = pair_factors([r for r, _ in pairs], [j for _, j in pairs])
+        apart = [correction_factor(r, j) for r, j in pairs]
+        assert together == pytest.approx(apart)
+
+    def test_a_weight_is_the_smaller_demand_summed_over_common_links(self) -> None:
+        path = (("x", "y"),)
+        a = Job("a", 1, 1.0, 1.0, (Flow(0.4, path),), (Burst(0.0, 1.0),))
+        b = Job("b", 1, 1.0, 2.0, (Flow(0.4, path),), (Burst(0.0, 1.0),))
+        arrays = arrays_of(Cluster({"x": 1.0, "y": 1.0}, (a, b)))
+        traffic = traffic_matrix(arrays, choice_of(arrays, None))
+        *_, weight = contending_pairs(arrays, traffic, np.array([0.4, 0.4]))
+        assert weight.tolist() == pytest.approx([0.2 + 0.2])
+
+
+@given(st.lists(st.integers(-3, 9), min_size=1, max_size=6), st.integers(1, 6))
+def test_level_moves_are_dense_and_within_the_levels(raw: list[int], extra: int) -> None:
+    level = dense(raw)
+    levels = max(level) + extra
+    for job in range(len(level)):
+        for moved in level_moves(level, job, levels):
+            assert set(moved) == set(range(max(moved) + 1))
+            assert max(moved) < levels
+            others = [j for j in range(len(level)) if j != job]
+            for i, k in combinations(others, 2):
+                assert np.sign(moved[i] - moved[k]) == np.sign(level[i] - level[k])
+    assert all(sorted(s) == sorted(level) for s in swaps(level))
+
+
+def test_alternatives_are_all_where_few_and_bounded_where_many() -> None:
+    two = (("x",), ("y",))
+    few = Job("a", 1, 1.0, 1.0, (Flow(1.0, two), Flow(2.0, two)))
+    assert set(alternatives(few, (0, 0))) == {(0, 1), (1, 0), (1, 1)}
+    many = Job("a", 1, 1.0, 1.0, tuple(Flow(float(i), two) for i in range(20)))
+    own = (0,) * 20
+    found = list(alternatives(many, own))
+    assert own not in found
+    assert (1,) * 20 in found
+    assert len(found) == len(set(found)) <= 8
