@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from schedule_cases import clusters
 
 from crux_torch import _fluid
+from crux_torch.schedule.crux import crux_full
+from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.fairness_bound import bounds
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
+from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.sim.play import burst_traffic, job_traffic, play
 
 ITERATIONS = 12
@@ -103,19 +106,15 @@ def iteration_ends_s(
     return ends
 
 
-def played(job: Job) -> bool:
-    """Whether its iterations take time: the engine refuses others."""
-    return job.compute_s > 0 or sum(f.bytes for f in job.flows) > 0
-
-
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Cluster, Decision, dict[str, float]]:
     """A cluster, levels and weights of any kind, and phases."""
     cluster = draw(clusters(max_jobs=5))
+    # The engine refuses iterations that take no time, whatever paths are chosen.
     jobs = tuple(
         job
         for job in cluster.jobs
-        if job.compute_s > 0 or sum(job_traffic(job, (0,) * len(job.flows)).values()) > 0
+        if job.compute_s > 0 or any(f.bytes > 0 and all(f.candidates) for f in job.flows)
     )
     cluster = replace(cluster, jobs=jobs)
     number = st.floats(0.0, 12.0, width=16)
@@ -140,14 +139,92 @@ def test_no_phase_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float
         assert (lengths >= bound.alone_s * (1 - 1e-6)).all()
 
 
+def assert_means_keep(
+    cluster: Cluster, decision: Decision, mean_s: dict[str, float], start_s: dict[str, float]
+) -> None:
+    """Plays 20,000 s; what jobs ahead move beyond their long-run rate is two iterations of each."""
+    horizon_s = 20_000.0
+    report = play(cluster, decision, horizon_s, start_s=start_s)
+    certain = bounds(cluster, decision)
+    ahead_s = 2 * sum(
+        m / cluster.capacity_Bps[e]
+        for job in cluster.jobs
+        for e, m in job_traffic(job, decision.path[job.name]).items()
+    )
+    for name, bound_s in mean_s.items():
+        if bound_s < math.inf:
+            allowed_s = start_s[name] + ahead_s * bound_s / certain[name].alone_s
+            least = (horizon_s - allowed_s) / (bound_s * (1 + 1e-6)) - 1
+            assert report.jobs[name].completed >= least
+
+
 @given(plans())
 @settings(max_examples=150, deadline=None)
 def test_no_mean_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float]]) -> None:
     cluster, decision, start_s = plan
-    certain = bounds(cluster, decision)
-    horizon_s = 20_000.0
-    report = play(cluster, decision, horizon_s, start_s=start_s)
-    for name, bound in certain.items():
-        if bound.mean_s < math.inf:
-            # What others may have moved beyond their long-run rate is spread over the iterations.
-            assert report.jobs[name].completed >= (horizon_s - 12) / bound.mean_s * 0.99 - 1
+    mean_s = {name: bound.mean_s for name, bound in bounds(cluster, decision).items()}
+    assert_means_keep(cluster, decision, mean_s, start_s)
+
+
+def fair_sharing(cluster: Cluster, decision: Decision) -> dict[str, float]:
+    equal = replace(decision, level=dict.fromkeys(decision.level, 0))
+    return {name: bound.slowdown for name, bound in bounds(cluster, equal).items()}
+
+
+@given(plans(), st.sampled_from((1.0, 1.25, 1.5, 2.0, 4.0)))
+@settings(max_examples=60, deadline=None)
+def test_the_knob_is_kept(
+    plan: tuple[Cluster, Decision, dict[str, float]], max_slowdown: float
+) -> None:
+    cluster, _, start_s = plan
+    options = SchedulerOptions(levels=(0, 1, 2), max_slowdown=max_slowdown)
+    decision = crux_fair(cluster, options)
+    fair = fair_sharing(cluster, decision)
+    for name, slowdown in decision.slowdown.items():
+        assert slowdown <= max(max_slowdown, fair[name]) * (1 + 1e-9)
+    alone_s = {name: b.alone_s for name, b in bounds(cluster, decision).items()}
+    mean_s = {name: s * alone_s[name] for name, s in decision.slowdown.items()}
+    assert_means_keep(cluster, decision, mean_s, start_s)
+    crux = crux_full(cluster, options)
+    assert decision.path == crux.path
+    assert all(decision.level[name] >= crux.level[name] for name in crux.level)
+
+
+@given(clusters())
+@settings(max_examples=50, deadline=None)
+def test_without_a_bound_it_is_crux(cluster: Cluster) -> None:
+    options = SchedulerOptions(levels=(0, 1, 2))
+    decision = crux_fair(cluster, options)
+    assert replace(decision, slowdown={}) == crux_full(cluster, options)
+    assert decision.slowdown == {n: b.slowdown for n, b in bounds(cluster, decision).items()}
+
+
+def test_a_starved_job_is_raised_and_no_other() -> None:
+    # a never pauses and is the most intense; b starves below it, c meets neither.
+    cluster = on_one_link((0.0, 1.0), (1.0, 1.0))
+    loud, quiet = cluster.jobs
+    apart = (
+        Job("c", 1, 5.0, 1.0, (Flow(1.0, (("m",),)),)),
+        Job("d", 1, 1.0, 1.0, (Flow(1.0, (("m",),)),)),
+    )
+    cluster = Cluster({"l": 1.0, "m": 1.0}, (replace(loud, flops=9.0), quiet, *apart))
+    options = SchedulerOptions(levels=(0, 1))
+    starving = crux_fair(cluster, options)
+    assert starving.level == {"a": 1, "b": 0, "c": 1, "d": 0}
+    assert starving.slowdown["b"] == math.inf
+    assert play(cluster, starving, 100.0).jobs["b"].completed == 0
+    bounded = crux_fair(cluster, replace(options, max_slowdown=2.0))
+    assert bounded.level == {"a": 1, "b": 1, "c": 1, "d": 0}
+    # b gets half of the link: 1 s of computing and 2 s of sending, 2 s alone.
+    assert bounded.slowdown["b"] == pytest.approx(1.5)
+    assert play(cluster, bounded, 300.0).jobs["b"].mean_iteration_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("limit", [0.5, math.nan])
+def test_a_bound_below_one_is_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        crux_fair(Cluster({}, ()), SchedulerOptions(max_slowdown=limit))
+
+
+def test_an_empty_cluster() -> None:
+    assert crux_fair(Cluster({}, ()), SchedulerOptions(max_slowdown=2.0)).slowdown == {}

@@ -23,7 +23,7 @@ from crux_torch.sim.play import play
 from crux_torch.sim.small_case import draw_case
 
 #: Bounds of the frontier; None: none.
-LIMITS: tuple[float | None, ...] = (1.1, 1.25, 1.5, 2.0, 3.0, None)
+LIMITS: tuple[float | None, ...] = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, None)
 BASE = "crux"
 #: Gradients are reduced in this many bursts, as frameworks do in buckets.
 BUCKETS = 4
@@ -68,8 +68,8 @@ def testbed(seed: int) -> Case:
 
 
 def clos(seed: int) -> Case:
-    """Forty jobs on 80 hosts below a two-layer Clos, two times oversubscribed; eight levels."""
-    topology = two_layer_clos(hosts=80, tors=40, aggregations=8, oversubscription=2.0)
+    """Forty jobs on 80 hosts of a two-layer Clos without oversubscription; eight levels."""
+    topology = two_layer_clos(hosts=80, tors=40, aggregations=8)
     return _placed("clos", seed, topology, (8,) * 20 + (16,) * 15 + (32,) * 5)
 
 
