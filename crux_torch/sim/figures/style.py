@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 COLOURS = {
@@ -72,6 +73,12 @@ SETTINGS: Any = {
 def colour(scheduler: str) -> str:
     """The scheduler's colour; grey for one without."""
     return COLOURS.get(scheduler, OTHER)
+
+
+def on_top_of(scheduler: str) -> str:
+    """Black or white, whichever reads better on the scheduler's colour."""
+    red, green, blue = to_rgb(colour(scheduler))
+    return "#1a1a1a" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
 
 
 def label(scheduler: str) -> str:

@@ -13,7 +13,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from crux_torch.sim.figures.fields import Value
-from crux_torch.sim.figures.style import PAPER, colour, in_order, label, panels
+from crux_torch.sim.figures.style import PAPER, colour, in_order, label, on_top_of, panels
 
 DAY_S = 86400.0
 NETWORKS = {"clos": "two-layer Clos", "double-sided": "three-layer, double-sided"}
@@ -76,7 +76,7 @@ def draw_placements(rows: list[Value]) -> Figure | None:
 def _bar(axes: Axes, y: float, row: Value, name: str) -> None:
     used = 100 * row["gpu_utilization"].number()
     axes.barh(y, used, 0.72, color=colour(name))
-    axes.text(1, y, f"{used:.1f}", va="center", fontsize=8, color="white", weight="bold")
+    axes.text(1, y, f"{used:.1f}", va="center", fontsize=8, color=on_top_of(name), weight="bold")
     axes.plot(100 * row["held_utilization"].number(), y, "o", color="#333333", mfc="white", ms=5)
     if (said := row["paper_gpu_utilization"]).plain is not None:
         axes.plot(100 * said.number(), y, **PAPER)
