@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from crux_torch.cli import main
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.sim import testbed_runs
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.hashed import hashed_paths
 from crux_torch.sim.play import play
@@ -158,3 +159,20 @@ def test_command_refuses(arguments: list[str], words: str) -> None:
     ran = CliRunner().invoke(main, ["sim", "testbed", *arguments])
     assert ran.exit_code == 2
     assert words in ran.output
+
+
+def test_sensitivity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        testbed_runs, "SENSITIVITY", (("batch_scale", (0.5, 2.0)), ("gradient_start", (None,)))
+    )
+    few = ["--sensitivity", "--draws", "2", "--horizon", "10"]
+    ran = CliRunner().invoke(main, ["sim", "testbed", *few, "--out", str(tmp_path)])
+    assert ran.exit_code == 0, ran.output
+    rows = json.loads((tmp_path / "testbed_sensitivity.json").read_text())["rows"]
+    assert len(rows) == 3 * len(testbed_runs.SENSITIVE_CASES)
+    share = {(r["case"], r["value"]): r["communication_share"] for r in rows}
+    gain = {(r["case"], r["value"]): r["gain_pct"]["median"] for r in rows}
+    for name in testbed_runs.SENSITIVE_CASES:
+        assert share[name, 0.5] > share[name, None] > share[name, 2.0]
+        assert gain[name, 0.5] > gain[name, 2.0]
+        assert name in ran.stdout
