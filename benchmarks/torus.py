@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from crux_torch.sim.torus import (
     LEVELS,
     REHEARSAL_S,
     SCHEDULERS_PLAYED,
+    STARTS_S,
     SWEEPS,
     Placement,
     outcomes,
@@ -36,7 +39,9 @@ LINK_GBPS = (100, 400)
 PLACEMENTS: tuple[Placement, ...] = ("scattered", "packed")
 
 
-def rows_of(seeds: int, horizon_s: float, progress: bool) -> list[dict[str, Any]]:
+def rows_of(
+    schedulers: Sequence[str], seeds: int, horizon_s: float, progress: bool
+) -> list[dict[str, Any]]:
     """One row for every torus, rate, placement and scheduler; values of all seeds in order."""
     rows = []
     console = Console(stderr=True)
@@ -46,10 +51,14 @@ def rows_of(seeds: int, horizon_s: float, progress: bool) -> list[dict[str, Any]
             for placement in PLACEMENTS:
                 words = f"{'x'.join(map(str, shape))} {gbps} Gb/s {placement}"
                 played = [
-                    outcomes(torus_case(shape, placement, seed, topology=topology), horizon_s)
+                    outcomes(
+                        torus_case(shape, placement, seed, topology=topology),
+                        horizon_s,
+                        schedulers,
+                    )
                     for seed in track(range(seeds), words, console=console, disable=not progress)
                 ]
-                for scheduler in SCHEDULERS_PLAYED:
+                for scheduler in schedulers:
                     mine = [found[scheduler] for found in played]
                     best = [found["ideal"].gpu_utilization for found in played]
                     rows.append(
@@ -73,9 +82,8 @@ def rows_of(seeds: int, horizon_s: float, progress: bool) -> list[dict[str, Any]
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text: medians over seeds, the least and the most in brackets."""
     lines = []
-    width = len(SCHEDULERS_PLAYED)
-    for begin in range(0, len(rows), width):
-        cell = rows[begin : begin + width]
+    for _, group in groupby(rows, key=itemgetter("shape", "link_Gbps", "placement")):
+        cell = list(group)
         first = cell[0]
         shape = "x".join(map(str, first["shape"]))
         by_name = {row["scheduler"]: row for row in cell}
@@ -106,13 +114,33 @@ def spread(values: Sequence[float]) -> str:
 
 
 @click.command()
+@click.option(
+    "--schedulers",
+    default=",".join(SCHEDULERS_PLAYED),
+    show_default=True,
+    help="Those played, with commas; ecmp and ideal, which the others are compared with, always.",
+)
 @click.option("--seeds", default=6, show_default=True, help="Cases of each kind.")
-@click.option("--horizon", "horizon_s", default=30.0, show_default=True, help="Seconds played.")
+@click.option(
+    "--horizon",
+    "horizon_s",
+    type=click.FloatRange(min=2 * STARTS_S),
+    default=30.0,
+    show_default=True,
+    help="Seconds played.",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/torus.{json,txt}.")
-def main(seeds: int, horizon_s: float, json_path: Path | None, out: Path | None) -> None:
+def main(
+    schedulers: str, seeds: int, horizon_s: float, json_path: Path | None, out: Path | None
+) -> None:
     """Plays random jobs on tori under every scheduler."""
-    rows = rows_of(seeds, horizon_s, progress=Console(stderr=True).is_terminal)
+    wanted = {*schedulers.split(","), "ecmp", "ideal"}
+    if unknown := wanted - set(SCHEDULERS_PLAYED):
+        expected = ", ".join(SCHEDULERS_PLAYED)
+        raise click.ClickException(f"unknown: {', '.join(sorted(unknown))}; expected {expected}")
+    played = [scheduler for scheduler in SCHEDULERS_PLAYED if scheduler in wanted]
+    rows = rows_of(played, seeds, horizon_s, progress=Console(stderr=True).is_terminal)
     text = table(rows)
     click.echo(text, nl=False)
     settings = {
