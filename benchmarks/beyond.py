@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 import matplotlib
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -31,9 +32,9 @@ PAPER_WORST = 2.25
 
 
 @click.command()
-@click.option("--small", "smalls", type=click.IntRange(0), default=200, show_default=True)
-@click.option("--testbed", "testbeds", type=click.IntRange(0), default=30, show_default=True)
-@click.option("--clos", "closes", type=click.IntRange(0), default=4, show_default=True)
+@click.option("--small", "smalls", type=click.IntRange(0), default=100, show_default=True)
+@click.option("--testbed", "testbeds", type=click.IntRange(0), default=8, show_default=True)
+@click.option("--clos", "closes", type=click.IntRange(0), default=3, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first.")
 @click.option(
     "--horizon", "horizon_s", type=click.FloatRange(10.0), default=120.0, show_default=True
@@ -85,14 +86,15 @@ def main(
 
 def table(found: Sequence[beyond.Summary]) -> str:
     """Ratios to Crux-full, worst slowdowns and bounds, as text."""
-    console = Console(file=io.StringIO(), width=150)
+    console = Console(file=io.StringIO(), width=160)
     for kind in dict.fromkeys(s.kind for s in found):
         mine = [s for s in found if s.kind == kind]
         shown = Table(
-            title=f"{kind}: {len(mine[0].ratio)} clusters; the paper's worst job: {PAPER_WORST}",
+            title=f"{kind}: {len(mine[0].ratio)} clusters; utilisation and FLOPs over Crux-full's",
             title_justify="left",
+            box=box.SIMPLE,
         )
-        for head in ("plan", "utilisation / crux", "quartiles", "least, most", "better, worse"):
+        for head in ("plan", "use / crux", "quartiles", "least, most", "better, worse", "FLOPs"):
             shown.add_column(head, justify="left" if head == "plan" else "right")
         for head in ("worst slowdown", "p90, max", "certified", "p90, max", "decision"):
             shown.add_column(head, justify="right")
@@ -104,6 +106,7 @@ def table(found: Sequence[beyond.Summary]) -> str:
                 f"{q[0]:.3f} {q[2]:.3f}",
                 f"{s.ratio.min():.3f} {s.ratio.max():.3f}",
                 f"{s.better:.0%} {s.worse:.0%}",
+                f"{np.median(s.flops_ratio):.3f}",
                 *_spread(s.worst),
                 *_spread(s.certified),
                 f"{s.decision_s * 1e3:.1f} ms",
@@ -128,26 +131,25 @@ def draw(found: Sequence[beyond.Summary], file: Path) -> None:
     kinds = list(dict.fromkeys(s.kind for s in found))
     figure, axes = plt.subplots(1, len(kinds), figsize=(4.5 * len(kinds), 3.8), squeeze=False)
     frontier = [beyond.fair_name(limit) for limit in beyond.LIMITS]
-    beside = ("crux", "ecmp", "fair sharing on crux's paths", "crux+", "crux-joint")
+    beside = ("crux", "ecmp", "crux paths, fair", "crux+", "crux-joint")
     for axis, kind in zip(axes[0], kinds, strict=True):
         mine = {s.plan: s for s in found if s.kind == kind}
-        points = [mine[name] for name in frontier]
-        x = [np.median(s.worst) for s in points]
-        y = [np.mean(s.ratio) for s in points]
-        axis.plot(x, y, "o-", color="tab:blue", label="crux-fair")
-        for limit, px, py in zip(beyond.LIMITS, x, y, strict=True):
-            axis.annotate(
-                "none" if limit is None else f"{limit:g}",
-                (px, py),
-                textcoords="offset points",
-                xytext=(4, 5),
-                fontsize=8,
-            )
+        # Where the median cluster has a starving job there is no such point.
+        points = [
+            ("none" if limit is None else f"{limit:g}", mine[name])
+            for limit, name in zip(beyond.LIMITS, frontier, strict=True)
+            if np.isfinite(np.median(mine[name].worst))
+        ]
+        x = [np.median(s.worst) for _, s in points]
+        y = [np.mean(s.ratio) for _, s in points]
+        axis.plot(x, y, "o-", color="tab:blue", label="crux-fair, by its bound")
+        for (label, _), at in zip(points, zip(x, y, strict=True), strict=True):
+            axis.annotate(label, at, textcoords="offset points", xytext=(4, 5), fontsize=8)
         for marker, name in zip("s^Dv*", beside, strict=True):
-            if name in mine:
-                one = mine[name]
+            one = mine.get(name)
+            if one and np.isfinite(np.median(one.worst)):
                 axis.plot(np.median(one.worst), np.mean(one.ratio), marker, label=name)
-        axis.set_title(f"{kind} ({len(points[0].ratio)} clusters)", fontsize=10)
+        axis.set_title(f"{kind} ({len(mine[beyond.BASE].ratio)} clusters)", fontsize=10)
         axis.set_xlabel("worst slowdown of a job, median")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("GPU utilisation / Crux-full, mean")

@@ -12,6 +12,7 @@ import numpy as np
 
 from crux_torch.fabric.builders.clos import crux_testbed, two_layer_clos
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.arrays import FloatArray
 from crux_torch.schedule.fairness_bound import bounds
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
@@ -127,7 +128,7 @@ def plans() -> tuple[Plan, ...]:
 
     return (
         *registered(BASE, "ecmp"),
-        Plan("fair sharing on crux's paths", _one_level, {}),
+        Plan("crux paths, fair", _one_level, {}),
         *(
             Plan(fair_name(limit), SCHEDULERS["crux-fair"], {"max_slowdown": limit})
             for limit in LIMITS
@@ -171,6 +172,10 @@ def measure(case: Case, horizon_s: float) -> Iterator[dict[str, Any]]:
             "seed": case.seed,
             "plan": plan.name,
             "gpu_utilization": report.gpu_utilization,
+            "flops_per_s": sum(
+                report.jobs[job.name].compute_s / job.compute_s * job.flops / horizon_s
+                for job in case.cluster.jobs
+            ),
             "worst_slowdown": max(slowdown.values()) if len(slowdown) == len(alone_s) else None,
             "certified": float(certified) if np.isfinite(certified) else None,
             "decision_s": decision_s,
@@ -183,6 +188,7 @@ class Summary:
 
     Attributes:
         ratio: utilisation over Crux-full's, of each case.
+        flops_ratio: FLOPs done over Crux-full's, of each case.
         worst: worst slowdown of each case; infinite where a job ended no iteration.
         certified: bound of each case; infinite where there is none.
         decision_s: median time of a decision.
@@ -190,9 +196,10 @@ class Summary:
 
     kind: str
     plan: str
-    ratio: np.ndarray[Any, np.dtype[np.float64]]
-    worst: np.ndarray[Any, np.dtype[np.float64]]
-    certified: np.ndarray[Any, np.dtype[np.float64]]
+    ratio: FloatArray
+    flops_ratio: FloatArray
+    worst: FloatArray
+    certified: FloatArray
     decision_s: float
 
     @property
@@ -208,10 +215,13 @@ class Summary:
 
 def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
     """The rows of all cases, by kind and plan, in their order."""
-    base = {(r["case"], r["seed"]): r["gpu_utilization"] for r in rows if r["plan"] == BASE}
+    base = {(r["case"], r["seed"]): r for r in rows if r["plan"] == BASE}
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["case"], row["plan"]), []).append(row)
+
+    def over(mine: Sequence[Mapping[str, Any]], key: str) -> FloatArray:
+        return np.array([row[key] / base[row["case"], row["seed"]][key] for row in mine])
 
     def column(mine: Sequence[Mapping[str, Any]], key: str) -> Any:
         return np.array([np.inf if row[key] is None else row[key] for row in mine])
@@ -220,7 +230,8 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
         Summary(
             kind,
             plan,
-            np.array([r["gpu_utilization"] / base[kind, r["seed"]] for r in mine]),
+            over(mine, "gpu_utilization"),
+            over(mine, "flops_per_s"),
             column(mine, "worst_slowdown"),
             column(mine, "certified"),
             float(np.median(column(mine, "decision_s"))),
