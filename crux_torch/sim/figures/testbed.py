@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -11,6 +13,8 @@ from crux_torch.sim.figures.style import MARKERS, PAPER, colour, in_order, label
 #: Bars of the utilisation, of those that the result has.
 BARS = ("ecmp", "crux-pa", "paths-only", "crux", "crux+", "ideal", "bound")
 KINDS = {"gpt": "GPT", "bert": "BERT", "resnet": "ResNet"}
+#: Where the paper gives the lowest and the highest of several cases.
+RANGE: dict[str, Any] = {"color": PAPER["color"], "alpha": 0.16}
 KIND_COLOURS = {"gpt": "#0072b2", "bert": "#d55e00", "resnet": "#009e73"}
 
 
@@ -59,6 +63,7 @@ def _utilization(axes: Axes, rows: list[Value], cases: list[str]) -> None:
 
 
 def _completion(axes: Axes, rows: list[Value], cases: list[str]) -> None:
+    exact = False
     crux = [row for row in rows if row["scheduler"].text() == "crux"]
     kinds = list(dict.fromkeys(kind for row in crux for kind, _ in row["jobs"].entries()))
     for row in crux:
@@ -68,10 +73,11 @@ def _completion(axes: Axes, rows: list[Value], cases: list[str]) -> None:
             median, low, high = (job["jct_pct"][k].number() for k in ("median", "p10", "p90"))
             if (said := row["paper.jct_pct"].get(kind)) is not None:
                 lowest, highest = said.numbers()
-                if lowest == highest:
+                exact = lowest == highest
+                if exact:
                     axes.plot(at + 0.08, lowest, **PAPER)
                 else:
-                    axes.bar(at, highest - lowest, 0.22, lowest, color=PAPER["color"], alpha=0.16)
+                    axes.bar(at, highest - lowest, 0.22, lowest, **RANGE)
             axes.errorbar(
                 at,
                 median,
@@ -82,13 +88,18 @@ def _completion(axes: Axes, rows: list[Value], cases: list[str]) -> None:
                 linestyle="none",
             )
     axes.axhline(0, color="#333333", linewidth=0.8)
-    axes.set_xticks(range(len(cases)), [_broken(case) for case in cases])
+    axes.set_xticks(range(len(cases)), [_broken(case) for case in cases], fontsize=8.5)
     axes.set_xlim(-0.6, len(cases) - 0.4)
     axes.set_ylabel("completion time, Crux against ECMP (%)")
     for i, kind in enumerate(kinds):
         name = KINDS.get(kind, kind)
         axes.plot([], [], color=KIND_COLOURS.get(kind), marker=MARKERS[i], ls="none", label=name)
-    axes.bar(0, 0, color=PAPER["color"], alpha=0.3, label="the paper's")
+    if exact:
+        axes.plot([], [], label="the paper's", **PAPER)
+    else:
+        axes.bar(0, 0, label="the paper's", **RANGE)
+    axes.use_sticky_edges = False
+    axes.margins(y=0.05)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(kinds) + 1, fontsize=8.5)
 
 
