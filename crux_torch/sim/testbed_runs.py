@@ -16,12 +16,30 @@ from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.paths import select_paths
 from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
 from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.placed import alone_iteration_s
 from crux_torch.sim.play import engine_of
 from crux_torch.sim.run import Report, report_of
 from crux_torch.sim.testbed import CASES, Case, Setup, cluster_of, jobs_of
 
 #: What the others are compared with: "without Crux".
 WITHOUT = "ecmp"
+
+
+#: A case of each figure, that with the most contention.
+SENSITIVE_CASES = (
+    "GPT-32 + 4 BERT-8",
+    "GPT-48 + 2 ResNet-8 + 2 BERT-16",
+    "BERT-16 + 4 ResNet-4",
+    "ResNet-8 + BERT-24",
+)
+SENSITIVITY: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("batch_scale", (0.25, 0.5, 1.0, 2.0, 4.0)),
+    ("tor_aggregation_links", (1, 2, 4)),
+    ("nic_Gbps", (100.0, 200.0, 400.0)),
+    ("connections", (1, 2, 4, 8)),
+    ("gradient_start", (None, 0.5, 1.0)),
+    ("gradient_bytes_per_parameter", (None, 2, 4)),
+)
 
 
 def paths_only(cluster: Cluster, options: SchedulerOptions) -> Decision:
@@ -117,8 +135,7 @@ def communication_share(case: Case, setup: Setup | None = None) -> dict[str, flo
     for job in jobs_of(case, topology, setup):
         alone = cluster_of((job,), topology)
         t_s = transfer_time_s(link_traffic(job, select_paths(alone)[job.name]), alone.capacity_Bps)
-        start_s = job.bursts[0].at * job.compute_s
-        found.setdefault(_kind(job.name), t_s / max(job.compute_s, start_s + t_s))
+        found.setdefault(_kind(job.name), t_s / alone_iteration_s(job, t_s))
     return found
 
 
@@ -152,23 +169,6 @@ def sensitivity(
                     "jct_pct": {kind: job["jct_pct"] for kind, job in row["jobs"].items()},
                 }
                 progress()
-
-
-#: A case of each figure, that with the most contention.
-SENSITIVE_CASES = (
-    "GPT-32 + 4 BERT-8",
-    "GPT-48 + 2 ResNet-8 + 2 BERT-16",
-    "BERT-16 + 4 ResNet-4",
-    "ResNet-8 + BERT-24",
-)
-SENSITIVITY: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("batch_scale", (0.25, 0.5, 1.0, 2.0, 4.0)),
-    ("tor_aggregation_links", (1, 2, 4)),
-    ("nic_Gbps", (100.0, 200.0, 400.0)),
-    ("connections", (1, 2, 4, 8)),
-    ("gradient_start", (None, 0.5, 1.0)),
-    ("gradient_bytes_per_parameter", (None, 2, 4)),
-)
 
 
 def _phases(cluster: Cluster, seed: int) -> dict[str, float]:
