@@ -20,7 +20,6 @@ Allocator::Allocator(const Network& network) {
   links_.resize(network.size());
   for (LinkId link = 0; link < network.size(); ++link) {
     links_[link].capacity = network.capacity(link).value();
-    marks_.grow(link);
   }
 }
 
@@ -32,10 +31,8 @@ void Allocator::seed(JobId id) {
 
 void Allocator::start(JobId id, int level, double weight, double ceiling_Bps,
                       const std::vector<Crossing>& crossings, const Sharing& sharing) {
-  if (id >= transfers_.size()) {
-    transfers_.resize(id + 1);
-    marks_.grow(static_cast<std::uint32_t>(links_.size()) + id);
-  }
+  if (id >= transfers_.size()) transfers_.resize(id + 1);
+  ++active_at_[level];
   Transfer& t = transfers_[id];
   t.active = true;
   t.water = 0.0;
@@ -48,11 +45,11 @@ void Allocator::start(JobId id, int level, double weight, double ceiling_Bps,
     if (!sharing.contended(crossing.link)) continue;
     std::vector<Member>& members = links_[crossing.link].members;
     const double on_link = weight * crossing.share;
-    members.push_back({id, static_cast<std::uint32_t>(t.slots.size()), on_link, level});
+    members.push_back({on_link, 0.0, id, static_cast<std::uint32_t>(t.slots.size()), level, false});
     t.slots.push_back({crossing.link, static_cast<std::uint32_t>(members.size() - 1), on_link});
     // A link that the allocation looks at anyway bounds the transfer by itself.
     if (links_[crossing.link].capacity <= t.ceiling * on_link * (1.0 + kTolerance)) {
-      t.ceiling = EventQueue::kNever;
+      t.ceiling = kNever;
     }
   }
   seed(id);
@@ -61,6 +58,8 @@ void Allocator::start(JobId id, int level, double weight, double ceiling_Bps,
 void Allocator::stop(JobId id) {
   Transfer& t = transfers_[id];
   t.active = false;
+  const auto level = active_at_.find(t.level);
+  if (--level->second == 0) active_at_.erase(level);
   for (const Slot& slot : t.slots) {
     std::vector<Member>& members = links_[slot.link].members;
     members[slot.position] = members.back();
@@ -70,7 +69,7 @@ void Allocator::stop(JobId id) {
       transfers_[moved.id].slots[moved.slot].position = slot.position;
     }
     for (const Member& member : members) {
-      if (member.level <= t.level && transfers_[member.id].bottleneck == slot.link) seed(member.id);
+      if (member.held_here && member.level <= t.level) seed(member.id);
     }
   }
   t.slots.clear();
@@ -92,22 +91,22 @@ const std::vector<JobId>& Allocator::resolve() {
         continue;
       }
       transfers_[id].seeded = false;
-      if (transfers_[id].active) touch(id);
+      if (!transfers_[id].active) continue;
+      transfers_[id].epoch = epoch_;
+      touched_.push_back(id);
     }
     seeds_.resize(kept);
     fill();
     commit();
-    seed_below();
+    if (active_at_.begin()->first < level_) seed_below();
   }
   return changed_;
 }
 
-// Lets a transfer rise again from where it stands, and makes its links' marks subject to it.
+// Lets a transfer rise again from where it stands.
 void Allocator::touch(JobId id) {
   Transfer& t = transfers_[id];
-  t.epoch = epoch_;
   t.frozen = false;
-  touched_.push_back(id);
   ++rising_;
   for (const Slot& slot : t.slots) {
     Link& link = links_[slot.link];
@@ -115,9 +114,27 @@ void Allocator::touch(JobId id) {
     link.room += slot.weight * t.water;
     link.demand += slot.weight;
     ++link.rising;
-    marks_.set(slot.link, std::min(lowest_mark(link), link.old_mark));
   }
-  marks_.set(static_cast<std::uint32_t>(links_.size()) + id, t.ceiling);
+  if (t.ceiling == kNever) return;
+  t.leaf = marks_.add(static_cast<std::uint32_t>(links_.size()) + id);
+  marks_.set(t.leaf, t.ceiling);
+}
+
+// Makes the marks of its links subject to a transfer that is taken up late.
+void Allocator::touch_in_mid_filling(JobId id) {
+  transfers_[id].epoch = epoch_;
+  touched_.push_back(id);
+  touch(id);
+  for (const Slot& slot : transfers_[id].slots) {
+    const Link& link = links_[slot.link];
+    note(slot.link, std::min(lowest_mark(link), link.old_mark));
+  }
+}
+
+// The filling has to look at a link when it comes to this water, or before.
+void Allocator::note(LinkId id, double water) {
+  const std::uint32_t leaf = links_[id].leaf;
+  if (water < marks_.key(leaf)) marks_.set(leaf, water);
 }
 
 // Sums up a link before the first of its members is touched.
@@ -125,25 +142,29 @@ void Allocator::open(LinkId id) {
   Link& link = links_[id];
   link.epoch = epoch_;
   opened_.push_back(id);
-  link.room = link.capacity;
   link.demand = 0.0;
   link.rising = 0;
-  link.old_mark = EventQueue::kNever;
+  link.leaf = marks_.add(id);
+  double load = 0.0;
+  double highest = 0.0;
+  double old_mark = kNever;
   for (const Member& member : link.members) {
     if (member.level < level_) continue;
-    const Transfer& t = transfers_[member.id];
-    link.room -= member.weight * t.water;
-    if (member.level == level_ && t.bottleneck == id && t.epoch != epoch_) {
-      link.old_mark = std::min(link.old_mark, t.water);
-    }
+    load += member.weight * member.water;
+    if (member.level > level_ || transfers_[member.id].epoch == epoch_) continue;
+    highest = std::max(highest, member.water);
+    if (member.held_here) old_mark = std::min(old_mark, member.water);
   }
-  if (link.old_mark < EventQueue::kNever) ++old_marks_;
+  link.room = link.capacity - load;
+  link.highest = highest;
+  link.old_mark = old_mark;
+  if (old_mark < kNever) ++old_marks_;
 }
 
 // A lower bound of the mark: as if the untouched members all froze where they did before.
 double Allocator::lowest_mark(const Link& link) const {
   if (link.rising > 0) return std::max(link.room, 0.0) / link.demand;
-  return overfull(link) ? 0.0 : EventQueue::kNever;
+  return overfull(link) ? 0.0 : kNever;
 }
 
 // The frozen leave less than the untouched had: these freeze lower than they did before.
@@ -156,41 +177,37 @@ bool Allocator::any_overfull() const {
 
 // The mark: where the link is full if its untouched members rise no higher than they did before.
 double Allocator::mark(const Link& link) const {
-  double mark = -1.0;
-  for (std::size_t free_before = SIZE_MAX;;) {
-    double room = link.capacity;
-    double demand = 0.0;
-    std::size_t free = 0;
+  double mark = lowest_mark(link);
+  if (mark >= link.highest) return mark;
+  // Those that stood higher than the mark rise to it only, which raises it.
+  for (;;) {
+    double room = link.room;
+    double demand = link.demand;
+    double lowest = kNever;
     for (const Member& member : link.members) {
-      if (member.level < level_) continue;
-      const Transfer& t = transfers_[member.id];
-      const bool touched = t.epoch == epoch_;
-      if (touched && t.frozen) {
-        room -= member.weight * t.next;
-      } else if (touched || (member.level == level_ && t.water > mark)) {
-        demand += member.weight;
-        ++free;
-      } else {
-        room -= member.weight * t.water;
-      }
+      if (member.level != level_ || !(member.water > mark)) continue;
+      if (transfers_[member.id].epoch == epoch_) continue;
+      room += member.weight * member.water;
+      demand += member.weight;
+      lowest = std::min(lowest, member.water);
     }
-    if (free == 0) return EventQueue::kNever;
+    if (lowest == kNever) return link.rising > 0 ? mark : kNever;
     mark = std::max(room, 0.0) / demand;
-    if (free >= free_before) return mark;
-    free_before = free;
+    if (lowest > mark) return mark;
   }
 }
 
 // Water-filling of the touched, in the order in which links become full and ceilings are reached.
 void Allocator::fill() {
-  const auto first_ceiling = static_cast<std::uint32_t>(links_.size());
-  while (!marks_.empty() && (rising_ > 0 || old_marks_ > 0 || any_overfull())) {
-    const double water = marks_.next_time();
-    const std::uint32_t id = marks_.next_id();
-    if (id >= first_ceiling) {
-      freeze(id - first_ceiling, water, kOwnCeiling);
-    } else {
+  for (std::size_t i = 0; i < touched_.size(); ++i) touch(touched_[i]);
+  for (LinkId id : opened_) note(id, std::min(lowest_mark(links_[id]), links_[id].old_mark));
+  while (marks_.lowest() < kNever && (rising_ > 0 || old_marks_ > 0 || any_overfull())) {
+    const double water = marks_.lowest();
+    const std::uint32_t id = marks_.owner(marks_.lowest_leaf());
+    if (id < links_.size()) {
       reach(id, water);
+    } else {
+      freeze(id - static_cast<std::uint32_t>(links_.size()), water, kOwnCeiling);
     }
   }
   marks_.clear();
@@ -199,36 +216,35 @@ void Allocator::fill() {
 // The filling has come to a mark noted for a link: is the link full here?
 void Allocator::reach(LinkId id, double water) {
   Link& link = links_[id];
+  marks_.set(link.leaf, kNever);
   double full_at = lowest_mark(link);
   if (!above(full_at, water)) full_at = mark(link);
   if (!above(link.old_mark, water)) {
-    const double old_mark = std::exchange(link.old_mark, EventQueue::kNever);
+    const double old_mark = std::exchange(link.old_mark, kNever);
     --old_marks_;
     if (above(full_at, old_mark)) {
       for (const Member& member : link.members) {
-        const Transfer& t = transfers_[member.id];
-        if (member.level == level_ && t.epoch != epoch_ && t.bottleneck == id) touch(member.id);
+        if (member.level != level_ || !member.held_here) continue;
+        if (transfers_[member.id].epoch != epoch_) touch_in_mid_filling(member.id);
       }
-      full_at = lowest_mark(link);
-      marks_.set(id, full_at);
+      note(id, lowest_mark(link));
       return;
     }
   }
   if (above(full_at, water)) {
-    marks_.set(id, std::min(full_at, link.old_mark));
+    note(id, std::min(full_at, link.old_mark));
     return;
   }
   for (const Member& member : link.members) {
     if (member.level != level_) continue;
     const Transfer& t = transfers_[member.id];
-    if (t.epoch != epoch_ && above(t.water, full_at)) touch(member.id);
+    if (t.epoch != epoch_ && above(t.water, full_at)) touch_in_mid_filling(member.id);
     if (t.epoch == epoch_ && !t.frozen) freeze(member.id, full_at, id);
   }
-  if (link.old_mark < EventQueue::kNever) {
-    link.old_mark = EventQueue::kNever;
+  if (link.old_mark < kNever) {
+    link.old_mark = kNever;
     --old_marks_;
   }
-  marks_.remove(id);
 }
 
 void Allocator::freeze(JobId id, double water, LinkId bottleneck) {
@@ -237,13 +253,13 @@ void Allocator::freeze(JobId id, double water, LinkId bottleneck) {
   t.next = water;
   t.next_bottleneck = bottleneck;
   --rising_;
+  if (t.ceiling < kNever) marks_.set(t.leaf, kNever);
   for (const Slot& slot : t.slots) {
     Link& link = links_[slot.link];
     link.room -= slot.weight * water;
     link.demand -= slot.weight;
     --link.rising;
   }
-  marks_.remove(static_cast<std::uint32_t>(links_.size()) + id);
 }
 
 void Allocator::commit() {
@@ -252,9 +268,16 @@ void Allocator::commit() {
     Transfer& t = transfers_[id];
     t.bottleneck = t.next_bottleneck;
     const double difference = t.next > t.water ? t.next - t.water : t.water - t.next;
-    if (difference <= kUnchanged * t.water) continue;
-    t.water = t.next;
-    changed_.push_back(id);
+    const bool changed = difference > kUnchanged * t.water;
+    if (changed) {
+      t.water = t.next;
+      changed_.push_back(id);
+    }
+    for (const Slot& slot : t.slots) {
+      Member& member = links_[slot.link].members[slot.position];
+      member.water = t.water;
+      member.held_here = t.bottleneck == slot.link;
+    }
   }
 }
 
@@ -269,14 +292,14 @@ void Allocator::seed_below() {
       double load = 0.0;
       bool lower = false;
       for (const Member& member : link.members) {
-        load += member.weight * transfers_[member.id].water;
+        load += member.weight * member.water;
         lower = lower || member.level < level_;
       }
       if (!lower) continue;
       const bool overfull = above(load, link.capacity);
       for (const Member& member : link.members) {
         if (member.level >= level_) continue;
-        if (overfull || transfers_[member.id].bottleneck == slot.link) seed(member.id);
+        if (overfull || member.held_here) seed(member.id);
       }
     }
   }

@@ -1,9 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
-#include "event_queue.h"
+#include "mark_tree.h"
 #include "sharing.h"
 #include "spec.h"
 
@@ -39,6 +40,7 @@ class Allocator {
  private:
   static constexpr LinkId kOwnCeiling = UINT32_MAX;
   static constexpr LinkId kNone = UINT32_MAX - 1;
+  static constexpr double kNever = MarkTree::kNever;
 
   struct Slot {
     LinkId link;
@@ -48,7 +50,7 @@ class Allocator {
   struct Transfer {
     double water = 0.0;
     double next = 0.0;  // water in the filling under way, once frozen
-    double ceiling = 0.0;
+    double ceiling = kNever;
     double weight = 1.0;
     std::uint64_t epoch = 0;  // == epoch_: touched
     int level = 0;
@@ -57,13 +59,17 @@ class Allocator {
     bool active = false;
     bool seeded = false;
     bool frozen = false;
+    std::uint32_t leaf = 0;  // among the marks
     std::vector<Slot> slots;
   };
+  // What a link needs to know of a transfer that crosses it, side by side with its other ones.
   struct Member {
+    double weight;
+    double water;
     JobId id;
     std::uint32_t slot;
-    double weight;
     int level;
+    bool held_here;  // the link is its bottleneck
   };
   struct Link {
     double capacity;
@@ -71,12 +77,15 @@ class Allocator {
     double room = 0.0;         // left by higher levels, untouched and frozen members
     double demand = 0.0;       // of the rising members, for one unit of water
     std::uint32_t rising = 0;  // touched members that are not frozen
+    double highest = 0.0;      // no untouched member of the level stood higher
     double old_mark = 0.0;     // where it froze untouched members; kNever: nobody, or looked at
+    std::uint32_t leaf = 0;    // among the marks
     std::vector<Member> members;
   };
-
   void seed(JobId id);
   void touch(JobId id);
+  void touch_in_mid_filling(JobId id);
+  void note(LinkId id, double water);
   void open(LinkId id);
   double lowest_mark(const Link& link) const;
   double mark(const Link& link) const;
@@ -93,11 +102,12 @@ class Allocator {
   std::vector<JobId> seeds_;
   std::vector<JobId> touched_;
   std::vector<LinkId> opened_;
-  EventQueue marks_;  // links by their mark, then transfers by their ceiling
+  MarkTree marks_;  // of opened links, and of touched transfers that have a ceiling
+  std::map<int, std::size_t> active_at_;  // transfers of each level
   std::vector<JobId> changed_;
   std::size_t changed_before_level_ = 0;
-  std::size_t rising_ = 0;     // touched transfers that are not frozen
   std::size_t old_marks_ = 0;  // links whose old mark the filling has not come to
+  std::size_t rising_ = 0;     // touched transfers that are not frozen
   std::uint64_t epoch_ = 0;
   int level_ = 0;  // being filled
 };

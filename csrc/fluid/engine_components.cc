@@ -9,7 +9,7 @@ namespace {
 
 // Large components are split only after this share of their members left: finding out whether they
 // fell apart takes a walk over all of them, and one that is too large is only less quick.
-constexpr std::uint32_t kSplitEvery = 64;
+constexpr std::uint32_t kSplitEvery = 16;
 // Fewer periods than this are not worth leaving the event loop for.
 constexpr double kFewestPeriods = 2.0;
 
