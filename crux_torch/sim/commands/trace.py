@@ -86,7 +86,7 @@ def _placements(_ctx: click.Context, _param: click.Parameter, value: str) -> tup
 @click.option(
     "--iterations-as-one",
     type=click.IntRange(1),
-    default=50,
+    default=200,
     show_default=True,
     help="So many iterations are simulated as one, as long as all of them; 1 is exact.",
 )
@@ -115,8 +115,9 @@ def _placements(_ctx: click.Context, _param: click.Parameter, value: str) -> tup
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write trace.json and trace.txt to this folder.",
+    help="Write NAME.json and NAME.txt to this folder, anew after every row.",
 )
+@click.option("--name", default="trace", show_default=True, help="Of the result.")
 def trace(
     kind: str | None,
     data: str | None,
@@ -133,6 +134,7 @@ def trace(
     threads: int,
     json_path: Path | None,
     out: Path | None,
+    name: str,
 ) -> None:
     """Weeks of jobs on a cluster: utilisation, completion times and slowdowns by scheduler."""
     if kind is None:
@@ -160,19 +162,18 @@ def trace(
     rows: list[dict[str, Any]] = []
     try:
         settings = settings_of(workload, runs[0].options, workload.load())
-        for name in {name for name, _, _ in cells} - set(TOPOLOGIES):
-            topology_of(name)
+        for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
+            topology_of(topology)
         with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("rows", total=len(runs))
             for row in run_rows(runs, threads):
                 rows.append(row)
+                result, text = Result(name, settings, rows), _text(settings, rows)
+                if out is not None:
+                    write_result(result, text, out)
+                if json_path is not None:
+                    json_path.write_text(result.to_json(), encoding="utf-8")
                 progress.advance(task)
-        result = Result("trace", settings, rows)
-        text = _text(settings, rows)
-        if out is not None:
-            write_result(result, text, out)
-        if json_path is not None:
-            json_path.write_text(result.to_json(), encoding="utf-8")
     except (OSError, CruxError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(text, nl=False)
@@ -221,7 +222,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "queue h",
         "slowdown mean",
         "worst",
-        "wall s",
+        "CPU s",
         "RSS MiB",
     )
     for column in columns:
@@ -241,7 +242,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{row['queued_mean_s'] / 3600:.2f}",
             f"{row['slowdown_mean']:.3f}",
             f"{row['slowdown_worst']:.2f}",
-            f"{row['wall_s']:.1f}",
+            f"{row['cpu_s']:.1f}",
             f"{row['max_rss_MiB']:.0f}",
         )
     return table
