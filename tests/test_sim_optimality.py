@@ -39,7 +39,7 @@ def test_two_jobs_take_a_link_each_and_run_as_if_alone() -> None:
     """Alone an iteration takes 0.5 + 0.9 s; one link can't carry 1.8 s of data in these 1.4 s."""
     jobs = (_job("a", 1.0, 0.9, "x", "y"), _job("b", 1.0, 0.9, "x", "y"))
     table = Table(Cluster({"x": 1.0, "y": 1.0}, jobs), 2, SHORT)
-    assert table.utilization.shape == (4, 4)
+    assert table.screened.shape == (4, 4)
     assert table.best_path["a"] != table.best_path["b"]
     assert table.optimum == pytest.approx(1.0 / 1.4)
     # On one link the first leaves 0.5 s of every 1.4 s: the second needs two such gaps.
@@ -69,20 +69,25 @@ def test_the_best_order_compresses_to_the_optimum() -> None:
         assert all(table.of_order(o) <= table.optimum for o in permutations(table.names))
 
 
-def test_the_table_holds_what_a_play_of_the_whole_cluster_shows() -> None:
-    """Parts, symmetry and equal relations are shortcuts: against plays without any of them."""
+def test_the_optimum_is_what_a_play_of_the_whole_cluster_shows() -> None:
+    """Parts, symmetry, equal relations and screening are shortcuts: against plays without any."""
     case = draw_case(0)
-    length = Length(phases=2, iterations=600, rounds=40)
-    table = Table(case.cluster, len(LEVELS), length)
+    table = Table(case.cluster)
+
+    def played(path: dict[str, tuple[int, ...]], level: list[int]) -> float:
+        decision = Decision(path, dict(zip(table.names, level, strict=True)))
+        return play(case.cluster, decision, 400.0).gpu_utilization
+
+    assert table.optimum == pytest.approx(
+        played(table.best_path, table.best_levels.tolist()), abs=5e-3
+    )
     rng = np.random.default_rng(1)
     for _ in range(12):
         row, column = rng.integers(len(table.paths)), rng.integers(len(table.levels))
-        decision = Decision(
-            path=dict(zip(table.names, table.paths[row], strict=True)),
-            level=dict(zip(table.names, table.levels[column].tolist(), strict=True)),
-        )
-        report = play(case.cluster, decision, 400.0)
-        assert table.utilization[row, column] == pytest.approx(report.gpu_utilization, abs=0.02)
+        path = dict(zip(table.names, table.paths[row], strict=True))
+        found = played(path, table.levels[column].tolist())
+        assert table.screened[row, column] == pytest.approx(found, abs=0.03)
+        assert found <= table.optimum + 5e-3
 
 
 def test_plans_that_order_contending_jobs_alike_are_played_once() -> None:
@@ -122,7 +127,8 @@ def test_nothing_is_better_than_the_optimum_and_verdicts_repeat() -> None:
 def test_threads_do_not_change_the_optimum() -> None:
     cluster = draw_case(1).cluster
     one, two = (Table(cluster, len(LEVELS), SHORT, threads=n) for n in (1, 2))
-    assert np.array_equal(one.utilization, two.utilization)
+    assert np.array_equal(one.screened, two.screened)
+    assert one.optimum == two.optimum
 
 
 def test_crux_and_crux_plus_reach_what_they_are_held_to() -> None:

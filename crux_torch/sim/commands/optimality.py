@@ -15,7 +15,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from crux_torch.schedule.crux_plus import GROUP_PLAYS, REHEARSED
-from crux_torch.sim.optimality import JUDGED, LEVELS, MECHANISMS, Outcome, judge, summarise
+from crux_torch.sim.optimality import (
+    JUDGED,
+    LEVELS,
+    MECHANISMS,
+    NEAR,
+    SCREENED,
+    Outcome,
+    judge,
+    summarise,
+)
 from crux_torch.sim.results import Result, ResultError, write_result
 from crux_torch.sim.small_case import AGGREGATIONS, HOSTS, JOBS, RING_MODELS, TORS, draw_case
 
@@ -79,6 +88,8 @@ def _settings(cases: int, seed: int, outcomes: Sequence[Outcome]) -> dict[str, A
         "aggregations": AGGREGATIONS,
         "levels": len(LEVELS),
         "models": [model.name for model in RING_MODELS],
+        "screened": asdict(SCREENED),
+        "near": NEAR,
         "judged": asdict(JUDGED),
         "rehearsed": asdict(REHEARSED),
         "rehearsal_plays": GROUP_PLAYS,
