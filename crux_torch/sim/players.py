@@ -185,7 +185,7 @@ def never_full(topology: Topology) -> frozenset[Link]:
             if topology.nodes[nic].kind == "nic" and topology.nodes[other].host is None:
                 rates = port_Bps.setdefault(nic, {True: 0.0, False: 0.0})
                 rates[out] += edge.link.capacity_Bps
-    found = set()
+    found: set[Link] = set()
     for host in topology.hosts:
         if not topology.inside(host, "nvswitch"):
             continue
