@@ -113,4 +113,7 @@ class Engine:
         """Events played so far; what was skipped has none."""
 
 def run_all(engines: Sequence[Engine], until_s: Sequence[float], threads: int = 1) -> None:
-    """Runs independent engines, each to its own time, `threads` at a time without the GIL."""
+    """Runs independent engines, each to its own time, `threads` at a time without the GIL.
+
+    Ctrl-C ends it; every engine is then somewhere on its way and can be run further.
+    """

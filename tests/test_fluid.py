@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import time
 
@@ -287,6 +289,42 @@ def test_independent_runs_side_by_side_are_as_alone():
     side_by_side = [engine() for _ in range(4)]
     run_all(side_by_side, [200.0] * 4, threads=3)
     assert all(e.results() == alone.results() for e in side_by_side)
+
+
+INTERRUPTED = """
+import os, signal, threading
+from crux_torch._fluid import Engine, run_all
+
+def endless():
+    engine = Engine([("l", 1e9, 0.0)], skip_repeats=False)
+    for i in range(3):
+        engine.add_job(f"j{i}", compute_s=1e-4 * (1 + i / 3), bursts=[(0.5, {"l": 1e5})])
+    return engine
+
+engines = [endless(), endless()]
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    CALL
+except KeyboardInterrupt:
+    assert all(0 < e.now_s < 1e7 for e in engines[:LOOKED_AT])
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "looked_at"),
+    [
+        ("engines[0].run_until(1e7)", 1),
+        ("run_all(engines, [1e7, 1e7], threads=1)", 1),
+        ("run_all(engines, [1e7, 1e7], threads=2)", 2),
+    ],
+)
+def test_ctrl_c_ends_a_run(call, looked_at):
+    program = INTERRUPTED.replace("CALL", call).replace("LOOKED_AT", str(looked_at))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_other_threads_run_while_the_engine_does():

@@ -3,9 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -16,8 +20,9 @@ using namespace crux::fluid;
 
 namespace {
 
-// Between two looks at Python's signals.
-constexpr std::uint64_t kEventsPerLook = 1'000'000;
+// Between two looks at Python's signals: under a second even where an event re-allocates thousands.
+constexpr std::uint64_t kEventsPerLook = 10'000;
+constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
 
 class NamedEngine {
  public:
@@ -178,23 +183,43 @@ void run_all(const std::vector<NamedEngine*>& engines, const std::vector<double>
       if (engines[i] == engines[j]) throw SpecError("run_all: an engine appears twice");
     }
   }
-  py::gil_scoped_release release;
   std::vector<std::exception_ptr> errors(engines.size());
   std::atomic<std::size_t> next{0};
+  std::atomic<bool> interrupted{false};
+  std::mutex mutex;
+  std::condition_variable all_done;
+  std::size_t working = std::min<std::size_t>(std::max(threads, 1U), engines.size());
   const auto work = [&] {
     for (std::size_t i = next++; i < engines.size(); i = next++) {
       try {
-        engines[i]->engine().run_until(Seconds(until_s[i]));
+        while (!interrupted &&
+               !engines[i]->engine().run_until(Seconds(until_s[i]), kEventsPerLook)) {
+        }
       } catch (...) {
         errors[i] = std::current_exception();
       }
     }
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (--working == 0) all_done.notify_all();
   };
-  std::vector<std::thread> pool;
-  const std::size_t wanted = std::min<std::size_t>(threads, engines.size());
-  for (std::size_t i = 1; i < wanted; ++i) pool.emplace_back(work);
-  work();
-  for (std::thread& thread : pool) thread.join();
+  {
+    py::gil_scoped_release release;
+    std::vector<std::thread> pool;
+    for (std::size_t i = working; i > 0; --i) pool.emplace_back(work);
+    // This thread is the one that may see Ctrl-C.
+    for (bool done = false; !done;) {
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        done = all_done.wait_for(lock, kBetweenLooks, [&] { return working == 0; });
+      }
+      const py::gil_scoped_acquire acquire;
+      if (!interrupted && PyErr_CheckSignals() != 0) {
+        errors.push_back(std::make_exception_ptr(py::error_already_set()));
+        interrupted = true;
+      }
+    }
+    for (std::thread& thread : pool) thread.join();
+  }
   for (const std::exception_ptr& error : errors) {
     if (error) std::rethrow_exception(error);
   }
