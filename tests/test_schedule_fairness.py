@@ -81,6 +81,17 @@ def test_slack_is_counted() -> None:
     assert bounds(cluster, decided(cluster, 1, 0))["b"] == (4.0, 4.0, 4.0)
 
 
+def test_part_of_the_slack_is_counted() -> None:
+    # a sends 3 s in every 10. b, 4 s alone, can wait for 2 of them: a third costs it time.
+    jobs = (
+        Job("a", 1, 1.0, 7.0, (Flow(3.0, (("l",),)),)),
+        Job("b", 1, 1.0, 4.0, (Flow(1.0, (("l",),)),), (Burst(0.25, 1.0),)),
+    )
+    cluster = Cluster({"l": 1.0}, jobs)
+    decision = decided(cluster, 1, 0)
+    assert bounds(cluster, decision)["b"] == (4.0, pytest.approx(4.0 / 0.9), pytest.approx(5.0))
+
+
 def iteration_ends_s(
     cluster: Cluster, decision: Decision, who: str, start_s: dict[str, float]
 ) -> list[float]:
