@@ -10,5 +10,9 @@ from crux_torch.schedule.options import SchedulerOptions
 
 
 def ideal(cluster: Cluster, options: SchedulerOptions) -> Decision:
-    """No contention: every job alone on the default paths. An upper bound, not a schedule."""
+    """Every job alone on the default paths: the paper's ideal (§6.2), and not a schedule.
+
+    It bounds what priorities and time shifts can gain, not what paths can: alone, too, a job's own
+    flows may meet on the paths that ECMP gives them, and a scheduler that selects paths parts them.
+    """
     return replace(ecmp(cluster, options), isolated=True)
