@@ -67,7 +67,7 @@ def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
         return job
 
     kept = []
-    for meeting in sorted(meetings, key=lambda m: (-round(m.gain, 9), tuple(m.shift))):
+    for meeting in sorted(meetings, key=_rank):
         speaker: dict[int, int] = {}
         for job in sorted(meeting.shift, key=lambda j: (-meeting.demand[j], j)):
             speaker.setdefault(root(job), job)
@@ -110,3 +110,12 @@ def time_shifts(graph: AffinityGraph, period: Sequence[int]) -> list[dict[int, i
         visited |= shift.keys()
         shifts.append(shift)
     return shifts
+
+
+def _rank(meeting: Meeting) -> tuple[object, ...]:
+    """Largest gain first; then by content, so that the order they came in decides nothing."""
+    return (
+        -round(meeting.gain, 9),
+        sorted(meeting.shift.items()),
+        sorted(meeting.demand.items()),
+    )

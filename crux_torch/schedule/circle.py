@@ -182,11 +182,26 @@ def best_rotation(circles: Sequence[FloatArray], background: float = 0.0) -> Rot
 
 
 def _best_place(demand: FloatArray, own: FloatArray) -> tuple[int, float]:
-    """The smallest of the best rotations of one job over ``demand``, and the score there."""
+    """The best rotation of one job over ``demand``, and the score there.
+
+    Where several are best it is one amid the others, so that drift to either side costs least.
+    """
     count, around = len(own), len(demand)
     excess = np.clip(demand[None] + own[_turned(count, around)] - 1.0, 0.0, None).mean(axis=1)
-    best = int(np.argmax(excess <= excess.min() + _SAME))
+    best = _middle(excess <= excess.min() + _SAME)
     return best, 1.0 - float(excess[best])
+
+
+def _middle(good: npt.NDArray[np.bool_]) -> int:
+    """The middle of the longest run of true entries around a circle; 0 if all are true."""
+    count = len(good)
+    if good.all():
+        return 0
+    start = int(np.argmin(good))
+    edges = np.diff(np.concatenate(([0], np.roll(good, -start).astype(np.int8), [0])))
+    begin, end = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    longest = int(np.argmax(end - begin))
+    return (start + int(begin[longest] + end[longest] - 1) // 2) % count
 
 
 @lru_cache(None)
