@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from crux_torch.sim.commands.compare import compare
 from crux_torch.sim.commands.figures import figures
 from crux_torch.sim.commands.optimality import optimality
 from crux_torch.sim.commands.testbed import testbed
@@ -22,6 +23,7 @@ def sim() -> None:
     """What would Crux do on a cluster, with its jobs?"""
 
 
+sim.add_command(compare)
 sim.add_command(figures)
 sim.add_command(optimality)
 sim.add_command(testbed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +57,8 @@ class ScenarioJob:
         weight: share within its level.
         start_s: when its first iteration starts to compute.
         iterations: after which it ends; None: it goes on to the horizon.
+        paths: the alternatives that the file gives: bytes on each link.
+        path: the alternative in use, if it is one of them.
     """
 
     gpus: float
@@ -67,6 +69,8 @@ class ScenarioJob:
     weight: float = 1.0
     start_s: float = 0.0
     iterations: int | None = None
+    paths: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,8 @@ def _job(where: str, record: _JobRecord, links: Mapping[str, Link]) -> ScenarioJ
         weight=record.weight,
         start_s=record.start_s,
         iterations=record.iterations,
+        paths=record.paths or {},
+        path=record.path,
     )
 
 
