@@ -4,7 +4,7 @@
 //   links, then each one's bytes/s; hosts; transfers, then for each
 //   start_s bytes source destination number_of_links link...
 // The fluid model is the plain max-min one: CM02 without TCP window, latency or bandwidth factors,
-// and without traffic of acknowledgements.
+// and without traffic of acknowledgements. Lazy: only what an event changes is solved anew.
 
 #include <algorithm>
 #include <chrono>
@@ -26,9 +26,9 @@ struct Transfer {
 
 int main(int argc, char** argv) {
   sg::Engine engine(&argc, argv);
-  for (const char* option :
-       {"network/model:CM02", "network/TCP-gamma:0", "network/weight-S:0",
-        "network/bandwidth-factor:1", "network/latency-factor:1", "network/crosstraffic:0"}) {
+  for (const char* option : {"network/model:CM02", "network/TCP-gamma:0", "network/weight-S:0",
+                             "network/bandwidth-factor:1", "network/latency-factor:1",
+                             "network/crosstraffic:0", "network/optim:Lazy"}) {
     sg::Engine::set_config(option);
   }
   if (argc < 2) {

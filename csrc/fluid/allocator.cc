@@ -245,6 +245,7 @@ void Allocator::reach(LinkId id, double water) {
     link.old_mark = kNever;
     --old_marks_;
   }
+  marks_.set(link.leaf, kNever);
 }
 
 void Allocator::freeze(JobId id, double water, LinkId bottleneck) {
@@ -258,7 +259,8 @@ void Allocator::freeze(JobId id, double water, LinkId bottleneck) {
     Link& link = links_[slot.link];
     link.room -= slot.weight * water;
     link.demand -= slot.weight;
-    --link.rising;
+    // Where nobody rises any more only the old mark is left to look at.
+    if (--link.rising == 0 && !overfull(link)) marks_.set(link.leaf, link.old_mark);
   }
 }
 

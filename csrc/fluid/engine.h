@@ -141,6 +141,7 @@ class Engine {
   void join(JobId id);
   void part(JobId id);
   void split(std::uint32_t component);
+  bool leads(JobId a, JobId b) const;
   void choose_reference(Component& component);
   bool keeps_paces(const Component& component, double period, double tolerance_s) const;
   void look_for_repeat(std::uint32_t component, double t);

@@ -32,14 +32,16 @@ std::uint32_t Engine::new_component(std::vector<JobId> members) {
   return id;
 }
 
+// Whether a is the better reference job: of a higher level, so that it never starves.
+bool Engine::leads(JobId a, JobId b) const {
+  const int level_a = jobs_[a].spec.level;
+  const int level_b = jobs_[b].spec.level;
+  return level_a != level_b ? level_a > level_b : a < b;
+}
+
 void Engine::choose_reference(Component& component) {
-  const auto first = [this](JobId a, JobId b) {
-    const int level_a = jobs_[a].spec.level;
-    const int level_b = jobs_[b].spec.level;
-    return level_a != level_b ? level_a > level_b : a < b;
-  };
-  component.reference =
-      *std::min_element(component.members.begin(), component.members.end(), first);
+  component.reference = *std::min_element(component.members.begin(), component.members.end(),
+                                          [this](JobId a, JobId b) { return leads(a, b); });
 }
 
 // Puts a job that is on its links into one component with all that it can meet there.
@@ -53,6 +55,9 @@ void Engine::join(JobId id) {
       if (components_[own].members.size() < components_[other].members.size()) {
         std::swap(own, other);
       }
+      if (leads(components_[other].reference, components_[own].reference)) {
+        components_[own].reference = components_[other].reference;
+      }
       for (JobId member : components_[other].members) {
         jobs_[member].component = own;
         components_[own].members.push_back(member);
@@ -63,7 +68,6 @@ void Engine::join(JobId id) {
     }
   }
   components_[own].forget();
-  choose_reference(components_[own]);
 }
 
 void Engine::part(JobId id) {
