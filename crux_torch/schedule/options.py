@@ -19,7 +19,8 @@ class SchedulerOptions:
             that ECMP's hash gives to each of its flows. Jobs that are not named, or all jobs
             where it is None, take the first candidate.
         max_slowdown: what crux-fair guarantees: no job's mean iteration takes longer than this
-            many times its iteration alone. None: no bound. Other schedulers do not heed it.
+            many times its iteration alone, or than fair sharing guarantees where that is more.
+            None: no bound. Other schedulers do not heed it.
         bursts: whether Crux sees every burst of an iteration; otherwise the one burst, hence one
             overlap ratio, that the paper's model has (§7.1). Other schedulers do not heed it.
     """
