@@ -8,7 +8,8 @@ corrected one, by playing plans in the fluid engine (:mod:`crux_torch.schedule.s
 The budget is a number of plays, never seconds: equal clusters give equal plans on any machine. It
 is spent on the groups with the most GPUs first, and no group gets more than ``GROUP_PLAYS``, so
 that a decision takes bounded time whatever the cluster. A larger group keeps the better of the two
-starts, or the corrected one where even two plays would be too long.
+starts, or the corrected one where even two plays would be too long, or where its jobs are such that
+the engine can't play them (bytes and periods that differ beyond what its clock resolves).
 
 Since Crux's plan is one of the starts, no group is worse off than under Crux as far as the
 rehearsal can tell.
@@ -23,6 +24,7 @@ from itertools import combinations
 import numpy as np
 from scipy import sparse
 
+from crux_torch import _fluid
 from crux_torch.schedule.arrays import (
     Arrays,
     IntArray,
@@ -67,8 +69,12 @@ def crux_plus(cluster: Cluster, options: SchedulerOptions) -> Decision:
         starts = [Plan(own, dense([of[job.name] for job in jobs])) for of in (start.level, level)]
         moves = moves_of_plans(jobs, len(usable))
         budget = min(GROUP_PLAYS, left) if len(jobs) <= SEARCHED_JOBS else 0
-        best = search(rehearsal, starts, moves, budget)
-        left -= rehearsal.plays
+        try:
+            best = search(rehearsal, starts, moves, budget)
+        except _fluid.SpecError:
+            continue
+        finally:
+            left -= rehearsal.plays
         path.update(zip((job.name for job in jobs), best.path, strict=True))
         level.update(_on(usable, jobs, best.level))
     names = [job.name for job in arrays.jobs]

@@ -26,6 +26,9 @@ from crux_torch.schedule.correction import player
 from crux_torch.schedule.intensity import link_traffic, transfer_time_s
 from crux_torch.schedule.model import Cluster, Job, Link
 
+#: Bounds what a play costs where jobs' iterations differ by orders of magnitude.
+_LONGEST = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Length:
@@ -34,7 +37,8 @@ class Length:
     Attributes:
         phases: sets of start times that every play is averaged over.
         iterations: iterations of all jobs together that one play lasts for.
-        rounds: iterations of the slowest job that it lasts for at least.
+        rounds: iterations of the slowest job that it lasts for at least, unless the others are so
+            fast that they would do more than ``_LONGEST`` times ``iterations`` meanwhile.
         warm_up: share of a play that comes before and is not counted.
     """
 
@@ -131,6 +135,9 @@ class Rehearsal:
         Args:
             routes: of all jobs, in order.
             levels: a row for each plan, a level for each job; a higher one goes first.
+
+        Raises:
+            SpecError: jobs that the engine can't play.
         """
         return self.busy_gpus_of([(routes, levels)])[0]
 
@@ -221,7 +228,8 @@ class Rehearsal:
     def _horizon_s(self, part: Part) -> float:
         periods_s = [route.period_s for route in part.routes]
         rate = sum(1.0 / period_s for period_s in periods_s)
-        return max(self._length.iterations / rate, self._length.rounds * max(periods_s))
+        enough_s = self._length.iterations / rate
+        return min(max(enough_s, self._length.rounds * max(periods_s)), _LONGEST * enough_s)
 
     def _engine(self, part: Part, level: IntArray, phase: int) -> _fluid.Engine:
         links = {link: self._capacity_Bps[link] for r in part.routes for link in r.traffic}
@@ -249,10 +257,10 @@ def _computing(job: Job, before: _fluid.JobResult, after: _fluid.JobResult, span
     cuts its first and last; a job that ended none is counted by its seconds.
     """
     ended = after["completed"] - before["completed"]
-    if not ended:
-        return (after["compute_s"] - before["compute_s"]) / span_s
     spent_s = after["completed"] * (after["mean_iteration_s"] or 0.0)
     spent_s -= before["completed"] * (before["mean_iteration_s"] or 0.0)
+    if not ended or spent_s <= 0:
+        return (after["compute_s"] - before["compute_s"]) / span_s
     return ended * job.compute_s / spent_s
 
 
