@@ -9,6 +9,9 @@ from functools import lru_cache
 from crux_torch.fabric.paths import spread
 from crux_torch.fabric.topology import Path, Topology
 
+#: Paths between two switches that are kept, spread over all; parallel links can make millions.
+MIDDLE_LIMIT = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class _Port:
@@ -73,7 +76,8 @@ class JoinedPaths:
         return tuple(found)
 
     def _find_middle(self, src: str, dst: str) -> tuple[int, tuple[Path, ...]]:
-        paths = self._topology.candidate_paths(src, dst, None)
+        limit = None if self._limit is None else max(self._limit, MIDDLE_LIMIT)
+        paths = self._topology.candidate_paths(src, dst, limit)
         links = self._topology.links
         return sum(links[name].cost for name in paths[0]), paths
 
