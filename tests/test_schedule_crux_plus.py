@@ -18,6 +18,7 @@ from crux_torch.schedule.crux_plus import (
     GROUP_PLAYS,
     PLAYED_JOBS,
     REHEARSED,
+    SEARCHED_JOBS,
     crux_plus,
     plus_compression,
     plus_order,
@@ -36,6 +37,7 @@ from crux_torch.schedule.search import (
     search,
     swaps,
 )
+from crux_torch.sim.play import play
 
 LINKS = ("x", "y", "z")
 OPTIONS = SchedulerOptions(levels=(2, 5, 6))
@@ -254,3 +256,20 @@ def test_alternatives_are_all_where_few_and_bounded_where_many() -> None:
     assert own not in found
     assert (1,) * 20 in found
     assert len(found) == len(set(found)) <= 8
+
+
+def test_a_group_too_large_to_search_shares_where_priority_would_stop_a_ring() -> None:
+    links = [f"l{i:02}" for i in range(SEARCHED_JOBS + 4)]
+    # One job crosses every link, and each link has a more intense job of a period of its own.
+    ring = Job("ring", 64, 6.0, 0.2, (Flow(0.3, (tuple(links),)),))
+    others = [
+        Job(f"o{i:02}", 1, 10.0, 0.5 + 0.01 * i, (Flow(0.3, ((link,),)),))
+        for i, link in enumerate(links)
+    ]
+    cluster = Cluster(dict.fromkeys(links, 1.0), (ring, *others))
+    options = SchedulerOptions(levels=tuple(range(8)))
+    busy = {
+        name: play(cluster, SCHEDULERS[name](cluster, options), 200.0).gpu_utilization
+        for name in ("crux", "crux+")
+    }
+    assert busy["crux+"] > 1.5 * busy["crux"]

@@ -2,14 +2,17 @@
 
 Crux's plan is improved in two steps. Correction factors come from every job that a job contends
 with (:mod:`crux_torch.schedule.contention`), not from one reference job. Then groups of jobs that
-can meet each other, if small enough, search for a better plan from both starts, Crux's own and the
-corrected one, by playing plans in the fluid engine (:mod:`crux_torch.schedule.search`).
+can meet each other, if small enough, search for a better plan from several starts, Crux's own, the
+corrected one and that on fewer levels, by playing plans in the fluid engine
+(:mod:`crux_torch.schedule.search`). Fewer levels, down to fair sharing on Crux's paths, because a
+job that meets several others on different links moves only while all of these leave theirs to it:
+under strict priority that may be next to never.
 
 The budget is a number of plays, never seconds: equal clusters give equal plans on any machine. It
 is spent on the groups with the most GPUs first, and no group gets more than ``GROUP_PLAYS``, so
-that a decision takes bounded time whatever the cluster. A larger group keeps the better of the two
-starts, or the corrected one where even two plays would be too long, or where its jobs are such that
-the engine can't play them (bytes and periods that differ beyond what its clock resolves).
+that a decision takes bounded time whatever the cluster. A larger group keeps the best of the
+starts, or the corrected one where even these plays would be too long, or where its jobs are such
+that the engine can't play them (bytes and periods that differ beyond what its clock resolves).
 
 Since Crux's plan is one of the starts, no group is worse off than under Crux as far as the
 rehearsal can tell.
@@ -41,13 +44,24 @@ from crux_torch.schedule.model import Cluster, Decision, Job
 from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.schedule.priority import Priorities
 from crux_torch.schedule.rehearsal import Length, Rehearsal
-from crux_torch.schedule.search import Plan, dense, moves_of_levels, moves_of_plans, search
+from crux_torch.schedule.search import (
+    Moves,
+    Plan,
+    dense,
+    judge,
+    moves_of_levels,
+    moves_of_plans,
+    search,
+)
 
 #: Plays of one decision, and of one group of jobs.
 PLAYS, GROUP_PLAYS = 2000, 400
 #: Jobs of a group that searches, and of one that still plays its starts.
 SEARCHED_JOBS, PLAYED_JOBS = 16, 64
+#: Numbers of levels that are tried beside all of them.
+COARSER = (1, 2, 4)
 REHEARSED = Length(phases=1, iterations=150, rounds=5)
+CONFIRMED = Length(phases=4, iterations=300, rounds=10)
 
 Path = Mapping[str, tuple[int, ...]]
 
@@ -58,19 +72,29 @@ def crux_plus(cluster: Cluster, options: SchedulerOptions) -> Decision:
     start = crux_full(cluster, options)
     choice = choice_of(arrays, start.path)
     priorities = contention_priorities(arrays, traffic_matrix(arrays, choice))
-    path, level = dict(start.path), _compressed(arrays, choice, priorities, options)
     usable = check_levels(options.levels)
+    path, level = dict(start.path), _compressed(arrays, choice, priorities, options)
+    coarser = [
+        _compressed(
+            arrays, choice, priorities, replace(options, levels=tuple(usable[-k:].tolist()))
+        )
+        for k in COARSER
+        if k < len(usable)
+    ]
     left = PLAYS
     for jobs in _groups(arrays):
         if len(jobs) > PLAYED_JOBS or left <= 0:
             continue
-        rehearsal = Rehearsal(Cluster(cluster.capacity_Bps, jobs), REHEARSED, seed=options.seed)
+        rehearsal = _Twice(Cluster(cluster.capacity_Bps, jobs), options.seed)
         own = tuple(start.path[job.name] for job in jobs)
-        starts = [Plan(own, dense([of[job.name] for job in jobs])) for of in (start.level, level)]
+        starts = [
+            Plan(own, dense([of[job.name] for job in jobs]))
+            for of in (start.level, level, *coarser)
+        ]
         moves = moves_of_plans(jobs, len(usable))
         budget = min(GROUP_PLAYS, left) if len(jobs) <= SEARCHED_JOBS else 0
         try:
-            best = search(rehearsal, starts, moves, budget)
+            best = _found(rehearsal, starts, moves, budget)
         except _fluid.SpecError:
             continue
         finally:
@@ -97,8 +121,8 @@ def plus_order(cluster: Cluster, path: Path, options: SchedulerOptions) -> tuple
     names = [job.name for job in arrays.jobs]
     own = tuple(tuple(path[name]) for name in names)
     starts = [Plan(own, dense([of[name] for name in names])) for of in (start.level, level)]
-    rehearsal = Rehearsal(cluster, REHEARSED, seed=options.seed)
-    best = search(rehearsal, starts, moves_of_levels(len(options.levels)), GROUP_PLAYS)
+    moves = moves_of_levels(len(options.levels))
+    best = _found(_Twice(cluster, options.seed), starts, moves, GROUP_PLAYS)
     rank = _ranks(names, dict(zip(names, best.level, strict=True)), priorities)
     return tuple(sorted(names, key=lambda name: -rank[name]))
 
@@ -133,8 +157,30 @@ def plus_compression(
 
     own = tuple(tuple(path[name]) for name in names)
     start = Plan(own, dense([cut[name] for name in names]))
-    best = search(Rehearsal(cluster, REHEARSED, seed=options.seed), [start], moves, GROUP_PLAYS)
+    best = _found(_Twice(cluster, options.seed), [start], moves, GROUP_PLAYS)
     return _on(usable, [by_name[name] for name in names], best.level)
+
+
+class _Twice:
+    """A brief rehearsal to search in, and a longer one from other phases to judge what it found."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.brief = Rehearsal(cluster, REHEARSED, seed=seed)
+        self.long = Rehearsal(cluster, CONFIRMED, seed=seed + 1)
+
+    @property
+    def plays(self) -> int:
+        return self.brief.plays + self.long.plays
+
+
+def _found(rehearsal: _Twice, starts: Sequence[Plan], moves: Moves, plays: int) -> Plan:
+    """The best of what a search finds and of its starts, in the longer rehearsal.
+
+    A search picks the best of many brief plays, so part of its lead is luck with the phases.
+    """
+    best = search(rehearsal.brief, starts, moves, plays)
+    judged = judge(rehearsal.long, list(dict.fromkeys((*starts, best))))
+    return max(judged, key=lambda plan: judged[plan])
 
 
 def _compressed(

@@ -52,7 +52,7 @@ def search(rehearsal: Rehearsal, starts: Sequence[Plan], moves: Moves, plays: in
         plays: no more plans are judged once the rehearsal has played so many; those of one step
             are cut to what is left.
     """
-    busy = _judged(rehearsal, starts)
+    busy = judge(rehearsal, starts)
     beam = _beam(busy)
     grown: set[Plan] = set()
     while ready := [plan for plan in beam if plan not in grown]:
@@ -62,12 +62,12 @@ def search(rehearsal: Rehearsal, starts: Sequence[Plan], moves: Moves, plays: in
         step = dict.fromkeys(islice(fresh, max(0, left)))
         if not step:
             break
-        busy |= _judged(rehearsal, list(step))
+        busy |= judge(rehearsal, list(step))
         beam = _beam(busy)
     return beam[0]
 
 
-def _judged(rehearsal: Rehearsal, plans: Sequence[Plan]) -> dict[Plan, float]:
+def judge(rehearsal: Rehearsal, plans: Sequence[Plan]) -> dict[Plan, float]:
     """The GPUs that each plan keeps busy."""
     by_path: dict[JobPaths, list[Plan]] = {}
     for plan in plans:
