@@ -69,7 +69,7 @@ def results() -> dict[str, dict[str, Any]]:
     ]
     rows = {
         "testbed": [
-            row_of_testbed(n, s) for n in (19, 20, 21, 22) for s in ("ecmp", "crux", "bound")
+            row_of_testbed(n, s) for n in (19, 20, 21, 22) for s in ("ecmp", "crux", "ideal")
         ],
         "trace": [trace_row(*cell) for cell in trace_cells],
         "optimality": [
@@ -195,9 +195,9 @@ def test_a_value_knows_its_place() -> None:
 def test_schedulers_have_one_colour_and_one_label() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
     assert set(LABELS) == set(COLOURS)
-    assert in_order(["other", "bound", "crux", "ecmp", "crux"]) == [
+    assert in_order(["other", "ideal", "crux", "ecmp", "crux"]) == [
         "ecmp",
         "crux",
-        "bound",
+        "ideal",
         "other",
     ]

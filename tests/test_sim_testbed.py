@@ -102,11 +102,11 @@ def test_hashed_paths_differ_between_seeds_and_only_there(topology: Topology) ->
 
 def test_rows_compare_with_ecmp_on_the_same_draws() -> None:
     found = case("BERT-16 + 2 ResNet-4")
-    rows = evaluate(found, ("ecmp", "crux", "bound"), FEW)
+    rows = evaluate(found, ("ecmp", "crux", "ideal"), FEW)
     by_name = {row["scheduler"]: row for row in rows}
-    assert list(by_name) == ["ecmp", "crux", "bound"]
+    assert list(by_name) == ["ecmp", "crux", "ideal"]
     assert set(by_name["ecmp"]["gain_pct"].values()) == {0.0}
-    assert by_name["bound"]["utilization"]["median"] >= by_name["crux"]["utilization"]["median"]
+    assert by_name["ideal"]["utilization"]["median"] >= by_name["crux"]["utilization"]["median"]
     for row in rows:
         spread = row["utilization"]
         assert 0 < spread["p10"] <= spread["median"] <= spread["p90"] <= 1
@@ -119,7 +119,7 @@ def test_a_job_alone_at_its_bound_takes_compute_and_transfer(topology: Topology)
     alone = replace(CASES[0], parts=CASES[0].parts[:1])
     (gpt,) = jobs_of(alone, topology, Setup())
     cluster = cluster_of((gpt,), topology)
-    report = play(cluster, scheduler("bound")(cluster, SchedulerOptions()), 50.0)
+    report = play(cluster, scheduler("ideal")(cluster, SchedulerOptions()), 50.0)
     share = communication_share(alone)["gpt"]
     assert report.jobs["gpt0"].mean_iteration_s == pytest.approx(gpt.compute_s / (1 - share))
 

@@ -45,9 +45,9 @@ def crux(cluster: Cluster, levels: Sequence[int], *, seed: int = 0, sweeps: int 
     return _decision(arrays, choice, priorities, order, compressed.tolist())
 
 
-def crux_full(cluster: Cluster, options: SchedulerOptions) -> Decision:
+def crux_full(cluster: Cluster, options: SchedulerOptions, *, sweeps: int = 0) -> Decision:
     """Crux-full of §6.3: :func:`crux` as a scheduler."""
-    return crux(_seen(cluster, options), options.levels, seed=options.seed)
+    return crux(_seen(cluster, options), options.levels, seed=options.seed, sweeps=sweeps)
 
 
 def crux_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:

@@ -2,11 +2,11 @@
 
 Crux's plan is improved in two steps. Correction factors come from every job that a job contends
 with (:mod:`crux_torch.schedule.contention`), not from one reference job. Then groups of jobs that
-can meet each other, if small enough, search for a better plan from several starts, Crux's own, the
-corrected one and that on fewer levels, by playing plans in the fluid engine
-(:mod:`crux_torch.schedule.search`). Fewer levels, down to fair sharing on Crux's paths, because a
-job that meets several others on different links moves only while all of these leave theirs to it:
-under strict priority that may be next to never.
+can meet each other, if small enough, search for a better plan by playing plans in the fluid engine
+(:mod:`crux_torch.schedule.search`), from several starts: Crux's own, the corrected one, that on
+fewer levels, and some on reconsidered paths. Fewer levels, down to fair sharing on Crux's paths,
+because a job that meets several others on different links moves only while all of these leave
+theirs to it: under strict priority that may be next to never.
 
 The budget is a number of plays, never seconds: equal clusters give equal plans on any machine. It
 is spent on the groups with the most GPUs first, and no group gets more than ``GROUP_PLAYS``, so
@@ -60,6 +60,8 @@ PLAYS, GROUP_PLAYS = 2000, 400
 SEARCHED_JOBS, PLAYED_JOBS = 16, 64
 #: Numbers of levels that are tried beside all of them.
 COARSER = (1, 2, 4)
+#: Times that flows reconsider their paths in some of the starts.
+SWEEPS = 4
 REHEARSED = Length(phases=1, iterations=150, rounds=5)
 CONFIRMED = Length(phases=4, iterations=300, rounds=10)
 
@@ -69,28 +71,30 @@ Path = Mapping[str, tuple[int, ...]]
 def crux_plus(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Paths and levels: Crux's, corrected and searched."""
     arrays = arrays_of(cluster)
-    start = crux_full(cluster, options)
-    choice = choice_of(arrays, start.path)
-    priorities = contention_priorities(arrays, traffic_matrix(arrays, choice))
     usable = check_levels(options.levels)
-    path, level = dict(start.path), _compressed(arrays, choice, priorities, options)
-    coarser = [
-        _compressed(
-            arrays, choice, priorities, replace(options, levels=tuple(usable[-k:].tolist()))
-        )
-        for k in COARSER
-        if k < len(usable)
+    found = crux_full(cluster, options)
+    choice = choice_of(arrays, found.path)
+    priorities = contention_priorities(arrays, traffic_matrix(arrays, choice))
+    path, level = dict(found.path), _compressed(arrays, choice, priorities, options)
+    candidates = [
+        (found.path, found.level),
+        (found.path, level),
+        *_simpler(cluster, arrays, found.path, priorities, options),
     ]
     left = PLAYS
     for jobs in _groups(arrays):
         if len(jobs) > PLAYED_JOBS or left <= 0:
             continue
         rehearsal = _Twice(Cluster(cluster.capacity_Bps, jobs), options.seed)
-        own = tuple(start.path[job.name] for job in jobs)
-        starts = [
-            Plan(own, dense([of[job.name] for job in jobs]))
-            for of in (start.level, level, *coarser)
-        ]
+        starts = list(
+            dict.fromkeys(
+                Plan(
+                    tuple(paths[job.name] for job in jobs),
+                    dense([levels[job.name] for job in jobs]),
+                )
+                for paths, levels in candidates
+            )
+        )
         moves = moves_of_plans(jobs, len(usable))
         budget = min(GROUP_PLAYS, left) if len(jobs) <= SEARCHED_JOBS else 0
         try:
@@ -159,6 +163,25 @@ def plus_compression(
     start = Plan(own, dense([cut[name] for name in names]))
     best = _found(_Twice(cluster, options.seed), [start], moves, GROUP_PLAYS)
     return _on(usable, [by_name[name] for name in names], best.level)
+
+
+def _simpler(
+    cluster: Cluster,
+    arrays: Arrays,
+    path: Path,
+    priorities: Priorities,
+    options: SchedulerOptions,
+) -> Iterator[tuple[Path, Mapping[str, int]]]:
+    """Plans on fewer levels, and plans whose flows have reconsidered their paths."""
+    usable = tuple(check_levels(options.levels).tolist())
+    choice = choice_of(arrays, path)
+    for count in COARSER:
+        if count < len(usable):
+            fewer = replace(options, levels=usable[-count:])
+            yield path, _compressed(arrays, choice, priorities, fewer)
+    swept = crux_full(cluster, options, sweeps=SWEEPS)
+    yield swept.path, swept.level
+    yield swept.path, dict.fromkeys(swept.level, usable[-1])
 
 
 class _Twice:

@@ -49,17 +49,13 @@ def paths_only(cluster: Cluster, options: SchedulerOptions) -> Decision:
     return Decision(path=found.path, level=dict.fromkeys(found.level, lowest))
 
 
-def alone_on_best_paths(cluster: Cluster, options: SchedulerOptions) -> Decision:
-    """Every job with the network to itself, on paths that do not collide among themselves."""
-    best = {
-        job.name: select_paths(Cluster(cluster.capacity_Bps, (job,)))[job.name]
-        for job in cluster.jobs
-    }
-    return SCHEDULERS["ideal"](cluster, replace(options, default_path=best))
+def alone(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Every job with the network to itself on ECMP's paths, as a job ran alone in the testbed."""
+    return replace(SCHEDULERS["ecmp"](cluster, options), isolated=True)
 
 
-#: Beside the registered ones; "ideal" is alone on ECMP's paths, as a job ran alone in the testbed.
-VARIANTS: dict[str, Scheduler] = {"paths-only": paths_only, "bound": alone_on_best_paths}
+#: Beside the registered ones.
+VARIANTS: dict[str, Scheduler] = {"paths-only": paths_only, "alone": alone}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ meets them at a few uplinks. That has two consequences, which the schedulers her
 * Strict priority can cost more than it gives: a ring moves at the pace of its slowest hop, so one
   that meets two more intense jobs on two links moves only while both are silent, whereas with fair
   sharing it always moves. Correction factors, which look at two jobs on one link, don't see that.
-  ``crux-rehearsed`` plays Crux's plans, with and without levels and sweeps, and takes the best;
-  ``crux+`` searches further, for about a hundred times as long.
+  ``crux+`` plays its plans, with and without levels and sweeps among them, and sees it.
 
 A case is a torus of hosts and the jobs on them, drawn at random: a model of §6.3 and 2 to 16 whole
 hosts each, until hardly any host is free; iterations start at random times.
@@ -32,7 +31,6 @@ from crux_torch.fabric.topology import Path, Topology
 from crux_torch.schedule.crux import crux
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.model import Cluster, Decision, Job
-from crux_torch.schedule.paths import select_paths
 from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
 from crux_torch.sim.catalogue import PAPER_MODELS, WorkloadError
 from crux_torch.sim.collectives import build_job
@@ -46,8 +44,6 @@ HOSTS = (2, 4, 8, 16)
 STARTS_S = 5.0
 #: Times that flows choose again in ``crux-sweeps``.
 SWEEPS = 4
-#: Seconds for which ``crux-rehearsed`` plays each of its plans, all jobs starting at once.
-REHEARSAL_S = 10.0
 LEVELS = tuple(range(8))
 #: What a case is played under, in the order of the tables.
 SCHEDULERS_PLAYED = (
@@ -58,7 +54,6 @@ SCHEDULERS_PLAYED = (
     "crux-paths",
     "crux",
     "crux-sweeps",
-    "crux-rehearsed",
     "crux+",
     "ideal",
 )
@@ -125,8 +120,7 @@ def decide(case: TorusCase, scheduler: str) -> Decision:
     """What ``scheduler``, one of ``SCHEDULERS_PLAYED``, makes of a case.
 
     ``dimension-order`` is ECMP's fair sharing on the paths that a torus commonly routes by: one
-    dimension after the other. Schedulers that choose no paths have the hash's, but ``ideal``, where
-    every job has the best paths that Crux finds for it alone. For the others see this module.
+    dimension after the other. Schedulers that choose no paths have the hash's.
 
     Raises:
         WorkloadError: no such scheduler.
@@ -136,29 +130,13 @@ def decide(case: TorusCase, scheduler: str) -> Decision:
         return crux(cluster, LEVELS[:1])
     if scheduler == "crux-sweeps":
         return crux(cluster, LEVELS, sweeps=SWEEPS)
-    if scheduler == "crux-rehearsed":
-        return rehearsed(cluster)
     paths = case.hashed
     if scheduler == "dimension-order":
         paths = {job.name: dimension_ordered(case.topology, job) for job in cluster.jobs}
         return ecmp(cluster, SchedulerOptions(default_path=paths))
-    if scheduler == "ideal":
-        paths = {}
-        for job in cluster.jobs:
-            paths |= select_paths(Cluster(cluster.capacity_Bps, (job,)), sweeps=SWEEPS)
     if scheduler not in SCHEDULERS:
         raise WorkloadError(f"scheduler {scheduler!r} is unknown on a torus")
     return SCHEDULERS[scheduler](cluster, SchedulerOptions(LEVELS, default_path=paths))
-
-
-def rehearsed(cluster: Cluster) -> Decision:
-    """Of Crux's plans, with and without levels and sweeps, the one that plays best."""
-    plans = (
-        crux(cluster, levels, sweeps=sweeps)
-        for levels in (LEVELS, LEVELS[:1])
-        for sweeps in (0, SWEEPS)
-    )
-    return max(plans, key=lambda plan: play(cluster, plan, REHEARSAL_S).gpu_utilization)
 
 
 def dimension_ordered(topology: Topology, job: Job) -> tuple[int, ...]:

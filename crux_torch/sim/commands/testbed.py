@@ -30,7 +30,7 @@ from crux_torch.sim.testbed_runs import (
 
 FIGURES = tuple(sorted({case.figure for case in CASES}))
 #: The paper's bars, what explains them, and what a job is at best.
-SHOWN = ("ecmp", "crux", "paths-only", "crux-pa", "ideal", "bound")
+SHOWN = ("ecmp", "crux", "paths-only", "crux-pa", "alone", "ideal")
 
 
 def _scheduler_names(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[str, ...]:

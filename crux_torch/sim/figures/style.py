@@ -29,8 +29,8 @@ COLOURS = {
     "joint": "#6a3d9a",
     "intensity": "#999933",
     "weighted": "#882255",
-    "ideal": "#4d4d4d",
-    "bound": "#1a1a1a",
+    "alone": "#4d4d4d",
+    "ideal": "#1a1a1a",
 }
 OTHER = "#b3b3b3"
 LABELS = {
@@ -48,8 +48,8 @@ LABELS = {
     "joint": "joint",
     "intensity": "intensity alone",
     "weighted": "Crux, all pairs weighted",
-    "ideal": "alone, ECMP's paths",
-    "bound": "alone, best paths",
+    "alone": "alone, ECMP's paths",
+    "ideal": "alone, best paths",
 }
 #: What the paper reports, wherever it stands beside ours.
 PAPER: dict[str, Any] = {"color": "#c00000", "marker": "D", "markersize": 6, "linestyle": "none"}

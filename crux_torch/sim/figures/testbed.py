@@ -11,7 +11,7 @@ from crux_torch.sim.figures.fields import Value
 from crux_torch.sim.figures.style import MARKERS, PAPER, colour, in_order, label, panels
 
 #: Bars of the utilisation, of those that the result has.
-BARS = ("ecmp", "crux-pa", "paths-only", "crux", "crux+", "ideal", "bound")
+BARS = ("ecmp", "crux-pa", "paths-only", "crux", "crux+", "alone", "ideal")
 KINDS = {"gpt": "GPT", "bert": "BERT", "resnet": "ResNet"}
 #: Where the paper gives the lowest and the highest of several cases.
 RANGE: dict[str, Any] = {"color": PAPER["color"], "alpha": 0.16}
