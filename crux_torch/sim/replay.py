@@ -33,6 +33,7 @@ class ReplayOptions:
     Attributes:
         placement: a name of ``PLACEMENTS``.
         levels: priority levels, ascending; the paper's simulator has 8 (§6.1).
+        max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
         seed: of placement and of the scheduler.
         replan_s: the least time between two plans. A change in a quiet time is planned for at
             once; the changes of a busy one together, as the paper allows itself up to a minute
@@ -46,6 +47,7 @@ class ReplayOptions:
 
     placement: str = "none"
     levels: tuple[int, ...] = tuple(range(8))
+    max_slowdown: float | None = None
     seed: int = 0
     replan_s: float = 60.0
     grid_s: float = 3600.0
@@ -226,6 +228,7 @@ class _Replay:
             self._options.levels,
             self._options.seed,
             {p.job.name: p.default_path for p in placed},
+            max_slowdown=self._options.max_slowdown,
         )
         decision = self._scheduler(cluster, options)
         self._plan_wall_s += time.perf_counter() - began

@@ -20,7 +20,7 @@ from crux_torch.sim.results import Result, write_result
 from crux_torch.sim.trace_study import TOPOLOGIES, Run, Workload, run_rows, settings_of, topology_of
 
 #: Rows of Figure 25 and of the network without contention, which need no other schedulers.
-STACKED = ("ecmp", "crux", "ideal")
+STACKED = ("ecmp", "crux", "crux+", "ideal")
 
 
 def _names(value: str, known: list[str]) -> tuple[str, ...]:
@@ -91,6 +91,14 @@ def _placements(_ctx: click.Context, _param: click.Parameter, value: str) -> tup
     help="So many iterations are simulated as one, as long as all of them; 1 is exact.",
 )
 @click.option(
+    "--levels", type=click.IntRange(1), default=8, show_default=True, help="Priority levels."
+)
+@click.option(
+    "--max-slowdown",
+    type=click.FloatRange(1.0),
+    help="What crux-fair is to guarantee: no job's mean iteration takes so many times its own.",
+)
+@click.option(
     "--steady-tolerance",
     type=click.FloatRange(0.0, 0.5),
     default=0.0,
@@ -129,6 +137,8 @@ def trace(
     days: int,
     seed: int,
     iterations_as_one: int,
+    levels: int,
+    max_slowdown: float | None,
     steady_tolerance: float,
     replan_s: float,
     threads: int,
@@ -146,6 +156,8 @@ def trace(
     def run(topology: str, placement: str, scheduler: str) -> Run:
         options = ReplayOptions(
             placement=placement,
+            levels=tuple(range(levels)),
+            max_slowdown=max_slowdown,
             seed=seed,
             replan_s=replan_s,
             grid_s=6 * 3600.0,
