@@ -120,6 +120,13 @@ def _policy(text: str) -> str:
     return text
 
 
+def _slowdown(text: str) -> float:
+    value = float(text)
+    if value != 0.0 and not 1.0 <= value < float("inf"):
+        raise ValueError("expected a number of 1 or more, or 0 for no bound")
+    return value
+
+
 def _log_level(text: str) -> str:
     value = text.strip().upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -180,6 +187,13 @@ class Settings:
         "crux",
         f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}",
         _policy,
+    )
+    max_slowdown: float = _setting(
+        "CRUX_MAX_SLOWDOWN",
+        0.0,
+        "with policy crux-fair: an iteration takes at most so many times as long as alone, in the "
+        "mean; 0: no bound",
+        _slowdown,
     )
     topology: str = _setting(
         "CRUX_TOPOLOGY",

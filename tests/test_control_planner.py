@@ -132,6 +132,21 @@ def test_every_policy_gives_usable_levels_and_finite_numbers(policy: str) -> Non
     assert all(abs(e.priority) < float("inf") and abs(e.intensity) < float("inf") for e in entries)
 
 
+def test_a_bound_on_slowdown_brings_the_lower_job_up() -> None:
+    records = [
+        record("intense", profile=profile(flops=9e12, t_s=0.6, compute_s=0.5, period_s=1.1)),
+        record("other", profile=profile(flops=1e12, t_s=0.6, compute_s=0.5, period_s=1.1)),
+    ]
+
+    def levels(max_slowdown: float | None) -> dict[str, int]:
+        planner = Planner("crux-fair", (1, 2, 3), max_slowdown=max_slowdown)
+        return {entry.job: entry.level for entry in planner(records, None)}
+
+    free, bound = levels(None), levels(1.2)
+    assert free["intense"] > free["other"]
+    assert bound["intense"] == bound["other"]
+
+
 def test_levels_that_a_scheduler_made_up_are_squeezed_without_inversion() -> None:
     def ranks(cluster: Cluster, _options: SchedulerOptions) -> Decision:
         return Decision(
@@ -151,7 +166,7 @@ def test_an_unknown_policy_names_the_known_ones() -> None:
         compute_entries([record("a")], None, policy="best", levels=(0,))
     for policy in sorted(set(SCHEDULERS) - set(LIVE)):
         with pytest.raises(
-            SettingsError, match=rf"'{re.escape(policy)}': only the simulator .*crux, ecmp"
+            SettingsError, match=rf"'{re.escape(policy)}': only the simulator .*crux, .*ecmp"
         ):
             Planner(policy, (0,))
     with pytest.raises(SettingsError, match="level"):

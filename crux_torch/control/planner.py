@@ -114,6 +114,7 @@ def compute_entries(
     policy: str,
     levels: Sequence[int],
     seed: int = 0,
+    max_slowdown: float | None = None,
     schedulers: Mapping[str, Scheduler] = LIVE,
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job in the order of the names.
@@ -124,6 +125,7 @@ def compute_entries(
         policy: the scheduler, a key of ``schedulers``.
         levels: that may be assigned, ascending.
         seed: of what the scheduler draws.
+        max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
         schedulers: to choose from.
 
     Raises:
@@ -136,7 +138,8 @@ def compute_entries(
     cluster = plan_inputs(records, topology)
     if not cluster.jobs:
         return ()
-    decision = scheduler(cluster, SchedulerOptions(levels=tuple(levels), seed=seed))
+    options = SchedulerOptions(tuple(levels), seed, max_slowdown=max_slowdown)
+    decision = scheduler(cluster, options)
     level = _usable_levels(decision, levels)
     return tuple(
         PlanEntry(
@@ -178,6 +181,7 @@ class Planner:
         policy: the scheduler.
         levels: that may be assigned, ascending.
         seed: of what the scheduler draws.
+        max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
         parse: from the topology's text to a topology.
 
     Raises:
@@ -190,12 +194,14 @@ class Planner:
         levels: Sequence[int],
         *,
         seed: int = 0,
+        max_slowdown: float | None = None,
         parse: Callable[[str], TopologyLike] = parse_yaml,
     ) -> None:
         scheduler_named(policy)
         if not levels:
             raise SettingsError("no priority level is left to plan with")
         self._policy, self._levels, self._seed = policy, tuple(levels), seed
+        self._max_slowdown = max_slowdown
         self._parse = parse
         self._parsed: tuple[bytes | None, TopologyLike | None] = (None, None)
         self._warn = WarnOnce(_log)
@@ -212,6 +218,7 @@ class Planner:
             policy=self._policy,
             levels=self._levels,
             seed=self._seed,
+            max_slowdown=self._max_slowdown,
         )
 
     def _read(self, topology: bytes | None) -> TopologyLike | None:

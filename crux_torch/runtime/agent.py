@@ -335,7 +335,9 @@ class Agent:
     def _join(self, incarnation: str) -> tuple[Leader, ProfilingSlot]:
         """This job's part in agreeing on a plan, and its place in the line for measuring."""
         settings = self.settings
-        planner = Planner(settings.policy, settings.plan_levels)
+        planner = Planner(
+            settings.policy, settings.plan_levels, max_slowdown=settings.max_slowdown or None
+        )
         self._shared_store = TcpStore(*parse_endpoint(settings.store))
         record = JobRecord(
             job=settings.job,

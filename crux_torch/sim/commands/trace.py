@@ -20,7 +20,7 @@ from crux_torch.sim.results import Result, write_result
 from crux_torch.sim.trace_study import TOPOLOGIES, Run, Workload, run_rows, settings_of, topology_of
 
 #: Rows of Figure 25 and of the network without contention, which need no other schedulers.
-STACKED = ("ecmp", "crux", "crux+", "ideal")
+STACKED = ("ecmp", "crux", "ideal")
 
 
 def _names(value: str, known: list[str]) -> tuple[str, ...]:
