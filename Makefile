@@ -12,12 +12,12 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cp
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 PYTEST_ARGS ?=
 
-.PHONY: setup run test lint format asan tsan bench clean apt
+.PHONY: setup run test lint format asan tsan bench evaluation clean apt
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
 COPY := build/torch-$(TORCH)
-setup run test lint bench:
+setup run test lint bench evaluation:
 	mkdir -p $(COPY)
 	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
 	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
@@ -62,6 +62,26 @@ asan tsan:
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
+
+# The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/trace.md).
+RESULTS ?= out/results
+evaluation: setup
+	$(BIN)/python benchmarks/optimality.py --seed 10000 --threads 2 --out $(RESULTS)
+	$(BIN)/python benchmarks/testbed.py --schedulers all --out $(RESULTS)
+	$(BIN)/python benchmarks/testbed.py --sensitivity --draws 50 --horizon 60 --out $(RESULTS)
+	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --placement hived,muri \
+	  --schedulers $(TRACED) --threads 2 --out $(RESULTS)
+	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
+	  --topology clos,double-sided,non-blocking --schedulers $(TRACED),crux-fair --max-slowdown 2 \
+	  --name trace_random --out $(RESULTS)
+	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
+	  --topology clos,double-sided --schedulers crux --levels 1 --name trace_one_level --out $(RESULTS)
+	$(BIN)/python benchmarks/torus.py --out $(RESULTS)
+	$(BIN)/python benchmarks/beyond.py --small 50 --testbed 4 --out $(RESULTS)
+	$(BIN)/python benchmarks/decision.py --out $(RESULTS)
+	$(BIN)/python benchmarks/sim_speed.py --out $(RESULTS)
+	$(BIN)/crux sim figures $(RESULTS) --out $(RESULTS)/figures
+TRACED := ecmp,sincronia,varys,taccl,cassini,crux-pa,crux-ps-pa,crux,ideal
 
 endif
 

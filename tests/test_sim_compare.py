@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -49,3 +50,13 @@ def test_what_a_cluster_cannot_hold_is_refused(tmp_path, changes, message) -> No
     result = CliRunner().invoke(compare, [str(file), "--schedulers", "best"])
     assert result.exit_code == 2
     assert "expected some of" in result.output
+
+
+def test_the_example_shows_what_crux_is_for(tmp_path) -> None:
+    file, out = Path(__file__).parents[1] / "examples" / "spines.json", tmp_path / "out.json"
+    chosen = "ecmp,crux,ideal"
+    result = CliRunner().invoke(compare, [str(file), "--schedulers", chosen, "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    rows = {row["scheduler"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["ecmp"]["gpu_utilization"] < 0.6 * rows["crux"]["gpu_utilization"]
+    assert rows["crux"]["gpu_utilization"] <= rows["ideal"]["gpu_utilization"]
