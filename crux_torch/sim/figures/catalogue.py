@@ -29,6 +29,7 @@ class Plate:
         caption: how to read it.
         paper: what the paper reports.
         draw: from settings and rows; None if the rows that it needs are not there.
+        other: result files that are preferred to that of the benchmark's own name.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Plate:
     caption: str
     paper: str
     draw: Draw
+    other: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,9 @@ _TESTBED_CAPTION = (
     "collide among themselves."
 )
 _TRACE_CAPTION = (
-    "Bars: share of all GPUs' time in which they computed, until the last arrival. Circles: share "
-    "of the time in which jobs held them. Diamonds: the paper's, of its own trace."
+    "Bars: share of the time in which jobs held GPUs that these computed, which is what contention "
+    "takes from. Circles: share of all GPUs' time until the last arrival, which depends on how much "
+    "work arrives, too. Diamonds: the paper's, of its own trace."
 )
 
 PLATES: tuple[Plate, ...] = (
@@ -142,6 +145,7 @@ PLATES: tuple[Plate, ...] = (
         "Two-layer: Sincronia 0.39, TACCL* 0.49, CASSINI 0.48, Crux-PA 0.51, Crux-PS-PA and "
         "Crux-full 0.62. Double-sided: 0.43, 0.46, 0.45, 0.48, 0.51, 0.50.",
         _schedulers,
+        ("trace_random",),
     ),
     Plate(
         "figure24",
@@ -154,6 +158,7 @@ PLATES: tuple[Plate, ...] = (
         "Sincronia, TACCL* and CASSINI on the first day), less white with path selection (+97% "
         "network utilisation).",
         trace.draw_over_time,
+        ("trace_random",),
     ),
     Plate(
         "figure25",
@@ -176,7 +181,10 @@ def draw_all(results: Path) -> tuple[list[Drawn], list[LeftOut]]:
     drawn: list[Drawn] = []
     left_out: list[LeftOut] = []
     for plate in PLATES:
-        source = results / f"{plate.benchmark}.json"
+        source = next(
+            (file for name in plate.other if (file := results / f"{name}.json").exists()),
+            results / f"{plate.benchmark}.json",
+        )
         if not source.exists():
             left_out.append(LeftOut(plate, f"{source} is missing"))
             continue

@@ -74,7 +74,10 @@ def _html(drawn: Sequence[Drawn], images: Sequence[bytes], left_out: Sequence[Le
 def _figure(item: Drawn, image: bytes) -> str:
     plate = item.plate
     data = base64.b64encode(image).decode("ascii")
-    command = html.escape(COMMAND.format(plate.benchmark, item.source.parent))
+    command = COMMAND.format(plate.benchmark, item.source.parent)
+    if item.source.stem != plate.benchmark:
+        command += f" --name {item.source.stem}"
+    command = html.escape(command)
     return (
         f'<figure id="{plate.name}">\n<h2>{_name(plate)}</h2>\n'
         f'<img alt="{_name(plate)}" src="data:image/png;base64,{data}">\n'
