@@ -30,9 +30,10 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
 
     def to_json(self) -> str:
-        """The file's text."""
-        plain = {"benchmark": self.benchmark, "settings": self.settings, "rows": self.rows}
-        return json.dumps(plain, indent=1) + "\n"
+        """The file's text: a line for each row, which keeps differences between versions small."""
+        head = {"benchmark": self.benchmark, "settings": self.settings}
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in self.rows)
+        return json.dumps(head)[:-1] + f', "rows": [\n{rows}\n]}}\n'
 
 
 def write_result(result: Result, text: str, folder: Path) -> tuple[Path, Path]:
