@@ -80,8 +80,7 @@ _TESTBED_CAPTION = (
 )
 _TRACE_CAPTION = (
     "Bars: share of the time in which jobs held GPUs that these computed, which is what contention "
-    "takes from. Circles: share of all GPUs' time until the last arrival, which depends on how "
-    "much work arrives, too. Diamonds: the paper's, of its own trace."
+    "takes from. Diamonds: the paper's, of its own trace and of all GPUs."
 )
 
 PLATES: tuple[Plate, ...] = (

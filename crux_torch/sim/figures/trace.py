@@ -77,7 +77,6 @@ def _bar(axes: Axes, y: float, row: Value, name: str) -> None:
     used = 100 * row["held_utilization"].number()
     axes.barh(y, used, 0.72, color=colour(name))
     axes.text(1, y, f"{used:.1f}", va="center", fontsize=8, color=on_top_of(name), weight="bold")
-    axes.plot(100 * row["gpu_utilization"].number(), y, "o", color="#333333", mfc="white", ms=5)
     if (said := row["paper_gpu_utilization"]).plain is not None:
         axes.plot(100 * said.number(), y, **PAPER)
     axes.set_xlim(0, 100)
@@ -86,7 +85,6 @@ def _bar(axes: Axes, y: float, row: Value, name: str) -> None:
 
 def _legend(figure: Figure) -> None:
     at = figure.axes[0]
-    at.plot([], [], "o", color="#333333", mfc="white", ms=5, label="of all GPUs")
     at.plot([], [], label="the paper's, of its own trace", **PAPER)
     figure.legend(loc="outside upper left", ncols=2)
 
