@@ -26,6 +26,7 @@ from crux_torch.sim.results import Result, ResultError, write_result
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 #: 1 / (1 - 0.555): the worst job of the paper's trace (§7.2).
 PAPER_WORST = 2.25
@@ -143,13 +144,24 @@ def draw(found: Sequence[beyond.Summary], file: Path) -> None:
         x = [np.median(s.worst) for _, s in points]
         y = [np.mean(s.ratio) for _, s in points]
         axis.plot(x, y, "o-", color="tab:blue", label="crux-fair, by its bound")
-        for (label, _), at in zip(points, zip(x, y, strict=True), strict=True):
-            axis.annotate(label, at, textcoords="offset points", xytext=(4, 5), fontsize=8)
+        at: dict[tuple[str, str], list[int]] = {}
+        for i in range(len(points)):
+            at.setdefault((f"{x[i]:.2g}", f"{y[i]:.2f}"), []).append(i)
+        for same in at.values():
+            # Bounds that come to the same point share a label.
+            ends = dict.fromkeys((points[same[0]][0], points[same[-1]][0]))
+            place = (x[same[-1]], y[same[-1]])
+            axis.annotate(
+                " to ".join(ends), place, textcoords="offset points", xytext=(4, 6), fontsize=8
+            )
         for marker, name in zip("s^Dv*", beside, strict=True):
             one = mine.get(name)
             if one and np.isfinite(np.median(one.worst)):
                 axis.plot(np.median(one.worst), np.mean(one.ratio), marker, label=name)
         axis.set_title(f"{kind} ({len(mine[beyond.BASE].ratio)} clusters)", fontsize=10)
+        if max(x) > 20 * min(x):
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.set_xlabel("worst slowdown of a job, median")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("GPU utilisation / Crux-full, mean")

@@ -25,7 +25,6 @@ from crux_torch.fabric.builders.server import GBPS
 from crux_torch.sim.results import Result, write_result
 from crux_torch.sim.torus import (
     LEVELS,
-    REHEARSAL_S,
     SCHEDULERS_PLAYED,
     STARTS_S,
     SWEEPS,
@@ -148,7 +147,6 @@ def main(
         "horizon_s": horizon_s,
         "levels": len(LEVELS),
         "sweeps": SWEEPS,
-        "rehearsal_s": REHEARSAL_S,
     }
     result = Result("torus", settings, rows)
     if json_path:
