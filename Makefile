@@ -76,7 +76,7 @@ evaluation: setup
 	  --name trace_random --out $(RESULTS)
 	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
 	  --topology clos,double-sided --schedulers crux --levels 1 --name trace_one_level --out $(RESULTS)
-	$(BIN)/python benchmarks/torus.py --out $(RESULTS)
+	$(BIN)/python benchmarks/torus.py --seeds 4 --out $(RESULTS)
 	$(BIN)/python benchmarks/beyond.py --small 50 --testbed 4 --out $(RESULTS)
 	$(BIN)/python benchmarks/decision.py --out $(RESULTS)
 	$(BIN)/python benchmarks/sim_speed.py --out $(RESULTS)

@@ -12,6 +12,7 @@ from rich.table import Table
 from crux_torch.sim.commands.compare import compare
 from crux_torch.sim.commands.figures import figures
 from crux_torch.sim.commands.optimality import optimality
+from crux_torch.sim.commands.options import json_option
 from crux_torch.sim.commands.testbed import testbed
 from crux_torch.sim.commands.trace import trace
 from crux_torch.sim.run import Report, run_scenario
@@ -32,12 +33,7 @@ sim.add_command(trace)
 
 @sim.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results here.",
-)
+@json_option
 @click.option(
     "--skip-repeats/--no-skip-repeats",
     default=True,

@@ -13,6 +13,7 @@ from rich.table import Table
 from crux_torch import _fluid
 from crux_torch.errors import CruxError
 from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.sim.commands.options import json_option
 from crux_torch.sim.play import play
 from crux_torch.sim.scenario import read_scenario
 from crux_torch.sim.scenario_cluster import cluster_of
@@ -35,9 +36,7 @@ def _names(_ctx: click.Context, _param: click.Parameter, value: str) -> tuple[st
 )
 @click.option("--levels", default=8, show_default=True, type=click.IntRange(1, 64))
 @click.option("--seed", default=0, show_default=True, help="Of what a scheduler draws.")
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write results."
-)
+@json_option
 def compare(
     file: Path, schedulers: tuple[str, ...], levels: int, seed: int, json_path: Path | None
 ) -> None:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from crux_torch.schedule.crux_plus import GROUP_PLAYS, REHEARSED
+from crux_torch.sim.commands.options import json_option, threads_option
 from crux_torch.sim.optimality import (
     JUDGED,
     LEVELS,
@@ -40,13 +41,8 @@ TITLES = {
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first case."
 )
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results here.",
-)
+@threads_option
+@json_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.catalogue import A100_FLOPS
+from crux_torch.sim.commands.options import json_option, threads_option
 from crux_torch.sim.results import Result, ResultError, write_result
 from crux_torch.sim.testbed import CASES, RECIPES, Setup
 from crux_torch.sim.testbed_runs import (
@@ -73,19 +74,14 @@ def _scheduler_names(_ctx: click.Context, _param: click.Parameter, value: str) -
     show_default=True,
     help="Seconds simulated of each draw.",
 )
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
+@threads_option
 @click.option(
     "--sensitivity",
     "vary",
     is_flag=True,
     help="How the gain depends on batch, overlap, precision, NICs, oversubscription, connections.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results here.",
-)
+@json_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

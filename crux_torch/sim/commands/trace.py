@@ -14,6 +14,7 @@ from rich.table import Table
 
 from crux_torch.errors import CruxError
 from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.sim.commands.options import json_option, threads_option
 from crux_torch.sim.placement import PLACEMENTS
 from crux_torch.sim.replay import ReplayOptions
 from crux_torch.sim.results import Result, write_result
@@ -113,13 +114,8 @@ def _placements(_ctx: click.Context, _param: click.Parameter, value: str) -> tup
     show_default=True,
     help="Least seconds between two plans.",
 )
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results here.",
-)
+@threads_option
+@json_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
