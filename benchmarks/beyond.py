@@ -22,7 +22,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from crux_torch.sim import beyond
-from crux_torch.sim.results import Result, ResultError, write_result
+from crux_torch.sim.commands.publish import publish
+from crux_torch.sim.results import Result
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -74,15 +75,9 @@ def main(
     result = Result("beyond", settings, rows)
     found = beyond.summaries(rows)
     text = table(found)
-    click.echo(text, nl=False)
-    try:
-        if json_path:
-            json_path.write_text(result.to_json(), encoding="utf-8")
-        if out:
-            write_result(result, text, out)
-            draw(found, out / "beyond.png")
-    except (OSError, ResultError) as error:
-        raise click.ClickException(str(error)) from None
+    publish(result, text, json_path, out)
+    if out is not None:
+        draw(found, out / "beyond.png")
 
 
 def table(found: Sequence[beyond.Summary]) -> str:

@@ -47,7 +47,8 @@ from crux_torch.schedule.intensity import by_descending, intensities, unrouted_t
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path
 from crux_torch.schedule.paths import place
 from crux_torch.schedule.priority import assign_priorities
-from crux_torch.sim.results import Result, write_result
+from crux_torch.sim.commands.publish import publish
+from crux_torch.sim.results import Result
 
 HOSTS_PER_TOR = 16
 AGGREGATIONS = 16
@@ -253,13 +254,9 @@ def main(jobs: str, repeats: int, json_path: FilePath | None, out: FilePath | No
             with spawn.Pool(1) as alone:
                 rows.append(alone.apply(row_of, (count, nics, repeats)))
     text = table(rows)
-    click.echo(text, nl=False)
     settings = {"repeats": repeats, "levels": len(LEVELS), "threads": 1, "goal_s": GOAL_S}
     result = Result("decision", settings, rows)
-    if json_path:
-        json_path.write_text(result.to_json())
-    if out:
-        write_result(result, text, out)
+    publish(result, text, json_path, out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from rich.progress import track
 
 from crux_torch.fabric.builders import torus
 from crux_torch.fabric.builders.server import GBPS
-from crux_torch.sim.results import Result, write_result
+from crux_torch.sim.commands.publish import publish
+from crux_torch.sim.results import Result
 from crux_torch.sim.torus import (
     LEVELS,
     SCHEDULERS_PLAYED,
@@ -141,7 +142,6 @@ def main(
     played = [scheduler for scheduler in SCHEDULERS_PLAYED if scheduler in wanted]
     rows = rows_of(played, seeds, horizon_s, progress=Console(stderr=True).is_terminal)
     text = table(rows)
-    click.echo(text, nl=False)
     settings = {
         "seeds": seeds,
         "horizon_s": horizon_s,
@@ -149,10 +149,7 @@ def main(
         "sweeps": SWEEPS,
     }
     result = Result("torus", settings, rows)
-    if json_path:
-        json_path.write_text(result.to_json())
-    if out:
-        write_result(result, text, out)
+    publish(result, text, json_path, out)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_data import PHILLY, SIZES, needs_data
 
 from crux_torch.fabric.builders import (
     crux_testbed,
@@ -34,12 +34,6 @@ from crux_torch.sim.players import Grain, grain_of
 from crux_torch.sim.replay import Outcome, ReplayOptions, replay
 from crux_torch.sim.traces import Trace, TraceJob, load_hybrid
 from crux_torch.sim.waiting import FifoQueue
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
-PHILLY, SIZES = DATA / "philly.csv.gz", DATA / "lingjun_job_sizes.csv"
-needs_data = pytest.mark.skipif(
-    not (PHILLY.exists() and SIZES.exists()), reason=f"the public traces are not in {DATA}"
-)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_data import PHILLY, SIZES, needs_data
 
 from crux_torch.sim.catalogue import MODELS, WorkloadError
 from crux_torch.sim.traces import (
@@ -22,12 +23,6 @@ from crux_torch.sim.traces import (
     load_csv,
     load_hybrid,
     load_lingjun,
-)
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
-PHILLY, SIZES = DATA / "philly.csv.gz", DATA / "lingjun_job_sizes.csv"
-needs_data = pytest.mark.skipif(
-    not (PHILLY.exists() and SIZES.exists()), reason=f"the public traces are not in {DATA}"
 )
 
 ARRIVALS = """timestamp,duration,num_gpus,gpu_time,cluster

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from crux_torch.schedule.crux_plus import GROUP_PLAYS, REHEARSED
 from crux_torch.sim.commands.options import json_option, threads_option
+from crux_torch.sim.commands.publish import publish
 from crux_torch.sim.optimality import (
     JUDGED,
     LEVELS,
@@ -26,7 +27,7 @@ from crux_torch.sim.optimality import (
     judge,
     summarise,
 )
-from crux_torch.sim.results import Result, ResultError, write_result
+from crux_torch.sim.results import Result
 from crux_torch.sim.small_case import AGGREGATIONS, HOSTS, JOBS, RING_MODELS, TORS, draw_case
 
 TITLES = {
@@ -59,14 +60,7 @@ def optimality(
         outcomes = [judge(draw_case(s), threads=threads) for s in seeds]
     result = Result("optimality", _settings(cases, seed, outcomes), summarise(outcomes))
     text = _text(result)
-    click.echo(text, nl=False)
-    try:
-        if out is not None:
-            write_result(result, text, out)
-        if json_path is not None:
-            json_path.write_text(result.to_json(), encoding="utf-8")
-    except (OSError, ResultError) as error:
-        raise click.ClickException(str(error)) from None
+    publish(result, text, json_path, out)
 
 
 def _progress() -> Progress:

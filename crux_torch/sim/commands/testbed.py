@@ -16,7 +16,8 @@ from rich.table import Table
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.catalogue import A100_FLOPS
 from crux_torch.sim.commands.options import json_option, threads_option
-from crux_torch.sim.results import Result, ResultError, write_result
+from crux_torch.sim.commands.publish import publish
+from crux_torch.sim.results import Result
 from crux_torch.sim.testbed import CASES, RECIPES, Setup
 from crux_torch.sim.testbed_runs import (
     SENSITIVE_CASES,
@@ -125,14 +126,7 @@ def testbed(
             result = Result("testbed", {**settings, "schedulers": schedulers}, rows)
             tables = [figure_table(rows, f) for f in FIGURES if any(r["figure"] == f for r in rows)]
     text = _text(tables)
-    click.echo(text, nl=False)
-    try:
-        if out is not None:
-            write_result(result, text, out)
-        if json_path is not None:
-            json_path.write_text(result.to_json(), encoding="utf-8")
-    except (OSError, ResultError) as error:
-        raise click.ClickException(str(error)) from None
+    publish(result, text, json_path, out)
 
 
 def figure_table(rows: list[dict[str, Any]], figure: int) -> Table:
