@@ -48,6 +48,7 @@ def torch_extension() -> cpp_extension.CppExtension:
         "csrc/bindings/module.cc",
         "csrc/bindings/recorder_py.cc",
         "csrc/process_group/delegating_backend.cc",
+        "csrc/process_group/delegating_backend_passed_on.cc",
         "csrc/process_group/recorder.cc",
         "csrc/process_group/teardown.cc",
         "csrc/process_group/waited_work.cc",
