@@ -189,3 +189,35 @@ def test_the_published_topology() -> None:
         name.rsplit("/", 1)[0] for name, n in topology.nodes.items() if n.kind == "aggregation"
     }
     assert (len(tors), len(groups)) == (119, 3)
+
+
+ADDRESSED = """
+version: 1
+hosts: {h0: , h1: }
+switches: {s0: tor}
+links:
+  - {between: [h0, s0], capacity_Bps: 1e9}
+  - {between: [s0, h1], capacity_Bps: 1e9}
+addresses: {h0: [10.0.0.2], s0: [10.0.0.1, "fd00:0::1"]}
+"""
+
+
+def test_addresses_name_nodes_and_survive_a_round_trip():
+    topology = parse_yaml(ADDRESSED)
+    assert topology.addresses == {"h0": ("10.0.0.2",), "s0": ("10.0.0.1", "fd00::1")}
+    assert topology.node_at == {"10.0.0.2": "h0", "10.0.0.1": "s0", "fd00::1": "s0"}
+    assert parse_yaml(dump_yaml(topology)).addresses == topology.addresses
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{h9: [10.0.0.9]}", "'h9'"),
+        ("{h0: [10.0.0.300]}", "10.0.0.300"),
+        ("{h0: [10.0.0.2], s0: [10.0.0.2]}", "10.0.0.2"),
+    ],
+)
+def test_addresses_that_cant_be_right_are_refused(line, problem):
+    text = ADDRESSED.replace('{h0: [10.0.0.2], s0: [10.0.0.1, "fd00:0::1"]}', line)
+    with pytest.raises(TopologyError, match=problem):
+        parse_yaml(text)

@@ -49,6 +49,7 @@ class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     hosts: dict[str, dict[str, HostPart] | None]
     links: list[_LinkEntry]
     switches: dict[str, SwitchKind] = {}
+    addresses: dict[str, tuple[str, ...]] = {}
 
 
 class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +58,7 @@ class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     builder: str
     parameters: dict[str, Any] = {}
+    addresses: dict[str, tuple[str, ...]] = {}
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
@@ -115,12 +117,14 @@ def dump_yaml(topology: Topology) -> str:
         both = _is_cable(edges[at : at + 2], names)
         links.append(_link_entry(edges[at], both, names))
         at += 2 if both else 1
-    document = {
+    document: dict[str, Any] = {
         "version": SCHEMA_VERSION,
         "hosts": hosts,
         "switches": switches,
         "links": links,
     }
+    if topology.addresses:
+        document["addresses"] = {n: list(given) for n, given in topology.addresses.items()}
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -212,6 +216,7 @@ def _assemble(file: _TopologyFile) -> Topology:
             builder.node(name, part, host)
     for name, switch in file.switches.items():
         builder.node(name, switch)
+    builder.addresses.update(file.addresses)
     for i, entry in enumerate(file.links):
         where = f"links[{i}]"
         link = Link(entry.capacity_Bps, entry.delay_s, entry.cost)
@@ -245,9 +250,10 @@ def _call_builder(file: _BuilderFile) -> Topology:
             except msgspec.ValidationError as error:
                 raise TopologyError(f"parameters.{name}: {error}") from None
     try:
-        return build(**parameters)
+        built = build(**parameters)
     except TypeError as error:
         raise TopologyError(f"parameters: {error}") from None
+    return Topology(built.nodes, built.edges, file.addresses) if file.addresses else built
 
 
 def _default_name(edge: Edge, names: TopologyBuilder) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from ipaddress import ip_address
 from math import inf, isfinite
 from types import MappingProxyType
 
@@ -67,9 +68,14 @@ class Topology:
         nodes: every node by name. A node of kind ``host`` is named as its host.
         edges: every directed link; their order fixes the order of equal-cost paths.
 
+        addresses: the IP addresses that a node answers from; of a host those that its peers connect
+            to, of a switch those of all its interfaces. Needed to tell which path a packet took.
+
     Attributes:
         hosts: in the order of ``nodes``.
         nodes: every node by name.
+        addresses: as given.
+        node_at: the node of every address.
         links: every link by name.
         capacity_Bps: bytes per second of every link by name.
         delay_s: delay of every link by name.
@@ -79,9 +85,18 @@ class Topology:
             other.
     """
 
-    def __init__(self, nodes: Mapping[str, Node], edges: Sequence[Edge]) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[str, Node],
+        edges: Sequence[Edge],
+        addresses: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         _check_nodes(nodes)
         _check_edges(nodes, edges)
+        self.addresses: Mapping[str, tuple[str, ...]] = MappingProxyType(
+            {node: _canonical(node, given) for node, given in (addresses or {}).items()}
+        )
+        self.node_at: Mapping[str, str] = MappingProxyType(_node_at(nodes, self.addresses))
         self.nodes: Mapping[str, Node] = MappingProxyType(dict(nodes))
         self.edges = tuple(edges)
         self.hosts = tuple(name for name, node in nodes.items() if node.kind == "host")
@@ -200,6 +215,7 @@ class TopologyBuilder:
 
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
+    addresses: dict[str, Sequence[str]] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
 
     def node(self, name: str, kind: str, host: str | None = None) -> str:
@@ -236,7 +252,7 @@ class TopologyBuilder:
         Raises:
             TopologyError: as :class:`Topology`.
         """
-        return Topology(self.nodes, self.edges)
+        return Topology(self.nodes, self.edges, self.addresses)
 
 
 def _arrays(
@@ -253,6 +269,26 @@ def _arrays(
         owner=[NETWORK if n.host is None else host_number[n.host] for n in nodes.values()],
         forwards=[n.kind != "gpu" for n in nodes.values()],
     )
+
+
+def _canonical(node: str, addresses: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return tuple(str(ip_address(address)) for address in addresses)
+    except ValueError as error:
+        raise TopologyError(f"addresses of {node!r}: {error}") from None
+
+
+def _node_at(nodes: Mapping[str, Node], addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node, given in addresses.items():
+        if node not in nodes:
+            raise TopologyError(f"addresses of {node!r}: there is no such node")
+        for address in given:
+            if found.setdefault(address, node) != node:
+                raise TopologyError(
+                    f"address {address} is given to {found[address]!r} and to {node!r}"
+                )
+    return found
 
 
 def _check_nodes(nodes: Mapping[str, Node]) -> None:
