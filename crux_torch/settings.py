@@ -127,6 +127,25 @@ def _slowdown(text: str) -> float:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """TCP ports from ``first`` to ``last``, both included; written FIRST-LAST."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+def _ports(text: str) -> PortRange:
+    match = re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", text, re.ASCII)
+    found = PortRange(int(match[1]), int(match[2])) if match else PortRange(0, 0)
+    if not 1024 <= found.first <= found.last <= 65535:
+        raise ValueError("expected FIRST-LAST, ports from 1024 to 65535")
+    return found
+
+
 def _log_level(text: str) -> str:
     value = text.strip().upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -200,6 +219,44 @@ class Settings:
         "",
         "file with the cluster's topology (YAML); without it, one shared core",
         str,
+    )
+    transport: bool = _setting(
+        "CRUX_TRANSPORT",
+        True,
+        "load libcrux_transport.so first in every process of the job, to set source ports and "
+        "queue pairs",
+        _bool,
+    )
+    paths: bool = _setting(
+        "CRUX_PATHS",
+        True,
+        "carry out the paths of the plan, besides its priorities",
+        _bool,
+    )
+    ports: PortRange = _setting(  # noqa: RUF009 - it makes a field
+        "CRUX_PORTS",
+        PortRange(20000, 29999),
+        "TCP source ports to choose paths with, FIRST-LAST, less what the kernel or another "
+        "socket holds",
+        _ports,
+    )
+    live_qp: bool = _setting(
+        "CRUX_LIVE_QP",
+        False,
+        "change a live queue pair by draining and resetting it where its device has no call for it",
+        _bool,
+    )
+    nccl_class: bool = _setting(
+        "CRUX_NCCL_CLASS",
+        True,
+        "give each new NCCL communicator its traffic class; NCCL_IB_TC and the script's own win",
+        _bool,
+    )
+    switch_timeout_s: float = _setting(
+        "CRUX_SWITCH_TIMEOUT_S",
+        30.0,
+        "seconds that a switch to new connections may take before it is given up",
+        _positive,
     )
     log_level: str = _setting(
         "CRUX_LOG_LEVEL", "WARNING", "how much Crux says on stderr", _log_level
@@ -298,7 +355,7 @@ class Setting:
         meaning: one clause, no full stop.
         default: the default as it would be written in the variable; empty where there is none.
         parse: text to value; raises ValueError.
-        switch: whether the flag takes no value.
+        switch: what the flag makes of the variable, where it takes no value; else None.
     """
 
     field: str
@@ -307,7 +364,7 @@ class Setting:
     meaning: str
     default: str
     parse: Callable[[str], Any]
-    switch: bool
+    switch: str | None
 
 
 def _text(value: Any) -> str:
@@ -318,16 +375,21 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _flag(name: str, default: Any) -> str:
+    """``--crux-NAME``, or ``--crux-no-NAME`` for what is on by default."""
+    return f"--crux-{'no-' if default is True else ''}{name.replace('_', '-')}"
+
+
 #: Every setting, in the order of the fields: the source of `cruxrun --help` and of the docs.
 SETTINGS: tuple[Setting, ...] = tuple(
     Setting(
         field=f.name,
         env=f.metadata["env"],
-        flag=f"--crux-{f.name.replace('_', '-')}" if f.metadata["flag"] else None,
+        flag=_flag(f.name, f.default) if f.metadata["flag"] else None,
         meaning=f.metadata["meaning"],
         default=_text(f.default),
         parse=f.metadata["parse"],
-        switch=isinstance(f.default, bool),
+        switch=_text(not f.default) if isinstance(f.default, bool) else None,
     )
     for f in fields(Settings)
 )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crux_torch.errors import SettingsError
-from crux_torch.settings import SETTINGS, Settings, settings_table
+from crux_torch.settings import SETTINGS, PortRange, Settings, settings_table
 
 DOC = Path(__file__).parent.parent / "docs" / "settings.md"
 
@@ -24,6 +24,20 @@ def test_every_field_is_a_setting_with_a_meaning_and_its_own_variable():
         assert s.meaning
         assert not s.meaning.endswith(".")
     assert [s.field for s in SETTINGS if s.flag is None] == ["attach"]
+
+
+def test_what_is_on_by_default_has_a_flag_that_switches_it_off():
+    switches = {s.field: (s.default, s.switch, s.flag) for s in SETTINGS if s.switch}
+    assert switches["transport"] == ("1", "0", "--crux-no-transport")
+    assert switches["live_qp"] == ("0", "1", "--crux-live-qp")
+    for default, switch, flag in switches.values():
+        assert {default, switch} == {"0", "1"}
+        assert flag is None or flag.startswith("--crux-no-") == (default == "1")
+
+
+def test_a_range_of_ports_is_written_first_to_last():
+    assert Settings.from_env({"CRUX_PORTS": "1024-65535"}).ports == PortRange(1024, 65535)
+    assert Settings.from_env({"CRUX_PORTS": " 30000 - 30000 "}).ports == PortRange(30000, 30000)
 
 
 def test_the_document_shows_the_current_table():
@@ -61,6 +75,12 @@ def test_an_empty_variable_means_the_default():
         ("CRUX_LEASE_S", "soon"),
         ("CRUX_DEVICE_FLOPS", "-1"),
         ("CRUX_RECORDS", "-5"),
+        ("CRUX_PORTS", "20000"),
+        ("CRUX_PORTS", "80-90"),
+        ("CRUX_PORTS", "30000-20000"),
+        ("CRUX_PORTS", "20000-65536"),
+        ("CRUX_SWITCH_TIMEOUT_S", "0"),
+        ("CRUX_TRANSPORT", "later"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(variable, text):

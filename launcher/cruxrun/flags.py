@@ -26,13 +26,20 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     for setting, flag in _FLAGS:
         names = (flag, "--" + flag[2:].replace("-", "_"))
-        default = f"; default {setting.default}" if setting.default and not setting.switch else ""
-        text = f"{setting.meaning} [{setting.env}{default}]".replace("%", "%%")
+        switch = setting.switch is not None
+        default = f"; default {setting.default}" if setting.default and not switch else ""
+        meaning = f"do not {setting.meaning}" if setting.switch == "0" else setting.meaning
+        text = f"{meaning} [{setting.env}{default}]".replace("%", "%%")
         text = text[0].upper() + text[1:]
         dest = _dest(setting)
-        if setting.switch:
+        if switch:
             group.add_argument(
-                *names, dest=dest, action="store_const", const="1", default=None, help=text
+                *names,
+                dest=dest,
+                action="store_const",
+                const=setting.switch,
+                default=None,
+                help=text,
             )
         else:
             metavar = setting.field.upper()
