@@ -26,6 +26,7 @@ from crux_torch.fabric.loaders import dump_yaml
 from crux_torch.fabric.shared_core import shared_core
 from crux_torch.profile.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.intensity import link_traffic, transfer_time_s
+from crux_torch.schedule.live import PATH_POLICIES
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
@@ -145,6 +146,12 @@ def test_a_bound_on_slowdown_brings_the_lower_job_up() -> None:
     free, bound = levels(None), levels(1.2)
     assert free["intense"] > free["other"]
     assert bound["intense"] == bound["other"]
+
+
+@pytest.mark.parametrize("policy", sorted(LIVE))
+def test_only_policies_that_choose_paths_give_any(policy: str) -> None:
+    (entry,) = compute_entries([record("a")], None, policy=policy, levels=(0,))
+    assert entry.path == ((0, 0) if policy in PATH_POLICIES else ())
 
 
 def test_levels_that_a_scheduler_made_up_are_squeezed_without_inversion() -> None:

@@ -138,6 +138,19 @@ class Leader:
         return plan if self._clock() - confirmed_at_s < plan.valid_s else None
 
     @property
+    def plan_fits(self) -> bool:
+        """Whether the plan in force was made for this job's profile and all else that is seen."""
+        plan, mine = self.plan, self._record
+        if plan is None or plan.fingerprint != self._snapshot:
+            return False
+        return any(r.job == mine.job and r.profile == mine.profile for r in self._jobs)
+
+    @property
+    def topology(self) -> bytes | None:
+        """The cluster's topology as the store has it, in which plans choose paths."""
+        return self._topology
+
+    @property
     def state(self) -> LeaderState:
         """Where this leader stands."""
         if self._closed:

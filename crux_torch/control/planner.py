@@ -16,9 +16,11 @@ from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.warn_once import WarnOnce
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import parse_yaml
+from crux_torch.fabric.topology import Topology
 from crux_torch.profile.job_profile import JobProfile
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
+from crux_torch.schedule.live import PATH_POLICIES
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS, Scheduler, SchedulerOptions
 
@@ -119,6 +121,8 @@ def compute_entries(
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job in the order of the names.
 
+    A policy that leaves paths to the network gives entries without any.
+
     Args:
         records: live job records, in any order.
         topology: of the cluster, None where it is unknown.
@@ -141,6 +145,7 @@ def compute_entries(
     options = SchedulerOptions(tuple(levels), seed, max_slowdown=max_slowdown)
     decision = scheduler(cluster, options)
     level = _usable_levels(decision, levels)
+    chooses_paths = policy in PATH_POLICIES
     return tuple(
         PlanEntry(
             job=job.name,
@@ -148,7 +153,7 @@ def compute_entries(
             priority=_finite(decision.priority.get(job.name, 0.0)),
             intensity=_finite(decision.intensity.get(job.name, 0.0)),
             correction=_finite(decision.correction.get(job.name, 1.0)),
-            path=tuple(int(p) for p in decision.path.get(job.name, ())),
+            path=tuple(map(int, decision.path.get(job.name, ()))) if chooses_paths else (),
         )
         for job in sorted(cluster.jobs, key=lambda j: j.name)
     )
@@ -195,7 +200,7 @@ class Planner:
         *,
         seed: int = 0,
         max_slowdown: float | None = None,
-        parse: Callable[[str], TopologyLike] = parse_yaml,
+        parse: Callable[[str], Topology] = parse_yaml,
     ) -> None:
         scheduler_named(policy)
         if not levels:
@@ -203,25 +208,29 @@ class Planner:
         self._policy, self._levels, self._seed = policy, tuple(levels), seed
         self._max_slowdown = max_slowdown
         self._parse = parse
-        self._parsed: tuple[bytes | None, TopologyLike | None] = (None, None)
+        self._parsed: tuple[bytes | None, Topology | None] = (None, None)
         self._warn = WarnOnce(_log)
 
     def __call__(
         self, records: Sequence[JobRecord], topology: bytes | None
     ) -> tuple[PlanEntry, ...]:
         """The plan's entries; raises as :func:`compute_entries`."""
-        if topology != self._parsed[0]:
-            self._parsed = (topology, self._read(topology))
         return compute_entries(
             records,
-            self._parsed[1],
+            self.topology_of(topology),
             policy=self._policy,
             levels=self._levels,
             seed=self._seed,
             max_slowdown=self._max_slowdown,
         )
 
-    def _read(self, topology: bytes | None) -> TopologyLike | None:
+    def topology_of(self, topology: bytes | None) -> Topology | None:
+        """The topology in these bytes; None without any, and where they can't be read."""
+        if topology != self._parsed[0]:
+            self._parsed = (topology, self._read(topology))
+        return self._parsed[1]
+
+    def _read(self, topology: bytes | None) -> Topology | None:
         if topology is None:
             return None
         try:

@@ -16,12 +16,14 @@ import msgspec
 
 from crux_torch.control.job_channel import Samples
 from crux_torch.control.leader import Leader
+from crux_torch.control.records import PlanEntry
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.control.warn_once import WarnOnce
 from crux_torch.profile.job_profile import JobProfile
 from crux_torch.profile.merge import Topology, merge
 from crux_torch.profile.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order
+from crux_torch.runtime.routing import Routing, Wanted
 from crux_torch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Conductor:
         slot: its place in the line for measuring; None where there is no shared store.
         topology: of the cluster, where it is known.
         published: the topology's bytes, for the shared store.
+        routing: makes routes of the plan's paths; None: the network decides.
         first_turn: above that of every order that may still lie in the job's store.
         device_flops: FLOP/s of one device, for W from time; 0 where it is not known.
         clock: seconds that never go back.
@@ -64,6 +67,7 @@ class Conductor:
         topology: Topology | None = None,
         *,
         published: bytes | None = None,
+        routing: Routing | None = None,
         first_turn: int = 1,
         device_flops: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -75,6 +79,7 @@ class Conductor:
         self._topology = topology
         self._topology_bytes = published
         self._topology_is_there = False
+        self._routing = routing
         self._clock = clock
         self._warn = WarnOnce(_log)
         self.phase: Phase = "warming"
@@ -261,6 +266,7 @@ class Conductor:
         level = entry.level if entry is not None else None
         if measuring and self._is_alone():
             level = self._settings.profiling_level
+        wanted = self._routes(entry, measuring)
         return Order(
             incarnation=self._incarnation,
             turn=1,
@@ -271,13 +277,29 @@ class Conductor:
             plan_epoch=plan.epoch if plan is not None else 0,
             entry=entry,
             profile=self.profile,
+            routes=wanted.routes,
+            switch=wanted.switch,
         )
+
+    def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
+        """The plan's paths as the ranks can take them."""
+        routing, leader = self._routing, self._leader
+        if routing is None or leader is None:
+            return Wanted((), 0)
+        if entry is None:
+            routing.forget()
+        elif self.profile is not None and leader.plan_fits:
+            routing.resolve(entry.path, self.profile.flows, leader.topology)
+        # New connections in the middle of a measurement would be part of what is measured.
+        return routing.wanted(may_switch=not measuring)
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of the leader; plain values."""
         status: dict[str, Any] = {"phase": self.phase, "measurements": self.measurement}
         if self._leader is not None:
             status |= self._leader.status()
+        if self._routing is not None:
+            status["unroutable"] = list(self._routing.problems)
         return status
 
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 
 from crux_torch.control.records import PlanEntry
-from crux_torch.profile.job_profile import JobProfile, Name
+from crux_torch.fabric.route import HostRoute
+from crux_torch.profile.job_profile import MAX_FLOWS, JobProfile, Name
 
 SCHEMA_VERSION = 1
 
@@ -25,6 +26,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         plan_epoch: epoch of the plan that the level comes from, 0 without one.
         entry: the job's part of that plan.
         profile: the job's profile, once it was measured.
+        routes: the paths that connections made from now on are to take; empty: any.
+        switch: generation of the job's connections; where it grows they are made anew.
     """
 
     version: int = SCHEMA_VERSION
@@ -37,6 +40,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     plan_epoch: Annotated[int, msgspec.Meta(ge=0)] = 0
     entry: PlanEntry | None = None
     profile: JobProfile | None = None
+    routes: Annotated[tuple[HostRoute, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
+    switch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
 
     def to_json(self) -> bytes:
         """The order as JSON."""

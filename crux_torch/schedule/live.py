@@ -7,3 +7,5 @@ from __future__ import annotations
 #: of a job can't do yet (time shifts), or more time than a training process should give
 #: (``crux+``).
 LIVE_POLICIES = ("crux", "crux-fair", "ecmp", "sincronia", "taccl", "varys")
+#: Those of them that choose paths; under the others the network's own hash does.
+PATH_POLICIES = ("crux", "crux-fair", "taccl")

@@ -1,0 +1,195 @@
+"""From a plan's candidates to hops: properties on random networks, exact cases of small ones."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fabric_topology import networks
+
+from crux_torch.fabric.builders import BUILDERS, GpuServer
+from crux_torch.fabric.loaders import parse_yaml
+from crux_torch.fabric.route import MAX_HOP_ADDRESSES, HostRoute, Routes, routers, routes_of
+from crux_torch.fabric.topology import Topology
+from crux_torch.profile.job_profile import HostFlow
+
+LEAF_SPINE = """
+version: 1
+hosts: {h0: , h1: , h2: }
+switches: {leaf0: tor, leaf1: tor, spine0: aggregation, spine1: aggregation}
+links:
+  - {between: [h0, leaf0], capacity_Bps: 1e9}
+  - {between: [h2, leaf0], capacity_Bps: 1e9}
+  - {between: [h1, leaf1], capacity_Bps: 1e9}
+  - {between: [leaf0, spine0], capacity_Bps: 1e8}
+  - {between: [leaf0, spine1], capacity_Bps: 1e8}
+  - {between: [leaf1, spine0], capacity_Bps: 1e8}
+  - {between: [leaf1, spine1], capacity_Bps: 1e8}
+addresses:
+  h0: [10.0.0.2]
+  h1: [10.1.0.2, "fd00::2"]
+  h2: [10.0.1.2]
+  spine0: [10.100.0.2, 10.100.16.2]
+  spine1: [10.100.1.2, 10.100.17.2]
+"""
+
+
+def flow(src: str, dst: str) -> HostFlow:
+    return HostFlow(src, dst, 1.0)
+
+
+def address(node: int, interface: int) -> str:
+    return str(ip_address(0x0A000000 + 256 * node + interface))
+
+
+def with_addresses(topology: Topology, without: frozenset[str] = frozenset()) -> Topology:
+    """``topology`` with two addresses of every node that is not in ``without``."""
+    addresses = {
+        node: (address(i, 1), address(i, 2))
+        for i, node in enumerate(topology.nodes)
+        if node not in without
+    }
+    return Topology(topology.nodes, topology.edges, addresses)
+
+
+def matches(route: HostRoute, path: tuple[str, ...], topology: Topology) -> bool:
+    """Whether a probe along ``path`` would be answered as ``route`` wants it."""
+    nodes = routers(path, topology)
+    return all(
+        ttl <= len(nodes) and set(topology.addresses.get(nodes[ttl - 1], ())) & set(addresses)
+        for ttl, addresses in route.hops
+    )
+
+
+@settings(deadline=None, max_examples=120)
+@given(networks(), st.data())
+def test_hops_tell_the_wanted_path_from_every_other(bare: Topology, data: st.DataObject) -> None:
+    switches = [n for n in bare.nodes if bare.host_of(n) is None]
+    silent = data.draw(st.frozensets(st.sampled_from(switches), max_size=2))
+    topology = with_addresses(bare, silent)
+    candidates = topology.candidate_paths("h0", "h1")
+    chosen = data.draw(st.integers(0, len(candidates) - 1))
+    wanted = routers(candidates[chosen], topology)
+    end = topology.ends(candidates[chosen][-1])[1]
+    there = [c for c in candidates if topology.ends(c[-1])[1] == end]
+    others = {routers(c, topology) for c in there} - {wanted}
+
+    routes, problems = routes_of([chosen], [flow("h0", "h1")], topology)
+
+    if not others:
+        assert (routes, problems) == ((), ())
+    elif problems:
+        # Some other path goes by the same nodes wherever the wanted one has addresses.
+        known = [t for t, node in enumerate(wanted, 1) if node not in silent]
+        assert any(all(len(o) >= t and o[t - 1] == wanted[t - 1] for t in known) for o in others)
+        assert routes == ()
+        assert any(name in problems[0] for name in silent)
+    else:
+        (route,) = routes
+        assert (route.src, route.dst) == ("h0", "h1")
+        assert route.destinations == topology.addresses[end]
+        taken = {routers(c, topology) for c in there if matches(route, c, topology)}
+        assert taken == {wanted}
+        ttls = [ttl for ttl, _ in route.hops]
+        assert ttls == sorted(set(ttls))
+        for ttl in ttls:
+            assert any(len(o) < ttl or o[ttl - 1] != wanted[ttl - 1] for o in others)
+        assert msgspec.json.decode(msgspec.json.encode(route), type=HostRoute) == route
+
+
+@pytest.mark.parametrize(("chosen", "spine"), [(0, "spine0"), (1, "spine1")])
+def test_a_leaf_and_spine_network_differs_at_the_second_router(chosen: int, spine: str) -> None:
+    topology = parse_yaml(LEAF_SPINE)
+    (route,), problems = routes_of([chosen], [flow("h0", "h1")], topology)
+    assert route.destinations == ("10.1.0.2", "fd00::2")
+    assert route.hops == ((2, topology.addresses[spine]),)
+    assert problems == ()
+
+
+def test_pairs_without_a_choice_and_hosts_that_are_not_known_get_none() -> None:
+    topology = parse_yaml(LEAF_SPINE)
+    flows = [flow("h0", "h2"), flow("h0", "elsewhere"), flow("h1", "h1"), flow("h1", "h0")]
+    routes, problems = routes_of([0, 7, 3, 1], flows, topology)
+    assert [(r.src, r.dst) for r in routes] == [("h1", "h0")]
+    assert problems == ()
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        ('  h1: [10.1.0.2, "fd00::2"]\n', "no addresses of h1"),
+        ("  spine0: [10.100.0.2, 10.100.16.2]\n", "no addresses of spine0"),
+    ],
+)
+def test_what_lacks_addresses_is_named_and_left_to_the_network(gone: str, named: str) -> None:
+    topology = parse_yaml(LEAF_SPINE.replace(gone, ""))
+    flows = [flow("h0", "h1"), flow("h2", "h1"), flow("h1", "h0")]
+    routes, problems = routes_of([0, 0, 1], flows, topology)
+    assert problems == (named,)
+    assert [r.src for r in routes] == ["h1"]
+
+
+def test_a_plan_that_is_not_of_these_flows_is_refused() -> None:
+    topology = parse_yaml(LEAF_SPINE)
+    with pytest.raises(ValueError, match="1 paths for 2 flows"):
+        routes_of([0], [flow("h0", "h1"), flow("h1", "h0")], topology)
+    for chosen in (-1, 2):
+        with pytest.raises(ValueError, match=f"path {chosen} of 2 from h0 to h1"):
+            routes_of([chosen], [flow("h0", "h1")], topology)
+    assert routes_of([], [], topology) == Routes((), ())
+
+
+def test_a_path_ends_at_the_nic_that_has_the_destination_address() -> None:
+    topology = with_addresses(
+        BUILDERS["rail_optimised"](hosts=8, hosts_per_group=4, spines=2), frozenset()
+    )
+    candidates = topology.candidate_paths("h0", "h7")
+    nics = {topology.ends(path[-1])[1] for path in candidates}
+    assert len(nics) > 1
+    for chosen, path in enumerate(candidates[:16]):
+        (route,), problems = routes_of([chosen], [flow("h0", "h7")], topology)
+        assert problems == ()
+        assert route.destinations == topology.addresses[topology.ends(path[-1])[1]]
+
+
+def test_a_three_layer_network_is_told_apart_at_the_layers_between() -> None:
+    topology = with_addresses(
+        BUILDERS["fat_tree"](k=4, server=GpuServer(gpus=1, nics=1, pcie_switches=1))
+    )
+    hosts = topology.hosts
+    candidates = topology.candidate_paths(hosts[0], hosts[-1])
+    assert len(candidates) == 4
+    for chosen, path in enumerate(candidates):
+        (route,), _ = routes_of([chosen], [flow(hosts[0], hosts[-1])], topology)
+        assert [ttl for ttl, _ in route.hops] == [2, 3, 4]
+        assert [a for _, a in route.hops] == [
+            topology.addresses[node] for node in routers(path, topology)[1:4]
+        ]
+
+
+def test_no_more_addresses_than_a_route_takes() -> None:
+    bare = BUILDERS["fat_tree"](k=4, server=GpuServer(gpus=1, nics=1, pcie_switches=1))
+    hosts = bare.hosts
+    path = bare.candidate_paths(hosts[0], hosts[-1])[0]
+    _, up, core, down, _ = routers(path, bare)
+
+    def topology(counts: dict[str, int]) -> Topology:
+        addresses = {
+            node: [address(i, n) for n in range(1, counts.get(node, 1) + 1)]
+            for i, node in enumerate(bare.nodes)
+        }
+        return Topology(bare.nodes, bare.edges, addresses)
+
+    # A core leads to one aggregation switch on either side, so these can be left out.
+    (route,), problems = routes_of([0], [flow(hosts[0], hosts[-1])], topology({up: 9, down: 9}))
+    assert [ttl for ttl, _ in route.hops] == [3, 4]
+    assert problems == ()
+    (route,), _ = routes_of([0], [flow(hosts[0], hosts[-1])], topology({core: MAX_HOP_ADDRESSES}))
+    assert [ttl for ttl, _ in route.hops] == [3]
+    routes, (problem,) = routes_of([0], [flow(hosts[0], hosts[-1])], topology({core: 17}))
+    assert routes == ()
+    assert "17 addresses" in problem
+    assert core in problem
