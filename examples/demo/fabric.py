@@ -64,6 +64,11 @@ class Host:
     def name(self) -> str:
         return f"h{self.leaf}-{self.index}"
 
+    @property
+    def gateway(self) -> str:
+        """Its leaf's address on the link between them."""
+        return f"10.{self.leaf}.{self.index}.1"
+
 
 @dataclass(frozen=True)
 class LinkCounters:
@@ -151,8 +156,21 @@ class Fabric:
                 "hosts": {host.name: {} for host in self.hosts},
                 "switches": dict.fromkeys(leaves, "tor") | dict.fromkeys(spines, "aggregation"),
                 "links": edges + fabric,
+                "addresses": self._addresses(),
             }
         )
+
+    def _addresses(self) -> dict[str, list[str]]:
+        """The addresses of every node: a switch answers from that of any of its interfaces."""
+        spec = self.spec
+        leaves, spines = range(spec.leaves), range(spec.spines)
+        found = {host.name: [host.address] for host in self.hosts}
+        for i in leaves:
+            below = [host.gateway for host in self.hosts if host.leaf == i]
+            found[f"leaf{i}"] = below + [f"{_uplink(i, j)}.1" for j in spines]
+        for j in spines:
+            found[f"spine{j}"] = [f"{_uplink(i, j)}.2" for i in leaves]
+        return found
 
     def host(self, leaf: int, index: int) -> Host:
         """The ``index``-th host of a leaf."""
@@ -185,6 +203,11 @@ class Fabric:
         for namespace, devices in self._switch_ports().items():
             commands = [c for device in devices for c in self._classes("change", device, rate_mbit)]
             netns.run_batch("tc", "\n".join(commands) + "\n", namespace)
+
+    def set_hash_seed(self, seed: int) -> None:
+        """Change the leaves' ECMP hash: every connection takes the path of the new one at once."""
+        for i in range(self.spec.leaves):
+            _sysctl(self._leaf(i), {"fib_multipath_hash_seed": str(seed)})
 
     def counters(self) -> list[LinkCounters]:
         """Bytes and drops of every leaf-spine link, each direction, by level."""
@@ -254,7 +277,7 @@ class Fabric:
         cables: list[str] = []
         setup = {name: ["link set lo up"] for name in everyone}
         for i, j in itertools.product(leaves, spines):
-            leaf, spine, net = self._leaf(i), self._spine(j), f"10.100.{16 * i + j}"
+            leaf, spine, net = self._leaf(i), self._spine(j), _uplink(i, j)
             cables.append(f"link add up{j} netns {leaf} type veth peer name down{i} netns {spine}")
             setup[leaf] += [f"link set up{j} up", f"addr add {net}.1/30 dev up{j}"]
             setup[spine] += [
@@ -264,20 +287,19 @@ class Fabric:
             ]
         for host in self.hosts:
             leaf, port = self._leaf(host.leaf), f"host{host.index}"
-            gateway = host.address[:-1] + "1"
             cables.append(
                 f"link add {port} netns {leaf} type veth peer name {host.interface} "
                 f"netns {host.namespace}"
             )
-            setup[leaf] += [f"link set {port} up", f"addr add {gateway}/24 dev {port}"]
+            setup[leaf] += [f"link set {port} up", f"addr add {host.gateway}/24 dev {port}"]
             # By route, because the sysctl of the congestion control is refused in a namespace.
             setup[host.namespace] += [
                 f"link set {host.interface} up",
                 f"addr add {host.address}/24 dev {host.interface}",
-                f"route add default via {gateway} congctl {spec.congestion_control}",
+                f"route add default via {host.gateway} congctl {spec.congestion_control}",
             ]
         for i, other in itertools.permutations(leaves, 2):
-            hops = " ".join(f"nexthop via 10.100.{16 * i + j}.2 dev up{j} weight 1" for j in spines)
+            hops = " ".join(f"nexthop via {_uplink(i, j)}.2 dev up{j} weight 1" for j in spines)
             setup[self._leaf(i)].append(f"route add 10.{other}.0.0/16 {hops}")
         return cables, setup
 
@@ -313,6 +335,11 @@ class Fabric:
         return commands
 
 
+def _uplink(leaf: int, spine: int) -> str:
+    """The net of the link between a leaf (.1) and a spine (.2), without its last number."""
+    return f"10.100.{16 * leaf + spine}"
+
+
 _SWITCH_SYSCTLS = {
     "ip_forward": "1",
     "conf/all/rp_filter": "0",
@@ -331,7 +358,12 @@ _HOST_SYSCTLS = {
     "tcp_wmem": "4096 65536 4194304",
 }
 #: Without these a fabric is not what it says; the others only make it quieter.
-_REQUIRED_SYSCTLS = {"ip_forward", "fib_multipath_hash_policy", "fib_multipath_hash_fields"}
+_REQUIRED_SYSCTLS = {
+    "ip_forward",
+    "fib_multipath_hash_policy",
+    "fib_multipath_hash_fields",
+    "fib_multipath_hash_seed",
+}
 
 
 def _sysctl(namespace: str, values: dict[str, str]) -> None:
