@@ -1,0 +1,134 @@
+"""Runs programs in the guest and writes down what they did; starts and ends captures."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.step import Process, Step, write_step
+
+#: Where perftest's and ibverbs-utils' servers wait for their client.
+EXCHANGE_PORT = 18515
+_LISTENING = "0A"
+
+
+class Recorder:
+    """Writes the steps of one run of the guest to ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def run(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60,
+        **facts: Any,
+    ) -> Process:
+        """Run one program to its end."""
+        begin_s = time.time()
+        done = _finish(_start(argv, env), argv, time.monotonic() + timeout_s)
+        write_step(self._folder, Step(name, begin_s, time.time(), [done], facts))
+        return done
+
+    def exchange(
+        self,
+        name: str,
+        server: Sequence[str],
+        client: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60,
+        **facts: Any,
+    ) -> tuple[Process, Process]:
+        """Run a server, and its client as soon as the server listens; both to their end."""
+        begin_s = time.time()
+        deadline = time.monotonic() + timeout_s
+        serving = _start(server, env)
+        wait_for(lambda: _listens(EXCHANGE_PORT) or serving.poll() is not None, deadline)
+        done = _finish(_start(client, env), client, deadline)
+        both = [_finish(serving, server, deadline), done]
+        write_step(self._folder, Step(name, begin_s, time.time(), both, facts))
+        return both[0], both[1]
+
+    def note(self, name: str, **facts: Any) -> None:
+        """Write down something that is no program."""
+        write_step(self._folder, Step(name, time.time(), time.time(), [], facts))
+
+
+class Capture:
+    """The RoCEv2 packets that cross ``interface``, into ``file``, while it is open."""
+
+    def __init__(self, file: Path, interface: str, namespace: str | None = None) -> None:
+        self._file = file
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        # --immediate-mode and -U: packets reach the file as they come. 96 bytes hold all headers.
+        self._argv = [*inside, "tcpdump", "-i", interface, "--immediate-mode", "-U", "-s", "96"]
+        self._argv += ["-B", "32768", "-w", str(file), "udp", "port", "4791"]
+        self._said = file.with_suffix(".tcpdump")
+
+    def __enter__(self) -> Capture:
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(self._argv, stdin=subprocess.DEVNULL, stderr=said)
+        wait_for(lambda: "listening on" in self._said.read_text(), time.monotonic() + 30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Under emulation tcpdump is slower than what it listens to: let it catch up.
+        size, still_since = -1, time.monotonic()
+        deadline = still_since + 30
+        while time.monotonic() < min(still_since + 1, deadline):
+            now = self._file.stat().st_size
+            if now != size:
+                size, still_since = now, time.monotonic()
+            time.sleep(0.1)
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(timeout=30)
+
+
+def wait_for(condition: Callable[[], bool], deadline: float) -> None:
+    """Wait until ``condition`` holds.
+
+    Raises:
+        TimeoutError: it did not before ``deadline`` of the monotonic clock.
+    """
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("what was waited for did not happen")
+        time.sleep(0.02)
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        argv,
+        env=None if env is None else dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+
+
+def _finish(process: subprocess.Popen[str], argv: Sequence[str], deadline: float) -> Process:
+    try:
+        stdout, stderr = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        status: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, stderr = process.communicate()
+        status = None
+    return Process(list(argv), status, stdout, stderr)
+
+
+def _listens(port: int) -> bool:
+    rows = [
+        line.split()
+        for file in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(file).read_text().splitlines()[1:]
+    ]
+    return any(int(row[1].rpartition(":")[2], 16) == port and row[3] == _LISTENING for row in rows)

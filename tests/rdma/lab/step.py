@@ -1,0 +1,56 @@
+"""What the guest did, step by step: written in the guest, read by the tests.
+
+Runs on the standard library alone, since starting Python takes a second in the guest as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "steps.jsonl"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A program that ran.
+
+    Attributes:
+        argv: how it was called.
+        status: its exit status, negative for a signal, ``None`` where it was stopped for being late.
+        stdout: what it printed.
+        stderr: what it complained of.
+    """
+
+    argv: list[str]
+    status: int | None
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that the guest did between two moments of its clock, which captures go by too."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    processes: list[Process]
+    facts: dict[str, Any]
+
+
+def write_step(folder: Path, step: Step) -> None:
+    with (folder / FILE).open("a") as file:
+        file.write(json.dumps(asdict(step)) + "\n")
+
+
+def read_steps(folder: Path) -> dict[str, Step]:
+    """The steps by name; a guest that stopped half-way leaves those that it had ended."""
+    steps = {}
+    for line in (folder / FILE).read_text().splitlines():
+        plain = json.loads(line)
+        plain["processes"] = [Process(**process) for process in plain["processes"]]
+        steps[plain["name"]] = Step(**plain)
+    return steps
