@@ -1,0 +1,57 @@
+"""How fast to ask one hop: as fast as it answers, and no faster than told."""
+
+from __future__ import annotations
+
+#: Results after which the rate is reconsidered.
+_EPOCH = 8
+#: Share of unanswered probes from which a router is taken to limit its answers.
+_TOLERATED_LOSS = 0.25
+_SPEED_UP = 1.5
+_STEEPEST = 1 / 8
+#: Waits end up to a millisecond late; so much of it is made up for.
+_CATCH_UP_S = 0.005
+#: Below this nothing is left to gain: Linux answers each host once a second by default.
+FLOOR_per_s = 0.5
+
+
+class Pacer:
+    """The rate of probes that die at one TTL, which routers of one layer answer.
+
+    Routers limit how many ICMP errors they send; Linux by default to one a second for each host
+    after a burst of six, switches to what their control plane allows. A probe over the limit goes
+    unanswered, and asking faster gets no more answers. So each time eight results are in, the rate
+    falls to the share that was answered where over a quarter was not, and rises by half where all
+    were.
+
+    Args:
+        limit_per_s: probes a second at most.
+    """
+
+    def __init__(self, limit_per_s: float) -> None:
+        self.limit_per_s = max(limit_per_s, FLOOR_per_s)
+        self.rate_per_s = self.limit_per_s
+        self.next_at = 0.0
+        self._answered = self._lost = 0
+
+    @property
+    def slowed(self) -> bool:
+        """Whether the hop answers more slowly than it might be asked."""
+        return self.rate_per_s < self.limit_per_s
+
+    def sent(self, now: float) -> None:
+        """Count a probe; the next one may leave at ``next_at``."""
+        self.next_at = max(now - _CATCH_UP_S, self.next_at) + 1 / self.rate_per_s
+
+    def result(self, answered: bool) -> None:
+        """Take note of a probe that was answered, or was not in time."""
+        self._answered += answered
+        self._lost += not answered
+        total = self._answered + self._lost
+        if total < _EPOCH:
+            return
+        if self._lost > _TOLERATED_LOSS * total:
+            factor = max(self._answered / total, _STEEPEST)
+            self.rate_per_s = max(self.rate_per_s * factor, FLOOR_per_s)
+        elif not self._lost:
+            self.rate_per_s = min(self.rate_per_s * _SPEED_UP, self.limit_per_s)
+        self._answered = self._lost = 0
