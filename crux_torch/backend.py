@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import runtime
+from crux_torch.apply import nccl
 from crux_torch.apply.ownership import Ownership
 from crux_torch.errors import CruxError, SettingsError
 from crux_torch.settings import Settings
@@ -87,7 +88,16 @@ def _create_gloo(opts: Any, backend_options: Any) -> Any:
     return gloo
 
 
+def _with_nccl_class(options: Any) -> Any:
+    """The options for a NCCL communicator, with the class of the job's level where it has one."""
+    settings = _settings()
+    if settings.disable or not settings.nccl_class:
+        return options
+    return nccl.with_class(options, runtime.planned_dscp(), new=c10d.ProcessGroupNCCL.Options)
+
+
 def _create_nccl(opts: Any, backend_options: Any) -> Any:
+    backend_options = _with_nccl_class(backend_options)
     split_from = getattr(opts, "split_from", None)
     if split_from is not None:
         opts.split_from = getattr(split_from, "default_inner", split_from)
@@ -174,6 +184,8 @@ class _StandIn(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if getattr(_suspended, "depth", 0):
             return cls.stock(*args, **kwargs)
+        if cls.public_name == "nccl" and len(args) > 3:
+            args = (*args[:3], _with_nccl_class(args[3]), *args[4:])
         with OWNED_SOCKETS.watching(*args[:3]):
             inner = cls.stock(*args, **kwargs)
         try:

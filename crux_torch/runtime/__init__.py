@@ -97,6 +97,22 @@ def _say(settings: Settings) -> None:
         _log.addHandler(handler)
 
 
+def planned_dscp() -> int | None:
+    """DSCP of the level that the plan gives this job; None before it does, and while measuring.
+
+    The class of a measurement must not outlast it, as it would in what keeps its class for life.
+    """
+    agent = _agent
+    if agent is None or not agent.active:
+        return None
+    status = agent.status()
+    order = status["order"]
+    if order is None or order["measuring"]:
+        return None
+    found: int | None = status["applied"]["dscp"]
+    return found
+
+
 def profile() -> JobProfile | None:
     """See :func:`crux_torch.profile`."""
     return None if _agent is None else _agent.profile()

@@ -1,0 +1,78 @@
+"""The traffic class of a NCCL communicator, given to it when it is made.
+
+NCCL writes the class into its queue pairs once, when they connect, and has no call that changes it
+later: a job that gets another level keeps the class of its communicators until they are made anew,
+which the switch of inner backends does. The class is ``ncclConfig_t.trafficClass``, the whole TOS
+byte, and reaches NCCL through ``ProcessGroupNCCL.Options().config.traffic_class``. Over sockets
+(``NCCL_NET=Socket``) NCCL ignores it; there the sockets themselves are marked.
+
+Whoever chose a class already has the last word: the script by its options, the operator by NCCL's
+own variables, which NCCL ranks above the options.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from crux_torch.control.warn_once import WarnOnce
+
+#: NCCL_CONFIG_UNDEF_INT of <nccl.h>: the script did not choose.
+UNDEFINED = -(1 << 31)
+
+#: NCCL's own variables, and what each leaves of the class that a communicator is given.
+OVERRIDES = {
+    "NCCL_IB_TC": "every queue pair of NCCL keeps that class, whatever level the job has",
+    "NCCL_IB_FIFO_TC": "NCCL's clear-to-send messages keep that class, its data gets the job's",
+    "NCCL_IB_SL": "the service level stays, so InfiniBand's lanes and PFC priorities do not follow",
+}
+
+_warn = WarnOnce(logging.getLogger(__name__))
+
+
+def overrides(env: Mapping[str, str]) -> dict[str, str]:
+    """Each variable of NCCL in ``env`` that beats a communicator's class: what it overrides."""
+    return {f"{name}={env[name]}": what for name, what in OVERRIDES.items() if env.get(name)}
+
+
+def with_class(
+    options: Any, dscp: int | None, *, new: Any, env: Mapping[str, str] | None = None
+) -> Any:
+    """The options to make a NCCL communicator with: the script's, with the job's class in them.
+
+    The script's own object is never changed, because it may serve for the next group too. What
+    keeps the class from being given, or from having its effect, is said once a process. Never
+    raises: what can't be done leaves ``options`` as they were.
+
+    Args:
+        options: what the script gave, or None.
+        dscp: DSCP of the job's level (0 to 63), or None where there is none yet.
+        new: makes empty options: ``ProcessGroupNCCL.Options``.
+        env: NCCL's variables; default: this process's environment.
+    """
+    if dscp is None:
+        return options
+    try:
+        return _with_class(options, dscp, new, os.environ if env is None else env)
+    except Exception as error:
+        _warn("options", f"NCCL communicators get no traffic class: {error}")
+        return options
+
+
+def _with_class(options: Any, dscp: int, new: Any, env: Mapping[str, str]) -> Any:
+    chosen = UNDEFINED if options is None else options.config.traffic_class
+    if chosen != UNDEFINED:
+        _warn(
+            "chosen", f"the script's traffic_class={chosen} for NCCL stays, whatever level it has"
+        )
+        return options
+    for variable, what in overrides(env).items():
+        _warn(variable, f"{variable} is set: {what}")
+    if env.get("NCCL_IB_TC"):
+        return options
+    classed = new() if options is None else copy.copy(options)
+    classed.config.traffic_class = dscp << 2
+    return classed
