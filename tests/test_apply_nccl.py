@@ -116,7 +116,7 @@ def test_both_ways_of_creation_get_the_plans_class(
     monkeypatch.setitem(c10d.Backend._plugins, "NCCL", plugin)
     script = options()
     backend._create_nccl(SimpleNamespace(split_from=None), script)
-    made.append(attached(c10d.HashStore(), 0, 1, script).options)
+    made.append(attached(dist.HashStore(), 0, 1, script).options)  # type: ignore[attr-defined]
     expected = nccl.UNDEFINED if switched_off else DSCP << 2
     assert [classed.config.traffic_class for classed in made] == [expected, expected]
     assert script.config.traffic_class == nccl.UNDEFINED
