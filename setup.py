@@ -6,6 +6,10 @@ that it will run with. Needs no CUDA toolkit and no GPU.
 
 import os
 import re
+import shlex
+import subprocess
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 # An earlier install of this package may be half replaced while this one is built.
@@ -76,6 +80,92 @@ def plain_extension(name: str) -> Pybind11Extension:
     )
 
 
+@dataclass(frozen=True)
+class SharedLibrary:
+    """A library of its own inside the package, loaded into programs that have neither torch nor
+    Python.
+
+    Its C++ runtime is linked in and hidden: preloaded, it must not decide which libstdc++ the
+    program gets.
+
+    Attributes:
+        name: file name in ``crux_torch/``.
+        soname: what the loader knows it by.
+        sources: what is compiled.
+        version_script: lists what it exports.
+        flags: for this library alone.
+    """
+
+    name: str
+    soname: str
+    sources: tuple[str, ...]
+    version_script: str
+    flags: tuple[str, ...] = ()
+
+    def build(self, folder: Path, force: bool) -> None:
+        """Builds it into ``folder``, where it is older than its sources or ``force`` says so."""
+        target = folder / self.name
+        inputs = [*self.sources, self.version_script, __file__]
+        inputs += [str(p) for source in self.sources for p in Path(source).parent.glob("*.h")]
+        if not force and target.exists():
+            if all(os.stat(p).st_mtime < target.stat().st_mtime for p in inputs):
+                return
+        folder.mkdir(parents=True, exist_ok=True)
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        # A running program may have the old file mapped: never write into it.
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch, self.name)
+            command = [
+                *compiler, "-std=c++17", "-O2", "-g0", "-Wall", "-fPIC", "-pthread",
+                "-fvisibility=hidden", "-shared", "-static-libgcc",
+                f"-Wl,-soname,{self.soname}", f"-Wl,--version-script={self.version_script}",
+                "-Wl,-z,defs,-z,nodelete", *self.flags, *self.sources, "-o", str(made),
+            ]  # fmt: skip
+            print(shlex.join(command), flush=True)
+            # Some distributions keep libstdc++.a in a package of its own.
+            if subprocess.run([*command, "-static-libstdc++"], check=False).returncode:
+                subprocess.run(command, check=True)
+            os.replace(made, target)
+
+
+def has_header(name: str) -> bool:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    command = [*compiler, "-x", "c++", "-fsyntax-only", "-"]
+    done = subprocess.run(command, input=f"#include <{name}>\n", text=True, capture_output=True)
+    return done.returncode == 0
+
+
+def shared_libraries() -> list[SharedLibrary]:
+    """``libcrux_transport.so``; its queue-pair half where rdma-core's headers are installed."""
+    verbs = has_header("infiniband/verbs.h")
+    sources = sorted(map(str, Path("csrc/transport").glob("*.cc")))
+    if verbs:
+        sources += sorted(map(str, Path("csrc/transport/verbs").glob("*.cc")))
+    return [
+        SharedLibrary(
+            "libcrux_transport.so",
+            "libcrux_transport.so",
+            tuple(sources),
+            "csrc/transport/exports.map",
+            ("-DCRUX_HAS_VERBS",) if verbs else (),
+        )
+    ]
+
+
+class BuildExtensions(cpp_extension.BuildExtension):
+    """The extensions, and the shared libraries beside them."""
+
+    def run(self) -> None:
+        super().run()
+        folder = Path("." if self.inplace else self.build_lib, "crux_torch")
+        for library in shared_libraries():
+            library.build(folder, bool(self.force))
+
+    def get_outputs(self) -> list[str]:
+        built = [str(Path(self.build_lib, "crux_torch", lib.name)) for lib in shared_libraries()]
+        return [*super().get_outputs(), *built]
+
+
 setup(
     packages=[
         *find_packages(include=["crux_torch", "crux_torch.*"]),
@@ -84,5 +174,5 @@ setup(
     package_dir={"cruxrun": "launcher/cruxrun"},
     package_data={"crux_torch": ["py.typed", "*.pyi"]},
     ext_modules=[torch_extension(), plain_extension("fluid"), plain_extension("schedule")],
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    cmdclass={"build_ext": BuildExtensions},
 )

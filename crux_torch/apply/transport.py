@@ -1,0 +1,417 @@
+"""The connections of this process as libcrux_transport.so knows and sets them.
+
+The library (``csrc/transport``) is loaded before the training process by ``cruxrun``
+(``LD_PRELOAD``); then it sees every TCP connection being made and steers those that have a route.
+Loaded later, by :meth:`Transport.load`, it can still set options of live connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import ipaddress
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from crux_torch.errors import CruxError
+
+LIBRARY = Path(__file__).parents[1] / "libcrux_transport.so"
+
+Kind = Literal["tcp", "qp"]
+How = Literal[
+    "untouched",
+    "at_connect",
+    "at_rtr",
+    "live_option",
+    "live_device",
+    "live_reset",
+    "needs_switch",
+    "refused",
+]
+
+_ABI = 2
+_ADDRESS_CHARS = 46
+_NAME_CHARS = 64
+_MAX_HOPS = 16
+_MAX_PORTS = 64
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_HOWS: tuple[How, ...] = get_args(How)
+_UINT64_MAX = 2**64 - 1
+
+
+class TransportError(CruxError, OSError):
+    """libcrux_transport.so can't be used, or refuses a request; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a plan wants of the connections of this process to one address.
+
+    Attributes:
+        destination: IPv4 or IPv6 address of the peer.
+        hops: the path, as (TTL, address) pairs: at each TTL that is listed, one of the addresses
+            listed with it has to answer. Empty: any path.
+        dscp: class of the connections, 0 to 63; None leaves it.
+        rate_Bps: limit of each connection in bytes per second; None for no limit.
+        udp_ports: UDP source ports that are known to lead over the path (RoCEv2).
+    """
+
+    destination: str
+    hops: tuple[tuple[int, str], ...] = ()
+    dscp: int | None = None
+    rate_Bps: int | None = None
+    udp_ports: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for address in (self.destination, *(address for _, address in self.hops)):
+            ipaddress.ip_address(address)
+        if len(self.hops) > _MAX_HOPS:
+            raise ValueError(f"a route lists at most {_MAX_HOPS} addresses of hops")
+        if any(not 1 <= ttl <= 255 for ttl, _ in self.hops):
+            raise ValueError("a TTL is from 1 to 255")
+        if self.dscp is not None and not 0 <= self.dscp <= 63:
+            raise ValueError("a DSCP value is from 0 to 63")
+        if self.rate_Bps is not None and not 0 < self.rate_Bps < _UINT64_MAX:
+            raise ValueError("a rate is a positive number of bytes per second")
+        if any(not 0 < port < 65536 for port in self.udp_ports):
+            raise ValueError("a port is from 1 to 65535")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One open connection of this process, as it was when it was listed.
+
+    Attributes:
+        id: of a socket its inode; of a queue pair a number that is never used again.
+        kind: ``tcp`` or ``qp``.
+        how: how it got its settings; ``refused`` where not all that was wanted could be had.
+        error: errno of the last setting that failed, 0 after one that did not. Where a path was
+            probed for: ETIMEDOUT, nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE,
+            no source port was left; ERANGE, a listed TTL reaches the destination itself.
+        fd: descriptor of a socket.
+        owner: the communicator, where known; else the library that made the connection.
+        device: of a queue pair.
+        local: own address, ``local_port`` its port (UDP source port of a queue pair, 0 unknown).
+        peer: the other end's address, ``peer_port`` its port.
+        qpn, peer_qpn, flow_label: of a queue pair.
+        dscp: what it has now; None where unknown.
+        state: of a queue pair, ``enum ibv_qp_state``.
+        rate_Bps: limit in bytes per second; None for no limit.
+        bytes_sent: without retransmissions (TCP), posted (queue pair).
+        bytes_received: likewise.
+        probes: packets sent to find its path.
+        via_ttl: the last hop that was probed, 0 without a probe.
+        via: who answered there.
+    """
+
+    id: int
+    kind: Kind
+    how: How
+    error: int
+    fd: int
+    owner: str
+    device: str
+    local: str
+    peer: str
+    local_port: int
+    peer_port: int
+    qpn: int
+    peer_qpn: int
+    flow_label: int
+    dscp: int | None
+    state: int
+    rate_Bps: int | None
+    bytes_sent: int
+    bytes_received: int
+    probes: int
+    via_ttl: int
+    via: str
+
+
+@dataclass(frozen=True, slots=True)
+class SocketSetting:
+    """What a live socket had and has.
+
+    Attributes:
+        errno: of the call that failed, 0 where none did, ENOENT where the socket is gone.
+        before_tos: TOS or IPv6 traffic class before; None where unreadable.
+        after_tos: as read back afterwards.
+        before_rate_Bps: pacing limit before, bytes per second; None for no limit or unreadable.
+        after_rate_Bps: as read back afterwards.
+    """
+
+    errno: int
+    before_tos: int | None
+    after_tos: int | None
+    before_rate_Bps: int | None
+    after_rate_Bps: int | None
+
+
+class _Hop(ctypes.Structure):
+    _fields_ = (("ttl", ctypes.c_int32), ("address", ctypes.c_char * _ADDRESS_CHARS))
+
+
+class _Route(ctypes.Structure):
+    _fields_ = (
+        ("destination", ctypes.c_char * _ADDRESS_CHARS),
+        ("dscp", ctypes.c_int32),
+        ("rate_Bps", ctypes.c_uint64),
+        ("hop_count", ctypes.c_uint32),
+        ("hops", _Hop * _MAX_HOPS),
+        ("port_count", ctypes.c_uint32),
+        ("ports", ctypes.c_uint16 * _MAX_PORTS),
+    )
+
+
+class _Connection(ctypes.Structure):
+    _fields_ = (
+        ("id", ctypes.c_uint64),
+        ("kind", ctypes.c_int32),
+        ("how", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+        ("fd", ctypes.c_int32),
+        ("owner", ctypes.c_char * _NAME_CHARS),
+        ("device", ctypes.c_char * _NAME_CHARS),
+        ("local", ctypes.c_char * _ADDRESS_CHARS),
+        ("peer", ctypes.c_char * _ADDRESS_CHARS),
+        ("local_port", ctypes.c_uint16),
+        ("peer_port", ctypes.c_uint16),
+        ("qpn", ctypes.c_uint32),
+        ("peer_qpn", ctypes.c_uint32),
+        ("flow_label", ctypes.c_uint32),
+        ("dscp", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+        ("rate_Bps", ctypes.c_uint64),
+        ("bytes_sent", ctypes.c_uint64),
+        ("bytes_received", ctypes.c_uint64),
+        ("probes", ctypes.c_uint32),
+        ("via_ttl", ctypes.c_int32),
+        ("via", ctypes.c_char * _ADDRESS_CHARS),
+    )
+
+
+class _SocketSetting(ctypes.Structure):
+    _fields_ = (
+        ("before_tos", ctypes.c_int32),
+        ("after_tos", ctypes.c_int32),
+        ("before_rate_Bps", ctypes.c_uint64),
+        ("after_rate_Bps", ctypes.c_uint64),
+    )
+
+
+class Transport:
+    """The library in this process; its methods may be called from any thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        for name, result, arguments in _FUNCTIONS:
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+
+    @classmethod
+    def load(cls) -> Transport:
+        """The preloaded library where there is one, else the one beside this package.
+
+        Raises:
+            TransportError: it is not there, can't be loaded, or is of another version.
+        """
+        return _load()
+
+    @property
+    def sees_sockets(self) -> bool:
+        """Whether connections of this process are made through the library."""
+        return bool(self.library.crux_transport_sees_sockets())
+
+    @property
+    def sees_queue_pairs(self) -> bool:
+        """Whether queue pairs of this process go through the stand-in for libibverbs."""
+        return bool(self.library.crux_transport_sees_queue_pairs())
+
+    def set_routes(self, routes: Sequence[Route]) -> None:
+        """Replaces the routes; they count for connections that are made from now on.
+
+        Of two routes to one destination the later counts. Without :attr:`sees_sockets` they have
+        no effect on sockets.
+
+        Raises:
+            TransportError: the library refuses them; the routes before stay.
+        """
+        array = (_Route * len(routes))(*map(_c_route, routes))
+        self._checked("set_routes", array, len(routes))
+
+    def set_port_range(self, first: int, last: int) -> None:
+        """TCP source ports to choose from, inclusive, 1024 or more; default 20000 to 28999.
+
+        Raises:
+            TransportError: for a range that can't be used.
+        """
+        if not (0 <= first <= 65535 and 0 <= last <= 65535):
+            raise TransportError(f"ports {first} to {last} are no port range")
+        self._checked("set_port_range", first, last)
+
+    def skip_ports(self, *ports: int) -> None:
+        """Destination ports that are never steered: rendezvous stores."""
+        numbers = [port for port in ports if 0 < port < 65536]
+        self._checked("skip_ports", (ctypes.c_uint16 * len(numbers))(*numbers), len(numbers))
+
+    @contextlib.contextmanager
+    def owner(self, name: str) -> Iterator[None]:
+        """Connections that this thread makes meanwhile belong to the communicator ``name``."""
+        self.library.crux_transport_push_owner(name.encode(errors="replace"))
+        try:
+            yield
+        finally:
+            self.library.crux_transport_pop_owner()
+
+    def connections(self) -> list[Connection]:
+        """The connections that the library saw being made, or set, and that are open now."""
+        capacity = 64
+        while True:
+            array = (_Connection * capacity)()
+            count = self.library.crux_transport_connections(array, capacity)
+            if count <= capacity:
+                return [_connection(c) for c in array[:count]]
+            capacity = count + 64
+
+    def set_socket(
+        self, fd: int, inode: int, dscp: int | None = None, rate_Bps: int | None = None
+    ) -> SocketSetting:
+        """Sets class and pacing of a live TCP socket of this process; with neither, only reads.
+
+        Never raises: what failed is in the result.
+
+        Args:
+            fd: a descriptor of the socket when it was found.
+            inode: the socket's identity; where ``fd`` names another one by now, nothing happens.
+            dscp: 0 to 63; None leaves it. The two ECN bits stay.
+            rate_Bps: limit in bytes per second, 0 for no limit; None leaves it.
+        """
+        read = _SocketSetting()
+        error = self.library.crux_transport_set_socket(
+            fd,
+            inode,
+            -1 if dscp is None else dscp,
+            _UINT64_MAX if rate_Bps is None else rate_Bps,
+            ctypes.byref(read),
+        )
+        return SocketSetting(
+            error,
+            _known(read.before_tos),
+            _known(read.after_tos),
+            _limit(read.before_rate_Bps),
+            _limit(read.after_rate_Bps),
+        )
+
+    def _checked(self, name: str, *arguments: Any) -> None:
+        error = getattr(self.library, f"crux_transport_{name}")(*arguments)
+        if error:
+            raise TransportError(error, f"crux_transport_{name}: {os.strerror(error)}")
+
+
+def store_ports(env: Mapping[str, str]) -> set[int]:
+    """Ports of the rendezvous stores that a job's environment names."""
+    ports = set()
+    for name in ("MASTER_PORT", "PET_RDZV_ENDPOINT", "CRUX_STORE"):
+        text = env.get(name, "")
+        with contextlib.suppress(ValueError):
+            port = urlsplit(text if "//" in text else f"//{text}").port
+            ports.add(port if port is not None else int(text))
+    return ports
+
+
+@functools.cache
+def _load() -> Transport:
+    # Preloaded, it is in the global scope; a second copy would know nothing of its connections.
+    library = ctypes.CDLL(None)
+    path = "the preloaded libcrux_transport.so"
+    if not hasattr(library, "crux_transport_abi"):
+        path = str(LIBRARY)
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise TransportError(f"{error}: build it with `pip install -e .`") from None
+    try:
+        abi = library.crux_transport_abi()
+    except AttributeError:
+        raise TransportError(f"{path} lacks crux_transport_abi(): rebuild it") from None
+    if abi != _ABI:
+        raise TransportError(
+            f"{path} has ABI {abi}, this package expects {_ABI}: rebuild it with `pip install -e .`"
+        )
+    try:
+        transport = Transport(library)
+    except AttributeError as error:
+        raise TransportError(f"{path} is incomplete ({error}): rebuild it") from None
+    transport.skip_ports(*store_ports(os.environ))
+    return transport
+
+
+def _c_route(route: Route) -> _Route:
+    hops = [_Hop(ttl, address.encode()) for ttl, address in route.hops]
+    ports = route.udp_ports[:_MAX_PORTS]
+    return _Route(
+        route.destination.encode(),
+        -1 if route.dscp is None else route.dscp,
+        route.rate_Bps or 0,
+        len(hops),
+        (_Hop * _MAX_HOPS)(*hops),
+        len(ports),
+        (ctypes.c_uint16 * _MAX_PORTS)(*ports),
+    )
+
+
+def _connection(c: _Connection) -> Connection:
+    values: dict[str, Any] = {name: getattr(c, name) for name, *_ in _Connection._fields_}
+    for name in ("owner", "device", "local", "peer", "via"):
+        values[name] = values[name].decode(errors="replace")
+    values["kind"] = _KINDS[c.kind - 1]
+    values["how"] = _HOWS[c.how]
+    values["dscp"] = _known(c.dscp)
+    values["rate_Bps"] = _limit(c.rate_Bps)
+    return Connection(**values)
+
+
+def _known(value: int) -> int | None:
+    return None if value < 0 else value
+
+
+def _limit(rate_Bps: int) -> int | None:
+    return None if rate_Bps in (0, _UINT64_MAX) else rate_Bps
+
+
+_FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("crux_transport_abi", ctypes.c_int, ()),
+    ("crux_transport_sees_sockets", ctypes.c_int, ()),
+    ("crux_transport_sees_queue_pairs", ctypes.c_int, ()),
+    ("crux_transport_set_routes", ctypes.c_int, (ctypes.POINTER(_Route), ctypes.c_size_t)),
+    ("crux_transport_set_port_range", ctypes.c_int, (ctypes.c_uint16, ctypes.c_uint16)),
+    (
+        "crux_transport_skip_ports",
+        ctypes.c_int,
+        (ctypes.POINTER(ctypes.c_uint16), ctypes.c_size_t),
+    ),
+    ("crux_transport_push_owner", None, (ctypes.c_char_p,)),
+    ("crux_transport_pop_owner", None, ()),
+    (
+        "crux_transport_connections",
+        ctypes.c_size_t,
+        (ctypes.POINTER(_Connection), ctypes.c_size_t),
+    ),
+    (
+        "crux_transport_set_socket",
+        ctypes.c_int,
+        (
+            ctypes.c_int,
+            ctypes.c_uint64,
+            ctypes.c_int32,
+            ctypes.c_uint64,
+            ctypes.POINTER(_SocketSetting),
+        ),
+    ),
+)

@@ -1,0 +1,297 @@
+// connect(), accept() and accept4() of this process: every TCP connection is recorded, and those
+// of collective libraries take the path, the class and the rate that their route asks for.
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <netinet/in.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <string_view>
+
+#include "guard.h"
+#include "path_probe.h"
+#include "real_calls.h"
+#include "tcp_socket.h"
+#include "transport.h"
+
+namespace crux::transport {
+namespace {
+
+// For where no other library has these calls.
+int raw_connect(int fd, const sockaddr* address, socklen_t size) {
+  return static_cast<int>(::syscall(SYS_connect, fd, address, size));
+}
+int raw_accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
+  return static_cast<int>(::syscall(SYS_accept4, fd, address, size, flags));
+}
+int raw_accept(int fd, sockaddr* address, socklen_t* size) {
+  return raw_accept4(fd, address, size, 0);
+}
+
+template <class Function>
+Function next(const char* name, Function otherwise) {
+  void* const found = ::dlsym(RTLD_NEXT, name);
+  return found == nullptr ? otherwise : reinterpret_cast<Function>(found);
+}
+
+// Cancelling a thread in the middle of a search would unwind through code that does not expect it.
+class NoCancellation {
+ public:
+  NoCancellation() { ::pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+  ~NoCancellation() { ::pthread_setcancelstate(before_, nullptr); }
+
+ private:
+  int before_ = PTHREAD_CANCEL_ENABLE;
+};
+
+class SavedErrno {
+ public:
+  ~SavedErrno() { errno = value_; }
+
+ private:
+  int value_ = errno;
+};
+
+// While a source port is bound and until it is connected no other socket may share it: two
+// connections with the same four numbers can't be, and the second would fail.
+class Exclusive {
+ public:
+  explicit Exclusive(int fd) : fd_(fd) {}
+  ~Exclusive() {
+    for (size_t i = 0; i < kOptions.size(); ++i) {
+      if (cleared_[i]) set(kOptions[i], 1);
+    }
+  }
+  Exclusive(const Exclusive&) = delete;
+  Exclusive& operator=(const Exclusive&) = delete;
+
+  void begin() {
+    for (size_t i = 0; i < kOptions.size(); ++i) {
+      int value = 0;
+      socklen_t size = sizeof value;
+      if (::getsockopt(fd_, SOL_SOCKET, kOptions[i], &value, &size) == 0 && value != 0) {
+        cleared_[i] = set(kOptions[i], 0);
+      }
+    }
+  }
+
+ private:
+  static constexpr std::array<int, 2> kOptions = {SO_REUSEADDR, SO_REUSEPORT};
+
+  bool set(int option, int value) const {
+    return ::setsockopt(fd_, SOL_SOCKET, option, &value, sizeof value) == 0;
+  }
+
+  int fd_;
+  std::array<bool, 2> cleared_{};
+};
+
+// The path of the object that `address` belongs to; null where that can't be told.
+const char* object_of(const void* address) {
+#if __GLIBC_PREREQ(2, 35)
+  // Unlike dladdr() it takes no lock, so a library's constructor may wait for a connection that
+  // another thread makes.
+  dl_find_object found;
+  if (_dl_find_object(const_cast<void*>(address), &found) != 0) return nullptr;
+  return found.dlfo_link_map->l_name;
+#else
+  Dl_info found;
+  return ::dladdr(address, &found) == 0 ? nullptr : found.dli_fname;
+#endif
+}
+
+Name library_of(const void* caller) {
+  const char* const path = object_of(caller);
+  if (path == nullptr) return {};
+  if (*path == '\0') return to_name(program_invocation_short_name);
+  const char* const slash = std::strrchr(path, '/');
+  return to_name(slash == nullptr ? path : slash + 1);
+}
+
+bool is_collective(const Name& library) {
+  const std::string_view name(library.data());
+  constexpr std::array<std::string_view, 3> kPrefixes = {"libtorch", "libgloo", "libnccl"};
+  return std::any_of(kPrefixes.begin(), kPrefixes.end(), [&](std::string_view prefix) {
+    return name.substr(0, prefix.size()) == prefix;
+  });
+}
+
+// Processes that connect to the same peer at the same time should not try the same ports.
+uint16_t first_candidate() {
+  static std::atomic<uint32_t> turn{0};
+  timespec now;
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const uint32_t mixed = static_cast<uint32_t>(now.tv_nsec) ^
+                         static_cast<uint32_t>(::getpid()) * 2654435761u ^ turn.fetch_add(97);
+  return static_cast<uint16_t>(mixed ^ mixed >> 16);
+}
+
+int bound_device(int fd) {
+  int device = 0;
+  socklen_t size = sizeof device;
+  return ::getsockopt(fd, SOL_SOCKET, SO_BINDTOIFINDEX, &device, &size) == 0 ? device : 0;
+}
+
+int family_of(int fd) {
+  int family = AF_UNSPEC;
+  socklen_t size = sizeof family;
+  ::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size);
+  return family;
+}
+
+// Binds `fd` to a source port that takes the route's path.
+void steer(int fd, const Endpoint& local, const Route& route, Transport& transport,
+           Exclusive& exclusive, Record& record) {
+  const bool ipv6 = !record.peer.address.is_v4();
+  // Automatic flow labels are random, and part of many switches' hash.
+  const int off = 0;
+  if (ipv6) ::setsockopt(fd, IPPROTO_IPV6, IPV6_AUTOFLOWLABEL, &off, sizeof off);
+  exclusive.begin();
+  const int family = family_of(fd);
+  const auto claim = [&](uint16_t port) {
+    Endpoint wanted = local;
+    wanted.port = port;
+    const SocketAddress address(wanted, family);
+    return ::bind(fd, address.get(), address.size()) == 0;
+  };
+  ProbedConnection probed;
+  probed.local = local;
+  if (local.address.is_any()) {
+    const uint8_t any[16] = {};
+    probed.local.address = ipv6 ? Address::v6(any) : Address::v4(any);
+  }
+  probed.peer = record.peer;
+  probed.tos = std::max(0, tos(fd, ipv6));
+  probed.device = bound_device(fd);
+  const PathFound found =
+      find_port(probed, route, transport.routes, first_candidate(), transport.limits, claim);
+  record.probes = found.probes;
+  record.via_ttl = found.via_ttl;
+  record.via = found.via;
+  record.error = found.error;
+}
+
+void log(const Record& record, const Route& route) {
+  char peer[CRUX_ADDRESS_CHARS], via[CRUX_ADDRESS_CHARS] = "-";
+  record.peer.address.write(peer, sizeof peer);
+  if (record.via_ttl != 0) record.via.write(via, sizeof via);
+  ::dprintf(STDERR_FILENO,
+            "crux_transport: %s to %s port %u: %s, via %s, %u probes, dscp %d, rate %llu B/s%s%s\n",
+            record.owner.data(), peer, record.peer.port,
+            record.how == CRUX_REFUSED ? "not as wanted" : "as wanted", via, record.probes,
+            route.dscp, static_cast<unsigned long long>(route.rate_Bps),
+            record.error != 0 ? ": " : "", record.error != 0 ? std::strerror(record.error) : "");
+}
+
+// Gives a connection that is about to be made what its route asks for.
+void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclusive,
+             Record& record) {
+  const NoCancellation uncancelled;
+  const bool ipv6 = !record.peer.address.is_v4();
+  int error = 0;
+  if (route.dscp >= 0) error = set_dscp(fd, ipv6, route.dscp);
+  if (route.rate_Bps != kUnlimited_Bps) {
+    const int refused = set_pacing(fd, route.rate_Bps);
+    if (error == 0) error = refused;
+  }
+  if (!route.hops.empty()) {
+    const auto local = local_endpoint(fd);
+    if (!local) {
+      record.error = errno;
+    } else if (local->port != 0) {
+      record.error = EINVAL;  // bound by its program, or the second connect() of this socket
+    } else {
+      steer(fd, *local, route, transport, exclusive, record);
+    }
+  }
+  if (record.error == 0) record.error = error;
+  record.how = record.error == 0 ? CRUX_AT_CONNECT : CRUX_REFUSED;
+  if (transport.log) log(record, route);
+}
+
+int interposed_connect(int fd, const sockaddr* address, socklen_t size, const void* caller) {
+  const auto real = real_calls().connect;
+  const Guard guard;
+  Transport* const transport = crux::transport::transport();
+  if (transport == nullptr || !transport->enabled || !guard.outermost()) {
+    return real(fd, address, size);
+  }
+  Record record;
+  Exclusive exclusive(fd);
+  {
+    const SavedErrno unchanged;
+    const auto inode = socket_inode(fd);
+    const auto peer = Endpoint::from(address, size);
+    // Asking again how a connection attempt stands is no new connection.
+    if (inode && peer && is_tcp(fd) && !transport->registry.has(fd, *inode)) {
+      const char* const owner = current_owner();
+      record.inode = *inode;
+      record.peer = *peer;
+      record.owner = owner != nullptr ? to_name(owner) : library_of(caller);
+      const bool ours = owner != nullptr || transport->steer_all || is_collective(record.owner);
+      if (ours && !transport->routes.skipped(peer->port)) {
+        if (const auto route = transport->routes.to(peer->address)) {
+          prepare(fd, *route, *transport, exclusive, record);
+        }
+      }
+    }
+  }
+  const int result = real(fd, address, size);
+  const SavedErrno unchanged;
+  // A signal ends the wait, not the attempt.
+  const bool under_way = result == 0 || errno == EINPROGRESS || errno == EINTR;
+  if (record.inode != 0 && under_way) transport->registry.add(fd, record);
+  return result;
+}
+
+int accepted(int fd, const void* caller) {
+  Transport* const transport = crux::transport::transport();
+  const Guard guard;
+  if (fd < 0 || transport == nullptr || !transport->enabled || !guard.outermost()) return fd;
+  const SavedErrno unchanged;
+  const auto inode = socket_inode(fd);
+  if (!inode || !is_tcp(fd)) return fd;
+  const char* const owner = current_owner();
+  Record record;
+  record.inode = *inode;
+  if (const auto peer = peer_endpoint(fd)) record.peer = *peer;
+  record.owner = owner != nullptr ? to_name(owner) : library_of(caller);
+  transport->registry.add(fd, record);
+  return fd;
+}
+
+}  // namespace
+
+const RealCalls& real_calls() {
+  static const RealCalls calls{next("connect", raw_connect), next("accept", raw_accept),
+                               next("accept4", raw_accept4)};
+  return calls;
+}
+
+}  // namespace crux::transport
+
+// The libc headers declare these without noexcept: each is a point where a thread may be cancelled.
+#define CRUX_INTERPOSES extern "C" __attribute__((visibility("default"), noinline))
+
+CRUX_INTERPOSES int connect(int fd, const sockaddr* address, socklen_t size) {
+  return crux::transport::interposed_connect(fd, address, size, __builtin_return_address(0));
+}
+
+CRUX_INTERPOSES int accept(int fd, sockaddr* address, socklen_t* size) {
+  return crux::transport::accepted(crux::transport::real_calls().accept(fd, address, size),
+                                   __builtin_return_address(0));
+}
+
+CRUX_INTERPOSES int accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
+  return crux::transport::accepted(crux::transport::real_calls().accept4(fd, address, size, flags),
+                                   __builtin_return_address(0));
+}

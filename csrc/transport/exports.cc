@@ -1,0 +1,151 @@
+// The C face: checks what comes in, and lets no exception out.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include "crux_transport.h"
+#include "queue_pairs.h"
+#include "tcp_socket.h"
+#include "transport.h"
+
+namespace crux::transport {
+namespace {
+
+template <size_t N>
+std::optional<Address> parse(const char (&text)[N]) {
+  if (std::memchr(text, '\0', N) == nullptr) return std::nullopt;
+  const auto address = Address::parse(text);
+  return address && !address->is_any() ? address : std::nullopt;
+}
+
+std::optional<Route> to_route(const crux_route& in) {
+  const auto destination = parse(in.destination);
+  if (!destination || in.dscp < -1 || in.dscp > 63 || in.hop_count > CRUX_ROUTE_HOPS ||
+      in.port_count > CRUX_ROUTE_PORTS) {
+    return std::nullopt;
+  }
+  Route route;
+  route.destination = *destination;
+  route.dscp = in.dscp;
+  route.rate_Bps = in.rate_Bps;
+  for (const crux_hop* hop = in.hops; hop != in.hops + in.hop_count; ++hop) {
+    const auto address = parse(hop->address);
+    if (!address || hop->ttl < 1 || hop->ttl > 255) return std::nullopt;
+    route.add_hop(hop->ttl, *address);
+  }
+  route.udp_ports.assign(in.ports, in.ports + in.port_count);
+  return route;
+}
+
+// Whether a symbol of this process resolves into this library.
+bool is_ours(const char* symbol) {
+  Dl_info found, ours;
+  return ::dladdr(::dlsym(RTLD_DEFAULT, symbol), &found) != 0 &&
+         ::dladdr(reinterpret_cast<const void*>(&crux_transport_abi), &ours) != 0 &&
+         found.dli_fbase == ours.dli_fbase;
+}
+
+int set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
+               crux_socket_setting& setting) {
+  const Descriptor socket = borrow(fd, inode);
+  if (!socket) return errno;
+  if (!is_tcp(socket.get())) return ENOPROTOOPT;
+  const auto peer = peer_endpoint(socket.get());
+  if (!peer) return errno;
+  const bool ipv6 = !peer->address.is_v4();
+  setting.before_tos = tos(socket.get(), ipv6);
+  setting.before_rate_Bps = pacing_Bps(socket.get());
+  const bool paces = rate_Bps != UINT64_MAX;
+  int error = dscp < 0 ? 0 : set_dscp(socket.get(), ipv6, dscp);
+  if (paces && rate_Bps != setting.before_rate_Bps) {
+    const int refused = set_pacing(socket.get(), rate_Bps);
+    if (error == 0) error = refused;
+  }
+  setting.after_tos = tos(socket.get(), ipv6);
+  setting.after_rate_Bps = pacing_Bps(socket.get());
+  Transport* const known = transport();
+  if (known != nullptr && (dscp >= 0 || paces)) {
+    known->registry.set_live(fd, inode, *peer, error == 0 ? CRUX_LIVE_OPTION : CRUX_REFUSED, error);
+  }
+  return error;
+}
+
+}  // namespace
+
+void push_owner(const char* owner);
+void pop_owner();
+
+__attribute__((weak)) bool sees_queue_pairs() { return false; }
+__attribute__((weak)) void list_queue_pairs(std::vector<crux_connection>&) {}
+
+}  // namespace crux::transport
+
+using crux::transport::transport;
+
+int crux_transport_abi(void) { return CRUX_TRANSPORT_ABI; }
+
+int crux_transport_sees_sockets(void) {
+  return transport() != nullptr && transport()->enabled && crux::transport::is_ours("connect");
+}
+
+int crux_transport_sees_queue_pairs(void) { return crux::transport::sees_queue_pairs(); }
+
+int crux_transport_set_routes(const crux_route* routes, size_t count) try {
+  if (transport() == nullptr) return ENOMEM;
+  std::vector<crux::transport::Route> read;
+  for (const crux_route* one = routes; one != routes + count; ++one) {
+    auto route = crux::transport::to_route(*one);
+    if (!route) return EINVAL;
+    read.push_back(std::move(*route));
+  }
+  transport()->routes.replace(std::move(read));
+  return 0;
+} catch (const std::bad_alloc&) {
+  return ENOMEM;
+}
+
+int crux_transport_set_port_range(uint16_t first, uint16_t last) {
+  if (transport() == nullptr || first < 1024 || first > last) return EINVAL;
+  transport()->routes.set_ports({first, last});
+  return 0;
+}
+
+int crux_transport_skip_ports(const uint16_t* ports, size_t count) {
+  if (transport() == nullptr) return ENOMEM;
+  for (const uint16_t* port = ports; port != ports + count; ++port) transport()->routes.skip(*port);
+  return 0;
+}
+
+void crux_transport_push_owner(const char* owner) try {
+  crux::transport::push_owner(owner);
+} catch (const std::bad_alloc&) {
+}
+
+void crux_transport_pop_owner(void) { crux::transport::pop_owner(); }
+
+size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
+  if (transport() == nullptr) return 0;
+  std::vector<crux_connection> open = transport()->registry.list();
+  crux::transport::list_queue_pairs(open);
+  std::copy_n(open.begin(), std::min(capacity, open.size()), out);
+  return open.size();
+} catch (const std::bad_alloc&) {
+  return 0;
+}
+
+int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
+                              crux_socket_setting* setting) try {
+  crux_socket_setting read{-1, -1, UINT64_MAX, UINT64_MAX};
+  const int error =
+      dscp > 63 ? EINVAL : crux::transport::set_socket(fd, inode, dscp, rate_Bps, read);
+  if (setting != nullptr) *setting = read;
+  return error;
+} catch (const std::bad_alloc&) {
+  return ENOMEM;
+}

@@ -1,0 +1,145 @@
+#include "registry.h"
+
+#include <dirent.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+
+#include "tcp_socket.h"
+
+namespace crux::transport {
+namespace {
+
+// Which descriptor each socket of this process has now.
+std::unordered_map<uint64_t, int> descriptors_by_inode() {
+  std::unordered_map<uint64_t, int> found;
+  const auto close = [](DIR* dir) { ::closedir(dir); };
+  const std::unique_ptr<DIR, decltype(close)> dir(::opendir("/proc/self/fd"), close);
+  if (dir == nullptr) return found;
+  while (const dirent* entry = ::readdir(dir.get())) {
+    char* end = nullptr;
+    const long fd = std::strtol(entry->d_name, &end, 10);
+    if (end == entry->d_name || *end != '\0') continue;
+    if (const auto inode = socket_inode(static_cast<int>(fd))) {
+      found.emplace(*inode, static_cast<int>(fd));
+    }
+  }
+  return found;
+}
+
+crux_connection to_connection(int fd, const Record& record) {
+  crux_connection out{};
+  out.id = record.inode;
+  out.kind = CRUX_TCP;
+  out.how = record.how;
+  out.error = record.error;
+  out.fd = fd;
+  std::copy(record.owner.begin(), record.owner.end(), out.owner);
+  record.peer.address.write(out.peer, sizeof out.peer);
+  out.peer_port = record.peer.port;
+  out.dscp = -1;
+  out.probes = record.probes;
+  out.via_ttl = record.via_ttl;
+  if (record.via_ttl != 0) record.via.write(out.via, sizeof out.via);
+  return out;
+}
+
+}  // namespace
+
+Name to_name(const char* text) {
+  Name name{};
+  std::strncpy(name.data(), text, name.size() - 1);
+  return name;
+}
+
+void Registry::add(int fd, const Record& record) {
+  const std::lock_guard hold(mutex_);
+  if (Slot* const at = slot(fd, true)) *at = Slot{generation_, record};
+}
+
+bool Registry::has(int fd, uint64_t inode) const {
+  const std::lock_guard hold(mutex_);
+  const Slot* const at = slot(fd, false);
+  return at != nullptr && at->generation == generation_ && at->record.inode == inode;
+}
+
+void Registry::set_live(int fd, uint64_t inode, const Endpoint& peer, crux_how how, int error) {
+  const std::lock_guard hold(mutex_);
+  Slot* const at = slot(fd, true);
+  if (at == nullptr) return;
+  if (at->generation != generation_ || at->record.inode != inode) {
+    *at = Slot{generation_, {}};
+    at->record.inode = inode;
+    at->record.peer = peer;
+  }
+  at->record.how = how;
+  at->record.error = error;
+}
+
+std::vector<crux_connection> Registry::list() {
+  std::vector<crux_connection> open;
+  std::unordered_map<uint64_t, int> moved;
+  bool looked = false;
+  for (const Known& known : snapshot()) {
+    int fd = known.fd;
+    Descriptor socket = borrow(fd, known.record.inode);
+    if (!socket && errno == ENOENT) {
+      drop(fd, known.record.inode);
+      if (!looked) {
+        moved = descriptors_by_inode();
+        looked = true;
+      }
+      const auto found = moved.find(known.record.inode);
+      if (found == moved.end()) continue;
+      fd = found->second;
+      socket = borrow(fd, known.record.inode);
+      if (socket) add(fd, known.record);
+    }
+    crux_connection out = to_connection(fd, known.record);
+    if (socket && describe(socket.get(), out)) open.push_back(out);
+  }
+  return open;
+}
+
+void Registry::forget() { ++generation_; }
+
+Registry::Slot* Registry::slot(int fd, bool make) const {
+  if (fd < 0 || fd >= kMaxDescriptors) return nullptr;
+  Block*& block = blocks_[fd / kBlockSlots];
+  if (block == nullptr && make) {
+    // Never unmapped; zero, and untouched pages cost nothing.
+    void* const memory = ::mmap(nullptr, sizeof(Block), PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory != MAP_FAILED) block = static_cast<Block*>(memory);
+  }
+  return block == nullptr ? nullptr : &block->slots[fd % kBlockSlots];
+}
+
+std::vector<Registry::Known> Registry::snapshot() const {
+  std::vector<Known> known;
+  const std::lock_guard hold(mutex_);
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    if (blocks_[i] == nullptr) continue;
+    for (size_t k = 0; k < kBlockSlots; ++k) {
+      const Slot& at = blocks_[i]->slots[k];
+      if (at.generation == generation_ && at.record.inode != 0) {
+        known.push_back({static_cast<int>(i * kBlockSlots + k), at.record});
+      }
+    }
+  }
+  return known;
+}
+
+void Registry::drop(int fd, uint64_t inode) {
+  const std::lock_guard hold(mutex_);
+  Slot* const at = slot(fd, false);
+  if (at != nullptr && at->generation == generation_ && at->record.inode == inode) {
+    at->record.inode = 0;
+  }
+}
+
+}  // namespace crux::transport

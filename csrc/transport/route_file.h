@@ -1,0 +1,31 @@
+// Routes as text, for programs without a Python face.
+//
+//   # destination   what is wanted, in any order; the rest of a line after # is ignored
+//   10.1.0.2        via 2:10.100.0.2,10.100.16.2 dscp 40 rate 25000000 ports 49152,49153
+//   2001:db8::7     via 2:2001:db8:100::2 via 3:2001:db8:200::2
+//
+// via TTL:ADDRESS[,ADDRESS]...  the router at hop TTL (1 to 255) must be one of these; may be given
+//                               for several TTLs
+// dscp N                        0 to 63
+// rate N                        bytes per second at most
+// ports N[,N]...                UDP source ports of RoCEv2 queue pairs that lead over the path
+#pragma once
+
+#include <cstddef>
+#include <istream>
+#include <string>
+#include <vector>
+
+#include "routes.h"
+
+namespace crux::transport {
+
+struct RouteFile {
+  std::vector<Route> routes;
+  size_t ignored = 0;  // lines that could not be understood
+  std::string error;   // of the first of them: its number and why
+};
+
+RouteFile parse_routes(std::istream& text);
+
+}  // namespace crux::transport

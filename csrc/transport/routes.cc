@@ -1,0 +1,59 @@
+#include "routes.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace crux::transport {
+
+bool Hop::accepts(const Address& address) const {
+  return std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+}
+
+void Route::add_hop(int ttl, const Address& address) {
+  const auto at = std::lower_bound(hops.begin(), hops.end(), ttl,
+                                   [](const Hop& hop, int wanted) { return hop.ttl < wanted; });
+  if (at != hops.end() && at->ttl == ttl) {
+    at->addresses.push_back(address);
+  } else {
+    hops.insert(at, Hop{ttl, {address}});
+  }
+}
+
+void Routes::replace(std::vector<Route> routes) {
+  auto table = std::make_shared<Table>();
+  for (Route& route : routes) {
+    const Address destination = route.destination;
+    table->insert_or_assign(destination, std::move(route));
+  }
+  std::shared_ptr<const Table> next = std::move(table);
+  {
+    const std::lock_guard hold(mutex_);
+    table_.swap(next);
+  }
+}
+
+std::shared_ptr<const Route> Routes::to(const Address& destination) const {
+  std::shared_ptr<const Table> table;
+  {
+    const std::lock_guard hold(mutex_);
+    table = table_;
+  }
+  if (table == nullptr) return nullptr;
+  const auto found = table->find(destination);
+  if (found == table->end()) return nullptr;
+  return {std::move(table), &found->second};
+}
+
+void Routes::set_ports(PortRange ports) { ports_.store(ports, std::memory_order_relaxed); }
+
+PortRange Routes::ports() const { return ports_.load(std::memory_order_relaxed); }
+
+void Routes::skip(uint16_t port) {
+  skipped_[port / 64].fetch_or(uint64_t{1} << port % 64, std::memory_order_relaxed);
+}
+
+bool Routes::skipped(uint16_t port) const {
+  return skipped_[port / 64].load(std::memory_order_relaxed) >> port % 64 & 1;
+}
+
+}  // namespace crux::transport

@@ -1,0 +1,58 @@
+// Options and state of TCP sockets, other libraries' live ones included.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "address.h"
+#include "crux_transport.h"
+
+namespace crux::transport {
+
+// A file descriptor of our own, closed at the end. errno survives.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int release();
+  void reset();
+
+ private:
+  int fd_;
+};
+
+constexpr uint64_t kUnlimited_Bps = 0;
+constexpr int kDscpMask = 0xFC;
+
+// Of the socket behind `fd`; nothing where it is none.
+std::optional<uint64_t> socket_inode(int fd);
+bool is_tcp(int fd);
+// A duplicate of the socket `inode`, which others may close at any time and whose number may have
+// been given to another since: therefore checked after it was made. It shares its status flags
+// with the original: leave them alone. Empty, with errno, where fd does not name it any more
+// (ENOENT) or no descriptor is left.
+Descriptor borrow(int fd, uint64_t inode);
+
+std::optional<Endpoint> local_endpoint(int fd);
+std::optional<Endpoint> peer_endpoint(int fd);
+
+// TOS of an IPv4 connection, traffic class of an IPv6 one; -1 with errno.
+int tos(int fd, bool ipv6);
+// Replaces the upper six bits, keeps ECN. 0 or an errno.
+int set_dscp(int fd, bool ipv6, int dscp);
+
+// SO_MAX_PACING_RATE; kUnlimited_Bps for none, UINT64_MAX with errno where it can't be read.
+uint64_t pacing_Bps(int fd);
+// 0 or an errno.
+int set_pacing(int fd, uint64_t rate_Bps);
+
+// Fills in the live part of `out` (ends, class, rate, bytes); false where the connection has ended.
+// A connection that is still being made has no peer yet for the kernel: `out` keeps its own.
+bool describe(int fd, crux_connection& out);
+
+}  // namespace crux::transport

@@ -1,0 +1,124 @@
+#include "transport.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <fstream>
+#include <string>
+
+#include "guard.h"
+#include "queue_pairs.h"
+#include "real_calls.h"
+#include "route_file.h"
+
+namespace crux::transport {
+namespace {
+
+std::atomic<Transport*> instance{nullptr};
+
+const char* setting(const char* name) {
+  const char* const text = ::secure_getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+bool is_true(const char* name) {
+  const std::string text = setting(name);
+  return !text.empty() && text != "0" && text != "false" && text != "no" && text != "off";
+}
+
+bool is_off(const char* name) { return *setting(name) != '\0' && !is_true(name); }
+
+// The port at the end of "29500", "host:29500", "tcp://host:29500"; 0 where there is none.
+uint16_t trailing_port(const std::string& text) {
+  const std::string digits = text.substr(text.rfind(':') + 1);
+  char* end = nullptr;
+  const unsigned long port = std::strtoul(digits.c_str(), &end, 10);
+  return digits.empty() || *end != '\0' || port > 65535 ? 0 : static_cast<uint16_t>(port);
+}
+
+void read_routes(Transport& transport, const char* path) {
+  std::ifstream file(path);
+  if (!file) {
+    std::fprintf(stderr, "crux_transport: %s can't be read (%s): connections are not steered\n",
+                 path, std::strerror(errno));
+    return;
+  }
+  RouteFile read = parse_routes(file);
+  if (!read.error.empty()) {
+    std::fprintf(stderr, "crux_transport: %s, %s; lines ignored: %zu\n", path, read.error.c_str(),
+                 read.ignored);
+  }
+  transport.routes.replace(std::move(read.routes));
+}
+
+void read_environment(Transport& transport) {
+  transport.enabled = !is_off("CRUX_TRANSPORT") && !is_true("CRUX_DISABLE");
+  transport.steer_all = is_true("CRUX_TRANSPORT_STEER_ALL");
+  transport.log = is_true("CRUX_TRANSPORT_LOG");
+  for (const char* name : {"MASTER_PORT", "PET_RDZV_ENDPOINT", "CRUX_STORE"}) {
+    if (const uint16_t port = trailing_port(setting(name))) transport.routes.skip(port);
+  }
+  unsigned first = 0, last = 0;
+  if (std::sscanf(setting("CRUX_TRANSPORT_PORTS"), "%u-%u", &first, &last) == 2 && first >= 1024 &&
+      first <= last && last <= 65535) {
+    transport.routes.set_ports({static_cast<uint16_t>(first), static_cast<uint16_t>(last)});
+  }
+  unsigned probe_ms = 0;
+  if (std::sscanf(setting("CRUX_TRANSPORT_PROBE_MS"), "%u", &probe_ms) == 1 && probe_ms <= 60000) {
+    transport.limits.time = std::chrono::milliseconds(probe_ms);
+  }
+  if (const char* path = setting("CRUX_TRANSPORT_ROUTES"); *path != '\0') {
+    read_routes(transport, path);
+  }
+}
+
+// A signal handler that forks while its own thread holds these locks would wait for itself.
+bool lock_for_fork() {
+  if (Guard::inside()) return false;
+  instance.load()->registry.lock();
+  instance.load()->routes.lock();
+  return true;
+}
+
+thread_local bool locked_for_fork __attribute__((tls_model("initial-exec"))) = false;
+
+void before_fork() { locked_for_fork = lock_for_fork(); }
+
+void after_fork() {
+  if (!locked_for_fork) return;
+  instance.load()->routes.unlock();
+  instance.load()->registry.unlock();
+}
+
+void after_fork_in_child() {
+  // Whoever held a lock elsewhere does not exist here.
+  instance.load()->registry.forget();
+  after_fork();
+}
+
+__attribute__((constructor)) void initialise() {
+  const int before = errno;
+  real_calls();
+  try {
+    auto made = std::make_unique<Transport>();
+    read_environment(*made);
+    instance.store(made.release());
+    ::pthread_atfork(before_fork, after_fork, after_fork_in_child);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "crux_transport: %s: connections are neither seen nor steered\n",
+                 error.what());
+  }
+  errno = before;
+}
+
+}  // namespace
+
+Transport* transport() { return instance.load(std::memory_order_acquire); }
+
+}  // namespace crux::transport
