@@ -12,15 +12,15 @@ from pathlib import Path
 from types import ModuleType
 
 from crux_torch.fabric.peak import peak_flops
+from crux_torch.fabric.rdma import read_devices
+from crux_torch.fabric.sysfs import SYSFS, entries, numa_node, number, pci_address, text
 
 log = logging.getLogger(__name__)
 
-SYSFS = Path("/sys")
 CPUINFO = Path("/proc/cpuinfo")
 #: ARPHRD_LOOPBACK of <linux/if_arp.h>.
 LOOPBACK_TYPE = "772"
 MEGABIT_Bps = 1e6 / 8
-GIGABIT_Bps = 1e9 / 8
 
 #: Single-precision FLOPs of one core in one cycle by instruction set, widest first: lanes x 2 for
 #: the multiply-add x 2 units, the most that any core of that kind has (Intel 64 and IA-32
@@ -136,7 +136,7 @@ def read_gpus(library: ModuleType | None = None) -> tuple[Gpu, ...]:
 
 def read_cpu(cpuinfo: Path = CPUINFO, sysfs: Path = SYSFS) -> Cpu | None:
     """The processors of ``cpuinfo``; None where it can't be read or lists none."""
-    processors = [dict(_fields(part)) for part in _text(cpuinfo).split("\n\n")]
+    processors = [dict(_fields(part)) for part in text(cpuinfo).split("\n\n")]
     processors = [p for p in processors if "processor" in p]
     if not processors:
         return None
@@ -157,28 +157,27 @@ def read_cpu(cpuinfo: Path = CPUINFO, sysfs: Path = SYSFS) -> Cpu | None:
 
 def read_nics(sysfs: Path = SYSFS) -> tuple[Nic, ...]:
     """The interfaces and RDMA ports in ``sysfs``, loopback left out, by name."""
-    ports = list(_rdma_ports(sysfs))
-    device_of = {interface: device for device, _, interface, _ in ports if interface}
+    ports = [(device, port) for device in read_devices(sysfs) for port in device.ports]
+    device_of = {port.interface: device.name for device, port in ports if port.interface}
     nics = []
-    for entry in _entries(sysfs / "class" / "net"):
-        if _text(entry / "type").strip() == LOOPBACK_TYPE:
+    for entry in entries(sysfs / "class" / "net"):
+        if text(entry / "type").strip() == LOOPBACK_TYPE:
             continue
-        speed_Mbps = _number(_text(entry / "speed"))
+        speed_Mbps = number(text(entry / "speed"))
         nics.append(
             Nic(
                 name=entry.name,
                 speed_Bps=speed_Mbps * MEGABIT_Bps if speed_Mbps and speed_Mbps > 0 else None,
                 rdma_device=device_of.get(entry.name),
-                pci_address=_pci_address(entry / "device"),
-                numa_node=_numa_node(entry / "device"),
+                pci_address=pci_address(entry / "device"),
+                numa_node=numa_node(entry / "device"),
             )
         )
-    for device, port, interface, rate_Bps in ports:
-        if interface is None:
-            place = sysfs / "class" / "infiniband" / device / "device"
-            nics.append(
-                Nic(f"{device}/{port}", rate_Bps, device, _pci_address(place), _numa_node(place))
-            )
+    for device, port in ports:
+        if port.interface is None:
+            name = f"{device.name}/{port.number}"
+            where = device.pci_address, device.numa_node
+            nics.append(Nic(name, port.rate_Bps, device.name, *where))
     return tuple(nics)
 
 
@@ -197,40 +196,15 @@ def _gpu(nvml: ModuleType, index: int) -> Gpu:
     )
 
 
-def _rdma_ports(sysfs: Path) -> Iterator[tuple[str, str, str | None, float | None]]:
-    """Device, port, Ethernet interface if it has one, and bytes per second of every RDMA port."""
-    for device in _entries(sysfs / "class" / "infiniband"):
-        interfaces = [entry.name for entry in _entries(device / "device" / "net")]
-        for i, port in enumerate(_entries(device / "ports")):
-            rate_Gbps = _number(_text(port / "rate").split(" ", 1)[0])
-            rate_Bps = rate_Gbps * GIGABIT_Bps if rate_Gbps else None
-            interface = interfaces[i] if i < len(interfaces) else None
-            yield device.name, port.name, interface, rate_Bps
-
-
-def _pci_address(device: Path) -> str | None:
-    """The address of what a ``device`` link of sysfs points to; None for a virtual device."""
-    try:
-        target = device.resolve(strict=True).name
-    except OSError:
-        return None
-    return target if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", target) else None
-
-
-def _numa_node(device: Path) -> int | None:
-    node = _number(_text(device / "numa_node"))
-    return int(node) if node is not None and node >= 0 else None
-
-
 def _frequency_Hz(processors: list[dict[str, str]], sysfs: Path) -> float | None:
     """The highest of the limit in sysfs, the nominal clock in the name, and the clocks now."""
     limit = sysfs / "devices" / "system" / "cpu" / "cpu0" / "cpufreq" / "cpuinfo_max_freq"
-    limit_kHz = _number(_text(limit))
+    limit_kHz = number(text(limit))
     nominal = re.search(r"@ *([0-9.]+) *GHz", processors[0].get("model name", ""))
     found = [
         (limit_kHz or 0.0) * 1e3,
-        (_number(nominal[1]) or 0.0) * 1e9 if nominal else 0.0,
-        *((_number(p.get("cpu MHz", "")) or 0.0) * 1e6 for p in processors),
+        (number(nominal[1]) or 0.0) * 1e9 if nominal else 0.0,
+        *((number(p.get("cpu MHz", "")) or 0.0) * 1e6 for p in processors),
     ]
     return max(found) or None
 
@@ -240,28 +214,6 @@ def _fields(text: str) -> Iterator[tuple[str, str]]:
         key, colon, value = line.partition(":")
         if colon:
             yield key.strip(), value.strip()
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _text(file: Path) -> str:
-    # The kernel answers EINVAL for the speed of an interface that is down.
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _str(value: str | bytes) -> str:

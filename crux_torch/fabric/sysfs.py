@@ -1,0 +1,50 @@
+"""Reading sysfs, where any file may be absent, empty, or refuse to be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SYSFS = Path("/sys")
+#: More than any attribute of sysfs holds: one page.
+MAX_BYTES = 65536
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in ``folder``, by name; empty where it can't be listed."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def text(file: Path) -> str:
+    """The content, or empty: the kernel answers EINVAL for what a device can't tell when down."""
+    try:
+        with file.open("rb") as attribute:
+            return attribute.read(MAX_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def number(written: str) -> float | None:
+    """The number that ``written`` is, or None."""
+    try:
+        return float(written)
+    except ValueError:
+        return None
+
+
+def pci_address(device: Path) -> str | None:
+    """The address of what a ``device`` link points to; None for a virtual device."""
+    try:
+        target = device.resolve(strict=True).name
+    except (OSError, RuntimeError):
+        return None
+    return target if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", target) else None
+
+
+def numa_node(device: Path) -> int | None:
+    """The NUMA node that a ``device`` is attached to, where known."""
+    node = number(text(device / "numa_node"))
+    return int(node) if node is not None and 0 <= node < 4096 else None
