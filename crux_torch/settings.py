@@ -235,7 +235,7 @@ class Settings:
     )
     ports: PortRange = _setting(  # noqa: RUF009 - it makes a field
         "CRUX_PORTS",
-        PortRange(20000, 29999),
+        PortRange(20000, 28999),
         "TCP source ports to choose paths with, FIRST-LAST, less what the kernel or another "
         "socket holds",
         _ports,

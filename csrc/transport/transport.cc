@@ -65,7 +65,7 @@ void read_environment(Transport& transport) {
     if (const uint16_t port = trailing_port(setting(name))) transport.routes.skip(port);
   }
   unsigned first = 0, last = 0;
-  if (std::sscanf(setting("CRUX_TRANSPORT_PORTS"), "%u-%u", &first, &last) == 2 && first >= 1024 &&
+  if (std::sscanf(setting("CRUX_PORTS"), "%u-%u", &first, &last) == 2 && first >= 1024 &&
       first <= last && last <= 65535) {
     transport.routes.set_ports({static_cast<uint16_t>(first), static_cast<uint16_t>(last)});
   }
