@@ -12,12 +12,12 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cp
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 PYTEST_ARGS ?=
 
-.PHONY: setup run test lint format asan tsan bench evaluation clean apt
+.PHONY: setup run test test-rdma lint format asan tsan bench evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
 COPY := build/torch-$(TORCH)
-setup run test lint bench evaluation:
+setup run test test-rdma lint bench evaluation:
 	mkdir -p $(COPY)
 	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
 	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
@@ -40,11 +40,19 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 apt:
 	@sh tools/apt.sh
 
+apt-lab:
+	@sh tools/apt.sh lab
+
 run: setup
 	$(BIN)/python -m examples.demo $(RUN_ARGS)
 
-test: setup lint
+test: apt-lab setup lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The Soft-RoCE lab alone, with more changes of a live queue pair than `make test` has time for.
+test-rdma: export RDMA_CHANGES ?= 1000
+test-rdma: apt-lab setup
+	$(BIN)/python -m pytest tests/rdma $(PYTEST_ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .

@@ -1,23 +1,53 @@
 #!/bin/sh
-# Installs the Debian packages that the demo and some tests use, where it can; else says what is lost.
+# Installs the Debian packages that parts of this project use, where it can; else says what is lost.
+# Usage: tools/apt.sh [lab]    (lab: also what the Soft-RoCE lab takes, docs/rdma-lab.md)
 set -u
 
-missing=
-command -v ip >/dev/null 2>&1 && command -v tc >/dev/null 2>&1 || missing="$missing iproute2"
-command -v c++ >/dev/null 2>&1 || missing="$missing g++"
-[ -n "$missing" ] || exit 0
+have() { command -v "$1" >/dev/null 2>&1 || [ -x "/usr/sbin/$1" ]; }
 
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-  echo "installing$missing"
+missing() {
+  have ip && have tc || echo iproute2
+  have c++ || echo g++
+  [ -e /usr/include/infiniband/verbs.h ] || echo libibverbs-dev
+  [ "$1" = lab ] || return
+  have qemu-system-x86_64 || echo qemu-system-x86
+  # A busybox that needs libraries can't start as the first process.
+  { have busybox && ! ldd "$(command -v busybox)" >/dev/null 2>&1; } || echo busybox-static
+  have tcpdump || echo tcpdump
+  have ib_write_bw || echo perftest
+  have ibv_rc_pingpong || echo ibverbs-utils
+  set -- /usr/lib/*/libibverbs/librxe-rdmav*.so
+  [ -e "$1" ] || echo ibverbs-providers
+  [ -d /usr/lib/python3/dist-packages/pyverbs ] || echo python3-pyverbs
+}
+
+install() { apt-get install -qq -y --no-install-recommends "$@" >/dev/null 2>&1; }
+
+group=${1:-}
+wanted=$(missing "$group")
+[ -n "$wanted" ] || exit 0
+if [ "$(id -u)" = 0 ] && have apt-get; then
+  echo "installing" $wanted
   # shellcheck disable=SC2086
-  { apt-get install -qq -y $missing || { apt-get update -qq && apt-get install -qq -y $missing; }; } \
-    >/dev/null 2>&1 && exit 0
+  install $wanted || {
+    apt-get update -qq >/dev/null 2>&1
+    # One that the archive has not should not keep the others away.
+    install $wanted || for package in $wanted; do install "$package"; done
+  }
 fi
-echo "not installed:$missing (needs root and apt-get)"
-case $missing in
-*iproute2*) echo "  without iproute2 no network namespaces: the demo runs on loopback, tests of the fabric skip" ;;
-esac
-case $missing in
-*g++*) echo "  without a C++ compiler the extension can't be built" && exit 1 ;;
-esac
-exit 0
+
+wanted=$(missing "$group")
+[ -n "$wanted" ] || exit 0
+echo "not installed (it takes root, apt-get and an archive that has them):"
+status=0
+for package in $wanted; do
+  case $package in
+    iproute2) cost="no network namespaces: the demo runs on loopback, tests of the fabric skip" ;;
+    g++) cost="the extension can't be built" status=1 ;;
+    libibverbs-dev) cost="queue pairs are neither seen nor steered; sockets are" ;;
+    python3-pyverbs) cost="the lab's test of pyverbs skips" ;;
+    *) cost="the Soft-RoCE lab skips" ;;
+  esac
+  echo "  $package: without it $cost"
+done
+exit $status

@@ -6,6 +6,7 @@ Both devices stay in the first network namespace, since rxe does not work in ano
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 #: Carries a path MTU of 4096 with all headers.
@@ -38,42 +39,48 @@ def connect_fabric() -> None:
     ``rxe0`` on h0, 10.1.0.1 - leaf0 = spine0, spine1 = leaf1 - 10.2.0.1, h1 ``rxe1``
     """
     _sysctl("all/rp_filter", "0")
-    for name in (*LEAVES, *SPINES):
-        _ip(f"netns add {name}", f"-n {name} link set lo up")
-        _sysctl("all/rp_filter", "0", name)
-        _sysctl("default/rp_filter", "0", name)
-        _write("/proc/sys/net/ipv4/ip_forward", "1", name)
-        _write("/proc/sys/net/ipv4/fib_multipath_hash_policy", "1", name)
-        _write("/proc/sys/net/ipv4/icmp_ratelimit", "0", name)
-    for i, (leaf, address) in enumerate(zip(LEAVES, FABRIC_ADDRESSES, strict=True)):
-        _join_host(i, leaf, address)
-        for s, spine in enumerate(SPINES):
-            low, high = f"10.9.{2 * s + i}.0", f"10.9.{2 * s + i}.1"
-            _ip(
-                f"-n {leaf} link add up{s} mtu {MTU} type veth peer down{i} mtu {MTU} netns {spine}"
-            )
-            _ip(f"-n {leaf} address add {low}/31 dev up{s}", f"-n {leaf} link set up{s} up")
-            _ip(f"-n {spine} address add {high}/31 dev down{i}", f"-n {spine} link set down{i} up")
-            _ip(f"-n {spine} route add {_network(address)} via {low} dev down{i}")
-    for i, leaf in enumerate(LEAVES):
-        hops = " ".join(f"nexthop via 10.9.{2 * s + i}.1 dev up{s}" for s in range(len(SPINES)))
-        _ip(f"-n {leaf} route add {_network(FABRIC_ADDRESSES[1 - i])} {hops}")
-    # What this machine sends from one device's address to the other's is to cross the fabric,
-    # although both are local: rules of the sender come before the one for local addresses.
-    _ip("rule add pref 100 lookup local", "rule del pref 0")
+    switches = (*LEAVES, *SPINES)
+    _ip(*(f"netns add {name}" for name in switches))
+    for name in switches:
+        _become_switch(name)
+    _ip(*(command for i in range(len(LEAVES)) for command in _wiring(i)))
+    for i in range(len(LEAVES)):
+        _ready(f"h{i}")
+    for name, commands in _addressing().items():
+        _ip(*commands, namespace=name)
     for i in range(len(LEAVES)):
         _add_device(f"rxe{i}", f"h{i}")
 
 
-def _join_host(i: int, leaf: str, address: str) -> None:
-    gateway, table = address[:-1] + "254", 101 + i
-    _ip(f"link add h{i} mtu {MTU} type veth peer down mtu {MTU} netns {leaf}")
-    _ready(f"h{i}")
-    _ip(f"address add {address}/24 dev h{i}", f"link set h{i} up")
-    _ip(f"-n {leaf} address add {gateway}/24 dev down", f"-n {leaf} link set down up")
-    _ip(f"route add default via {gateway} dev h{i} table {table}")
-    _ip(f"route add local {address} dev h{i} table {table}")
-    _ip(f"rule add pref 10 iif lo from {address} lookup {table}")
+def _wiring(i: int) -> Iterator[str]:
+    leaf = LEAVES[i]
+    yield f"link add h{i} mtu {MTU} type veth peer name host mtu {MTU} netns {leaf}"
+    for s, spine in enumerate(SPINES):
+        up, down = f"up{s} netns {leaf} mtu {MTU}", f"down{i} netns {spine} mtu {MTU}"
+        yield f"link add {up} type veth peer name {down}"
+
+
+def _addressing() -> dict[str | None, list[str]]:
+    """Commands by namespace; ``None`` is the first."""
+    # What this machine sends from one device's address to the other's is to cross the fabric,
+    # although both are local: rules of the sender come before the one for local addresses.
+    first = ["rule add pref 100 lookup local", "rule del pref 0"]
+    inside: dict[str | None, list[str]] = {name: ["link set lo up"] for name in (*LEAVES, *SPINES)}
+    for i, (leaf, address) in enumerate(zip(LEAVES, FABRIC_ADDRESSES, strict=True)):
+        gateway, table = address[:-1] + "254", 101 + i
+        first += [f"address add {address}/24 dev h{i}", f"link set h{i} up"]
+        first += [f"route add default via {gateway} dev h{i} table {table}"]
+        first += [f"route add local {address} dev h{i} table {table}"]
+        first += [f"rule add pref 10 iif lo from {address} lookup {table}"]
+        inside[leaf] += [f"address add {gateway}/24 dev host", "link set host up"]
+        for s, spine in enumerate(SPINES):
+            low, high = f"10.9.{2 * s + i}.0", f"10.9.{2 * s + i}.1"
+            inside[leaf] += [f"address add {low}/31 dev up{s}", f"link set up{s} up"]
+            inside[spine] += [f"address add {high}/31 dev down{i}", f"link set down{i} up"]
+            inside[spine] += [f"route add {_network(address)} via {low} dev down{i}"]
+        hops = " ".join(f"nexthop via 10.9.{2 * s + i}.1 dev up{s}" for s in range(len(SPINES)))
+        inside[leaf] += [f"route add {_network(FABRIC_ADDRESSES[1 - i])} {hops}"]
+    return {None: first, **inside}
 
 
 def _network(address: str) -> str:
@@ -90,30 +97,38 @@ def _ready(interface: str) -> None:
         ("arp_announce", "2"),
     ):
         _sysctl(f"{interface}/{name}", value)
-    _write(f"/proc/sys/net/ipv6/conf/{interface}/disable_ipv6", "1")
+    Path(f"/proc/sys/net/ipv6/conf/{interface}/disable_ipv6").write_text("1")
 
 
 def _add_device(device: str, interface: str) -> None:
     _run(["rdma", "link", "add", device, "type", "rxe", "netdev", interface])
 
 
-def _sysctl(name: str, value: str, namespace: str | None = None) -> None:
-    _write(f"/proc/sys/net/ipv4/conf/{name}", value, namespace)
+def _sysctl(name: str, value: str) -> None:
+    Path(f"/proc/sys/net/ipv4/conf/{name}").write_text(value)
 
 
-def _write(file: str, value: str, namespace: str | None = None) -> None:
-    if namespace is None:
-        Path(file).write_text(value)
-    else:
-        _run(["ip", "netns", "exec", namespace, "sh", "-c", f"echo {value} >{file}"])
+def _become_switch(name: str) -> None:
+    # Policy 1 would take the sending socket's own random hash, which a switch never sees; policy 3
+    # hashes these fields of the packet: addresses, protocol, ports. Probes wait for ICMP errors.
+    values = {
+        "ip_forward": 1,
+        "fib_multipath_hash_policy": 3,
+        "fib_multipath_hash_fields": 0x37,
+        "icmp_ratelimit": 0,
+        "conf/all/rp_filter": 0,
+        "conf/default/rp_filter": 0,
+    }
+    script = "; ".join(f"echo {v} >/proc/sys/net/ipv4/{k}" for k, v in values.items())
+    _run(["ip", "netns", "exec", name, "sh", "-ec", script])
 
 
-def _ip(*commands: str) -> None:
-    for command in commands:
-        _run(["ip", *command.split()])
+def _ip(*commands: str, namespace: str | None = None) -> None:
+    inside = ["-n", namespace] if namespace else []
+    _run(["ip", *inside, "-batch", "-"], "".join(f"{command}\n" for command in commands))
 
 
-def _run(argv: list[str]) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True)
+def _run(argv: list[str], stdin: str = "") -> None:
+    done = subprocess.run(argv, input=stdin, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")

@@ -19,7 +19,7 @@ class Process:
 
     Attributes:
         argv: how it was called.
-        status: its exit status, negative for a signal, ``None`` where it was stopped for being late.
+        status: its exit status, negative for a signal, ``None`` where it was too slow.
         stdout: what it printed.
         stderr: what it complained of.
     """

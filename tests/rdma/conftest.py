@@ -1,0 +1,44 @@
+"""One guest for all tests, and one run of each scenario whose results they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from lab.guest import Guest
+from lab.play import Outcome, play
+from lab.requirement import LabUnavailableError
+
+#: How often the live queue pair is changed; 1,000 times take some minutes.
+CHANGES = int(os.environ.get("RDMA_CHANGES", "50"))
+
+
+@pytest.fixture(scope="session")
+def guest() -> Guest:
+    try:
+        return Guest.prepare()
+    except LabUnavailableError as error:
+        pytest.skip(f"no Soft-RoCE lab here: {error}")
+
+
+@pytest.fixture(scope="session")
+def pair(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
+    """Programs on two devices with a cable between them, without and with the stand-in."""
+    outcome = play(guest, "pair", timeout_s=200)
+    yield outcome
+    _remove(outcome, request)
+
+
+@pytest.fixture(scope="session")
+def fabric(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
+    """Traffic through leaf and spine switches."""
+    outcome = play(guest, "fabric", timeout_s=250)
+    yield outcome
+    _remove(outcome, request)
+
+
+def _remove(outcome: Outcome, request: pytest.FixtureRequest) -> None:
+    # What a failed test went by is left for who looks into it.
+    if not request.session.testsfailed:
+        outcome.remove()
