@@ -107,9 +107,9 @@ class SharedLibrary:
         target = folder / self.name
         inputs = [*self.sources, self.version_script, __file__]
         inputs += [str(p) for source in self.sources for p in Path(source).parent.glob("*.h")]
-        if not force and target.exists():
-            if all(os.stat(p).st_mtime < target.stat().st_mtime for p in inputs):
-                return
+        newest = max(os.stat(p).st_mtime for p in inputs)
+        if not force and target.exists() and newest < target.stat().st_mtime:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX", "c++"))
         # A running program may have the old file mapped: never write into it.

@@ -6,19 +6,21 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from crux_torch.apply import classes
-from crux_torch.apply.classes import TrafficClass
+from crux_torch.apply.classes import ClassReport, TrafficClass
 from crux_torch.apply.ownership import Ownership
 from crux_torch.apply.sockets import SocketTable, TcpSocket
+from crux_torch.apply.transport import SocketSetting, Transport, TransportError
 from crux_torch.settings import CLASS_SELECTORS
 
 LEVEL = 5
 TOS = CLASS_SELECTORS[LEVEL] << 2
+SO_MAX_PACING_RATE = 47
 
 
 class FixedOwnership(Ownership):
@@ -30,6 +32,26 @@ class FixedOwnership(Ownership):
 
     def owned(self) -> list[TcpSocket]:
         return [s for s in SocketTable().scan().values() if s.inode in self.inodes]
+
+
+class FakeKernel:
+    """One socket whose ECN bits can be chosen, and which may refuse to be set."""
+
+    def __init__(self, ecn: int = 0) -> None:
+        self.tos = ecn
+        self.original = ecn
+        self.refuses = False
+
+    def set_socket(
+        self, fd: int, inode: int, dscp: int | None = None, rate_Bps: int | None = None
+    ) -> SocketSetting:
+        before, error = self.tos, 0
+        if dscp is not None:
+            if self.refuses:
+                error = errno.EPERM
+            else:
+                self.tos = dscp << 2 | before & 3
+        return SocketSetting(error, self.original, before, self.tos)
 
 
 @contextlib.contextmanager
@@ -59,6 +81,12 @@ def _tos(sock: socket.socket) -> int:
 
 def _tclass(sock: socket.socket) -> int:
     return sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+
+
+def _pacing(sock: socket.socket) -> int | None:
+    raw = sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8)
+    rate_Bps = int.from_bytes(raw, sys.byteorder)
+    return None if rate_Bps == 2**64 - 1 else rate_Bps
 
 
 def test_marks_only_what_is_owned_and_reverts_it():
@@ -107,36 +135,16 @@ def test_reverts_to_what_was_there_before_and_keeps_it_over_several_levels():
         assert _tos(ours) == 0x28
 
 
-@pytest.mark.parametrize("ecn", range(4))
-def test_keeps_the_ecn_bits(ecn):
-    sock = TcpSocket(3, 4, socket.AF_INET, ("127.0.0.1", 1), ("127.0.0.1", 2))
-
-    class Fake:
-        """A kernel that lets the ECN bits be written, as Linux does not for TCP."""
-
-        tos = ecn
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-        def getsockopt(self, *_):
-            return self.tos
-
-        def setsockopt(self, *args):
-            self.tos = args[-1]
-
-    fake = Fake()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classes, "borrow", lambda fd, inode: fake)
-        mark = classes._set_dscp(sock, 46, None)
-        assert mark is not None
-        assert mark.applied
-        assert fake.tos == 46 << 2 | ecn
-        assert classes._restore(sock, mark) is None
-        assert fake.tos == ecn
+def test_keeps_the_ecn_bits():
+    with _pair() as (ours, _):
+        # Linux keeps the ECN bits of a TCP socket for itself, so a fake kernel has to show them.
+        kernel = FakeKernel(ecn=3)
+        traffic_class = TrafficClass(FixedOwnership(ours), lambda: kernel)
+        report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert (report.applied, report.marks[0].wanted) == (1, TOS | 3)
+        assert kernel.tos == TOS | 3
+        assert traffic_class.revert().marks == ()
+        assert kernel.tos == 3
 
 
 def test_marks_again_what_lost_its_class_when_the_level_is_applied_again():
@@ -182,34 +190,86 @@ def test_a_reused_descriptor_is_not_touched():
         assert _tos(others) == TOS
 
 
-def test_a_refusal_is_reported_with_its_errno_and_tried_again(monkeypatch):
-    class Refuses(socket.socket):
-        def setsockopt(self, *_):
-            raise PermissionError(errno.EPERM, "refused")
-
-    real = classes.borrow
-
-    def refusing(fd, inode):
-        borrowed = real(fd, inode)
-        return None if borrowed is None else Refuses(fileno=borrowed.detach())
-
+def test_a_refusal_is_reported_with_its_errno_and_tried_again():
     with _pair() as (ours, _):
-        traffic_class = TrafficClass(FixedOwnership(ours))
-        monkeypatch.setattr(classes, "borrow", refusing)
+        kernel = FakeKernel()
+        traffic_class = TrafficClass(FixedOwnership(ours), lambda: kernel)
+        kernel.refuses = True
         report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
         assert (report.applied, report.refused) == (0, 1)
         assert report.marks[0].errno == errno.EPERM
-        assert _tos(ours) == 0
-        monkeypatch.setattr(classes, "borrow", real)
+        assert kernel.tos == 0
+        kernel.refuses = False
         assert traffic_class.refresh().applied == 1
-        assert _tos(ours) == TOS
-        monkeypatch.setattr(classes, "borrow", refusing)
+        assert kernel.tos == TOS
+        kernel.refuses = True
         report = traffic_class.revert()
         assert (report.level, report.refused) == (None, 1)
-        assert _tos(ours) == TOS
-        monkeypatch.setattr(classes, "borrow", real)
+        assert kernel.tos == TOS
+        kernel.refuses = False
         assert traffic_class.revert().marks == ()
+        assert kernel.tos == 0
+
+
+def test_a_rate_limits_and_is_taken_back():
+    with _pair() as (ours, others):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        report = traffic_class.apply_rate(5_000_000)
+        assert (report.rate_Bps, report.level, report.applied, report.error) == (
+            5_000_000,
+            None,
+            1,
+            "",
+        )
+        assert (_pacing(ours), _pacing(others)) == (5_000_000, None)
+        report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert (report.rate_Bps, report.applied) == (5_000_000, 1)
+        assert (_tos(ours), _pacing(ours)) == (TOS, 5_000_000)
+        assert traffic_class.apply_rate(None).applied == 1
+        assert (_tos(ours), _pacing(ours)) == (TOS, None)
+        traffic_class.apply_rate(7_000_000)
+        assert traffic_class.revert() == ClassReport()
+        assert (_tos(ours), _pacing(ours)) == (0, None)
+
+
+def test_a_rate_returns_to_the_limit_that_was_there_unless_others_changed_it():
+    with _pair() as (ours, _):
+        inode = os.fstat(ours.fileno()).st_ino
+        ours.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 9_000_000)
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        assert traffic_class.apply_rate(5_000_000).applied == 1
+        traffic_class.revert()
+        assert _pacing(ours) == 9_000_000
+        traffic_class.apply_rate(5_000_000)
+        ours.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 6_000_000)
+        assert traffic_class.revert().marks == ()
+        assert _pacing(ours) == 6_000_000
+        assert Transport.load().set_socket(ours.fileno(), inode).original_rate_Bps == 9_000_000
+
+
+@pytest.mark.parametrize("rate_Bps", [0, -1])
+def test_what_is_no_rate_changes_nothing_and_says_so(rate_Bps):
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours))
+        traffic_class.apply_rate(5_000_000)
+        report = traffic_class.apply_rate(rate_Bps)
+        assert str(rate_Bps) in report.error
+        assert (report.rate_Bps, _pacing(ours)) == (5_000_000, 5_000_000)
+
+
+def test_without_the_library_the_report_says_so_and_nothing_is_touched():
+    def missing() -> Transport:
+        raise TransportError("libcrux_transport.so: build it")
+
+    with _pair() as (ours, _):
+        traffic_class = TrafficClass(FixedOwnership(ours), missing)
+        report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
+        assert (report.applied, report.refused) == (0, 0)
+        assert report.error == "libcrux_transport.so: build it"
+        assert "build it" in traffic_class.apply_rate(1000).error
+        assert "build it" in traffic_class.refresh().error
         assert _tos(ours) == 0
+        assert traffic_class.revert() == ClassReport()
 
 
 @pytest.mark.parametrize(

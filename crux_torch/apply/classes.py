@@ -1,24 +1,37 @@
-"""A job's priority level as the DSCP of its live connections (paper §4.3).
+"""A job's priority level as the DSCP of its live connections (paper §4.3), and their rate.
 
 A level is one traffic class of the network; the operator's table gives its DSCP value. That goes
 into the upper six bits of the IPv4 TOS or the IPv6 traffic class of each connection of the inner
-backend; the lower two carry ECN and stay.
+backend; the lower two carry ECN and stay. A rate is the most that one connection may send; the
+kernel paces its packets.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from crux_torch.apply.ownership import Ownership
-from crux_torch.apply.sockets import Endpoint, TcpSocket, borrow
+from crux_torch.apply.sockets import Endpoint, TcpSocket
+from crux_torch.apply.transport import SocketSetting, Transport, TransportError
 
 DSCP_MASK = 0xFC
 ECN_MASK = 0x03
+#: What :meth:`SocketSetter.set_socket` takes for no limit.
+UNLIMITED = 0
+
+
+class SocketSetter(Protocol):
+    """What is needed of :class:`crux_torch.apply.transport.Transport`."""
+
+    def set_socket(
+        self, fd: int, inode: int, dscp: int | None = None, rate_Bps: int | None = None
+    ) -> SocketSetting: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,39 +43,51 @@ class SocketMark:
         local: this process's endpoint.
         peer: the other endpoint.
         before: TOS or traffic class that it had before Crux touched it; None if unreadable.
-        wanted: what Crux asked for.
+        wanted: what Crux asked for; None where it left the class alone.
         tos: what the kernel holds, read back afterwards; None if unreadable.
         errno: of the call that failed, or 0.
+        before_rate_Bps: limit that it had before Crux touched it, None for none.
+        wanted_rate_Bps: limit that Crux asked for, None where it left the rate alone.
+        rate_Bps: what the kernel holds, None for no limit.
     """
 
     inode: int
     local: Endpoint
     peer: Endpoint | None
     before: int | None
-    wanted: int
+    wanted: int | None
     tos: int | None
     errno: int = 0
+    before_rate_Bps: int | None = None
+    wanted_rate_Bps: int | None = None
+    rate_Bps: int | None = None
 
     @property
     def applied(self) -> bool:
-        return self.errno == 0 and self.tos is not None and not (self.tos ^ self.wanted) & DSCP_MASK
+        classed = self.wanted is None or (
+            self.tos is not None and not (self.tos ^ self.wanted) & DSCP_MASK
+        )
+        paced = self.wanted_rate_Bps is None or (self.rate_Bps or UNLIMITED) == self.wanted_rate_Bps
+        return self.errno == 0 and classed and paced
 
 
 @dataclass(frozen=True, slots=True)
 class ClassReport:
-    """How the traffic class stands in this process.
+    """How traffic class and rate stand in this process.
 
     Attributes:
         level: priority level in force, None for the network's default.
         dscp: its DSCP value.
         marks: one for each connection that Crux marked, tried to mark, or could not revert.
         error: why the last request could not be carried out, or empty.
+        rate_Bps: limit of each connection in bytes per second, None for none.
     """
 
     level: int | None = None
     dscp: int | None = None
     marks: tuple[SocketMark, ...] = ()
     error: str = ""
+    rate_Bps: int | None = None
 
     @property
     def applied(self) -> int:
@@ -76,14 +101,21 @@ class ClassReport:
 
 
 class TrafficClass:
-    """Marks the inner backend's connections with the class of a level, and takes it back.
+    """Marks the inner backend's connections with class and rate, and takes it back.
 
     Its methods never raise, may be called from any thread, and return what is in force. A forked
     child starts from nothing and so never reverts its parent's connections.
+
+    Args:
+        ownership: knows the inner backend's sockets.
+        transport: gives the library that marks; raises TransportError where there is none.
     """
 
-    def __init__(self, ownership: Ownership) -> None:
+    def __init__(
+        self, ownership: Ownership, transport: Callable[[], SocketSetter] = Transport.load
+    ) -> None:
         self._ownership = ownership
+        self._transport = transport
         self._forget()
         itself = weakref.ref(self)
 
@@ -102,7 +134,7 @@ class TrafficClass:
         """Gives every connection the class of ``level``; each is checked even if marked before.
 
         Args:
-            level: priority level, an index into ``dscp_map``; None reverts.
+            level: priority level, an index into ``dscp_map``; None reverts class and rate.
             dscp_map: DSCP value (0 to 63) of each level, from level 0 upwards. A level that it
                 does not cover changes nothing and is reported.
         """
@@ -113,13 +145,29 @@ class TrafficClass:
                 error = f"level {level} has no DSCP value in {tuple(dscp_map)}"
                 self._report = replace(self._report, error=error)
                 return self._report
-            self._report = ClassReport(level, dscp_map[level])
+            rate_Bps = self._report.rate_Bps
+            self._report = ClassReport(level, dscp_map[level], rate_Bps=rate_Bps)
+            return self._mark(everything=True)
+
+    def apply_rate(self, rate_Bps: int | None) -> ClassReport:
+        """Limits what each connection sends; it is paced, not policed.
+
+        Args:
+            rate_Bps: bytes per second; None gives each connection back the limit that it had. A
+                rate that is not positive changes nothing and is reported.
+        """
+        with self._lock:
+            if rate_Bps is not None and rate_Bps <= 0:
+                error = f"{rate_Bps} bytes per second is no rate"
+                self._report = replace(self._report, error=error)
+                return self._report
+            self._report = replace(self._report, rate_Bps=rate_Bps, marks=(), error="")
             return self._mark(everything=True)
 
     def refresh(self) -> ClassReport:
         """Marks the connections that appeared since, and tries again those that refused."""
         with self._lock:
-            if self._report.dscp is None:
+            if self._report.dscp is None and self._report.rate_Bps is None:
                 return self._report
             return self._mark(everything=False)
 
@@ -127,12 +175,18 @@ class TrafficClass:
         """Gives each connection back what it had before; one changed by others since is left."""
         with self._lock:
             left = {}
-            for inode, (sock, mark) in self._marks.items():
-                undone = _restore(sock, mark)
-                if undone is not None:
-                    left[inode] = (sock, undone)
+            error = ""
+            try:
+                setter = self._transport() if self._marks else None
+            except TransportError as failed:
+                setter, error, left = None, str(failed), self._marks
+            if setter is not None:
+                for inode, (sock, mark) in self._marks.items():
+                    undone = _restore(setter, sock, mark)
+                    if undone is not None:
+                        left[inode] = (sock, undone)
             self._marks = left
-            self._report = ClassReport(marks=tuple(mark for _, mark in left.values()))
+            self._report = ClassReport(marks=tuple(m for _, m in left.values()), error=error)
             return self._report
 
     def status(self) -> ClassReport:
@@ -140,10 +194,13 @@ class TrafficClass:
         return self._report
 
     def _mark(self, everything: bool) -> ClassReport:
-        dscp = self._report.dscp
-        assert dscp is not None
+        dscp, rate_Bps = self._report.dscp, self._report.rate_Bps
         try:
+            setter = self._transport()
             owned = self._ownership.owned()
+        except TransportError as error:
+            self._report = replace(self._report, error=str(error))
+            return self._report
         except OSError as error:
             self._report = replace(self._report, error=f"this process's sockets: {error}")
             return self._report
@@ -154,7 +211,7 @@ class TrafficClass:
         for sock in owned:
             _, mark = self._marks.get(sock.inode, (sock, None))
             if mark is None or everything or not mark.applied:
-                mark = _set_dscp(sock, dscp, mark)
+                mark = _set(setter, sock, dscp, rate_Bps, mark)
             if mark is not None:
                 marks[sock.inode] = (sock, mark)
         self._marks = marks
@@ -164,50 +221,58 @@ class TrafficClass:
         return self._report
 
 
-def _option(sock: TcpSocket) -> tuple[int, int]:
-    """The option that decides the class of its packets; over IPv4 that is TOS in both families."""
-    if sock.sends_ipv6:
-        return socket.IPPROTO_IPV6, socket.IPV6_TCLASS
-    return socket.IPPROTO_IP, socket.IP_TOS
-
-
-def _set_dscp(sock: TcpSocket, dscp: int, earlier: SocketMark | None) -> SocketMark | None:
+def _set(
+    setter: SocketSetter,
+    sock: TcpSocket,
+    dscp: int | None,
+    rate_Bps: int | None,
+    earlier: SocketMark | None,
+) -> SocketMark | None:
     """Marks one connection; None where it was closed meanwhile."""
-    option = _option(sock)
-    before = None if earlier is None else earlier.before
-    mark = SocketMark(sock.inode, sock.local, sock.peer, before, dscp << 2, None)
-    try:
-        borrowed = borrow(sock.fd, sock.inode)
-        if borrowed is None:
-            return None
-        with borrowed:
-            current = borrowed.getsockopt(*option)
-            mark = replace(mark, before=current if before is None else before, tos=current)
-            mark = replace(mark, wanted=dscp << 2 | current & ECN_MASK)
-            if current != mark.wanted:
-                borrowed.setsockopt(*option, mark.wanted)
-            return replace(mark, tos=borrowed.getsockopt(*option))
-    except OSError as error:
-        return replace(mark, errno=error.errno or 0)
-
-
-def _restore(sock: TcpSocket, mark: SocketMark) -> SocketMark | None:
-    """Undoes one mark; None where nothing is left to undo."""
-    if mark.before is None or mark.tos is None:
+    wanted_rate_Bps = rate_Bps
+    if rate_Bps is None and earlier is not None and earlier.wanted_rate_Bps is not None:
+        wanted_rate_Bps = earlier.before_rate_Bps or UNLIMITED
+    done = setter.set_socket(sock.fd, sock.inode, dscp, wanted_rate_Bps)
+    if done.errno == errno.ENOENT:
         return None
-    option = _option(sock)
-    try:
-        borrowed = borrow(sock.fd, sock.inode)
-        if borrowed is None:
-            return None
-        with borrowed:
-            current = borrowed.getsockopt(*option)
-            if (current ^ mark.tos) & DSCP_MASK:
-                return None
-            mark = replace(mark, wanted=mark.before & DSCP_MASK | current & ECN_MASK)
-            if current != mark.wanted:
-                borrowed.setsockopt(*option, mark.wanted)
-            mark = replace(mark, tos=borrowed.getsockopt(*option), errno=0)
-    except OSError as error:
-        return replace(mark, errno=error.errno or 0)
-    return None if mark.applied else mark
+    ecn = (done.before_tos or 0) & ECN_MASK
+    return SocketMark(
+        inode=sock.inode,
+        local=sock.local,
+        peer=sock.peer,
+        before=done.original_tos if earlier is None else earlier.before,
+        wanted=None if dscp is None else dscp << 2 | ecn,
+        tos=done.after_tos,
+        errno=done.errno,
+        before_rate_Bps=done.original_rate_Bps if earlier is None else earlier.before_rate_Bps,
+        wanted_rate_Bps=wanted_rate_Bps,
+        rate_Bps=done.after_rate_Bps,
+    )
+
+
+def _restore(setter: SocketSetter, sock: TcpSocket, mark: SocketMark) -> SocketMark | None:
+    """Undoes one mark; None where nothing is left to undo."""
+    now = setter.set_socket(sock.fd, sock.inode)
+    if now.errno:
+        return None if now.errno == errno.ENOENT else replace(mark, errno=now.errno)
+    wanted: int | None = None
+    wanted_rate_Bps: int | None = None
+    tos = now.before_tos
+    if mark.before is not None and mark.tos is not None and tos is not None:
+        changed_since = (tos ^ mark.tos) & DSCP_MASK
+        wanted = None if changed_since else mark.before & DSCP_MASK | tos & ECN_MASK
+    if mark.wanted_rate_Bps is not None and now.before_rate_Bps == mark.rate_Bps:
+        wanted_rate_Bps = mark.before_rate_Bps or UNLIMITED
+    dscp = None if wanted is None else wanted >> 2
+    done = setter.set_socket(sock.fd, sock.inode, dscp, wanted_rate_Bps)
+    if done.errno == errno.ENOENT:
+        return None
+    undone = replace(
+        mark,
+        wanted=wanted,
+        tos=done.after_tos,
+        errno=done.errno,
+        wanted_rate_Bps=wanted_rate_Bps,
+        rate_Bps=done.after_rate_Bps,
+    )
+    return None if undone.applied else undone

@@ -139,17 +139,23 @@ class SocketSetting:
 
     Attributes:
         errno: of the call that failed, 0 where none did, ENOENT where the socket is gone.
-        before_tos: TOS or IPv6 traffic class before; None where unreadable.
+        original_tos: TOS or IPv6 traffic class before the library first set anything of this
+            socket, at connect or live; None where unreadable.
+        before_tos: before this call.
         after_tos: as read back afterwards.
-        before_rate_Bps: pacing limit before, bytes per second; None for no limit or unreadable.
+        original_rate_Bps: pacing limit before the library first set anything, bytes per second;
+            None for no limit or unreadable.
+        before_rate_Bps: before this call.
         after_rate_Bps: as read back afterwards.
     """
 
-    errno: int
-    before_tos: int | None
-    after_tos: int | None
-    before_rate_Bps: int | None
-    after_rate_Bps: int | None
+    errno: int = 0
+    original_tos: int | None = None
+    before_tos: int | None = None
+    after_tos: int | None = None
+    original_rate_Bps: int | None = None
+    before_rate_Bps: int | None = None
+    after_rate_Bps: int | None = None
 
 
 class _Hop(ctypes.Structure):
@@ -197,8 +203,10 @@ class _Connection(ctypes.Structure):
 
 class _SocketSetting(ctypes.Structure):
     _fields_ = (
+        ("original_tos", ctypes.c_int32),
         ("before_tos", ctypes.c_int32),
         ("after_tos", ctypes.c_int32),
+        ("original_rate_Bps", ctypes.c_uint64),
         ("before_rate_Bps", ctypes.c_uint64),
         ("after_rate_Bps", ctypes.c_uint64),
     )
@@ -302,8 +310,10 @@ class Transport:
         )
         return SocketSetting(
             error,
+            _known(read.original_tos),
             _known(read.before_tos),
             _known(read.after_tos),
+            _limit(read.original_rate_Bps),
             _limit(read.before_rate_Bps),
             _limit(read.after_rate_Bps),
         )

@@ -197,6 +197,7 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
              Record& record) {
   const NoCancellation uncancelled;
   const bool ipv6 = !record.peer.address.is_v4();
+  record.original = {tos(fd, ipv6), pacing_Bps(fd)};
   int error = 0;
   if (route.dscp >= 0) error = set_dscp(fd, ipv6, route.dscp);
   if (route.rate_Bps != kUnlimited_Bps) {

@@ -9,7 +9,7 @@
 // Read from the environment once, when it is loaded (programs with a Python face need none of it):
 //   CRUX_TRANSPORT_ROUTES=FILE    routes, one a line; route_file.h has the format
 //   CRUX_TRANSPORT_STEER_ALL=1    steer any program's connections, not just collective libraries'
-//   CRUX_TRANSPORT_PORTS=A-B      as crux_transport_set_port_range()
+//   CRUX_PORTS=A-B                as crux_transport_set_port_range()
 //   CRUX_TRANSPORT_PROBE_MS=N     milliseconds that probing may add to one connect(), default 250
 //   CRUX_TRANSPORT_LOG=1          a line on stderr for each connection that has a route
 //   CRUX_TRANSPORT=0, CRUX_DISABLE=1   see nothing, change nothing
@@ -92,8 +92,9 @@ struct crux_connection {
 // What a live socket had and has; TOS stands for the IPv6 traffic class too. -1 and UINT64_MAX:
 // could not be read.
 struct crux_socket_setting {
+  int32_t original_tos;  // before this library first set anything of it, at connect() or live
   int32_t before_tos, after_tos;
-  uint64_t before_rate_Bps, after_rate_Bps;  // 0: no limit
+  uint64_t original_rate_Bps, before_rate_Bps, after_rate_Bps;  // 0: no limit
 };
 
 int crux_transport_abi(void);

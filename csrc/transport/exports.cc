@@ -59,20 +59,20 @@ int set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
   const auto peer = peer_endpoint(socket.get());
   if (!peer) return errno;
   const bool ipv6 = !peer->address.is_v4();
-  setting.before_tos = tos(socket.get(), ipv6);
-  setting.before_rate_Bps = pacing_Bps(socket.get());
+  const SocketOptions before{tos(socket.get(), ipv6), pacing_Bps(socket.get())};
   const bool paces = rate_Bps != UINT64_MAX;
   int error = dscp < 0 ? 0 : set_dscp(socket.get(), ipv6, dscp);
-  if (paces && rate_Bps != setting.before_rate_Bps) {
+  if (paces && rate_Bps != before.rate_Bps) {
     const int refused = set_pacing(socket.get(), rate_Bps);
     if (error == 0) error = refused;
   }
-  setting.after_tos = tos(socket.get(), ipv6);
-  setting.after_rate_Bps = pacing_Bps(socket.get());
-  Transport* const known = transport();
-  if (known != nullptr && (dscp >= 0 || paces)) {
-    known->registry.set_live(fd, inode, *peer, error == 0 ? CRUX_LIVE_OPTION : CRUX_REFUSED, error);
+  SocketOptions original = before;
+  if (Transport* const known = transport()) {
+    original = known->registry.original(fd, inode, before);
+    if (dscp >= 0 || paces) known->registry.set_live(fd, inode, *peer, before, error);
   }
+  setting = {original.tos,      before.tos,      tos(socket.get(), ipv6),
+             original.rate_Bps, before.rate_Bps, pacing_Bps(socket.get())};
   return error;
 }
 
@@ -141,7 +141,7 @@ size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
 
 int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
                               crux_socket_setting* setting) try {
-  crux_socket_setting read{-1, -1, UINT64_MAX, UINT64_MAX};
+  crux_socket_setting read{-1, -1, -1, UINT64_MAX, UINT64_MAX, UINT64_MAX};
   const int error =
       dscp > 63 ? EINVAL : crux::transport::set_socket(fd, inode, dscp, rate_Bps, read);
   if (setting != nullptr) *setting = read;

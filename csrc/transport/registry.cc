@@ -63,20 +63,28 @@ void Registry::add(int fd, const Record& record) {
 
 bool Registry::has(int fd, uint64_t inode) const {
   const std::lock_guard hold(mutex_);
-  const Slot* const at = slot(fd, false);
-  return at != nullptr && at->generation == generation_ && at->record.inode == inode;
+  return find(fd, inode) != nullptr;
 }
 
-void Registry::set_live(int fd, uint64_t inode, const Endpoint& peer, crux_how how, int error) {
+SocketOptions Registry::original(int fd, uint64_t inode, const SocketOptions& now) const {
   const std::lock_guard hold(mutex_);
-  Slot* const at = slot(fd, true);
-  if (at == nullptr) return;
-  if (at->generation != generation_ || at->record.inode != inode) {
+  const Slot* const at = find(fd, inode);
+  return at == nullptr || at->record.how == CRUX_UNTOUCHED ? now : at->record.original;
+}
+
+void Registry::set_live(int fd, uint64_t inode, const Endpoint& peer, const SocketOptions& before,
+                        int error) {
+  const std::lock_guard hold(mutex_);
+  Slot* at = find(fd, inode);
+  if (at == nullptr) {
+    at = slot(fd, true);
+    if (at == nullptr) return;
     *at = Slot{generation_, {}};
     at->record.inode = inode;
     at->record.peer = peer;
   }
-  at->record.how = how;
+  if (at->record.how == CRUX_UNTOUCHED) at->record.original = before;
+  at->record.how = error == 0 ? CRUX_LIVE_OPTION : CRUX_REFUSED;
   at->record.error = error;
 }
 
@@ -107,6 +115,12 @@ std::vector<crux_connection> Registry::list() {
 
 void Registry::forget() { ++generation_; }
 
+Registry::Slot* Registry::find(int fd, uint64_t inode) const {
+  Slot* const at = slot(fd, false);
+  const bool is_it = at != nullptr && at->generation == generation_ && at->record.inode == inode;
+  return is_it ? at : nullptr;
+}
+
 Registry::Slot* Registry::slot(int fd, bool make) const {
   if (fd < 0 || fd >= kMaxDescriptors) return nullptr;
   Block*& block = blocks_[fd / kBlockSlots];
@@ -136,10 +150,7 @@ std::vector<Registry::Known> Registry::snapshot() const {
 
 void Registry::drop(int fd, uint64_t inode) {
   const std::lock_guard hold(mutex_);
-  Slot* const at = slot(fd, false);
-  if (at != nullptr && at->generation == generation_ && at->record.inode == inode) {
-    at->record.inode = 0;
-  }
+  if (Slot* const at = find(fd, inode)) at->record.inode = 0;
 }
 
 }  // namespace crux::transport

@@ -16,6 +16,12 @@ using Name = std::array<char, CRUX_NAME_CHARS>;
 
 Name to_name(const char* text);
 
+// What of a socket this library sets.
+struct SocketOptions {
+  int tos = -1;                    // -1: could not be read
+  uint64_t rate_Bps = UINT64_MAX;  // UINT64_MAX: could not be read
+};
+
 // What is known of a connection beyond what the kernel tells of it.
 struct Record {
   uint64_t inode = 0;  // names the connection together with its descriptor
@@ -23,6 +29,7 @@ struct Record {
   Name owner{};
   crux_how how = CRUX_UNTOUCHED;
   int error = 0;
+  SocketOptions original;  // where `how` says that it was touched
   uint32_t probes = 0;
   int via_ttl = 0;
   Address via;
@@ -39,8 +46,11 @@ class Registry {
   void add(int fd, const Record& record);
   // Whether `fd` still stands for a recorded connection `inode`.
   bool has(int fd, uint64_t inode) const;
-  // How a live connection was set last; it is recorded from then on if it was not.
-  void set_live(int fd, uint64_t inode, const Endpoint& peer, crux_how how, int error);
+  // What the connection had before it was first touched; `now` where it never was.
+  SocketOptions original(int fd, uint64_t inode, const SocketOptions& now) const;
+  // A live connection was set: 0 or the errno. It is recorded from then on if it was not.
+  void set_live(int fd, uint64_t inode, const Endpoint& peer, const SocketOptions& before,
+                int error);
   // The connections that are open, asked of the kernel now. Records of others are dropped; one
   // whose descriptor was duplicated and closed is found again.
   std::vector<crux_connection> list();
@@ -64,6 +74,7 @@ class Registry {
     Record record;
   };
 
+  Slot* find(int fd, uint64_t inode) const;
   // Null where there is none, or no memory to `make` it.
   Slot* slot(int fd, bool make) const;
   std::vector<Known> snapshot() const;

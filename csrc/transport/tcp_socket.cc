@@ -86,7 +86,7 @@ int tos(int fd, bool ipv6) {
 int set_dscp(int fd, bool ipv6, int dscp) {
   const int before = tos(fd, ipv6);
   if (before < 0) return errno;
-  const int wanted = dscp << 2 | (before & ~kDscpMask);
+  const int wanted = with_dscp(before, dscp);
   if (wanted == before) return 0;
   const int level = ipv6 ? int{IPPROTO_IPV6} : int{IPPROTO_IP};
   const int option = ipv6 ? IPV6_TCLASS : IP_TOS;

@@ -27,7 +27,6 @@ class Descriptor {
 };
 
 constexpr uint64_t kUnlimited_Bps = 0;
-constexpr int kDscpMask = 0xFC;
 
 // Of the socket behind `fd`; nothing where it is none.
 std::optional<uint64_t> socket_inode(int fd);
@@ -43,7 +42,9 @@ std::optional<Endpoint> peer_endpoint(int fd);
 
 // TOS of an IPv4 connection, traffic class of an IPv6 one; -1 with errno.
 int tos(int fd, bool ipv6);
-// Replaces the upper six bits, keeps ECN. 0 or an errno.
+// The upper six bits replaced; the lower two are ECN.
+constexpr int with_dscp(int tos, int dscp) { return dscp << 2 | (tos & 3); }
+// 0 or an errno.
 int set_dscp(int fd, bool ipv6, int dscp);
 
 // SO_MAX_PACING_RATE; kUnlimited_Bps for none, UINT64_MAX with errno where it can't be read.
