@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from crux_torch.fabric.error_queue import Answer, Probe
 from crux_torch.fabric.path_map import Hops, WantedHop, confidence_after, draws_needed, passes
 from crux_torch.fabric.probe_pacer import Pacer
+from crux_torch.fabric.probe_rules import Rules
 
 #: Ports of which a hop that never answered anyone is asked before it counts as silent.
 _SILENT_AFTER = 6
@@ -23,6 +24,7 @@ _MOST_UNDER_WAY = 32
 #: Ports to start at a time where the paths are known and only more ports are wanted.
 _AT_ONCE = 8
 
+Answers = tuple["str | None", ...]
 Ended = Literal["confident", "found", "time", "ports"]
 
 
@@ -39,59 +41,19 @@ class Packets(Protocol):
         """Wait no longer for an answer to ``probe``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How to probe.
-
-    Attributes:
-        confidence: at which no further path is looked for.
-        rate_per_s: probes a second at most.
-        time_limit_s: for everything.
-        answer_wait_s: for an answer to the first probe of a port and hop; twice as long for the
-            second, and so on.
-        retries: of a probe that nobody answered.
-        ports_per_path: ports to find of every path, at least.
-        via: hops of a path that is looked for.
-        via_ports: ports of that path that are enough: probing stops when it has them.
-        repeats: ports to probe a second time at the end.
-    """
-
-    confidence: float = 0.99
-    rate_per_s: float = 200.0
-    time_limit_s: float = 30.0
-    answer_wait_s: float = 0.3
-    retries: int = 5
-    ports_per_path: int = 1
-    via: tuple[WantedHop, ...] = ()
-    via_ports: int = 0
-    repeats: int = 6
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("confidence", 0.0, 0.999999),
-            ("rate_per_s", 0.5, 1e5),
-            ("time_limit_s", 0.001, 3600.0),
-            ("answer_wait_s", 0.001, 60.0),
-            ("retries", 0, 20),
-            ("ports_per_path", 1, 65535),
-            ("via_ports", 0, 65535),
-            ("repeats", 0, 1000),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value}; expected {low} to {high}")
-
-
 @dataclass(slots=True)
 class _Port:
     """One source port: what it has learned of each TTL, and what it waits for."""
 
     number: int
     answers: dict[int, str | None] = field(default_factory=dict)
-    attempts: dict[int, int] = field(default_factory=dict)
+    asked_at: dict[int, list[float]] = field(default_factory=dict)
     not_before: float = 0.0
     waiting_for: Probe | None = None
     deadline: float = 0.0
+
+    def at(self, ttls: Sequence[int]) -> Answers:
+        return tuple(self.answers.get(ttl) for ttl in ttls)
 
 
 class Discovery:
@@ -114,8 +76,6 @@ class Discovery:
         sent: probes.
         answered: probes that were answered.
         ended: why :meth:`run` stopped, as in :class:`~crux_torch.fabric.path_map.PathMap`.
-        settled: TTLs that were asked no more: they named one address only, so often that a second
-            one would have shown with the confidence of the rules, and answered slowly.
     """
 
     def __init__(
@@ -129,7 +89,6 @@ class Discovery:
     ) -> None:
         self.sent = self.answered = 0
         self.ended: Ended = "ports"
-        self.settled: set[int] = set()
         self._packets, self._clock, self._rules = packets, clock, rules
         self._watch = watch
         self._supply: Iterator[int] = iter(ports)
@@ -139,9 +98,13 @@ class Discovery:
         self._speakers: dict[int, Counter[str]] = {ttl: Counter() for ttl in ttls}
         self._unheard = dict.fromkeys(ttls, 0)
         self._silent: set[int] = set()
+        #: TTLs that are asked of every port; the answers of the others follow from theirs.
+        self._telling = self._ttls
+        self._implied: dict[int, dict[Answers, str]] = {}
         self._drawn: list[_Port] = []
         self._under_way: list[_Port] = []
         self._exhausted = False
+        self._learning = True
         self._enough_of_one = draws_needed(1, rules.confidence)
         self._tally = _Tally(self._is_complete, rules.via)
 
@@ -155,7 +118,8 @@ class Discovery:
     def recheck(self, until: float) -> tuple[int, int]:
         """Probe some ports a second time; say how many were, and how many changed their path."""
         first: dict[Hops, _Port] = {}
-        done = [port for port in self._drawn if not self._is_under_way(port)]
+        known = self.hops
+        done = [p for p in self._drawn if p.number in known and self._is_complete(self._hops(p))]
         for port in done:
             first.setdefault(self._hops(port), port)
         chosen = {port.number: port for port in (*first.values(), *done)}
@@ -163,6 +127,7 @@ class Discovery:
         again = [_Port(port.number) for port in before]
         sequence, tally = self._drawn, self._tally
         self._drawn, self._under_way = again, list(again)
+        self._learning = False
         self._tally = _Tally(self._is_complete, ())
         while self._under_way and self._clock() < until:
             self._step(until)
@@ -180,6 +145,15 @@ class Discovery:
     def hops(self) -> dict[int, Hops]:
         """What is known of each port that is done with, in the order in which they were drawn."""
         return {p.number: self._hops(p) for p in self._drawn if not self._is_under_way(p)}
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """TTLs that answer slowly and were not asked of every port any more.
+
+        What they would answer follows from the other TTLs' answers: as often as a second
+        possibility would have shown with the confidence of the rules, it did.
+        """
+        return tuple(sorted(self._implied))
 
     @property
     def path_count(self) -> int:
@@ -256,9 +230,9 @@ class Discovery:
                 self.sent += 1
                 self._pacers[ttl].sent(now)
                 self._overall.sent(now)
-                attempt = port.attempts[ttl] = port.attempts.get(ttl, 0) + 1
+                port.asked_at.setdefault(ttl, []).append(now)
                 port.waiting_for = probe
-                port.deadline = now + self._rules.answer_wait_s * 2 ** (attempt - 1)
+                port.deadline = now + self._rules.answer_wait_s
                 wake = min(wake, port.deadline)
             else:
                 # Taken by a connection of this host: of no use to a new one, so not a draw either.
@@ -275,7 +249,9 @@ class Discovery:
         ttl = answer.probe.ttl
         port.waiting_for = None
         self.answered += 1
-        self._pacers[ttl].result(True)
+        for sent_at in port.asked_at[ttl]:
+            answered = sent_at == port.asked_at[ttl][-1]
+            self._pacers[ttl].result(sent_at, answered, self._clock())
         if answer.kind == "refusal":
             port.answers[ttl] = None
             return
@@ -291,34 +267,66 @@ class Discovery:
                 continue
             self._packets.forget(probe)
             port.waiting_for = None
-            ttl, attempts = probe.ttl, port.attempts[probe.ttl]
-            heard = bool(self._speakers[ttl])
-            if heard:
-                self._pacers[ttl].result(False)
+            ttl, attempts = probe.ttl, len(port.asked_at[probe.ttl])
             # Where nobody ever answered, perhaps nobody does: don't wait long to find out.
-            if attempts > (rules.retries if heard else min(1, rules.retries)):
+            enough = self._pacers[ttl].attempts if self._speakers[ttl] else 2
+            if attempts >= min(enough, rules.retries + 1):
                 port.answers[ttl] = None
                 self._unheard[ttl] += 1
             else:
-                wait = rules.answer_wait_s * 2 ** (attempts - 1)
-                port.not_before = now + min(wait, _LONGEST_BACKOFF_S)
+                backoff = rules.answer_wait_s * 2.0 ** (attempts - 1)
+                port.not_before = now + min(backoff, _LONGEST_BACKOFF_S)
             self._reconsider(ttl)
 
     def _reconsider(self, ttl: int) -> None:
-        """Whether this TTL is silent, or settled, after what was heard last."""
-        speakers = self._speakers[ttl]
-        silent, settled = set(self._silent), set(self.settled)
-        if speakers:
+        """Whether TTLs are silent, or settled, after what was heard last of ``ttl``."""
+        if not self._learning:
+            return
+        before = (set(self._silent), set(self._implied))
+        if self._speakers[ttl]:
             self._silent.discard(ttl)
         elif self._unheard[ttl] >= _SILENT_AFTER:
             self._silent.add(ttl)
-        if len(speakers) != 1:
-            self.settled.discard(ttl)
-        elif self._pacers[ttl].slowed and speakers.total() >= self._enough_of_one:
-            self.settled.add(ttl)
-        if (silent, settled) != (self._silent, self.settled):
+        if self._pacers[ttl].slowed or self._implied:
+            self._settle()
+        if before != (self._silent, set(self._implied)):
             self._tally = _Tally(self._is_complete, self._rules.via)
             self._under_way = [port for port in self._drawn if self._is_under_way(port)]
+
+    def _settle(self) -> None:
+        """Find the slow TTLs whose answers follow from those of the others, the slowest first."""
+        telling = [ttl for ttl in self._ttls if ttl not in self._silent]
+        slow = [t for t in telling if self._pacers[t].slowed or t in self._implied]
+        settled = []
+        for ttl in sorted(slow, key=lambda t: self._pacers[t].rate_per_s):
+            others = [t for t in telling if t != ttl]
+            table, surplus = self._table(ttl, others)
+            if table and surplus >= self._enough_of_one:
+                telling = others
+                settled.append(ttl)
+        self._telling = tuple(telling)
+        self._implied = {}
+        for ttl in settled:
+            table, _ = self._table(ttl, telling)
+            if table:
+                self._implied[ttl] = table
+
+    def _table(self, ttl: int, others: Sequence[int]) -> tuple[dict[Answers, str], int]:
+        """What the answers of other TTLs imply for ``ttl``; empty where they don't decide it.
+
+        With how many ports confirmed an entry. Were each entry in truth one of two equal ones,
+        each confirmation would have shown it with probability 1/2.
+        """
+        table: dict[Answers, str] = {}
+        count = 0
+        for port in self._drawn:
+            given, address = port.at(others), port.answers.get(ttl)
+            if address is None or None in given:
+                continue
+            if table.setdefault(given, address) != address:
+                return {}, 0
+            count += 1
+        return table, count - len(table)
 
     def _retire(self) -> None:
         """Count the ports that are done with, up to the first that is not."""
@@ -337,8 +345,15 @@ class Discovery:
                 port.waiting_for = None
 
     def _to_ask(self, port: _Port) -> list[int]:
-        passed = port.answers.keys() | self._silent | self.settled
-        return [ttl for ttl in self._ttls if ttl not in passed]
+        missing = [ttl for ttl in self._telling if ttl not in port.answers]
+        if missing or not self._implied:
+            return [ttl for ttl in missing if ttl not in self._silent]
+        given = port.at(self._telling)
+        if None in given:
+            return []
+        return [
+            t for t, table in self._implied.items() if not (t in port.answers or given in table)
+        ]
 
     def _is_under_way(self, port: _Port) -> bool:
         return port.waiting_for is not None or bool(self._to_ask(port))
@@ -347,10 +362,11 @@ class Discovery:
         return all(address or ttl in self._silent for ttl, address in hops)
 
     def _hops(self, port: _Port) -> Hops:
-        return tuple((ttl, port.answers.get(ttl) or self._settled_at(ttl)) for ttl in self._ttls)
-
-    def _settled_at(self, ttl: int) -> str | None:
-        return next(iter(self._speakers[ttl])) if ttl in self.settled else None
+        given = port.at(self._telling)
+        return tuple(
+            (ttl, port.answers.get(ttl) or self._implied.get(ttl, {}).get(given))
+            for ttl in self._ttls
+        )
 
 
 class _Tally:

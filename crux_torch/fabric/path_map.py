@@ -87,8 +87,8 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         port: destination port.
         hops: for each source port, in the order in which they were drawn, who answered at each
             TTL that was asked.
-        inferred: TTLs at which every answer named one address and which, their routers answering
-            slowly, were then taken for granted instead of asked of every port.
+        inferred: TTLs that answered slowly, and that were not asked of every port any more once
+            the answers of the others had foretold theirs often enough.
         distance: the TTL at which packets reach the destination; None where it did not answer.
         confidence: that no path was missed which takes an equal share or more: see
             :func:`draws_needed`. It speaks of the ports whose every hop answered.

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from crux_torch.fabric.discovery import Discovery, Rules
+from crux_torch.fabric.discovery import Discovery
 from crux_torch.fabric.error_queue import ErrorQueue, ProbeError
 from crux_torch.fabric.live_trace import Trace, trace_connection
 from crux_torch.fabric.path_map import ROCE_V2_PORT, PathMap, PathMapError, Transport
 from crux_torch.fabric.probe_depth import Depth, resolve, sound, source_address
+from crux_torch.fabric.probe_rules import Rules
 
 __all__ = [
     "MAX_TTL",
@@ -109,7 +110,7 @@ def probe(
         protocol=protocol,
         port=port,
         hops=hops,
-        inferred=tuple(sorted(search.settled)),
+        inferred=search.settled,
         distance=depth.distance,
         confidence=confidence,
         ended=search.ended,

@@ -1,27 +1,35 @@
-"""How fast to ask one hop: as fast as it answers, and no faster than told."""
+"""How fast to ask one hop, and how often: as it answers, and no faster than told."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
+
 #: Results after which the rate is reconsidered.
 _EPOCH = 8
-#: Share of unanswered probes from which a router is taken to limit its answers.
+#: Share of lost probes from which a router is taken to limit its answers.
 _TOLERATED_LOSS = 0.25
 _SPEED_UP = 1.5
 _STEEPEST = 1 / 8
-#: Waits end up to a millisecond late; so much of it is made up for.
-_CATCH_UP_S = 0.005
 #: Below this nothing is left to gain: Linux answers each host once a second by default.
 FLOOR_per_s = 0.5
+#: Waits end up to a millisecond late; so much of it is made up for.
+_CATCH_UP_S = 0.005
+#: A port is given up once an answer would have come with this probability, if any ever came.
+_PATIENCE = 0.999
+_MEMORY = 32
 
 
 class Pacer:
-    """The rate of probes that die at one TTL, which routers of one layer answer.
+    """The pace of probes that die at one TTL, which routers of one layer answer.
 
     Routers limit how many ICMP errors they send; Linux by default to one a second for each host
-    after a burst of six, switches to what their control plane allows. A probe over the limit goes
-    unanswered, and asking faster gets no more answers. So each time eight results are in, the rate
-    falls to the share that was answered where over a quarter was not, and rises by half where all
-    were.
+    after a burst of six, switches to what their control plane allows. A probe over the limit is
+    lost, and asking faster gets no more answers. So each time eight results are in, the rate
+    falls to the share that was answered if over a quarter was lost, and rises by half if none was.
+
+    A probe counts as lost only once the same port got an answer later: a router that never answers
+    says nothing about how fast to ask the others.
 
     Args:
         limit_per_s: probes a second at most.
@@ -31,19 +39,30 @@ class Pacer:
         self.limit_per_s = max(limit_per_s, FLOOR_per_s)
         self.rate_per_s = self.limit_per_s
         self.next_at = 0.0
+        self._epoch_from = -math.inf
         self._answered = self._lost = 0
+        self._memory: deque[bool] = deque(maxlen=_MEMORY)
 
     @property
     def slowed(self) -> bool:
         """Whether the hop answers more slowly than it might be asked."""
         return self.rate_per_s < self.limit_per_s
 
+    @property
+    def attempts(self) -> int:
+        """After how many probes without an answer none is to be expected any more."""
+        lost = (self._memory.count(False) + 1) / (len(self._memory) + 2)
+        return max(2, math.ceil(math.log(1 - _PATIENCE) / math.log(lost)))
+
     def sent(self, now: float) -> None:
         """Count a probe; the next one may leave at ``next_at``."""
         self.next_at = max(now - _CATCH_UP_S, self.next_at) + 1 / self.rate_per_s
 
-    def result(self, answered: bool) -> None:
-        """Take note of a probe that was answered, or was not in time."""
+    def result(self, sent_at: float, answered: bool, now: float) -> None:
+        """Take note of a probe that was answered, or that was lost on the way."""
+        self._memory.append(answered)
+        if sent_at < self._epoch_from:
+            return
         self._answered += answered
         self._lost += not answered
         total = self._answered + self._lost
@@ -52,6 +71,8 @@ class Pacer:
         if self._lost > _TOLERATED_LOSS * total:
             factor = max(self._answered / total, _STEEPEST)
             self.rate_per_s = max(self.rate_per_s * factor, FLOOR_per_s)
+            # What was sent at the old rate must not slow the new one again.
+            self._epoch_from = now
         elif not self._lost:
             self.rate_per_s = min(self.rate_per_s * _SPEED_UP, self.limit_per_s)
         self._answered = self._lost = 0
