@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from crux_torch import cli, doctor
 from crux_torch.control.host import StoreHost
-from crux_torch.control.records import JobRecord, Plan, PlanEntry
+from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry
 from crux_torch.control.registry import Registry, StoredPlan
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.profile.job_profile import JobProfile, ProfileBurst
@@ -112,51 +112,6 @@ def test_doctor_fails_only_for_what_is_broken(crux, tmp_path):
     assert states(crux("doctor", "--json", CRUX_TOPOLOGY=absent))["topology"] == "broken"
 
 
-@pytest.mark.parametrize(
-    ("error", "state"),
-    [
-        (ModuleNotFoundError("No module named 'crux_torch._C'"), "missing"),
-        (ImportError("undefined symbol: _ZN4c10d"), "broken"),
-    ],
-)
-def test_an_extension_for_another_torch_is_broken_and_an_absent_one_missing(
-    error, state, monkeypatch
-):
-    def load(name):
-        raise error
-
-    monkeypatch.setattr(doctor, "import_module", load)
-    (check,) = doctor.extension()
-    assert (check.state, str(error) in check.finding) == (state, True)
-
-
-def test_a_socket_that_refuses_marks_is_reported(monkeypatch):
-    class Refusing(socket.socket):
-        def setsockopt(self, *args):
-            raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(doctor.socket, "socket", Refusing)
-    checks = list(doctor.classes(doctor.Settings()))
-    assert [check.state for check in checks] == ["missing", "missing"]
-    assert "Operation not permitted" in checks[0].finding
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "spaces", "state"),
-    [("1000", "0", "ok"), ("0000", "100", "ok"), ("0000", "0", "missing")],
-)
-def test_namespaces_need_a_capability_or_user_namespaces(
-    capabilities, spaces, state, tmp_path, monkeypatch
-):
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
-    (tmp_path / "sys/user").mkdir(parents=True)
-    (tmp_path / "sys/user/max_user_namespaces").write_text(spaces)
-    monkeypatch.setattr(doctor.shutil, "which", lambda tool: f"/sbin/{tool}")
-    (check,) = doctor.privileges(tmp_path)
-    assert check.state == state
-
-
 PROFILE = JobProfile(
     period_s=0.5,
     period_source="both",
@@ -182,6 +137,7 @@ JOBS = (
         gpus=8,
         state="running",
         profile=PROFILE,
+        paths=PathCounts(as_planned=3, elsewhere=1, unknown=2),
     ),
 )
 PLAN = Plan(
@@ -235,7 +191,7 @@ def test_status_shows_a_row_for_each_job(crux, cluster):
     }
     assert rows["gpt"][1:] == [
         *("h1,h2 +1", "8", "running", "2.5 P", "0.25", "0.5", "60%"),
-        *("10 P", "1.5", "15 P", "5"),
+        *("10 P", "1.5", "15 P", "5", "3/6, 1 astray"),
     ]
     assert rows["bert"][1:4] == ["h0", "4", "starting"]
     assert not any(rows["bert"][4:])

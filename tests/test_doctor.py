@@ -1,0 +1,239 @@
+"""Each of the doctor's findings, on machines that lack it and on ones that have it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crux_torch.apply import transport as transport_face
+from crux_torch.apply.transport import Transport, TransportError
+from crux_torch.doctor import privileges, rdma, sockets, software, transport
+from crux_torch.doctor.check import Check
+from crux_torch.fabric.rdma import Gid, Limits, RdmaDevice, RdmaPort
+from crux_torch.settings import PortRange, Settings
+
+
+def only(checks: Iterable[Check]) -> Check:
+    """The one finding, which says its cost and remedy where something is missing."""
+    (check,) = checks
+    assert (check.cost == "") == (check.remedy == "") == (check.state == "ok")
+    return check
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (ModuleNotFoundError("No module named 'crux_torch._C'"), "missing"),
+        (ImportError("undefined symbol: _ZN4c10d"), "broken"),
+    ],
+)
+def test_an_extension_for_another_torch_is_broken_and_an_absent_one_missing(
+    error: ImportError, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(software, "import_module", load)
+    (check,) = software.extension()
+    assert (check.state, str(error) in check.finding) == (state, True)
+
+
+def test_a_socket_that_refuses_marks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(socket.socket):
+        def setsockopt(self, *args: Any) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "socket", Refusing)
+    checks = list(sockets.classes(Settings()))
+    assert [check.state for check in checks] == ["missing", "missing"]
+    assert "Operation not permitted" in checks[0].finding
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "spaces", "state"),
+    [("1000", "0", "ok"), ("0000", "100", "ok"), ("0000", "0", "missing")],
+)
+def test_namespaces_need_a_capability_or_user_namespaces(
+    capabilities: str, spaces: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    (tmp_path / "sys/user").mkdir(parents=True)
+    (tmp_path / "sys/user/max_user_namespaces").write_text(spaces)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
+    (check,) = privileges.namespaces(tmp_path)
+    assert check.state == state
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "state"), [("2000", "ok"), ("0000", "missing"), ("1000", "missing")]
+)
+def test_paths_of_live_connections_need_net_raw(
+    capabilities: str, state: str, tmp_path: Path
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(f"CapEff:\t{capabilities}\n")
+    assert only(privileges.live_paths(tmp_path)).state == state
+
+
+@pytest.mark.parametrize("status", [None, "", "CapEff:\n", "CapEff:\tmany\n"])
+def test_capabilities_that_nobody_tells_are_missing(status: str | None, tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    if status is not None:
+        (tmp_path / "self/status").write_text(status)
+    check = only(privileges.live_paths(tmp_path))
+    assert check.state == "missing"
+    assert check.finding.startswith("unknown")
+
+
+def sysctl(folder: Path, ephemeral: str, reserved: str = "") -> Path:
+    (folder / "ip_local_port_range").write_text(ephemeral)
+    (folder / "ip_local_reserved_ports").write_text(reserved)
+    return folder
+
+
+def test_source_ports(tmp_path: Path) -> None:
+    settings = Settings(ports=PortRange(20000, 20999))
+    assert only(sockets.source_ports(settings, sysctl(tmp_path, "32768\t60999\n"))).state == "ok"
+    shared = only(sockets.source_ports(settings, sysctl(tmp_path, "20500\t60999\n")))
+    assert shared.state == "missing"
+    assert "20500-20999" in shared.finding
+    reserved = sysctl(tmp_path, "20500\t60999\n", "8080,20000-20999\n")
+    assert only(sockets.source_ports(settings, reserved)).state == "ok"
+    assert only(sockets.source_ports(settings, tmp_path / "absent")).state == "ok"
+    off = only(sockets.source_ports(Settings(paths=False), tmp_path))
+    assert (off.state, off.remedy) == ("missing", "unset CRUX_PATHS")
+
+
+def test_a_range_that_somebody_holds(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        held = only(sockets.source_ports(Settings(ports=PortRange(port, port)), tmp_path))
+    assert held.state == "missing"
+    assert "none can be bound" in held.finding
+
+
+class Refusing(socket.socket):
+    """A socket of a kernel without the options."""
+
+    def setsockopt(self, *_: Any) -> None:
+        raise OSError(92, "Protocol not available")
+
+
+@pytest.mark.parametrize("probe", [sockets.pacing, sockets.probing])
+def test_a_kernel_without_the_options(probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", Refusing)
+    check = only(probe())
+    assert check.state == "missing"
+    assert "Protocol not available" in check.finding
+
+
+def test_loopback_answers_on_the_error_queue() -> None:
+    assert only(sockets.probing()).state == "ok"
+
+
+def test_errors_that_never_come_back_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listens:
+        listens.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(sockets, "_closed_port", lambda: listens.getsockname()[1])
+        monkeypatch.setattr(sockets, "ANSWER_WAIT_S", 0.05)
+        check = only(sockets.probing())
+    assert (check.state, check.finding) == ("missing", "no ICMP error came back over loopback")
+
+
+@pytest.mark.parametrize(("there", "state"), [(False, "missing"), (True, "broken")])
+def test_a_library_that_is_absent_or_of_another_version(
+    there: bool, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> Any:
+        raise TransportError("has ABI 0")
+
+    library = tmp_path / "libcrux_transport.so"
+    if there:
+        library.touch()
+    monkeypatch.setattr(transport_face, "LIBRARY", library)
+    monkeypatch.setattr(Transport, "load", load)
+    check = only(transport.library())
+    assert (check.state, "has ABI 0" in check.finding) == (state, True)
+
+
+def test_preload_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not transport_face.LIBRARY.exists():
+        pytest.skip("libcrux_transport.so is not built")
+    assert only(transport.preload({}, Settings())).state == "ok"
+    assert only(transport.preload({"CRUX_DISABLE": "1"}, Settings())).state == "missing"
+    off = only(transport.preload({}, Settings(transport=False)))
+    assert (off.state, off.remedy) == ("missing", "unset CRUX_TRANSPORT")
+    library = tmp_path / "libcrux_transport.so"
+    monkeypatch.setattr(transport_face, "LIBRARY", library)
+    assert only(transport.preload({}, Settings())).finding == "no library"
+    library.write_text("no library")
+    assert only(transport.preload({}, Settings())).state == "missing"
+
+
+def absent(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+class Library:
+    def mlx5dv_modify_qp_udp_sport(self) -> None: ...
+
+
+def device(name: str, driver: str, kind: str, layer: str = "Ethernet", up: bool = True) -> Any:
+    port = RdmaPort(1, layer, up, gids=(Gid(3, "::ffff:10.0.0.1", kind),))
+    return RdmaDevice(name, driver, ports=(port,), limits=Limits(1024, (1e3, 1e9)))
+
+
+def test_verbs() -> None:
+    assert only(rdma.verbs(lambda name: object())).state == "ok"
+    assert "cannot open" in only(rdma.verbs(absent)).finding
+
+
+def test_no_device_is_missing_and_none_is_needed() -> None:
+    assert only(rdma.devices(lambda: ())).finding == "none"
+
+
+def test_devices_and_what_their_packets_can_choose() -> None:
+    present = (
+        device("mlx5_0", "mlx5_core", "RoCE v2"),
+        device("mlx5_1", "mlx5_core", "IB/RoCE v1"),
+        device("mlx5_2", "mlx5_core", "", "InfiniBand"),
+        device("mlx5_3", "mlx5_core", "RoCE v2", up=False),
+    )
+    checks = {check.part: check for check in rdma.devices(lambda: present, lambda name: Library())}
+    assert checks["mlx5_0"].finding == "RoCE v2 on 10.0.0.1"
+    assert checks["mlx5_1"].finding == "no RoCE v2 address"
+    assert checks["mlx5_2"].finding.startswith("InfiniBand")
+    assert checks["mlx5_3"].finding == "no active port"
+    assert [checks[f"mlx5_{n}"].state for n in range(4)] == ["ok", *["missing"] * 3]
+    assert "mlx5_0" in checks["pyverbs"].finding
+    assert checks["live UDP source port"].state == "ok"
+    unopened = (RdmaDevice("mlx5_0", "mlx5_core"),)
+    checks = {check.part: check for check in rdma.devices(lambda: unopened, absent)}
+    assert checks["pyverbs"].state == checks["live UDP source port"].state == "missing"
+
+
+@pytest.mark.parametrize(
+    ("driver", "load", "says"),
+    [
+        ("mlx5_core", lambda name: Library(), "firmware"),
+        ("mlx5_core", lambda name: object(), "lacks"),
+        ("mlx5_core", absent, "cannot open"),
+        ("", lambda name: Library(), "no mlx5 device"),
+    ],
+)
+def test_live_source_ports_of_queue_pairs(driver: str, load: Any, says: str) -> None:
+    check = only(rdma.live_ports((device("a", driver, "RoCE v2"),), load))
+    assert says in check.finding
+
+
+def test_who_gives_nccls_class() -> None:
+    assert only(rdma.nccl_class({}, Settings())).state == "ok"
+    beaten = only(rdma.nccl_class({"NCCL_IB_TC": "106"}, Settings()))
+    assert (beaten.finding, beaten.remedy) == ("NCCL_IB_TC=106", "unset NCCL_IB_TC")
+    assert only(rdma.nccl_class({}, Settings(nccl_class=False))).state == "missing"
