@@ -8,11 +8,14 @@ import pytest
 from control_fakes import FakeClock
 from test_route import LEAF_SPINE
 from test_runtime_conductor import SETTINGS, Job, run
+from torch.distributed import HashStore
 
+from crux_torch.control.job_channel import JobChannel
 from crux_torch.control.memory_store import MemoryStore
 from crux_torch.control.planner import Planner
-from crux_torch.control.records import PlanEntry
+from crux_torch.control.records import PathCounts, PlanEntry
 from crux_torch.profile.job_profile import HostFlow
+from crux_torch.runtime.path_reports import GATHER_S, PathReports
 from crux_torch.runtime.routing import SWITCH_PAUSE_S, Routing, Wanted
 
 FLOWS = (HostFlow("h0", "h1", 1e6), HostFlow("h1", "h0", 1e6))
@@ -146,3 +149,22 @@ def test_orders_carry_routes_through_json(clock):
     run(clock, 5.0, one)
     assert one.told.routes
     assert type(one.told).from_json(one.told.to_json()) == one.told
+
+
+def test_what_the_ranks_see_of_their_paths_is_added_up(clock):
+    store = HashStore()
+    channels = [JobChannel(store, rank, 4) for rank in range(4)]
+    reports = [PathReports(channel, clock=clock) for channel in channels]
+    leader = reports[0]
+    assert leader.gather(planned=False) is None
+    reports[1].send(None)
+    assert leader.gather(planned=True) == PathCounts()
+    reports[0].send(PathCounts(2, 0, 1))
+    reports[1].send(PathCounts(1, 3, 0))
+    channels[2].put_paths(b"{")
+    clock.advance(GATHER_S)
+    assert leader.gather(planned=True) == PathCounts(3, 3, 1)
+    reports[1].send(None)
+    assert leader.gather(planned=True) == PathCounts(3, 3, 1)
+    clock.advance(GATHER_S)
+    assert leader.gather(planned=True) == PathCounts(2, 0, 1)

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 MAX_SAMPLE_BYTES = MAX_RECORD_BYTES
 MAX_HEADER_BYTES = 64
+MAX_PATHS_BYTES = 1 << 10
 PREFIX = "crux"
 #: Seconds of failure before it is worth a warning: a job's store ends a little before its ranks.
 PATIENCE_S = 5.0
@@ -144,6 +145,26 @@ class JobChannel:
                     self._warn(f"sample {rank}", f"ignoring an oversize sample of rank {rank}")
         missing = tuple(r for r in range(self._world_size) if r not in found)
         return Samples(found, missing)
+
+    def put_paths(self, told: bytes) -> bool:
+        """Put what this rank sees of its paths in the place of what it put last.
+
+        Returns:
+            whether it is there.
+        """
+        if len(told) > MAX_PATHS_BYTES:
+            raise ValueError(f"{len(told)} bytes of paths; limit {MAX_PATHS_BYTES}")
+        return self._do(lambda s, p: _set(s, f"{p}paths/{self._rank}", told)) is not None
+
+    def paths(self) -> list[bytes]:
+        """What the ranks have put of their paths; for the leader."""
+        found = []
+        for rank in range(self._world_size):
+            told = self._do(lambda s, p, r=rank: _get(s, f"{p}paths/{r}"))  # type: ignore[misc]
+            if told is None:
+                break
+            found += [raw for raw in told if len(raw) <= MAX_PATHS_BYTES]
+        return found
 
     def publish(self, epoch: int, payload: bytes) -> bool:
         """Put the job's decision; for the leader. Writes nothing where it is there already.

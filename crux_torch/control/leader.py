@@ -26,7 +26,13 @@ from typing import Any, Literal
 import msgspec
 
 from crux_torch.control.planner import fingerprint
-from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
+from crux_torch.control.records import (
+    MAX_RECORD_BYTES,
+    JobRecord,
+    PathCounts,
+    Plan,
+    PlanEntry,
+)
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
 from crux_torch.control.store import Store, WatchHandle
 from crux_torch.control.warn_once import WarnOnce
@@ -174,6 +180,10 @@ class Leader:
     def set_hosts(self, hosts: Sequence[str]) -> None:
         """Say in the record where the job's ranks run."""
         self._replace(msgspec.structs.replace(self._record, hosts=tuple(hosts)))
+
+    def set_paths(self, paths: PathCounts | None) -> None:
+        """Say in the record how many connections take the planned path."""
+        self._replace(msgspec.structs.replace(self._record, paths=paths))
 
     def set_profiling(self, profiling: bool) -> None:
         """Say in the record whether this job is being measured."""

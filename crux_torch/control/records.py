@@ -21,6 +21,20 @@ class RecordError(CruxError, ValueError):
     """A record that can't be used: what is wrong with it, and where it was found."""
 
 
+class PathCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many of a job's connections take the path that the plan has for them.
+
+    Attributes:
+        as_planned: seen on the planned path.
+        elsewhere: seen on another one.
+        unknown: not seen.
+    """
+
+    as_planned: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    elsewhere: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    unknown: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+
+
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One running job, rewritten by its leader before its lease ends.
 
@@ -32,6 +46,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         state: ``starting`` (not measured yet), ``profiling`` or ``running``.
         peak_flops: FLOP/s that its devices could do at most, 0 where unknown; bounds its claim.
         profile: what was measured; absent while starting.
+        paths: what became of the plan's paths; absent where it has none for the job.
     """
 
     version: int = SCHEMA_VERSION
@@ -42,6 +57,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     state: Literal["starting", "profiling", "running"]
     peak_flops: Annotated[float, msgspec.Meta(ge=0.0, le=1e30)] = 0.0
     profile: JobProfile | None = None
+    paths: PathCounts | None = None
 
 
 class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

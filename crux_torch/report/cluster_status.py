@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from crux_torch.control.records import JobRecord, Plan
+    from crux_torch.control.records import JobRecord, PathCounts, Plan
 
 TIMEOUT_S = 2.0
 HOSTS_SHOWN = 2
@@ -101,7 +101,7 @@ def render(status: ClusterStatus, console: Console | None = None) -> None:
         table.add_column(heading, overflow="fold")
     table.add_column("GPUs", justify="right")
     table.add_column("state")
-    for heading in ("W FLOP", "t s", "period s", "overlap", "I FLOP/s", "k", "P", "level"):
+    for heading in ("W FLOP", "t s", "period s", "overlap", "I FLOP/s", "k", "P", "level", "paths"):
         table.add_column(heading, justify="right")
     for job in status.jobs:
         table.add_row(*(Text(cell) for cell in _row(job, status.plan)))
@@ -146,6 +146,17 @@ def _row(job: JobRecord, plan: Plan | None) -> tuple[str, ...]:
         f"{entry.correction:.3g}" if entry else "",
         _si(entry.priority) if entry else "",
         str(entry.level) if entry else "",
+        _paths(job.paths),
+    )
+
+
+def _paths(paths: PathCounts | None) -> str:
+    """Connections on their planned path, of those that have one; those seen on another."""
+    if paths is None:
+        return ""
+    total = paths.as_planned + paths.elsewhere + paths.unknown
+    return f"{paths.as_planned}/{total}" + (
+        f", {paths.elsewhere} astray" if paths.elsewhere else ""
     )
 
 

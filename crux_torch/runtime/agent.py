@@ -13,7 +13,6 @@ import secrets
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,25 +21,19 @@ import torch.distributed as dist
 
 from crux_torch.apply.classes import SocketMark, TrafficClass
 from crux_torch.apply.ownership import Ownership
-from crux_torch.control.host import parse_endpoint
 from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
-from crux_torch.control.leader import Leader
-from crux_torch.control.planner import Planner
-from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord
-from crux_torch.control.slots import ProfilingSlot
+from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.control.warn_once import WarnOnce
-from crux_torch.errors import CruxError
-from crux_torch.fabric.host import this_host
-from crux_torch.fabric.loaders import load_topology
-from crux_torch.fabric.peak import peak_flops
 from crux_torch.profile.job_profile import JobProfile
-from crux_torch.profile.merge import Topology
 from crux_torch.profile.trace import chrome_trace, write_trace
 from crux_torch.profile.window import RecordWindow
-from crux_torch.runtime.conductor import GRACE_S, Conductor, answer
+from crux_torch.runtime.conductor import Conductor, answer
+from crux_torch.runtime.leadership import make_conductor
 from crux_torch.runtime.measurement import Meter
 from crux_torch.runtime.order import Order
+from crux_torch.runtime.path_reports import PathReports
+from crux_torch.runtime.steering import make_steering
 from crux_torch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -85,7 +78,9 @@ class Agent:
         self.host = settings.host or socket.gethostname()
         self._recorder = recorder
         self._traffic_class = TrafficClass(ownership)
+        self._steering = make_steering(settings, self.host, ownership, store)
         self._channel = JobChannel(store, rank, world_size)
+        self._path_reports = PathReports(self._channel)
         self._meter = Meter(recorder, settings, rank, world_size, self.host)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
         self._conductor: Conductor | None = None
@@ -163,6 +158,7 @@ class Agent:
                 "error": report.error or None,
                 "sockets": [_told(mark) for mark in report.marks],
             },
+            "paths": self._steering.status(),
             "errors": dict(self._errors),
         }
 
@@ -173,6 +169,7 @@ class Agent:
             self._attempt("follow", self._follow)
             self._stop.wait(self.settings.tick_s)
         self._attempt("revert", self._traffic_class.revert)
+        self._attempt("unsteer", self._steering.revert)
         self._attempt("unhook", self._meter.remove)
         self._attempt("close", self._close)
         self._attempt("trace", self._write_trace)
@@ -225,13 +222,23 @@ class Agent:
             earlier = self._channel.decision()
             if self._channel.error is not None:
                 return
-            self._conductor = self._make_conductor(earlier.epoch + 1 if earlier else 1)
+            self._conductor, self._shared_store = make_conductor(
+                self.settings,
+                secrets.token_hex(8),
+                self.host,
+                self.world_size,
+                earlier.epoch + 1 if earlier else 1,
+                self._warn,
+            )
         conductor = self._conductor
         order = conductor.step(
             conductor.phase == "warming" and self._meter.is_warm(),
             conductor.phase == "running" and self._has_changed(),
             self._channel.collect,
         )
+        if conductor.leader is not None:
+            planned = self._order is not None and bool(self._order.routes)
+            conductor.leader.set_paths(self._path_reports.gather(planned))
         self._unpublished = order or self._unpublished
         if self._unpublished is not None and self._publish(self._unpublished):
             self._unpublished = None
@@ -252,10 +259,13 @@ class Agent:
             _log.warning("nothing heard from the job's leader: back to the network's default class")
             self._order = None
             self._traffic_class.revert()
+            self._steering.revert()
         if self._refresh.is_set() or now >= self._refresh_at_s:
             self._refresh.clear()
             self._refresh_at_s = now + REFRESH_S
             self._traffic_class.refresh()
+            self._steering.tick()
+            self._path_reports.send(self._steering.counts())
 
     def _listen(self, now: float) -> None:
         decision = self._channel.decision()
@@ -286,6 +296,7 @@ class Agent:
             self._answered = order.measurement
             self._measuring = order
             self._meter.begin()
+        self._steering.follow(order, self.settings.dscp_map)
 
     def _has_changed(self) -> bool:
         """Whether an iteration moves other amounts than when the job was measured."""
@@ -300,80 +311,6 @@ class Agent:
             self._bytes_then = moved
         changed = abs(moved - self._bytes_then) > DRIFT_SHARE * max(self._bytes_then, 1.0)
         return changed and now - self._measured_at_s >= REMEASURE_S
-
-    def _make_conductor(self, first_turn: int) -> Conductor:
-        """The leader's parts; one that can't be used is left out with a warning."""
-        settings = self.settings
-        incarnation = secrets.token_hex(8)
-        topology, published = self._read_topology()
-        leader, slot = None, None
-        if settings.store != "none":
-            try:
-                leader, slot = self._join(incarnation)
-            except CruxError as error:
-                self._warn("join", f"this job takes no part in the cluster's plan: {error}")
-        return Conductor(
-            settings,
-            incarnation,
-            leader,
-            slot,
-            topology,
-            published=published,
-            first_turn=first_turn,
-            device_flops=self._device_flops(),
-        )
-
-    def _read_topology(self) -> tuple[Topology | None, bytes | None]:
-        if not self.settings.topology:
-            return None, None
-        try:
-            return load_topology(self.settings.topology), Path(self.settings.topology).read_bytes()
-        except (OSError, ValueError, CruxError) as error:
-            self._warn("topology", f"going on without the cluster's topology: {error}")
-            return None, None
-
-    def _join(self, incarnation: str) -> tuple[Leader, ProfilingSlot]:
-        """This job's part in agreeing on a plan, and its place in the line for measuring."""
-        settings = self.settings
-        planner = Planner(
-            settings.policy, settings.plan_levels, max_slowdown=settings.max_slowdown or None
-        )
-        self._shared_store = TcpStore(*parse_endpoint(settings.store))
-        record = JobRecord(
-            job=settings.job,
-            incarnation=incarnation,
-            hosts=(self.host,),
-            gpus=self.world_size,
-            state="starting",
-            peak_flops=self._device_flops() * self.world_size,
-        )
-        leader = Leader(
-            self._shared_store,
-            settings.cluster,
-            record,
-            planner,
-            policy=settings.policy,
-            lease_s=settings.lease_s,
-            plan_valid_s=settings.plan_valid_s,
-        )
-        slot = ProfilingSlot(
-            self._shared_store,
-            settings.cluster,
-            settings.job,
-            incarnation,
-            lease_s=settings.profile_s + 2 * GRACE_S,
-        )
-        return leader, slot
-
-    def _device_flops(self) -> float:
-        """FLOP/s that one of the job's devices could do at most; 0 where that is not known."""
-        if self.settings.device_flops:
-            return self.settings.device_flops
-        host = this_host()
-        if host.gpus:
-            return peak_flops(host.gpus[0].name) or 0.0
-        # Ranks on CPU share it, and none can do more than the whole host.
-        return (host.cpu.peak_flops if host.cpu is not None else None) or 0.0
 
     def _close(self) -> None:
         try:

@@ -1,0 +1,251 @@
+"""One rank's half of path selection: routes to the transport, new connections, a look at the wire.
+
+Fail open: without the transport, or where it refuses, connections go where the network sends them.
+Everything that could take long runs in threads of its own, and is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from crux_torch.apply import gloo_rendezvous
+from crux_torch.apply.ownership import Ownership
+from crux_torch.apply.paths import PathState, Tracer, counts, observe, routes_from
+from crux_torch.apply.sockets import TcpSocket
+from crux_torch.apply.transport import Connection, Route, Transport
+from crux_torch.control.host import parse_endpoint
+from crux_torch.control.records import PathCounts
+from crux_torch.control.warn_once import WarnOnce
+from crux_torch.errors import CruxError
+from crux_torch.fabric.probe import trace_connection
+from crux_torch.fabric.route import HostRoute
+from crux_torch.runtime.order import Order
+from crux_torch.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two looks at connections that did not change, and after a change.
+LOOK_S = 30.0
+SETTLE_S = 1.0
+#: Connections that one look asks about.
+MAX_LOOKED_AT = 64
+
+
+class TransportFace(Protocol):
+    """The part of :class:`crux_torch.apply.transport.Transport` that steering needs."""
+
+    @property
+    def sees_sockets(self) -> bool: ...
+    def set_routes(self, routes: Sequence[Route], /) -> None: ...
+    def set_port_range(self, first: int, last: int, /) -> None: ...
+    def skip_ports(self, *ports: int) -> None: ...
+    def connections(self) -> Sequence[Connection]: ...
+
+
+class Switch(Protocol):
+    """The part of :data:`crux_torch.apply.switch.GROUPS` that steering needs."""
+
+    def request(self, generation: int, /) -> None: ...
+    def status(self) -> Any: ...
+
+
+class Steering:
+    """Follows the leader's routes; owned by one background thread but for :meth:`status`.
+
+    Args:
+        host: where this process runs, as the topology calls it.
+        ownership: knows the inner backends' connections.
+        load: gives the transport, or raises a CruxError with the remedy.
+        switch: makes the inner backends' connections anew.
+        trace: asks the hops of a live connection.
+        ports: TCP source ports to choose from, first and last.
+        skipped_ports: destination ports that are never steered.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ownership: Ownership,
+        *,
+        load: Callable[[], TransportFace],
+        switch: Switch,
+        trace: Tracer = trace_connection,
+        ports: tuple[int, int] | None = None,
+        skipped_ports: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._ownership = ownership
+        self._load = load
+        self._switch = switch
+        self._trace = trace
+        self._ports, self._skipped_ports = ports, tuple(skipped_ports)
+        self._clock = clock
+        self._warn = WarnOnce(_log)
+        self._transport: TransportFace | None = None
+        self._why_not = ""
+        self._routes: tuple[HostRoute, ...] = ()
+        self._told: tuple[Route, ...] = ()
+        self._generation: tuple[str, int] = ("", 0)
+        self._seen: frozenset[int] = frozenset()
+        self._look_at_s = float("inf")
+        self._looking: threading.Thread | None = None
+        self._states: tuple[PathState, ...] = ()
+
+    def follow(self, order: Order, dscp_map: Sequence[int]) -> None:
+        """Have new connections take the order's routes; make the present ones anew if it says so.
+
+        Args:
+            order: the leader's.
+            dscp_map: DSCP value of each level: new connections carry it from their first packet.
+
+        Raises:
+            OSError, CruxError: the transport refused; the next order tries again.
+        """
+        if not self._available(bool(order.routes)):
+            return
+        mine = tuple(route for route in order.routes if route.src == self._host)
+        level = order.level
+        dscp = dscp_map[level] if level is not None and level < len(dscp_map) else None
+        self._tell(routes_from(mine, dscp))
+        if mine != self._routes:
+            self._routes = mine
+            self._look_soon()
+        # A switch needs every rank of a group, also one whose own connections have no choice.
+        known = self._generation[1] if self._generation[0] == order.incarnation else 0
+        if order.switch > known:
+            self._switch.request(order.switch)
+        self._generation = order.incarnation, max(order.switch, known)
+
+    def revert(self) -> None:
+        """Steer no more connections; those that there are stay where they are."""
+        self._routes = ()
+        self._states = ()
+        self._tell(())
+
+    def tick(self) -> None:
+        """Start a look at the connections where one is due; returns at once."""
+        if not self._routes or (self._looking is not None and self._looking.is_alive()):
+            return
+        connections = self._routed()
+        seen = frozenset(sock.inode for sock, _ in connections)
+        if seen != self._seen:
+            self._seen = seen
+            self._look_soon()
+        if self._clock() < self._look_at_s:
+            return
+        self._look_at_s = self._clock() + LOOK_S
+        self._looking = threading.Thread(
+            target=self._look, args=(connections,), name="crux-paths", daemon=True
+        )
+        self._looking.start()
+
+    def status(self) -> dict[str, Any]:
+        """Plain values; see :func:`crux_torch.status`."""
+        states = self._states
+        return {
+            "available": self._transport is not None,
+            "why_not": self._why_not or None,
+            "routes": [
+                {"to": route.dst, "hops": [list(hop) for hop in route.hops]}
+                for route in self._routes
+            ],
+            "switch": self._generation[1],
+            "switched": self._switch.status(),
+            **msgspec.structs.asdict(counts(states)),
+            "connections": [state.told() for state in states],
+        }
+
+    def counts(self) -> PathCounts | None:
+        """How many connections take the planned path; None where none is planned."""
+        return counts(self._states) if self._routes else None
+
+    def _available(self, wanted: bool) -> bool:
+        """Whether there is a transport that sees connections being made; looks once."""
+        if self._transport is not None:
+            return True
+        if not wanted or self._why_not:
+            return False
+        try:
+            transport = self._load()
+            if not transport.sees_sockets:
+                raise CruxError("connect() does not go through it: start the job with cruxrun")
+        except CruxError as error:
+            self._why_not = f"paths need cruxrun's transport: {error}"
+            self._warn("transport", f"the plan's paths are not taken, {self._why_not}")
+            return False
+        if self._ports is not None:
+            transport.set_port_range(*self._ports)
+        transport.skip_ports(*self._skipped_ports)
+        self._transport = transport
+        return True
+
+    def _tell(self, routes: tuple[Route, ...]) -> None:
+        if self._transport is not None and routes != self._told:
+            self._transport.set_routes(routes)
+            self._told = routes
+
+    def _look_soon(self) -> None:
+        self._look_at_s = min(self._look_at_s, self._clock() + SETTLE_S)
+
+    def _routed(self) -> list[tuple[TcpSocket, HostRoute]]:
+        """The inner backends' connections for which there is a route."""
+        to = {address: route for route in self._routes for address in route.destinations}
+        return [
+            (sock, to[sock.peer[0]])
+            for sock in self._ownership.owned()
+            if sock.peer is not None and sock.peer[0] in to
+        ][:MAX_LOOKED_AT]
+
+    def _look(self, connections: Sequence[tuple[TcpSocket, HostRoute]]) -> None:
+        try:
+            assert self._transport is not None
+            known = {c.id: c for c in self._transport.connections() if c.kind == "tcp"}
+            listeners = set(self._ownership.own_listeners())
+            self._states = tuple(
+                observe(
+                    sock,
+                    "accepted" if sock.local in listeners else "connected",
+                    route,
+                    known.get(sock.inode),
+                    self._trace,
+                )
+                for sock, route in connections
+            )
+        except Exception as error:
+            self._warn("look", f"Crux can't tell which paths are taken: {error}")
+            _log.debug("details", exc_info=True)
+
+
+def make_steering(settings: Settings, host: str, ownership: Ownership, store: object) -> Steering:
+    """The steering of this process.
+
+    Args:
+        settings: of this process.
+        host: where it runs.
+        ownership: knows the inner backends' connections.
+        store: the job's, whose connections are never steered.
+    """
+    skipped = gloo_rendezvous.store_ports(store)
+    if settings.store != "none":
+        skipped.add(parse_endpoint(settings.store)[1])
+    return Steering(
+        host,
+        ownership,
+        load=Transport.load,
+        switch=_NoSwitch(),
+        ports=(settings.ports.first, settings.ports.last),
+        skipped_ports=sorted(skipped),
+    )
+
+
+class _NoSwitch:
+    def request(self, generation: int, /) -> None: ...
+    def status(self) -> Any: ...

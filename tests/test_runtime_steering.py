@@ -1,0 +1,342 @@
+"""One rank's half of path selection against a transport, a switch and a network of the test's."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from control_fakes import FakeClock, until
+
+from crux_torch.apply.paths import routes_from
+from crux_torch.apply.sockets import TcpSocket
+from crux_torch.apply.transport import Connection, Route, TransportError
+from crux_torch.control.records import PathCounts
+from crux_torch.fabric.probe import Trace
+from crux_torch.fabric.route import HostRoute
+from crux_torch.runtime.order import Order
+from crux_torch.runtime.steering import LOOK_S, MAX_LOOKED_AT, SETTLE_S, Steering
+
+DSCP_MAP = tuple(8 * level for level in range(8))
+SPINES = (("10.100.0.2", "10.100.16.2"), ("10.100.1.2", "10.100.17.2"))
+
+
+def route(spine: int, src: str = "h0", dst: str = "h1") -> HostRoute:
+    address = f"10.{dst[1:]}.0.2"
+    return HostRoute(src, dst, (address,), ((2, SPINES[spine]),))
+
+
+def order(*routes: HostRoute, **changes: Any) -> Order:
+    values: dict[str, Any] = {"incarnation": "i", "turn": 1, "valid_s": 30.0, "level": 5}
+    return Order(**{**values, **changes}, routes=routes)
+
+
+def socket_to(peer: str, inode: int, local_port: int = 20001) -> TcpSocket:
+    return TcpSocket(7, inode, 2, ("10.0.0.2", local_port), (peer, 5000))
+
+
+def connection(inode: int, **changes: Any) -> Connection:
+    values: dict[str, Any] = dict.fromkeys(Connection.__dataclass_fields__, 0)
+    text = dict.fromkeys(("owner", "device", "local", "peer", "via"), "")
+    return Connection(
+        **{**values, **text, "id": inode, "kind": "tcp", "how": "untouched", **changes}
+    )
+
+
+class FakeTransport:
+    def __init__(self) -> None:
+        self.sees_sockets = True
+        self.routes: Sequence[Route] = ()
+        self.tellings = 0
+        self.ports: tuple[int, int] | None = None
+        self.skipped: tuple[int, ...] = ()
+        self.known: list[Connection] = []
+        self.refuse = False
+
+    def set_routes(self, routes: Sequence[Route]) -> None:
+        if self.refuse:
+            raise TransportError(errno.ENOMEM, "no")
+        self.routes = routes
+        self.tellings += 1
+
+    def set_port_range(self, first: int, last: int) -> None:
+        self.ports = first, last
+
+    def skip_ports(self, *ports: int) -> None:
+        self.skipped = ports
+
+    def connections(self) -> list[Connection]:
+        return self.known
+
+
+class FakeSwitch:
+    def __init__(self, transport: FakeTransport) -> None:
+        self.requests: list[int] = []
+        self.routes_then: list[Sequence[Route]] = []
+        self._transport = transport
+
+    def request(self, generation: int) -> None:
+        self.requests.append(generation)
+        self.routes_then.append(self._transport.routes)
+
+    def status(self) -> dict[str, Any]:
+        return {"generation": self.requests[-1] if self.requests else 0}
+
+
+class FakeOwnership:
+    def __init__(self) -> None:
+        self.sockets: list[TcpSocket] = []
+        self.listeners: list[tuple[str, int]] = []
+
+    def owned(self) -> list[TcpSocket]:
+        return self.sockets
+
+    def own_listeners(self) -> list[tuple[str, int]]:
+        return self.listeners
+
+
+class FakeNetwork:
+    """Answers as the spines do, from the spine that each local port leads over."""
+
+    def __init__(self) -> None:
+        self.spine: dict[int, int] = {}
+        self.reason = ""
+        self.asked: list[tuple[int, ...]] = []
+        self.let_go = threading.Event()
+        self.let_go.set()
+
+    def __call__(
+        self, local: tuple[str, int], peer: tuple[str, int], *, ttls: Sequence[int]
+    ) -> Trace:
+        self.let_go.wait(30)
+        self.asked.append(tuple(ttls))
+        if self.reason:
+            return Trace(local, peer, "tcp", reason=self.reason)
+        spine = SPINES[self.spine[local[1]]][0]
+        return Trace(local, peer, "tcp", tuple((ttl, spine) for ttl in ttls), "raw")
+
+
+class Rank:
+    """A steering and all that it touches."""
+
+    def __init__(self) -> None:
+        self.transport, self.ownership = FakeTransport(), FakeOwnership()
+        self.switch, self.network = FakeSwitch(self.transport), FakeNetwork()
+        self.clock = FakeClock()
+        self.loads = 0
+        self.absent = False
+        self.steering = Steering(
+            "h0",
+            self.ownership,  # type: ignore[arg-type]
+            load=self.load,
+            switch=self.switch,
+            trace=self.network,
+            ports=(20000, 20999),
+            skipped_ports=(29400, 29500),
+            clock=self.clock,
+        )
+
+    def load(self) -> FakeTransport:
+        self.loads += 1
+        if self.absent:
+            raise TransportError("it is not there: build it")
+        return self.transport
+
+    def follow(self, told: Order) -> None:
+        self.steering.follow(told, DSCP_MAP)
+
+    def look(self) -> dict[str, Any]:
+        """The status after a look at the connections."""
+        before = len(self.network.asked)
+        self.steering.tick()
+        self.clock.advance(LOOK_S + SETTLE_S)
+        self.steering.tick()
+        until(lambda: len(self.network.asked) >= before + 1, what="a look")
+        assert self.steering._looking is not None
+        self.steering._looking.join(30)
+        status: dict[str, Any] = json.loads(json.dumps(self.steering.status()))
+        return status
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_routes_of_this_host_are_told_with_the_class_of_the_level(rank):
+    rank.follow(order(route(1), route(0, "h1", "h0"), route(0, "h0", "h2"), level=3))
+    assert rank.transport.routes == (
+        Route("10.1.0.2", hops=tuple((2, a) for a in SPINES[1]), dscp=24),
+        Route("10.2.0.2", hops=tuple((2, a) for a in SPINES[0]), dscp=24),
+    )
+    assert (rank.transport.ports, rank.transport.skipped) == ((20000, 20999), (29400, 29500))
+
+
+def test_without_a_level_new_connections_keep_the_networks_class(rank):
+    rank.follow(order(route(1), level=None))
+    assert [r.dscp for r in rank.transport.routes] == [None]
+    rank.follow(order(route(1), level=63, turn=2))
+    assert [r.dscp for r in rank.transport.routes] == [None]
+
+
+def test_a_switch_is_asked_for_once_after_the_routes_are_set(rank):
+    for turn in (1, 2, 3):
+        rank.follow(order(route(1), turn=turn, switch=1))
+    assert rank.switch.requests == [1]
+    rank.follow(order(route(1), turn=4, switch=1, level=2))
+    assert (rank.switch.requests, rank.transport.tellings) == ([1], 2)
+    rank.follow(order(route(0), turn=5, switch=2, level=2))
+    assert rank.switch.requests == [1, 2]
+    assert [routes[0].hops[0][1] for routes in rank.switch.routes_then] == [
+        SPINES[1][0],
+        SPINES[0][0],
+    ]
+
+
+def test_a_rank_without_a_choice_of_its_own_switches_with_the_others(rank):
+    rank.follow(order(route(1, "h1", "h0"), switch=1))
+    assert rank.transport.routes == ()
+    assert rank.switch.requests == [1]
+
+
+def test_nothing_is_loaded_or_switched_where_no_path_is_planned(rank):
+    rank.follow(order(switch=0))
+    rank.steering.tick()
+    rank.steering.revert()
+    assert (rank.loads, rank.switch.requests) == (0, [])
+    assert rank.steering.counts() is None
+
+
+@pytest.mark.parametrize("missing", ["library", "preload"])
+def test_without_the_transport_there_is_one_warning_and_no_switch(missing, rank, caplog):
+    rank.absent = missing == "library"
+    rank.transport.sees_sockets = missing != "preload"
+    for turn in (1, 2, 3):
+        rank.follow(order(route(turn % 2), turn=turn, switch=turn))
+    rank.steering.tick()
+    assert (rank.switch.requests, rank.transport.tellings) == ([], 0)
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+    status = rank.steering.status()
+    assert not status["available"]
+    assert "cruxrun's transport" in status["why_not"]
+
+
+def test_a_transport_that_refuses_is_asked_again_and_nothing_switches_before(rank):
+    rank.transport.refuse = True
+    with pytest.raises(TransportError):
+        rank.follow(order(route(1), switch=1))
+    assert rank.switch.requests == []
+    rank.transport.refuse = False
+    rank.follow(order(route(1), turn=2, switch=1))
+    assert rank.switch.requests == [1]
+
+
+def test_the_end_of_the_order_takes_the_routes_back_and_leaves_connections(rank):
+    rank.follow(order(route(1), switch=3))
+    rank.steering.revert()
+    assert rank.transport.routes == ()
+    assert rank.steering.counts() is None
+    rank.follow(order(route(1), turn=2, switch=3))
+    assert len(rank.transport.routes) == 1
+    assert rank.switch.requests == [3]
+
+
+def test_switches_are_counted_anew_in_a_new_incarnation(rank):
+    rank.follow(order(route(1), switch=4))
+    rank.follow(order(route(0), incarnation="another", switch=1))
+    assert rank.switch.requests == [4, 1]
+
+
+def test_live_connections_are_looked_at_from_both_ends(rank):
+    rank.ownership.listeners = [("10.0.0.2", 6000)]
+    rank.ownership.sockets = [
+        socket_to("10.1.0.2", 1, 20001),
+        socket_to("10.1.0.2", 2, 6000),
+        socket_to("10.1.0.2", 3, 20003),
+        socket_to("10.9.0.2", 4, 20004),
+    ]
+    rank.network.spine = {20001: 1, 6000: 1, 20003: 0}
+    rank.transport.known = [connection(1, how="at_connect", probes=3, via="10.100.1.2", via_ttl=2)]
+    rank.follow(order(route(1), switch=1))
+    status = rank.look()
+    assert (status["as_planned"], status["elsewhere"], status["unknown"]) == (2, 1, 0)
+    first, accepted, third = status["connections"]
+    assert (first["side"], first["how"], first["probes"]) == ("connected", "at_connect", 3)
+    assert (accepted["side"], accepted["how"]) == ("accepted", "untouched")
+    assert [c["as_planned"] for c in (first, accepted, third)] == [True, True, False]
+    assert third["taken"] == [[2, "10.100.0.2"]]
+    assert {c["verified"] for c in status["connections"]} == {"live"}
+    assert rank.network.asked == [(2,)] * 3
+
+
+def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
+    rank.network.reason = "it needs CAP_NET_RAW"
+    rank.ownership.sockets = [socket_to("10.1.0.2", inode, 20000 + inode) for inode in (1, 2, 3)]
+    rank.transport.known = [
+        connection(1, how="at_connect", probes=2, via_ttl=2, via="10.100.17.2"),
+        connection(2, how="refused", probes=40, error=errno.EHOSTUNREACH),
+    ]
+    rank.follow(order(route(1)))
+    status = rank.look()
+    probed, refused, unseen = status["connections"]
+    assert (probed["verified"], probed["as_planned"]) == ("connect", True)
+    assert (refused["verified"], refused["as_planned"]) == ("no", None)
+    assert refused["error"] == "not steered: No route to host"
+    assert (unseen["verified"], unseen["error"]) == ("no", "it needs CAP_NET_RAW")
+    assert rank.steering.counts() == PathCounts(1, 0, 2)
+
+
+def test_a_look_is_bounded_and_holds_nobody_up(rank):
+    rank.network.let_go.clear()
+    count = MAX_LOOKED_AT + 10
+    rank.ownership.sockets = [socket_to("10.1.0.2", n, 20000 + n) for n in range(1, count)]
+    rank.network.spine = {20000 + n: 0 for n in range(1, count)}
+    rank.follow(order(route(0)))
+    for _ in range(5):
+        rank.steering.tick()
+        rank.clock.advance(LOOK_S)
+    looking = [t for t in threading.enumerate() if t.name == "crux-paths"]
+    assert len(looking) == 1
+    rank.network.let_go.set()
+    looking[0].join(30)
+    assert rank.steering.counts() == PathCounts(MAX_LOOKED_AT, 0, 0)
+
+
+def test_new_connections_are_looked_at_soon_and_old_ones_now_and_then(rank):
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
+    rank.network.spine = {20001: 0, 20002: 1}
+    rank.follow(order(route(0)))
+    assert rank.look()["as_planned"] == 1
+    rank.ownership.sockets = [socket_to("10.1.0.2", 2, 20002)]
+    rank.steering.tick()
+    rank.clock.advance(SETTLE_S)
+    rank.steering.tick()
+    until(
+        lambda: rank.steering.counts() == PathCounts(0, 1, 0), what="a look at the new connection"
+    )
+
+
+def test_a_failing_look_is_said_once(rank, caplog):
+    def fail() -> list[Connection]:
+        raise RuntimeError("no")
+
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
+    rank.transport.connections = fail
+    rank.follow(order(route(0)))
+    for _ in range(4):
+        rank.steering.tick()
+        rank.clock.advance(LOOK_S)
+        if rank.steering._looking is not None:
+            rank.steering._looking.join(30)
+    assert len(caplog.records) == 1
+
+
+def test_a_route_is_told_for_each_address_of_the_other_host():
+    both = HostRoute("h0", "h1", ("10.1.0.2", "fd00::2"), ((1, ("10.0.0.1",)), (2, SPINES[0])))
+    told = routes_from([both], None)
+    assert [r.destination for r in told] == ["10.1.0.2", "fd00::2"]
+    assert told[0].hops == ((1, "10.0.0.1"), (2, SPINES[0][0]), (2, SPINES[0][1]))
