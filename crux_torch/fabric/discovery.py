@@ -136,9 +136,9 @@ class Discovery:
         repeated = changed = 0
         for old, new in zip(before, again, strict=True):
             pairs = [(old.answers.get(ttl), new.answers.get(ttl)) for ttl in self._ttls]
-            known = [(a, b) for a, b in pairs if a and b]
-            repeated += bool(known)
-            changed += any(a != b for a, b in known)
+            heard = [(a, b) for a, b in pairs if a and b]
+            repeated += bool(heard)
+            changed += any(a != b for a, b in heard)
         return repeated, changed
 
     @property

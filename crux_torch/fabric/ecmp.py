@@ -1,4 +1,4 @@
-"""Which of several equal-cost paths a hash takes: CRC32, XOR or Toeplitz over a 5-tuple."""
+"""Which of several equal-cost paths a hash takes: a CRC, XOR or Toeplitz over a 5-tuple."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import Literal, get_args
 
+from crux_torch.fabric.crc import CRCS
+from crux_torch.fabric.path_map import ROCE_V2_PORT
 from crux_torch.fabric.topology import Path, TopologyError
 
-Algorithm = Literal["crc32", "xor", "toeplitz"]
+Algorithm = Literal[
+    "crc16", "crc16-ccitt", "crc16-xmodem", "crc32", "crc32c", "crc32-bzip2", "xor", "toeplitz"
+]
 Field = Literal["src", "dst", "protocol", "src_port", "dst_port"]
 
-#: Destination port of RoCEv2; its source port is free and picks the path (IBTA, annex A17).
-ROCE_V2_PORT = 4791
 UDP = 17
 
 #: The key of Microsoft's "Verifying the RSS Hash Calculation", the default of most NICs.
@@ -55,15 +57,18 @@ class EcmpHash:
     """A switch's hash: the same flow always gets the same number.
 
     Attributes:
-        algorithm: ``crc32``; ``xor``, of 16-bit words; or ``toeplitz``, as NICs do RSS.
+        algorithm: a CRC of 32 or 16 bits (:data:`~crux_torch.fabric.crc.CRCS`); ``xor``, of 16-bit
+            words; or ``toeplitz``, as NICs do RSS.
         fields: what is hashed, in this order. Toeplitz's usual order has no protocol in it.
-        seed: start value of CRC32 and XOR; of Toeplitz, 0 takes the usual key and any other
+        seed: start value of a CRC and of XOR; of Toeplitz, 0 takes the usual key and any other
             value another key.
+        key: of Toeplitz, in place of the one that ``seed`` picks; empty: none.
     """
 
     algorithm: Algorithm = "crc32"
     fields: tuple[Field, ...] = ("src", "dst", "src_port", "dst_port", "protocol")
     seed: int = 0
+    key: bytes = b""
 
     def __post_init__(self) -> None:
         if self.algorithm not in get_args(Algorithm):
@@ -76,15 +81,26 @@ class EcmpHash:
             )
         if not 0 <= self.seed < 1 << 32:
             raise TopologyError(f"hash seed is {self.seed}; expected 0 to 2^32 - 1")
+        if self.key and (self.algorithm != "toeplitz" or self.seed):
+            raise TopologyError("a hash key is for toeplitz, in place of a seed")
+
+    @property
+    def bits(self) -> int:
+        """Of a digest."""
+        if self.algorithm in CRCS:
+            return CRCS[self.algorithm].width
+        return 16 if self.algorithm == "xor" else 32
 
     def digest(self, flow: FiveTuple) -> int:
-        """The hash of ``flow``, an unsigned number of 32 bits (16 for ``xor``)."""
+        """The hash of ``flow``, an unsigned number of ``bits`` bits."""
         data = b"".join(flow.packed(field) for field in self.fields)
         if self.algorithm == "crc32":
             return zlib.crc32(data, self.seed)
+        if self.algorithm in CRCS:
+            return CRCS[self.algorithm].compute(data, self.seed)
         if self.algorithm == "xor":
             return _xor16(data, self.seed)
-        return toeplitz(data, _toeplitz_key(self.seed))
+        return toeplitz(data, self.key or _toeplitz_key(self.seed))
 
     def choose(self, flow: FiveTuple, candidates: Sequence[Path]) -> int:
         """The index of the path that ``flow`` takes, one hash for the whole path."""

@@ -93,7 +93,8 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         confidence: that no path was missed which takes an equal share or more: see
             :func:`draws_needed`. It speaks of the ports whose every hop answered.
         ended: why probing stopped: ``confident``, ``found`` (enough ports over the wanted hops),
-            ``time`` (out of it) or ``ports`` (out of them).
+            ``time`` (out of it) or ``ports`` (out of them); ``foretold``: the ports' hops are not
+            probed but computed by a hash that was checked against probes.
         repeated: ports that were probed a second time, from a new socket.
         changed: of those, how many then took another path; more than none means that something
             else than the source port picks the path, and that this map foretells nothing.
@@ -114,7 +115,7 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     inferred: Annotated[tuple[Ttl, ...], msgspec.Meta(max_length=64)] = ()
     distance: Ttl | None = None
     confidence: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
-    ended: Literal["confident", "found", "time", "ports"] = "confident"
+    ended: Literal["confident", "found", "time", "ports", "foretold"] = "confident"
     repeated: Count = 0
     changed: Count = 0
     sent: Count = 0
