@@ -101,6 +101,9 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         sent: probes.
         answered: probes that were answered.
         seconds: that it took.
+
+    Raises:
+        ValueError: what should be an address is none.
     """
 
     version: Literal[1] = SCHEMA_VERSION
@@ -121,6 +124,11 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     sent: Count = 0
     answered: Count = 0
     seconds: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
+
+    def __post_init__(self) -> None:
+        answers = {address for hops in self.hops.values() for _, address in hops}
+        for address in {self.source, self.destination, *answers} - {None}:
+            ip_address(str(address))
 
     @cached_property
     def silent(self) -> tuple[int, ...]:
@@ -207,13 +215,9 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if len(raw) > MAX_JSON_BYTES:
             raise PathMapError(f"a path map of {len(raw)} bytes; the limit is {MAX_JSON_BYTES}")
         try:
-            found = msgspec.json.decode(raw, type=cls)
-            answers = {a for hops in found.hops.values() for _, a in hops if a is not None}
-            for address in {found.source, found.destination} | answers:
-                ip_address(address)
+            return msgspec.json.decode(raw, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise PathMapError(f"no path map: {error}") from None
-        return found
 
 
 def passes(hops: Hops, wanted: Sequence[WantedHop]) -> bool:
