@@ -105,12 +105,19 @@ std::vector<crux_connection> Registry::list() {
       if (found == moved.end()) continue;
       fd = found->second;
       socket = borrow(fd, known.record.inode);
-      if (socket) add(fd, known.record);
+      if (socket) move(fd, known.record);
     }
     crux_connection out = to_connection(fd, known.record);
     if (socket && describe(socket.get(), out)) open.push_back(out);
   }
   return open;
+}
+
+void Registry::move(int fd, const Record& record) {
+  // Whoever is given this number next records it later than this, if the number is still ours.
+  const std::lock_guard hold(mutex_);
+  if (socket_inode(fd) != record.inode) return;
+  if (Slot* const at = slot(fd, true)) *at = Slot{generation_, record};
 }
 
 void Registry::forget() { ++generation_; }

@@ -79,6 +79,7 @@ class Registry {
   Slot* slot(int fd, bool make) const;
   std::vector<Known> snapshot() const;
   void drop(int fd, uint64_t inode);
+  void move(int fd, const Record& record);
 
   mutable std::mutex mutex_;
   uint64_t generation_ = 1;

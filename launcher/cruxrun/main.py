@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from crux_torch.errors import SettingsError
 from crux_torch.settings import Settings
-from cruxrun import autoload, flags
+from cruxrun import autoload, flags, preload
 from cruxrun.job_name import job_name
 
 PROG = "cruxrun"
@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             # A forked worker has torch already and would never reach the end of its import.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
         logger.info("job %s, store %s", settings.job, settings.store)
-        with _hosted_store(settings.store):
+        with (
+            _environment(preload.environment(settings, os.environ)),
+            _hosted_store(settings.store),
+        ):
             _torchrun(args)
 
 

@@ -1,0 +1,58 @@
+"""Loading the transport library before every process of a job (``LD_PRELOAD``)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+
+from crux_torch.apply import transport
+from crux_torch.settings import Settings
+
+logger = logging.getLogger("cruxrun")
+
+VARIABLE = "LD_PRELOAD"
+#: A sanitizer's runtime ends the process unless it is loaded before everything else.
+_SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
+
+
+def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make workers start with the transport library.
+
+    Without it a job runs as it did, but its connections take the paths that the network gives
+    them; one line says so.
+
+    Args:
+        settings: ``transport`` switches it off.
+        env: what the workers inherit; libraries that it preloads already are kept.
+
+    Returns:
+        ``LD_PRELOAD``, or nothing where the library is not wanted, not there or can't be loaded.
+    """
+    if not settings.transport:
+        return {}
+    obstacle = _obstacle()
+    if obstacle:
+        logger.info("paths of connections can't be chosen: %s", obstacle)
+        return {}
+    return {VARIABLE: _with(str(transport.LIBRARY), env.get(VARIABLE, ""))}
+
+
+def _obstacle() -> str | None:
+    try:
+        transport.Transport.load()
+    except transport.TransportError as error:
+        return str(error)
+    if re.search(r"[\s:]", str(transport.LIBRARY)):
+        return f"{VARIABLE} can't name {transport.LIBRARY}: it has a space or a colon"
+    if not transport.LIBRARY.is_file():
+        return f"{transport.LIBRARY} is not there: build it with `pip install -e .`"
+    return None
+
+
+def _with(library: str, preloaded: str) -> str:
+    kept = [entry for entry in re.split(r"[\s:]+", preloaded) if entry and entry != library]
+    sanitizers = [entry for entry in kept if _SANITIZER.match(os.path.basename(entry))]
+    others = [entry for entry in kept if entry not in sanitizers]
+    return ":".join([*sanitizers, library, *others])
