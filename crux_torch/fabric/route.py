@@ -55,7 +55,8 @@ class Routes(NamedTuple):
     """What can be steered, and why the rest can't.
 
     Attributes:
-        routes: one for each pair of hosts that has a choice, in the order of the flows.
+        routes: one for each pair of hosts that has a choice: those of the flows in their order,
+            then those for the way back of flows that go one way only.
         problems: what the topology lacks for the other pairs that have a choice; each once.
     """
 
@@ -65,6 +66,10 @@ class Routes(NamedTuple):
 
 def routes_of(path: Sequence[int], flows: Sequence[HasEnds], topology: Topology) -> Routes:
     """The routes that carry out a plan's paths.
+
+    A TCP connection carries both directions, and the end that connects picks the port. So where
+    bytes flow one way only, the other way gets a route as well: back through the same routers.
+    A hash that treats both directions alike, as Linux' does, then puts the bytes on their path.
 
     A pair gets none where its candidates cross the same routers, or where a host is not in the
     topology: the network decides there. A pair whose path can't be told from another candidate by
@@ -81,28 +86,48 @@ def routes_of(path: Sequence[int], flows: Sequence[HasEnds], topology: Topology)
     """
     if len(path) != len(flows):
         raise ValueError(f"{len(path)} paths for {len(flows)} flows")
-    known = frozenset(topology.hosts)
-    routes: dict[tuple[str, str], HostRoute] = {}
+    routes = []
     problems: dict[str, None] = {}
-    seen = set()
+    for (src, dst), wanted in _wanted(path, flows, topology).items():
+        try:
+            route = _route(src, dst, wanted, topology.candidate_paths(src, dst), topology)
+        except TopologyError as error:
+            problems[str(error)] = None
+        else:
+            routes += [route] if route is not None else []
+    return Routes(tuple(routes), tuple(problems)[:MAX_PROBLEMS])
+
+
+def _wanted(
+    path: Sequence[int], flows: Sequence[HasEnds], topology: Topology
+) -> dict[tuple[str, str], Path]:
+    """The path of every pair of known hosts between which bytes flow either way."""
+    known = frozenset(topology.hosts)
+    wanted: dict[tuple[str, str], Path] = {}
     for chosen, flow in zip(path, flows, strict=True):
         pair = flow.src, flow.dst
-        if pair in seen or flow.src == flow.dst or not known.issuperset(pair):
+        if pair in wanted or flow.src == flow.dst or not known.issuperset(pair):
             continue
-        seen.add(pair)
         candidates = topology.candidate_paths(*pair)
         if not 0 <= chosen < len(candidates):
             raise ValueError(
                 f"path {chosen} of {len(candidates)} from {flow.src} to {flow.dst}: no such one"
             )
-        try:
-            route = _route(*pair, candidates[chosen], candidates, topology)
-        except TopologyError as error:
-            problems[str(error)] = None
-        else:
-            if route is not None:
-                routes[pair] = route
-    return Routes(tuple(routes.values()), tuple(problems)[:MAX_PROBLEMS])
+        wanted[pair] = candidates[chosen]
+    for (src, dst), there in list(wanted.items()):
+        back = _back(there, dst, src, topology) if (dst, src) not in wanted else None
+        if back is not None:
+            wanted[dst, src] = back
+    return wanted
+
+
+def _back(there: Path, src: str, dst: str, topology: Topology) -> Path | None:
+    """The candidate from ``src`` to ``dst`` through the nodes of ``there`` in reverse, if any."""
+    nodes = [topology.ends(link)[0] for link in there]
+    for candidate in topology.candidate_paths(src, dst):
+        if [topology.ends(link)[1] for link in reversed(candidate)] == nodes:
+            return candidate
+    return None
 
 
 def routers(path: Path, topology: Topology) -> tuple[str, ...]:
