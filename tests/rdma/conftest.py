@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +26,7 @@ def guest() -> Guest:
 @pytest.fixture(scope="session")
 def pair(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Programs on two devices with a cable between them, without and with the stand-in."""
-    outcome = play(guest, "pair", timeout_s=200)
+    outcome = play(guest, "pair", "{}", timeout_s=200)
     yield outcome
     _remove(outcome, request)
 
@@ -33,7 +34,7 @@ def pair(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
 @pytest.fixture(scope="session")
 def fabric(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Traffic through leaf and spine switches."""
-    outcome = play(guest, "fabric", timeout_s=250)
+    outcome = play(guest, "fabric", sys.executable, "{}", timeout_s=250)
     yield outcome
     _remove(outcome, request)
 

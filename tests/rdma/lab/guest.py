@@ -50,7 +50,15 @@ _BOOT_OPTIONS = (
 
 
 class GuestError(RuntimeError):
-    """The guest ended without a status of its command: what its console said last."""
+    """The guest ended without a status of its command: what its console said last.
+
+    Attributes:
+        out: the output folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(f"{out}: no status from the guest; its console:\n{_tail(out)}")
+        self.out = out
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,7 @@ class Guest:
             ended = self._boot(out, timeout_s)
             wall_s = time.monotonic() - start
         if ended and not (out / "status").exists():
-            raise GuestError(f"{out}: no status from the guest; its console:\n{_tail(out)}")
+            raise GuestError(out)
         return Completed(
             status=int((out / "status").read_text()) if ended else None,
             stdout=_text(out / "stdout"),

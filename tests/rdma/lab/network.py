@@ -15,8 +15,8 @@ PAIR_ADDRESSES = ("10.77.0.1", "10.77.0.2")
 FABRIC_ADDRESSES = ("10.1.0.1", "10.2.0.1")
 LEAVES = ("leaf0", "leaf1")
 SPINES = ("spine0", "spine1")
-#: What a spine answers from to a packet of ``rxe0`` that dies there (TTL 2): its port to leaf0.
-SPINE_ADDRESSES = ("10.9.0.1", "10.9.2.1")
+#: What each spine answers from where a packet of rxe0 (first) or rxe1 (second) dies: TTL 2.
+SPINE_ADDRESSES = (("10.9.0.1", "10.9.1.1"), ("10.9.2.1", "10.9.3.1"))
 
 
 def connect_pair() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from lab.capture_file import Packet, read_capture
+from lab.capture_file import CaptureError, Packet, read_capture
 from lab.guest import Completed, Guest
 from lab.step import Step, read_steps
 
@@ -31,14 +33,27 @@ class Outcome:
     steps: dict[str, Step]
 
     def capture(self, name: str, step: Step | None = None) -> list[Packet]:
-        """The packets of one capture; of one step only, where that is given."""
-        packets = read_capture(self.completed.out / f"{name}.pcap")
+        """The packets of one capture; of one step only, where that is given.
+
+        Raises:
+            CaptureError: it is not there whole.
+        """
+        packets = _captured(self.completed.out / f"{name}.pcap")
         if step is None:
             return packets
         return [packet for packet in packets if step.begin_s <= packet.time_s <= step.end_s]
 
     def remove(self) -> None:
         shutil.rmtree(self.completed.out)
+
+
+@cache
+def _captured(file: Path) -> list[Packet]:
+    said = file.with_suffix(".tcpdump").read_text()
+    dropped = re.search(r"(\d+) packets dropped by kernel", said)
+    if not dropped or int(dropped[1]):
+        raise CaptureError(f"{file}: tcpdump was too slow, or did not end: {said}")
+    return read_capture(file)
 
 
 def play(guest: Guest, scenario: str, *args: str, timeout_s: float) -> Outcome:

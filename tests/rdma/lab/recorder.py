@@ -17,10 +17,10 @@ _LISTENING = "0A"
 
 
 class Recorder:
-    """Writes the steps of one run of the guest to ``folder``."""
+    """Writes the steps of one run of the guest to ``folder``, by default the working directory."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path.cwd()
 
     def run(
         self,
@@ -66,14 +66,17 @@ class Capture:
     def __init__(self, file: Path, interface: str, namespace: str | None = None) -> None:
         self._file = file
         inside = ["ip", "netns", "exec", namespace] if namespace else []
-        # --immediate-mode and -U: packets reach the file as they come. 96 bytes hold all headers.
+        # Packets come out as they come in; 96 bytes hold all headers. It does not open the file
+        # itself, since it would want to give it to another user.
         self._argv = [*inside, "tcpdump", "-i", interface, "--immediate-mode", "-U", "-s", "96"]
-        self._argv += ["-B", "32768", "-w", str(file), "udp", "port", "4791"]
+        self._argv += ["-B", "32768", "-w", "-", "udp", "port", "4791"]
         self._said = file.with_suffix(".tcpdump")
 
     def __enter__(self) -> Capture:
-        with self._said.open("wb") as said:
-            self._process = subprocess.Popen(self._argv, stdin=subprocess.DEVNULL, stderr=said)
+        with self._file.open("wb") as file, self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                self._argv, stdin=subprocess.DEVNULL, stdout=file, stderr=said
+            )
         wait_for(lambda: "listening on" in self._said.read_text(), time.monotonic() + 30)
         return self
 

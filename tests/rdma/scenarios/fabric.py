@@ -1,46 +1,73 @@
 """Leaf and spine switches between two devices: which spine RoCEv2 takes, and what foretells it.
 
-Usage: fabric.py PYTHON    (the Python that has crux_torch)
+Usage: fabric.py PYTHON ENVIRONMENT    (the Python that has crux_torch; JSON as for pair.py)
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lab.network import FABRIC_ADDRESSES, SPINES, connect_fabric
+from lab.capture_file import read_capture
+from lab.network import FABRIC_ADDRESSES, SPINE_ADDRESSES, SPINES, connect_fabric
 from lab.recorder import Capture, Recorder
 
 #: As many queue pairs as ports are foretold.
 QUEUE_PAIRS = 24
 #: Spread over what rdma-core's flow labels can give, 49152 to 65535.
 PROBED_PORTS = [49152 + 389 * i for i in range(QUEUE_PAIRS)]
+#: All of one test's queue pairs over one spine, in another class for each direction.
+STEERED_QUEUE_PAIRS = 4
+STEERED_SPINE = 1
+STEERED_DSCP = (10, 34)
 _PROBE = str(Path(__file__).with_name("probe_spines.py"))
 
 
-def main(python: str) -> None:
+def main(python: str, environment: str) -> None:
     out = Path.cwd()
-    recorder = Recorder(out)
+    recorder = Recorder()
     start = time.monotonic()
     connect_fabric()
     recorder.note("network", seconds=time.monotonic() - start)
-    here, there = FABRIC_ADDRESSES
-    ports = [str(port) for port in PROBED_PORTS]
-    there_ports = recorder.run("probe there", [python, "-B", _PROBE, here, there, *ports])
-    recorder.run("probe back", [python, "-B", _PROBE, there, here, *ports])
-    json.loads(there_ports.stdout)
     with ExitStack() as captures:
         for spine in SPINES:
             captures.enter_context(Capture(out / f"{spine}.pcap", "down0", spine))
-        write_bw(recorder, "stock ports", QUEUE_PAIRS)
+        write_bw(recorder, "stock ports", QUEUE_PAIRS, os.environ)
+        stock = {
+            packet.source_port
+            for spine in SPINES
+            for packet in read_capture(out / f"{spine}.pcap")
+            if packet.is_request
+        }
+        found = [
+            probe(recorder, name, python, ends, [*sorted(stock), *PROBED_PORTS])
+            for name, ends in (("there", FABRIC_ADDRESSES), ("back", FABRIC_ADDRESSES[::-1]))
+        ]
 
 
-def write_bw(recorder: Recorder, name: str, queue_pairs: int) -> None:
+def probe(
+    recorder: Recorder, name: str, python: str, ends: Sequence[str], ports: Sequence[int]
+) -> dict[int, str]:
+    """The spine's name for each source port of packets from the first to the second end."""
+    here = FABRIC_ADDRESSES.index(ends[0])
+    names = {
+        addresses[here]: spine for spine, addresses in zip(SPINES, SPINE_ADDRESSES, strict=True)
+    }
+    done = recorder.run(f"probe {name}", [python, "-B", _PROBE, *ends, *map(str, ports)])
+    answers = json.loads(done.stdout)["spines"]
+    spines = {int(port): names[address] for port, address in answers.items()}
+    recorder.note(f"foretold {name}", spines=spines)
+    return spines
+
+
+def write_bw(recorder: Recorder, name: str, queue_pairs: int, env: Mapping[str, str]) -> None:
     argv = ["ib_write_bw", "-x", "1", "-F", "-q", str(queue_pairs), "-s", "4096", "-n", "5", "-d"]
-    recorder.exchange(name, [*argv, "rxe1"], [*argv, "rxe0", FABRIC_ADDRESSES[1]])
+    recorder.exchange(name, [*argv, "rxe1"], [*argv, "rxe0", FABRIC_ADDRESSES[1]], env)
 
 
 if __name__ == "__main__":

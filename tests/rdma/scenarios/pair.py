@@ -1,7 +1,12 @@
-"""Unmodified programs of verbs over a cable between two devices, without and with the stand-in."""
+"""Unmodified programs of verbs over a cable between two devices, without and with the stand-in.
+
+Usage: pair.py ENVIRONMENT    (JSON: variables that put the stand-in before the programs)
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,30 +17,62 @@ from lab.recorder import Capture, Recorder
 QUEUE_PAIRS = 4
 MESSAGES = 25
 MESSAGE_BYTES = 65536
+#: What is planned for each direction, by the address that packets go to.
+PLANNED_DSCP = dict(zip(PAIR_ADDRESSES, (46, 26), strict=True))
+PLANNED_PORTS = dict(
+    zip(PAIR_ADDRESSES, ((50001, 52003, 54005, 65535), (49152, 51002, 53004, 60006)), strict=True)
+)
+_PYTHON = "/usr/bin/python3"
+_PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 
 
-def main() -> None:
+def main(environment: str) -> None:
     out = Path.cwd()
-    recorder = Recorder(out)
+    recorder = Recorder()
     start = time.monotonic()
     connect_pair()
     recorder.note("network", seconds=time.monotonic() - start)
+    routes = out / "routes"
+    routes.write_text(
+        "".join(
+            f"{address} dscp {PLANNED_DSCP[address]} "
+            f"ports {','.join(map(str, PLANNED_PORTS[address]))}\n"
+            for address in PAIR_ADDRESSES
+        )
+    )
+    steered = {**json.loads(environment), "CRUX_TRANSPORT_ROUTES": str(routes)}
     with Capture(out / "pair.pcap", "v0"):
-        programs(recorder, "plain")
+        for case, more in (("plain", {}), ("standin", steered)):
+            programs(recorder, case, {**os.environ, **more})
 
 
-def programs(recorder: Recorder, case: str) -> None:
-    write_bw = ["ib_write_bw", "-x", "1", "-F", "-q", str(QUEUE_PAIRS)]
-    write_bw += ["-s", str(MESSAGE_BYTES), "-n", str(MESSAGES), "-d"]
-    recorder.exchange(
-        f"ib_write_bw {case}", [*write_bw, "rxe0"], [*write_bw, "rxe1", PAIR_ADDRESSES[0]]
-    )
-    pingpong = ["ibv_rc_pingpong", "-g", "1", "-n", "100", "-c", "-d"]
-    recorder.exchange(
-        f"ibv_rc_pingpong {case}", [*pingpong, "rxe0"], [*pingpong, "rxe1", PAIR_ADDRESSES[0]]
-    )
-    recorder.run(f"ibv_devinfo {case}", ["ibv_devinfo", "-v"])
+def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
+    def both(name: str, *argv: str) -> None:
+        client = [*argv, "-d", "rxe1", PAIR_ADDRESSES[0]]
+        recorder.exchange(f"{name} {case}", [*argv, "-d", "rxe0"], client, env)
+
+    size, count = str(MESSAGE_BYTES), str(MESSAGES)
+    perftest = ("-x", "1", "-F")
+    pingpong = ("-g", "1", "-n", "100")
+    both("write_bw", "ib_write_bw", *perftest, "-q", str(QUEUE_PAIRS), "-s", size, "-n", count)
+    both("rc_pingpong", "ibv_rc_pingpong", *pingpong, "-c")
+    both("rc_pingpong new_send", "ibv_rc_pingpong", *pingpong, "-c", "-N")
+    both("rc_pingpong events", "ibv_rc_pingpong", *pingpong, "-e")
+    both("srq_pingpong", "ibv_srq_pingpong", *pingpong, "-q", str(QUEUE_PAIRS))
+    both("ud_pingpong", "ibv_ud_pingpong", *pingpong)
+    both("read_lat", "ib_read_lat", *perftest, "-n", count)
+    both("atomic_lat", "ib_atomic_lat", *perftest, "-n", count)
+    for name, argv in (
+        ("devices", ["ibv_devices"]),
+        ("devinfo", ["ibv_devinfo", "-v"]),
+        ("no such device", ["ibv_devinfo", "-d", "none"]),
+        (
+            "pyverbs",
+            [_PYTHON, "-B", str(_PROGRAMS / "pyverbs_client.py"), "rxe0", "1", "rxe1", "1"],
+        ),
+    ):
+        recorder.run(f"{name} {case}", argv, env)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

@@ -1,0 +1,64 @@
+"""RoCEv2 through leaf and spine switches: probes foretell its way, and a plan decides it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import pytest
+from lab.network import FABRIC_ADDRESSES, SPINES
+from lab.play import Outcome
+from lab.step import Step
+from scenarios.fabric import (
+    PROBED_PORTS,
+    QUEUE_PAIRS,
+)
+
+#: Names of the probing steps, by the address that packets go to.
+PROBES = dict(zip(reversed(FABRIC_ADDRESSES), ("there", "back"), strict=True))
+
+
+def foretold(fabric: Outcome, destination: str) -> dict[int, str]:
+    """The spine of each probed source port towards ``destination``."""
+    spines = fabric.steps[f"foretold {PROBES[destination]}"].facts["spines"]
+    return {int(port): spine for port, spine in spines.items()}
+
+
+def ways(fabric: Outcome, step: Step) -> dict[tuple[str, int, bool], set[tuple[int, str]]]:
+    """By destination, queue pair and request or answer: all source ports and spines it had."""
+    found: dict[tuple[str, int, bool], set[tuple[int, str]]] = {}
+    for spine in SPINES:
+        for packet in fabric.capture(spine, step):
+            flow = (packet.destination, packet.qpn, packet.is_request)
+            found.setdefault(flow, set()).add((packet.source_port, spine))
+    return found
+
+
+def assert_successful(steps: Iterable[Step]) -> None:
+    for step in steps:
+        for process in step.processes:
+            assert process.status == 0, (step.name, process)
+
+
+@pytest.mark.parametrize("step", ["stock ports"])
+def test_probes_foretell_the_spine_of_every_queue_pair(fabric: Outcome, step: str) -> None:
+    assert_successful([fabric.steps[step]])
+    taken = ways(fabric, fabric.steps[step])
+    requests = [flow for flow in taken if flow[2]]
+    assert len(requests) == QUEUE_PAIRS
+    assert len(taken) == 2 * QUEUE_PAIRS, "each is answered"
+    for (destination, _, _), way in taken.items():
+        ((port, spine),) = way
+        assert foretold(fabric, destination)[port] == spine
+    spines = {spine for flow in requests for _, spine in taken[flow]}
+    assert spines == set(SPINES), "over one spine alone, nothing would have been foretold"
+
+
+@pytest.mark.parametrize("name", PROBES.values())
+def test_probing_takes_no_torch_and_repeats_itself(fabric: Outcome, name: str) -> None:
+    step = fabric.steps[f"probe {name}"]
+    assert_successful([step])
+    found = json.loads(step.processes[0].stdout)
+    assert not found["torch"]
+    assert found["changed"] == 0
+    assert {int(port) for port in found["spines"]} >= set(PROBED_PORTS)
