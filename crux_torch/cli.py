@@ -26,6 +26,9 @@ class Subcommand:
 #: Every subcommand; one more line makes one more command.
 SUBCOMMANDS: dict[str, Subcommand] = {
     "status": Subcommand("crux_torch.cli:status", "The cluster's jobs and the plan in force."),
+    "probe": Subcommand(
+        "crux_torch.fabric.probe_cli:probe_command", "Which source ports take which path to a host."
+    ),
     "doctor": Subcommand("crux_torch.cli:doctor", "What Crux finds here, and what it misses."),
     "sim": Subcommand("crux_torch.sim.cli:sim", "Simulate jobs on a network, under any policy."),
 }

@@ -26,6 +26,18 @@ _ORIGIN_ICMP, _ORIGIN_ICMP6 = 2, 3
 _EXTENDED_ERROR = struct.Struct("=IBBBBII")
 _TIME_EXCEEDED = {_ORIGIN_ICMP: 11, _ORIGIN_ICMP6: 3}
 _UNREACHABLE = {_ORIGIN_ICMP: 3, _ORIGIN_ICMP6: 1}
+#: RFC 792, RFC 1812 and RFC 4443.
+_REASONS = {
+    (_ORIGIN_ICMP, 3, 0): "network unreachable",
+    (_ORIGIN_ICMP, 3, 1): "host unreachable",
+    (_ORIGIN_ICMP, 3, 4): "packet too big",
+    (_ORIGIN_ICMP, 3, 9): "network administratively prohibited",
+    (_ORIGIN_ICMP, 3, 10): "host administratively prohibited",
+    (_ORIGIN_ICMP, 3, 13): "administratively prohibited",
+    (_ORIGIN_ICMP6, 1, 0): "no route to destination",
+    (_ORIGIN_ICMP6, 1, 1): "administratively prohibited",
+    (_ORIGIN_ICMP6, 1, 3): "address unreachable",
+}
 
 _PAYLOAD = struct.Struct("!8sBHI")
 _MARK = b"cruxprob"
@@ -283,4 +295,5 @@ def _parse(data: bytes, quoted: bytes) -> QueuedError | None:
         return QueuedError("hop", address, "", quoted)
     if kind == _UNREACHABLE[origin] and code == port_unreachable:
         return QueuedError("destination", address, "", quoted)
-    return QueuedError("refusal", address, f"ICMP type {kind} code {code}", quoted)
+    reason = _REASONS.get((origin, kind, code), "unreachable")
+    return QueuedError("refusal", address, f"{reason} (ICMP type {kind} code {code})", quoted)

@@ -90,7 +90,7 @@ def probe(
     choice = list(ports) if ports is not None else list(default_ports(protocol, port))
     if seed is not None:
         random.Random(seed).shuffle(choice)
-    depth = Depth(0) if ttls is not None else sound(leaves, to, max_ttl, rules.answer_wait_s, until)
+    depth = Depth() if ttls is not None else sound(leaves, to, max_ttl, rules.answer_wait_s, until)
     asked = sorted(set(ttls)) if ttls is not None else depth.ttls
     with ErrorQueue(leaves, to, protocol, port) as packets:
         search = Discovery(packets, time.monotonic, choice, asked, rules, watch)

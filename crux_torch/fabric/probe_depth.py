@@ -69,7 +69,7 @@ def sound(source: str, destination: str, max_ttl: int, answer_wait_s: float, unt
         raise ProbeError(
             errno.EHOSTUNREACH,
             f"{destination} can't be reached: {refusals[0].address} says "
-            f"{refusals[0].detail}. Is the peer up, and does it answer ARP?",
+            f"{refusals[0].detail}. Is the address right, and the peer up?",
         )
     raise ProbeError(
         errno.ETIMEDOUT,

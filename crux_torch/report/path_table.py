@@ -1,0 +1,166 @@
+"""A path map as a table and as JSON: for ``crux probe``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from crux_torch.fabric.path_map import Hops, PathMap
+from crux_torch.fabric.topology import Topology
+
+#: Where the output is no terminal nothing should be cut off.
+PIPE_WIDTH = 160
+EXAMPLES = 6
+PORTS_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is to be told.
+
+    Attributes:
+        found: the map.
+        topology: gives switches their names; None: addresses.
+        via: nodes or addresses that a path must pass, all of them.
+        cached_s: age of the map where it comes from the store, None where it was just probed.
+    """
+
+    found: PathMap
+    topology: Topology | None = None
+    via: tuple[str, ...] = ()
+    cached_s: float | None = None
+
+    def paths(self) -> list[tuple[Hops, tuple[int, ...]]]:
+        """The paths that pass all of ``via``, with their ports."""
+        return [(hops, ports) for hops, ports in self.found.paths.items() if self._passes(hops)]
+
+    def ports_via(self) -> tuple[int, ...]:
+        """The source ports whose path passes all of ``via``, in the order of their numbers."""
+        passing = (port for port, hops in self.found.hops.items() if self._passes(hops))
+        return tuple(sorted(passing))
+
+    def _passes(self, hops: Hops) -> bool:
+        answers = {address for _, address in hops}
+        return all(answers & addresses_of(name, self.topology) for name in self.via)
+
+
+def addresses_of(name: str, topology: Topology | None) -> frozenset[str]:
+    """The addresses of a node of the topology; anything else is taken for an address."""
+    known = topology.addresses.get(name) if topology is not None else None
+    return frozenset(known) if known else frozenset({name})
+
+
+def as_json_text(report: Report) -> str:
+    """``report`` as JSON; the map keeps its schema under ``map``."""
+    found, topology = report.found, report.topology
+    fields: dict[str, Any] = {
+        "map": msgspec.to_builtins(found, str_keys=True),
+        "cached_s": report.cached_s,
+        "paths": [
+            {
+                "hops": [
+                    {"ttl": ttl, "address": address, "node": name if name != address else None}
+                    for (ttl, address), name in zip(hops, found.names(hops, topology), strict=True)
+                ],
+                "ports": list(ports),
+            }
+            for hops, ports in found.paths.items()
+        ],
+    }
+    if report.via:
+        fields["via"] = {"nodes": list(report.via), "ports": list(report.ports_via())}
+    return json.dumps(fields, indent=2)
+
+
+def render(report: Report, console: Console | None = None) -> None:
+    """Print ``report``: a row for each path, what it rests on, and what to beware of."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
+    found = report.found
+    console.print(_title(report))
+    table = Table(pad_edge=False)
+    table.add_column("path", justify="right")
+    table.add_column("hops")
+    table.add_column("ports", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("source ports")
+    total = sum(len(ports) for ports in found.paths.values())
+    for number, (hops, ports) in enumerate(report.paths(), start=1):
+        way = " > ".join(found.names(hops, report.topology)) or "no router on the way"
+        share = f"{100 * len(ports) / total:.0f}%"
+        table.add_row(str(number), Text(way), str(len(ports)), share, _examples(ports))
+    console.print(table)
+    for line in _footnotes(report):
+        console.print(Text(line))
+
+
+def _title(report: Report) -> Text:
+    found = report.found
+    ends = f"{found.source} to {found.destination}, {found.protocol} port {found.port}"
+    if found.distance is not None:
+        ends += f", {found.distance - 1} routers on the way"
+    return Text(ends)
+
+
+def _examples(ports: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ports[:EXAMPLES]))
+    return listed + (", ..." if len(ports) > EXAMPLES else "")
+
+
+def _footnotes(report: Report) -> list[str]:
+    found = report.found
+    lines = [_basis(found)]
+    if report.cached_s is not None:
+        lines.append(f"from the store, {report.cached_s:.0f} s old; --refresh probes again")
+    if found.ended == "time":
+        lines.append("the time was over before the paths were surely all: give it more by --time")
+    if found.ended == "ports":
+        lines.append("all ports were probed: there are no others to look at")
+    if not found.decides:
+        lines.append(
+            f"{found.changed} of {found.repeated} ports took another path when they were probed "
+            "again: something else than the source port picks the path (spraying of packets, "
+            "IPv6 flow labels, a change on the way), and this table foretells nothing"
+        )
+    if found.incomplete:
+        lines.append(
+            f"{len(found.incomplete)} ports had a hop that did not answer, and are in no row"
+        )
+    if found.silent:
+        lines.append(f"nobody ever answered at TTL {', '.join(map(str, found.silent))} (*)")
+    if found.inferred:
+        ttls = ", ".join(map(str, found.inferred))
+        lines.append(
+            f"TTL {ttls} answered slowly and was asked of some ports only: the other hops foretold "
+            "what it answered"
+        )
+    ports = report.ports_via() if report.via else ()
+    if ports:
+        more = f", and {len(ports) - PORTS_LISTED} more" if len(ports) > PORTS_LISTED else ""
+        lines.append(
+            f"{len(ports)} ports via {' and '.join(report.via)}: "
+            f"{', '.join(map(str, ports[:PORTS_LISTED]))}{more}"
+        )
+    return lines
+
+
+def _basis(found: PathMap) -> str:
+    if found.ended == "foretold":
+        return (
+            f"{len(found.hops)} ports computed by the hash, after {found.answered} answers "
+            "agreed with it"
+        )
+    missed = 100 * (1 - found.confidence)
+    return (
+        f"{len(found.hops)} ports, {found.sent} probes, {found.answered} answers, "
+        f"{found.seconds:.1f} s; that a path with an equal share is missing has a probability of "
+        f"{missed:.1f}% at most"
+    )
