@@ -48,14 +48,8 @@ def c10d_macros() -> list[tuple[str, str]]:
 
 def torch_extension() -> cpp_extension.CppExtension:
     sources = [
-        "csrc/bindings/delegating_backend_py.cc",
-        "csrc/bindings/module.cc",
-        "csrc/bindings/recorder_py.cc",
-        "csrc/process_group/delegating_backend.cc",
-        "csrc/process_group/delegating_backend_passed_on.cc",
-        "csrc/process_group/recorder.cc",
-        "csrc/process_group/teardown.cc",
-        "csrc/process_group/waited_work.cc",
+        *sorted(map(str, Path("csrc/bindings").glob("*.cc"))),
+        *sorted(map(str, Path("csrc/process_group").glob("*.cc"))),
     ]
     return cpp_extension.CppExtension(
         "crux_torch._C",

@@ -1,8 +1,9 @@
 """The part of crux_torch that runs inside torch.distributed; sources in csrc/bindings."""
 
+from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, Store
 
 #: Size of one record; ``crux_torch.profile.record.RECORD`` describes it to numpy.
 RECORD_BYTES: int
@@ -50,6 +51,13 @@ class DelegatingBackend(Backend):
     def add_inner(self, device: str, inner: Backend) -> None:
         """Operations on tensors of ``device`` go to ``inner``. Before the first operation only."""
 
+    def set_store(self, store: Store) -> None:
+        """The store that the group was given; without it the inner backends can't be replaced."""
+
+    @property
+    def switches(self) -> list[InnerSwitch]:
+        """What holds the inner backends, one for each that the group was made with."""
+
     def inner(self, device: str) -> Backend:
         """Raises RuntimeError where no inner backend serves ``device``."""
 
@@ -63,3 +71,76 @@ class DelegatingBackend(Backend):
 
     def __getattr__(self, attribute: str) -> Any:
         """Whatever only the inner backend's class has."""
+
+#: Collectives; peer, tag, whether this rank sends, and count of each key of point-to-point
+#: operations; whether these stay where they are.
+Counts = tuple[int, list[tuple[int, int, bool, int]], bool]
+
+class InnerSwitch:
+    """The inner backend of one type of device in a group and, while switching, the next one.
+
+    One thread at a time may switch; csrc/process_group/switch_point.h has the rules.
+    """
+
+    @property
+    def group(self) -> int:
+        """Index of the group in the recorder's table."""
+
+    @property
+    def device(self) -> str:
+        """The type of device; of several that one backend serves, the first."""
+
+    @property
+    def backend(self) -> Backend:
+        """The current inner backend; raises RuntimeError once closed."""
+
+    @property
+    def store(self) -> Store | None: ...
+    @property
+    def refusal(self) -> str:
+        """Why no switch can begin; empty where one can."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the process group has ended."""
+
+    @property
+    def collectives(self) -> int:
+        """Collectives issued so far."""
+
+    @property
+    def waits(self) -> tuple[int, float]:
+        """Operations that waited in the last switch, and the longest wait in seconds."""
+
+    def arm(self, next: Backend, margin: int, limit: timedelta) -> Counts:
+        """Begin a switch to ``next``.
+
+        Args:
+            next: made by the stock creator.
+            margin: collectives that may be issued before any has to wait.
+            limit: that one waits at most; then the switch is given up.
+
+        Returns:
+            this rank's hold point.
+
+        Raises:
+            RuntimeError: refused, or a switch is under way.
+        """
+
+    def decide(self, counts: Counts) -> bool:
+        """Let the switch happen at ``counts``; False where this rank has given it up."""
+
+    def cancel(self) -> None:
+        """Give the switch up, unless it is decided, and close the next backend."""
+
+    def finish(self) -> bool:
+        """Make the next backend the current one, once no operation takes the current any more."""
+
+    def release(self) -> None:
+        """Close the backend that ``finish`` took out of use; waits for its operations."""
+
+def inner_switches() -> list[InnerSwitch]:
+    """Those of all process groups of this process."""
+
+def store_prefix(store: Store) -> str:
+    """What a store puts before its keys, a PrefixStore's prefixes together."""

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from crux_torch import runtime
 from crux_torch.apply import nccl
 from crux_torch.apply.ownership import Ownership
+from crux_torch.apply.switch import GROUPS
 from crux_torch.errors import CruxError, SettingsError
 from crux_torch.settings import Settings
 
@@ -35,6 +36,7 @@ STOCK_CLASSES = {
 
 #: The sockets of every inner backend of this process.
 OWNED_SOCKETS = Ownership()
+GROUPS.watching = OWNED_SOCKETS.watching
 
 _log = logging.getLogger(__name__)
 _suspended = threading.local()
@@ -55,13 +57,26 @@ def _settings() -> Settings:
         return Settings()
 
 
-def _delegate(name: str, inners: dict[str, Any], store: Any) -> Any:
+def _delegate(
+    name: str, inners: dict[str, Any], store: Any, *, born: int, options: Any = None
+) -> Any:
+    """A backend over ``inners``.
+
+    Args:
+        name: that it answers to.
+        inners: for each type of device.
+        store: that they were made with.
+        born: the newest switch that was requested before they were made.
+        options: that the script gave for them.
+    """
     from crux_torch import _C
 
     first = next(iter(inners.values()))
     backend = _C.DelegatingBackend(name, first.rank(), first.size(), recorder())
     for device, inner in inners.items():
         backend.add_inner(device, inner)
+    backend.set_store(store)
+    GROUPS.group_was_made(backend.group_index, born, options)
     runtime.group_was_made(store, first.rank(), first.size(), inners.keys())
     return backend
 
@@ -88,7 +103,7 @@ def _create_gloo(opts: Any, backend_options: Any) -> Any:
     return gloo
 
 
-def _with_nccl_class(options: Any) -> Any:
+def with_nccl_class(options: Any) -> Any:
     """The options for a NCCL communicator, with the class of the job's level where it has one."""
     settings = _settings()
     if settings.disable or not settings.nccl_class:
@@ -97,7 +112,7 @@ def _with_nccl_class(options: Any) -> Any:
 
 
 def _create_nccl(opts: Any, backend_options: Any) -> Any:
-    backend_options = _with_nccl_class(backend_options)
+    backend_options = with_nccl_class(backend_options)
     split_from = getattr(opts, "split_from", None)
     if split_from is not None:
         opts.split_from = getattr(split_from, "default_inner", split_from)
@@ -118,6 +133,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
         if ensure is not None:
             ensure(name)
     inners: dict[str, Any] = {}
+    born = GROUPS.generation
     with _stock():
         if dist.is_gloo_available():
             with OWNED_SOCKETS.watching(opts.store, opts.group_rank, opts.group_size):
@@ -128,7 +144,7 @@ def _create(opts: Any, backend_options: Any) -> Any:
         raise CruxError('backend "crux" needs Gloo or NCCL, and this torch has neither')
     if _settings().disable and list(inners) == ["cpu"]:
         return inners["cpu"]
-    return _delegate(NAME, inners, opts.store)
+    return _delegate(NAME, inners, opts.store, born=born, options=backend_options)
 
 
 def register() -> None:
@@ -184,12 +200,14 @@ class _StandIn(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if getattr(_suspended, "depth", 0):
             return cls.stock(*args, **kwargs)
+        born, options = GROUPS.generation, args[3] if len(args) > 3 else None
         if cls.public_name == "nccl" and len(args) > 3:
-            args = (*args[:3], _with_nccl_class(args[3]), *args[4:])
+            args = (*args[:3], with_nccl_class(args[3]), *args[4:])
         with OWNED_SOCKETS.watching(*args[:3]):
             inner = cls.stock(*args, **kwargs)
         try:
-            return _delegate(cls.public_name, dict.fromkeys(cls.devices, inner), args[0])
+            inners = dict.fromkeys(cls.devices, inner)
+            return _delegate(cls.public_name, inners, args[0], born=born, options=options)
         except Exception as error:
             _log.warning("a process group stays with the stock backend: %s", error)
             return inner

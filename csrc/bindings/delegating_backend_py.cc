@@ -1,3 +1,4 @@
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../process_group/delegating_backend.h"
@@ -31,6 +32,9 @@ void bind_delegating_backend(py::module_& module) {
             return self.inner(c10::Device(device).type());
           },
           py::arg("device"))
+      .def("set_store", &DelegatingBackend::set_store, py::arg("store"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("switches", &DelegatingBackend::switches)
       .def_property_readonly("default_inner", &DelegatingBackend::default_inner)
       .def_property_readonly("group_index", &DelegatingBackend::group_index)
       // Whatever only the inner class has (options, memory registration, ...) is asked of it.

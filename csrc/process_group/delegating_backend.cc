@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "teardown.h"
 #include "waited_work.h"
 
 namespace crux {
@@ -38,76 +37,73 @@ DelegatingBackend::DelegatingBackend(std::string name, int rank, int size, Recor
       group_(recorder.add_group({"", {}, rank, size})) {}
 
 DelegatingBackend::~DelegatingBackend() {
-#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
-  for (auto& [device, inner] : inners_) {
-    if (inner.completion != Completion::kHook) continue;
-    try {
-      inner.backend->unregisterCompletionHook(getID());
-    } catch (const std::exception&) {
-      // The inner backend is being torn down too; its hooks end with it.
-    }
-  }
-#endif
-  tear_down([inners = std::move(inners_)]() mutable { inners.clear(); });
+  block_.reset();
+  for (const auto& inners : switches()) inners->close();
 }
 
 void DelegatingBackend::add_inner(Device device, BackendPtr backend) {
   TORCH_CHECK(backend != nullptr, "crux: add_inner needs a backend");
-  Inner inner;
-  inner.backend = std::move(backend);
-  // Gloo's futures complete with the operation, also on the accelerator's tensors that it takes.
-  const bool tells_by_future = device == Device::CPU || inner.backend->getBackendName() == "gloo";
-  if (tells_by_future) inner.completion = Completion::kFuture;
-#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
-  if (!tells_by_future && inner.backend->supportsCompletionHooks()) {
-    inner.completion = Completion::kHook;
-    inner.table = std::make_shared<CompletionTable>(recorder_);
-    inner.backend->enableCollectivesTiming();
-    // Shared, for the watchdog may report after this backend is gone.
-    inner.backend->registerCompletionHook(
-        getID(), [table = inner.table](const c10d::CompletionHookArgs& args) {
-          const int64_t device_ns =
-              args.duration_ms ? static_cast<int64_t>(*args.duration_ms * 1e6) : kUnknownTime;
-          table->completed(args.completionKey, device_ns);
-        });
+  for (const auto& inners : switches()) {
+    if (inners->backend() == backend) {
+      inners_[device] = inners;
+      return;
+    }
   }
-#endif
-  inners_[device] = std::move(inner);
+  const auto inners =
+      std::make_shared<InnerSwitch>(std::move(backend), device, getID(), recorder_, group_);
+  InnerSwitch::add(inners);
+  inners_[device] = inners;
 }
 
-const DelegatingBackend::Inner& DelegatingBackend::at(Device device) const {
+InnerSwitch& DelegatingBackend::at(Device device) const {
   const auto found = inners_.find(device);
   TORCH_CHECK(found != inners_.end(), "No backend type associated with device type ",
               c10::DeviceTypeName(device, /*lower_case=*/true));
-  return found->second;
+  return *found->second;
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::inner(Device device) const {
-  return at(device).backend;
+  return at(device).backend();
 }
 
 DelegatingBackend::Device DelegatingBackend::default_device() const {
   const auto cpu = inners_.find(Device::CPU);
-  for (const auto& [device, inner] : inners_) {
-    if (cpu == inners_.end() || inner.backend != cpu->second.backend) {
+  for (const auto& [device, inners] : inners_) {
+    if (cpu == inners_.end() || inners != cpu->second) {
       if (device != Device::CPU) return device;
     }
   }
   return Device::CPU;
 }
 
-std::vector<DelegatingBackend::BackendPtr> DelegatingBackend::backends() const {
-  std::vector<BackendPtr> found;
-  for (const auto& [device, inner] : inners_) {
-    if (std::find(found.begin(), found.end(), inner.backend) == found.end()) {
-      found.push_back(inner.backend);
-    }
+std::vector<std::shared_ptr<InnerSwitch>> DelegatingBackend::switches() const {
+  std::vector<std::shared_ptr<InnerSwitch>> found;
+  for (const auto& [device, inners] : inners_) {
+    if (std::find(found.begin(), found.end(), inners) == found.end()) found.push_back(inners);
   }
   return found;
 }
 
-DelegatingBackend::BackendPtr DelegatingBackend::default_inner() const {
-  return at(default_device()).backend;
+InnerSwitch::Ticket DelegatingBackend::count(InnerSwitch& inners, const Call& call) const {
+  if (estimating_ || call.op == Op::kCoalesced) return inners.uncounted();
+  if (!is_transfer(call.op)) return inners.collective();
+  if (call.peer < 0) return inners.any_source(call.tag);
+  return inners.transfer(call.peer, call.tag, call.op == Op::kSend);
+}
+
+InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, const Call& call,
+                                              std::optional<InnerSwitch::Ticket>& own) {
+  if (!block_ || &inners != &default_switch()) return own.emplace(count(inners, call));
+  // Which key a block's transfers will have isn't known when it is opened.
+  if (is_transfer(call.op)) inners.keep_transfers();
+  if (block_->ticket) {
+    const bool counts = !is_transfer(call.op) && call.op != Op::kCoalesced && !estimating_;
+    if (counts) inners.count_collective();
+    return *block_->ticket;
+  }
+  block_->ticket.emplace(count(inners, call));
+  block_->ticket->inner()->backend->startCoalescing();
+  return *block_->ticket;
 }
 
 Record DelegatingBackend::begin(const Call& call, Device device) {
@@ -127,12 +123,21 @@ Record DelegatingBackend::begin(const Call& call, Device device) {
 template <typename Issue>
 DelegatingBackend::WorkPtr DelegatingBackend::record(Device device, const Call& call,
                                                      Issue&& issue) {
-  const Inner& inner = at(device);
-  if (!recorder_.enabled()) return issue(*inner.backend);
-  Record record = begin(call, device);
+  InnerSwitch& inners = at(device);
+  std::optional<InnerSwitch::Ticket> own;
+  InnerSwitch::Ticket& ticket = enter(inners, call, own);
+  const Inner& inner = *ticket.inner();
+  inners.before_issue(ticket);
   WorkPtr work;
+  if (!recorder_.enabled()) {
+    work = issue(*inner.backend);
+    inners.issued(ticket, work);
+    return work;
+  }
+  Record record = begin(call, device);
   try {
     work = issue(*inner.backend);
+    inners.issued(ticket, work);
   } catch (...) {
     record.status = Status::kFailed;
     record.end_ns = monotonic_ns();
@@ -328,19 +333,19 @@ DelegatingBackend::WorkPtr DelegatingBackend::alltoall(Tensors& outputs, Tensors
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::send(Tensors& tensors, int dst, int tag) {
-  const Call call{Op::kSend, bytes_of(tensors), dst, /*has_future=*/false};
+  const Call call{Op::kSend, bytes_of(tensors), dst, /*has_future=*/false, tag};
   return record(device_type_of(tensors), call,
                 [&](c10d::Backend& inner) { return inner.send(tensors, dst, tag); });
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::recv(Tensors& tensors, int src, int tag) {
-  const Call call{Op::kRecv, bytes_of(tensors), src, /*has_future=*/false};
+  const Call call{Op::kRecv, bytes_of(tensors), src, /*has_future=*/false, tag};
   return record(device_type_of(tensors), call,
                 [&](c10d::Backend& inner) { return inner.recv(tensors, src, tag); });
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
-  const Call call{Op::kRecv, bytes_of(tensors), -1, /*has_future=*/false};
+  const Call call{Op::kRecv, bytes_of(tensors), -1, /*has_future=*/false, tag};
   return record(device_type_of(tensors), call,
                 [&](c10d::Backend& inner) { return inner.recvAnysource(tensors, tag); });
 }
@@ -352,11 +357,14 @@ DelegatingBackend::WorkPtr DelegatingBackend::barrier(const c10d::BarrierOptions
 }
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  const Inner& inner = at(Device::CPU);
-  if (!recorder_.enabled()) return inner.backend->monitoredBarrier(opts, wait_all_ranks);
+  InnerSwitch::Ticket ticket = at(Device::CPU).collective();
+  // It throws after it has run, so it counts however it ends.
+  ticket.issued();
+  c10d::Backend& inner = *ticket.inner()->backend;
+  if (!recorder_.enabled()) return inner.monitoredBarrier(opts, wait_all_ranks);
   Record record = begin({Op::kBarrier, 0}, Device::CPU);
   try {
-    inner.backend->monitoredBarrier(opts, wait_all_ranks);
+    inner.monitoredBarrier(opts, wait_all_ranks);
   } catch (...) {
     record.status = Status::kFailed;
     record.end_ns = monotonic_ns();
@@ -368,16 +376,25 @@ void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool 
 }
 
 void DelegatingBackend::startCoalescing() {
-  default_inner()->startCoalescing();
+  const BackendPtr inner = default_inner();
+  block_.reset();
+  if (inner->supportsCoalescing()) {
+    block_.emplace();
+  } else {
+    inner->startCoalescing();
+  }
   coalescing_ = recorder_.enabled();
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::endCoalescing() {
   coalescing_ = false;
   try {
-    return record(default_device(), {Op::kCoalesced, 0},
-                  [](c10d::Backend& inner) { return inner.endCoalescing(); });
+    WorkPtr work = record(default_device(), {Op::kCoalesced, 0},
+                          [](c10d::Backend& inner) { return inner.endCoalescing(); });
+    block_.reset();
+    return work;
   } catch (...) {
+    block_.reset();
     flush_coalesced(Status::kFailed);
     throw;
   }

@@ -1,5 +1,6 @@
 // The "crux" c10d backend: every operation goes to an inner backend, made by the stock creator, and
 // leaves a record on the side. The caller gets the inner backend's results, handles and errors.
+// Inner backends can be replaced while the job runs: see inner_switch.h.
 //
 // One source builds against every torch from 2.11: what newer headers add is guarded by the macros
 // CRUX_C10D_HAS_*, which setup.py derives from the installed Backend.hpp and Work.hpp.
@@ -8,11 +9,12 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "completion_table.h"
+#include "inner_switch.h"
 #include "recorder.h"
 
 namespace crux {
@@ -37,7 +39,10 @@ class DelegatingBackend final : public c10d::Backend {
   BackendPtr inner(Device device) const;
   // The accelerator's inner backend where there is one, else the CPU's: what questions about
   // capabilities mean.
-  BackendPtr default_inner() const;
+  BackendPtr default_inner() const { return default_switch().backend(); }
+  // What serves each type of device, each once; they need `store` to be replaced.
+  std::vector<std::shared_ptr<InnerSwitch>> switches() const;
+  void set_store(const c10::intrusive_ptr<c10d::Store>& store);
   uint32_t group_index() const noexcept { return group_; }
 
   const std::string getBackendName() const override { return name_; }
@@ -138,8 +143,8 @@ class DelegatingBackend final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
-  void waitForPendingWorks() override { default_inner()->waitForPendingWorks(); }
-  void enableCollectivesTiming() override { default_inner()->enableCollectivesTiming(); }
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override;
   void setGroupUid(const std::string& uid) override;
 #ifdef CRUX_C10D_HAS_SETBOUNDDEVICEID
   void setBoundDeviceId(std::optional<at::Device> device) override;
@@ -157,15 +162,6 @@ class DelegatingBackend final : public c10d::Backend {
   void shutdown() override;
 
  private:
-  // Who says that an operation of an inner backend has ended.
-  enum class Completion { kFuture, kHook, kNobody };
-
-  struct Inner {
-    BackendPtr backend;
-    Completion completion = Completion::kNobody;
-    std::shared_ptr<CompletionTable> table;  // with Completion::kHook
-  };
-
   // An operation that is being issued.
   struct Call {
     Op op;
@@ -173,13 +169,23 @@ class DelegatingBackend final : public c10d::Backend {
     int peer = -1;
     // Whether the inner handle has a future; where it has none, wait() tells the end.
     bool has_future = true;
+    int tag = 0;
   };
 
-  const Inner& at(Device device) const;
+  // What is issued from startCoalescing to endCoalescing, all of it to one inner backend: the one
+  // that serves its first operation.
+  struct Block {
+    std::optional<InnerSwitch::Ticket> ticket;
+  };
+
+  InnerSwitch& at(Device device) const;
   Device default_device() const;
-  // The inner backends, each once: one may serve several types of device.
-  std::vector<BackendPtr> backends() const;
-  BackendPtr wrap(const BackendPtr& child, Device device) const;
+  InnerSwitch& default_switch() const { return at(default_device()); }
+  BackendPtr wrap(const BackendPtr& child, const c10::intrusive_ptr<c10d::Store>& store) const;
+  // Counts the operation and says where it goes; its ticket is the block's or the caller's own.
+  InnerSwitch::Ticket& enter(InnerSwitch& inners, const Call& call,
+                             std::optional<InnerSwitch::Ticket>& own);
+  InnerSwitch::Ticket count(InnerSwitch& inners, const Call& call) const;
   Record begin(const Call& call, Device device);
   template <typename Issue>
   WorkPtr record(Device device, const Call& call, Issue&& issue);
@@ -190,10 +196,13 @@ class DelegatingBackend final : public c10d::Backend {
   const std::string name_;
   Recorder& recorder_;
   const uint32_t group_;
-  std::map<Device, Inner> inners_;
+  std::map<Device, std::shared_ptr<InnerSwitch>> inners_;
   std::atomic<uint64_t> collectives_{0};
   std::atomic<uint64_t> transfers_{0};
-  // Operations between startCoalescing and endCoalescing, which one thread calls.
+  // Operations are simulated, by this rank alone.
+  bool estimating_ = false;
+  // Between startCoalescing and endCoalescing, which one thread calls.
+  std::optional<Block> block_;
   bool coalescing_ = false;
   std::vector<Record> coalesced_;
 };

@@ -1,30 +1,15 @@
 #include "teardown.h"
 
-#include <Python.h>
 #include <pthread.h>
 
 #include <cstring>
 #include <thread>
 #include <utility>
 
+#include "gil_release.h"
+
 namespace crux {
 namespace {
-
-// Lets go of the GIL for its lifetime, where this thread holds it.
-class GilRelease {
- public:
-  GilRelease() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
-  }
-  ~GilRelease() {
-    if (state_) PyEval_RestoreThread(state_);
-  }
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
-
- private:
-  PyThreadState* state_ = nullptr;
-};
 
 // Whether this is one of the threads that a ProcessGroupGloo joins when it is destroyed.
 bool is_gloo_thread() {

@@ -1,0 +1,82 @@
+"""Makes the next inner backend of a group: like the current one, over new connections."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from crux_torch.apply import nccl
+from crux_torch.errors import CruxError
+
+#: Makes a backend from the current one, a store of its own, a timeout for making it, and the
+#: options that the script gave for the first one, if any.
+Maker = Callable[[Any, Any, timedelta, Any], Any]
+
+
+def like_gloo(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
+    """A ProcessGroupGloo on the devices of the current one, so on the same network interfaces."""
+    stock = type(current)
+    wanted = current.options
+    options = stock._Options()
+    options._devices = wanted._devices
+    options._threads = wanted._threads
+    options._timeout = timeout
+    options.global_ranks_in_group = wanted.global_ranks_in_group
+    options.group_name = wanted.group_name
+    made = stock(store, current.rank(), current.size(), options)
+    made._set_default_timeout(wanted._timeout)
+    return made
+
+
+def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
+    """A NCCL backend of the current one's class; its communicator is made at the first operation.
+
+    Not split from another: a split's connections would share its parent's resources. The class that
+    the current one was given is not the script's choice, so the next may be given another.
+    """
+    stock = type(current)
+    options = copy.copy(current.options)
+    options.split_from = None
+    chosen = nccl.UNDEFINED if script_options is None else script_options.config.traffic_class
+    options.config.traffic_class = chosen
+    options = nccl_options(options)
+    if stock.__name__ == "ProcessGroupNCCL":
+        return stock(store, current.rank(), current.size(), options)
+    device = current.bound_device_id
+    if device is None:
+        raise CruxError("a NCCL group without a bound device")
+    with torch.cuda.device(device):
+        return stock(store, current.rank(), current.size(), options, device)
+
+
+def nccl_options(options: Any) -> Any:
+    """The options with what the job's plan adds to them."""
+    from crux_torch import backend
+
+    return backend.with_nccl_class(options)
+
+
+MAKERS: dict[str, Maker] = {"gloo": like_gloo, "nccl": like_nccl}
+
+
+def make_next(current: Any, store: Any, timeout: timedelta, script_options: Any = None) -> Any:
+    """The next inner backend.
+
+    Args:
+        current: the stock backend in use.
+        store: for the rendezvous, empty.
+        timeout: of the rendezvous.
+        script_options: that the script gave for the first one, if any.
+
+    Raises:
+        CruxError: a backend of this kind can't be made anew.
+        RuntimeError: c10d could not make it, in time or at all.
+    """
+    maker = MAKERS.get(current.name())
+    if maker is None:
+        raise CruxError(f"a backend of the kind {current.name()!r} can't be made anew")
+    return maker(current, store, timeout, script_options)

@@ -1,0 +1,102 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "../process_group/inner_switch.h"
+#include "bindings.h"
+
+namespace py = pybind11;
+
+namespace crux {
+namespace {
+
+using TransferCount = std::tuple<int, int, bool, uint64_t>;  // peer, tag, sends, count
+using PlainCounts = std::tuple<uint64_t, std::vector<TransferCount>, bool>;
+
+PlainCounts to_plain(const Counts& counts) {
+  std::vector<TransferCount> transfers;
+  transfers.reserve(counts.transfers.size());
+  for (const auto& [key, count] : counts.transfers) {
+    transfers.emplace_back(key.peer, key.tag, key.sends, count);
+  }
+  return {counts.collectives, std::move(transfers), counts.transfers_stay};
+}
+
+Counts from_plain(const PlainCounts& plain) {
+  const auto& [collectives, transfers, stay] = plain;
+  Counts counts{collectives, {}, stay};
+  for (const auto& [peer, tag, sends, count] : transfers) {
+    counts.transfers[{peer, tag, sends}] = count;
+  }
+  return counts;
+}
+
+// Of the keys in the store underneath; c10d does not tell it.
+struct Prefix : c10d::PrefixStore {
+  static std::string of(const c10::intrusive_ptr<c10d::Store>& store) {
+    auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+    if (!prefixed) return "";
+    return of(prefixed->getUnderlyingStore()) + prefixed->*(&Prefix::prefix_) + "/";
+  }
+};
+
+}  // namespace
+
+void bind_inner_switch(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<InnerSwitch, std::shared_ptr<InnerSwitch>>(module, "InnerSwitch")
+      .def_property_readonly("group", &InnerSwitch::group)
+      .def_property_readonly("device",
+                             [](const InnerSwitch& self) {
+                               return c10::DeviceTypeName(self.device(), /*lower_case=*/true);
+                             })
+      .def_property_readonly("backend",
+                             [](const InnerSwitch& self) {
+                               const py::gil_scoped_release release;
+                               return self.backend();
+                             })
+      .def_property_readonly("store",
+                             [](const InnerSwitch& self) {
+                               const py::gil_scoped_release release;
+                               return self.store();
+                             })
+      .def_property_readonly("refusal",
+                             [](const InnerSwitch& self) {
+                               const py::gil_scoped_release release;
+                               return self.refusal();
+                             })
+      .def_property_readonly("closed",
+                             [](const InnerSwitch& self) {
+                               const py::gil_scoped_release release;
+                               return self.closed();
+                             })
+      .def_property_readonly("collectives",
+                             [](const InnerSwitch& self) { return self.point().collectives(); })
+      .def_property_readonly("waits",
+                             [](const InnerSwitch& self) {
+                               const auto waits = self.point().waits();
+                               return std::make_pair(
+                                   waits.count,
+                                   std::chrono::duration<double>(waits.longest).count());
+                             })
+      .def(
+          "arm",
+          [](InnerSwitch& self, const c10::intrusive_ptr<c10d::Backend>& next, uint64_t margin,
+             std::chrono::milliseconds limit) { return to_plain(self.arm(next, margin, limit)); },
+          py::arg("next"), py::arg("margin"), py::arg("limit"), unlocked)
+      .def(
+          "decide",
+          [](InnerSwitch& self, const PlainCounts& counts) {
+            return self.decide(from_plain(counts));
+          },
+          py::arg("counts"), unlocked)
+      .def("cancel", &InnerSwitch::cancel, unlocked)
+      .def("finish", &InnerSwitch::finish, unlocked)
+      .def("release", &InnerSwitch::release, unlocked);
+  module.def("inner_switches", &InnerSwitch::all, unlocked);
+  module.def("store_prefix", &Prefix::of, py::arg("store"));
+}
+
+}  // namespace crux

@@ -1,0 +1,379 @@
+// Where the operations of one inner backend pass to the next, the same for all ranks of its group.
+//
+// Every operation is counted as it is issued: collectives by one counter, for all ranks issue them
+// in the same order; point-to-point operations ("transfers") by one counter a key of peer, tag and
+// direction, for both ends issue those of one key in the same order. A switch is
+//
+//   arm      this rank says how far it goes without knowing more: its hold point;
+//   decide   all ranks learn the same counts: an operation whose number is below its count stays
+//            with the current inner backend, any other takes the next;
+//   finish   this rank has passed all of these counts: the next becomes the current.
+//
+// An operation that reaches the hold point before the decision waits for it, for a limited time.
+// The counts are at least every rank's hold points, so nobody has passed them when they become
+// known. Knows nothing of torch; Inner is whatever serves operations.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace crux {
+
+// What both ends of a point-to-point operation call by the same name.
+struct Transfer {
+  int peer = -1;
+  int tag = 0;
+  bool sends = false;
+
+  bool operator<(const Transfer& other) const {
+    return std::tie(peer, tag, sends) < std::tie(other.peer, other.tag, other.sends);
+  }
+};
+
+// How many operations were issued, or may be before the switch.
+struct Counts {
+  uint64_t collectives = 0;
+  std::map<Transfer, uint64_t> transfers;
+  // Transfers stay where they are: their ends can't be told by counting.
+  bool transfers_stay = false;
+};
+
+template <typename Inner>
+class SwitchPoint {
+ public:
+  using InnerPtr = std::shared_ptr<Inner>;
+  using Clock = std::chrono::steady_clock;
+  // With more keys (a new tag for each message, say) transfers are not told apart any more.
+  static constexpr size_t kMaxKeys = 4096;
+  static constexpr uint64_t kMinMargin = 2;
+
+  // One operation on its way to an inner backend. While it lives no inner backend is given up.
+  class Ticket {
+   public:
+    Ticket(Ticket&& other) noexcept : Ticket(other) { other.point_ = nullptr; }
+    Ticket& operator=(Ticket&&) = delete;
+    // An operation that was refused has not happened: the next one gets its number.
+    ~Ticket() {
+      if (point_) point_->leave(*this);
+    }
+
+    // Null where the operation must wait() first.
+    Inner* inner() const noexcept { return inner_; }
+    void wait() { point_->wait(*this); }
+    void issued() noexcept { issued_ = true; }
+
+   private:
+    friend class SwitchPoint;
+    enum class Kind : uint8_t { kCollective, kTransfer, kAnySource, kUncounted };
+
+    Ticket(SwitchPoint* point, Kind kind) : point_(point), kind_(kind) {}
+    Ticket(const Ticket&) = default;
+
+    SwitchPoint* point_;
+    Inner* inner_ = nullptr;
+    uint64_t number_ = 0;
+    Transfer key_;
+    Kind kind_;
+    bool issued_ = false;
+  };
+
+  explicit SwitchPoint(InnerPtr first)
+      : fast_(first.get()), current_(std::move(first)), transfers_(current_) {}
+
+  SwitchPoint(const SwitchPoint&) = delete;
+  SwitchPoint& operator=(const SwitchPoint&) = delete;
+
+  // For the threads that issue operations ------------------------------------------------------
+
+  Ticket collective() {
+    Ticket ticket(this, Ticket::Kind::kCollective);
+    active_.fetch_add(1);
+    // The order of these three makes arm() see the number or this thread see armed_.
+    ticket.number_ = collectives_.fetch_add(1);
+    if (!armed_.load()) {
+      ticket.inner_ = fast_.load();
+      return ticket;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ticket.inner_ = route(ticket);
+    return ticket;
+  }
+
+  Ticket transfer(const Transfer& key) {
+    Ticket ticket(this, Ticket::Kind::kTransfer);
+    active_.fetch_add(1);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ticket.key_ = key;
+    if (!count_.transfers_stay || (phase_ != Phase::kIdle && !hold_.transfers_stay)) {
+      ticket.number_ = count_.transfers[key]++;
+    }
+    if (phase_ == Phase::kIdle && count_.transfers.size() > kMaxKeys) {
+      count_.transfers_stay = true;
+      count_.transfers.clear();
+    }
+    ticket.inner_ = route(ticket);
+    return ticket;
+  }
+
+  // A receive from whoever sends: no count tells which sender it meets.
+  Ticket any_source(int tag) {
+    Ticket ticket(this, Ticket::Kind::kAnySource);
+    active_.fetch_add(1);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ticket.key_.tag = tag;
+    ticket.inner_ = route(ticket);
+    return ticket;
+  }
+
+  // For what all ranks need not issue alike: goes to the current inner backend, uncounted.
+  Ticket uncounted() {
+    Ticket ticket(this, Ticket::Kind::kUncounted);
+    active_.fetch_add(1);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ticket.inner_ = current_.get();
+    return ticket;
+  }
+
+  // A collective that follows others into the inner backend that they have: numbered only.
+  void count_collective() { collectives_.fetch_add(1); }
+
+  // Transfers stay where they are, from the next switch on.
+  void keep_transfers() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    count_.transfers_stay = true;
+  }
+
+  // For the one thread that switches -----------------------------------------------------------
+
+  // This rank's hold point: `margin` collectives from now, and no further transfer.
+  // Operations that reach it wait, each for `limit` at most; then this switch is given up.
+  // Returns false where a switch is under way or the point is closed.
+  bool arm(InnerPtr next, uint64_t margin, std::chrono::milliseconds limit, Counts* hold) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (phase_ != Phase::kIdle || next_ || closed_) return false;
+    next_ = std::move(next);
+    limit_ = limit;
+    waits_ = {};
+    armed_.store(true);
+    hold_ = count_;
+    hold_.collectives = collectives_.load() + std::max(margin, kMinMargin);
+    phase_ = Phase::kHolding;
+    *hold = hold_;
+    return true;
+  }
+
+  // `counts.transfers` holds the keys of this rank for which they differ from its hold point.
+  // Returns false where this rank has given the switch up.
+  bool decide(Counts counts) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (phase_ != Phase::kHolding) return false;
+    decided_ = std::move(counts);
+    phase_ = Phase::kDecided;
+    changed_.notify_all();
+    return true;
+  }
+
+  // Everything stays where it is, unless decided before. Returns what would have been next.
+  InnerPtr cancel() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (phase_ == Phase::kDecided) return nullptr;
+    give_up();
+    return std::move(next_);
+  }
+
+  // Makes the next inner backend the current one, where no operation of this rank will take the
+  // current one any more. Returns whether it did; `retired` is then what nothing is issued to, null
+  // where transfers stay with it.
+  bool finish(InnerPtr* retired) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (phase_ != Phase::kDecided || !passed()) return false;
+    *retired = std::move(current_);
+    current_ = std::move(next_);
+    fast_.store(current_.get());
+    if (!decided_.transfers_stay) {
+      transfers_ = current_;
+    } else if (*retired == transfers_) {
+      retired->reset();
+    }
+    phase_ = Phase::kIdle;
+    armed_.store(false);
+    return true;
+  }
+
+  // The end: nobody waits here any more. Returns all inner backends, each once.
+  std::vector<InnerPtr> close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    give_up();
+    std::vector<InnerPtr> all;
+    for (InnerPtr* inner : {&current_, &transfers_, &next_}) {
+      if (*inner && (all.empty() || *inner != all.front())) all.push_back(*inner);
+      inner->reset();
+    }
+    fast_.store(nullptr);
+    return all;
+  }
+
+  // Whoever waits goes on with the current inner backend, unless the switch is decided.
+  void let_go() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    give_up();
+  }
+
+  // For anybody --------------------------------------------------------------------------------
+
+  InnerPtr current() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return current_;
+  }
+
+  // The inner backends in use, each once, the current one first.
+  std::vector<InnerPtr> in_use() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<InnerPtr> all;
+    for (const InnerPtr& inner : {current_, transfers_, next_}) {
+      if (inner && (all.empty() || inner != all.front())) all.push_back(inner);
+    }
+    return all;
+  }
+
+  uint64_t collectives() const noexcept { return collectives_.load(std::memory_order_relaxed); }
+
+  bool armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
+
+  bool closed() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return closed_;
+  }
+
+  // How often operations waited in the last switch, and the longest time.
+  struct Waits {
+    uint64_t count = 0;
+    std::chrono::nanoseconds longest{0};
+  };
+  Waits waits() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return waits_;
+  }
+
+ private:
+  enum class Phase { kIdle, kHolding, kDecided };
+  using Kind = typename Ticket::Kind;
+
+  // All below with mutex_ held, except leave() and wait(), which take it.
+
+  Inner* route(Ticket& ticket) {
+    switch (ticket.kind_) {
+      case Kind::kCollective:
+        if (phase_ == Phase::kIdle) return current_.get();
+        if (phase_ == Phase::kHolding) {
+          return ticket.number_ < hold_.collectives ? current_.get() : nullptr;
+        }
+        return ticket.number_ < decided_.collectives ? current_.get() : next_.get();
+      case Kind::kTransfer:
+        if (phase_ == Phase::kIdle || hold_.transfers_stay) return transfers_.get();
+        if (phase_ == Phase::kHolding) {
+          return ticket.number_ < count_at(hold_, ticket.key_) ? transfers_.get() : nullptr;
+        }
+        if (decided_.transfers_stay) return transfers_.get();
+        return ticket.number_ < last_count(ticket.key_) ? transfers_.get() : next_.get();
+      case Kind::kAnySource:
+        return route_any_source(ticket);
+      case Kind::kUncounted:
+        break;
+    }
+    return current_.get();
+  }
+
+  Inner* route_any_source(Ticket& ticket) {
+    if (phase_ == Phase::kHolding && !hold_.transfers_stay) return nullptr;
+    count_.transfers_stay = true;
+    if (phase_ != Phase::kDecided || decided_.transfers_stay) return transfers_.get();
+    // What was sent before the switch lies there and must be received there.
+    for (const auto& [key, count] : decided_.transfers) {
+      if (key.sends || key.tag != ticket.key_.tag) continue;
+      if (count_.transfers[key] >= count) continue;
+      ++count_.transfers[key];
+      return transfers_.get();
+    }
+    return next_.get();
+  }
+
+  static uint64_t count_at(const Counts& counts, const Transfer& key) {
+    const auto found = counts.transfers.find(key);
+    return found == counts.transfers.end() ? 0 : found->second;
+  }
+
+  // A key that the decision does not name had the same count at both ends.
+  uint64_t last_count(const Transfer& key) const {
+    const auto found = decided_.transfers.find(key);
+    return found != decided_.transfers.end() ? found->second : count_at(hold_, key);
+  }
+
+  bool passed() const {
+    // While an operation is on its way it may still be refused, and its number given again.
+    if (active_.load() != 0 || collectives_.load() < decided_.collectives) return false;
+    if (decided_.transfers_stay) return true;
+    for (const auto& [key, count] : decided_.transfers) {
+      if (count_at(count_, key) < count) return false;
+    }
+    return true;
+  }
+
+  void give_up() {
+    if (phase_ != Phase::kHolding) return;
+    phase_ = Phase::kIdle;
+    armed_.store(false);
+    changed_.notify_all();
+  }
+
+  void wait(Ticket& ticket) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto begin = Clock::now();
+    while (!(ticket.inner_ = route(ticket))) {
+      if (changed_.wait_until(lock, begin + limit_) == std::cv_status::timeout) give_up();
+    }
+    const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
+    ++waits_.count;
+    if (waited > waits_.longest) waits_.longest = waited;
+  }
+
+  void leave(const Ticket& ticket) noexcept {
+    if (!ticket.issued_ && ticket.kind_ == Kind::kCollective) collectives_.fetch_sub(1);
+    if (!ticket.issued_ && ticket.kind_ == Kind::kTransfer) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = count_.transfers.find(ticket.key_);
+      if (found != count_.transfers.end() && found->second > 0) --found->second;
+    }
+    active_.fetch_sub(1);
+  }
+
+  std::atomic<uint64_t> collectives_{0};
+  std::atomic<uint64_t> active_{0};
+  std::atomic<bool> armed_{false};
+  std::atomic<Inner*> fast_;  // current_, for threads that see no switch
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  Phase phase_ = Phase::kIdle;
+  bool closed_ = false;
+  InnerPtr current_;
+  InnerPtr transfers_;
+  InnerPtr next_;
+  Counts count_;  // of transfers; collectives_ counts the rest
+  Counts hold_;
+  Counts decided_;
+  std::chrono::milliseconds limit_{0};
+  Waits waits_;
+};
+
+}  // namespace crux
