@@ -10,6 +10,7 @@ from crux_torch.apply import transport
 from crux_torch.apply.transport import Transport, TransportError
 from crux_torch.doctor.check import Check
 from crux_torch.settings import Settings
+from cruxrun.preload import environment, obstacle
 
 START_TIMEOUT_S = 10.0
 #: Asks the library whether it is first in line; without torch, so it takes no second.
@@ -38,14 +39,14 @@ def preload(env: Mapping[str, str], settings: Settings) -> Iterator[Check]:
     part = "transport preload"
     cost = "source ports can't be chosen, and queue pairs not be set; classes still can"
     if not settings.transport:
-        found = "switched off: CRUX_TRANSPORT=0"
-        yield Check(part, "missing", found, cost, "unset CRUX_TRANSPORT")
+        switch = "CRUX_TRANSPORT"
+        yield Check(part, "missing", f"switched off: {switch}=0", cost, f"unset {switch}")
         return
-    if not transport.LIBRARY.exists():
-        yield Check(part, "missing", "no library", cost, "build it: pip install .")
+    found = obstacle()
+    if found:
+        yield Check(part, "missing", found, cost, "build it, where the loader can read it")
         return
-    preloaded = [str(transport.LIBRARY), *env.get("LD_PRELOAD", "").split()]
-    started = {**env, "LD_PRELOAD": " ".join(preloaded), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    started = {**env, **environment(settings, env)}
     remedy = f"let the loader read {transport.LIBRARY} (not on noexec, no AT_SECURE, glibc)"
     try:
         asked = subprocess.run(

@@ -32,14 +32,15 @@ def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
     """
     if not settings.transport:
         return {}
-    obstacle = _obstacle()
-    if obstacle:
-        logger.info("paths of connections can't be chosen: %s", obstacle)
+    found = obstacle()
+    if found:
+        logger.info("paths of connections can't be chosen: %s", found)
         return {}
     return {VARIABLE: _with(str(transport.LIBRARY), env.get(VARIABLE, ""))}
 
 
-def _obstacle() -> str | None:
+def obstacle() -> str | None:
+    """What keeps the library from being preloaded, or None."""
     try:
         transport.Transport.load()
     except transport.TransportError as error:
