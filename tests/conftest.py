@@ -8,6 +8,7 @@ import pytest
 #: abort a process that is being torn down or lose a race for a port; a test that fails because of
 #: this package fails twice. Every second try is listed in the summary.
 REAL_PROCESSES = (
+    "test_absences.py",
     "test_apply_",
     "test_backend.py",
     "test_control_host.py",
