@@ -78,6 +78,16 @@ def test_switches_keep_their_distance_and_the_last_word_counts(routing, clock):
     assert routing.wanted().switch == 2
 
 
+def test_switches_are_numbered_from_where_an_earlier_world_may_have_ended(clock):
+    routing = Routing(Planner("crux", (0, 1)).topology_of, first_switch=58, clock=clock)
+    assert routing.wanted().switch == 0
+    routing.resolve((1, 0), FLOWS, TOPOLOGY)
+    assert routing.wanted().switch == 58
+    clock.advance(SWITCH_PAUSE_S)
+    routing.resolve((1, 1), FLOWS, TOPOLOGY)
+    assert routing.wanted().switch == 59
+
+
 def test_a_switch_waits_until_it_may(routing):
     routing.resolve((1, 0), FLOWS, TOPOLOGY)
     assert routing.wanted(may_switch=False).switch == 0

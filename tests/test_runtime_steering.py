@@ -14,6 +14,7 @@ from control_fakes import FakeClock, until
 
 from crux_torch.apply.paths import routes_from
 from crux_torch.apply.sockets import TcpSocket
+from crux_torch.apply.switch import GroupStatus
 from crux_torch.apply.transport import Connection, Route, TransportError
 from crux_torch.control.records import PathCounts
 from crux_torch.fabric.probe import Trace
@@ -83,8 +84,8 @@ class FakeSwitch:
         self.requests.append(generation)
         self.routes_then.append(self._transport.routes)
 
-    def status(self) -> dict[str, Any]:
-        return {"generation": self.requests[-1] if self.requests else 0}
+    def status(self) -> list[GroupStatus]:
+        return [GroupStatus(0, "cpu", generation=g) for g in self.requests[-1:]]
 
 
 class FakeOwnership:
@@ -265,8 +266,8 @@ def test_live_connections_are_looked_at_from_both_ends(rank):
     status = rank.look()
     assert (status["as_planned"], status["elsewhere"], status["unknown"]) == (2, 1, 0)
     first, accepted, third = status["connections"]
-    assert (first["side"], first["how"], first["probes"]) == ("connected", "at_connect", 3)
-    assert (accepted["side"], accepted["how"]) == ("accepted", "untouched")
+    assert (first["side"], first["steered"], first["probes"]) == ("connected", True, 3)
+    assert (accepted["side"], accepted["steered"]) == ("accepted", False)
     assert [c["as_planned"] for c in (first, accepted, third)] == [True, True, False]
     assert third["taken"] == [[2, "10.100.0.2"]]
     assert {c["verified"] for c in status["connections"]} == {"live"}
@@ -278,14 +279,14 @@ def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
     rank.ownership.sockets = [socket_to("10.1.0.2", inode, 20000 + inode) for inode in (1, 2, 3)]
     rank.transport.known = [
         connection(1, how="at_connect", probes=2, via_ttl=2, via="10.100.17.2"),
-        connection(2, how="refused", probes=40, error=errno.EHOSTUNREACH),
+        connection(2, how="refused", probes=40, via_ttl=2, via="10.100.0.2"),
     ]
     rank.follow(order(route(1)))
     status = rank.look()
     probed, refused, unseen = status["connections"]
     assert (probed["verified"], probed["as_planned"]) == ("connect", True)
     assert (refused["verified"], refused["as_planned"]) == ("no", None)
-    assert refused["error"] == "not steered: No route to host"
+    assert (refused["steered"], refused["probes"]) == (False, 40)
     assert (unseen["verified"], unseen["error"]) == ("no", "it needs CAP_NET_RAW")
     assert rank.steering.counts() == PathCounts(1, 0, 2)
 

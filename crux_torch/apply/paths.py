@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from crux_torch.apply.sockets import Endpoint, TcpSocket
-from crux_torch.apply.transport import Connection, How, Route
+from crux_torch.apply.transport import Connection, Route
 from crux_torch.control.records import PathCounts
 from crux_torch.fabric.probe import Trace
 from crux_torch.fabric.route import HostRoute
@@ -37,10 +36,9 @@ class PathState:
         wanted: at each TTL the addresses of which one answers on the path.
         taken: who answered at those TTLs; None where nobody did.
         verified: how that is known.
-        how: whether its source port was chosen: ``at_connect``; ``refused``, see ``error``; or
-            ``untouched``.
+        steered: whether this process chose its source port for the path.
         probes: packets that were sent to choose it.
-        error: why it was not chosen, or why no more is known of its path; or empty.
+        error: why no more is known, or empty.
     """
 
     local: Endpoint
@@ -49,13 +47,15 @@ class PathState:
     wanted: tuple[tuple[int, tuple[str, ...]], ...]
     taken: tuple[tuple[int, str | None], ...] = ()
     verified: Verified = "no"
-    how: How = "untouched"
+    steered: bool = False
     probes: int = 0
     error: str = ""
 
     @property
     def as_planned(self) -> bool | None:
         """Whether it takes the path; None where that is not known."""
+        if self.verified == "connect":
+            return self.steered
         answered = dict(self.taken)
         told = [answered[ttl] in addresses for ttl, addresses in self.wanted if answered.get(ttl)]
         if not all(told):
@@ -72,7 +72,7 @@ class PathState:
             "taken": [list(hop) for hop in self.taken],
             "as_planned": self.as_planned,
             "verified": self.verified,
-            "how": self.how,
+            "steered": self.steered,
             "probes": self.probes,
             "error": self.error or None,
         }
@@ -113,21 +113,18 @@ def observe(
         trace: asks the hops of the live connection.
     """
     assert sock.peer is not None
-    state = PathState(sock.local, sock.peer, side, route.hops, **_steered(side, known))
+    state = PathState(sock.local, sock.peer, side, route.hops)
+    if side == "connected" and known is not None:
+        # A search ends at a port that has passed every hop, the last one last.
+        ttl, addresses = route.hops[-1]
+        steered = known.via_ttl == ttl and known.via in addresses
+        state = replace(state, steered=steered, probes=known.probes)
     live = trace(sock.local, sock.peer, ttls=[ttl for ttl, _ in route.hops])
     if live.method != "none":
         return replace(state, taken=live.hops, verified="live")
-    state = replace(state, error=state.error or live.reason)
-    if state.how == "at_connect" and known is not None and known.via:
+    if state.steered and known is not None:
         return replace(state, taken=((known.via_ttl, known.via),), verified="connect")
-    return state
-
-
-def _steered(side: Side, known: Connection | None) -> dict[str, Any]:
-    if side == "accepted" or known is None or not known.probes:
-        return {}
-    error = f"not steered: {os.strerror(known.error)}" if known.error else ""
-    return {"how": known.how, "probes": known.probes, "error": error}
+    return replace(state, error=live.reason)
 
 
 def counts(states: Sequence[PathState]) -> PathCounts:

@@ -58,7 +58,7 @@ def make_conductor(
                 peak_flops=device_flops * world_size,
             )
             leader, slot = _join(settings, record, planner, store)
-            routing = Routing(planner.topology_of) if settings.paths else None
+            routing = _routing(settings, planner, first_turn)
     conductor = Conductor(
         settings,
         incarnation,
@@ -94,6 +94,17 @@ def _join(
         lease_s=settings.profile_s + 2 * GRACE_S,
     )
     return leader, slot
+
+
+def _routing(settings: Settings, planner: Planner, first_turn: int) -> Routing | None:
+    """What makes routes of the plan's paths.
+
+    Every switch comes with a turn of its own, so that switches numbered from the first turn on
+    have no number that an earlier world has left in the job's store.
+    """
+    if not settings.paths:
+        return None
+    return Routing(planner.topology_of, first_switch=first_turn)
 
 
 def _read_topology(settings: Settings, warn: Warn) -> tuple[Topology | None, bytes | None]:

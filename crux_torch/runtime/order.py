@@ -27,7 +27,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         entry: the job's part of that plan.
         profile: the job's profile, once it was measured.
         routes: the paths that connections made from now on are to take; empty: any.
-        switch: generation of the job's connections; where it grows they are made anew.
+        switch: generation of the job's connections, 0 for those that it began with; where it grows
+            they are made anew.
     """
 
     version: int = SCHEMA_VERSION

@@ -28,7 +28,8 @@ class Wanted(NamedTuple):
 
     Attributes:
         routes: of all hosts of the job; empty: the network decides.
-        switch: generation of the connections; they are to be made anew where it has grown.
+        switch: generation of the connections, 0 for those that the job began with; they are to be
+            made anew where it has grown.
     """
 
     routes: tuple[HostRoute, ...]
@@ -43,11 +44,16 @@ class Routing:
 
     Args:
         read_topology: the topology in the bytes that the store has; None where it can't be read.
+        first_switch: number of the first switch: above all of which the job's store may know.
         clock: seconds that never go back.
     """
 
     def __init__(
-        self, read_topology: ReadTopology, *, clock: Callable[[], float] = time.monotonic
+        self,
+        read_topology: ReadTopology,
+        *,
+        first_switch: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read_topology = read_topology
         self._clock = clock
@@ -56,6 +62,7 @@ class Routing:
         self._resolved = _NONE
         self._switched: tuple[HostRoute, ...] = ()
         self._switch = 0
+        self._next_switch = first_switch
         self._not_before_s = float("-inf")
 
     @property
@@ -90,7 +97,7 @@ class Routing:
         routes, now = self._resolved.routes, self._clock()
         if routes and routes != self._switched and may_switch and now >= self._not_before_s:
             self._switched = routes
-            self._switch += 1
+            self._switch, self._next_switch = self._next_switch, self._next_switch + 1
             self._not_before_s = now + SWITCH_PAUSE_S
         return Wanted(routes, self._switch)
 

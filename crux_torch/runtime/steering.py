@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ from crux_torch.apply import gloo_rendezvous
 from crux_torch.apply.ownership import Ownership
 from crux_torch.apply.paths import PathState, Tracer, counts, observe, routes_from
 from crux_torch.apply.sockets import TcpSocket
+from crux_torch.apply.switch import GROUPS, GroupStatus
 from crux_torch.apply.transport import Connection, Route, Transport
 from crux_torch.control.host import parse_endpoint
 from crux_torch.control.records import PathCounts
@@ -52,7 +54,7 @@ class Switch(Protocol):
     """The part of :data:`crux_torch.apply.switch.GROUPS` that steering needs."""
 
     def request(self, generation: int, /) -> None: ...
-    def status(self) -> Any: ...
+    def status(self) -> Sequence[GroupStatus]: ...
 
 
 class Steering:
@@ -158,7 +160,7 @@ class Steering:
                 for route in self._routes
             ],
             "switch": self._generation[1],
-            "switched": self._switch.status(),
+            "groups": [asdict(group) for group in self._switch.status()],
             **msgspec.structs.asdict(counts(states)),
             "connections": [state.told() for state in states],
         }
@@ -240,12 +242,7 @@ def make_steering(settings: Settings, host: str, ownership: Ownership, store: ob
         host,
         ownership,
         load=Transport.load,
-        switch=_NoSwitch(),
+        switch=GROUPS,
         ports=(settings.ports.first, settings.ports.last),
         skipped_ports=sorted(skipped),
     )
-
-
-class _NoSwitch:
-    def request(self, generation: int, /) -> None: ...
-    def status(self) -> Any: ...
