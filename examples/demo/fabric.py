@@ -232,6 +232,15 @@ class Fabric:
                 )
         return links
 
+    def spine_taken(self, source: Host, to: Host, source_port: int, port: int) -> int:
+        """The spine over which the leaf of ``source`` sends such TCP packets to another leaf."""
+        argv = ["ip", "-n", self._leaf(source.leaf), "-j", "route", "get", to.address]
+        argv += ["from", source.address, "iif", f"host{source.index}", "ipproto", "tcp"]
+        argv += ["sport", str(source_port), "dport", str(port)]
+        done = subprocess.run(argv, check=True, capture_output=True)
+        (route,) = json.loads(done.stdout)
+        return int(route["dev"].removeprefix("up"))
+
     def spine_of(self, address: str) -> int | None:
         """The spine that answers from ``address``, None if it is not a spine's."""
         part = address.split(".")
