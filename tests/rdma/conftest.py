@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from lab import standin
 from lab.guest import Guest
 from lab.play import Outcome, play
 from lab.requirement import LabUnavailableError
@@ -24,17 +25,26 @@ def guest() -> Guest:
 
 
 @pytest.fixture(scope="session")
-def pair(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
+def environment(guest: Guest) -> str:
+    """Variables that put the stand-in before a program, as JSON."""
+    try:
+        return standin.environment()
+    except LabUnavailableError as error:
+        pytest.skip(f"no stand-in here: {error}")
+
+
+@pytest.fixture(scope="session")
+def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Programs on two devices with a cable between them, without and with the stand-in."""
-    outcome = play(guest, "pair", "{}", timeout_s=200)
+    outcome = play(guest, "pair", environment, timeout_s=200)
     yield outcome
     _remove(outcome, request)
 
 
 @pytest.fixture(scope="session")
-def fabric(guest: Guest, request: pytest.FixtureRequest) -> Iterator[Outcome]:
+def fabric(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Traffic through leaf and spine switches."""
-    outcome = play(guest, "fabric", sys.executable, "{}", timeout_s=250)
+    outcome = play(guest, "fabric", sys.executable, environment, timeout_s=250)
     yield outcome
     _remove(outcome, request)
 

@@ -10,8 +10,11 @@ from lab.network import FABRIC_ADDRESSES, SPINES
 from lab.play import Outcome
 from lab.step import Step
 from scenarios.fabric import (
+    PLANNED_DSCP,
     PROBED_PORTS,
     QUEUE_PAIRS,
+    STEERED_QUEUE_PAIRS,
+    STEERED_SPINE,
 )
 
 #: Names of the probing steps, by the address that packets go to.
@@ -40,7 +43,7 @@ def assert_successful(steps: Iterable[Step]) -> None:
             assert process.status == 0, (step.name, process)
 
 
-@pytest.mark.parametrize("step", ["stock ports"])
+@pytest.mark.parametrize("step", ["stock ports", "planned ports"])
 def test_probes_foretell_the_spine_of_every_queue_pair(fabric: Outcome, step: str) -> None:
     assert_successful([fabric.steps[step]])
     taken = ways(fabric, fabric.steps[step])
@@ -52,6 +55,22 @@ def test_probes_foretell_the_spine_of_every_queue_pair(fabric: Outcome, step: st
         assert foretold(fabric, destination)[port] == spine
     spines = {spine for flow in requests for _, spine in taken[flow]}
     assert spines == set(SPINES), "over one spine alone, nothing would have been foretold"
+
+
+def test_queue_pairs_leave_by_the_planned_ports(fabric: Outcome) -> None:
+    taken = ways(fabric, fabric.steps["planned ports"])
+    ports = [port for flow in taken if flow[2] for port, _ in taken[flow]]
+    assert sorted(ports) == PROBED_PORTS, "each once"
+
+
+def test_a_planned_spine_is_taken_in_the_planned_class(fabric: Outcome) -> None:
+    step = fabric.steps["planned spine"]
+    assert_successful([step])
+    taken = ways(fabric, step)
+    assert len(taken) == 2 * STEERED_QUEUE_PAIRS
+    assert {spine for way in taken.values() for _, spine in way} == {SPINES[STEERED_SPINE]}
+    for packet in fabric.capture(SPINES[STEERED_SPINE], step):
+        assert packet.tos == PLANNED_DSCP[packet.destination] << 2
 
 
 @pytest.mark.parametrize("name", PROBES.values())

@@ -35,7 +35,7 @@ class Packet:
     """What the tests look at of one RoCEv2 packet.
 
     Attributes:
-        time_s: when it was captured, since the epoch.
+        time_s: when it was captured: see ``Step.contains``.
         source: IPv4 address.
         destination: IPv4 address.
         tos: the byte of DSCP and ECN.

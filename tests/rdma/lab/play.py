@@ -41,7 +41,7 @@ class Outcome:
         packets = _captured(self.completed.out / f"{name}.pcap")
         if step is None:
             return packets
-        return [packet for packet in packets if step.begin_s <= packet.time_s <= step.end_s]
+        return [packet for packet in packets if step.contains(packet.time_s)]
 
     def remove(self) -> None:
         shutil.rmtree(self.completed.out)

@@ -33,7 +33,7 @@ class Recorder:
         """Run one program to its end."""
         begin_s = time.time()
         done = _finish(_start(argv, env), argv, time.monotonic() + timeout_s)
-        write_step(self._folder, Step(name, begin_s, time.time(), [done], facts))
+        self._write(name, begin_s, [done], facts)
         return done
 
     def exchange(
@@ -52,12 +52,19 @@ class Recorder:
         wait_for(lambda: _listens(EXCHANGE_PORT) or serving.poll() is not None, deadline)
         done = _finish(_start(client, env), client, deadline)
         both = [_finish(serving, server, deadline), done]
-        write_step(self._folder, Step(name, begin_s, time.time(), both, facts))
+        self._write(name, begin_s, both, facts)
         return both[0], both[1]
 
     def note(self, name: str, **facts: Any) -> None:
         """Write down something that is no program."""
-        write_step(self._folder, Step(name, time.time(), time.time(), [], facts))
+        self._write(name, time.time(), [], facts)
+
+    def _write(
+        self, name: str, begin_s: float, processes: list[Process], facts: dict[str, Any]
+    ) -> None:
+        end_s = time.time()
+        boot_s = end_s - time.monotonic()
+        write_step(self._folder, Step(name, begin_s, end_s, boot_s, processes, facts))
 
 
 class Capture:

@@ -32,13 +32,29 @@ class Process:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that the guest did between two moments of its clock, which captures go by too."""
+    """Something that the guest did between two moments of its clock, which captures go by too.
+
+    Attributes:
+        name: no other step of the run has it.
+        begin_s: by the wall clock.
+        end_s: by the wall clock.
+        boot_s: what the wall clock said when the monotonic one was at zero.
+        processes: programs that ran.
+        facts: anything else that is to be known of it.
+    """
 
     name: str
     begin_s: float
     end_s: float
+    boot_s: float
     processes: list[Process]
     facts: dict[str, Any]
+
+    def contains(self, captured_s: float) -> bool:
+        """Whether a packet was captured while this went on."""
+        # Since Linux 6.12 a packet keeps the sender's monotonic time on its way through veth.
+        time_s = captured_s if captured_s >= self.boot_s else captured_s + self.boot_s
+        return self.begin_s <= time_s <= self.end_s
 
 
 def write_step(folder: Path, step: Step) -> None:

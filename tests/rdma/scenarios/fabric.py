@@ -21,10 +21,11 @@ from lab.recorder import Capture, Recorder
 QUEUE_PAIRS = 24
 #: Spread over what rdma-core's flow labels can give, 49152 to 65535.
 PROBED_PORTS = [49152 + 389 * i for i in range(QUEUE_PAIRS)]
-#: All of one test's queue pairs over one spine, in another class for each direction.
-STEERED_QUEUE_PAIRS = 4
+#: All queue pairs of the second plan go over this spine.
 STEERED_SPINE = 1
-STEERED_DSCP = (10, 34)
+STEERED_QUEUE_PAIRS = 4
+#: By the address that packets go to.
+PLANNED_DSCP = dict(zip(FABRIC_ADDRESSES, (10, 34), strict=True))
 _PROBE = str(Path(__file__).with_name("probe_spines.py"))
 
 
@@ -44,10 +45,32 @@ def main(python: str, environment: str) -> None:
             for packet in read_capture(out / f"{spine}.pcap")
             if packet.is_request
         }
-        found = [
-            probe(recorder, name, python, ends, [*sorted(stock), *PROBED_PORTS])
+        spines = {
+            ends[1]: probe(recorder, name, python, ends, [*sorted(stock), *PROBED_PORTS])
             for name, ends in (("there", FABRIC_ADDRESSES), ("back", FABRIC_ADDRESSES[::-1]))
-        ]
+        }
+        steered = {**os.environ, **json.loads(environment)}
+        steered["CRUX_TRANSPORT_ROUTES"] = str(out / "routes")
+        write_routes(out / "routes", dict.fromkeys(FABRIC_ADDRESSES, PROBED_PORTS))
+        write_bw(recorder, "planned ports", QUEUE_PAIRS, steered)
+        write_routes(
+            out / "routes",
+            {
+                address: [p for p in PROBED_PORTS if spines[address][p] == SPINES[STEERED_SPINE]]
+                for address in FABRIC_ADDRESSES
+            },
+        )
+        write_bw(recorder, "planned spine", STEERED_QUEUE_PAIRS, steered)
+
+
+def write_routes(file: Path, ports: Mapping[str, Sequence[int]]) -> None:
+    """A route to each end, for ``CRUX_TRANSPORT_ROUTES``."""
+    file.write_text(
+        "".join(
+            f"{address} dscp {dscp} ports {','.join(map(str, ports[address]))}\n"
+            for address, dscp in PLANNED_DSCP.items()
+        )
+    )
 
 
 def probe(

@@ -1,0 +1,142 @@
+"""Unmodified programs of verbs over two Soft-RoCE devices, without and with the stand-in.
+
+Judged by what crossed the wire, and by what the programs said and returned.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+
+import pytest
+from lab.capture_file import Packet
+from lab.play import Outcome
+from scenarios.pair import MESSAGE_BYTES, MESSAGES, PLANNED_DSCP, PLANNED_PORTS, QUEUE_PAIRS
+
+CASES = ("plain", "standin")
+#: Programs with reliable connections, which is what collective libraries use.
+CONNECTED = (
+    "write_bw",
+    "rc_pingpong",
+    "rc_pingpong new_send",
+    "rc_pingpong events",
+    "srq_pingpong",
+    "read_lat",
+    "atomic_lat",
+    "pyverbs",
+)
+#: Programs whose whole output says nothing but what the devices are.
+TELLING = ("devices", "devinfo", "no such device")
+PACKETS_PER_MESSAGE = MESSAGE_BYTES // 4096
+_PSNS = 1 << 24
+
+Flow = tuple[str, int]
+
+
+def by_queue_pair(packets: list[Packet]) -> dict[Flow, list[Packet]]:
+    """The packets for each queue pair: by the address it is at, and its number."""
+    flows: dict[Flow, list[Packet]] = defaultdict(list)
+    for packet in packets:
+        flows[packet.destination, packet.qpn].append(packet)
+    return flows
+
+
+def missing_psns(packets: list[Packet]) -> int:
+    """How many sequence numbers are not there between the first and the last."""
+    first = packets[0].psn
+    # Packets that were sent again may come after later ones, never before the first.
+    seen = {(packet.psn - first) % _PSNS for packet in packets}
+    return max(seen) + 1 - len(seen)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("program", [*CONNECTED, "ud_pingpong"])
+def test_a_program_succeeds(pair: Outcome, program: str, case: str) -> None:
+    for process in pair.steps[f"{program} {case}"].processes:
+        assert process.status == 0, process
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_message_of_write_bw_crosses_the_wire(pair: Outcome, case: str) -> None:
+    packets = pair.capture("pair", pair.steps[f"write_bw {case}"])
+    flows = by_queue_pair([packet for packet in packets if packet.is_request])
+    assert len(flows) == QUEUE_PAIRS
+    for flow in flows.values():
+        assert len({packet.psn for packet in flow}) == MESSAGES * PACKETS_PER_MESSAGE
+        assert missing_psns(flow) == 0
+
+
+@pytest.mark.parametrize("program", CONNECTED)
+def test_without_the_stand_in_nothing_is_marked(pair: Outcome, program: str) -> None:
+    packets = pair.capture("pair", pair.steps[f"{program} plain"])
+    assert packets
+    assert {packet.tos for packet in packets} == {0}
+    planned = {port for ports in PLANNED_PORTS.values() for port in ports}
+    assert planned.isdisjoint(packet.source_port for packet in packets)
+
+
+@pytest.mark.parametrize("program", CONNECTED)
+def test_every_packet_leaves_with_the_planned_port_and_class(pair: Outcome, program: str) -> None:
+    packets = pair.capture("pair", pair.steps[f"{program} standin"])
+    assert {packet.is_request for packet in packets} == {True, False}, "requests and answers"
+    for packet in packets:
+        assert packet.tos == PLANNED_DSCP[packet.destination] << 2, packet
+        assert packet.source_port in PLANNED_PORTS[packet.destination], packet
+    for flow, of_queue_pair in by_queue_pair(packets).items():
+        assert len({packet.source_port for packet in of_queue_pair}) == 1, flow
+
+
+def test_queue_pairs_spread_over_the_planned_ports(pair: Outcome) -> None:
+    packets = pair.capture("pair", pair.steps["write_bw standin"])
+    for address, ports in PLANNED_PORTS.items():
+        used = {packet.source_port for packet in packets if packet.destination == address}
+        assert used == set(ports)
+
+
+def test_datagrams_which_have_no_address_vector_of_the_queue_pair_stay_as_they_are(
+    pair: Outcome,
+) -> None:
+    packets = pair.capture("pair", pair.steps["ud_pingpong standin"])
+    assert packets
+    assert {packet.tos for packet in packets} == {0}
+
+
+@pytest.mark.parametrize("program", TELLING)
+def test_what_devices_say_of_themselves_stays_the_same(pair: Outcome, program: str) -> None:
+    (plain,), (standin,) = (pair.steps[f"{program} {case}"].processes for case in CASES)
+    assert plain.stdout + plain.stderr
+    assert plain == standin
+
+
+@pytest.mark.parametrize("program", [*CONNECTED, "ud_pingpong"])
+def test_output_has_the_same_form(pair: Outcome, program: str) -> None:
+    def form(text: str) -> str:
+        # Queue pairs' numbers, keys, times and rates differ from run to run.
+        return re.sub(r"\s+", " ", re.sub(r"\b0x[0-9a-f]+\b|[\d.]+", "N", text))
+
+    for plain, standin in zip(
+        pair.steps[f"{program} plain"].processes,
+        pair.steps[f"{program} standin"].processes,
+        strict=True,
+    ):
+        assert form(plain.stdout) == form(standin.stdout)
+        assert form(plain.stderr) == form(standin.stderr)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pyverbs_reads_the_settings_that_are_on_the_wire(pair: Outcome, case: str) -> None:
+    step = pair.steps[f"pyverbs {case}"]
+    found = json.loads(step.processes[0].stdout)
+    assert found["messages"] == 20
+    assert found["device"]["max_qp"] > 0
+    flows = by_queue_pair(pair.capture("pair", step))
+    for queue_pair, there in zip(found["queue_pairs"], ("10.77.0.2", "10.77.0.1"), strict=True):
+        (tos,) = {
+            packet.tos
+            for (address, _), packets in flows.items()
+            for packet in packets
+            if address == there
+        }
+        assert queue_pair["traffic_class"] == tos
+        assert (queue_pair["flow_label"] != 0) == (case == "standin")
