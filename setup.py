@@ -135,7 +135,7 @@ def shared_libraries() -> list[SharedLibrary]:
     sources = sorted(map(str, Path("csrc/transport").glob("*.cc")))
     if verbs:
         sources += sorted(map(str, Path("csrc/transport/verbs").glob("*.cc")))
-    return [
+    libraries = [
         SharedLibrary(
             "libcrux_transport.so",
             "libcrux_transport.so",
@@ -144,6 +144,17 @@ def shared_libraries() -> list[SharedLibrary]:
             ("-DCRUX_HAS_VERBS",) if verbs else (),
         )
     ]
+    if verbs:
+        libraries.append(
+            SharedLibrary(
+                "libcrux_ibverbs.so",
+                "libcrux_ibverbs.so",
+                ("csrc/transport/standin/standin.cc",),
+                "csrc/transport/standin/standin.map",
+                ("-fno-exceptions", "-fno-rtti"),
+            )
+        )
+    return libraries
 
 
 class BuildExtensions(cpp_extension.BuildExtension):

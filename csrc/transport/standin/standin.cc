@@ -53,10 +53,11 @@ __attribute__((constructor)) void attach() {
   const bool whole = real.open_device && real.close_device && real.create_cq && real.destroy_cq &&
                      real.create_qp && real.modify_qp && real.query_qp && real.destroy_qp &&
                      real.query_gid;
-  hooks = whole ? crux_transport_attach_standin(CRUX_STANDIN_ABI) : nullptr;
+  if (whole && crux_transport_attach_standin != nullptr)
+    hooks = crux_transport_attach_standin(CRUX_STANDIN_ABI);
   if (hooks == nullptr)
     fprintf(stderr, "crux: queue pairs are left alone: %s\n",
-            whole ? "the stand-in and libcrux_transport.so are of different builds"
+            whole ? "libcrux_transport.so is missing or of another build"
                   : "the real libibverbs lacks a function");
 }
 

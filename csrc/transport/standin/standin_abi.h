@@ -44,8 +44,10 @@ struct crux_verbs_hooks {
   int (*destroy_qp)(const struct crux_verbs_calls* real, struct ibv_qp* qp);
 };
 
-// Null where the two were built from different sources; the stand-in then only forwards.
-const struct crux_verbs_hooks* crux_transport_attach_standin(int abi);
+// Null where the two were built from different sources; the stand-in then only forwards. Weak: the
+// template is built without libcrux_transport.so, which the copy names by its path.
+__attribute__((weak, visibility("default"))) const struct crux_verbs_hooks*
+crux_transport_attach_standin(int abi);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,244 @@
+"""As much of ELF as it takes to give a shared library another name, needs and versions.
+
+For 64-bit little-endian files (x86-64, AArch64). Names and layouts: gABI, chapter 5, and the Linux
+Standard Base, "Symbol Versioning".
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from crux_torch.errors import CruxError
+
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 1, 5, 10, 14
+_DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = (
+    0x6FFFFFFC,
+    0x6FFFFFFD,
+    0x6FFFFFFE,
+    0x6FFFFFFF,
+)
+_VER_FLG_BASE = 1
+_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
+_DYNAMIC = struct.Struct("<qQ")
+_VERDEF = struct.Struct("<HHHHIII")
+_VERDAUX = struct.Struct("<II")
+_VERNEED = struct.Struct("<HHIII")
+_VERNAUX = struct.Struct("<IHHII")
+
+
+class ElfError(CruxError, ValueError):
+    """A file is no shared library that can be read here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    offset: int
+    address: int
+    file_size: int
+
+
+class SharedObject:
+    """The dynamic section of a shared library, and what it points at.
+
+    Args:
+        image: the whole file.
+        name: of the file, for messages.
+
+    Raises:
+        ElfError: it is no 64-bit little-endian ELF file with a dynamic section.
+    """
+
+    def __init__(self, image: bytes, name: str = "library") -> None:
+        self.name = name
+        self.image = bytearray(image)
+        try:
+            self._read_headers()
+        except (struct.error, IndexError, UnicodeDecodeError) as error:
+            raise ElfError(f"{name} is cut off or damaged: {error}") from error
+
+    @classmethod
+    def read(cls, path: Path) -> SharedObject:
+        """The library at ``path``; raises OSError too."""
+        return cls(path.read_bytes(), str(path))
+
+    def _read_headers(self) -> None:
+        if self.image[:6] != b"\x7fELF\x02\x01":
+            raise ElfError(f"{self.name} is no 64-bit little-endian ELF file")
+        header = _ELF_HEADER.unpack_from(self.image)
+        self.machine: int = header[2]
+        table, entry_size, count = header[5], header[9], header[10]
+        self._segments: list[_Segment] = []
+        dynamic: _Segment | None = None
+        for i in range(count):
+            kind, _, offset, address, _, file_size, _, _ = _PROGRAM_HEADER.unpack_from(
+                self.image, table + i * entry_size
+            )
+            segment = _Segment(offset, address, file_size)
+            if kind == _PT_LOAD:
+                self._segments.append(segment)
+            elif kind == _PT_DYNAMIC:
+                dynamic = segment
+        if dynamic is None:
+            raise ElfError(f"{self.name} has no dynamic section")
+        self._dynamic = dynamic
+        # The first of each tag; DT_NEEDED, of which there are several, is found by position.
+        self._tags: dict[int, int] = {}
+        self._end = dynamic.offset
+        for offset in range(dynamic.offset, dynamic.offset + dynamic.file_size, _DYNAMIC.size):
+            tag, value = _DYNAMIC.unpack_from(self.image, offset)
+            self._end = offset
+            if tag == _DT_NULL:
+                break
+            self._tags.setdefault(tag, value)
+
+    def file_offset(self, address: int) -> int:
+        """Where in the file stands what is loaded at ``address``."""
+        for segment in self._segments:
+            if segment.address <= address < segment.address + segment.file_size:
+                return address - segment.address + segment.offset
+        raise ElfError(f"{self.name} has nothing at address {address:#x}")
+
+    def address(self, file_offset: int) -> int:
+        """Where that part of the file is loaded."""
+        for segment in self._segments:
+            if segment.offset <= file_offset < segment.offset + segment.file_size:
+                return file_offset - segment.offset + segment.address
+        raise ElfError(f"{self.name} does not load what is at offset {file_offset:#x}")
+
+    def _string(self, offset: int) -> str:
+        start = self.file_offset(self._tags[_DT_STRTAB]) + offset
+        return self.image[start : self.image.index(0, start)].decode()
+
+    @property
+    def soname(self) -> str | None:
+        offset = self._tags.get(_DT_SONAME)
+        return None if offset is None else self._string(offset)
+
+    @property
+    def needed(self) -> list[str]:
+        """The libraries that it needs, in order."""
+        entries = range(self._dynamic.offset, self._end, _DYNAMIC.size)
+        pairs = (_DYNAMIC.unpack_from(self.image, offset) for offset in entries)
+        return [self._string(value) for tag, value in pairs if tag == _DT_NEEDED]
+
+    def versions(self) -> dict[str, int]:
+        """The version nodes that it defines, without the base one: name to index."""
+        found: dict[str, int] = {}
+        if _DT_VERDEF not in self._tags:
+            return found
+        offset = self.file_offset(self._tags[_DT_VERDEF])
+        for _ in range(self._tags[_DT_VERDEFNUM]):
+            _, flags, index, _, _, first, following = _VERDEF.unpack_from(self.image, offset)
+            if not flags & _VER_FLG_BASE:
+                name, _ = _VERDAUX.unpack_from(self.image, offset + first)
+                found[self._string(name)] = index
+            offset += following
+        return found
+
+    def _needed_version_indices(self) -> list[int]:
+        if _DT_VERNEED not in self._tags:
+            return []
+        indices = []
+        offset = self.file_offset(self._tags[_DT_VERNEED])
+        for _ in range(self._tags[_DT_VERNEEDNUM]):
+            _, count, _, first, following = _VERNEED.unpack_from(self.image, offset)
+            at = offset + first
+            for _ in range(count):
+                _, _, index, _, next_one = _VERNAUX.unpack_from(self.image, at)
+                indices.append(index)
+                at += next_one
+            offset += following
+        return indices
+
+    def rename(
+        self, soname: str, needed: list[str], versions: list[str], room: tuple[int, int]
+    ) -> None:
+        """Gives it another name, more needs and more version nodes.
+
+        Args:
+            soname: takes the place of the one that it has.
+            needed: libraries that it needs beyond those that it names.
+            versions: nodes that it defines beyond those that it has.
+            room: offset and size of a part of the file that is loaded and used for nothing else:
+                the new string table and version definitions go there.
+
+        Raises:
+            ElfError: the room, or the dynamic section's spare entries, do not suffice.
+        """
+        old_start = self.file_offset(self._tags[_DT_STRTAB])
+        strings = bytearray(self.image[old_start : old_start + self._tags[_DT_STRSZ]])
+
+        def add(text: str) -> int:
+            strings.extend(text.encode() + b"\0")
+            return len(strings) - len(text.encode()) - 1
+
+        indices = self.versions()
+        unused = max([*indices.values(), *self._needed_version_indices(), 1]) + 1
+        for version in versions:
+            if version not in indices:
+                indices[version] = unused
+                unused += 1
+        name = add(soname)
+        nodes = [(_VER_FLG_BASE, 1, soname, name)]
+        nodes += [(0, index, version, add(version)) for version, index in indices.items()]
+        needs = [add(library) for library in needed]
+
+        start, size = room
+        definitions_start = start + (len(strings) + 7) // 8 * 8
+        definitions = _verdef_table(nodes)
+        if definitions_start + len(definitions) > start + size:
+            raise ElfError(f"{self.name} has too little room for its new names")
+        self.image[start : start + len(strings)] = strings
+        self.image[definitions_start : definitions_start + len(definitions)] = definitions
+        self._set(_DT_STRTAB, self.address(start))
+        self._set(_DT_STRSZ, len(strings))
+        self._set(_DT_SONAME, name)
+        self._set(_DT_VERDEF, self.address(definitions_start))
+        self._set(_DT_VERDEFNUM, len(nodes))
+        for offset in needs:
+            self._append(_DT_NEEDED, offset)
+        # The sections still tell of the old tables, and only tools read them.
+        header = list(_ELF_HEADER.unpack_from(self.image))
+        header[6] = header[12] = header[13] = 0  # e_shoff, e_shnum, e_shstrndx
+        _ELF_HEADER.pack_into(self.image, 0, *header)
+
+    def _set(self, tag: int, value: int) -> None:
+        for offset in range(self._dynamic.offset, self._end, _DYNAMIC.size):
+            if _DYNAMIC.unpack_from(self.image, offset)[0] == tag:
+                _DYNAMIC.pack_into(self.image, offset, tag, value)
+                self._tags[tag] = value
+                return
+        self._append(tag, value)
+        self._tags[tag] = value
+
+    def _append(self, tag: int, value: int) -> None:
+        # A DT_NULL has to stay behind it.
+        if self._end + 2 * _DYNAMIC.size > self._dynamic.offset + self._dynamic.file_size:
+            raise ElfError(f"{self.name} has no spare entries in its dynamic section")
+        _DYNAMIC.pack_into(self.image, self._end, tag, value)
+        self._end += _DYNAMIC.size
+
+
+def _verdef_table(nodes: list[tuple[int, int, str, int]]) -> bytes:
+    """Version definitions of (flags, index, name, offset of the name among the strings)."""
+    size = _VERDEF.size + _VERDAUX.size
+    table = b""
+    for i, (flags, index, name, offset) in enumerate(nodes):
+        following = size if i < len(nodes) - 1 else 0
+        table += _VERDEF.pack(1, flags, index, 1, _hash(name), _VERDEF.size, following)
+        table += _VERDAUX.pack(offset, 0)
+    return table
+
+
+def _hash(name: str) -> int:
+    """The System V hash of a symbol's or version's name."""
+    value = 0
+    for byte in name.encode():
+        value = (value << 4) + byte
+        high = value & 0xF0000000
+        value = (value ^ (high >> 24)) & ~high
+    return value

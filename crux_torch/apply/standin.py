@@ -1,0 +1,305 @@
+"""A stand-in for the installed libibverbs, through which every queue pair of a process goes.
+
+``libcrux_ibverbs.so`` is a template. From it :func:`prepare` makes, in a folder of the user's own,
+two copies that fit the libibverbs that is installed, whichever release that is: ``libibverbs.so.1``
+for programs that are linked to it, and ``libibverbs.so`` for NCCL, which asks for that name first
+(from 2.30.3 also by ``NCCL_IBVERBS_LIB``). A copy has the SONAME that is asked for, needs the real
+library by its absolute path, and defines the real library's version nodes; every function that it
+does not define itself resolves in the real one. Nothing is compiled.
+
+``python -m crux_torch.apply.standin COMMAND...`` runs any program with it; ``--print-env`` prints
+what has to be exported instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from crux_torch.apply.elf import SharedObject
+from crux_torch.errors import CruxError
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE = Path(__file__).parents[1] / "libcrux_ibverbs.so"
+TRANSPORT = TEMPLATE.with_name("libcrux_transport.so")
+#: Under this name NCCL asks for it first; under the other one programs are linked to it.
+NCCL_NAME, PROGRAM_NAME = "libibverbs.so", "libibverbs.so.1"
+NCCL_VARIABLE = "NCCL_IBVERBS_LIB"
+
+_MAGIC = b"CRUX-STAND-IN-1\0"
+_PATH_BYTES, _TABLE_BYTES = 4080, 61440
+_FOLDER_PREFIX = "verbs-"
+_SUBPROCESS_TIMEOUT_S = 20
+#: Run in a process of its own: it maps a library, and a broken one may end the process.
+_WHERE = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1])
+for line in open("/proc/self/maps"):
+    path = line.rstrip("\\n").split(None, 5)[5:]
+    if path and "/libibverbs.so" in path[0]:
+        print(path[0])
+        break
+"""
+_CHECK = """
+import ctypes, sys
+for path in sys.argv[3:]:
+    library = ctypes.CDLL(path)
+    find = ctypes.CDLL(None).dlvsym
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_void_p] + [ctypes.c_char_p] * 2
+    for name in ("ibv_modify_qp", "ibv_get_device_list"):
+        if not find(library._handle, name.encode(), b"IBVERBS_1.1"):
+            sys.exit(f"{path} does not lead to {name}")
+sees = ctypes.CDLL(sys.argv[1]).crux_transport_sees_queue_pairs
+if not sees():
+    sys.exit(f"{sys.argv[1]} does not see queue pairs")
+if sys.argv[2] not in open("/proc/self/maps").read():
+    sys.exit(f"{sys.argv[2]} is not loaded behind it")
+"""
+
+
+class StandinError(CruxError, OSError):
+    """There can't be a stand-in for libibverbs here; the message says why."""
+
+
+def environment(existing: Mapping[str, str]) -> dict[str, str]:
+    """What a process must be started with, so that its queue pairs are seen and steered.
+
+    Where there is no libibverbs, or no stand-in can be made for it, nothing: programs then use what
+    they would have used.
+
+    Args:
+        existing: the environment that the process would have; its ``LD_PRELOAD`` is kept, and a
+            library that it names in ``NCCL_IBVERBS_LIB`` is the one that NCCL goes on to.
+
+    Returns:
+        ``LD_PRELOAD`` (the existing entries, libcrux_transport.so and the stand-in) and
+        ``NCCL_IBVERBS_LIB``.
+    """
+    try:
+        real = find_real(existing)
+        if real is None:
+            return {}
+        for_programs = prepare(real, PROGRAM_NAME, existing)
+        own = existing.get(NCCL_VARIABLE)
+        nccl_real = real
+        if own and not _is_ours(own):
+            nccl_real = find_real(existing, own) or real
+        for_nccl = prepare(nccl_real, NCCL_NAME, existing)
+    except (CruxError, OSError) as error:
+        logger.warning("queue pairs can't be steered: %s", error)
+        return {}
+    ours = [str(TRANSPORT), str(for_programs), str(for_nccl)]
+    kept = [entry for entry in _preloaded(existing) if entry not in ours and not _is_ours(entry)]
+    return {"LD_PRELOAD": ":".join([*kept, *ours]), NCCL_VARIABLE: str(for_nccl)}
+
+
+def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | None:
+    """The libibverbs that a program would load.
+
+    Args:
+        existing: the environment of that program.
+        name: the name or path that it would load.
+
+    Returns:
+        Its path, without links; None where there is none.
+
+    Raises:
+        StandinError: the dynamic loader could not be asked.
+    """
+    env = {key: value for key, value in existing.items() if key != NCCL_VARIABLE}
+    env["LD_PRELOAD"] = ":".join(entry for entry in _preloaded(existing) if not _is_ours(entry))
+    found = _python(_WHERE, name, env=env)
+    if found.returncode or not found.stdout:
+        return None
+    return Path(found.stdout.splitlines()[0]).resolve()
+
+
+def prepare(
+    real: Path, name: str = PROGRAM_NAME, existing: Mapping[str, str] | None = None
+) -> Path:
+    """Makes the stand-in for ``real`` that answers to ``name``, unless it has been made before.
+
+    Args:
+        real: the installed libibverbs.
+        name: SONAME and file name of the stand-in.
+        existing: environment that says where caches are (``XDG_CACHE_HOME``, ``HOME``); this
+            process' own without one.
+
+    Returns:
+        Its path, in a folder that only this user can write to.
+
+    Raises:
+        StandinError: the template was not built, or no folder takes a library that can be loaded.
+        ElfError: the real library can't be read.
+    """
+    if not TEMPLATE.is_file():
+        raise StandinError(
+            f"{TEMPLATE} was not built: install libibverbs-dev and build crux_torch again"
+        )
+    if not TRANSPORT.is_file():
+        raise StandinError(f"{TRANSPORT} is not there: build it with `pip install -e .`")
+    for path in (real, TRANSPORT):
+        if re.search(r"[\s:;]", str(path)):
+            raise StandinError(f"{path} can't be named to the loader: a space, colon or semicolon")
+    template = TEMPLATE.read_bytes()
+    image = make(template, real, TRANSPORT, name)
+    about = real.stat()
+    identity = f"{real} {about.st_size} {about.st_mtime_ns} {about.st_ino} {TRANSPORT} ".encode()
+    folder = _FOLDER_PREFIX + hashlib.sha256(identity + template).hexdigest()[:20]
+    failures = []
+    for root in _cache_roots(os.environ if existing is None else existing):
+        try:
+            return _store(root, folder, image, real, name)
+        except OSError as error:
+            failures.append(f"{root}: {error}")
+    raise StandinError("no folder takes the stand-in: " + "; ".join(failures))
+
+
+def make(template: bytes, real: Path, transport: Path, name: str) -> bytes:
+    """The stand-in's file, from the template's.
+
+    Args:
+        template: contents of libcrux_ibverbs.so.
+        real: path of the real library, which is read for its version nodes.
+        transport: path of libcrux_transport.so.
+        name: SONAME of the stand-in.
+
+    Raises:
+        StandinError: the two are for different machines.
+        ElfError: one of the files is not what it should be.
+    """
+    standin = SharedObject(template, str(TEMPLATE))
+    library = SharedObject.read(real)
+    if library.machine != standin.machine:
+        raise StandinError(f"{real} is for another machine than {TEMPLATE}")
+    start = template.find(_MAGIC)
+    if start < 0 or template.find(_MAGIC, start + 1) >= 0:
+        raise StandinError(f"{TEMPLATE} is of another build than {__file__}")
+    path = os.fsencode(real)
+    if len(path) >= _PATH_BYTES:
+        raise StandinError(f"{real} is too long a path")
+    path_start = start + len(_MAGIC)
+    standin.image[path_start : path_start + len(path)] = path
+    standin.rename(
+        soname=name,
+        needed=[str(transport), str(real)],
+        versions=list(library.versions()),
+        room=(path_start + _PATH_BYTES, _TABLE_BYTES),
+    )
+    return bytes(standin.image)
+
+
+def _store(root: Path, key: str, image: bytes, real: Path, name: str) -> Path:
+    """Writes the stand-in below ``root`` and loads it once; raises OSError where that fails."""
+    if re.search(r"[\s:;]", str(root)):
+        raise StandinError("the loader can't be told of it: a space, colon or semicolon")
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(root)
+    folder = root / key
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _check_private(folder)
+    target = folder / name
+    if target.is_file() and target.read_bytes() == image:
+        return target
+    descriptor, scratch = tempfile.mkstemp(dir=folder, prefix=name, suffix=".new")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(image)
+        os.chmod(scratch, 0o700)
+        _check_loads(Path(scratch), real)
+        os.replace(scratch, target)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _check_private(folder: Path) -> None:
+    """Whatever is loaded from there must be this user's own."""
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        raise StandinError(f"{folder} is not a folder of this user")
+    if about.st_mode & 0o077:
+        raise StandinError(f"{folder} is open to other users: chmod 700 it, or remove it")
+
+
+def _check_loads(standin: Path, real: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    checked = _python(_CHECK, str(TRANSPORT), str(real), str(standin), env=env)
+    if checked.returncode:
+        lines = checked.stderr.strip().splitlines() or [f"status {checked.returncode}"]
+        raise StandinError(f"the stand-in can't be loaded: {lines[-1]}")
+
+
+def _python(code: str, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [sys.executable, "-I", "-S", "-c", code, *arguments],
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=_SUBPROCESS_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StandinError(f"the dynamic loader could not be asked: {error}") from error
+
+
+def _cache_roots(existing: Mapping[str, str]) -> list[Path]:
+    roots = []
+    caches = existing.get("XDG_CACHE_HOME", "")
+    home = existing.get("HOME", "")
+    if os.path.isabs(caches):
+        roots.append(Path(caches, "crux_torch"))
+    elif os.path.isabs(home):
+        roots.append(Path(home, ".cache", "crux_torch"))
+    roots.append(Path(tempfile.gettempdir(), f"crux_torch-{os.geteuid()}"))
+    return roots
+
+
+def _preloaded(env: Mapping[str, str]) -> list[str]:
+    return [entry for entry in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if entry]
+
+
+def _is_ours(path: str) -> bool:
+    """Whether it is a stand-in that was made before, or the transport library."""
+    named = Path(path)
+    if named.name in (NCCL_NAME, PROGRAM_NAME):
+        return named.parent.name.startswith(_FOLDER_PREFIX)
+    return named == TRANSPORT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a program whose queue pairs go through the transport library."""
+    parser = argparse.ArgumentParser(prog="python -m crux_torch.apply.standin", description=__doc__)
+    parser.add_argument(
+        "--print-env", action="store_true", help="print what has to be exported, and end"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")
+    options = parser.parse_args(arguments)
+    if bool(options.command) == options.print_env:
+        parser.error("either --print-env or a program")
+    variables = environment(os.environ)
+    if options.print_env:
+        for name, value in variables.items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0 if variables else 1
+    command = options.command[1:] if options.command[0] == "--" else options.command
+    if not variables:
+        logger.warning("%s runs without it", command[0])
+    os.execvpe(command[0], command, {**os.environ, **variables})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

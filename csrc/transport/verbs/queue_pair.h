@@ -1,0 +1,68 @@
+// One queue pair of this process: who it belongs to, how it was connected, what was set of it.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "../address.h"
+#include "../crux_transport.h"
+#include "../registry.h"
+#include "../standin/standin_abi.h"
+
+namespace crux::transport::verbs {
+
+// A call of ibv_modify_qp() as it was made.
+struct Transition {
+  ibv_qp_attr attributes{};
+  int mask = 0;
+
+  // Copies no more than the mask says is there: callers built against older headers have a
+  // shorter structure.
+  static Transition copy(const ibv_qp_attr& attributes, int mask);
+};
+
+// The part of an address vector that a plan decides on.
+struct Path {
+  uint8_t traffic_class = 0;
+  uint32_t flow_label = 0;
+
+  static Path of(const ibv_qp_attr& attributes);
+  void write(ibv_qp_attr& attributes) const;
+  friend bool operator==(const Path& a, const Path& b) {
+    return a.traffic_class == b.traffic_class && a.flow_label == b.flow_label;
+  }
+};
+
+struct QueuePair {
+  QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle);
+
+  const uint64_t id;
+  const crux_verbs_calls& real;
+  ibv_qp* const handle;
+  ibv_context* const context;
+  const uint32_t number;
+
+  mutable std::mutex mutex;  // guards all that follows
+  Name owner{};
+  crux_how how = CRUX_UNTOUCHED;
+  int error = 0;
+  ibv_qp_state state;
+  // The way to RTS, with what was modified since.
+  Transition to_init, to_rtr, to_rts;
+  bool has_alternate_path = false;
+  Address local, peer;
+  uint32_t peer_number = 0;
+  Path path;
+  uint16_t udp_port = 0;  // 0: not known
+  uint64_t rate_Bps = 0;  // 0: no limit
+
+  // `call` has succeeded.
+  void remember(const Transition& call);
+  crux_connection describe() const;
+};
+
+}  // namespace crux::transport::verbs

@@ -1,0 +1,144 @@
+#include "queue_pairs.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "../transport.h"
+#include "flow_label.h"
+
+namespace crux::transport::verbs {
+namespace {
+
+constexpr int kEcnMask = 3;
+
+uint8_t with_dscp(uint8_t traffic_class, int dscp) {
+  return static_cast<uint8_t>(dscp << 2 | (traffic_class & kEcnMask));
+}
+
+}  // namespace
+
+QueuePairs& queue_pairs() {
+  static QueuePairs* const pairs = new QueuePairs;
+  return *pairs;
+}
+
+QueuePairs::Shared QueuePairs::add(const crux_verbs_calls& real, ibv_qp* handle) {
+  const std::lock_guard lock(mutex_);
+  Shared pair = std::make_shared<QueuePair>(++last_id_, real, handle);
+  if (const char* owner = current_owner()) pair->owner = to_name(owner);
+  by_handle_[handle] = pair;
+  return pair;
+}
+
+QueuePairs::Shared QueuePairs::find_or_add(const crux_verbs_calls& real, ibv_qp* handle) {
+  Shared pair = find(handle);
+  if (pair && pair->number == handle->qp_num && pair->context == handle->context) return pair;
+  return add(real, handle);
+}
+
+QueuePairs::Shared QueuePairs::find(uint64_t id) const {
+  for (Shared& pair : all()) {
+    if (pair->id == id) return std::move(pair);
+  }
+  return nullptr;
+}
+
+QueuePairs::Shared QueuePairs::find(const ibv_qp* handle) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = by_handle_.find(handle);
+  return found == by_handle_.end() ? nullptr : found->second;
+}
+
+void QueuePairs::remove(const ibv_qp* handle) {
+  const std::lock_guard lock(mutex_);
+  by_handle_.erase(handle);
+}
+
+void QueuePairs::restore(const Shared& pair) {
+  const std::lock_guard lock(mutex_);
+  by_handle_.try_emplace(pair->handle, pair);
+}
+
+std::vector<QueuePairs::Shared> QueuePairs::all() const {
+  std::vector<Shared> pairs;
+  const std::lock_guard lock(mutex_);
+  pairs.reserve(by_handle_.size());
+  for (const auto& [handle, pair] : by_handle_) pairs.push_back(pair);
+  std::sort(pairs.begin(), pairs.end(),
+            [](const Shared& a, const Shared& b) { return a->id < b->id; });
+  return pairs;
+}
+
+// The n-th queue pair to a destination takes the n-th port of its route, and over again; one that
+// was destroyed leaves its port to the next.
+uint16_t QueuePairs::take_port(const Route& route, QueuePair& pair) {
+  std::vector<uint16_t> usable;
+  for (uint16_t port : route.udp_ports) {
+    if (port >= kFirstUdpPort) usable.push_back(port);
+  }
+  if (usable.empty()) return 0;
+  std::unordered_map<uint16_t, size_t> users;
+  const std::lock_guard lock(mutex_);
+  for (const auto& [handle, other] : by_handle_) {
+    if (other.get() == &pair) continue;
+    const std::lock_guard other_lock(other->mutex);
+    if (other->peer == route.destination) ++users[other->udp_port];
+  }
+  const uint16_t port =
+      *std::min_element(usable.begin(), usable.end(),
+                        [&users](uint16_t a, uint16_t b) { return users[a] < users[b]; });
+  const std::lock_guard pair_lock(pair.mutex);
+  pair.peer = route.destination;
+  pair.udp_port = port;
+  return port;
+}
+
+int QueuePairs::connect(QueuePair& pair, const Transition& given) {
+  const Address peer = Address::v6(given.attributes.ah_attr.grh.dgid.raw);
+  const Path asked = Path::of(given.attributes);
+  Path wanted = asked;
+  const std::shared_ptr<const Route> route = transport()->routes.to(peer);
+  if (route) {
+    if (route->dscp >= 0) wanted.traffic_class = with_dscp(asked.traffic_class, route->dscp);
+    if (const uint16_t port = take_port(*route, pair)) wanted.flow_label = flow_label_of(port);
+  }
+  const std::optional<Label> label = labels.find(asked.traffic_class);
+  if (label && label->dscp >= 0) wanted.traffic_class = with_dscp(asked.traffic_class, label->dscp);
+
+  Transition call = given;
+  wanted.write(call.attributes);
+  int refused = 0;
+  int result = pair.real.modify_qp(pair.handle, &call.attributes, call.mask);
+  if (result != 0 && !(wanted == asked)) {
+    refused = result;
+    call = given;
+    result = pair.real.modify_qp(pair.handle, &call.attributes, call.mask);
+  }
+  const std::lock_guard lock(pair.mutex);
+  if (label) pair.owner = label->owner;
+  if (result != 0) {
+    pair.udp_port = 0;
+    return result;
+  }
+  pair.remember(call);
+  pair.error = refused;
+  pair.how = refused != 0 ? CRUX_REFUSED : wanted == asked ? CRUX_UNTOUCHED : CRUX_AT_RTR;
+  if (transport()->log) {
+    std::fprintf(stderr, "crux_transport: queue pair 0x%x to 0x%x: class %u, UDP port %u%s\n",
+                 pair.number, pair.peer_number, pair.path.traffic_class, pair.udp_port,
+                 refused != 0 ? " (the device refused the planned ones)" : "");
+  }
+  return 0;
+}
+
+int QueuePairs::modify(QueuePair& pair, const Transition& given) {
+  Transition call = given;
+  const int result = pair.real.modify_qp(pair.handle, &call.attributes, call.mask);
+  if (result == 0) {
+    const std::lock_guard lock(pair.mutex);
+    pair.remember(call);
+  }
+  return result;
+}
+
+}  // namespace crux::transport::verbs
