@@ -6,7 +6,6 @@ import json
 import os
 
 from crux_torch.apply import standin
-
 from lab.guest import CACHE
 from lab.requirement import LabUnavailableError
 

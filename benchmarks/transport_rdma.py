@@ -1,0 +1,112 @@
+"""Verbs through the stand-in for libibverbs against without, in the Soft-RoCE lab.
+
+    python benchmarks/transport_rdma.py [--rounds N] [--out DIR]
+
+perftest's ``ib_write_bw`` and ``ib_send_lat`` run between two Soft-RoCE devices in one boot of an
+emulated machine (docs/rdma-lab.md), with and without the stand-in in turn. Each round gives one
+ratio, so whatever slows the machine for longer than a round slows both. The stand-in is in the way
+of making and changing queue pairs; posting and polling pass it by, so the ratio should be 1.
+
+What this can't tell: how fast RDMA is. The processor is emulated and so is the device, and the
+figures of either side are a thousandth of what hardware does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from crux_torch.sim.commands.publish import publish
+from crux_torch.sim.results import Result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rdma"))
+from lab.guest import Guest
+from lab.play import play
+from lab.requirement import LabUnavailableError
+from lab.standin import environment
+from lab.step import Process
+from scenarios.speed import CASES, PROGRAMS
+
+#: The machine's start, and one program with its counterpart at their slowest.
+_START_S, _PROGRAM_S = 60, 5
+
+
+def figure(process: Process) -> float:
+    """What perftest found: average MB/s of a bandwidth test, typical µs of a latency test.
+
+    Raises:
+        click.ClickException: it failed.
+    """
+    lines = [line for line in process.stdout.splitlines() if not line.lstrip().startswith("-")]
+    values = lines[-1].split() if lines else []
+    if process.status != 0 or not values or not values[0].isdigit():
+        raise click.ClickException(f"{process}")
+    # #bytes #iterations peak average rate, or #bytes #iterations min max typical ...
+    return float(values[4 if process.argv[0] == "ib_send_lat" else 3])
+
+
+def row_of(program: str, figures: dict[str, list[float]]) -> dict[str, Any]:
+    """One row: figures of both cases, and the ratio of each round, above 1 where crux is better."""
+    plain, standin = (figures[case] for case in CASES)
+    latency = PROGRAMS[program][0] == "ib_send_lat"
+    ratios = [a / b if latency else b / a for a, b in zip(plain, standin, strict=True)]
+    return {
+        "program": program,
+        "unit": "us" if latency else "MB/s",
+        "plain": plain,
+        "standin": standin,
+        "ratio": ratios,
+    }
+
+
+def table(rows: list[dict[str, Any]], release: str) -> str:
+    """The rows as text: medians, and quartiles of the rounds' ratios."""
+    lines = [
+        f"Soft-RoCE on Linux {release} in an emulated machine, {len(rows[0]['ratio'])} rounds: the "
+        "ratio counts, not the speeds",
+        f"{'program':<20} {'unit':>5} {'without':>9} {'with':>9} {'ratio':>7} {'quartiles':>16}",
+    ]
+    for row in rows:
+        low, _, high = statistics.quantiles(row["ratio"], n=4)
+        without, within = (statistics.median(row[case]) for case in CASES)
+        lines.append(
+            f"{row['program']:<20} {row['unit']:>5} {without:>9.1f} {within:>9.1f} "
+            f"{statistics.median(row['ratio']):>7.3f} {f'{low:.3f} to {high:.3f}':>16}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--rounds", default=20, type=click.IntRange(2), help="Runs of each program.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/transport_rdma.{json,txt}.")
+def main(rounds: int, json_path: Path | None, out: Path | None) -> None:
+    """Times verbs through the stand-in against without."""
+    try:
+        guest = Guest.prepare()
+        timeout_s = _START_S + rounds * len(PROGRAMS) * len(CASES) * _PROGRAM_S
+        outcome = play(guest, "speed", environment(), str(rounds), timeout_s=timeout_s)
+    except LabUnavailableError as error:
+        raise click.ClickException(f"no Soft-RoCE lab here: {error}") from None
+    rows = []
+    for program in PROGRAMS:
+        figures = {
+            case: [
+                figure(outcome.steps[f"{program} {case} {i}"].processes[1]) for i in range(rounds)
+            ]
+            for case in CASES
+        }
+        rows.append(row_of(program, figures))
+    settings = {"rounds": rounds, "kernel": guest.kernel.release, "device": "rdma_rxe, emulated"}
+    publish(
+        Result("transport_rdma", settings, rows), table(rows, guest.kernel.release), json_path, out
+    )
+    outcome.remove()
+
+
+if __name__ == "__main__":
+    main()
