@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from crux_torch.apply import standin
 from crux_torch.apply import transport as transport_face
+from crux_torch.apply.standin import StandinError
 from crux_torch.apply.transport import Transport, TransportError
 from crux_torch.doctor import privileges, rdma, sockets, software, transport
 from crux_torch.doctor.check import Check
@@ -192,6 +194,21 @@ def device(name: str, driver: str, kind: str, layer: str = "Ethernet", up: bool 
 def test_verbs() -> None:
     assert only(rdma.verbs(lambda name: object())).state == "ok"
     assert "cannot open" in only(rdma.verbs(absent)).finding
+
+
+def test_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tmp_path / "libibverbs.so.1"
+    monkeypatch.setattr(standin, "find_real", lambda env: None)
+    assert list(rdma.stand_in({})) == []
+    monkeypatch.setattr(standin, "find_real", lambda env: real)
+    monkeypatch.setattr(standin, "prepare", lambda real, existing: tmp_path / "made")
+    assert only(rdma.stand_in({})).finding == f"{tmp_path}/made for {real}"
+
+    def refuse(real: Path, existing: Any) -> Path:
+        raise StandinError("no folder takes it")
+
+    monkeypatch.setattr(standin, "prepare", refuse)
+    assert only(rdma.stand_in({})).finding == "no folder takes it"
 
 
 def test_no_device_is_missing_and_none_is_needed() -> None:

@@ -41,6 +41,7 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         sockets.probing,
         privileges.live_paths,
         rdma.verbs,
+        lambda: rdma.stand_in(env),
         rdma.devices,
         lambda: rdma.nccl_class(env, settings),
         lambda: cluster.store(settings),

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from crux_torch.apply import nccl
+from crux_torch.apply import nccl, standin
 from crux_torch.doctor.check import Check
+from crux_torch.errors import CruxError
 from crux_torch.fabric.rdma import RdmaDevice, rdma_devices
 from crux_torch.settings import Settings
 
@@ -29,6 +30,22 @@ def verbs(load: Loader = ctypes.CDLL) -> Iterator[Check]:
         yield Check("libibverbs", "missing", str(error), cost, remedy)
     else:
         yield Check("libibverbs", "ok", f"{VERBS} loads")
+
+
+def stand_in(env: Mapping[str, str]) -> Iterator[Check]:
+    """Whether a stand-in can be made for the libibverbs that a job would load."""
+    part = "libibverbs stand-in"
+    try:
+        real = standin.find_real(env)
+        if real is None:
+            return
+        made = standin.prepare(real, existing=env)
+    except (CruxError, OSError) as error:
+        cost = "queue pairs keep the path and class that NCCL and its driver give them"
+        remedy = "apt-get install libibverbs-dev, then build again: pip install ."
+        yield Check(part, "missing", str(error), cost, remedy)
+    else:
+        yield Check(part, "ok", f"{made} for {real}")
 
 
 def devices(

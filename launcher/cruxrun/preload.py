@@ -1,4 +1,8 @@
-"""Loading the transport library before every process of a job (``LD_PRELOAD``)."""
+"""Loading the transport library before every process of a job (``LD_PRELOAD``).
+
+The stand-in for libibverbs is loaded only where there are RDMA devices: elsewhere no queue pair
+exists that it could see.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from crux_torch.apply import transport
+from crux_torch.apply import standin, transport
+from crux_torch.fabric.rdma import read_devices
 from crux_torch.settings import Settings
 
 logger = logging.getLogger("cruxrun")
@@ -28,7 +33,8 @@ def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
         env: what the workers inherit; libraries that it preloads already are kept.
 
     Returns:
-        ``LD_PRELOAD``, or nothing where the library is not wanted, not there or can't be loaded.
+        ``LD_PRELOAD``, with RDMA devices also what makes NCCL take the stand-in, or nothing where
+        the library is not wanted, not there or can't be loaded.
     """
     if not settings.transport:
         return {}
@@ -36,7 +42,10 @@ def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
     if found:
         logger.info("paths of connections can't be chosen: %s", found)
         return {}
-    return {VARIABLE: _with(str(transport.LIBRARY), env.get(VARIABLE, ""))}
+    variables = {VARIABLE: _with(str(transport.LIBRARY), env.get(VARIABLE, ""))}
+    if read_devices():
+        variables |= standin.environment({**env, **variables})
+    return variables
 
 
 def obstacle() -> str | None:

@@ -1,0 +1,132 @@
+"""Whether workers of ``cruxrun`` start with the transport library, and what keeps them from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crux_torch.apply import standin, transport
+from crux_torch.apply.transport import LIBRARY, TransportError
+from crux_torch.fabric.rdma import RdmaDevice
+from crux_torch.settings import Settings
+from cruxrun import preload
+
+WORKER = """
+import ctypes, json, os
+seen = getattr(ctypes.CDLL(None), "crux_transport_sees_sockets", lambda: None)()
+print(json.dumps([os.environ.get("LD_PRELOAD"), seen]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("preloaded", "expected"),
+    [
+        ("", "{}"),
+        ("/opt/libjemalloc.so", "{}:/opt/libjemalloc.so"),
+        ("a.so b.so:c.so", "{}:a.so:b.so:c.so"),
+        ("x.so:{}:y.so", "{}:x.so:y.so"),
+        ("libc.so.6:/usr/lib/libasan.so.8", "/usr/lib/libasan.so.8:{}:libc.so.6"),
+    ],
+)
+def test_comes_first_and_keeps_what_is_there(preloaded: str, expected: str) -> None:
+    env = {"LD_PRELOAD": preloaded.format(LIBRARY)}
+    assert preload.environment(Settings(), env) == {"LD_PRELOAD": expected.format(LIBRARY)}
+
+
+def test_switched_off_it_sets_nothing() -> None:
+    assert preload.environment(Settings.from_env({"CRUX_TRANSPORT": "0"}), {}) == {}
+
+
+def test_a_library_that_does_not_load_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise TransportError("libcrux_transport.so: not found: build it")
+
+    monkeypatch.setattr(transport.Transport, "load", fails)
+    monkeypatch.setattr(preload.logger, "propagate", True)
+    with caplog.at_level(logging.INFO, "cruxrun"):
+        assert preload.environment(Settings(), {"LD_PRELOAD": "a.so"}) == {}
+    [record] = caplog.records
+    assert "not found: build it" in record.getMessage()
+
+
+def test_a_path_that_the_loader_cannot_name_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    copy = folder / LIBRARY.name
+    copy.write_bytes(LIBRARY.read_bytes())
+    monkeypatch.setattr(transport, "LIBRARY", copy)
+    assert preload.environment(Settings(), {}) == {}
+    assert "space" in (preload.obstacle() or "")
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[RdmaDevice]:
+    present: list[RdmaDevice] = []
+    monkeypatch.setattr(preload, "read_devices", lambda: tuple(present))
+    return present
+
+
+def test_with_rdma_devices_programs_and_nccl_get_the_stand_in(
+    devices: list[RdmaDevice], tmp_path: Path
+) -> None:
+    env = {"LD_PRELOAD": "/lib/a.so", "HOME": str(tmp_path)}
+    try:
+        real = standin.find_real(env)
+        if real is None:
+            pytest.skip("no libibverbs (apt-get install libibverbs1)")
+        standin.prepare(real, existing=env)
+    except standin.StandinError as error:
+        pytest.skip(str(error))
+    assert preload.environment(Settings(), env) == {"LD_PRELOAD": f"{LIBRARY}:/lib/a.so"}
+    devices.append(RdmaDevice("mlx5_0"))
+    variables = preload.environment(Settings(), env)
+    loaded = variables["LD_PRELOAD"].split(":")
+    assert sorted(Path(entry).name for entry in loaded) == [
+        *("a.so", LIBRARY.name, standin.NCCL_NAME, standin.PROGRAM_NAME),
+    ]
+    assert variables[standin.NCCL_VARIABLE] in loaded
+
+
+def test_without_a_stand_in_the_library_is_loaded_all_the_same(
+    devices: list[RdmaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices.append(RdmaDevice("mlx5_0"))
+    monkeypatch.setattr(standin, "find_real", lambda env: None)
+    assert preload.environment(Settings(), {}) == {"LD_PRELOAD": str(LIBRARY)}
+
+
+def test_workers_of_a_job_have_it_unless_switched_off(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_", "LD_"))}
+    launcher = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=1"]
+    runs = {
+        name: subprocess.Popen(
+            [*launcher, *flags, str(worker)],
+            env={**clean, "CRUX_STORE": "none", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, flags, env in (
+            ("default", [], {}),
+            ("off", [], {"CRUX_TRANSPORT": "0"}),
+            ("disabled", ["--crux-disable"], {}),
+        )
+    }
+    told = {}
+    for name, run in runs.items():
+        out, err = run.communicate(timeout=120)
+        assert run.returncode == 0, err
+        told[name] = json.loads(out.splitlines()[-1])
+    assert told == {"default": [str(LIBRARY), 1], "off": [None, None], "disabled": [None, None]}
