@@ -1,0 +1,402 @@
+"""Steering in a fabric of network namespaces, confirmed by what its spines have carried."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crux_torch.apply.transport import LIBRARY
+from examples.demo import netns
+from examples.demo.fabric import Fabric, FabricSpec, Host
+
+_OK, _REASON = netns.available()
+pytestmark = pytest.mark.skipif(not _OK, reason=_REASON)
+
+PORT, STORE = 5001, 29500
+SENT = 60_000
+FIRST, LAST = 20000, 28999
+
+# Takes connections, and answers each with a byte after what it announced to send.
+_SERVER = """
+import socket, sys, threading
+def serve(listener):
+    while True:
+        peer, _ = listener.accept()
+        print(listener.getsockname()[1], flush=True)
+        threading.Thread(target=read, args=(peer,), daemon=True).start()
+def read(peer):
+    left = int(sys.argv[2])
+    while left > 0:
+        data = peer.recv(1 << 16)
+        if not data: return
+        left -= len(data)
+    peer.sendall(b".")
+listeners = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[3:]]
+for listener in listeners: threading.Thread(target=serve, args=(listener,)).start()
+print("up", flush=True)
+"""
+
+# For each line of input, a connection to the address and port in it; tells how it was made.
+_CLIENT = """
+import json, os, socket, sys, time
+from crux_torch.apply.transport import Route, Transport
+t = Transport.load()
+held = []
+for line in sys.stdin:
+    order = json.loads(line)
+    if "routes" in order:
+        routes = order["routes"]
+        t.set_routes([Route(d, tuple(map(tuple, hops)), **more) for d, hops, more in routes])
+    family = socket.AF_INET6 if ":" in order["to"] else socket.AF_INET
+    s = socket.socket(family); begin = time.perf_counter()
+    s.connect((order["to"], order["port"])); taken_s = time.perf_counter() - begin
+    for _ in range(2):
+        s.sendall(bytes(order["bytes"] // 2))
+    answered = s.recv(1) == b"."
+    [me] = [c for c in t.connections() if c.id == os.fstat(s.fileno()).st_ino]
+    held.append(s)
+    print(json.dumps({"how": me.how, "error": me.error, "probes": me.probes, "via": me.via,
+        "via_ttl": me.via_ttl, "local_port": me.local_port, "dscp": me.dscp, "peer": me.peer,
+        "answered": answered, "taken_s": taken_s}), flush=True)
+"""
+
+
+class Client:
+    """One program on one host whose every connection may be steered."""
+
+    def __init__(self, fabric: Fabric, host: Host, **env: str) -> None:
+        loaded = {"LD_PRELOAD": str(LIBRARY), "CRUX_TRANSPORT_STEER_ALL": "1"}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+        self._process = fabric.popen(
+            host,
+            [sys.executable, "-c", _CLIENT],
+            env={**inherited, **loaded, **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def connect(self, to: str, port: int = PORT, nbytes: int = SENT, **order: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        order |= {"to": to, "port": port, "bytes": nbytes}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, "the client has ended"
+        return json.loads(line)
+
+
+def _serve(fabric: Fabric, host: Host, *ports: int) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", _SERVER, host.address, str(SENT), *map(str, ports)]
+    server = fabric.popen(host, argv, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline().strip() == "up"
+    return server
+
+
+@contextlib.contextmanager
+def _fabric(spines: int) -> Iterator[tuple[Fabric, Host, Host]]:
+    with Fabric(FabricSpec(spines=spines, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
+        yield fabric, fabric.host(0, 0), fabric.host(1, 0)
+
+
+def _via(to: Host, spine: int, **more: Any) -> list[Any]:
+    """The route over a spine, as its side towards leaf 0 answers."""
+    return [to.address, [[2, f"10.100.{spine}.2"]], more]
+
+
+def _carried(fabric: Fabric, leaf: int, spines: int) -> list[int]:
+    links = {c.link: sum(c.bytes.values()) for c in fabric.counters()}
+    return [links[f"leaf{leaf}->spine{j}"] for j in range(spines)]
+
+
+@pytest.mark.parametrize("spines", [2, 4])
+def test_the_planned_spine_is_taken_every_time(spines: int) -> None:
+    with _fabric(spines) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        client = Client(fabric, a)
+        for spine in itertools.islice(itertools.cycle(range(spines)), 24):
+            before = _carried(fabric, 0, spines)
+            told = client.connect(to.address, routes=[_via(to, spine)])
+            after = _carried(fabric, 0, spines)
+            assert (told["how"], told["error"]) == ("at_connect", 0)
+            assert (told["via_ttl"], told["via"]) == (2, f"10.100.{spine}.2")
+            assert FIRST <= told["local_port"] <= LAST
+            sent = [now - then for now, then in zip(after, before, strict=True)]
+            others = sum(sent) - sent[spine]
+            assert sent[spine] >= SENT > 4 * others, "probes are all that others carry"
+
+
+def test_routes_of_a_file_steer_a_program_without_a_python_face(tmp_path: Path) -> None:
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        for spine in (0, 1):
+            routes = tmp_path / f"routes{spine}"
+            routes.write_text(f"{to.address} via 2:10.100.{spine}.2 dscp 48\n")
+            client = Client(fabric, a, CRUX_TRANSPORT_ROUTES=str(routes), CRUX_PORTS="30000-30999")
+            before = {c.link: c.bytes for c in fabric.counters()}
+            told = client.connect(to.address)
+            after = {c.link: c.bytes for c in fabric.counters()}
+            assert (told["how"], told["dscp"]) == ("at_connect", 48)
+            assert 30000 <= told["local_port"] <= 30999
+            link = f"leaf0->spine{spine}"
+            assert after[link][6] - before[link][6] >= SENT, "DSCP 48 is level 6"
+
+
+def test_other_destinations_and_stores_are_left_alone() -> None:
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT, STORE)
+        client = Client(fabric, a, MASTER_PORT=str(STORE))
+        other = Host(1, 9, "", "10.9.0.2")
+        for order in (
+            {"port": STORE, "routes": [_via(to, 0, dscp=40)]},
+            {"port": PORT, "routes": [_via(other, 0, dscp=40)]},
+            {"port": PORT, "routes": []},
+        ):
+            told = client.connect(to.address, **order)
+            assert told["how"] == "untouched"
+            assert (told["probes"], told["dscp"], told["answered"]) == (0, 0, True)
+            assert not FIRST <= told["local_port"] <= LAST
+
+
+def test_a_path_that_is_not_there_is_told_and_the_connection_made() -> None:
+    with _fabric(2) as (fabric, a, to):
+        server = _serve(fabric, to, PORT)
+        client = Client(fabric, a, CRUX_TRANSPORT_PROBE_MS="100")
+        told = client.connect(to.address, routes=[_via(to, 7)])
+        assert (told["how"], told["error"]) == ("refused", errno.EHOSTUNREACH)
+        assert told["via"] in ("10.100.0.2", "10.100.1.2")
+        assert told["answered"]
+        # One hop too far is the destination: its probes must not become connections there.
+        told = client.connect(to.address, routes=[[to.address, [[4, "10.100.0.2"]], {}]])
+        assert told["how"] == "refused"
+        assert told["error"] in (errno.ETIMEDOUT, errno.ERANGE)
+        assert told["answered"]
+        assert told["probes"] > 0
+        time.sleep(0.2)
+        server.terminate()
+        assert server.stdout is not None
+        accepted = server.stdout.read().split()
+        assert len(accepted) == 2 or told["error"] == errno.ERANGE
+
+
+def test_every_listed_hop_has_to_answer_as_planned() -> None:
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        client = Client(fabric, a, CRUX_TRANSPORT_PROBE_MS="100")
+        near, far = [1, a.gateway], [3, "10.100.17.1"]
+        both = [to.address, [near, [2, "10.100.1.2"], far, [3, "10.100.16.1"]], {}]
+        told = client.connect(to.address, routes=[both])
+        assert (told["how"], told["via_ttl"]) == ("at_connect", 3), told
+        wrong = [to.address, [[1, "10.0.0.99"], [2, "10.100.1.2"]], {}]
+        told = client.connect(to.address, routes=[wrong])
+        assert (told["how"], told["error"]) == ("refused", errno.EHOSTUNREACH)
+
+
+def test_an_ipv6_socket_to_an_ipv4_host_is_steered() -> None:
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        client = Client(fabric, a)
+        for spine in (0, 1, 1, 0):
+            before = _carried(fabric, 0, 2)
+            route = _via(to, spine, dscp=40)
+            told = client.connect(f"::ffff:{to.address}", routes=[route])
+            after = _carried(fabric, 0, 2)
+            assert (told["how"], told["peer"], told["dscp"]) == ("at_connect", to.address, 40)
+            assert after[spine] - before[spine] >= SENT
+
+
+def test_routers_that_limit_their_answers_delay_a_connection_no_longer_than_allowed() -> None:
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        for j in range(2):
+            # One answer each 200 ms to one host, after a burst of six.
+            limit = "echo 200 > /proc/sys/net/ipv4/icmp_ratelimit"
+            argv = ["ip", "netns", "exec", f"{fabric.prefix}spine{j}", "sh", "-c", limit]
+            subprocess.run(argv, check=True)
+        client = Client(fabric, a, CRUX_TRANSPORT_PROBE_MS="3000")
+        steered = [client.connect(to.address, routes=[_via(to, i % 2)]) for i in range(4)]
+        assert [told["how"] for told in steered] == ["at_connect"] * 4
+        hasty = Client(fabric, a, CRUX_TRANSPORT_PROBE_MS="30")
+        for i in range(4):
+            told = hasty.connect(to.address, routes=[_via(to, i % 2)])
+            assert told["answered"]
+            assert told["how"] == "at_connect" or told["error"] in (
+                errno.ETIMEDOUT,
+                errno.EHOSTUNREACH,
+            )
+
+
+def test_many_processes_that_connect_at_once_all_get_their_path() -> None:
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        clients = [Client(fabric, a, CRUX_PORTS="21000-21127") for _ in range(4)]
+        ports = set()
+        for round_ in range(6):
+            spine = round_ % 2
+            order = json.dumps(
+                {"to": to.address, "port": PORT, "bytes": SENT, "routes": [_via(to, spine)]}
+            )
+            for client in clients:
+                assert client._process.stdin is not None
+                print(order, file=client._process.stdin, flush=True)
+            for client in clients:
+                assert client._process.stdout is not None
+                told = json.loads(client._process.stdout.readline())
+                assert (told["how"], told["via"]) == ("at_connect", f"10.100.{spine}.2")
+                ports.add(told["local_port"])
+        assert len(ports) == 24, "each connection has a port of its own"
+
+
+_RANK = """
+import json, os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from crux_torch.apply.transport import Route, Transport
+rank, peer, hop = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+t = Transport.load()
+t.set_routes([Route(peer, ((2, hop),), dscp=40)])
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+layers = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+model = DistributedDataParallel(torch.nn.Sequential(*layers))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+torch.manual_seed(rank)
+losses = []
+for _ in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.randn(32, 256)).square().mean()
+    loss.backward(); optimizer.step(); losses.append(loss.item())
+total = sum(p.double().sum().item() for p in model.parameters())
+store = int(os.environ["MASTER_PORT"])
+told = [(c.how, c.dscp, c.via, c.bytes_sent) for c in t.connections()
+        if store not in (c.peer_port, c.local_port) and c.owner.startswith("libtorch")]
+stores = [(c.how, c.dscp) for c in t.connections() if c.peer_port == store]
+dist.barrier()
+print(json.dumps({"total": total, "losses": losses, "gloo": told, "stores": stores}), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _train(fabric: Fabric, spine: int | None) -> list[Any]:
+    ranks = []
+    for rank in range(2):
+        host, peer = fabric.host(rank, 0), fabric.host(1 - rank, 0)
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+        env |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": fabric.host(0, 0).address,
+            "MASTER_PORT": str(STORE),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
+        if spine is not None:
+            env["LD_PRELOAD"] = str(LIBRARY)
+        hop = f"10.100.{16 * rank + (spine or 0)}.2"
+        argv = [sys.executable, "-c", _RANK, peer.address, hop]
+        ranks.append(fabric.popen(host, argv, env=env, stdout=subprocess.PIPE, text=True))
+    return [json.loads(rank.communicate(timeout=90)[0].splitlines()[-1]) for rank in ranks]
+
+
+def test_a_ddp_pair_over_gloo_takes_the_planned_spine() -> None:
+    with Fabric(FabricSpec(spines=4, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
+        stock = _train(fabric, None)
+        before = _carried(fabric, 1, 4)
+        spine = before.index(min(before))
+        told = _train(fabric, spine)
+        after = _carried(fabric, 1, 4)
+        assert [t["losses"] for t in told] == [t["losses"] for t in stock]
+        assert [t["total"] for t in told] == [t["total"] for t in stock]
+        # Gloo's higher rank connects; the lower one accepts.
+        [[how, dscp, via, _]] = told[1]["gloo"]
+        assert (how, dscp, via) == ("at_connect", 40, f"10.100.{16 + spine}.2")
+        assert [how for how, *_ in told[0]["gloo"]] == ["untouched"]
+        for rank in told:
+            assert rank["stores"]
+            assert all(s == ["untouched", 0] for s in rank["stores"])
+        sent = [now - then for now, then in zip(after, before, strict=True)]
+        assert sent[spine] > 5_000_000
+        assert sent[spine] > 20 * (sum(sent) - sent[spine])
+
+
+@contextlib.contextmanager
+def _ipv6_network() -> Iterator[tuple[Host, Host]]:
+    """Two routers side by side between two hosts; the first host's leaf hashes onto them."""
+    prefix = netns.owner_prefix(os.getpid(), 990)
+    source, leaf, to, *routers = names = [f"{prefix}{n}" for n in ("a", "leaf", "b", "r0", "r1")]
+    cables = [f"link add eth0 netns {source} type veth peer name host netns {leaf}"]
+    setup: dict[str, list[str]] = {name: ["link set lo up"] for name in names}
+
+    def port(name: str, device: str, address: str) -> None:
+        setup[name] += [f"addr add {address} dev {device} nodad", f"link set {device} up"]
+
+    port(source, "eth0", "fd00:a::2/64")
+    port(leaf, "host", "fd00:a::1/64")
+    setup[source].append("route add default via fd00:a::1")
+    setup[to].append("addr add fd00:b::2/128 dev lo nodad")
+    for j, router in enumerate(routers):
+        cables.append(f"link add up{j} netns {leaf} type veth peer name west netns {router}")
+        cables.append(f"link add east netns {router} type veth peer name eth{j} netns {to}")
+        port(leaf, f"up{j}", f"fd00:c{j}::1/64")
+        port(router, "west", f"fd00:c{j}::2/64")
+        port(router, "east", f"fd00:d{j}::1/64")
+        port(to, f"eth{j}", f"fd00:d{j}::2/64")
+        setup[router].append(f"route add fd00:a::/64 via fd00:c{j}::1")
+        setup[router].append(f"route add fd00:b::2/128 via fd00:d{j}::2")
+    hops = " ".join(f"nexthop via fd00:c{j}::2 dev up{j}" for j in range(2))
+    setup[leaf].append(f"route add fd00:b::2/128 {hops}")
+    setup[to].append("route add fd00:a::/64 via fd00:d0::1")
+    sysctls = {
+        "conf/all/forwarding": "1",
+        "fib_multipath_hash_policy": "3",
+        "fib_multipath_hash_fields": "0x33",
+        "icmp/ratelimit": "0",
+    }
+    script = "\n".join(f"echo {v} > /proc/sys/net/ipv6/{k}" for k, v in sysctls.items())
+    try:
+        netns.run_batch("ip", "".join(f"netns add {name}\n" for name in names))
+        for name in (leaf, *routers):
+            subprocess.run(["ip", "netns", "exec", name, "sh", "-ec", script], check=True)
+        netns.run_batch("ip", "\n".join(cables) + "\n")
+        for name, commands in setup.items():
+            netns.run_batch("ip", "\n".join(commands) + "\n", name)
+        yield Host(0, 0, source, "fd00:a::2"), Host(1, 0, to, "fd00:b::2")
+    finally:
+        netns.remove(names)
+
+
+def test_an_ipv6_connection_is_steered() -> None:
+    server = _SERVER.replace("(port)))", "(port)), family=socket.AF_INET6)")
+    with _ipv6_network() as (source, to), contextlib.closing(Fabric()) as runner:
+        argv = [sys.executable, "-c", server, to.address, str(SENT), str(PORT)]
+        sink = runner.popen(to, argv, stdout=subprocess.PIPE, text=True)
+        assert sink.stdout is not None
+        assert sink.stdout.readline().strip() == "up"
+        # Fresh interfaces take a second until they know their neighbours.
+        client = Client(runner, source, CRUX_TRANSPORT_PROBE_MS="5000")
+        for j in (0, 1, 1, 0, 0, 1):
+            before = _received(f"{source.namespace[:-1]}r{j}")
+            route = [to.address, [[2, f"fd00:c{j}::2"]], {"dscp": 40}]
+            told = client.connect(to.address, routes=[route])
+            assert (told["how"], told["via"], told["dscp"]) == ("at_connect", f"fd00:c{j}::2", 40)
+            assert _received(f"{source.namespace[:-1]}r{j}") - before >= SENT
+
+
+def _received(router: str) -> int:
+    argv = ["ip", "-n", router, "-s", "-j", "link", "show", "west"]
+    [link] = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
+    return int(link["stats64"]["rx"]["bytes"])
