@@ -32,6 +32,8 @@ _SO_ATTACH_FILTER = 26
 #: A classic BPF program of one instruction, "return 0": drop everything.
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
 _TCP_ACK = 0x10
+_REMEMBER_S, _MOST_REMEMBERED = 60.0, 4096
+_depths: dict[tuple[str, str, int], tuple[float, tuple[int, ...]]] = {}
 _ATTEMPTS = 4
 
 _NEEDS_RAW = (
@@ -115,7 +117,7 @@ def trace_connection(
         asked = (
             tuple(sorted(set(ttls)))
             if ttls is not None
-            else sound(here[0], there[0], max_ttl, answer_wait_s, until).ttls
+            else _routers_between(here[0], there[0], max_ttl, answer_wait_s, until)
         )
         if not asked:
             return Trace(here, there, protocol, (), "socket", "no router is on the way")
@@ -129,6 +131,20 @@ def trace_connection(
     except OSError as error:
         return Trace(here, there, protocol, reason=error.strerror or str(error))
     return _result(here, there, protocol, hops, "raw")
+
+
+def _routers_between(
+    local: str, peer: str, max_ttl: int, answer_wait_s: float, until: float
+) -> tuple[int, ...]:
+    """As :attr:`Depth.ttls`; remembered for a minute, because a peer limits its answers."""
+    now = time.monotonic()
+    known = _depths.get((local, peer, max_ttl))
+    if known is None or now - known[0] > _REMEMBER_S:
+        known = (now, sound(local, peer, max_ttl, answer_wait_s, until).ttls)
+        if len(_depths) >= _MOST_REMEMBERED:
+            _depths.clear()
+        _depths[local, peer, max_ttl] = known
+    return known[1]
 
 
 def _result(

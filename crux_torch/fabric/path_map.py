@@ -89,7 +89,8 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             TTL that was asked.
         inferred: TTLs that answered slowly, and that were not asked of every port any more once
             the answers of the others had foretold theirs often enough.
-        distance: the TTL at which packets reach the destination; None where it did not answer.
+        distance: the smallest TTL at which packets were seen to reach the destination; None where
+            it did not answer or the hops were given.
         confidence: that no path was missed which takes an equal share or more: see
             :func:`draws_needed`. It speaks of the ports whose every hop answered.
         ended: why probing stopped: ``confident``, ``found`` (enough ports over the wanted hops),
@@ -143,17 +144,12 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
         The path with the most ports first; equal ones in the order in which they were found.
         """
-        found: dict[Hops, list[int]] = {}
-        for port, hops in self.hops.items():
-            if self.is_complete(hops):
-                found.setdefault(hops, []).append(port)
-        ordered = sorted(found.items(), key=lambda item: -len(item[1]))
-        return {hops: tuple(ports) for hops, ports in ordered}
+        return self._grouped(complete=True)
 
-    @property
-    def incomplete(self) -> tuple[int, ...]:
-        """Source ports of which a hop did not answer."""
-        return tuple(port for port, hops in self.hops.items() if not self.is_complete(hops))
+    @cached_property
+    def partial(self) -> Mapping[Hops, tuple[int, ...]]:
+        """The other source ports: those of which a hop did not answer that answered for others."""
+        return self._grouped(complete=False)
 
     @property
     def decides(self) -> bool:
@@ -163,6 +159,14 @@ class PathMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def is_complete(self, hops: Hops) -> bool:
         """Whether everyone on the way answered who ever answers."""
         return all(address or ttl in self.silent for ttl, address in hops)
+
+    def _grouped(self, complete: bool) -> Mapping[Hops, tuple[int, ...]]:
+        found: dict[Hops, list[int]] = {}
+        for port, hops in self.hops.items():
+            if self.is_complete(hops) == complete:
+                found.setdefault(hops, []).append(port)
+        ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+        return {hops: tuple(ports) for hops, ports in ordered}
 
     def ports_via(self, hops: Sequence[WantedHop]) -> tuple[int, ...]:
         """The source ports that pass all of ``hops``, in the order in which they were drawn.

@@ -23,7 +23,8 @@ class Depth:
     """What was found on the way.
 
     Attributes:
-        distance: the TTL at which packets reach the peer; None where it does not say.
+        distance: the smallest TTL at which packets were seen to reach the peer; None where it does
+            not say. A peer limits its answers too, so it may be nearer.
         routers: who answered at each TTL before.
         sent: probes.
         answered: probes that were answered.
@@ -36,9 +37,12 @@ class Depth:
 
     @property
     def ttls(self) -> tuple[int, ...]:
-        """TTLs that end at a router, not at the peer: up to the last that is known to be one."""
-        last = max(self.routers, default=0) if self.distance is None else self.distance - 1
-        return tuple(range(1, last + 1))
+        """TTLs that surely end at a router, not at the peer: up to the last that answered.
+
+        Not up to the peer's distance: where its answer to a smaller TTL was lost, it is nearer. A
+        router that is silent and the last one would tell nothing anyway.
+        """
+        return tuple(range(1, max(self.routers, default=0) + 1))
 
 
 def sound(source: str, destination: str, max_ttl: int, answer_wait_s: float, until: float) -> Depth:
@@ -63,6 +67,9 @@ def sound(source: str, destination: str, max_ttl: int, answer_wait_s: float, unt
             _ask(packets, ttls, depth, refusals, answer_wait_s, until)
             if depth.distance is not None or depth.answered == before or time.monotonic() >= until:
                 break
+        gap = range(max(depth.routers, default=0) + 1, depth.distance or 0)
+        if gap:
+            _ask(packets, gap, depth, refusals, answer_wait_s, until)
     if depth.answered:
         return depth
     if refusals:

@@ -37,9 +37,11 @@ class Report:
     via: tuple[str, ...] = ()
     cached_s: float | None = None
 
-    def paths(self) -> list[tuple[Hops, tuple[int, ...]]]:
-        """The paths that pass all of ``via``, with their ports."""
-        return [(hops, ports) for hops, ports in self.found.paths.items() if self._passes(hops)]
+    def rows(self) -> list[tuple[str, Hops, tuple[int, ...]]]:
+        """Number, hops and ports of the paths that pass all of ``via``; ``?``: partly seen."""
+        groups = [(str(i), *group) for i, group in enumerate(self.found.paths.items(), start=1)]
+        groups += [("?", *group) for group in self.found.partial.items()]
+        return [group for group in groups if self._passes(group[1])]
 
     def ports_via(self) -> tuple[int, ...]:
         """The source ports whose path passes all of ``via``, in the order of their numbers."""
@@ -71,7 +73,7 @@ def as_json_text(report: Report) -> str:
                 ],
                 "ports": list(ports),
             }
-            for hops, ports in found.paths.items()
+            for hops, ports in (*found.paths.items(), *found.partial.items())
         ],
     }
     if report.via:
@@ -92,11 +94,10 @@ def render(report: Report, console: Console | None = None) -> None:
     table.add_column("ports", justify="right")
     table.add_column("share", justify="right")
     table.add_column("source ports")
-    total = sum(len(ports) for ports in found.paths.values())
-    for number, (hops, ports) in enumerate(report.paths(), start=1):
+    for number, hops, ports in report.rows():
         way = " > ".join(found.names(hops, report.topology)) or "no router on the way"
-        share = f"{100 * len(ports) / total:.0f}%"
-        table.add_row(str(number), Text(way), str(len(ports)), share, _examples(ports))
+        share = f"{100 * len(ports) / len(found.hops):.0f}%"
+        table.add_row(number, Text(way), str(len(ports)), share, _examples(ports))
     console.print(table)
     for line in _footnotes(report):
         console.print(Text(line))
@@ -130,12 +131,14 @@ def _footnotes(report: Report) -> list[str]:
             "again: something else than the source port picks the path (spraying of packets, "
             "IPv6 flow labels, a change on the way), and this table foretells nothing"
         )
-    if found.incomplete:
+    if found.partial:
+        count = sum(map(len, found.partial.values()))
         lines.append(
-            f"{len(found.incomplete)} ports had a hop that did not answer, and are in no row"
+            f"{count} ports had a hop that answered for others but not for them (*): a path over "
+            "a silent router, or lost answers; the probability above does not speak of them"
         )
     if found.silent:
-        lines.append(f"nobody ever answered at TTL {', '.join(map(str, found.silent))} (*)")
+        lines.append(f"nobody answered for any port at TTL {', '.join(map(str, found.silent))} (*)")
     if found.inferred:
         ttls = ", ".join(map(str, found.inferred))
         lines.append(

@@ -1,0 +1,477 @@
+"""Probing and tracing in the fabric of network namespaces, against its byte counters."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crux_torch.fabric.path_map import PathMap
+from examples.demo import netns
+from examples.demo.fabric import Fabric, FabricSpec, Host
+
+_OK, _REASON = netns.available()
+pytestmark = pytest.mark.skipif(not _OK, reason=_REASON)
+
+FLOWS = 24
+#: Enough to stand out from ARP and probes, quick at 200 Mbit/s.
+FLOW_BYTES = 100_000
+
+# Takes what comes, TCP and UDP, on one port; says how many connections and what they brought.
+_SINK = """
+import hashlib, json, socket, sys, threading
+address, port = sys.argv[1], int(sys.argv[2])
+family = socket.AF_INET6 if ":" in address else socket.AF_INET
+listener = socket.create_server((address, port), family=family, backlog=64)
+datagrams = socket.socket(family, socket.SOCK_DGRAM); datagrams.bind((address, port))
+done = []
+def serve():
+    while True:
+        peer, _ = listener.accept()
+        threading.Thread(target=take, args=(peer,), daemon=True).start()
+def take(peer):
+    digest, count = hashlib.sha256(), 0
+    try:
+        while data := peer.recv(1 << 16):
+            digest.update(data); count += len(data)
+        peer.sendall(digest.hexdigest().encode())
+    finally:
+        done.append(count); peer.close()
+threading.Thread(target=serve, daemon=True).start()
+print("ready", flush=True)
+for line in sys.stdin:
+    print(json.dumps(done), flush=True)
+"""
+
+# For each line "tcp|udp PORT": sends from that port, and says so when all of it has arrived.
+_SENDER = """
+import socket, sys
+source, to, port, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+family = socket.AF_INET6 if ":" in to else socket.AF_INET
+print("ready", flush=True)
+for line in sys.stdin:
+    protocol, sport = line.split()
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    with socket.socket(family, kind) as s:
+        s.bind((source, int(sport))); s.connect((to, port))
+        if protocol == "tcp":
+            s.sendall(bytes(size)); s.shutdown(socket.SHUT_WR); s.recv(100)
+        else:
+            for _ in range(size // 1000): s.send(bytes(1000))
+    print("sent", flush=True)
+"""
+
+_PROBE = """
+import sys
+from crux_torch.fabric.probe import Rules, probe
+options = eval(sys.argv[4]) if len(sys.argv) > 4 else {}
+print(probe(sys.argv[1], int(sys.argv[2]), sys.argv[3], **options).to_json().decode())
+"""
+
+
+def probed(
+    fabric: Fabric, host: Host, to: str, port: int, protocol: str, options: str = "{}"
+) -> PathMap:
+    argv = [sys.executable, "-c", _PROBE, to, str(port), protocol, options]
+    return PathMap.from_json(fabric.run(host, argv).encode())
+
+
+class Talker:
+    """A program on a host that answers every line with a line."""
+
+    def __init__(self, fabric: Fabric, host: Host, program: str, *args: object) -> None:
+        argv = [sys.executable, "-c", program, *map(str, args)]
+        self.process = fabric.popen(
+            host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._line() == "ready"
+
+    def __call__(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@contextmanager
+def built(spines: int, **spec: Any) -> Iterator[tuple[Fabric, Host, Host]]:
+    with Fabric(FabricSpec(spines=spines, hosts_per_leaf=1, **spec)) as fabric:
+        yield fabric, fabric.host(0, 0), fabric.host(1, 0)
+
+
+def sent_over(fabric: Fabric, before: dict[str, int] | None = None) -> dict[str, int]:
+    """Bytes that the first leaf sent to each spine, since ``before``."""
+    counters = {
+        counter.link.removeprefix("leaf0->"): sum(counter.bytes.values())
+        for counter in fabric.counters()
+        if counter.link.startswith("leaf0->")
+    }
+    return {spine: count - (before or {}).get(spine, 0) for spine, count in counters.items()}
+
+
+def spine_taken(fabric: Fabric, before: dict[str, int], at_least: int) -> str:
+    """The spine that carried a flow; the others carried next to nothing."""
+    until = time.monotonic() + 5
+    while True:
+        moved = sorted(sent_over(fabric, before).items(), key=lambda item: -item[1])
+        # Datagrams may still be queued.
+        if moved[0][1] >= at_least or time.monotonic() > until:
+            break
+    assert moved[0][1] >= at_least
+    assert moved[1][1] < at_least / 10
+    return moved[0][0]
+
+
+def foretold(fabric: Fabric, found: PathMap, port: int) -> str:
+    return f"spine{fabric.spine_of(str(dict(found.hops[port])[2]))}"
+
+
+@pytest.mark.parametrize("spines", [2, 4, 8])
+def test_real_flows_take_the_foretold_spine(spines: int) -> None:
+    with built(spines) as (fabric, a, b):
+        sink = Talker(fabric, b, _SINK, b.address, 4791)
+        send = Talker(fabric, a, _SENDER, a.address, b.address, 4791, FLOW_BYTES)
+        for protocol in ("tcp", "udp"):
+            options = "{'rules': Rules(ports_per_path=12)}"
+            found = probed(fabric, a, b.address, 4791, protocol, options)
+            assert found.ended == "confident"
+            assert len(found.paths) == spines
+            assert found.distance == 4
+            assert found.repeated == 6
+            assert found.decides
+            if protocol == "tcp":
+                assert json.loads(sink("?")) == [], "no probe reached the listener"
+            ports = [port for group in found.paths.values() for port in group[: FLOWS // spines]]
+            assert len(ports) == FLOWS
+            hits = 0
+            for port in ports:
+                before = sent_over(fabric)
+                assert send(f"{protocol} {port}") == "sent"
+                hits += spine_taken(fabric, before, FLOW_BYTES) == foretold(fabric, found, port)
+            assert hits == FLOWS
+
+
+def test_the_kernels_own_icmp_limits_cost_time_only() -> None:
+    with built(4) as (fabric, a, b):
+        fast = probed(fabric, a, b.address, 4791, "udp")
+        for switch in [
+            name for name in netns.named(fabric.prefix) if re.search("leaf|spine", name)
+        ]:
+            sysctl(
+                switch, "ipv4/icmp_ratelimit=1000 ipv4/icmp_msgs_per_sec=1000 "
+                "ipv4/icmp_msgs_burst=50"
+            )  # fmt: skip
+        slow = probed(fabric, a, b.address, 4791, "udp", "{'rules': Rules(0.95, time_limit_s=60)}")
+        assert slow.ended == "confident"
+        assert set(slow.paths) == set(fast.paths)
+        assert slow.hops.items() <= fast.hops.items()
+        assert slow.decides
+        assert slow.answered < slow.sent
+        assert slow.seconds > fast.seconds
+        assert slow.inferred, "some hop was too slow to be asked for every port"
+
+
+def test_a_silent_spine_is_told() -> None:
+    with built(2) as (fabric, a, b):
+        # The limit of one namespace: nothing is left of a second's zero answers.
+        sysctl(
+            f"{fabric.prefix}spine1",
+            "ipv4/icmp_ratelimit=1000 ipv4/icmp_msgs_burst=0 ipv4/icmp_msgs_per_sec=0",
+        )
+        found = probed(fabric, a, b.address, 4791, "udp", "{'rules': Rules(0.9, retries=2)}")
+        assert found.ended == "confident"
+        assert {hops[1][1] for hops in found.paths} == {"10.100.0.2"}
+        assert {hops[1][1] for hops in found.partial} <= {None}
+
+
+def test_ipv6() -> None:
+    with built(2) as (fabric, a, b):
+        add_ipv6(fabric)
+        to = "fd00:1::2"
+        sink = Talker(fabric, b, _SINK, to, 4791)
+        send = Talker(fabric, a, _SENDER, "fd00:0::2", to, 4791, FLOW_BYTES)
+        for protocol in ("tcp", "udp"):
+            found = probed(fabric, a, to, 4791, protocol, "{'rules': Rules(ports_per_path=4)}")
+            assert found.source == "fd00::2"
+            assert found.ended == "confident"
+            assert {dict(hops)[2] for hops in found.paths} == {"fd00:100::2", "fd00:101::2"}
+            for group in found.paths.values():
+                for port in group[:4]:
+                    before = sent_over(fabric)
+                    assert send(f"{protocol} {port}") == "sent"
+                    spine = spine_taken(fabric, before, FLOW_BYTES)
+                    address = ip_address(str(dict(found.hops[port])[2]))
+                    assert address == ip_address(f"fd00:10{spine[-1]}::2")
+        assert json.loads(sink("?")) == [FLOW_BYTES] * 8
+
+
+def add_ipv6(fabric: Fabric) -> None:
+    """The fabric's IPv4 network once more in IPv6: two leaves, two spines, a host at each leaf."""
+    p = fabric.prefix
+    for name in netns.named(p):
+        sysctl(name, "ipv6/conf/all/forwarding=1 ipv6/conf/all/accept_dad=0 ipv6/icmp/ratelimit=0")
+    for i in (0, 1):
+        leaf, host = f"{p}leaf{i}", f"{p}h{i}-0"
+        sysctl(leaf, "ipv6/fib_multipath_hash_policy=3 ipv6/fib_multipath_hash_fields=51")
+        netns.run_batch(
+            "ip", f"addr add fd00:{i}::2/64 dev eth0 nodad\nroute add default via fd00:{i}::1\n",
+            host,
+        )  # fmt: skip
+        lines = [f"addr add fd00:{i}::1/64 dev host0 nodad"]
+        for j in (0, 1):
+            net = f"fd00:1{i}{j}:" if i else f"fd00:10{j}:"
+            lines.append(f"addr add {net}:1/64 dev up{j} nodad")
+            netns.run_batch(
+                "ip",
+                f"addr add {net}:2/64 dev down{i} nodad\n"
+                f"route add fd00:{i}::/64 via {net}:1 dev down{i}\n",
+                f"{p}spine{j}",
+            )
+        hops = " ".join(
+            f"nexthop via {f'fd00:1{i}{j}:' if i else f'fd00:10{j}:'}:2 dev up{j}" for j in (0, 1)
+        )
+        lines.append(f"route add fd00:{1 - i}::/64 {hops}")
+        netns.run_batch("ip", "\n".join(lines) + "\n", leaf)
+
+
+def sysctl(namespace: str, settings: str) -> None:
+    script = "\n".join(
+        "echo {1} > /proc/sys/net/{0}".format(*setting.split("=")) for setting in settings.split()
+    )
+    subprocess.run(["ip", "netns", "exec", namespace, "sh", "-ec", script], check=True)
+
+
+# --- live connections
+
+# Sends at 40 Mbit/s over one connection after the other, and traces each while it is busy.
+_LIVE = """
+import hashlib, json, os, socket, sys, threading, time
+from crux_torch.fabric.probe import trace_connection
+source, to, port, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+ttls = json.loads(sys.argv[5])
+print("ready", flush=True)
+for line in sys.stdin:
+    s = socket.socket(); s.bind((source, int(line))); s.connect((to, port))
+    digest, total, stop = hashlib.sha256(), 0, time.monotonic() + seconds
+    def send():
+        global total
+        while time.monotonic() < stop:
+            data = os.urandom(5000); s.sendall(data); digest.update(data); total += len(data)
+            time.sleep(0.001)
+    sender = threading.Thread(target=send); sender.start(); time.sleep(seconds / 3)
+    trace = trace_connection(s.getsockname(), s.getpeername(), "tcp", ttls=ttls)
+    sender.join(); s.shutdown(socket.SHUT_WR)
+    same = s.recv(100).decode() == digest.hexdigest()
+    s.close()
+    print(json.dumps({"hops": trace.hops, "method": trace.method, "reason": trace.reason,
+                      "bytes": total, "same": same}), flush=True)
+"""
+
+
+def tcp_counters(fabric: Fabric, host: Host) -> dict[str, int]:
+    text = fabric.run(host, ["cat", "/proc/net/netstat", "/proc/net/snmp"])
+    lines = [line.split() for line in text.splitlines()]
+    pairs = [
+        (f"{names[0]}{name}", int(value))
+        for names, values in zip(lines[::2], lines[1::2], strict=True)
+        for name, value in zip(names[1:], values[1:], strict=True)
+    ]
+    return dict(pairs)
+
+
+def test_a_live_connection_under_load_is_traced_and_undisturbed() -> None:
+    with built(4) as (fabric, a, b):
+        Talker(fabric, b, _SINK, b.address, 5001)
+        live = Talker(fabric, a, _LIVE, a.address, b.address, 5001, 0.25, "null")
+        hits, spines = 0, set()
+        for port in range(41000, 41000 + FLOWS):
+            before = sent_over(fabric)
+            told = json.loads(live(str(port)))
+            spine = spine_taken(fabric, before, told["bytes"])
+            spines.add(spine)
+            assert told["method"] == "raw", told["reason"]
+            assert [ttl for ttl, _ in told["hops"]] == [1, 2, 3]
+            hits += f"spine{fabric.spine_of(dict(told['hops'])[2])}" == spine
+            assert told["bytes"] > 100_000
+            assert told["same"]
+        assert hits == FLOWS
+        assert len(spines) == 4
+        there, here = tcp_counters(fabric, b), tcp_counters(fabric, a)
+        assert there["Tcp:InErrs"] == 0, "no traced segment got there"
+        assert there["TcpExt:TCPChallengeACK"] == 0
+        # This host's TCP saw the routers' errors for each segment, and took none for its own.
+        assert here["TcpExt:OutOfWindowIcmps"] == 3 * FLOWS
+        # Nothing was lost: on a busy machine TCP sends a segment again now and then, traced or
+        # not, and the peer had it already each time (DSACK).
+        assert here["Tcp:RetransSegs"] == here["TcpExt:TCPDSACKRecvSegs"]
+        assert not any(any(counter.drops.values()) for counter in fabric.counters())
+
+
+def test_a_trace_that_does_arrive_is_dropped_unread() -> None:
+    with built(2) as (fabric, a, b):
+        Talker(fabric, b, _SINK, b.address, 5001)
+        live = Talker(fabric, a, _LIVE, a.address, b.address, 5001, 1.0, "[2, 9]")
+        told = json.loads(live("41000"))
+        assert told["hops"][1] == [9, None]
+        assert told["same"]
+        there = tcp_counters(fabric, b)
+        assert there["Tcp:InCsumErrors"] > 0, "or this test proves nothing"
+        assert there["TcpExt:TCPChallengeACK"] == 0
+        assert there["Tcp:EstabResets"] == 0
+
+
+# A datagram flow of RoCEv2's: no socket of this host holds the port. Then one that a socket holds.
+_DATAGRAMS = """
+import json, os, socket, sys
+from crux_torch.fabric.probe import trace_connection
+source, to = sys.argv[1:]
+for port in range(50000, 50012):
+    traces = [trace_connection((source, port), (to, 4791), "udp")]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.bind((source, port)); s.connect((to, 4791))
+        traces.append(trace_connection((source, port), (to, 4791), "udp"))
+        s.setblocking(False)
+        try: s.send(b"still works")
+        except OSError as error: print(error)
+    print(json.dumps([[t.method, t.hops] for t in traces]))
+"""
+
+
+def test_datagram_flows_are_traced_whoever_holds_the_port() -> None:
+    with built(4) as (fabric, a, b):
+        options = "{'ports': range(50000, 50012), 'rules': Rules(ports_per_path=12)}"
+        found = probed(fabric, a, b.address, 4791, "udp", options)
+        assert found.ended == "ports"
+        Talker(fabric, b, _SINK, b.address, 4791)
+        out = fabric.run(a, [sys.executable, "-c", _DATAGRAMS, a.address, b.address])
+        for port, line in zip(range(50000, 50012), out.splitlines(), strict=True):
+            expected = [list(hop) for hop in found.hops[port]]
+            assert json.loads(line) == [["socket", expected], ["raw", expected]]
+
+
+_UNPRIVILEGED = """
+import json, os, socket, sys
+from crux_torch.fabric.probe import probe, trace_connection
+import encodings.idna
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+source, to = sys.argv[1:]
+held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); held.bind((source, 50001))
+traces = [trace_connection((source, 41000), (to, 5001), "tcp"),
+          trace_connection((source, 50000), (to, 4791), "udp"),
+          trace_connection((source, 50001), (to, 4791), "udp")]
+paths = [len(probe(to, 4791, protocol).paths) for protocol in ("tcp", "udp")]
+told = [[t.method, len(t.hops), t.reason, t.passes([(2, to)])] for t in traces]
+print(json.dumps({"traces": told, "paths": paths}))
+"""
+
+
+def test_without_privileges_probing_works_and_tracing_says_what_it_lacks() -> None:
+    with built(2) as (fabric, a, b):
+        out = fabric.run(a, [sys.executable, "-c", _UNPRIVILEGED, a.address, b.address])
+        told = json.loads(out)
+        assert told["paths"] == [2, 2]
+        tcp, free, held = told["traces"]
+        for method, hops, reason, passes in (tcp, held):
+            assert (method, hops, passes) == ("none", 0, None)
+            assert "CAP_NET_RAW" in reason
+            assert "setcap" in reason
+        assert free == ["socket", 3, "", False]
+
+
+# --- the command
+
+
+def crux(fabric: Fabric, host: Host, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "crux_torch.cli", "probe", *argv]
+    return subprocess.run(
+        ["ip", "netns", "exec", host.namespace, *command],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_command_names_the_switches_and_lists_ports(tmp_path: Path) -> None:
+    with built(4) as (fabric, a, b):
+        topology = tmp_path / "fabric.yaml"
+        topology.write_text(fabric.topology_yaml())
+        named = ("--topology", str(topology))
+        done = crux(fabric, a, b.address, *named)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "", "progress is for terminals"
+        for j in range(4):
+            assert f"leaf0 > spine{j} > leaf1" in done.stdout
+        assert "10.0.0.2 to 10.1.0.2, udp port 4791, 3 routers on the way" in done.stdout
+
+        out = tmp_path / "paths.json"
+        done = crux(
+            fabric, a, b.address, "--tcp", "--port", "29500", "--ports", "40000-40999",
+            "--via", "spine2", "--count", "3", "--json", str(out), *named,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told = json.loads(out.read_text())
+        found = PathMap.from_json(json.dumps(told["map"]).encode())
+        spine2 = [
+            port for port, hops in found.hops.items() if fabric.spine_of(str(hops[1][1])) == 2
+        ]
+        assert told["via"] == {"nodes": ["spine2"], "ports": sorted(spine2)}
+        assert len(spine2) >= 3
+        assert set(found.hops) <= set(range(40000, 41000))
+        assert f"{len(spine2)} ports via spine2: {', '.join(map(str, sorted(spine2)))}" in (
+            done.stdout.replace("\n", " ")
+        )
+        assert [hop["node"] for hop in told["paths"][0]["hops"]][::2] == ["leaf0", "leaf1"]
+
+        done = crux(fabric, a, b.address, "--via", "10.9.9.9", *named)
+        assert done.returncode == 1
+        assert "leads via 10.9.9.9" in done.stderr
+
+
+def test_the_command_says_what_is_wrong_with_the_network(tmp_path: Path) -> None:
+    with built(2) as (fabric, a, b):
+        for argv, words in (
+            (["192.168.7.7"], "192.168.7.7 can't be reached: 10.0.0.1 says network unreachable"),
+            (["fd00::1"], "no route to fd00::1 (Network is unreachable): see `ip route get"),
+            ([b.address, "--source", "10.7.7.7"], "can't send from 10.7.7.7"),
+            ([b.address, "--hash", "crc32,ttl=2,next=10.100.0.2+10.100.1.2"], "is not the one"),
+        ):
+            done = crux(fabric, a, *argv, "--time", "8")
+            assert done.returncode == 1, done.stdout
+            assert words in done.stderr
+            assert done.stderr.count("\n") < 6, "no traceback"
+        # A firewall of this host that drops what is sent to the peer.
+        netns.run_batch("ip", "route add prohibit 10.1.0.0/16\n", a.namespace)
+        done = crux(fabric, a, b.address)
+        assert done.returncode == 1
+        assert "no route to 10.1.0.2" in done.stderr
+
+
+def test_nobody_answers() -> None:
+    with built(2) as (fabric, a, b):
+        netns.run_batch("ip", "route replace blackhole 10.0.0.0/16\n", f"{fabric.prefix}leaf1")
+        sysctl(
+            f"{fabric.prefix}leaf0",
+            "ipv4/icmp_ratelimit=1000 ipv4/icmp_msgs_burst=0 ipv4/icmp_msgs_per_sec=0",
+        )
+        for j in (0, 1):
+            netns.run_batch(
+                "ip", "route replace blackhole 10.0.0.0/16\n", f"{fabric.prefix}spine{j}"
+            )
+        done = crux(fabric, a, b.address)
+        assert done.returncode == 1
+        assert "nobody on the way to 10.1.0.2 answered" in textwrap.fill(done.stderr, 10_000)
