@@ -71,7 +71,7 @@ def table(rows: list[dict[str, Any]], release: str) -> str:
         f"{'program':<20} {'unit':>5} {'without':>9} {'with':>9} {'ratio':>7} {'quartiles':>16}",
     ]
     for row in rows:
-        low, _, high = statistics.quantiles(row["ratio"], n=4)
+        low, _, high = statistics.quantiles(row["ratio"], n=4, method="inclusive")
         without, within = (statistics.median(row[case]) for case in CASES)
         lines.append(
             f"{row['program']:<20} {row['unit']:>5} {without:>9.1f} {within:>9.1f} "

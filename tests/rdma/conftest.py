@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
-from lab import standin
+from lab import program, standin
 from lab.guest import Guest
 from lab.play import Outcome, play
 from lab.requirement import LabUnavailableError
+
+T = TypeVar("T")
 
 #: How often the live queue pair is changed; 1,000 times take some minutes.
 CHANGES = int(os.environ.get("RDMA_CHANGES", "50"))
@@ -18,25 +21,20 @@ CHANGES = int(os.environ.get("RDMA_CHANGES", "50"))
 
 @pytest.fixture(scope="session")
 def guest() -> Guest:
-    try:
-        return Guest.prepare()
-    except LabUnavailableError as error:
-        pytest.skip(f"no Soft-RoCE lab here: {error}")
+    return _or_skip(Guest.prepare)
 
 
 @pytest.fixture(scope="session")
 def environment(guest: Guest) -> str:
     """Variables that put the stand-in before a program, as JSON."""
-    try:
-        return standin.environment()
-    except LabUnavailableError as error:
-        pytest.skip(f"no stand-in here: {error}")
+    return _or_skip(standin.environment)
 
 
 @pytest.fixture(scope="session")
 def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Programs on two devices with a cable between them, without and with the stand-in."""
-    outcome = play(guest, "pair", environment, timeout_s=200)
+    dl_client = _or_skip(lambda: program.build("dl_client"))
+    outcome = play(guest, "pair", environment, str(dl_client), timeout_s=200)
     yield outcome
     _remove(outcome, request)
 
@@ -47,6 +45,13 @@ def fabric(guest: Guest, environment: str, request: pytest.FixtureRequest) -> It
     outcome = play(guest, "fabric", sys.executable, environment, timeout_s=250)
     yield outcome
     _remove(outcome, request)
+
+
+def _or_skip(prepare: Callable[[], T]) -> T:
+    try:
+        return prepare()
+    except LabUnavailableError as error:
+        pytest.skip(f"no Soft-RoCE lab here: {error}")
 
 
 def _remove(outcome: Outcome, request: pytest.FixtureRequest) -> None:

@@ -8,13 +8,24 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from lab.capture_file import Packet
 from lab.play import Outcome
-from scenarios.pair import MESSAGE_BYTES, MESSAGES, PLANNED_DSCP, PLANNED_PORTS, QUEUE_PAIRS
+from scenarios.pair import (
+    MESSAGE_BYTES,
+    MESSAGES,
+    PLANNED_DSCP,
+    PLANNED_PORTS,
+    PYVERBS,
+    QUEUE_PAIRS,
+)
 
 CASES = ("plain", "standin")
+NEEDS_PYVERBS = pytest.mark.skipif(
+    not PYVERBS.exists(), reason=f"not installed: python3-pyverbs ({PYVERBS})"
+)
 #: Programs with reliable connections, which is what collective libraries use.
 CONNECTED = (
     "write_bw",
@@ -24,7 +35,8 @@ CONNECTED = (
     "srq_pingpong",
     "read_lat",
     "atomic_lat",
-    "pyverbs",
+    "dl_client",
+    pytest.param("pyverbs", marks=NEEDS_PYVERBS),
 )
 #: Programs whose whole output says nothing but what the devices are.
 TELLING = ("devices", "devinfo", "no such device")
@@ -109,7 +121,7 @@ def test_what_devices_say_of_themselves_stays_the_same(pair: Outcome, program: s
     assert plain == standin
 
 
-@pytest.mark.parametrize("program", [*CONNECTED, "ud_pingpong"])
+@pytest.mark.parametrize("program", [p for p in (*CONNECTED, "ud_pingpong") if p != "dl_client"])
 def test_output_has_the_same_form(pair: Outcome, program: str) -> None:
     def form(text: str) -> str:
         # Queue pairs' numbers, keys, times and rates differ from run to run.
@@ -124,6 +136,22 @@ def test_output_has_the_same_form(pair: Outcome, program: str) -> None:
         assert form(plain.stderr) == form(standin.stderr)
 
 
+def test_a_client_that_opens_the_library_as_nccl_does_gets_the_stand_in(pair: Outcome) -> None:
+    def libraries(case: str) -> dict[str, str]:
+        lines = pair.steps[f"dl_client {case}"].processes[0].stdout.splitlines()
+        assert lines.pop() == "20 of 20 messages"
+        return dict(line.split() for line in lines)
+
+    plain, standin = libraries("plain"), libraries("standin")
+    assert plain.keys() == standin.keys()
+    (real,) = {Path(library).resolve() for library in plain.values()}
+    differ = {name for name in plain if Path(standin[name]).resolve() != real}
+    assert {"ibv_create_qp", "ibv_modify_qp", "ibv_destroy_qp"} <= differ
+    assert differ.isdisjoint({"ibv_get_device_list", "ibv_reg_mr", "ibv_query_gid"})
+    assert {Path(standin[name]).name for name in differ} == {"libibverbs.so"}
+
+
+@NEEDS_PYVERBS
 @pytest.mark.parametrize("case", CASES)
 def test_pyverbs_reads_the_settings_that_are_on_the_wire(pair: Outcome, case: str) -> None:
     step = pair.steps[f"pyverbs {case}"]

@@ -1,6 +1,7 @@
 """Unmodified programs of verbs over a cable between two devices, without and with the stand-in.
 
-Usage: pair.py ENVIRONMENT    (JSON: variables that put the stand-in before the programs)
+Usage: pair.py ENVIRONMENT DL_CLIENT    (JSON: variables that put the stand-in before a program;
+the program of programs/dl_client.cc)
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ PLANNED_DSCP = dict(zip(PAIR_ADDRESSES, (46, 26), strict=True))
 PLANNED_PORTS = dict(
     zip(PAIR_ADDRESSES, ((50001, 52003, 54005, 65535), (49152, 51002, 53004, 60006)), strict=True)
 )
+#: Devices and their indices of IPv4 GIDs, for programs that use both.
+_ENDS = ("rxe0", "1", "rxe1", "1")
+#: Debian's, which has pyverbs.
 _PYTHON = "/usr/bin/python3"
+PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 _PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 
 
-def main(environment: str) -> None:
+def main(environment: str, dl_client: str) -> None:
     out = Path.cwd()
     recorder = Recorder()
     start = time.monotonic()
@@ -43,10 +48,10 @@ def main(environment: str) -> None:
     steered = {**json.loads(environment), "CRUX_TRANSPORT_ROUTES": str(routes)}
     with Capture(out / "pair.pcap", "v0"):
         for case, more in (("plain", {}), ("standin", steered)):
-            programs(recorder, case, {**os.environ, **more})
+            programs(recorder, case, {**os.environ, **more}, dl_client)
 
 
-def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
+def programs(recorder: Recorder, case: str, env: dict[str, str], dl_client: str) -> None:
     def both(name: str, *argv: str) -> None:
         client = [*argv, "-d", "rxe1", PAIR_ADDRESSES[0]]
         recorder.exchange(f"{name} {case}", [*argv, "-d", "rxe0"], client, env)
@@ -66,10 +71,8 @@ def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
         ("devices", ["ibv_devices"]),
         ("devinfo", ["ibv_devinfo", "-v"]),
         ("no such device", ["ibv_devinfo", "-d", "none"]),
-        (
-            "pyverbs",
-            [_PYTHON, "-B", str(_PROGRAMS / "pyverbs_client.py"), "rxe0", "1", "rxe1", "1"],
-        ),
+        ("dl_client", [dl_client, *_ENDS]),
+        ("pyverbs", [_PYTHON, "-B", str(_PROGRAMS / "pyverbs_client.py"), *_ENDS]),
     ):
         recorder.run(f"{name} {case}", argv, env)
 
