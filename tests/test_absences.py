@@ -104,15 +104,20 @@ def refusing(refusal: int) -> Callable[[Path], Machine]:
 
 
 def without_privileges(folder: Path) -> Machine:
-    """Nobody, without any capability, and none to be had."""
+    """Nobody, or where nobody may not run this Python root without any capability."""
     missing = frozenset({"paths of live TCP"})
     if os.geteuid() != 0:
         return Machine(missing, marked=True)
-    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
-    drop += ["--bounding-set=-all", "--no-new-privs"]
-    if not _works(*drop, sys.executable, "-c", "import torch"):
-        pytest.skip("no setpriv, or nobody may not read this checkout")
-    return Machine(missing, marked=True, under=tuple(drop), env={"HOME": str(folder)})
+    drop = ["--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *drop]
+    root = ["setpriv", "--securebits=+noroot", *drop]
+    child = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import torch'], check=1)"
+    )
+    for under in (nobody, root):
+        if _works(*under, sys.executable, "-c", child):
+            return Machine(missing, marked=True, under=tuple(under), env={"HOME": str(folder)})
+    pytest.skip("no setpriv, to drop privileges with")
 
 
 def _works(*command: str) -> bool:
@@ -193,10 +198,11 @@ def test_a_job_trains_the_same_and_the_doctor_says_what_is_missing(
 ) -> None:
     if not transport.LIBRARY.exists():
         pytest.skip("libcrux_transport.so is not built: there is nothing to be absent")
-    name = request.node.callspec.id
-    (folder / f"machine-{name}").mkdir()
-    machine = place(folder / f"machine-{name}")
-    job = start(folder / name, machine)
+    # A second try has a folder of its own.
+    scratch = Path(tempfile.mkdtemp(prefix=request.node.callspec.id, dir=folder))
+    scratch.chmod(0o777)
+    machine = place(scratch)
+    job = start(scratch / "job", machine)
 
     def followed() -> bool:
         """Whether both ranks have carried out a plan as far as they can."""
