@@ -17,9 +17,12 @@ from crux_torch.apply.sockets import TcpSocket
 from crux_torch.apply.switch import GroupStatus
 from crux_torch.apply.transport import Connection, Route, TransportError
 from crux_torch.control.records import PathCounts
-from crux_torch.fabric.probe import Trace
+from crux_torch.fabric.path_map import ROCE_V2_PORT, PathMap
+from crux_torch.fabric.path_map import Transport as Protocol
+from crux_torch.fabric.probe import ProbeError, Trace
 from crux_torch.fabric.route import HostRoute
 from crux_torch.runtime.order import Order
+from crux_torch.runtime.port_search import PortSearch
 from crux_torch.runtime.steering import LOOK_S, MAX_LOOKED_AT, SETTLE_S, Steering
 
 DSCP_MAP = tuple(8 * level for level in range(8))
@@ -50,7 +53,7 @@ def connection(inode: int, **changes: Any) -> Connection:
 
 class FakeTransport:
     def __init__(self) -> None:
-        self.sees_sockets = True
+        self.sees_sockets, self.sees_queue_pairs = True, False
         self.routes: Sequence[Route] = ()
         self.tellings = 0
         self.ports: tuple[int, int] | None = None
@@ -106,19 +109,37 @@ class FakeNetwork:
     def __init__(self) -> None:
         self.spine: dict[int, int] = {}
         self.reason = ""
-        self.asked: list[tuple[int, ...]] = []
+        self.searched: list[str] = []
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
         self.let_go = threading.Event()
         self.let_go.set()
 
     def __call__(
-        self, local: tuple[str, int], peer: tuple[str, int], *, ttls: Sequence[int]
+        self,
+        local: tuple[str, int],
+        peer: tuple[str, int],
+        protocol: Protocol,
+        *,
+        ttls: Sequence[int],
     ) -> Trace:
         self.let_go.wait(30)
-        self.asked.append(tuple(ttls))
+        self.asked.append((protocol, tuple(ttls)))
         if self.reason:
-            return Trace(local, peer, "tcp", reason=self.reason)
+            return Trace(local, peer, protocol, reason=self.reason)
         spine = SPINES[self.spine[local[1]]][0]
-        return Trace(local, peer, "tcp", tuple((ttl, spine) for ttl in ttls), "raw")
+        return Trace(local, peer, protocol, tuple((ttl, spine) for ttl in ttls), "raw")
+
+    def search(self, destination: str, route: HostRoute) -> PathMap:
+        """Every other port leads over each spine."""
+        self.let_go.wait(30)
+        self.searched.append(destination)
+        if self.reason:
+            raise ProbeError(errno.ETIMEDOUT, self.reason)
+        hops = {port: ((2, SPINES[port % 2][0]),) for port in range(49152, 49160)}
+        return PathMap(
+            version=1, source="10.0.0.2", destination=destination, protocol="udp",
+            port=ROCE_V2_PORT, hops=hops,
+        )  # fmt: skip
 
 
 class Rank:
@@ -136,6 +157,7 @@ class Rank:
             load=self.load,
             switch=self.switch,
             trace=self.network,
+            search=PortSearch(self.network.search),
             ports=(20000, 20999),
             skipped_ports=(29400, 29500),
             clock=self.clock,
@@ -271,7 +293,7 @@ def test_live_connections_are_looked_at_from_both_ends(rank):
     assert [c["as_planned"] for c in (first, accepted, third)] == [True, True, False]
     assert third["taken"] == [[2, "10.100.0.2"]]
     assert {c["verified"] for c in status["connections"]} == {"live"}
-    assert rank.network.asked == [(2,)] * 3
+    assert rank.network.asked == [("tcp", (2,))] * 3
 
 
 def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
@@ -322,11 +344,11 @@ def test_new_connections_are_looked_at_soon_and_old_ones_now_and_then(rank):
 
 
 def test_a_failing_look_is_said_once(rank, caplog):
-    def fail() -> list[Connection]:
+    def fail(*_: object, **__: object) -> Trace:
         raise RuntimeError("no")
 
     rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
-    rank.transport.connections = fail
+    rank.steering._trace = fail
     rank.follow(order(route(0)))
     for _ in range(4):
         rank.steering.tick()
@@ -334,6 +356,57 @@ def test_a_failing_look_is_said_once(rank, caplog):
         if rank.steering._looking is not None:
             rank.steering._looking.join(30)
     assert len(caplog.records) == 1
+
+
+def test_queue_pairs_get_ports_that_were_searched_for_before_the_switch(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.network.let_go.clear()
+    rank.follow(order(route(1), route(0, dst="h2"), switch=1))
+    rank.follow(order(route(1), route(0, dst="h2"), switch=1, turn=2))
+    # Connections over TCP are steered meanwhile.
+    assert [r.udp_ports for r in rank.transport.routes] == [(), ()]
+    assert rank.switch.requests == []
+    rank.network.let_go.set()
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    odd, even = tuple(range(49153, 49160, 2)), tuple(range(49152, 49160, 2))
+    assert [r.udp_ports for r in rank.switch.routes_then[0]] == [odd, even]
+    rank.follow(order(route(1), route(0, dst="h2"), switch=1, level=2, turn=3))
+    assert [r.udp_ports for r in rank.transport.routes] == [odd, even]
+    assert sorted(rank.network.searched) == ["10.1.0.2", "10.2.0.2"]
+
+
+def test_other_routes_are_searched_for_anew_and_switched_to(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.follow(order(route(1), switch=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    rank.steering._searching.join(30)
+    rank.follow(order(route(0), switch=2, turn=2))
+    until(lambda: rank.switch.requests == [1, 2], what="the next switch")
+    assert rank.network.searched == ["10.1.0.2"] * 2
+
+
+def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rank, caplog):
+    rank.transport.sees_queue_pairs = True
+    rank.network.reason = "no router answered"
+    for turn in (1, 2, 3):
+        rank.follow(order(route(1), switch=1, turn=turn))
+        until(lambda: rank.switch.requests == [1], what="the switch")
+        rank.steering._searching.join(30)
+    assert [r.udp_ports for r in rank.transport.routes] == [()]
+    assert (rank.network.searched, len(caplog.records)) == (["10.1.0.2"], 1)
+
+
+def test_queue_pairs_are_looked_at_where_their_port_is_known(rank):
+    rank.transport.known = [
+        connection(1, kind="qp", local="10.0.0.2", local_port=49153, peer="10.1.0.2"),
+        connection(2, kind="qp", local="10.0.0.2", local_port=0, peer="10.1.0.2"),
+        connection(3, kind="qp", local="10.0.0.2", local_port=49152, peer="10.9.0.2"),
+    ]
+    rank.network.spine = {49153: 1}
+    rank.follow(order(route(1)))
+    (told,) = rank.look()["connections"]
+    assert (told["local"], told["peer"]) == (["10.0.0.2", 49153], ["10.1.0.2", ROCE_V2_PORT])
+    assert (told["as_planned"], rank.network.asked) == (True, [("udp", (2,))])
 
 
 def test_a_route_is_told_for_each_address_of_the_other_host():

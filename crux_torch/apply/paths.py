@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from crux_torch.apply.sockets import Endpoint, TcpSocket
 from crux_torch.apply.transport import Connection, Route
 from crux_torch.control.records import PathCounts
-from crux_torch.fabric.probe import Trace
+from crux_torch.fabric.path_map import Transport as IpProtocol
+from crux_torch.fabric.probe import ROCE_V2_PORT, Trace
 from crux_torch.fabric.route import HostRoute
 
 #: ``connected``: by this process, whose source port it is; ``accepted``: the other end chose.
@@ -20,9 +21,11 @@ Verified = Literal["live", "connect", "no"]
 
 
 class Tracer(Protocol):
-    """:func:`crux_torch.fabric.probe.trace_connection`, as far as TCP needs it."""
+    """:func:`crux_torch.fabric.probe.trace_connection`."""
 
-    def __call__(self, local: Endpoint, peer: Endpoint, /, *, ttls: Sequence[int]) -> Trace: ...
+    def __call__(
+        self, local: Endpoint, peer: Endpoint, protocol: IpProtocol, /, *, ttls: Sequence[int]
+    ) -> Trace: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,48 +81,104 @@ class PathState:
         }
 
 
-def routes_from(routes: Iterable[HostRoute], dscp: int | None) -> tuple[Route, ...]:
+def routes_from(
+    routes: Iterable[HostRoute],
+    dscp: int | None,
+    udp_ports: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[Route, ...]:
     """What the transport is told: a route for each address.
 
     Args:
         routes: of the host where it runs.
         dscp: that new connections carry from their first packet; None: the network's default.
+        udp_ports: by destination, source ports that lead over the path (RoCEv2).
     """
     return tuple(
         Route(
             destination,
             hops=tuple((ttl, address) for ttl, addresses in route.hops for address in addresses),
             dscp=dscp,
+            udp_ports=(udp_ports or {}).get(destination, ()),
         )
         for route in routes
         for destination in route.destinations
     )
 
 
-def observe(
-    sock: TcpSocket,
-    side: Side,
-    route: HostRoute,
-    known: Connection | None,
-    trace: Tracer,
-) -> PathState:
-    """Look which path one connection takes.
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A live connection for which there is a route.
+
+    Attributes:
+        id: tells it from every other: a socket's inode, a queue pair's number.
+        local: this process's endpoint; of a queue pair its UDP source port.
+        peer: the other endpoint.
+        side: who made it.
+        protocol: of its packets.
+        route: that they are to take.
+        known: what the transport knows of it, None where it did not see it made.
+    """
+
+    id: int
+    local: Endpoint
+    peer: Endpoint
+    side: Side
+    protocol: IpProtocol
+    route: HostRoute
+    known: Connection | None = None
+
+
+def routed(
+    sockets: Iterable[TcpSocket],
+    listeners: Collection[Endpoint],
+    known: Iterable[Connection],
+    routes: Iterable[HostRoute],
+) -> list[Routed]:
+    """The connections that go to where there is a route.
 
     Args:
-        sock: the connection.
-        side: who made it.
-        route: that its packets are to take.
-        known: what the transport knows of it, None where it did not see it made.
-        trace: asks the hops of the live connection.
+        sockets: the inner backends'.
+        listeners: where the inner backends listen: what they accepted was made by the other end.
+        known: the transport's connections; of these the queue pairs whose source port is known.
+        routes: of this host.
     """
-    assert sock.peer is not None
-    state = PathState(sock.local, sock.peer, side, route.hops)
+    to = {address: route for route in routes for address in route.destinations}
+    known = list(known)
+    by_inode = {c.id: c for c in known if c.kind == "tcp"}
+    found = [
+        Routed(
+            sock.inode,
+            sock.local,
+            sock.peer,
+            "accepted" if sock.local in listeners else "connected",
+            "tcp",
+            to[sock.peer[0]],
+            by_inode.get(sock.inode),
+        )
+        for sock in sockets
+        if sock.peer is not None and sock.peer[0] in to
+    ]
+    found += [
+        Routed(
+            c.id, (c.local, c.local_port), (c.peer, ROCE_V2_PORT), "connected", "udp", to[c.peer]
+        )
+        for c in known
+        if c.kind == "qp" and c.peer in to and c.local_port
+    ]
+    return found
+
+
+def observe(connection: Routed, trace: Tracer) -> PathState:
+    """Look which path one connection takes; ``trace`` asks the hops."""
+    side, route, known = connection.side, connection.route, connection.known
+    state = PathState(connection.local, connection.peer, side, route.hops)
     if side == "connected" and known is not None:
         # A search ends at a port that has passed every hop, the last one last.
         ttl, addresses = route.hops[-1]
         steered = known.via_ttl == ttl and known.via in addresses
         state = replace(state, steered=steered, probes=known.probes)
-    live = trace(sock.local, sock.peer, ttls=[ttl for ttl, _ in route.hops])
+    ttls = [ttl for ttl, _ in route.hops]
+    live = trace(connection.local, connection.peer, connection.protocol, ttls=ttls)
     if live.method != "none":
         return replace(state, taken=live.hops, verified="live")
     if state.steered and known is not None:

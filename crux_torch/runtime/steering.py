@@ -17,8 +17,7 @@ import msgspec
 
 from crux_torch.apply import gloo_rendezvous
 from crux_torch.apply.ownership import Ownership
-from crux_torch.apply.paths import PathState, Tracer, counts, observe, routes_from
-from crux_torch.apply.sockets import TcpSocket
+from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
 from crux_torch.apply.switch import GROUPS, GroupStatus
 from crux_torch.apply.transport import Connection, Route, Transport
 from crux_torch.control.host import parse_endpoint
@@ -28,6 +27,7 @@ from crux_torch.errors import CruxError
 from crux_torch.fabric.probe import trace_connection
 from crux_torch.fabric.route import HostRoute
 from crux_torch.runtime.order import Order
+from crux_torch.runtime.port_search import PortSearch
 from crux_torch.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class TransportFace(Protocol):
 
     @property
     def sees_sockets(self) -> bool: ...
+    @property
+    def sees_queue_pairs(self) -> bool: ...
     def set_routes(self, routes: Sequence[Route], /) -> None: ...
     def set_port_range(self, first: int, last: int, /) -> None: ...
     def skip_ports(self, *ports: int) -> None: ...
@@ -66,6 +68,7 @@ class Steering:
         load: gives the transport, or raises a CruxError with the remedy.
         switch: makes the inner backends' connections anew.
         trace: asks the hops of a live connection.
+        search: finds UDP source ports, where the process has queue pairs.
         ports: TCP source ports to choose from, first and last.
         skipped_ports: destination ports that are never steered.
         clock: seconds that never go back.
@@ -79,6 +82,7 @@ class Steering:
         load: Callable[[], TransportFace],
         switch: Switch,
         trace: Tracer = trace_connection,
+        search: PortSearch | None = None,
         ports: tuple[int, int] | None = None,
         skipped_ports: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -88,6 +92,7 @@ class Steering:
         self._load = load
         self._switch = switch
         self._trace = trace
+        self._search = search or PortSearch()
         self._ports, self._skipped_ports = ports, tuple(skipped_ports)
         self._clock = clock
         self._warn = WarnOnce(_log)
@@ -95,7 +100,11 @@ class Steering:
         self._why_not = ""
         self._routes: tuple[HostRoute, ...] = ()
         self._told: tuple[Route, ...] = ()
-        self._generation: tuple[str, int] = ("", 0)
+        self._dscp: int | None = None
+        self._incarnation = ""
+        self._generation = self._requested = 0
+        self._searching: threading.Thread | None = None
+        self._telling = threading.Lock()
         self._seen: frozenset[int] = frozenset()
         self._look_at_s = float("inf")
         self._looking: threading.Thread | None = None
@@ -115,29 +124,36 @@ class Steering:
             return
         mine = tuple(route for route in order.routes if route.src == self._host)
         level = order.level
-        dscp = dscp_map[level] if level is not None and level < len(dscp_map) else None
-        self._tell(routes_from(mine, dscp))
+        self._dscp = dscp_map[level] if level is not None and level < len(dscp_map) else None
         if mine != self._routes:
             self._routes = mine
             self._look_soon()
-        # A switch needs every rank of a group, also one whose own connections have no choice.
-        known = self._generation[1] if self._generation[0] == order.incarnation else 0
-        if order.switch > known:
-            self._switch.request(order.switch)
-        self._generation = order.incarnation, max(order.switch, known)
+        self._tell()
+        if order.incarnation != self._incarnation:
+            self._incarnation, self._requested = order.incarnation, 0
+        self._generation = max(order.switch, self._requested)
+        if self._searching is not None and self._searching.is_alive():
+            return
+        if self._sees_queue_pairs() and not self._search.is_done(mine):
+            self._searching = threading.Thread(
+                target=self._prepare, args=(mine,), name="crux-ports", daemon=True
+            )
+            self._searching.start()
+        else:
+            self._request()
 
     def revert(self) -> None:
         """Steer no more connections; those that there are stay where they are."""
         self._routes = ()
         self._states = ()
-        self._tell(())
+        self._tell()
 
     def tick(self) -> None:
         """Start a look at the connections where one is due; returns at once."""
         if not self._routes or (self._looking is not None and self._looking.is_alive()):
             return
         connections = self._routed()
-        seen = frozenset(sock.inode for sock, _ in connections)
+        seen = frozenset(connection.id for connection in connections)
         if seen != self._seen:
             self._seen = seen
             self._look_soon()
@@ -159,7 +175,7 @@ class Steering:
                 {"to": route.dst, "hops": [list(hop) for hop in route.hops]}
                 for route in self._routes
             ],
-            "switch": self._generation[1],
+            "switch": self._requested,
             "groups": [asdict(group) for group in self._switch.status()],
             **msgspec.structs.asdict(counts(states)),
             "connections": [state.told() for state in states],
@@ -189,38 +205,50 @@ class Steering:
         self._transport = transport
         return True
 
-    def _tell(self, routes: tuple[Route, ...]) -> None:
-        if self._transport is not None and routes != self._told:
-            self._transport.set_routes(routes)
-            self._told = routes
+    def _tell(self) -> None:
+        if self._transport is None:
+            return
+        with self._telling:
+            routes = routes_from(self._routes, self._dscp, self._search.found(self._routes))
+            if routes != self._told:
+                self._transport.set_routes(routes)
+                self._told = routes
+
+    def _sees_queue_pairs(self) -> bool:
+        return self._transport is not None and self._transport.sees_queue_pairs
+
+    def _prepare(self, routes: tuple[HostRoute, ...]) -> None:
+        """Find the queue pairs' source ports; what was asked for meanwhile comes after that."""
+        try:
+            self._search.run(routes)
+            self._tell()
+            self._request()
+        except Exception as error:
+            self._warn("ports", f"queue pairs take the network's paths: {error}")
+            _log.debug("details", exc_info=True)
+
+    def _request(self) -> None:
+        # A switch needs every rank of a group, also one whose own connections have no choice.
+        if self._generation > self._requested:
+            self._requested = self._generation
+            self._switch.request(self._generation)
 
     def _look_soon(self) -> None:
         self._look_at_s = min(self._look_at_s, self._clock() + SETTLE_S)
 
-    def _routed(self) -> list[tuple[TcpSocket, HostRoute]]:
-        """The inner backends' connections for which there is a route."""
-        to = {address: route for route in self._routes for address in route.destinations}
-        return [
-            (sock, to[sock.peer[0]])
-            for sock in self._ownership.owned()
-            if sock.peer is not None and sock.peer[0] in to
-        ][:MAX_LOOKED_AT]
+    def _routed(self) -> list[Routed]:
+        """The connections for which there is a route, up to a bound."""
+        assert self._transport is not None
+        return routed(
+            self._ownership.owned(),
+            self._ownership.own_listeners(),
+            self._transport.connections(),
+            self._routes,
+        )[:MAX_LOOKED_AT]
 
-    def _look(self, connections: Sequence[tuple[TcpSocket, HostRoute]]) -> None:
+    def _look(self, connections: Sequence[Routed]) -> None:
         try:
-            assert self._transport is not None
-            known = {c.id: c for c in self._transport.connections() if c.kind == "tcp"}
-            listeners = set(self._ownership.own_listeners())
-            self._states = tuple(
-                observe(
-                    sock,
-                    "accepted" if sock.local in listeners else "connected",
-                    route,
-                    known.get(sock.inode),
-                    self._trace,
-                )
-                for sock, route in connections
-            )
+            self._states = tuple(observe(each, self._trace) for each in connections)
         except Exception as error:
             self._warn("look", f"Crux can't tell which paths are taken: {error}")
             _log.debug("details", exc_info=True)
