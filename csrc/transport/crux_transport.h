@@ -127,6 +127,69 @@ size_t crux_transport_connections(struct crux_connection* out, size_t capacity);
 int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
                               struct crux_socket_setting* setting);
 
+// ---- Queue pairs -------------------------------------------------------------------------------
+//
+// Seen where libibverbs is the stand-in (crux_torch/apply/standin.py); else, and where this library
+// was built without <infiniband/verbs.h>, the calls below return ENOSYS.
+//
+// On the way to RTR a queue pair gets the traffic class and the flow label (hence the UDP source
+// port) of its label or of the route to its peer: of several ports the n-th queue pair takes the
+// n-th. A label goes before the route's class.
+
+// Queue pairs that are connected with traffic class `label` (1 to 255: NCCL's trafficClass) belong
+// to `owner` and go out with `dscp` and the label's two ECN bits; -1: with the label itself.
+// Counts from now on. 0, or EINVAL.
+int crux_transport_label(int32_t label, const char* owner, int32_t dscp);
+
+// Devices opened from now on are followed (CRUX_TRANSPORT_LIVE_QP=1: from the start): what is
+// posted and polled goes through this library, without which a queue pair in use can't be emptied.
+// Costs two uncontended locks for each call; devices that are open already are not touched.
+int crux_transport_follow_queue_pairs(int on);
+
+// A queue pair in use may be reset: the one with this id, or with id 0 all of `owner`, "*" being
+// all of the process. 0, ENOENT, EINVAL. Whoever allows it promises that
+//  - while it is changed nobody sends to it: its peer is held (crux_transport_hold), or is silent
+//  by
+//    the program's own design; a change looks twice and gives up with EBUSY where it sees a
+//    message;
+//  - posting and polling are ibv_post_send(), ibv_post_recv() and ibv_poll_cq() of this process;
+//  - it has no settings from outside <infiniband/verbs.h> that a reset would lose;
+//  - both ends' timeouts and retries bridge a few milliseconds.
+int crux_transport_allow_reset(uint64_t id, const char* owner, int allow);
+
+// Holds back what is sent from now on (up to what the send queue holds; then ENOMEM, as a full one
+// gives) and waits until what was sent is done. Before a reset, hold both ends.
+// 0; ETIMEDOUT (nothing is held then); EBUSY; ECANCELED where the program itself modified or
+// released it; ENOTCONN; EOPNOTSUPP where it is not followed. A hold ends by itself after
+// `lease_ms`.
+int crux_transport_hold(uint64_t id, uint32_t timeout_ms, uint32_t lease_ms);
+// 0, ENOENT, EBUSY, or EINVAL where it is not held.
+int crux_transport_release(uint64_t id);
+
+struct crux_queue_pair_change {
+  int32_t dscp;         // -1: leave
+  uint32_t udp_port;    // 49152 to 65535; 0: leave
+  uint64_t rate_Bps;    // UINT64_MAX: leave; 0: no limit
+  uint32_t timeout_ms;  // for what was sent to be done, where it is not held
+};
+
+struct crux_queue_pair_outcome {
+  int32_t how;      // enum crux_how
+  int32_t error;    // as returned
+  int32_t applied;  // whether the new setting is in force; else the old one is
+  uint64_t took_ns;
+  char reason[96];  // why it is not
+};
+
+// Changes a live queue pair by the best means: the device's own call (mlx5: port, rate), else
+// RESET, INIT, RTR, RTS with the packet numbers continued and the receives given back, where that
+// is allowed. Where a step fails the old setting is restored; where the device refuses that too,
+// all that waits is reported as flushed, as on any broken connection. 0, or an errno: EOPNOTSUPP
+// and EPERM with how == CRUX_NEEDS_SWITCH; ETIMEDOUT, EBUSY, ECANCELED may be tried again; ENOENT;
+// ENOTCONN; EINVAL. `outcome` may be null.
+int crux_transport_change_queue_pair(uint64_t id, const struct crux_queue_pair_change* change,
+                                     struct crux_queue_pair_outcome* outcome);
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

@@ -149,3 +149,18 @@ int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rat
 } catch (const std::bad_alloc&) {
   return ENOMEM;
 }
+
+// Answered by verbs/ where it is built.
+extern "C" {
+
+__attribute__((weak)) int crux_transport_label(int32_t, const char*, int32_t) { return ENOSYS; }
+__attribute__((weak)) int crux_transport_follow_queue_pairs(int) { return ENOSYS; }
+__attribute__((weak)) int crux_transport_allow_reset(uint64_t, const char*, int) { return ENOSYS; }
+__attribute__((weak)) int crux_transport_hold(uint64_t, uint32_t, uint32_t) { return ENOSYS; }
+__attribute__((weak)) int crux_transport_release(uint64_t) { return ENOSYS; }
+__attribute__((weak)) int crux_transport_change_queue_pair(uint64_t, const crux_queue_pair_change*,
+                                                           crux_queue_pair_outcome*) {
+  return ENOSYS;
+}
+
+}  // extern "C"

@@ -9,6 +9,8 @@
 #include "../queue_pairs.h"
 #include "../standin/standin_abi.h"
 #include "../transport.h"
+#include "followed.h"
+#include "mlx5.h"
 #include "queue_pairs.h"
 
 namespace crux::transport::verbs {
@@ -18,28 +20,55 @@ std::atomic<bool> attached{false};
 
 bool enabled() { return transport() != nullptr && transport()->enabled; }
 
+// Runs `watch` beside a call that has succeeded.
+template <typename Watch>
+void beside(Watch watch) {
+  if (!enabled()) return;
+  try {
+    watch();
+  } catch (const std::exception&) {
+    // Out of memory: what was called works, and is not followed.
+  }
+}
+
 ibv_context* open_device(const crux_verbs_calls* real, ibv_device* device) {
-  return real->open_device(device);
+  ibv_context* const context = real->open_device(device);
+  if (context != nullptr) beside([context] { followed().opened(context); });
+  return context;
 }
 
 int close_device(const crux_verbs_calls* real, ibv_context* context) {
+  beside([context] {
+    followed().closes(context);
+    mlx5::forget(context);
+  });
   return real->close_device(context);
 }
 
 ibv_cq* create_cq(const crux_verbs_calls* real, ibv_context* context, int cqe, void* cq_context,
                   ibv_comp_channel* channel, int comp_vector) {
-  return real->create_cq(context, cqe, cq_context, channel, comp_vector);
+  return followed().create_cq(*real, context, cqe, cq_context, channel, comp_vector);
 }
 
-int destroy_cq(const crux_verbs_calls* real, ibv_cq* cq) { return real->destroy_cq(cq); }
+int destroy_cq(const crux_verbs_calls* real, ibv_cq* cq) {
+  // A thread that collects from it ends first.
+  const auto known = followed().cq(cq);
+  if (!known) return real->destroy_cq(cq);
+  known->close();
+  const int result = real->destroy_cq(cq);
+  if (result == 0) {
+    followed().cq_closes(cq, known);
+  } else {
+    known->reopen();
+  }
+  return result;
+}
 
 ibv_qp* create_qp(const crux_verbs_calls* real, ibv_pd* pd, ibv_qp_init_attr* attributes) {
   ibv_qp* const handle = real->create_qp(pd, attributes);
-  if (handle == nullptr || !enabled()) return handle;
-  try {
-    queue_pairs().add(*real, handle);
-  } catch (const std::exception&) {
-    // Tried again by the first ibv_modify_qp().
+  // Where this fails, the first ibv_modify_qp() tries again.
+  if (handle != nullptr) {
+    beside([&] { followed().created(queue_pairs().add(*real, handle), *attributes); });
   }
   return handle;
 }
@@ -62,12 +91,8 @@ int modify_qp(const crux_verbs_calls* real, ibv_qp* qp, ibv_qp_attr* attributes,
 }
 
 int destroy_qp(const crux_verbs_calls* real, ibv_qp* qp) {
-  // Forgotten first: once it is destroyed, its address may be another's.
   const QueuePairs::Shared pair = queue_pairs().find(qp);
-  if (pair) queue_pairs().remove(qp);
-  const int result = real->destroy_qp(qp);
-  if (result != 0 && pair) queue_pairs().restore(pair);
-  return result;
+  return pair ? queue_pairs().destroy(pair) : real->destroy_qp(qp);
 }
 
 constexpr crux_verbs_hooks kHooks = {open_device, close_device, create_cq, destroy_cq,

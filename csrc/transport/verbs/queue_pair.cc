@@ -2,8 +2,11 @@
 
 #include <cstddef>
 #include <cstring>
+#include <thread>
 
 #include "flow_label.h"
+#include "live_work.h"
+#include "mlx5.h"
 
 namespace crux::transport::verbs {
 namespace {
@@ -55,12 +58,14 @@ QueuePair::QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle)
       number(handle->qp_num),
       state(handle->state) {}
 
+QueuePair::~QueuePair() = default;
+
 void QueuePair::remember(const Transition& call) {
   const ibv_qp_attr& given = call.attributes;
   if (call.mask & (IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE)) has_alternate_path = true;
   Transition* made = nullptr;
   if (call.mask & IBV_QP_STATE) {
-    if (given.qp_state == IBV_QPS_INIT) made = &to_init;
+    if (given.qp_state == IBV_QPS_INIT && state != IBV_QPS_INIT) made = &to_init;
     if (given.qp_state == IBV_QPS_RTR) made = &to_rtr;
     if (given.qp_state == IBV_QPS_RTS && state == IBV_QPS_RTR) made = &to_rts;
     state = given.qp_state;
@@ -101,7 +106,34 @@ crux_connection QueuePair::describe() const {
   out.dscp = to_rtr.mask == 0 ? -1 : path.traffic_class >> kTrafficClassEcnBits;
   out.state = state;
   out.rate_Bps = rate_Bps;
+  if (live) {
+    out.bytes_sent = live->work.bytes_sent;
+    out.bytes_received = live->work.bytes_received;
+  }
   return out;
+}
+
+Exclusive::Exclusive(QueuePair& pair, For purpose) : pair_(pair) {
+  std::unique_lock lock(pair.mutex);
+  if (purpose == For::kChange) {
+    taken_ = !pair.is_busy && pair.callers_wait == 0;
+  } else {
+    ++pair.callers_wait;
+    while (pair.is_busy) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      lock.lock();
+    }
+    --pair.callers_wait;
+    taken_ = true;
+  }
+  if (taken_) pair.is_busy = true;
+}
+
+Exclusive::~Exclusive() {
+  if (!taken_) return;
+  const std::lock_guard lock(pair_.mutex);
+  pair_.is_busy = false;
 }
 
 }  // namespace crux::transport::verbs

@@ -37,8 +37,12 @@ struct Path {
   }
 };
 
+struct LiveWork;
+class RateLimit;
+
 struct QueuePair {
   QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle);
+  ~QueuePair();
 
   const uint64_t id;
   const crux_verbs_calls& real;
@@ -60,9 +64,37 @@ struct QueuePair {
   uint16_t udp_port = 0;  // 0: not known
   uint64_t rate_Bps = 0;  // 0: no limit
 
+  // What a live change needs; null, and why, where its work is not followed.
+  std::unique_ptr<LiveWork> live;
+  const char* not_followed = nullptr;
+  bool may_reset = false;       // its owner allows it
+  bool is_busy = false;         // some thread holds, changes or modifies it
+  unsigned callers_wait = 0;    // for that thread: calls of the program itself, which go first
+  uint64_t route_rate_Bps = 0;  // to be set in RTS
+  std::shared_ptr<RateLimit> rate_limit;  // the device's, where there is one
+
   // `call` has succeeded.
   void remember(const Transition& call);
   crux_connection describe() const;
+};
+
+// While it lasts, no other thread modifies, changes or destroys the queue pair.
+class Exclusive {
+ public:
+  enum class For {
+    kCaller,  // the program's own call: waits for its turn, which is bounded
+    kChange   // a change from outside: gives way at once
+  };
+  Exclusive(QueuePair& pair, For purpose);
+  ~Exclusive();
+  Exclusive(const Exclusive&) = delete;
+  Exclusive& operator=(const Exclusive&) = delete;
+
+  bool taken() const { return taken_; }
+
+ private:
+  QueuePair& pair_;
+  bool taken_ = false;
 };
 
 }  // namespace crux::transport::verbs

@@ -5,6 +5,9 @@
 
 #include "../transport.h"
 #include "flow_label.h"
+#include "followed.h"
+#include "live_work.h"
+#include "mlx5.h"
 
 namespace crux::transport::verbs {
 namespace {
@@ -49,16 +52,6 @@ QueuePairs::Shared QueuePairs::find(const ibv_qp* handle) const {
   return found == by_handle_.end() ? nullptr : found->second;
 }
 
-void QueuePairs::remove(const ibv_qp* handle) {
-  const std::lock_guard lock(mutex_);
-  by_handle_.erase(handle);
-}
-
-void QueuePairs::restore(const Shared& pair) {
-  const std::lock_guard lock(mutex_);
-  by_handle_.try_emplace(pair->handle, pair);
-}
-
 std::vector<QueuePairs::Shared> QueuePairs::all() const {
   std::vector<Shared> pairs;
   const std::lock_guard lock(mutex_);
@@ -94,6 +87,7 @@ uint16_t QueuePairs::take_port(const Route& route, QueuePair& pair) {
 }
 
 int QueuePairs::connect(QueuePair& pair, const Transition& given) {
+  const Exclusive exclusive(pair, Exclusive::For::kCaller);
   const Address peer = Address::v6(given.attributes.ah_attr.grh.dgid.raw);
   const Path asked = Path::of(given.attributes);
   Path wanted = asked;
@@ -121,6 +115,7 @@ int QueuePairs::connect(QueuePair& pair, const Transition& given) {
     return result;
   }
   pair.remember(call);
+  pair.route_rate_Bps = route ? route->rate_Bps : 0;
   pair.error = refused;
   pair.how = refused != 0 ? CRUX_REFUSED : wanted == asked ? CRUX_UNTOUCHED : CRUX_AT_RTR;
   if (transport()->log) {
@@ -132,13 +127,69 @@ int QueuePairs::connect(QueuePair& pair, const Transition& given) {
 }
 
 int QueuePairs::modify(QueuePair& pair, const Transition& given) {
+  const Exclusive exclusive(pair, Exclusive::For::kCaller);
   Transition call = given;
   const int result = pair.real.modify_qp(pair.handle, &call.attributes, call.mask);
-  if (result == 0) {
+  if (result != 0) return result;
+  {
     const std::lock_guard lock(pair.mutex);
     pair.remember(call);
+    if (pair.live && (call.mask & IBV_QP_STATE)) pair.live->entered(pair.handle, pair.state);
+    if (pair.state != IBV_QPS_RTS || pair.route_rate_Bps == 0 || pair.rate_limit) return 0;
   }
-  return result;
+  const int error = mlx5::limit_rate(pair.handle, pair.route_rate_Bps, pair.rate_limit);
+  const std::lock_guard lock(pair.mutex);
+  if (error == 0) pair.rate_Bps = pair.route_rate_Bps;
+  pair.error = error;
+  pair.route_rate_Bps = 0;
+  return 0;
+}
+
+int QueuePairs::destroy(const Shared& pair) {
+  const Exclusive exclusive(*pair, Exclusive::For::kCaller);
+  // Forgotten first: once it is destroyed, its address may be another's.
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = by_handle_.find(pair->handle);
+    if (found != by_handle_.end() && found->second == pair) by_handle_.erase(found);
+  }
+  if (pair->live) {
+    // Nothing is posted to it any more, whatever waits.
+    const std::lock_guard lock(pair->mutex);
+    pair->live->entered(pair->handle, IBV_QPS_RESET);
+    pair->live->lost = "it is being destroyed";
+  }
+  const int result = pair->real.destroy_qp(pair->handle);
+  if (result != 0) {
+    const std::lock_guard lock(mutex_);
+    by_handle_.try_emplace(pair->handle, pair);
+    return result;
+  }
+  followed().destroyed(*pair);
+  pair->rate_limit.reset();
+  return 0;
+}
+
+bool QueuePairs::allow_reset(uint64_t id, bool allow) {
+  const Shared pair = find(id);
+  if (!pair) return false;
+  const std::lock_guard lock(pair->mutex);
+  pair->may_reset = allow;
+  return true;
+}
+
+void QueuePairs::allow_reset(const char* owner, bool allow) {
+  const std::lock_guard lock(allowed_mutex_);
+  if (allow) {
+    allowed_.insert(to_name(owner));
+  } else {
+    allowed_.erase(to_name(owner));
+  }
+}
+
+bool QueuePairs::allows_reset(const QueuePair& pair) const {
+  const std::lock_guard lock(allowed_mutex_);
+  return pair.may_reset || allowed_.count(pair.owner) != 0 || allowed_.count(to_name("*")) != 0;
 }
 
 }  // namespace crux::transport::verbs

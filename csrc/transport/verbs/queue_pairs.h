@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -22,9 +23,6 @@ class QueuePairs {
   Shared find_or_add(const crux_verbs_calls& real, ibv_qp* handle);
   Shared find(uint64_t id) const;
   Shared find(const ibv_qp* handle) const;
-  void remove(const ibv_qp* handle);
-  // After a failed ibv_destroy_qp().
-  void restore(const Shared& pair);
   std::vector<Shared> all() const;
 
   // ibv_modify_qp() on the way to RTR: with the address vector that label and route ask for. Where
@@ -33,12 +31,23 @@ class QueuePairs {
   // Any other ibv_modify_qp().
   int modify(QueuePair& pair, const Transition& given);
 
+  // ibv_destroy_qp().
+  int destroy(const Shared& pair);
+
+  // Whether a queue pair in use may be reset: this one; those of this owner; all.
+  bool allow_reset(uint64_t id, bool allow);
+  void allow_reset(const char* owner, bool allow);
+  // With the pair's mutex held.
+  bool allows_reset(const QueuePair& pair) const;
+
   Labels labels;
 
  private:
   uint16_t take_port(const Route& route, QueuePair& pair);
 
   mutable std::mutex mutex_;
+  mutable std::mutex allowed_mutex_;  // taken last
+  std::set<Name> allowed_;
   uint64_t last_id_ = 0;
   std::unordered_map<const ibv_qp*, Shared> by_handle_;
 };
