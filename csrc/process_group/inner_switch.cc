@@ -178,6 +178,8 @@ Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::mi
   TORCH_CHECK(refused.empty(), refused);
   TORCH_CHECK(next != nullptr, "crux: arm needs a backend");
   auto inner = std::make_shared<Inner>(next, device_, hook_id_, recorder_);
+  // On a device the last operation must be seen here, to order the next backend's first behind it.
+  if (device_ != c10::DeviceType::CPU) margin = std::max<uint64_t>(margin, 2);
   Counts hold;
   for (;;) {
     const uint64_t changes = configure_like_current(*next);

@@ -14,7 +14,6 @@
 // known. Knows nothing of torch; Inner is whatever serves operations.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -54,7 +53,6 @@ class SwitchPoint {
   using Clock = std::chrono::steady_clock;
   // With more keys (a new tag for each message, say) transfers are not told apart any more.
   static constexpr size_t kMaxKeys = 4096;
-  static constexpr uint64_t kMinMargin = 2;
 
   // One operation on its way to an inner backend. While it lives no inner backend is given up.
   class Ticket {
@@ -159,13 +157,13 @@ class SwitchPoint {
   // Returns false where a switch is under way or the point is closed.
   bool arm(InnerPtr next, uint64_t margin, std::chrono::milliseconds limit, Counts* hold) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (phase_ != Phase::kIdle || next_ || closed_) return false;
+    if (phase_ != Phase::kIdle || next_ || passed_ || closed_) return false;
     next_ = std::move(next);
     limit_ = limit;
     waits_ = {};
     armed_.store(true);
     hold_ = count_;
-    hold_.collectives = collectives_.load() + std::max(margin, kMinMargin);
+    hold_.collectives = collectives_.load() + margin;
     phase_ = Phase::kHolding;
     *hold = hold_;
     return true;
@@ -190,22 +188,15 @@ class SwitchPoint {
     return std::move(next_);
   }
 
-  // Makes the next inner backend the current one, where no operation of this rank will take the
-  // current one any more. Returns whether it did; `retired` is then what nothing is issued to, null
-  // where transfers stay with it.
+  // Whether the next inner backend has become the current one, which it does once no operation of
+  // this rank will take the current one any more. True once a switch; `retired` is then what
+  // nothing is issued to any more, null where transfers stay with it.
   bool finish(InnerPtr* retired) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (phase_ != Phase::kDecided || !passed()) return false;
-    *retired = std::move(current_);
-    current_ = std::move(next_);
-    fast_.store(current_.get());
-    if (!decided_.transfers_stay) {
-      transfers_ = current_;
-    } else if (*retired == transfers_) {
-      retired->reset();
-    }
-    phase_ = Phase::kIdle;
-    armed_.store(false);
+    pass();
+    if (!passed_) return false;
+    passed_ = false;
+    *retired = std::move(retired_);
     return true;
   }
 
@@ -215,7 +206,7 @@ class SwitchPoint {
     closed_ = true;
     give_up();
     std::vector<InnerPtr> all;
-    for (InnerPtr* inner : {&current_, &transfers_, &next_}) {
+    for (InnerPtr* inner : {&current_, &transfers_, &next_, &retired_}) {
       if (*inner && (all.empty() || *inner != all.front())) all.push_back(*inner);
       inner->reset();
     }
@@ -236,11 +227,11 @@ class SwitchPoint {
     return current_;
   }
 
-  // The inner backends in use, each once, the current one first.
+  // The inner backends that finish() has not given out, each once, the current one first.
   std::vector<InnerPtr> in_use() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<InnerPtr> all;
-    for (const InnerPtr& inner : {current_, transfers_, next_}) {
+    for (const InnerPtr& inner : {current_, transfers_, next_, retired_}) {
       if (inner && (all.empty() || inner != all.front())) all.push_back(inner);
     }
     return all;
@@ -319,7 +310,7 @@ class SwitchPoint {
     return found != decided_.transfers.end() ? found->second : count_at(hold_, key);
   }
 
-  bool passed() const {
+  bool has_passed() const {
     // While an operation is on its way it may still be refused, and its number given again.
     if (active_.load() != 0 || collectives_.load() < decided_.collectives) return false;
     if (decided_.transfers_stay) return true;
@@ -327,6 +318,21 @@ class SwitchPoint {
       if (count_at(count_, key) < count) return false;
     }
     return true;
+  }
+
+  void pass() {
+    if (phase_ != Phase::kDecided || !has_passed()) return;
+    retired_ = std::move(current_);
+    current_ = std::move(next_);
+    fast_.store(current_.get());
+    if (!decided_.transfers_stay) {
+      transfers_ = current_;
+    } else if (retired_ == transfers_) {
+      retired_.reset();
+    }
+    passed_ = true;
+    phase_ = Phase::kIdle;
+    armed_.store(false);
   }
 
   void give_up() {
@@ -354,7 +360,11 @@ class SwitchPoint {
       const auto found = count_.transfers.find(ticket.key_);
       if (found != count_.transfers.end() && found->second > 0) --found->second;
     }
-    active_.fetch_sub(1);
+    // The last one out looks: whoever only looked from time to time might always find one inside.
+    if (active_.fetch_sub(1) == 1 && armed_.load()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      pass();
+    }
   }
 
   std::atomic<uint64_t> collectives_{0};
@@ -369,6 +379,8 @@ class SwitchPoint {
   InnerPtr current_;
   InnerPtr transfers_;
   InnerPtr next_;
+  InnerPtr retired_;  // until finish() gives it out
+  bool passed_ = false;
   Counts count_;  // of transfers; collectives_ counts the rest
   Counts hold_;
   Counts decided_;
