@@ -169,7 +169,7 @@ class Context:
     def query_device(self) -> Any:
         return SimpleNamespace(max_qp=131072)
 
-    def query_device_ex(self, _: object) -> Any:
+    def query_device_ex(self) -> Any:
         pacing = SimpleNamespace(
             qp_rate_limit_min=8, qp_rate_limit_max=self.kbps, supported_qpts=0b100
         )
@@ -179,9 +179,7 @@ class Context:
 def pyverbs(enums: str = "pyverbs.enums", rc: int = 2) -> Any:
     names = [SimpleNamespace(name=n.encode()) for n in ("mlx5_0", "rxe0", "locked")]
     modules = {
-        "pyverbs.device": SimpleNamespace(
-            get_device_list=lambda: names, Context=Context, DeviceAttrEx=SimpleNamespace
-        ),
+        "pyverbs.device": SimpleNamespace(get_device_list=lambda: names, Context=Context),
         enums: SimpleNamespace(IBV_QPT_RC=rc),
     }
 

@@ -147,7 +147,7 @@ def verbs_limits(load: Callable[[str], Any] = importlib.import_module) -> dict[s
     for name in names:
         try:
             with device.Context(name=name) as context:
-                found[name] = _limits(context, device, enums)
+                found[name] = _limits(context, enums)
         except Exception as error:
             log.debug("%s can't be opened: %s", name, error)
     return found
@@ -161,8 +161,8 @@ def _enums(load: Callable[[str], Any]) -> Any:
         return load("pyverbs.libibverbs_enums")
 
 
-def _limits(context: Any, device: Any, enums: Any) -> Limits:
-    pacing = context.query_device_ex(device.DeviceAttrEx()).packet_pacing_caps
+def _limits(context: Any, enums: Any) -> Limits:
+    pacing = context.query_device_ex().packet_pacing_caps
     fastest_kbps = int(pacing.qp_rate_limit_max)
     rate = None
     if fastest_kbps and int(pacing.supported_qpts) >> int(enums.IBV_QPT_RC) & 1:
