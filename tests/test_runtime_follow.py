@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from control_fakes import free_port, profile, until
+from test_runtime_steering import Rank, route
 from torch.distributed import HashStore
 
 from crux_torch.apply.ownership import Ownership
@@ -111,6 +112,26 @@ def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(start, store
     assert len(warnings(caplog)) == 1
     leader.publish(2, order(turn=2, level=3).to_json())
     until(lambda: agent.status()["applied"]["dscp"] == 24, what="the new level")
+
+
+def test_routes_are_followed_and_taken_back_when_the_leader_falls_silent(
+    start, store, monkeypatch, caplog
+):
+    fakes = Rank()
+    monkeypatch.setattr(agents, "make_steering", lambda *_: fakes.steering)
+    leader = JobChannel(store, 0, 2)
+    agent = start(rank=1, world=2)
+    leader.publish(1, order(valid_s=0.5, routes=(route(1),), switch=7).to_json())
+    until(lambda: fakes.switch.requests == [7], what="the switch")
+    (told,) = fakes.switch.routes_then[0]
+    assert (told.destination, told.dscp) == ("10.1.0.2", 40)
+    assert json.loads(json.dumps(agent.status()))["paths"]["switch"] == 7
+    until(lambda: fakes.transport.routes == (), what="the end of the routes")
+    assert fakes.switch.requests == [7]
+    assert len(warnings(caplog)) == 1
+    leader.publish(2, order(turn=2, routes=(route(1),), switch=7).to_json())
+    until(lambda: len(fakes.transport.routes) == 1, what="the routes of the next order")
+    assert fakes.switch.requests == [7]
 
 
 def test_malformed_orders_are_ignored_with_one_warning(start, store, caplog):
