@@ -23,10 +23,11 @@ from crux_torch.control.warn_once import WarnOnce
 #: NCCL_CONFIG_UNDEF_INT of <nccl.h>: the script did not choose.
 UNDEFINED = -(1 << 31)
 
-#: NCCL's own variables, and what each leaves of the class that a communicator is given.
+#: NCCL's own variables, and what each leaves of the class that a communicator is given. What they
+#: say reaches the address vector, where the stand-in for libibverbs still puts a route's class.
 OVERRIDES = {
-    "NCCL_IB_TC": "every queue pair of NCCL keeps that class, whatever level the job has",
-    "NCCL_IB_FIFO_TC": "NCCL's clear-to-send messages keep that class, its data gets the job's",
+    "NCCL_IB_TC": "NCCL makes its queue pairs with that class, whatever level the job has",
+    "NCCL_IB_FIFO_TC": "NCCL's clear-to-send messages get that class, its data gets the job's",
     "NCCL_IB_SL": "the service level stays, so InfiniBand's lanes and PFC priorities do not follow",
 }
 

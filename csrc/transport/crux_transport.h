@@ -141,7 +141,7 @@ int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rat
 // Counts from now on. 0, or EINVAL.
 int crux_transport_label(int32_t label, const char* owner, int32_t dscp);
 
-// Devices opened from now on are followed (CRUX_TRANSPORT_LIVE_QP=1: from the start): what is
+// Devices opened from now on are followed (CRUX_LIVE_QP=1: from the start): what is
 // posted and polled goes through this library, without which a queue pair in use can't be emptied.
 // Costs two uncontended locks for each call; devices that are open already are not touched.
 int crux_transport_follow_queue_pairs(int on);

@@ -50,8 +50,10 @@ int bind_mw(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
 }
 
 bool asked_for() {
-  const char* const text = ::secure_getenv("CRUX_TRANSPORT_LIVE_QP");
-  return text != nullptr && std::string(text) == "1";
+  const char* const text = ::secure_getenv("CRUX_LIVE_QP");
+  if (text == nullptr) return false;
+  const std::string value = text;
+  return !value.empty() && value != "0" && value != "false" && value != "no" && value != "off";
 }
 
 }  // namespace

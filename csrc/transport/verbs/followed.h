@@ -63,7 +63,7 @@ class CompletionQueue {
 
 class Followed {
  public:
-  // Contexts that are opened from now on; CRUX_TRANSPORT_LIVE_QP=1 from the start.
+  // Contexts that are opened from now on; CRUX_LIVE_QP=1 from the start.
   void enable(bool on) { enabled_ = on; }
 
   void opened(ibv_context* context);
