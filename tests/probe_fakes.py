@@ -13,18 +13,22 @@ LATENCY_S = 0.0005
 
 @dataclass
 class Router:
-    """One router: how many answers a second it gives after a burst, None: all of them."""
+    """One router: how many answers a second it gives after a burst, None: all of them.
+
+    ``spent``: others have just had the burst.
+    """
 
     address: str
     limit_per_s: float | None = None
     burst: int = 6
     loss: float = 0.0
     silent: bool = False
+    spent: bool = False
     _tokens: float = field(default=0.0, init=False)
     _at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._tokens = self.burst
+        self._tokens = 0 if self.spent else self.burst
 
     def answers(self, now: float, chance: random.Random) -> bool:
         if self.silent or chance.random() < self.loss:

@@ -335,9 +335,21 @@ def test_a_silent_layer_costs_little() -> None:
     net = Network(route)
     found = search(net)
     assert found.ended == "confident"
-    assert net.now < 3
+    assert net.now < 6
     assert set(found.hops.values()) == {((1, "10.0.0.1"), (2, None), (3, "10.0.1.1"))}
     assert found.path_count == 1
+
+
+@pytest.mark.parametrize("limit_per_s", [0.6, 1.0, 3.0])
+def test_routers_whose_answers_are_spent_are_not_taken_for_silent(limit_per_s: float) -> None:
+    for seed in range(5):
+        route, _ = leaf_and_spines(4, seed, limit_per_s=limit_per_s, spent=True)
+        net = Network(route)
+        found = search(net, Rules(0.9), shuffled(seed), until=120.0)
+        assert found.ended == "confident"
+        told = {port: hops for port, hops in found.hops.items() if all(a for _, a in hops)}
+        assert told == {port: path_of(net, port) for port in told}
+        assert len(told) >= 0.8 * len(found.hops)
 
 
 def test_nobody_answers() -> None:

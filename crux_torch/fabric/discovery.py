@@ -18,6 +18,7 @@ from crux_torch.fabric.probe_rules import Rules
 
 #: Ports of which a hop that never answered anyone is asked before it counts as silent.
 _SILENT_AFTER = 6
+_ATTEMPTS_UNHEARD = 3
 _LONGEST_BACKOFF_S = 2.0
 #: Ports under way at the same time, a socket each.
 _MOST_UNDER_WAY = 32
@@ -256,6 +257,8 @@ class Discovery:
             port.answers[ttl] = None
             return
         port.answers[ttl] = answer.address
+        if not self._speakers[ttl]:
+            self._ask_again(ttl)
         self._speakers[ttl][answer.address] += 1
         self._reconsider(ttl)
 
@@ -269,7 +272,7 @@ class Discovery:
             port.waiting_for = None
             ttl, attempts = probe.ttl, len(port.asked_at[probe.ttl])
             # Where nobody ever answered, perhaps nobody does: don't wait long to find out.
-            enough = self._pacers[ttl].attempts if self._speakers[ttl] else 2
+            enough = self._pacers[ttl].attempts if self._speakers[ttl] else _ATTEMPTS_UNHEARD
             if attempts >= min(enough, rules.retries + 1):
                 port.answers[ttl] = None
                 self._unheard[ttl] += 1
@@ -277,6 +280,18 @@ class Discovery:
                 backoff = rules.answer_wait_s * 2.0 ** (attempts - 1)
                 port.not_before = now + min(backoff, _LONGEST_BACKOFF_S)
             self._reconsider(ttl)
+
+    def _ask_again(self, ttl: int) -> None:
+        """Somebody does answer here: ask for the ports that were given up before that showed."""
+        for port in self._drawn:
+            if ttl in port.answers and port.answers[ttl] is None:
+                del port.answers[ttl], port.asked_at[ttl]
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Count anew, after what is known of ports that were counted has changed."""
+        self._tally = _Tally(self._is_complete, self._rules.via if self._learning else ())
+        self._under_way = [port for port in self._drawn if self._is_under_way(port)]
 
     def _reconsider(self, ttl: int) -> None:
         """Whether TTLs are silent, or settled, after what was heard last of ``ttl``."""
@@ -290,8 +305,7 @@ class Discovery:
         if self._pacers[ttl].slowed or self._implied:
             self._settle()
         if before != (self._silent, set(self._implied)):
-            self._tally = _Tally(self._is_complete, self._rules.via)
-            self._under_way = [port for port in self._drawn if self._is_under_way(port)]
+            self._start_over()
 
     def _settle(self) -> None:
         """Find the slow TTLs whose answers follow from those of the others, the slowest first."""
@@ -304,12 +318,11 @@ class Discovery:
             if table and surplus >= self._enough_of_one:
                 telling = others
                 settled.append(ttl)
-        self._telling = tuple(telling)
-        self._implied = {}
-        for ttl in settled:
-            table, _ = self._table(ttl, telling)
-            if table:
-                self._implied[ttl] = table
+        tables = {ttl: self._table(ttl, telling)[0] for ttl in settled}
+        # What follows from the others may not follow from the telling ones alone: then ask all.
+        agree = all(tables.values())
+        self._telling = tuple(telling) if agree else self._ttls
+        self._implied = tables if agree else {}
 
     def _table(self, ttl: int, others: Sequence[int]) -> tuple[dict[Answers, str], int]:
         """What the answers of other TTLs imply for ``ttl``; empty where they don't decide it.
