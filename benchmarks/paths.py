@@ -9,6 +9,7 @@ study does, and how the collision comes about, is said in examples/demo/paths.py
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,7 +34,7 @@ STUDIES = {
         "two",
         (
             Workload("A", GPT, ("--accelerator-ms", "200")),
-            Workload("B", MLP, ("--accelerator-ms", "300")),
+            Workload("B", MLP, ("--accelerator-ms", "260", "--width", "960")),
         ),
         rate_mbit=200.0,
     ),
@@ -94,42 +96,40 @@ def table(study: Study, rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one study as text."""
     jobs = [row for row in rows if "job" in row]
     lines = [
-        f"{len(jobs)} jobs of 2 ranks, {len(jobs)} spines, links of {study.rate_mbit:g} Mbit/s, "
-        f"hash seed {jobs[0]['seed']}",
-        f"  {'':<4} {'alone':>22} {'together, hashed':>22} {'ratio':>5} {'rounds':>11} "
-        f"{'together, Crux':>22} {'ratio':>5} {'rounds':>11} {'spine':>14} losses",
+        f"{len(jobs)} jobs of 2 ranks, {len(jobs)} spines, links of {study.rate_mbit:g} Mbit/s; "
+        f"hash seed {jobs[0]['seed']}, the first under which connections collide",
+        f"  {'step, ms: median (p10-p90)':<28}{'alone':>16}{'together, stock':>36}"
+        f"{'together, Crux':>36}{'spine':>10}  losses",
+        f"  {'':<44}{'x alone, by round':>36}{'x alone, by round':>36}",
     ]
     for row in jobs:
         spine = row["spine"]
         lines.append(
-            f"  {row['job']:<4} {_time(row['alone_s'])} {_time(row['together_s'])} "
-            f"{_against(row, 'together')} {_time(row['crux_s'])} {_against(row, 'crux')} "
-            f"{spine['together']} / {spine['before']} -> {spine['crux']:>1} "
-            f"{_losses(row):>10}"
+            f"  {row['job']:<28}{_time(row['alone_s']):>16}"
+            f"{_time(row['together_s']):>17}{_against(row, 'together'):>19}"
+            f"{_time(row['crux_s']):>17}{_against(row, 'crux'):>19}"
+            f"{spine['before']:>5} -> {spine['crux']}  {_losses(row)}"
         )
-    lines.append(
-        f"  {'MB over each spine':<22}" + "".join(f"{f'spine{n}':>10}" for n in range(len(jobs)))
-    )
-    for row in rows:
-        if "case" in row:
-            lines.append(
-                f"  {row['case']:<22}" + "".join(f"{n / 1e6:>10.1f}" for n in row["bytes"])
-            )
-    for row in jobs:
-        only = f"{row['job']} alone under Crux"
-        lines.append(f"  {only:<22}" + "".join(f"{n / 1e6:>10.1f}" for n in row["counted"]))
+    heads = "".join(f"{f'spine {n}':>10}" for n in range(len(jobs)))
+    lines.append(f"  {'MB over each spine':<28}{heads}")
+    titles = {"together": "together, stock", "crux": "together, Crux"}
+    sent = [(titles[row["case"]], row["bytes"]) for row in rows if "case" in row]
+    sent += [(f"{row['job']} alone, Crux", row["counted"]) for row in jobs]
+    for title, by_spine in sent:
+        lines.append(f"  {title:<28}" + "".join(f"{n / 1e6:>10.1f}" for n in by_spine))
+    furthest = max(row["crux_s"]["median"] / row["alone_s"]["median"] for row in jobs)
+    lines.append(f"  under Crux the furthest from its time alone: x {furthest:.3f}")
     return "\n".join(lines) + "\n"
 
 
 def _time(times: dict[str, float]) -> str:
-    ms = {key: f"{1e3 * times[key]:.0f}" for key in ("median", "p10", "p90")}
-    return f"{ms['median'] + ' ms (' + ms['p10'] + '-' + ms['p90'] + ')':>22}"
+    return f"{1e3 * times['median']:.0f} ({1e3 * times['p10']:.0f}-{1e3 * times['p90']:.0f})"
 
 
 def _against(row: dict[str, Any], case: str) -> str:
     ratio = row[f"{case}_s"]["median"] / row["alone_s"]["median"]
     rounds = row[f"{case}_ratios"]
-    return f"{ratio:>5.2f} {f'{min(rounds):.2f}-{max(rounds):.2f}':>11}"
+    return f"x {ratio:.2f} {min(rounds):.2f}-{max(rounds):.2f}"
 
 
 def _losses(row: dict[str, Any]) -> str:
@@ -170,13 +170,9 @@ def main(
                 raise click.ClickException(str(error)) from None
         rows += found
         text.append(table(study, found))
-        worst = max(
-            row["crux_s"]["median"] / row["alone_s"]["median"] for row in found if "job" in row
-        )
-        text.append(f"  the job that is furthest from alone under Crux: {worst:.3f}\n")
-    publish(
-        Result("paths", {"steps": steps, "rounds": rounds}, rows), "\n".join(text), json_path, out
-    )
+    settings = {"steps": steps, "rounds": rounds, "torch": torch.__version__}
+    settings["cpus"] = os.cpu_count()
+    publish(Result("paths", settings, rows), "\n".join(text), json_path, out)
 
 
 if __name__ == "__main__":
