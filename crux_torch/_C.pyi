@@ -51,8 +51,13 @@ class DelegatingBackend(Backend):
     def add_inner(self, device: str, inner: Backend) -> None:
         """Operations on tensors of ``device`` go to ``inner``. Before the first operation only."""
 
-    def set_store(self, store: Store) -> None:
-        """The store that the group was given; without it the inner backends can't be replaced."""
+    def publish(self, store: Store, born: int) -> None:
+        """Let the inner backends be replaced.
+
+        Args:
+            store: that the group was given.
+            born: the newest switch that was known before they were made.
+        """
 
     @property
     def switches(self) -> list[InnerSwitch]:
@@ -97,6 +102,10 @@ class InnerSwitch:
     @property
     def store(self) -> Store | None: ...
     @property
+    def born(self) -> int:
+        """The newest switch that was known when the first inner backend was made."""
+
+    @property
     def refusal(self) -> str:
         """Why no switch can begin; empty where one can."""
 
@@ -140,7 +149,7 @@ class InnerSwitch:
         """Close the backend that ``finish`` took out of use; waits for its operations."""
 
 def inner_switches() -> list[InnerSwitch]:
-    """Those of all process groups of this process."""
+    """Those of all process groups of this process that were published and have not ended."""
 
 def store_prefix(store: Store) -> str:
     """What a store puts before its keys, a PrefixStore's prefixes together."""

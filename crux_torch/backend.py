@@ -75,8 +75,7 @@ def _delegate(
     backend = _C.DelegatingBackend(name, first.rank(), first.size(), recorder())
     for device, inner in inners.items():
         backend.add_inner(device, inner)
-    backend.set_store(store)
-    GROUPS.group_was_made(backend.group_index, born, options)
+    GROUPS.group_was_made(backend, store, born, options)
     runtime.group_was_made(store, first.rank(), first.size(), inners.keys())
     return backend
 
@@ -103,16 +102,22 @@ def _create_gloo(opts: Any, backend_options: Any) -> Any:
     return gloo
 
 
-def with_nccl_class(options: Any) -> Any:
-    """The options for a NCCL communicator, with the class of the job's level where it has one."""
+def with_nccl_class(options: Any, group: str = "") -> Any:
+    """The options for a NCCL communicator, with the class of the job's level where it has one.
+
+    Args:
+        options: the script's, or None.
+        group: name of the group, where it is not in the options yet.
+    """
     settings = _settings()
     if settings.disable or not settings.nccl_class:
         return options
-    return nccl.with_class(options, runtime.planned_dscp(), new=c10d.ProcessGroupNCCL.Options)
+    new = c10d.ProcessGroupNCCL.Options
+    return nccl.with_class(options, runtime.planned_dscp(), new=new, owner=group)
 
 
 def _create_nccl(opts: Any, backend_options: Any) -> Any:
-    backend_options = with_nccl_class(backend_options)
+    backend_options = with_nccl_class(backend_options, opts.group_id)
     split_from = getattr(opts, "split_from", None)
     if split_from is not None:
         opts.split_from = getattr(split_from, "default_inner", split_from)

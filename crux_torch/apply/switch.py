@@ -91,20 +91,11 @@ class GroupStatus:
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Made:
-    """What is known of a group's making; nothing of one that was split from another."""
-
-    born: int = 0
-    options: Any = None
-
-
 class _Member:
     """One inner switch of this process, and the thread that is at work on it, if any."""
 
-    def __init__(self, switch: Any, made: _Made) -> None:
-        self.switch = switch
-        self.made = made
+    def __init__(self, switch: Any, options: Any) -> None:
+        self.switch, self.options = switch, options
         self.status = GroupStatus(switch.group, switch.device)
         self.attempted = 0
         self.seen_at_s = time.monotonic()
@@ -136,7 +127,7 @@ class Groups:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._members: dict[tuple[int, str], _Member] = {}
-        self._made: dict[int, _Made] = {}
+        self._options: dict[int, Any] = {}
         self._newest = 0
         self._stopping = threading.Event()
         self._warn = WarnOnce(_log)
@@ -147,16 +138,18 @@ class Groups:
         with self._lock:
             return self._newest
 
-    def group_was_made(self, group: int, born: int, options: Any = None) -> None:
-        """A group exists now; where a switch is under way it takes part.
+    def group_was_made(self, backend: Any, store: Any, born: int, options: Any = None) -> None:
+        """Let a new group take part, also in a switch that is under way.
 
         Args:
-            group: its index in the recorder's table.
-            born: :attr:`generation` before the group was made.
-            options: that the script gave for its inner backend.
+            backend: the group's ``DelegatingBackend``.
+            store: that the group was given.
+            born: :attr:`generation` before its inner backends were made.
+            options: that the script gave for them.
         """
         with self._lock:
-            self._made[group] = _Made(born, options)
+            self._options[backend.group_index] = options
+            backend.publish(store, born)
             self._start()
 
     def request(self, generation: int) -> None:
@@ -209,9 +202,9 @@ class Groups:
         for key in self._members.keys() - found.keys():
             del self._members[key]
         for key in found.keys() - self._members.keys():
-            self._members[key] = _Member(found[key], self._made.get(key[0], _Made()))
+            self._members[key] = _Member(found[key], self._options.get(key[0]))
         alive = {group for group, _ in found}
-        self._made = {group: made for group, made in self._made.items() if group in alive}
+        self._options = {g: options for g, options in self._options.items() if g in alive}
 
     def _start(self) -> None:
         if self._newest == 0 or self._stopping.is_set():
@@ -300,7 +293,7 @@ class _Attempt:
     def _follow(self) -> None:
         member, patience_s = self._member, self._groups.patience_s
         since_s, seen = time.monotonic(), int(self._switch.collectives)
-        says = Says(born=member.made.born, refusal=self._switch.refusal[:MAX_REASON])
+        says = Says(born=self._switch.born, refusal=self._switch.refusal[:MAX_REASON])
         start = self._round("start", says, self._needed, patience_s)
         if not start.go and not start.reason:
             member.note(state="idle", generation=self._generation, error=None)
@@ -392,7 +385,7 @@ class _Attempt:
                         self._groups.watching(store, current.rank(), current.size())
                     )
                 timeout = timedelta(seconds=self._groups.patience_s / 2)
-                self._next = make_next(current, store, timeout, self._member.made.options)
+                self._next = make_next(current, store, timeout, self._member.options)
         except Exception as error:
             _log.debug("details", exc_info=True)
             return str(error).partition("\n")[0][:MAX_REASON] or type(error).__name__

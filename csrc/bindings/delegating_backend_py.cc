@@ -32,7 +32,7 @@ void bind_delegating_backend(py::module_& module) {
             return self.inner(c10::Device(device).type());
           },
           py::arg("device"))
-      .def("set_store", &DelegatingBackend::set_store, py::arg("store"),
+      .def("publish", &DelegatingBackend::publish, py::arg("store"), py::arg("born"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("switches", &DelegatingBackend::switches)
       .def_property_readonly("default_inner", &DelegatingBackend::default_inner)

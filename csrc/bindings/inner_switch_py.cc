@@ -72,6 +72,7 @@ void bind_inner_switch(py::module_& module) {
                                const py::gil_scoped_release release;
                                return self.closed();
                              })
+      .def_property_readonly("born", &InnerSwitch::born)
       .def_property_readonly("collectives",
                              [](const InnerSwitch& self) { return self.point().collectives(); })
       .def_property_readonly("waits",

@@ -49,10 +49,8 @@ void DelegatingBackend::add_inner(Device device, BackendPtr backend) {
       return;
     }
   }
-  const auto inners =
+  inners_[device] =
       std::make_shared<InnerSwitch>(std::move(backend), device, getID(), recorder_, group_);
-  InnerSwitch::add(inners);
-  inners_[device] = inners;
 }
 
 InnerSwitch& DelegatingBackend::at(Device device) const {

@@ -40,9 +40,10 @@ class DelegatingBackend final : public c10d::Backend {
   // The accelerator's inner backend where there is one, else the CPU's: what questions about
   // capabilities mean.
   BackendPtr default_inner() const { return default_switch().backend(); }
-  // What serves each type of device, each once; they need `store` to be replaced.
+  // What serves each type of device, each once.
   std::vector<std::shared_ptr<InnerSwitch>> switches() const;
-  void set_store(const c10::intrusive_ptr<c10d::Store>& store);
+  // Lets inner backends be replaced; see InnerSwitch::publish.
+  void publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born);
   uint32_t group_index() const noexcept { return group_; }
 
   const std::string getBackendName() const override { return name_; }

@@ -5,8 +5,8 @@
 
 namespace crux {
 
-void DelegatingBackend::set_store(const c10::intrusive_ptr<c10d::Store>& store) {
-  for (const auto& inners : switches()) inners->set_store(store);
+void DelegatingBackend::publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born) {
+  for (const auto& inners : switches()) inners->publish(store, born);
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::wrap(
@@ -17,7 +17,7 @@ DelegatingBackend::BackendPtr DelegatingBackend::wrap(
   for (const auto& [device, inners] : inners_) {
     if (inners.get() == &default_switch()) wrapper->add_inner(device, child);
   }
-  wrapper->set_store(store);
+  if (store) wrapper->publish(store, 0);
   return wrapper;
 }
 

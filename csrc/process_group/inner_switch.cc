@@ -29,12 +29,6 @@ InnerSwitch::InnerSwitch(BackendPtr first, c10::DeviceType device, int64_t hook_
       tags_match_(first->getBackendName() != "nccl"),
       point_(std::make_shared<Inner>(std::move(first), device, hook_id, recorder)) {}
 
-void InnerSwitch::add(const std::shared_ptr<InnerSwitch>& made) {
-  Registry& known = registry();
-  const std::lock_guard<std::mutex> lock(known.mutex);
-  known.members.push_back(made);
-}
-
 std::vector<std::shared_ptr<InnerSwitch>> InnerSwitch::all() {
   Registry& known = registry();
   std::vector<std::shared_ptr<InnerSwitch>> found;
@@ -149,9 +143,20 @@ uint64_t InnerSwitch::sequence_number() const {
   return number;
 }
 
-void InnerSwitch::set_store(StorePtr store) {
+void InnerSwitch::publish(StorePtr store, int64_t born) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    store_ = std::move(store);
+    born_ = born;
+  }
+  Registry& known = registry();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  known.members.push_back(shared_from_this());
+}
+
+int64_t InnerSwitch::born() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  store_ = std::move(store);
+  return born_;
 }
 
 InnerSwitch::StorePtr InnerSwitch::store() const {
@@ -169,8 +174,7 @@ void InnerSwitch::refuse(const std::string& reason) {
 
 std::string InnerSwitch::refusal() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!refusal_.empty()) return refusal_;
-  return store_ ? "" : "the group was made without a store";
+  return refusal_;
 }
 
 Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::milliseconds limit) {

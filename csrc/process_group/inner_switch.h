@@ -17,7 +17,7 @@
 
 namespace crux {
 
-class InnerSwitch {
+class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
  public:
   using Point = SwitchPoint<Inner>;
   using Ticket = Point::Ticket;
@@ -32,9 +32,8 @@ class InnerSwitch {
   InnerSwitch(const InnerSwitch&) = delete;
   InnerSwitch& operator=(const InnerSwitch&) = delete;
 
-  // Those of this process that are not closed, oldest first.
+  // Those of this process that were published and are not closed, oldest first.
   static std::vector<std::shared_ptr<InnerSwitch>> all();
-  static void add(const std::shared_ptr<InnerSwitch>& made);
 
   // For the threads that issue operations. Each may wait for a decision: see SwitchPoint.
   Ticket collective() { return cleared(point_.collective()); }
@@ -58,9 +57,11 @@ class InnerSwitch {
   // Counted over all inner backends that have served the group.
   uint64_t sequence_number() const;
 
-  // What a next backend is made with: the store that the group was given. Null: it never switches.
-  void set_store(StorePtr store);
+  // Lets it be switched, with the store that the group was given. `born` is the newest switch that
+  // was known when its first backend was made.
+  void publish(StorePtr store, int64_t born);
   StorePtr store() const;
+  int64_t born() const;
   // No switch from now on, because of `reason`. One that is decided goes on.
   void refuse(const std::string& reason);
   // Why no switch can begin; empty where one can.
@@ -102,6 +103,7 @@ class InnerSwitch {
   Settings settings_;
   uint64_t changes_ = 0;
   StorePtr store_;
+  int64_t born_ = 0;
   std::string refusal_;
   std::shared_ptr<Inner> retired_;
   uint64_t retired_sequence_ = 0;
