@@ -42,7 +42,9 @@ def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iter
 @pytest.fixture(scope="session")
 def fabric(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Traffic through leaf and spine switches."""
-    outcome = play(guest, "fabric", sys.executable, environment, timeout_s=250)
+    live_change = _or_skip(lambda: program.build("live_change"))
+    args = (sys.executable, environment, str(live_change), str(CHANGES))
+    outcome = play(guest, "fabric", *args, timeout_s=250 + CHANGES)
     yield outcome
     _remove(outcome, request)
 

@@ -12,6 +12,7 @@ from lab.requirement import LabUnavailableError
 
 SOURCES = Path(__file__).resolve().parents[1] / "programs"
 _HEADER = Path("/usr/include/infiniband/verbs.h")
+_INTERFACE = SOURCES.parents[2] / "csrc" / "transport"
 
 
 def build(name: str) -> Path:
@@ -27,9 +28,13 @@ def build(name: str) -> Path:
     if not _HEADER.exists():
         raise LabUnavailableError("not installed: libibverbs-dev")
     program = CACHE / name
-    if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+    inputs = (source, _INTERFACE / "crux_transport.h")
+    if not program.exists() or any(
+        program.stat().st_mtime < file.stat().st_mtime for file in inputs
+    ):
         written = program.with_suffix(f".{os.getpid()}")
-        argv = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", str(source)]
+        argv = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"]
+        argv += [f"-I{_INTERFACE}", str(source)]
         subprocess.run([*argv, "-o", str(written), "-libverbs", "-ldl", "-pthread"], check=True)
         written.rename(program)
     return program

@@ -50,11 +50,14 @@ class Step:
     processes: list[Process]
     facts: dict[str, Any]
 
+    def wall_s(self, captured_s: float) -> float:
+        """The wall clock when a packet was captured, from the time that the capture gives it."""
+        # Since Linux 6.12 a packet keeps the sender's monotonic time on its way through veth.
+        return captured_s if captured_s >= self.boot_s else captured_s + self.boot_s
+
     def contains(self, captured_s: float) -> bool:
         """Whether a packet was captured while this went on."""
-        # Since Linux 6.12 a packet keeps the sender's monotonic time on its way through veth.
-        time_s = captured_s if captured_s >= self.boot_s else captured_s + self.boot_s
-        return self.begin_s <= time_s <= self.end_s
+        return self.begin_s <= self.wall_s(captured_s) <= self.end_s
 
 
 def write_step(folder: Path, step: Step) -> None:
