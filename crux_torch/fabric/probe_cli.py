@@ -302,8 +302,8 @@ def _progress(rules: Rules) -> Iterator[Callable[[Discovery], None] | None]:
 
         def watch(search: Discovery) -> None:
             status.update(
-                f"{search.path_count} paths, {search.sent} probes, {search.answered} answers, "
-                f"confidence {search.confidence:.3f} of {rules.confidence:g}"
+                f"paths: {search.path_count}, probes: {search.sent}, answers: {search.answered}, "
+                f"confidence: {search.confidence:.3f} of {rules.confidence:g}"
             )
 
         yield watch
