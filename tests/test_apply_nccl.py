@@ -15,7 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import backend, runtime
 from crux_torch.apply import nccl
+from crux_torch.apply.nccl_labels import COUNT, NcclLabels, label_of
 from crux_torch.control.warn_once import WarnOnce
+from crux_torch.runtime.agent import Agent
+from crux_torch.runtime.order import Order
+from crux_torch.settings import Settings
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 DSCP = 40
@@ -33,7 +37,7 @@ def options() -> Any:
 
 
 def given(script: Any, dscp: int | None = DSCP, **env: str) -> Any:
-    return nccl.with_class(script, dscp, new=options, env=env)
+    return nccl.with_class(script, dscp, new=options, env=env, labels=NcclLabels(lambda: None))
 
 
 def test_an_option_that_nobody_set_is_nccls_undefined() -> None:
@@ -89,6 +93,60 @@ def test_options_of_another_kind_are_left_to_torch(caplog: pytest.LogCaptureFixt
     assert "get no traffic class" in caplog.text
 
 
+class Library:
+    """What the transport library was told of labels; it refuses where it is closed."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, tuple[bytes, int]] = {}
+        self.closed = False
+
+    def __call__(self, label: int, owner: bytes, dscp: int) -> int:
+        if not self.closed:
+            self.told[label] = owner, dscp
+        return 22 if self.closed else 0
+
+
+def test_with_the_stand_in_the_class_is_a_label_that_goes_out_as_the_levels() -> None:
+    library = Library()
+    labels = NcclLabels(lambda: library)
+    script = options()
+    script.group_name = "3"
+    classed = nccl.with_class(script, DSCP, new=options, env={}, labels=labels)
+    label = label_of("3")
+    assert classed.config.traffic_class == label
+    assert library.told == {label: (b"3", 0)}
+    labels.set_dscp(DSCP)
+    assert library.told == {label: (b"3", DSCP)}
+    other = nccl.with_class(None, None, new=options, owner="4", env={}, labels=labels)
+    assert other.config.traffic_class == label_of("4") != label
+    assert library.told[label_of("4")] == (b"4", DSCP)
+    assert script.config.traffic_class == nccl.UNDEFINED
+
+
+def test_a_library_that_takes_no_label_leaves_the_class() -> None:
+    library = Library()
+    library.closed = True
+    labels = NcclLabels(lambda: library)
+    classed = nccl.with_class(None, DSCP, new=options, owner="3", env={}, labels=labels)
+    assert classed.config.traffic_class == DSCP << 2
+
+
+def test_labels_leave_the_bits_of_ecn_and_of_the_service_level_alone() -> None:
+    names = [*map(str, range(COUNT)), "default_pg", "²", "", "x" * 100]
+    assert len({label_of(name) for name in names[:COUNT]}) == COUNT
+    for name in names:
+        assert 0 < label_of(name) < 256
+        assert label_of(name) & 0xF == 0
+
+
+def test_groups_that_share_a_label_are_listed_together() -> None:
+    library = Library()
+    labels = NcclLabels(lambda: library)
+    assert labels.give("0") == labels.give(str(COUNT)) == labels.give("0")
+    assert library.told == {label_of("0"): (b"0,15", 0)}
+    assert NcclLabels(lambda: None).give("0") is None
+
+
 class FakeNccl:
     """What ``attach`` stands in for, as far as creation goes."""
 
@@ -115,7 +173,7 @@ def test_both_ways_of_creation_get_the_plans_class(
     plugin = SimpleNamespace(creator_fn=lambda opts, script: made.append(script))
     monkeypatch.setitem(c10d.Backend._plugins, "NCCL", plugin)
     script = options()
-    backend._create_nccl(SimpleNamespace(split_from=None), script)
+    backend._create_nccl(SimpleNamespace(split_from=None, group_id="7"), script)
     made.append(attached(dist.HashStore(), 0, 1, script).options)  # type: ignore[attr-defined]
     expected = nccl.UNDEFINED if switched_off else DSCP << 2
     assert [classed.config.traffic_class for classed in made] == [expected, expected]
@@ -123,14 +181,20 @@ def test_both_ways_of_creation_get_the_plans_class(
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"), [(None, None), ({"measuring": True}, None), ({"measuring": False}, DSCP)]
+    ("level", "measuring", "expected"),
+    [(5, False, 40), (5, True, None), (None, False, None), (9, False, None)],
 )
 def test_a_communicator_does_not_keep_the_class_of_a_measurement(
-    order: Any, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    level: int | None, measuring: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = {"order": order, "applied": {"dscp": DSCP}}
-    agent = SimpleNamespace(active=True, status=lambda: status)
+    agent = object.__new__(Agent)
+    agent.settings = Settings()
+    agent._order = None
+    assert agent.planned_dscp is None
+    agent._order = Order(incarnation="i", turn=1, level=level, measuring=measuring, valid_s=15.0)
+    assert agent.planned_dscp == expected
+    monkeypatch.setattr(Agent, "active", True)
     monkeypatch.setattr(runtime, "_agent", agent)
     assert runtime.planned_dscp() == expected
-    agent.active = False
+    monkeypatch.setattr(Agent, "active", False)
     assert runtime.planned_dscp() is None

@@ -18,6 +18,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from crux_torch.apply.nccl_labels import LABELS, NcclLabels
 from crux_torch.control.warn_once import WarnOnce
 
 #: NCCL_CONFIG_UNDEF_INT of <nccl.h>: the script did not choose.
@@ -40,7 +41,13 @@ def overrides(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_class(
-    options: Any, dscp: int | None, *, new: Any, env: Mapping[str, str] | None = None
+    options: Any,
+    dscp: int | None,
+    *,
+    new: Any,
+    owner: str = "",
+    env: Mapping[str, str] | None = None,
+    labels: NcclLabels = LABELS,
 ) -> Any:
     """The options to make a NCCL communicator with: the script's, with the job's class in them.
 
@@ -52,18 +59,24 @@ def with_class(
         options: what the script gave, or None.
         dscp: DSCP of the job's level (0 to 63), or None where there is none yet.
         new: makes empty options: ``ProcessGroupNCCL.Options``.
+        owner: name of the group; by default the one in ``options``.
         env: NCCL's variables; default: this process's environment.
+        labels: of this process's communicators: with the stand-in for libibverbs a label takes the
+            place of the class, which the stand-in then sees to.
     """
-    if dscp is None:
-        return options
     try:
-        return _with_class(options, dscp, new, os.environ if env is None else env)
+        owner = owner or getattr(options, "group_name", "")
+        label = labels.give(owner)
+        traffic_class = label if label is not None else None if dscp is None else dscp << 2
+        if traffic_class is None:
+            return options
+        return _with_class(options, traffic_class, new, os.environ if env is None else env)
     except Exception as error:
         _warn("options", f"NCCL communicators get no traffic class: {error}")
         return options
 
 
-def _with_class(options: Any, dscp: int, new: Any, env: Mapping[str, str]) -> Any:
+def _with_class(options: Any, traffic_class: int, new: Any, env: Mapping[str, str]) -> Any:
     chosen = UNDEFINED if options is None else options.config.traffic_class
     if chosen != UNDEFINED:
         _warn(
@@ -75,5 +88,5 @@ def _with_class(options: Any, dscp: int, new: Any, env: Mapping[str, str]) -> An
     if env.get("NCCL_IB_TC"):
         return options
     classed = new() if options is None else copy.copy(options)
-    classed.config.traffic_class = dscp << 2
+    classed.config.traffic_class = traffic_class
     return classed

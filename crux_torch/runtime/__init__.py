@@ -98,19 +98,9 @@ def _say(settings: Settings) -> None:
 
 
 def planned_dscp() -> int | None:
-    """DSCP of the level that the plan gives this job; None before it does, and while measuring.
-
-    The class of a measurement must not outlast it, as it would in what keeps its class for life.
-    """
+    """DSCP of the level that the plan gives this process's job; None where it gives none."""
     agent = _agent
-    if agent is None or not agent.active:
-        return None
-    status = agent.status()
-    order = status["order"]
-    if order is None or order["measuring"]:
-        return None
-    found: int | None = status["applied"]["dscp"]
-    return found
+    return agent.planned_dscp if agent is not None and agent.active else None
 
 
 def profile() -> JobProfile | None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from crux_torch.apply.classes import SocketMark, TrafficClass
+from crux_torch.apply.nccl_labels import LABELS
 from crux_torch.apply.ownership import Ownership
 from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
@@ -117,6 +118,19 @@ class Agent:
     def active(self) -> bool:
         """Whether the thread runs: from :meth:`start` until :meth:`stop` or the world's end."""
         return self._thread.is_alive() and os.getpid() == self._pid
+
+    @property
+    def planned_dscp(self) -> int | None:
+        """DSCP of the level that the plan gives this job; None before it does, and while measuring.
+
+        The class of a measurement must not outlast it, as it would in what keeps its class for
+        life.
+        """
+        order = self._order
+        if order is None or order.measuring or order.level is None:
+            return None
+        dscp_map = self.settings.dscp_map
+        return dscp_map[order.level] if order.level < len(dscp_map) else None
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Take everything back: sockets, hooks, the job's record. Returns within ``timeout_s``.
@@ -260,6 +274,7 @@ class Agent:
             self._order = None
             self._traffic_class.revert()
             self._steering.revert()
+        LABELS.set_dscp(self.planned_dscp or 0)
         if self._refresh.is_set() or now >= self._refresh_at_s:
             self._refresh.clear()
             self._refresh_at_s = now + REFRESH_S
