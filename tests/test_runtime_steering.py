@@ -396,6 +396,18 @@ def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rank, 
     assert (rank.network.searched, len(caplog.records)) == (["10.1.0.2"], 1)
 
 
+def test_connections_of_other_libraries_that_were_steered_are_looked_at_too(rank):
+    ends = {"local": "10.0.0.2", "peer": "10.1.0.2", "peer_port": 6000}
+    rank.transport.known = [
+        connection(1, **ends, local_port=20001, probes=2, via_ttl=2, via=SPINES[1][0]),
+        connection(2, **ends, local_port=40000),
+    ]
+    rank.network.spine = {20001: 1}
+    rank.follow(order(route(1)))
+    (told,) = rank.look()["connections"]
+    assert (told["local"], told["steered"], told["as_planned"]) == (["10.0.0.2", 20001], True, True)
+
+
 def test_queue_pairs_are_looked_at_where_their_port_is_known(rank):
     rank.transport.known = [
         connection(1, kind="qp", local="10.0.0.2", local_port=49153, peer="10.1.0.2"),

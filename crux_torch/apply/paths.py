@@ -139,12 +139,14 @@ def routed(
     Args:
         sockets: the inner backends'.
         listeners: where the inner backends listen: what they accepted was made by the other end.
-        known: the transport's connections; of these the queue pairs whose source port is known.
+        known: the transport's connections. Of these count also the ones that it looked for a path
+            for, NCCL's sockets, and the queue pairs whose source port is known.
         routes: of this host.
     """
     to = {address: route for route in routes for address in route.destinations}
     known = list(known)
-    by_inode = {c.id: c for c in known if c.kind == "tcp"}
+    others = {c.id: c for c in known if c.kind == "tcp"}
+    pairs = [c for c in known if c.kind == "qp" and c.peer in to and c.local_port]
     found = [
         Routed(
             sock.inode,
@@ -153,17 +155,29 @@ def routed(
             "accepted" if sock.local in listeners else "connected",
             "tcp",
             to[sock.peer[0]],
-            by_inode.get(sock.inode),
+            others.pop(sock.inode, None),
         )
         for sock in sockets
         if sock.peer is not None and sock.peer[0] in to
     ]
     found += [
         Routed(
+            c.id,
+            (c.local, c.local_port),
+            (c.peer, c.peer_port),
+            "connected",
+            "tcp",
+            to[c.peer],
+            c,
+        )
+        for c in others.values()
+        if c.probes and c.peer in to
+    ]
+    found += [
+        Routed(
             c.id, (c.local, c.local_port), (c.peer, ROCE_V2_PORT), "connected", "udp", to[c.peer]
         )
-        for c in known
-        if c.kind == "qp" and c.peer in to and c.local_port
+        for c in pairs
     ]
     return found
 
