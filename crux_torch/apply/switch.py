@@ -201,8 +201,9 @@ class Groups:
             close_clients()
         for key in self._members.keys() - found.keys():
             del self._members[key]
-        for key in found.keys() - self._members.keys():
-            self._members[key] = _Member(found[key], self._options.get(key[0]))
+        for key, made in found.items():
+            if key not in self._members:
+                self._members[key] = _Member(made, self._options.get(key[0]))
         alive = {group for group, _ in found}
         self._options = {g: options for g, options in self._options.items() if g in alive}
 
