@@ -255,7 +255,7 @@ class Settings:
     switch_timeout_s: float = _setting(
         "CRUX_SWITCH_TIMEOUT_S",
         30.0,
-        "seconds that a switch to new connections may take before it is given up",
+        "seconds that ranks wait for one another in a switch to new connections, before none does",
         _positive,
     )
     log_level: str = _setting(

@@ -77,8 +77,10 @@ def _belongs_to_last_world(store: Any) -> bool:
 
 def _start(settings: Settings, store: Any, rank: int, size: int) -> Agent:
     from crux_torch import backend
+    from crux_torch.apply.switch import GROUPS
     from crux_torch.runtime.agent import Agent
 
+    GROUPS.patience_s = settings.switch_timeout_s
     if not settings.job:
         # Launched by something else than cruxrun: the leader names its job itself.
         settings = dataclasses.replace(settings, job=f"{socket.gethostname()}-{os.getpid()}")
