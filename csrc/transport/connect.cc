@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <exception>
 #include <string_view>
 
 #include "guard.h"
@@ -211,7 +212,11 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
     } else if (local->port != 0) {
       record.error = EINVAL;  // bound by its program, or the second connect() of this socket
     } else {
-      steer(fd, *local, route, transport, exclusive, record);
+      try {
+        steer(fd, *local, route, transport, exclusive, record);
+      } catch (const std::exception&) {
+        record.error = ENOMEM;
+      }
     }
   }
   if (record.error == 0) record.error = error;
