@@ -21,8 +21,9 @@ from crux_torch.fabric.path_map import ROCE_V2_PORT, PathMap
 from crux_torch.fabric.path_map import Transport as Protocol
 from crux_torch.fabric.probe import ProbeError, Trace
 from crux_torch.fabric.route import HostRoute
+from crux_torch.runtime import steering as steerings
 from crux_torch.runtime.order import Order
-from crux_torch.runtime.port_search import PortSearch
+from crux_torch.runtime.port_search import SEARCH_S, TOTAL_S, PortSearch
 from crux_torch.runtime.steering import LOOK_S, MAX_LOOKED_AT, SETTLE_S, Steering
 
 DSCP_MAP = tuple(8 * level for level in range(8))
@@ -329,6 +330,18 @@ def test_a_look_is_bounded_and_holds_nobody_up(rank):
     assert rank.steering.counts() == PathCounts(MAX_LOOKED_AT, 0, 0)
 
 
+def test_a_look_that_takes_too_long_asks_no_more(rank, monkeypatch):
+    monkeypatch.setattr(steerings, "LOOK_LIMIT_S", 0.0)
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
+    rank.follow(order(route(0)))
+    rank.steering.tick()
+    rank.clock.advance(SETTLE_S)
+    rank.steering.tick()
+    until(lambda: rank.steering.counts() == PathCounts(0, 0, 1), what="the look")
+    assert rank.network.asked == []
+    assert "no time" in rank.steering.status()["connections"][0]["error"]
+
+
 def test_new_connections_are_looked_at_soon_and_old_ones_now_and_then(rank):
     rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
     rank.network.spine = {20001: 0, 20002: 1}
@@ -383,6 +396,24 @@ def test_other_routes_are_searched_for_anew_and_switched_to(rank):
     rank.follow(order(route(0), switch=2, turn=2))
     until(lambda: rank.switch.requests == [1, 2], what="the next switch")
     assert rank.network.searched == ["10.1.0.2"] * 2
+
+
+def test_a_search_over_many_destinations_ends_in_time(caplog):
+    network, clock = FakeNetwork(), FakeClock()
+
+    def slow(destination: str, wanted: HostRoute) -> PathMap:
+        clock.advance(SEARCH_S)
+        return network.search(destination, wanted)
+
+    routes = [route(0, dst=f"h{n}") for n in range(1, 9)]
+    searching = PortSearch(slow, clock=clock)
+    searching.run(routes)
+    in_time = round(TOTAL_S / SEARCH_S)
+    assert network.searched == [r.destinations[0] for r in routes[:in_time]]
+    found = searching.found(routes)
+    assert [bool(found[r.destinations[0]]) for r in routes] == [True] * in_time + [False] * 5
+    assert searching.is_done(routes)
+    assert len(caplog.records) == 5
 
 
 def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rank, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from crux_torch.control.warn_once import WarnOnce
@@ -14,8 +15,9 @@ _log = logging.getLogger(__name__)
 
 #: Ports that are looked for on each path: queue pairs to one peer share them in turn.
 PORTS = 16
-#: Seconds that the search for one path may take.
-SEARCH_S = 10.0
+#: Seconds that the search for one path may take, and for all: other ranks may wait with a switch.
+SEARCH_S = 5.0
+TOTAL_S = 15.0
 
 #: (address, hops): the map of a search over those TTLs that ends with enough ports over them.
 Search = Callable[[str, HostRoute], PathMap]
@@ -36,10 +38,14 @@ class PortSearch:
 
     Args:
         search: how.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, search: Search = search) -> None:
+    def __init__(
+        self, search: Search = search, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._search = search
+        self._clock = clock
         self._warn = WarnOnce(_log)
         self._found: dict[tuple[str, HostRoute], tuple[int, ...]] = {}
 
@@ -52,20 +58,24 @@ class PortSearch:
         return all(each in self._found for each in _searches(routes))
 
     def run(self, routes: Iterable[HostRoute]) -> None:
-        """Search for what is not known; takes up to ``SEARCH_S`` for each destination.
+        """Search for what is not known, for up to ``TOTAL_S`` and the search that runs then.
 
         Where nothing is found the queue pairs go where the network sends them.
         """
+        until_s = self._clock() + TOTAL_S
         wanted = list(_searches(routes))
         self._found = {each: ports for each, ports in self._found.items() if each in wanted}
         for to, route in wanted:
             if (to, route) in self._found:
                 continue
+            ports: tuple[int, ...] = ()
             try:
+                if self._clock() >= until_s:
+                    raise TimeoutError(f"no time was left, {TOTAL_S:g} s went into other paths")
                 ports = self._search(to, route).ports_via(route.hops)[:PORTS]
                 problem = "" if ports else "no source port leads over it"
             except OSError as error:
-                ports, problem = (), str(error)
+                problem = str(error)
             if problem:
                 self._warn(to, f"the planned path to {to} is not taken by queue pairs: {problem}")
             self._found[to, route] = ports

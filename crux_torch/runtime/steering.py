@@ -18,13 +18,15 @@ import msgspec
 from crux_torch.apply import gloo_rendezvous
 from crux_torch.apply.ownership import Ownership
 from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
+from crux_torch.apply.sockets import Endpoint
 from crux_torch.apply.switch import GROUPS, GroupStatus
 from crux_torch.apply.transport import Connection, Route, Transport
 from crux_torch.control.host import parse_endpoint
 from crux_torch.control.records import PathCounts
 from crux_torch.control.warn_once import WarnOnce
 from crux_torch.errors import CruxError
-from crux_torch.fabric.probe import trace_connection
+from crux_torch.fabric.path_map import Transport as IpProtocol
+from crux_torch.fabric.probe import Trace, trace_connection
 from crux_torch.fabric.route import HostRoute
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.port_search import PortSearch
@@ -35,8 +37,9 @@ _log = logging.getLogger(__name__)
 #: Seconds between two looks at connections that did not change, and after a change.
 LOOK_S = 30.0
 SETTLE_S = 1.0
-#: Connections that one look asks about.
+#: Connections that one look asks about, and the seconds that it may take.
 MAX_LOOKED_AT = 64
+LOOK_LIMIT_S = 20.0
 
 
 class TransportFace(Protocol):
@@ -247,11 +250,24 @@ class Steering:
         )[:MAX_LOOKED_AT]
 
     def _look(self, connections: Sequence[Routed]) -> None:
+        until_s = time.monotonic() + LOOK_LIMIT_S
+        states = []
         try:
-            self._states = tuple(observe(each, self._trace) for each in connections)
+            for connection in connections:
+                if not self._routes:
+                    return
+                in_time = time.monotonic() < until_s
+                states.append(observe(connection, self._trace if in_time else _too_late))
+            self._states = tuple(states)
         except Exception as error:
             self._warn("look", f"Crux can't tell which paths are taken: {error}")
             _log.debug("details", exc_info=True)
+
+
+def _too_late(
+    local: Endpoint, peer: Endpoint, protocol: IpProtocol, /, *, ttls: Sequence[int]
+) -> Trace:
+    return Trace(local, peer, protocol, reason="no time was left to ask")
 
 
 def make_steering(settings: Settings, host: str, ownership: Ownership, store: object) -> Steering:
