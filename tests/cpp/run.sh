@@ -46,3 +46,7 @@ export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 for test in recorder_test fluid_test place_test transport_test switch_test; do
   $without_aslr "$out/$test"
 done
+# Built where <infiniband/verbs.h> is there.
+if [ -x "$out/queue_pairs_test" ]; then
+  $without_aslr "$out/queue_pairs_test"
+fi

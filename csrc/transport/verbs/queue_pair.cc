@@ -56,6 +56,7 @@ QueuePair::QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle)
       handle(handle),
       context(handle->context),
       number(handle->qp_num),
+      device(to_name(handle->context->device->name)),
       state(handle->state) {}
 
 QueuePair::~QueuePair() = default;
@@ -95,7 +96,7 @@ crux_connection QueuePair::describe() const {
   out.error = error;
   out.fd = -1;
   std::memcpy(out.owner, owner.data(), sizeof out.owner);
-  std::memcpy(out.device, to_name(context->device->name).data(), sizeof out.device);
+  std::memcpy(out.device, device.data(), sizeof out.device);
   if (!local.is_any()) local.write(out.local, sizeof out.local);
   if (!peer.is_any()) peer.write(out.peer, sizeof out.peer);
   out.local_port = udp_port;

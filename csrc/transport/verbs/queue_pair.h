@@ -49,6 +49,7 @@ struct QueuePair {
   ibv_qp* const handle;
   ibv_context* const context;
   const uint32_t number;
+  const Name device;  // a copy: a device may be closed while this is read
 
   mutable std::mutex mutex;  // guards all that follows
   Name owner{};
