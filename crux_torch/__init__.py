@@ -54,7 +54,8 @@ def status() -> dict[str, Any]:
     """What Crux sees and does in this process, as plain values.
 
     ``settings`` in force, ``recorder`` counters, ``job`` and ``leader``, ``profile``, the ``plan``
-    in force, and under ``applied`` how each setting was applied to each connection, or why not.
+    in force, under ``applied`` how each setting was applied to each connection, or why not, and
+    under ``paths`` which way each goes that the plan has a path for (``docs/paths.md``).
     """
     from crux_torch import runtime
 
