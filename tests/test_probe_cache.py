@@ -156,7 +156,7 @@ def test_a_map_of_no_use_is_not_cached() -> None:
 def test_a_map_that_is_still_too_large_is_not_cached(caplog: pytest.LogCaptureFixture) -> None:
     hops: dict[int, Hops] = {
         1 + i: tuple((t, f"2001:db8:1111:2222:3333:4444:{i:x}:{t:x}") for t in range(1, 21))
-        for i in range(2000)
+        for i in range(1300)
     }
     paths = cache()
     with caplog.at_level(logging.WARNING):

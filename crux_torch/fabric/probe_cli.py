@@ -275,18 +275,20 @@ def _check_via(name: str, topology: Topology | None) -> None:
 
 @contextmanager
 def _cache(store: str, cluster: str | None) -> Iterator[PathCache]:
-    from crux_torch.control.host import parse_endpoint
-    from crux_torch.control.path_cache import PathCache
-    from crux_torch.control.registry import Registry
-    from crux_torch.control.tcp_store import TcpStore
     from crux_torch.settings import Settings
 
     given = {"CRUX_STORE": store} | ({"CRUX_CLUSTER": cluster} if cluster else {})
     settings = Settings.from_env({**os.environ, **given})
+    # After a look at the settings, because these import torch.
+    from crux_torch.control.host import parse_endpoint
+    from crux_torch.control.path_cache import PathCache
+    from crux_torch.control.registry import Registry
+    from crux_torch.control.tcp_store import TcpStore
+
     opened = TcpStore(*parse_endpoint(settings.store), timeout_s=STORE_TIMEOUT_S)
     try:
-        host = settings.host or socket.gethostname()
-        yield PathCache(Registry(opened, settings.cluster), host)
+        here = settings.host or socket.gethostname()
+        yield PathCache(Registry(opened, settings.cluster), here)
     finally:
         opened.close()
 
