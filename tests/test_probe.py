@@ -173,9 +173,6 @@ def test_errors_of_this_host_are_not_answers(origin: int) -> None:
     assert _parse(extended_error(origin, 11, 0, "10.0.0.1"), b"") is None
 
 
-# --- probe()
-
-
 @pytest.mark.parametrize("to", LOOPBACKS)
 def test_nothing_is_on_the_way_to_oneself(to: str) -> None:
     found = probe(to, 4791, "udp")
@@ -251,9 +248,6 @@ def test_probing_needs_no_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "False\n"
-
-
-# --- the depth
 
 
 class Played:
@@ -338,9 +332,6 @@ def test_a_refusal_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
         played_depth(monkeypatch, Played({1: refusal}))
 
 
-# --- tracing what is live
-
-
 def ones_complement_sum(data: bytes) -> int:
     total = sum(struct.unpack(f"!{(len(data) + 1) // 2}H", data + bytes(len(data) % 2)))
     while total >> 16:
@@ -416,9 +407,6 @@ def test_a_trace_that_cannot_leave_says_so() -> None:
     trace = trace_connection(("192.0.2.1", 40000), ("127.0.0.1", 50000))
     assert trace.method == "none"
     assert "can't send from 192.0.2.1" in trace.reason
-
-
-# --- the command
 
 
 def crux(*argv: str) -> click.testing.Result:

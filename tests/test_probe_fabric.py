@@ -257,8 +257,6 @@ def sysctl(namespace: str, settings: str) -> None:
     subprocess.run(["ip", "netns", "exec", namespace, "sh", "-ec", script], check=True)
 
 
-# --- live connections
-
 # Keeps one connection after the other busy, by far less than the links carry, and traces each.
 _LIVE = """
 import hashlib, json, os, socket, sys, threading, time
@@ -394,9 +392,6 @@ def test_without_privileges_probing_works_and_tracing_says_what_it_lacks() -> No
             assert "CAP_NET_RAW" in reason
             assert "setcap" in reason
         assert free == ["socket", 3, "", False]
-
-
-# --- the command
 
 
 def crux(fabric: Fabric, host: Host, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -52,9 +52,6 @@ def path_of(net: Network, port: int) -> Hops:
     return tuple((ttl, r.address) for ttl, r in enumerate(net._route(port), start=1))
 
 
-# --- the confidence bound
-
-
 @given(st.integers(1, 400), st.floats(0.01, 0.999999))
 def test_the_needed_draws_are_the_fewest_that_satisfy_the_bound(k: int, confidence: float) -> None:
     n = draws_needed(k, confidence)
@@ -114,9 +111,6 @@ def test_searches_miss_as_often_as_computed() -> None:
     sigma = (rounds * expected * (1 - expected)) ** 0.5
     assert abs(missed - rounds * expected) < 5 * sigma
     assert missed > 0, "or this test proves nothing"
-
-
-# --- stopping
 
 
 @settings(max_examples=40, deadline=None)
@@ -207,9 +201,6 @@ def test_a_path_that_is_shorter_ends_at_the_destination() -> None:
     net = Network(lambda port: [near] if port % 2 else [near, far])
     found = search(net, ttls=(1, 2))
     assert {hops[1][1] for hops in found.hops.values()} == {far.address, Network.destination}
-
-
-# --- pace
 
 
 def test_the_rate_is_kept() -> None:
@@ -310,9 +301,6 @@ def test_a_pacer_stays_in_its_bounds(results: list[tuple[float, bool]]) -> None:
         assert pacer.attempts >= 2
 
 
-# --- routers that say nothing
-
-
 def test_a_silent_router_is_told_from_a_slow_one() -> None:
     route, layer = leaf_and_spines(2)
     layer[1].silent = True
@@ -358,9 +346,6 @@ def test_nobody_answers() -> None:
     assert net.now < 10
     assert found.answered == 0
     assert not any(address for hops in found.hops.values() for _, address in hops)
-
-
-# --- checking again
 
 
 def test_ports_are_probed_again_and_stay_where_they_were() -> None:
@@ -410,9 +395,6 @@ def test_checking_again_ends_with_the_time() -> None:
 def test_rules_out_of_bounds_are_named(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} is .*; expected"):
         Rules(**bad)  # type: ignore[arg-type]
-
-
-# --- the map
 
 
 def a_map(hops: dict[int, Hops], **changes: object) -> PathMap:
