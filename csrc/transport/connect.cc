@@ -152,6 +152,8 @@ int family_of(int fd) {
 // Binds `fd` to a source port that takes the route's path.
 void steer(int fd, const Endpoint& local, const Route& route, Transport& transport,
            Exclusive& exclusive, Record& record) {
+  record.error = route.vain->error();
+  if (record.error != 0) return;
   const bool ipv6 = !record.peer.address.is_v4();
   // Automatic flow labels are random, and part of many switches' hash.
   const int off = 0;
@@ -179,6 +181,8 @@ void steer(int fd, const Endpoint& local, const Route& route, Transport& transpo
   record.via_ttl = found.via_ttl;
   record.via = found.via;
   record.error = found.error;
+  // Ports that are all in use now may be free in a moment.
+  if (found.port == 0 && found.error != EADDRINUSE) route.vain->remember(found.error);
 }
 
 void log(const Record& record, const Route& route) {

@@ -63,7 +63,8 @@ enum crux_how {
   CRUX_NEEDS_SWITCH = 6,  // only a new connection can have what is wanted
   // Not all that was wanted could be had: see `error`. Of a path that was probed for: ETIMEDOUT
   // where nobody answered, EHOSTUNREACH where only other paths did, EADDRINUSE where no source port
-  // was left, ERANGE where a listed TTL reaches the destination itself.
+  // was left, ERANGE where a listed TTL reaches the destination itself. After a search in vain the
+  // next connections to that destination are not searched for, for 10 s or until the next routes.
   CRUX_REFUSED = 7
 };
 

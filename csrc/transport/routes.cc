@@ -1,9 +1,27 @@
 #include "routes.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 namespace crux::transport {
+namespace {
+
+constexpr std::chrono::seconds kVainFor{10};
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::nanoseconds(now).count();
+}
+
+}  // namespace
+
+int VainSearch::error() const { return now_ns() < until_ns_.load() ? error_.load() : 0; }
+
+void VainSearch::remember(int error) {
+  error_.store(error);
+  until_ns_.store(now_ns() + std::chrono::nanoseconds(kVainFor).count());
+}
 
 bool Hop::accepts(const Address& address) const {
   return std::find(addresses.begin(), addresses.end(), address) != addresses.end();

@@ -21,12 +21,26 @@ struct Hop {
   bool accepts(const Address& address) const;
 };
 
+// The last search for a path that was in vain, shared by the copies of one route. Whoever connects
+// to many ports of one host does not wait for the same search each time.
+class VainSearch {
+ public:
+  // Of a search that failed a short while ago; 0 where there was none.
+  int error() const;
+  void remember(int error);
+
+ private:
+  std::atomic<int64_t> until_ns_{0};
+  std::atomic<int> error_{0};
+};
+
 struct Route {
   Address destination;
   int dscp = -1;          // 0 to 63; -1: leave as it is
   uint64_t rate_Bps = 0;  // 0: no limit
   std::vector<Hop> hops;  // ascending TTL, each at most once
   std::vector<uint16_t> udp_ports;
+  std::shared_ptr<VainSearch> vain = std::make_shared<VainSearch>();
 
   // Adds one address that may answer at `ttl`.
   void add_hop(int ttl, const Address& address);
