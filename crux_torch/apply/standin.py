@@ -93,15 +93,17 @@ def environment(existing: Mapping[str, str]) -> dict[str, str]:
         for_programs = prepare(real, PROGRAM_NAME, existing)
         own = existing.get(NCCL_VARIABLE)
         nccl_real = real
-        if own and not _is_ours(own):
+        if own and not _is_standin(own):
             nccl_real = find_real(existing, own) or real
         for_nccl = prepare(nccl_real, NCCL_NAME, existing)
     except (CruxError, OSError) as error:
         logger.warning("queue pairs can't be steered: %s", error)
         return {}
-    ours = [str(TRANSPORT), str(for_programs), str(for_nccl)]
-    kept = [entry for entry in _preloaded(existing) if entry not in ours and not _is_ours(entry)]
-    return {"LD_PRELOAD": ":".join([*kept, *ours]), NCCL_VARIABLE: str(for_nccl)}
+    preloaded = [entry for entry in _preloaded(existing) if not _is_standin(entry)]
+    if str(TRANSPORT) not in preloaded:
+        preloaded.append(str(TRANSPORT))
+    preloaded += [str(for_programs), str(for_nccl)]
+    return {"LD_PRELOAD": ":".join(preloaded), NCCL_VARIABLE: str(for_nccl)}
 
 
 def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | None:
@@ -118,7 +120,11 @@ def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | N
         StandinError: the dynamic loader could not be asked.
     """
     env = {key: value for key, value in existing.items() if key != NCCL_VARIABLE}
-    env["LD_PRELOAD"] = ":".join(entry for entry in _preloaded(existing) if not _is_ours(entry))
+    env["LD_PRELOAD"] = ":".join(
+        entry
+        for entry in _preloaded(existing)
+        if not _is_standin(entry) and entry != str(TRANSPORT)
+    )
     found = _python(_WHERE, name, env=env)
     if found.returncode or not found.stdout:
         return None
@@ -272,12 +278,10 @@ def _preloaded(env: Mapping[str, str]) -> list[str]:
     return [entry for entry in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if entry]
 
 
-def _is_ours(path: str) -> bool:
-    """Whether it is a stand-in that was made before, or the transport library."""
+def _is_standin(path: str) -> bool:
+    """Whether it was made by :func:`prepare` before."""
     named = Path(path)
-    if named.name in (NCCL_NAME, PROGRAM_NAME):
-        return named.parent.name.startswith(_FOLDER_PREFIX)
-    return named == TRANSPORT
+    return named.name in (NCCL_NAME, PROGRAM_NAME) and named.parent.name.startswith(_FOLDER_PREFIX)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,7 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.command[1:] if options.command[0] == "--" else options.command
     if not variables:
         logger.warning("%s runs without it", command[0])
-    os.execvpe(command[0], command, {**os.environ, **variables})
+    try:
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    except OSError as error:
+        logger.error("%s can't be run: %s", command[0], error)
+    return 127
 
 
 if __name__ == "__main__":
