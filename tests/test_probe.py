@@ -499,6 +499,7 @@ def test_the_store_keeps_what_was_found() -> None:
 
 
 def test_a_store_that_is_not_there_costs_nothing(closed_port: int) -> None:
+    pytest.importorskip("torch")
     done = crux("127.0.0.1", "--store", f"tcp://127.0.0.1:{closed_port}")
     assert done.exit_code == 0, done.output
     assert "the store does not keep these paths" in done.output
