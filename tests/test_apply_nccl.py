@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from crux_torch import backend, runtime
 from crux_torch.apply import nccl
 from crux_torch.apply.nccl_labels import COUNT, NcclLabels, label_of
+from crux_torch.apply.transport import TransportError
 from crux_torch.control.warn_once import WarnOnce
 from crux_torch.runtime.agent import Agent
 from crux_torch.runtime.order import Order
@@ -97,13 +98,13 @@ class Library:
     """What the transport library was told of labels; it refuses where it is closed."""
 
     def __init__(self) -> None:
-        self.told: dict[int, tuple[bytes, int]] = {}
+        self.told: dict[int, tuple[str, int]] = {}
         self.closed = False
 
-    def __call__(self, label: int, owner: bytes, dscp: int) -> int:
-        if not self.closed:
-            self.told[label] = owner, dscp
-        return 22 if self.closed else 0
+    def __call__(self, label: int, owner: str, dscp: int) -> None:
+        if self.closed:
+            raise TransportError(22, "Invalid argument")
+        self.told[label] = owner, dscp
 
 
 def test_with_the_stand_in_the_class_is_a_label_that_goes_out_as_the_levels() -> None:
@@ -114,12 +115,12 @@ def test_with_the_stand_in_the_class_is_a_label_that_goes_out_as_the_levels() ->
     classed = nccl.with_class(script, DSCP, new=options, env={}, labels=labels)
     label = label_of("3")
     assert classed.config.traffic_class == label
-    assert library.told == {label: (b"3", 0)}
+    assert library.told == {label: ("3", 0)}
     labels.set_dscp(DSCP)
-    assert library.told == {label: (b"3", DSCP)}
+    assert library.told == {label: ("3", DSCP)}
     other = nccl.with_class(None, None, new=options, owner="4", env={}, labels=labels)
     assert other.config.traffic_class == label_of("4") != label
-    assert library.told[label_of("4")] == (b"4", DSCP)
+    assert library.told[label_of("4")] == ("4", DSCP)
     assert script.config.traffic_class == nccl.UNDEFINED
 
 
@@ -143,7 +144,7 @@ def test_groups_that_share_a_label_are_listed_together() -> None:
     library = Library()
     labels = NcclLabels(lambda: library)
     assert labels.give("0") == labels.give(str(COUNT)) == labels.give("0")
-    assert library.told == {label_of("0"): (b"0,15", 0)}
+    assert library.told == {label_of("0"): ("0,15", 0)}
     assert NcclLabels(lambda: None).give("0") is None
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable
-from typing import Any
 
-from crux_torch.apply.transport import Transport, TransportError
+from crux_torch.apply.queue_pairs import QueuePairs
+from crux_torch.apply.transport import TransportError
 
 _STEP = 16
 COUNT = 15
-#: Tells the library of a label, its owner, and the DSCP to send with; an errno.
-Tell = Callable[[int, bytes, int], int]
+#: Tells the library of a label, its owner, and the DSCP to send with: :meth:`QueuePairs.label`.
+Tell = Callable[[int, str, int], None]
 
 
 class NcclLabels:
@@ -72,8 +72,11 @@ class NcclLabels:
                     self._told(tell, label)
 
     def _told(self, tell: Tell, label: int) -> bool:
-        owners = ",".join(self._owners[label])
-        return tell(label, owners.encode(errors="replace"), self._dscp) == 0
+        try:
+            tell(label, ",".join(self._owners[label]), self._dscp)
+        except TransportError:
+            return False
+        return True
 
 
 def label_of(owner: str) -> int:
@@ -84,14 +87,10 @@ def label_of(owner: str) -> int:
 
 def _load() -> Tell | None:
     try:
-        transport = Transport.load()
-        if not transport.sees_queue_pairs:
-            return None
-        tell: Any = transport.library.crux_transport_label
-    except (TransportError, AttributeError):
+        pairs = QueuePairs()
+    except TransportError:
         return None
-    told: Tell = tell
-    return told
+    return pairs.label if pairs.are_seen else None
 
 
 LABELS = NcclLabels(_load)
