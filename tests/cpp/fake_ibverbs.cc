@@ -52,8 +52,7 @@ std::map<uint32_t, Qp*> queue_pairs;
 uint32_t last_number = 0x100;
 int lost_completions = 0;
 std::map<int, std::pair<int, int>> failures;  // state: every, count
-bool refuses_labels = false, is_mlx5 = false;
-int mlx5_port_error = 0;
+bool refuses_labels = false;
 std::thread pumping;
 std::atomic<bool> stopping{false};
 
@@ -412,10 +411,9 @@ void refuse_flow_labels(bool on) {
   refuses_labels = on;
 }
 
-void be_mlx5(bool on, int port_error) {
+void set_live_port(ibv_qp* handle, uint16_t udp_port) {
   const std::lock_guard lock(mutex);
-  is_mlx5 = on;
-  mlx5_port_error = port_error;
+  static_cast<Qp*>(handle)->live_udp_port = udp_port;
 }
 
 Wire wire(uint32_t qp_num) {

@@ -28,8 +28,8 @@ void stop();
 void fail_modify(ibv_qp_state state, int every);
 // ibv_modify_qp() refuses address vectors with a flow label.
 void refuse_flow_labels(bool on);
-// Whether mlx5dv_is_supported() is to say yes, and what its port call returns.
-void be_mlx5(bool on, int port_error);
+// As mlx5dv_modify_qp_udp_sport() does.
+void set_live_port(ibv_qp* handle, uint16_t udp_port);
 
 // What the last message of a queue pair carried.
 struct Wire {

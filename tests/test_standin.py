@@ -1,0 +1,234 @@
+"""The stand-in for libibverbs: over the installed one, and over one of another release."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from verbs_fakes import Fakes, build
+
+from crux_torch.apply import standin
+from crux_torch.apply.elf import ElfError, SharedObject
+
+#: As NCCL does: by name, then each function by its version.
+DLOPEN = """
+import ctypes, sys
+find = ctypes.CDLL(None).dlvsym
+find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+text, pointer = ctypes.c_char_p, ctypes.c_void_p
+class Info(ctypes.Structure):
+    _fields_ = [("name", text), ("base", pointer), ("symbol", text), ("at", pointer)]
+library = ctypes.CDLL(sys.argv[1])
+for name in sys.argv[2:]:
+    function, version = name.split("@")
+    address = find(library._handle, function.encode(), version.encode())
+    info = Info()
+    if address:
+        ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info))
+    print(name, info.name.decode() if address else "absent")
+"""
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory: pytest.TempPathFactory) -> Fakes:
+    return build(tmp_path_factory.mktemp("fakes"))
+
+
+@pytest.fixture
+def installed() -> Path:
+    """The libibverbs of this machine."""
+    if not standin.TEMPLATE.exists():
+        pytest.skip(f"{standin.TEMPLATE.name} was not built (libibverbs-dev)")
+    real = standin.find_real(os.environ)
+    if real is None:
+        pytest.skip("no libibverbs is installed")
+    return real
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> dict[str, str]:
+    """An environment whose caches are empty."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LD_", "CRUX_", "NCCL_"))}
+    return {**kept, "XDG_CACHE_HOME": str(tmp_path)}
+
+
+def run(*command: str, env: dict[str, str]) -> str:
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout + done.stderr
+
+
+def test_it_has_the_names_and_versions_of_the_installed_library(
+    installed: Path, clean: dict[str, str]
+) -> None:
+    for name in (standin.PROGRAM_NAME, standin.NCCL_NAME):
+        made = SharedObject.read(standin.prepare(installed, name, clean))
+        real = SharedObject.read(installed)
+        assert made.soname == name
+        assert set(made.versions()) == set(real.versions())
+        assert made.needed[-2:] == [str(standin.TRANSPORT), str(installed)]
+        assert len(set(made.versions().values())) == len(made.versions())
+
+
+def test_functions_come_from_it_or_from_the_real_library(
+    installed: Path, clean: dict[str, str]
+) -> None:
+    env = {**clean, **standin.environment(clean)}
+    ours = ("ibv_open_device", "ibv_create_qp", "ibv_modify_qp", "ibv_destroy_qp")
+    others = ("ibv_get_device_list", "ibv_reg_mr", "ibv_query_gid")
+    names = [f"{name}@IBVERBS_1.1" for name in (*ours, *others)]
+    private = [v for v in SharedObject.read(installed).versions() if "PRIVATE" in v]
+    for library in (standin.NCCL_NAME, standin.PROGRAM_NAME, env[standin.NCCL_VARIABLE]):
+        lines = run(
+            sys.executable,
+            "-c",
+            DLOPEN,
+            library,
+            *names,
+            f"verbs_set_ops@{private[0]}",
+            "ibv_none@IBVERBS_1.1",
+            env=env,
+        ).splitlines()
+        found = dict(line.split() for line in lines)
+        for name in names:
+            where = Path(found[name])
+            assert (where.parent.name.startswith("verbs-")) == (name.split("@")[0] in ours), name
+        assert Path(found[f"verbs_set_ops@{private[0]}"]).resolve() == installed
+        assert found["ibv_none@IBVERBS_1.1"] == "absent"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ibv_devices",), ("ibv_devinfo",), ("ib_write_bw", "--version"), ("ib_write_bw", "--help")],
+    ids=" ".join,
+)
+def test_programs_say_what_they_say_without_it(
+    command: tuple[str, ...], installed: Path, clean: dict[str, str]
+) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]}")
+    under = {**clean, **standin.environment(clean), "LD_BIND_NOW": "1"}
+    assert run(*command, env=under) == run(*command, env=clean)
+
+
+def test_the_loader_finds_everything_for_a_linked_program(
+    installed: Path, clean: dict[str, str]
+) -> None:
+    program = shutil.which("ib_write_bw") or shutil.which("ibv_devinfo")
+    if program is None or shutil.which("ldd") is None:
+        pytest.skip("no program that is linked to libibverbs, or no ldd")
+    lines = run("ldd", "-r", program, env={**clean, **standin.environment(clean)})
+    assert "not found" not in lines
+    assert "undefined" not in lines
+    assert str(installed) in lines
+    assert "/verbs-" in lines
+
+
+def test_it_fits_a_release_that_nobody_has_seen(
+    fakes: Fakes, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    made = SharedObject.read(standin.prepare(fakes.ibverbs, standin.PROGRAM_NAME, clean))
+    assert set(made.versions()) == {
+        "IBVERBS_1.0",
+        "IBVERBS_1.1",
+        "IBVERBS_1.23",
+        "IBVERBS_PRIVATE_77",
+    }
+    # A client that is linked to that release, with its version nodes.
+    fakes.run("assert client.client_pair(0) and client.client_send(0, 1)\n", tmp_path)
+
+
+def test_what_is_preloaded_stays(installed: Path, clean: dict[str, str]) -> None:
+    first = standin.environment({**clean, "LD_PRELOAD": f"/a.so {standin.TRANSPORT}:/b.so"})
+    entries = first["LD_PRELOAD"].split(":")
+    assert entries[:3] == ["/a.so", str(standin.TRANSPORT), "/b.so"]
+    assert [Path(entry).name for entry in entries[3:]] == [
+        standin.PROGRAM_NAME,
+        standin.NCCL_NAME,
+    ]
+    assert first[standin.NCCL_VARIABLE] == entries[4]
+    # A launcher inside a launcher.
+    assert standin.environment({**clean, **first}) == first
+
+
+def test_a_library_that_the_user_names_for_nccl_is_gone_on_to(
+    installed: Path, clean: dict[str, str], fakes: Fakes
+) -> None:
+    made = standin.environment({**clean, standin.NCCL_VARIABLE: str(fakes.ibverbs)})
+    assert SharedObject.read(Path(made[standin.NCCL_VARIABLE])).needed[-1] == str(fakes.ibverbs)
+    programs = Path(made["LD_PRELOAD"].split(":")[-2])
+    assert SharedObject.read(programs).needed[-1] == str(installed)
+
+
+def test_it_is_made_once_and_again_when_the_library_changes(
+    fakes: Fakes, tmp_path: Path, clean: dict[str, str]
+) -> None:
+    real = tmp_path / "libibverbs.so.1.5"
+    shutil.copy(fakes.ibverbs, real)
+    first = standin.prepare(real, standin.PROGRAM_NAME, clean)
+    before = first.stat()
+    assert standin.prepare(real, standin.PROGRAM_NAME, clean) == first
+    assert first.stat().st_ino == before.st_ino
+    first.write_bytes(b"damaged")
+    assert standin.prepare(real, standin.PROGRAM_NAME, clean).stat().st_size == before.st_size
+    os.utime(real, (1, 1))
+    assert standin.prepare(real, standin.PROGRAM_NAME, clean) != first
+
+
+def test_the_folder_is_the_users_own(fakes: Fakes, tmp_path: Path, clean: dict[str, str]) -> None:
+    made = standin.prepare(fakes.ibverbs, standin.PROGRAM_NAME, clean)
+    for path in (made, made.parent, made.parent.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert [path.name for path in made.parent.iterdir()] == [standin.PROGRAM_NAME]
+    os.chmod(made.parent.parent, 0o777)
+    elsewhere = standin.prepare(fakes.ibverbs, standin.NCCL_NAME, clean)
+    assert tmp_path not in elsewhere.parents
+    shutil.rmtree(elsewhere.parent)
+
+
+def test_without_a_libibverbs_there_is_nothing_to_export(
+    monkeypatch: pytest.MonkeyPatch, clean: dict[str, str]
+) -> None:
+    monkeypatch.setattr(standin, "PROGRAM_NAME", "libibverbs-that-is-not-there.so.1")
+    assert standin.find_real(clean, "libibverbs-that-is-not-there.so.1") is None
+    monkeypatch.setattr(standin, "find_real", lambda *_: None)
+    assert standin.environment(clean) == {}
+
+
+def test_a_template_that_was_not_built_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    clean: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(standin, "TEMPLATE", tmp_path / "none.so")
+    monkeypatch.setattr(standin, "find_real", lambda *_: Path("/lib/real.so"))
+    assert standin.environment(clean) == {}
+    assert "was not built" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + bytes(58), b"x" * 500])
+def test_what_is_no_library_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "bad.so").write_bytes(content)
+    with pytest.raises(ElfError):
+        SharedObject.read(tmp_path / "bad.so")
+
+
+def test_too_little_room_is_refused(fakes: Fakes) -> None:
+    library = SharedObject.read(fakes.ibverbs)
+    with pytest.raises(ElfError, match="room"):
+        library.rename("other.so", [], [], (0, 10))
+
+
+def test_a_program_runs_with_it(installed: Path, clean: dict[str, str]) -> None:
+    module = [sys.executable, "-m", "crux_torch.apply.standin"]
+    shown = run(*module, "--print-env", env=clean)
+    assert shown.startswith("export LD_PRELOAD=")
+    assert standin.NCCL_VARIABLE in shown
+    program = "import os; print(os.environ['LD_PRELOAD'])"
+    assert "/verbs-" in run(*module, "--", sys.executable, "-c", program, env=clean)
+    assert "can't be run" in run(*module, "no-such-program", env=clean)
