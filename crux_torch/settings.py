@@ -243,7 +243,7 @@ class Settings:
     live_qp: bool = _setting(
         "CRUX_LIVE_QP",
         False,
-        "change a live queue pair by draining and resetting it where its device has no call for it",
+        "let live queue pairs be changed by draining and resetting them, where their owner allows it",
         _bool,
     )
     nccl_class: bool = _setting(
