@@ -243,7 +243,7 @@ class Settings:
     live_qp: bool = _setting(
         "CRUX_LIVE_QP",
         False,
-        "let live queue pairs be changed by draining and resetting them, where their owner allows it",
+        "let live queue pairs be changed by drain and reset, where their owner allows it",
         _bool,
     )
     nccl_class: bool = _setting(
