@@ -214,7 +214,7 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
     if (!local) {
       record.error = errno;
     } else if (local->port != 0) {
-      record.error = EINVAL;  // bound by its program, or the second connect() of this socket
+      record.error = EINVAL;  // bound by its program
     } else {
       try {
         steer(fd, *local, route, transport, exclusive, record);
@@ -235,13 +235,15 @@ int interposed_connect(int fd, const sockaddr* address, socklen_t size, const vo
   if (transport == nullptr || !transport->enabled || !guard.outermost()) {
     return real(fd, address, size);
   }
+  transport->called = true;
   Record record;
   Exclusive exclusive(fd);
   {
     const SavedErrno unchanged;
     const auto inode = socket_inode(fd);
     const auto peer = Endpoint::from(address, size);
-    // Asking again how a connection attempt stands is no new connection.
+    // Asking how an attempt stands, or trying again where nobody listened yet, is no new
+    // connection.
     if (inode && peer && is_tcp(fd) && !transport->registry.has(fd, *inode)) {
       const char* const owner = current_owner();
       record.inode = *inode;
@@ -259,7 +261,9 @@ int interposed_connect(int fd, const sockaddr* address, socklen_t size, const vo
   const SavedErrno unchanged;
   // A signal ends the wait, not the attempt.
   const bool under_way = result == 0 || errno == EINPROGRESS || errno == EINTR;
-  if (record.inode != 0 && under_way) transport->registry.add(fd, record);
+  if (record.inode != 0 && (under_way || record.how != CRUX_UNTOUCHED)) {
+    transport->registry.add(fd, record);
+  }
   return result;
 }
 

@@ -10,7 +10,8 @@
 //   CRUX_TRANSPORT_ROUTES=FILE    routes, one a line; route_file.h has the format
 //   CRUX_TRANSPORT_STEER_ALL=1    steer any program's connections, not just collective libraries'
 //   CRUX_PORTS=A-B                as crux_transport_set_port_range()
-//   CRUX_TRANSPORT_PROBE_MS=N     milliseconds that probing may add to one connect(), default 250
+//   CRUX_TRANSPORT_PROBE_MS=N     milliseconds that probing may add to one connect(), default 250;
+//                                 that of a non-blocking socket included
 //   CRUX_TRANSPORT_LOG=1          a line on stderr for each connection that has a route
 //   CRUX_TRANSPORT=0, CRUX_DISABLE=1   see nothing, change nothing
 //   MASTER_PORT, PET_RDZV_ENDPOINT, CRUX_STORE   their ports are rendezvous stores'

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "crux_transport.h"
+#include "guard.h"
 #include "queue_pairs.h"
 #include "tcp_socket.h"
 #include "transport.h"
@@ -86,17 +87,21 @@ __attribute__((weak)) void list_queue_pairs(std::vector<crux_connection>&) {}
 
 }  // namespace crux::transport
 
+using crux::transport::Guard;
 using crux::transport::transport;
 
 int crux_transport_abi(void) { return CRUX_TRANSPORT_ABI; }
 
 int crux_transport_sees_sockets(void) {
-  return transport() != nullptr && transport()->enabled && crux::transport::is_ours("connect");
+  if (transport() == nullptr || !transport()->enabled) return false;
+  // Another preloaded library may stand before this one and pass calls on.
+  return crux::transport::is_ours("connect") || transport()->called;
 }
 
 int crux_transport_sees_queue_pairs(void) { return crux::transport::sees_queue_pairs(); }
 
 int crux_transport_set_routes(const crux_route* routes, size_t count) try {
+  const Guard guard;
   if (transport() == nullptr) return ENOMEM;
   std::vector<crux::transport::Route> read;
   for (const crux_route* one = routes; one != routes + count; ++one) {
@@ -130,6 +135,7 @@ void crux_transport_push_owner(const char* owner) try {
 void crux_transport_pop_owner(void) { crux::transport::pop_owner(); }
 
 size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
+  const Guard guard;
   if (transport() == nullptr) return 0;
   std::vector<crux_connection> open = transport()->registry.list();
   crux::transport::list_queue_pairs(open);
@@ -141,6 +147,7 @@ size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
 
 int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
                               crux_socket_setting* setting) try {
+  const Guard guard;
   crux_socket_setting read{-1, -1, -1, UINT64_MAX, UINT64_MAX, UINT64_MAX};
   const int error =
       dscp > 63 ? EINVAL : crux::transport::set_socket(fd, inode, dscp, rate_Bps, read);

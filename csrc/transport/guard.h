@@ -4,7 +4,7 @@
 namespace crux::transport {
 
 // A signal handler, or a library further down the line, may call connect() while this thread is in
-// the middle of one: then the call goes straight through.
+// the middle of one, or holds a lock: then the call goes straight through.
 class Guard {
  public:
   Guard() : outermost_(depth_++ == 0) {}

@@ -24,10 +24,11 @@ int until(Clock::time_point deadline) {
   return static_cast<int>(std::max<milliseconds::rep>(0, left.count()));
 }
 
-// Hands out the ports of a range once each.
+// Hands out the ports of a range once each; but for `never`, so that nobody connects to itself.
 class PortSupply {
  public:
-  PortSupply(const Routes& routes, uint16_t start) : routes_(routes), range_(routes.ports()) {
+  PortSupply(const Routes& routes, uint16_t start, uint16_t never)
+      : routes_(routes), never_(never), range_(routes.ports()) {
     left_ = range_.last - range_.first + 1;
     next_ = range_.first + start % left_;
   }
@@ -38,13 +39,14 @@ class PortSupply {
       --left_;
       const auto port = static_cast<uint16_t>(next_);
       next_ = next_ == range_.last ? range_.first : next_ + 1;
-      if (!routes_.skipped(port)) return port;
+      if (port != never_ && !routes_.skipped(port)) return port;
     }
     return 0;
   }
 
  private:
   const Routes& routes_;
+  uint16_t never_;
   PortRange range_;
   uint32_t left_, next_;
 };
@@ -66,7 +68,7 @@ class Search {
         limits_(limits),
         claim_(claim),
         end_(Clock::now() + limits.time),
-        supply_(ports, start),
+        supply_(ports, start, connection.peer.port),
         width_(limits.burst) {}
 
   PathFound run() {

@@ -7,8 +7,10 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -31,11 +33,15 @@
 #include "check.h"
 
 // The library looks at descriptors that other threads may be closing, and recognises by the inode
-// when it came too late. Only that look is exempt.
+// when it came too late. Only that look is exempt, against connect() and close(); the long history
+// is there so that the stack of an earlier look is still known.
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
-  return "race:crux::transport::socket_inode\nrace:crux::transport::borrow\n";
+  return "race:crux::transport::socket_inode\nrace:crux::transport::borrow\n"
+         "race:crux::transport::Descriptor::reset\n";
 }
+extern "C" const char* __tsan_default_options();
+extern "C" const char* __tsan_default_options() { return "history_size=7"; }
 
 namespace {
 
@@ -432,7 +438,20 @@ void results_and_errno_come_through() {
   CHECK(::connect(refused.get(), reinterpret_cast<sockaddr*>(&nobody), sizeof nobody) == -1);
   CHECK(errno == ECONNREFUSED);
   CHECK(!listed(inode(refused.get())));
+  // What was set for the first try still counts for the next.
+  crux_route route = route_to("127.0.0.1");
+  route.dscp = 40;
+  CHECK(crux_transport_set_routes(&route, 1) == 0);
+  crux_transport_push_owner("test");
+  const Descriptor patient(::socket(AF_INET, SOCK_STREAM, 0));
+  CHECK(::connect(patient.get(), reinterpret_cast<sockaddr*>(&nobody), sizeof nobody) == -1);
+  CHECK(errno == ECONNREFUSED && !listed(inode(patient.get())));
+  crux_transport_pop_owner();
+  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
   const Listener listener;
+  CHECK(listener.try_connect(patient.get()) == 0);
+  CHECK(listed(inode(patient.get()))->how == CRUX_AT_CONNECT);
+  CHECK(listed(inode(patient.get()))->peer_port == listener.port());
   errno = EILSEQ;
   const Descriptor client = listener.connected();
   const Descriptor server = listener.accepted();
@@ -548,6 +567,41 @@ void a_forked_child_starts_with_an_empty_registry() {
   CHECK(listed(inode(client.get())));
 }
 
+const Listener* in_handler = nullptr;
+
+void connect_in_handler(int) {
+  const int before = errno;
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+  in_handler->try_connect(fd);
+  ::close(fd);
+  errno = before;
+}
+
+// connect() is on POSIX' list of what a signal handler may call.
+void a_signal_handler_may_connect_at_any_moment() {
+  const Listener listener, other;
+  in_handler = &other;
+  struct sigaction action{};
+  action.sa_handler = connect_in_handler;
+  action.sa_flags = SA_RESTART;
+  CHECK(::sigaction(SIGALRM, &action, nullptr) == 0);
+  const itimerval often{{0, 200}, {0, 200}}, never{};
+  CHECK(::setitimer(ITIMER_REAL, &often, nullptr) == 0);
+  for (int i = 0; i < 300; ++i) {
+    const Descriptor client(::socket(AF_INET, SOCK_STREAM, 0));
+    const int result = listener.try_connect(client.get());
+    CHECK(result == 0 || errno == EINTR);
+    CHECK(listed(inode(client.get())));
+    CHECK(crux_transport_set_socket(client.get(), inode(client.get()), 8, 0, nullptr) == 0 ||
+          result != 0);
+    pollfd waiting{listener.fd(), POLLIN, 0};
+    while (::poll(&waiting, 1, 0) == 1) Descriptor(::accept(listener.fd(), nullptr, nullptr));
+    waiting.fd = other.fd();
+    while (::poll(&waiting, 1, 0) == 1) Descriptor(::accept(other.fd(), nullptr, nullptr));
+  }
+  CHECK(::setitimer(ITIMER_REAL, &never, nullptr) == 0);
+}
+
 void many_threads_at_once() {
   const Listener listener;
   crux_route route = route_to("127.0.0.1");
@@ -614,6 +668,7 @@ int main() {
   sharing_options_are_put_back();
   no_free_port_is_told();
   a_forked_child_starts_with_an_empty_registry();
+  a_signal_handler_may_connect_at_any_moment();
   many_threads_at_once();
   return 0;
 }
