@@ -233,7 +233,9 @@ def test_a_second_world_of_a_process_is_measured_anew(start, store):
     incarnations = []
     for round_ in range(2):
         until(
-            lambda round_=round_: job.every(lambda s: s["round"] == round_ and planned(s)),
+            lambda round_=round_: job.every(
+                lambda s: s["round"] == round_ and s["profile"] and planned(s)
+            ),
             BOUND_S,
             f"a plan in round {round_}",
         )
