@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -10,13 +9,11 @@ from typing import TypeVar
 import pytest
 from lab import program, standin
 from lab.guest import Guest
+from lab.live_change import CHANGES, TIMEOUT_S
 from lab.play import Outcome, play
 from lab.requirement import LabUnavailableError
 
 T = TypeVar("T")
-
-#: How often the live queue pair is changed; 1,000 times take some minutes.
-CHANGES = int(os.environ.get("RDMA_CHANGES", "50"))
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +41,7 @@ def fabric(guest: Guest, environment: str, request: pytest.FixtureRequest) -> It
     """Traffic through leaf and spine switches."""
     live_change = _or_skip(lambda: program.build("live_change"))
     args = (sys.executable, environment, str(live_change), str(CHANGES))
-    outcome = play(guest, "fabric", *args, timeout_s=250 + CHANGES)
+    outcome = play(guest, "fabric", *args, timeout_s=TIMEOUT_S)
     yield outcome
     _remove(outcome, request)
 

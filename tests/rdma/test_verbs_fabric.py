@@ -6,7 +6,14 @@ import json
 from collections.abc import Iterable
 
 import pytest
-from lab.live_change import BY_RESET, LiveChange, read_live_change, settings_on_the_wire
+from lab.live_change import (
+    BY_RESET,
+    TIMEOUT_S,
+    LiveChange,
+    read_live_change,
+    settings_of_answers,
+    settings_on_the_wire,
+)
 from lab.network import FABRIC_ADDRESSES, SPINES
 from lab.play import Outcome
 from lab.step import Step
@@ -18,6 +25,9 @@ from scenarios.fabric import (
     STEERED_QUEUE_PAIRS,
     STEERED_SPINE,
 )
+
+# The first test waits for the scenario.
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 50)
 
 #: Names of the probing steps, by the address that packets go to.
 PROBES = dict(zip(reversed(FABRIC_ADDRESSES), ("there", "back"), strict=True))
@@ -124,3 +134,4 @@ def test_the_wire_sees_each_setting_in_turn(fabric: Outcome, step: str, end: int
     spines = foretold(fabric, there)
     assert [spine for _, _, spine in seen] == [spines[port] for port, _, _ in seen]
     assert {spine for _, _, spine in seen} == set(SPINES)
+    assert settings_of_answers(fabric, step, end) <= set(seen)

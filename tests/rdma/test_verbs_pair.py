@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from lab.capture_file import Packet
+from lab.capture_file import PSNS, Packet
 from lab.play import Outcome
 from scenarios.pair import (
     MESSAGE_BYTES,
@@ -41,7 +41,6 @@ CONNECTED = (
 #: Programs whose whole output says nothing but what the devices are.
 TELLING = ("devices", "devinfo", "no such device")
 PACKETS_PER_MESSAGE = MESSAGE_BYTES // 4096
-_PSNS = 1 << 24
 
 Flow = tuple[str, int]
 
@@ -58,7 +57,7 @@ def missing_psns(packets: list[Packet]) -> int:
     """How many sequence numbers are not there between the first and the last."""
     first = packets[0].psn
     # Packets that were sent again may come after later ones, never before the first.
-    seen = {(packet.psn - first) % _PSNS for packet in packets}
+    seen = {(packet.psn - first) % PSNS for packet in packets}
     return max(seen) + 1 - len(seen)
 
 

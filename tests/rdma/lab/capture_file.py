@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROCE_PORT = 4791
 ACKNOWLEDGE = 0x11
+#: How many sequence numbers there are before they start again.
+PSNS = 1 << 24
 #: Opcodes of the reliable connection that answer a request: read responses, ACK, atomic's answer.
 _ANSWERS = range(0x0D, 0x13)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from itertools import groupby
 
-from lab.capture_file import Packet
+from lab.capture_file import PSNS, Packet
 from lab.network import FABRIC_ADDRESSES, SPINES
 from lab.play import Outcome
 from lab.step import Process
 
+#: How often the tests change a live queue pair; 1,000 times take some minutes.
+CHANGES = int(os.environ.get("RDMA_CHANGES", "50"))
+#: For the scenario with these changes in it.
+TIMEOUT_S = 250 + CHANGES
 #: ``how`` of a change by RESET, INIT, RTR, RTS, as crux_transport.h has it.
 BY_RESET = 5
 
@@ -96,17 +101,42 @@ def read_live_change(process: Process) -> LiveChange:
     )
 
 
-def settings_on_the_wire(outcome: Outcome, step: str, end: int) -> list[tuple[int, int, str]]:
-    """Port, TOS and spine of what one end sent, one after the other.
+#: Port, TOS, and the spine that it went over.
+Setting = tuple[int, int, str]
 
-    Requests and answers alike: both go out with the end's own address vector.
+
+def settings_on_the_wire(outcome: Outcome, step: str, end: int) -> list[Setting]:
+    """The settings of one end's requests, one after the other, in the order of their numbers.
+
+    In the order of time, a packet that was sent twice could come late.
     """
+    first: dict[int, tuple[Packet, str]] = {}
+    for packet, spine in _sent_by(outcome, step, end):
+        if packet.is_request:
+            first.setdefault(packet.psn, (packet, spine))
+    begin = next(iter(first))
+    numbered = sorted(first, key=lambda psn: (psn - begin) % PSNS)
+    return [run for run, _ in groupby(map(_setting, (first[psn] for psn in numbered)))]
+
+
+def settings_of_answers(outcome: Outcome, step: str, end: int) -> set[Setting]:
+    """All settings that one end's answers had: they go out with its address vector too."""
+    sent = _sent_by(outcome, step, end)
+    return {_setting(found) for found in sent if not found[0].is_request}
+
+
+def _sent_by(outcome: Outcome, step: str, end: int) -> list[tuple[Packet, str]]:
+    """What one end sent, and over which spine, in the order of time."""
     during = outcome.steps[step]
-    seen: list[tuple[float, Packet, str]] = []
-    for spine in SPINES:
-        for packet in outcome.capture(spine, during):
-            if packet.source == FABRIC_ADDRESSES[end]:
-                seen.append((during.wall_s(packet.time_s), packet, spine))
-    seen.sort(key=lambda found: found[0])
-    runs = groupby((packet.source_port, packet.tos, spine) for _, packet, spine in seen)
-    return [run for run, _ in runs]
+    seen = [
+        (packet, spine)
+        for spine in SPINES
+        for packet in outcome.capture(spine, during)
+        if packet.source == FABRIC_ADDRESSES[end]
+    ]
+    return sorted(seen, key=lambda found: during.wall_s(found[0].time_s))
+
+
+def _setting(found: tuple[Packet, str]) -> Setting:
+    packet, spine = found
+    return packet.source_port, packet.tos, spine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from lab.step import Process, Step, write_step
 #: Where perftest's and ibverbs-utils' servers wait for their client.
 EXCHANGE_PORT = 18515
 _LISTENING = "0A"
+_COUNTS = re.compile(r"(\d+) packets? captured, (\d+) packets? received")
 
 
 class Recorder:
@@ -87,15 +89,27 @@ class Capture:
         wait_for(lambda: "listening on" in self._said.read_text(), time.monotonic() + 30)
         return self
 
+    def settle(self) -> None:
+        """Let tcpdump, which is slower than what it listens to, catch up.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        deadline = time.monotonic() + 60
+        is_level = False
+        while not is_level:
+            told = len(self._counts())
+            self._process.send_signal(signal.SIGUSR1)
+            wait_for(lambda told=told: len(self._counts()) > told, deadline)
+            captured, received = self._counts()[-1]
+            is_level = captured == received
+
+    def _counts(self) -> list[tuple[str, str]]:
+        """What tcpdump has said each time that it was asked: packets written, and received."""
+        return _COUNTS.findall(self._said.read_text())
+
     def __exit__(self, *_: object) -> None:
-        # Under emulation tcpdump is slower than what it listens to: let it catch up.
-        size, still_since = -1, time.monotonic()
-        deadline = still_since + 30
-        while time.monotonic() < min(still_since + 1, deadline):
-            now = self._file.stat().st_size
-            if now != size:
-                size, still_since = now, time.monotonic()
-            time.sleep(0.1)
+        self.settle()
         self._process.send_signal(signal.SIGINT)
         self._process.wait(timeout=30)
 

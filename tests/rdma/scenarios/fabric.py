@@ -40,9 +40,13 @@ def main(python: str, environment: str, live_change: str, changes: str) -> None:
     connect_fabric()
     recorder.note("network", seconds=time.monotonic() - start)
     with ExitStack() as captures:
-        for spine in SPINES:
+        spines_seen = [
             captures.enter_context(Capture(out / f"{spine}.pcap", "down0", spine))
+            for spine in SPINES
+        ]
         write_bw(recorder, "stock ports", QUEUE_PAIRS, os.environ)
+        for capture in spines_seen:
+            capture.settle()
         stock = {
             packet.source_port
             for spine in SPINES
@@ -105,6 +109,8 @@ def probe(
         addresses[here]: spine for spine, addresses in zip(SPINES, SPINE_ADDRESSES, strict=True)
     }
     done = recorder.run(f"probe {name}", [python, "-B", _PROBE, *ends, *map(str, ports)])
+    if done.status != 0:
+        raise RuntimeError(f"probing failed: {done}")
     answers = json.loads(done.stdout)["spines"]
     spines = {int(port): names[address] for port, address in answers.items()}
     recorder.note(f"foretold {name}", spines=spines)
