@@ -20,6 +20,7 @@ REAL_PROCESSES = (
     "test_kill.py",
     "test_netns_fabric.py",
     "test_runtime_agent.py",
+    "test_transport",
 )
 
 
