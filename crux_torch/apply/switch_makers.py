@@ -18,16 +18,21 @@ Maker = Callable[[Any, Any, timedelta, Any], Any]
 
 
 def like_gloo(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
-    """A ProcessGroupGloo on the devices of the current one, so on the same network interfaces."""
+    """A ProcessGroupGloo on devices of its own, on the interfaces that gloo chooses by itself.
+
+    Where the script chose the devices it is made on those.
+    """
     stock = type(current)
     wanted = current.options
-    options = stock._Options()
-    options._devices = wanted._devices
-    options._threads = wanted._threads
-    options._timeout = timeout
-    options.global_ranks_in_group = wanted.global_ranks_in_group
-    options.group_name = wanted.group_name
-    made = stock(store, current.rank(), current.size(), options)
+    if isinstance(script_options, stock._Options):
+        options = stock._Options()
+        options._devices, options._threads = wanted._devices, wanted._threads
+        options._timeout = timeout
+        made = stock(store, current.rank(), current.size(), options)
+    else:
+        made = stock(store, current.rank(), current.size(), timeout=timeout)
+    made.options.global_ranks_in_group = wanted.global_ranks_in_group
+    made.options.group_name = wanted.group_name
     made._set_default_timeout(wanted._timeout)
     return made
 

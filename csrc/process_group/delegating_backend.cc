@@ -1,6 +1,7 @@
 #include "delegating_backend.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "waited_work.h"
@@ -126,15 +127,22 @@ DelegatingBackend::WorkPtr DelegatingBackend::record(Device device, const Call& 
   InnerSwitch::Ticket& ticket = enter(inners, call, own);
   const Inner& inner = *ticket.inner();
   inners.before_issue(ticket);
+  const auto run = [&]() -> WorkPtr {
+    if constexpr (std::is_invocable_v<Issue, c10d::Backend&, int>) {
+      return issue(*inner.backend, inner.tag_of(call.tag));
+    } else {
+      return issue(*inner.backend);
+    }
+  };
   WorkPtr work;
   if (!recorder_.enabled()) {
-    work = issue(*inner.backend);
+    work = run();
     inners.issued(ticket, work);
     return work;
   }
   Record record = begin(call, device);
   try {
-    work = issue(*inner.backend);
+    work = run();
     inners.issued(ticket, work);
   } catch (...) {
     record.status = Status::kFailed;
@@ -333,19 +341,19 @@ DelegatingBackend::WorkPtr DelegatingBackend::alltoall(Tensors& outputs, Tensors
 DelegatingBackend::WorkPtr DelegatingBackend::send(Tensors& tensors, int dst, int tag) {
   const Call call{Op::kSend, bytes_of(tensors), dst, /*has_future=*/false, tag};
   return record(device_type_of(tensors), call,
-                [&](c10d::Backend& inner) { return inner.send(tensors, dst, tag); });
+                [&](c10d::Backend& inner, int on) { return inner.send(tensors, dst, on); });
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::recv(Tensors& tensors, int src, int tag) {
   const Call call{Op::kRecv, bytes_of(tensors), src, /*has_future=*/false, tag};
   return record(device_type_of(tensors), call,
-                [&](c10d::Backend& inner) { return inner.recv(tensors, src, tag); });
+                [&](c10d::Backend& inner, int on) { return inner.recv(tensors, src, on); });
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::recvAnysource(Tensors& tensors, int tag) {
   const Call call{Op::kRecv, bytes_of(tensors), -1, /*has_future=*/false, tag};
   return record(device_type_of(tensors), call,
-                [&](c10d::Backend& inner) { return inner.recvAnysource(tensors, tag); });
+                [&](c10d::Backend& inner, int on) { return inner.recvAnysource(tensors, on); });
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::barrier(const c10d::BarrierOptions& opts) {

@@ -15,6 +15,9 @@ struct Inner {
   // `hook_id` names the completion hook of the one who records, where the backend has such hooks.
   Inner(c10::intrusive_ptr<c10d::Backend> backend, c10::DeviceType device, int64_t hook_id,
         Recorder& recorder);
+  // The tag under which a message travels that the script gave `tag`.
+  int tag_of(int tag) const noexcept { return tag ^ tag_flip; }
+
   // Runs where the backend's own destructor can end: see teardown.h.
   ~Inner();
   Inner(const Inner&) = delete;
@@ -24,6 +27,7 @@ struct Inner {
   const int64_t hook_id;
   Completion completion = Completion::kNobody;
   std::shared_ptr<CompletionTable> table;  // with Completion::kHook
+  int tag_flip = 0;
 };
 
 }  // namespace crux

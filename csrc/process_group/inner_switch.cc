@@ -182,6 +182,9 @@ Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::mi
   TORCH_CHECK(refused.empty(), refused);
   TORCH_CHECK(next != nullptr, "crux: arm needs a backend");
   auto inner = std::make_shared<Inner>(next, device_, hook_id_, recorder_);
+  // Gloo's monitoredBarrier sends messages under the numbers of its collectives, which begin anew:
+  // none may meet a message of the script.
+  if (next->getBackendName() == "gloo") inner->tag_flip = 1 << 30;
   // On a device the last operation must be seen here, to order the next backend's first behind it.
   if (device_ != c10::DeviceType::CPU) margin = std::max<uint64_t>(margin, 2);
   Counts hold;
