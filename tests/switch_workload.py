@@ -1,6 +1,6 @@
 """Trains in every rank of a test, with every kind of communication, while connections are switched.
 
-Arguments: rank, size, port of the store, model (``ddp`` or ``fsdp2``), switches, steps, output file.
+Arguments: rank, size, port of the store, model (``ddp`` or ``fsdp2``), switches, steps, output.
 With switches, training goes on until so many have happened; the steps are then what it took.
 """
 
@@ -96,7 +96,7 @@ class Neighbours:
     def step(self, step: int) -> None:
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         got = torch.zeros(16)
-        works = [
+        works: list[Any] = [
             dist.isend(torch.full((16,), float(self.rank + step)), right, tag=5),
             dist.irecv(got, left, tag=5),
         ]
@@ -154,10 +154,10 @@ def model(kind: str) -> nn.Module:
 
 
 def train(rank: int, size: int, kind: str, steps: int, requests: Requests | None) -> Any:
-    pairs = [dist.new_group([2 * i, 2 * i + 1]) for i in range(size // 2)]
+    pairs: list[Any] = [dist.new_group([2 * i, 2 * i + 1]) for i in range(size // 2)]
     pair = pairs[rank // 2] if rank // 2 < len(pairs) else None
     members = [2 * (rank // 2), 2 * (rank // 2) + 1]
-    rarely = dist.new_group(list(range(size)))
+    rarely: Any = dist.new_group(list(range(size)))
     neighbours = Neighbours(rank, size, pair, members)
     net = model(kind)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -200,14 +200,12 @@ def train(rank: int, size: int, kind: str, steps: int, requests: Requests | None
             neighbours.sum += float(tensor)
     for work in neighbours.sent:
         work.wait()
-    total = torch.tensor(sum(float(p.double().sum()) for p in local(net)))
+    total = torch.tensor(sum(float(p.detach().double().sum()) for p in local(net)))
     return {"losses": losses, "sum": neighbours.sum.hex(), "weights": float(total).hex()}
 
 
 def local(net: nn.Module) -> list[torch.Tensor]:
-    return [
-        p.to_local() if hasattr(p, "to_local") else p.detach() for p in net.parameters()
-    ]
+    return [p.to_local() if hasattr(p, "to_local") else p for p in net.parameters()]
 
 
 def main() -> None:
