@@ -53,6 +53,7 @@ uint32_t last_number = 0x100;
 int lost_completions = 0;
 std::map<int, std::pair<int, int>> failures;  // state: every, count
 bool refuses_labels = false;
+std::function<void()> query_call;
 std::thread pumping;
 std::atomic<bool> stopping{false};
 
@@ -345,6 +346,12 @@ int modify_qp(ibv_qp* handle, ibv_qp_attr* given, int mask) {
 }
 
 int query_qp(ibv_qp* handle, ibv_qp_attr* out, int, ibv_qp_init_attr*) {
+  std::function<void()> call;
+  {
+    const std::lock_guard lock(mutex);
+    call = query_call;
+  }
+  if (call) call();
   const std::lock_guard lock(mutex);
   const Qp& qp = *static_cast<Qp*>(handle);
   *out = qp.attributes;
@@ -409,6 +416,11 @@ void fail_modify(ibv_qp_state state, int every) {
 void refuse_flow_labels(bool on) {
   const std::lock_guard lock(mutex);
   refuses_labels = on;
+}
+
+void on_query(std::function<void()> call) {
+  const std::lock_guard lock(mutex);
+  query_call = std::move(call);
 }
 
 void set_live_port(ibv_qp* handle, uint16_t udp_port) {

@@ -8,6 +8,7 @@
 #include <infiniband/verbs.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "../../csrc/transport/standin/standin_abi.h"
@@ -28,6 +29,8 @@ void stop();
 void fail_modify(ibv_qp_state state, int every);
 // ibv_modify_qp() refuses address vectors with a flow label.
 void refuse_flow_labels(bool on);
+// Called by every ibv_query_qp() before it answers; null: nothing.
+void on_query(std::function<void()> call);
 // As mlx5dv_modify_qp_udp_sport() does.
 void set_live_port(ibv_qp* handle, uint16_t udp_port);
 

@@ -17,6 +17,7 @@ namespace crux::transport::verbs {
 namespace {
 
 std::atomic<bool> attached{false};
+std::atomic<pid_t> attached_process{0};
 
 bool enabled() { return transport() != nullptr && transport()->enabled; }
 
@@ -106,6 +107,8 @@ namespace crux::transport {
 bool sees_queue_pairs() { return verbs::attached.load(); }
 
 void list_queue_pairs(std::vector<crux_connection>& out) {
+  // A forked child has none, and whoever held a lock does not exist there.
+  if (verbs::attached_process.load() != ::getpid()) return;
   for (const auto& pair : verbs::queue_pairs().all()) out.push_back(pair->describe());
 }
 
@@ -114,5 +117,6 @@ void list_queue_pairs(std::vector<crux_connection>& out) {
 extern "C" const crux_verbs_hooks* crux_transport_attach_standin(int abi) {
   if (abi != CRUX_STANDIN_ABI) return nullptr;
   crux::transport::verbs::attached.store(true);
+  crux::transport::verbs::attached_process.store(::getpid());
   return &crux::transport::verbs::kHooks;
 }

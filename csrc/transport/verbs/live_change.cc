@@ -294,6 +294,11 @@ Outcome change_path(QueuePair& pair, const Wanted& wanted, milliseconds timeout)
   return change_by_reset(pair, path, timeout);
 }
 
+crux_how how_of(const QueuePair& pair) {
+  const std::lock_guard lock(pair.mutex);
+  return pair.how;
+}
+
 Outcome change_rate(QueuePair& pair, uint64_t rate_Bps) {
   const bool has_limit = pair.rate_limit != nullptr;
   if (!has_limit && rate_Bps == 0) return {pair.how, 0, true, ""};
@@ -333,9 +338,9 @@ int release(QueuePair& pair) {
 
 Outcome change(QueuePair& pair, const Wanted& wanted, milliseconds timeout) {
   if (wanted.dscp > 63 || (wanted.udp_port != 0 && wanted.udp_port < kFirstUdpPort))
-    return {pair.how, EINVAL, false, "no such class or UDP source port"};
+    return {how_of(pair), EINVAL, false, "no such class or UDP source port"};
   const Exclusive exclusive(pair, Exclusive::For::kChange);
-  if (!exclusive.taken()) return {pair.how, EBUSY, false, "another change of it is under way"};
+  if (!exclusive.taken()) return {how_of(pair), EBUSY, false, "another change of it is under way"};
   Outcome outcome{pair.how, 0, true, ""};
   if (wanted.dscp >= 0 || wanted.udp_port != 0) outcome = change_path(pair, wanted, timeout);
   if (outcome.error == 0 && wanted.rate_Bps != UINT64_MAX)
