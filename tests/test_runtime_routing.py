@@ -16,7 +16,7 @@ from crux_torch.control.planner import Planner
 from crux_torch.control.records import PathCounts, PlanEntry
 from crux_torch.profile.job_profile import HostFlow
 from crux_torch.runtime.path_reports import GATHER_S, PathReports
-from crux_torch.runtime.routing import SWITCH_PAUSE_S, Routing, Wanted
+from crux_torch.runtime.routing import MAX_RETRIES, SWITCH_PAUSE_S, Routing, Wanted
 
 FLOWS = (HostFlow("h0", "h1", 1e6), HostFlow("h1", "h0", 1e6))
 TOPOLOGY = LEAF_SPINE.encode()
@@ -86,6 +86,26 @@ def test_switches_are_numbered_from_where_an_earlier_world_may_have_ended(clock)
     clock.advance(SWITCH_PAUSE_S)
     routing.resolve((1, 1), FLOWS, TOPOLOGY)
     assert routing.wanted().switch == 59
+
+
+def test_missed_paths_are_tried_again_a_few_times_ever_later(routing, clock):
+    routing.resolve((1, 0), FLOWS, TOPOLOGY)
+    assert routing.wanted().switch == 1
+    assert routing.wanted(missed=1).switch == 1
+    pauses = []
+    for switch in range(2, 2 + MAX_RETRIES):
+        began = clock.now
+        while routing.wanted(missed=1).switch < switch:
+            clock.advance(SWITCH_PAUSE_S / 10)
+        pauses.append(round((clock.now - began) / SWITCH_PAUSE_S))
+    assert pauses == [1, 2, 4]
+    clock.advance(SWITCH_PAUSE_S * 100)
+    assert routing.wanted(missed=1).switch == 1 + MAX_RETRIES
+    routing.resolve((1, 1), FLOWS, TOPOLOGY)
+    assert routing.wanted().switch == 2 + MAX_RETRIES
+    clock.advance(SWITCH_PAUSE_S)
+    assert routing.wanted().switch == 2 + MAX_RETRIES
+    assert routing.wanted(missed=2).switch == 3 + MAX_RETRIES
 
 
 def test_a_switch_waits_until_it_may(routing):
@@ -170,11 +190,11 @@ def test_what_the_ranks_see_of_their_paths_is_added_up(clock):
     reports[1].send(None)
     assert leader.gather(planned=True) == PathCounts()
     reports[0].send(PathCounts(2, 0, 1))
-    reports[1].send(PathCounts(1, 3, 0))
+    reports[1].send(PathCounts(1, 3, 0, 2))
     channels[2].put_paths(b"{")
     clock.advance(GATHER_S)
-    assert leader.gather(planned=True) == PathCounts(3, 3, 1)
+    assert leader.gather(planned=True) == PathCounts(3, 3, 1, 2)
     reports[1].send(None)
-    assert leader.gather(planned=True) == PathCounts(3, 3, 1)
+    assert leader.gather(planned=True) == PathCounts(3, 3, 1, 2)
     clock.advance(GATHER_S)
     assert leader.gather(planned=True) == PathCounts(2, 0, 1)

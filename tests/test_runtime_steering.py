@@ -212,10 +212,14 @@ def test_a_switch_is_asked_for_once_after_the_routes_are_set(rank):
         rank.follow(order(route(1), turn=turn, switch=1))
     assert rank.switch.requests == [1]
     rank.follow(order(route(1), turn=4, switch=1, level=2))
-    assert (rank.switch.requests, rank.transport.tellings) == ([1], 2)
-    rank.follow(order(route(0), turn=5, switch=2, level=2))
-    assert rank.switch.requests == [1, 2]
+    assert rank.switch.requests == [1]
+    before = rank.transport.tellings
+    rank.follow(order(route(1), turn=4, switch=2, level=2))
+    assert (rank.switch.requests, rank.transport.tellings) == ([1, 2], before + 1)
+    rank.follow(order(route(0), turn=5, switch=3, level=2))
+    assert rank.switch.requests == [1, 2, 3]
     assert [routes[0].hops[0][1] for routes in rank.switch.routes_then] == [
+        SPINES[1][0],
         SPINES[1][0],
         SPINES[0][0],
     ]
@@ -311,7 +315,7 @@ def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
     assert (refused["verified"], refused["as_planned"]) == ("no", None)
     assert (refused["steered"], refused["probes"]) == (False, 40)
     assert (unseen["verified"], unseen["error"]) == ("no", "it needs CAP_NET_RAW")
-    assert rank.steering.counts() == PathCounts(1, 0, 2)
+    assert rank.steering.counts() == PathCounts(1, 0, 2, 2)
 
 
 def test_a_look_is_bounded_and_holds_nobody_up(rank):
@@ -337,7 +341,7 @@ def test_a_look_that_takes_too_long_asks_no_more(rank, monkeypatch):
     rank.steering.tick()
     rank.clock.advance(SETTLE_S)
     rank.steering.tick()
-    until(lambda: rank.steering.counts() == PathCounts(0, 0, 1), what="the look")
+    until(lambda: rank.steering.counts() == PathCounts(0, 0, 1, 1), what="the look")
     assert rank.network.asked == []
     assert "no time" in rank.steering.status()["connections"][0]["error"]
 
@@ -352,7 +356,8 @@ def test_new_connections_are_looked_at_soon_and_old_ones_now_and_then(rank):
     rank.clock.advance(SETTLE_S)
     rank.steering.tick()
     until(
-        lambda: rank.steering.counts() == PathCounts(0, 1, 0), what="a look at the new connection"
+        lambda: rank.steering.counts() == PathCounts(0, 1, 0, 1),
+        what="a look at the new connection",
     )
 
 

@@ -203,4 +203,5 @@ def observe(connection: Routed, trace: Tracer) -> PathState:
 def counts(states: Sequence[PathState]) -> PathCounts:
     """How many connections take the planned path, another one, or are not known."""
     verdicts = [state.as_planned for state in states]
-    return PathCounts(verdicts.count(True), verdicts.count(False), verdicts.count(None))
+    missed = sum(s.side == "connected" and s.as_planned is not True for s in states)
+    return PathCounts(verdicts.count(True), verdicts.count(False), verdicts.count(None), missed)

@@ -28,11 +28,14 @@ class PathCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         as_planned: seen on the planned path.
         elsewhere: seen on another one.
         unknown: not seen.
+        missed: of the last two, those whose port the end that counts them picked: a next try may
+            find a better one.
     """
 
     as_planned: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     elsewhere: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     unknown: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    missed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
 
 
 class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

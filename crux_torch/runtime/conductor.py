@@ -291,7 +291,9 @@ class Conductor:
         elif self.profile is not None and leader.plan_fits:
             routing.resolve(entry.path, self.profile.flows, leader.topology)
         # New connections in the middle of a measurement would be part of what is measured.
-        return routing.wanted(may_switch=not measuring)
+        seen = leader.record.paths
+        missed = seen.missed if seen is not None else 0
+        return routing.wanted(may_switch=not measuring, missed=missed)
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of the leader; plain values."""

@@ -52,7 +52,7 @@ class PathReports:
 
 
 def _total(reports: list[bytes]) -> PathCounts:
-    as_planned = elsewhere = unknown = 0
+    as_planned = elsewhere = unknown = missed = 0
     for raw in reports:
         try:
             counts = msgspec.json.decode(raw, type=PathCounts | None)
@@ -62,4 +62,5 @@ def _total(reports: list[bytes]) -> PathCounts:
             as_planned += counts.as_planned
             elsewhere += counts.elsewhere
             unknown += counts.unknown
-    return PathCounts(as_planned, elsewhere, unknown)
+            missed += counts.missed
+    return PathCounts(as_planned, elsewhere, unknown, missed)

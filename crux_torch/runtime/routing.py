@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds between two switches at least: jobs that come and go shift everyone's paths.
 SWITCH_PAUSE_S = 10.0
+#: Switches that are tried again because connections missed their paths; the pause doubles.
+MAX_RETRIES = 3
 
 ReadTopology = Callable[["bytes | None"], "Topology | None"]
 
@@ -63,6 +65,7 @@ class Routing:
         self._switched: tuple[HostRoute, ...] = ()
         self._switch = 0
         self._next_switch = first_switch
+        self._retries = 0
         self._not_before_s = float("-inf")
 
     @property
@@ -88,17 +91,23 @@ class Routing:
         """Want nothing: there is no plan."""
         self._of, self._resolved = None, _NONE
 
-    def wanted(self, *, may_switch: bool = True) -> Wanted:
+    def wanted(self, *, may_switch: bool = True, missed: int = 0) -> Wanted:
         """What the ranks are to be told now.
 
         Args:
             may_switch: whether connections may be made anew now; if not, later.
+            missed: connections that were seen not to take their path though they might: their
+                search for a port was cut short, by a busy host or by lost probes.
         """
         routes, now = self._resolved.routes, self._clock()
-        if routes and routes != self._switched and may_switch and now >= self._not_before_s:
+        if not routes or not may_switch or now < self._not_before_s:
+            return Wanted(routes, self._switch)
+        again = routes == self._switched
+        if not again or (missed and self._retries < MAX_RETRIES):
+            self._retries = self._retries + 1 if again else 0
             self._switched = routes
             self._switch, self._next_switch = self._next_switch, self._next_switch + 1
-            self._not_before_s = now + SWITCH_PAUSE_S
+            self._not_before_s = now + SWITCH_PAUSE_S * 2**self._retries
         return Wanted(routes, self._switch)
 
     def _routes(

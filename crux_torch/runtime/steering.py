@@ -208,12 +208,12 @@ class Steering:
         self._transport = transport
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, anew: bool = False) -> None:
         if self._transport is None:
             return
         with self._telling:
             routes = routes_from(self._routes, self._dscp, self._search.found(self._routes))
-            if routes != self._told:
+            if anew or routes != self._told:
                 self._transport.set_routes(routes)
                 self._told = routes
 
@@ -233,6 +233,8 @@ class Steering:
     def _request(self) -> None:
         # A switch needs every rank of a group, also one whose own connections have no choice.
         if self._generation > self._requested:
+            # Told again, the transport searches also where it just did so in vain.
+            self._tell(anew=True)
             self._requested = self._generation
             self._switch.request(self._generation)
 

@@ -202,7 +202,8 @@ class PathStudy:
                 tail = self.jobs[f"{self._names[0]}-crux"].tail()
                 paths = {job["job"]: job["paths"] for job in self.seen.status.get("jobs", ())}
                 raise JobError(
-                    f"not separated after {PLAN_S:.0f} s, planned: {planned}, paths: {paths}\n{tail}"
+                    f"not separated after {PLAN_S:.0f} s, planned: {planned}, "
+                    f"paths: {paths}\n{tail}"
                 )
             time.sleep(0.25)
 
@@ -340,7 +341,7 @@ class PathStudy:
 def _on_planned_paths(job: Mapping[str, Any]) -> bool:
     """Whether a record says that each rank's one connection takes its path."""
     ranks, paths = job["gpus"], job["paths"] or {}
-    return paths == {"as_planned": ranks, "elsewhere": 0, "unknown": 0}
+    return paths.get("as_planned") == ranks == sum(paths.values())
 
 
 def fabric_of(study: Study) -> Fabric:
