@@ -379,6 +379,10 @@ def _ipv6_network() -> Iterator[tuple[Host, Host]]:
         netns.remove(names)
 
 
+_IPV6_HASH = Path("/proc/sys/net/ipv6/fib_multipath_hash_fields")
+
+
+@pytest.mark.skipif(not _IPV6_HASH.exists(), reason=f"no {_IPV6_HASH}")
 def test_an_ipv6_connection_is_steered() -> None:
     server = _SERVER.replace("(port)))", "(port)), family=socket.AF_INET6)")
     with _ipv6_network() as (source, to), contextlib.closing(Fabric()) as runner:
