@@ -123,6 +123,8 @@ def test_what_devices_say_of_themselves_stays_the_same(pair: Outcome, program: s
 @pytest.mark.parametrize("program", [p for p in (*CONNECTED, "ud_pingpong") if p != "dl_client"])
 def test_output_has_the_same_form(pair: Outcome, program: str) -> None:
     def form(text: str) -> str:
+        # perftest gauges the processor's clock, and says so where a busy machine makes it fail.
+        text = re.sub(r"^ ?Correlation coefficient.*\n", "", text, flags=re.MULTILINE)
         # Queue pairs' numbers, keys, times and rates differ from run to run.
         return re.sub(r"\s+", " ", re.sub(r"\b0x[0-9a-f]+\b|[\d.]+", "N", text))
 

@@ -51,8 +51,8 @@ class Outcome:
 @cache
 def _captured(file: Path) -> list[Packet]:
     said = file.with_suffix(".tcpdump").read_text()
-    dropped = re.findall(r"^(\d+) packets? dropped by kernel", said, re.MULTILINE)
-    if dropped != ["0"]:
+    dropped = re.findall(r"(\d+) packets? dropped by kernel", said)
+    if not said.endswith("dropped by kernel\n") or any(map(int, dropped)):
         raise CaptureError(f"{file}: tcpdump was too slow, or did not end: {said}")
     return read_capture(file)
 

@@ -103,6 +103,7 @@ class Capture:
             wait_for(lambda told=told: len(self._counts()) > told, deadline)
             captured, received = self._counts()[-1]
             is_level = captured == received
+            time.sleep(0.3)
 
     def _counts(self) -> list[tuple[str, str]]:
         """What tcpdump has said each time that it was asked: packets written, and received."""
