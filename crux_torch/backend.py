@@ -260,7 +260,9 @@ def _registering(register_backend: Callable[..., None]) -> Callable[..., None]:
     def _register_backend(group: Any, device: Any, kind: Any, *backend: Any) -> None:
         inside = getattr(backend[0], "wrapped_pg", backend[0]) if backend else None
         if kind == types.GLOO and hasattr(inside, "default_inner"):
-            if group.name() == "gloo":
+            # torch 2.11 leaves a group of several devices without a default backend as soon as
+            # any package has registered one.
+            if group.name() in ("gloo", "undefined"):
                 group._set_default_backend(types.CUSTOM)
             kind = types.CUSTOM
         register_backend(group, device, kind, *backend)
