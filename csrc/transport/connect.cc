@@ -6,7 +6,6 @@
 #include <netinet/in.h>
 #include <pthread.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,23 +25,6 @@
 
 namespace crux::transport {
 namespace {
-
-// For where no other library has these calls.
-int raw_connect(int fd, const sockaddr* address, socklen_t size) {
-  return static_cast<int>(::syscall(SYS_connect, fd, address, size));
-}
-int raw_accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
-  return static_cast<int>(::syscall(SYS_accept4, fd, address, size, flags));
-}
-int raw_accept(int fd, sockaddr* address, socklen_t* size) {
-  return raw_accept4(fd, address, size, 0);
-}
-
-template <class Function>
-Function next(const char* name, Function otherwise) {
-  void* const found = ::dlsym(RTLD_NEXT, name);
-  return found == nullptr ? otherwise : reinterpret_cast<Function>(found);
-}
 
 // Cancelling a thread in the middle of a search would unwind through code that does not expect it.
 class NoCancellation {
@@ -284,12 +266,6 @@ int accepted(int fd, const void* caller) {
 }
 
 }  // namespace
-
-const RealCalls& real_calls() {
-  static const RealCalls calls{next("connect", raw_connect), next("accept", raw_accept),
-                               next("accept4", raw_accept4)};
-  return calls;
-}
 
 }  // namespace crux::transport
 
