@@ -37,6 +37,7 @@ STOCK_CLASSES = {
 #: The sockets of every inner backend of this process.
 OWNED_SOCKETS = Ownership()
 GROUPS.watching = OWNED_SOCKETS.watching
+GROUPS.on_connected = runtime.connections_were_made
 
 _log = logging.getLogger(__name__)
 _suspended = threading.local()

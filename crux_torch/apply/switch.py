@@ -118,8 +118,9 @@ class Groups:
 
     def __init__(self, *, patience_s: float = PATIENCE_S, hold_s: float = HOLD_S) -> None:
         self.patience_s, self.hold_s = patience_s, hold_s
-        #: Set by the backend: knows the inner backends' sockets.
+        #: Set by the backend: knows the inner backends' sockets, and is told of new ones.
         self.watching: Watching | None = None
+        self.on_connected: Callable[[], None] = lambda: None
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.stop)
@@ -258,6 +259,9 @@ class _Attempt:
                 raise CruxError("the group was made without a store")
             self._store = GroupStore(store)
             self._rank, self._size = current.rank(), current.size()
+            # Whoever waits for this rank in a collective must not lose patience.
+            third_s = current.options._timeout.total_seconds() / 3 if _has_timeout(current) else 1e9
+            self._hold_s = min(self._groups.hold_s, third_s)
             # Nothing of the group is held while waiting: it must be able to end.
             del store, current
             for generation in skipped:
@@ -309,7 +313,7 @@ class _Attempt:
         began_s = time.monotonic()
         margin = self._margin(since_s, seen)
         collectives, transfers, stay = self._switch.arm(
-            self._next, margin, timedelta(seconds=self._groups.hold_s)
+            self._next, margin, timedelta(seconds=self._hold_s)
         )
         self._next = None
         hold = Hold(collectives=collectives, transfers=transfers, stay=stay)
@@ -318,7 +322,7 @@ class _Attempt:
             "hold",
             hold,
             decide,
-            patience_s=self._groups.hold_s / 3,
+            patience_s=self._hold_s / 3,
             longest_poll_s=HOLD_POLL_S,
         )
         self._expect(verdict)
@@ -391,6 +395,7 @@ class _Attempt:
             _log.debug("details", exc_info=True)
             return str(error).partition("\n")[0][:MAX_REASON] or type(error).__name__
         self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
+        self._groups.on_connected()
         return ""
 
     def _margin(self, since_s: float, seen: int) -> int:
@@ -406,6 +411,10 @@ class _Attempt:
         if recent == 0.0 and expected < 1.0:
             return 0
         return max(2, math.ceil(expected))
+
+
+def _has_timeout(backend: Any) -> bool:
+    return hasattr(getattr(backend, "options", None), "_timeout")
 
 
 #: The groups of this process.

@@ -81,7 +81,9 @@ def make_next(current: Any, store: Any, timeout: timedelta, script_options: Any 
         CruxError: a backend of this kind can't be made anew.
         RuntimeError: c10d could not make it, in time or at all.
     """
-    maker = MAKERS.get(current.name())
+    # "nccl2" and "nccl-lazy" are kinds of "nccl".
+    kind = "nccl" if current.name().startswith("nccl") else current.name()
+    maker = MAKERS.get(kind)
     if maker is None:
         raise CruxError(f"a backend of the kind {current.name()!r} can't be made anew")
     return maker(current, store, timeout, script_options)

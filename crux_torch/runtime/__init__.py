@@ -62,6 +62,13 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
         _log.debug("details", exc_info=True)
 
 
+def connections_were_made() -> None:
+    """Called when a process group has new connections: they get the class at the next tick."""
+    agent = _agent
+    if agent is not None:
+        agent.group_was_made()
+
+
 def _belongs_to_last_world(store: Any) -> bool:
     """Whether ``store`` is of a backend that completes the world whose first one was made before.
 

@@ -26,7 +26,7 @@ InnerSwitch::InnerSwitch(BackendPtr first, c10::DeviceType device, int64_t hook_
       device_(device),
       hook_id_(hook_id),
       group_(group),
-      tags_match_(first->getBackendName() != "nccl"),
+      tags_match_(first->getBackendName().rfind("nccl", 0) != 0),
       point_(std::make_shared<Inner>(std::move(first), device, hook_id, recorder)) {}
 
 std::vector<std::shared_ptr<InnerSwitch>> InnerSwitch::all() {
