@@ -34,11 +34,12 @@ from examples.demo import netns
 from examples.demo.fabric import Fabric, FabricSpec
 
 GOAL = 0.99
-#: Chunks of 256 KiB, exchanges and connections of one block: some 5 ms of work, so
-#: that both sides of a pair meet the same mood of the machine.
-STREAM_CHUNKS = 64
+#: Messages, exchanges and connections of one block: some milliseconds of work, so that both sides
+#: of a pair meet the same mood of the machine.
+MESSAGES = 24
 EXCHANGES = 200
 CONNECTIONS = 200
+MESSAGE_BYTES = 1 << 20
 #: Of a steered connection in a fabric, which is one measurement.
 SPINES = (2, 4, 8)
 PORT = 5001
@@ -59,33 +60,34 @@ def serve(listener):
         except ConnectionResetError: what = b""
         while what == b"x" and (got := peer.recv_into(buffer, 64)):
             peer.sendall(memoryview(buffer)[:got])
-        if what == b"s":
-            left = int.from_bytes(peer.recv(8), "big")
-            while left: left -= peer.recv_into(buffer)
-            peer.sendall(b".")
+        left = message = 1 << 20
+        while what == b"s" and (got := peer.recv_into(buffer, min(left, len(buffer)))):
+            left -= got
+            if not left: peer.sendall(b"."); left = message
         peer.close()
 
 def connected():
-    s = socket.socket(); s.connect(address)
+    s = socket.socket()
+    # BBR estimates the bandwidth of a loopback anew for each connection, and paces by it.
+    s.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    s.connect(address)
     s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return s
 
-def stream(chunks):
+def timed(what, count, step):
     with connected() as s:
-        s.sendall(b"s" + (chunks * len(chunk)).to_bytes(8, "big"))
-        begin = time.perf_counter()
-        for _ in range(chunks): s.sendall(chunk)
-        s.recv(1)
-        return time.perf_counter() - begin
-
-def exchange(count):
-    with connected() as s:
-        s.sendall(b"x"); taken = []
+        s.sendall(what); taken = []
         for _ in range(count):
-            begin = time.perf_counter()
-            s.sendall(chunk[:64]); s.recv(64)
+            begin = time.perf_counter(); step(s)
             taken.append(time.perf_counter() - begin)
     return sorted(taken)[count // 2]
+
+def send(s):
+    for _ in range(4): s.sendall(chunk)
+    s.recv(1)
+
+def swap(s):
+    s.sendall(chunk[:64]); s.recv(64)
 
 def connect(count):
     taken = []
@@ -105,13 +107,17 @@ if os.fork() == 0:
     serve(listener)
 listener.close()
 os.sched_setaffinity(0, {cores[0]})
-for line in sys.stdin:
-    what, count, marked = json.loads(line)
-    if what == "connect" and marked is not None:
-        from crux_torch.apply.transport import Route, Transport
-        Transport.load().set_routes([Route(address[0], dscp=40)] if marked else [])
-    print({"stream": stream, "exchange": exchange, "connect": connect}[what](count), flush=True)
-os.killpg(0, 15)
+try:
+    for line in sys.stdin:
+        what, count, marked = json.loads(line)
+        if what == "connect" and marked is not None:
+            from crux_torch.apply.transport import Route, Transport
+            Transport.load().set_routes([Route(address[0], dscp=40)] if marked else [])
+        if what == "connect": median_s = connect(count)
+        else: median_s = timed(b"s", count, send) if what == "send" else timed(b"x", count, swap)
+        print(median_s, flush=True)
+finally:
+    os.killpg(0, 15)
 """
 
 # Steers connections to one address over a spine each; tells the seconds and probes of each.
@@ -150,11 +156,11 @@ class Worker:
         )
 
     def measure(self, what: str, count: int, marked: bool | None = None) -> float:
-        """Seconds of a block ("stream"); of one exchange or connection, the median of a block.
+        """Seconds of one of its kind, the median of a block.
 
         Args:
-            what: "stream", "exchange" or "connect".
-            count: chunks of 256 KiB, exchanges or connections.
+            what: "send" a message and wait for its receipt, "swap" 64 bytes, or "connect".
+            count: how many of them are a block.
             marked: whether connections have a route that gives them a class; None without library.
         """
         assert self._process.stdin is not None
@@ -171,8 +177,8 @@ class Worker:
 def measure_loopback(rounds: int, pairs: int) -> list[dict[str, Any]]:
     """One row for each kind of work: seconds with and without, and the ratio of each pair."""
     kinds = (
-        ("throughput", "stream", STREAM_CHUNKS, None),
-        ("round trip", "exchange", EXCHANGES, None),
+        ("throughput", "send", MESSAGES, None),
+        ("round trip", "swap", EXCHANGES, None),
         ("connect, no route", "connect", CONNECTIONS, False),
         ("connect, class set", "connect", CONNECTIONS, True),
     )
@@ -239,7 +245,7 @@ def table(rows: Sequence[dict[str, Any]], skipped: str) -> str:
         low, median, high = statistics.quantiles(row["ratios"], n=4)
         shown = [f"{s * 1e6:.2f} us" for s in (without, with_)]
         if row["measured"] == "throughput":
-            shown = [f"{(row['count'] << 18) / s / 1e6:.0f} MB/s" for s in (without, with_)]
+            shown = [f"{MESSAGE_BYTES / s / 1e6:.0f} MB/s" for s in (without, with_)]
         lines.append(
             f"{row['measured']:<20} {shown[0]:>12} {shown[1]:>12} {median:>7.3f} "
             f"{low:>8.3f}-{high:<8.3f} {len(row['ratios']):>6}"
@@ -292,6 +298,7 @@ def main(
         "goal": GOAL,
         "kernel": os.uname().release,
         "cores": len(os.sched_getaffinity(0)),
+        "nice": os.nice(0),
     }
     publish(Result("transport", settings, rows), text, json_path, out)
 
