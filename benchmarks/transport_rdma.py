@@ -82,7 +82,8 @@ def table(rows: list[dict[str, Any]], release: str) -> str:
         without, within = (statistics.median(row[case]) for case in CASES)
         lines.append(
             f"{row['program']:<20} {len(row['ratio']):>6} {row['unit']:>5} {without:>9.1f} "
-            f"{within:>9.1f} {statistics.median(row['ratio']):>7.3f} {f'{low:.3f} to {high:.3f}':>16}"
+            f"{within:>9.1f} {statistics.median(row['ratio']):>7.3f} "
+            f"{f'{low:.3f} to {high:.3f}':>16}"
         )
     return "\n".join(lines) + "\n"
 
