@@ -53,7 +53,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PathStudy]:
 
 def _verified(job: dict) -> bool:
     paths = job["paths"]
-    return bool(paths and paths["as_planned"] == 2 == sum(paths.values()))
+    return bool(paths and paths["as_planned"] == sum(paths.values()) >= 2)
 
 
 def test_the_jobs_collided_and_the_plan_parts_them(played: PathStudy) -> None:
@@ -83,4 +83,4 @@ def test_losses_are_those_of_the_run_without_crux(played: PathStudy, name: str) 
 
 def test_every_connection_was_seen_on_its_planned_path(played: PathStudy) -> None:
     for job in played.seen.status["jobs"]:
-        assert job["paths"] == {"as_planned": 2, "elsewhere": 0, "unknown": 0, "missed": 0}
+        assert _verified(job)
