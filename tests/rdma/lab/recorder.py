@@ -93,17 +93,17 @@ class Capture:
         """Let tcpdump, which is slower than what it listens to, catch up.
 
         Raises:
-            TimeoutError: it does not.
+            TimeoutError: it does not say how far it is.
         """
-        deadline = time.monotonic() + 60
         is_level = False
         while not is_level:
+            deadline = time.monotonic() + 60
             told = len(self._counts())
             self._process.send_signal(signal.SIGUSR1)
             wait_for(lambda told=told: len(self._counts()) > told, deadline)
             captured, received = self._counts()[-1]
             is_level = captured == received
-            time.sleep(0.3)
+            time.sleep(0 if is_level else 1)
 
     def _counts(self) -> list[tuple[str, str]]:
         """What tcpdump has said each time that it was asked: packets written, and received."""
