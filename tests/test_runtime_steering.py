@@ -13,6 +13,7 @@ import pytest
 from control_fakes import FakeClock, until
 
 from crux_torch.apply.paths import routes_from
+from crux_torch.apply.queue_pairs import Change
 from crux_torch.apply.sockets import TcpSocket
 from crux_torch.apply.switch import GroupStatus
 from crux_torch.apply.transport import Connection, Route, TransportError
@@ -22,6 +23,7 @@ from crux_torch.fabric.path_map import Transport as Protocol
 from crux_torch.fabric.probe import ProbeError, Trace
 from crux_torch.fabric.route import HostRoute
 from crux_torch.runtime import steering as steerings
+from crux_torch.runtime.live_pairs import READY_TO_SEND
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.port_search import SEARCH_S, TOTAL_S, PortSearch
 from crux_torch.runtime.steering import LOOK_S, MAX_LOOKED_AT, SETTLE_S, Steering
@@ -81,15 +83,31 @@ class FakeTransport:
 class FakeSwitch:
     def __init__(self, transport: FakeTransport) -> None:
         self.requests: list[int] = []
+        self.moved: list[bool] = []
         self.routes_then: list[Sequence[Route]] = []
         self._transport = transport
 
-    def request(self, generation: int) -> None:
+    def request(self, generation: int, *, pairs_moved: bool = False) -> None:
         self.requests.append(generation)
+        self.moved.append(pairs_moved)
         self.routes_then.append(self._transport.routes)
 
     def status(self) -> list[GroupStatus]:
         return [GroupStatus(0, "cpu", generation=g) for g in self.requests[-1:]]
+
+
+class FakePairs:
+    """Devices that can change a live queue pair, but for those in ``stubborn``."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[int, int]] = []
+        self.stubborn: set[int] = set()
+
+    def change(self, id: int, *, udp_port: int) -> Change:
+        if id in self.stubborn:
+            return Change("needs_switch", errno.EPERM, False, 0.0, "no reset is allowed")
+        self.changes.append((id, udp_port))
+        return Change("live_device", 0, True, 0.0, "")
 
 
 class FakeOwnership:
@@ -150,6 +168,7 @@ class Rank:
         self.transport, self.ownership = FakeTransport(), FakeOwnership()
         self.switch, self.network = FakeSwitch(self.transport), FakeNetwork()
         self.clock = FakeClock()
+        self.pairs = FakePairs()
         self.loads = 0
         self.absent = False
         self.steering = Steering(
@@ -159,6 +178,7 @@ class Rank:
             switch=self.switch,
             trace=self.network,
             search=PortSearch(self.network.search),
+            pairs=lambda: self.pairs,
             ports=(20000, 20999),
             skipped_ports=(29400, 29500),
             clock=self.clock,
@@ -401,6 +421,49 @@ def test_other_routes_are_searched_for_anew_and_switched_to(rank):
     rank.follow(order(route(0), switch=2, turn=2))
     until(lambda: rank.switch.requests == [1, 2], what="the next switch")
     assert rank.network.searched == ["10.1.0.2"] * 2
+
+
+def pair(id: int, **changes: Any) -> Connection:
+    ends = {"local": "10.0.0.2", "peer": "10.1.0.2", "local_port": 49152}
+    return connection(id, **{"kind": "qp", "state": READY_TO_SEND, **ends, **changes})
+
+
+def test_live_queue_pairs_are_moved_and_the_switch_is_told(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.transport.known = [
+        pair(1),
+        pair(2),
+        pair(3, local_port=49157),
+        pair(4, peer="10.9.0.2"),
+        pair(5, state=6),
+    ]
+    rank.follow(order(route(1), switch=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    # The third leads over the path already, nothing is planned for the fourth, the fifth is broken.
+    assert rank.pairs.changes == [(1, 49153), (2, 49155)]
+    assert rank.switch.moved == [True]
+
+
+@pytest.mark.parametrize("known", [[], [pair(1), pair(2)], [pair(4, peer="10.9.0.2")]])
+def test_the_switch_makes_anew_what_could_not_be_moved(rank, known):
+    rank.transport.sees_queue_pairs = True
+    rank.transport.known = known
+    rank.pairs.stubborn = {2}
+    rank.follow(order(route(1), switch=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    assert rank.switch.moved == [False]
+
+
+def test_queue_pairs_are_moved_by_a_new_switch_over_paths_that_are_known(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.follow(order(route(1), switch=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    rank.steering._searching.join(30)
+    rank.transport.known = [pair(1)]
+    rank.follow(order(route(1), switch=2, turn=2))
+    until(lambda: rank.switch.requests == [1, 2], what="the next switch")
+    assert rank.switch.moved == [False, True]
+    assert rank.network.searched == ["10.1.0.2"]
 
 
 def test_a_search_over_many_destinations_ends_in_time(caplog):

@@ -218,6 +218,27 @@ def test_a_group_made_after_the_request_keeps_its_connections(groups: Groups) ->
     newer.all_reduce()
 
 
+def test_who_moved_queue_pairs_alone_still_switches_sockets(world: World, groups: Groups) -> None:
+    groups.request(1, pairs_moved=True)
+    world.train_until(world.switched(1))
+    assert all(status.switched_at is not None for status in world.statuses())
+
+
+def test_a_group_that_was_moved_as_it_is_keeps_its_connections(
+    world: World, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inners = world.inners()
+    stock = groups.has_moved
+    # As if the inner backends were NCCL's.
+    monkeypatch.setattr(groups, "has_moved", lambda g, _: stock(g, "nccl"))
+    groups.request(1, pairs_moved=True)
+    world.train_until(world.switched(1))
+    assert [a is b for a, b in zip(inners, world.inners(), strict=True)] == [True] * 3
+    groups.request(2)
+    world.train_until(world.switched(2))
+    assert [a is b for a, b in zip(inners, world.inners(), strict=True)] == [False] * 3
+
+
 def test_messages_meet_whatever_the_ends_have_done(world: World, groups: Groups) -> None:
     sent = 0
     works = []

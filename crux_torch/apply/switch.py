@@ -129,7 +129,7 @@ class Groups:
         self._lock = threading.Lock()
         self._members: dict[tuple[int, str], _Member] = {}
         self._options: dict[int, Any] = {}
-        self._newest = 0
+        self._newest, self._pairs_moved = 0, False
         self._stopping = threading.Event()
         self._warn = WarnOnce(_log)
 
@@ -153,17 +153,22 @@ class Groups:
             backend.publish(store, born)
             self._start()
 
-    def request(self, generation: int) -> None:
+    def request(self, generation: int, *, pairs_moved: bool = False) -> None:
         """Move every group to new connections, unless it has those of ``generation`` already.
 
         Returns at once; a generation that is not newer than the last one changes nothing. All
         ranks of a group must be asked for the same generations, in any timing; over the life of a
         job's store a number must not come twice.
+
+        Args:
+            generation: number of the switch.
+            pairs_moved: this process's queue pairs have what is wanted already. NCCL groups of
+                which all ranks say so keep their connections.
         """
         with self._lock:
             if generation <= self._newest:
                 return
-            self._newest = generation
+            self._newest, self._pairs_moved = generation, pairs_moved
             self._start()
 
     def status(self) -> list[GroupStatus]:
@@ -230,6 +235,11 @@ class Groups:
                 member.attempted = self._newest
             _Attempt(self, member, member.attempted).run(skipped)
 
+    def has_moved(self, generation: int, backend: str) -> bool:
+        """Whether the connections of a ``backend`` have what ``generation`` wants already."""
+        with self._lock:
+            return self._pairs_moved and generation == self._newest and backend == "nccl"
+
     def ended(self, member: _Member) -> bool:
         """Whether a thread has nothing left to do."""
         return self._stopping.is_set() or member.switch.closed
@@ -259,6 +269,7 @@ class _Attempt:
                 raise CruxError("the group was made without a store")
             self._store = GroupStore(store)
             self._rank, self._size = current.rank(), current.size()
+            self._moved = self._groups.has_moved(self._generation, current.name())
             # Whoever waits for this rank in a collective must not lose patience.
             third_s = current.options._timeout.total_seconds() / 3 if _has_timeout(current) else 1e9
             self._hold_s = min(self._groups.hold_s, third_s)
@@ -298,7 +309,8 @@ class _Attempt:
     def _follow(self) -> None:
         member, patience_s = self._member, self._groups.patience_s
         since_s, seen = time.monotonic(), int(self._switch.collectives)
-        says = Says(born=self._switch.born, refusal=self._switch.refusal[:MAX_REASON])
+        born = self._generation if self._moved else self._switch.born
+        says = Says(born=born, refusal=self._switch.refusal[:MAX_REASON])
         start = self._round("start", says, self._needed, patience_s)
         if not start.go and not start.reason:
             member.note(state="idle", generation=self._generation, error=None)
@@ -366,7 +378,8 @@ class _Attempt:
         return self._agreement.round(name, says, verdict, patience_s=patience_s)
 
     def _needed(self, says: list[Says]) -> Verdict:
-        """Where every rank made the group after it knew of this generation, it has it already."""
+        """Where every rank made the group after it knew of this generation, or has moved its
+        connections as they are, the group has it already."""
         if all(one.born >= self._generation for one in says):
             return Verdict(go=False)
         return unanimous(says)

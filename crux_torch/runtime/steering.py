@@ -18,6 +18,7 @@ import msgspec
 from crux_torch.apply import gloo_rendezvous
 from crux_torch.apply.ownership import Ownership
 from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
+from crux_torch.apply.queue_pairs import QueuePairs
 from crux_torch.apply.sockets import Endpoint
 from crux_torch.apply.switch import GROUPS, GroupStatus
 from crux_torch.apply.transport import Connection, Route, Transport
@@ -28,6 +29,7 @@ from crux_torch.errors import CruxError
 from crux_torch.fabric.path_map import Transport as IpProtocol
 from crux_torch.fabric.probe import Trace, trace_connection
 from crux_torch.fabric.route import HostRoute
+from crux_torch.runtime.live_pairs import Changes, move
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.port_search import PortSearch
 from crux_torch.settings import Settings
@@ -58,7 +60,7 @@ class TransportFace(Protocol):
 class Switch(Protocol):
     """The part of :data:`crux_torch.apply.switch.GROUPS` that steering needs."""
 
-    def request(self, generation: int, /) -> None: ...
+    def request(self, generation: int, /, *, pairs_moved: bool = False) -> None: ...
     def status(self) -> Sequence[GroupStatus]: ...
 
 
@@ -72,6 +74,7 @@ class Steering:
         switch: makes the inner backends' connections anew.
         trace: asks the hops of a live connection.
         search: finds UDP source ports, where the process has queue pairs.
+        pairs: gives what changes live queue pairs, or raises a CruxError.
         ports: TCP source ports to choose from, first and last.
         skipped_ports: destination ports that are never steered.
         clock: seconds that never go back.
@@ -86,6 +89,7 @@ class Steering:
         switch: Switch,
         trace: Tracer = trace_connection,
         search: PortSearch | None = None,
+        pairs: Callable[[], Changes] = QueuePairs,
         ports: tuple[int, int] | None = None,
         skipped_ports: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -96,6 +100,7 @@ class Steering:
         self._switch = switch
         self._trace = trace
         self._search = search or PortSearch()
+        self._pairs = pairs
         self._ports, self._skipped_ports = ports, tuple(skipped_ports)
         self._clock = clock
         self._warn = WarnOnce(_log)
@@ -137,7 +142,8 @@ class Steering:
         self._generation = max(order.switch, self._requested)
         if self._searching is not None and self._searching.is_alive():
             return
-        if self._sees_queue_pairs() and not self._search.is_done(mine):
+        due = self._generation > self._requested
+        if self._sees_queue_pairs() and (due or not self._search.is_done(mine)):
             self._searching = threading.Thread(
                 target=self._prepare, args=(mine,), name="crux-ports", daemon=True
             )
@@ -225,18 +231,28 @@ class Steering:
         try:
             self._search.run(routes)
             self._tell()
-            self._request()
+            self._request(pairs_moved=self._move_pairs(routes))
         except Exception as error:
             self._warn("ports", f"queue pairs take the network's paths: {error}")
             _log.debug("details", exc_info=True)
 
-    def _request(self) -> None:
+    def _move_pairs(self, routes: tuple[HostRoute, ...]) -> bool:
+        """Whether the live queue pairs take their paths without being made anew."""
+        if self._generation <= self._requested or self._transport is None:
+            return False
+        try:
+            return move(self._pairs(), self._transport.connections(), self._search.found(routes))
+        except CruxError as error:
+            self._warn("pairs", f"live queue pairs are not changed: {error}")
+            return False
+
+    def _request(self, *, pairs_moved: bool = False) -> None:
         # A switch needs every rank of a group, also one whose own connections have no choice.
         if self._generation > self._requested:
             # Told again, the transport searches also where it just did so in vain.
             self._tell(anew=True)
             self._requested = self._generation
-            self._switch.request(self._generation)
+            self._switch.request(self._generation, pairs_moved=pairs_moved)
 
     def _look_soon(self) -> None:
         self._look_at_s = min(self._look_at_s, self._clock() + SETTLE_S)
