@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import click
+from ddp_step import ddp_step
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -47,24 +48,6 @@ def _operation(op: str, nbytes: int) -> Any:
     }[op]
 
 
-def _ddp_step() -> Any:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(512, 512) for _ in range(6)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(64, 512)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return step
-
-
 def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
     """Runs the blocks it is told to; rank 0's times are the ones that count."""
     os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR")
@@ -87,7 +70,7 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
         what, repeats = command
         if what not in made:
             made.clear()
-            made[what] = _ddp_step() if what == "ddp" else _operation(*what)
+            made[what] = ddp_step() if what == "ddp" else _operation(*what)
             made[what]()
         call = made[what]
         dist.barrier()

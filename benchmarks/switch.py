@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from ddp_step import ddp_step
 from rich.console import Console
 from rich.table import Table
 
@@ -31,24 +32,6 @@ from crux_torch.sim.commands.publish import publish
 from crux_torch.sim.results import Result
 
 WAIT_S = 30.0
-
-
-def _ddp_step() -> Any:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(512, 512) for _ in range(6)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(64, 512)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return step
 
 
 def _worker(rank: int, store: str, pipe: Connection) -> None:
@@ -65,7 +48,7 @@ def _worker(rank: int, store: str, pipe: Connection) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     crux_torch.attach()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    step = _ddp_step()
+    step = ddp_step()
     for _ in range(5):
         step()
     generation = 0

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,32 @@ class Job:
         draft = self._control.with_suffix(".new")
         draft.write_text(json.dumps({"paused": paused, "last_step": last_step}))
         draft.replace(self._control)
+
+
+def warm_up(jobs: Mapping[str, Job], timeout_s: float, say: Callable[[int], None]) -> None:
+    """Wait until every job has done its first steps, and let each pause after them.
+
+    Args:
+        jobs: that were started.
+        timeout_s: seconds to wait.
+        say: called again and again with how many are not ready yet.
+
+    Raises:
+        JobError: one has ended, or was not ready in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(jobs)
+    while waiting:
+        say(len(waiting))
+        for key, job in list(waiting.items()):
+            job.check()
+            if len(job.steps()) >= 2:
+                job.pause()
+                del waiting[key]
+        if time.monotonic() > deadline:
+            slow = next(iter(waiting.values()))
+            raise JobError(f"{slow.name} did not start in {timeout_s:.0f} s\n{slow.tail()}")
+        time.sleep(0.1)
 
 
 def _pidfd(pid: int) -> int | None:

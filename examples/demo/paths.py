@@ -21,7 +21,7 @@ from typing import Any
 
 from examples.demo import sockets
 from examples.demo.fabric import Fabric, FabricSpec
-from examples.demo.job import TORCHRUN, Job, JobError, JobSpec, Step
+from examples.demo.job import TORCHRUN, Job, JobError, JobSpec, Step, warm_up
 from examples.demo.measurement import losses_equal
 from examples.demo.phases import Phase, Spread, Window, durations, measure
 
@@ -144,19 +144,9 @@ class PathStudy:
             crux += ["--crux-store", self._store, "--crux-cluster", CLUSTER]
             crux += ["--crux-topology", str(topology)]
             self._launch(workload, "crux", crux, 29700 + i, self._study.settings)
-        deadline = time.monotonic() + START_S
-        waiting = dict(self.jobs)
-        while waiting:
-            self._say(f"starting the ranks, {len(waiting)} jobs to go")
-            for key, job in list(waiting.items()):
-                job.check()
-                if len(job.steps()) >= 2:
-                    job.pause()
-                    del waiting[key]
-            if time.monotonic() > deadline:
-                slow = next(iter(waiting.values()))
-                raise JobError(f"{slow.name} did not start in {START_S:.0f} s\n{slow.tail()}")
-            time.sleep(0.1)
+        warm_up(
+            self.jobs, START_S, lambda left: self._say(f"starting the ranks, {left} jobs to go")
+        )
 
     def collide(self) -> None:
         """Take the first hash seed under which connections share a spine, in either run.

@@ -24,7 +24,7 @@ from crux_torch.report.comparison import Comparison
 from crux_torch.report.html import render
 from examples.demo import netns, sockets, tables
 from examples.demo.fabric import Fabric, FabricSpec
-from examples.demo.job import TORCHRUN, Job, JobError, JobSpec
+from examples.demo.job import TORCHRUN, Job, JobError, JobSpec, warm_up
 from examples.demo.measurement import Measurement
 from examples.demo.phases import Phase, Window, measure
 
@@ -82,19 +82,11 @@ class Demo:
             for name in TITLES:
                 self.jobs[f"{name}-{kind}"] = self._launch(name, kind, port)
                 port += 1
-        deadline = time.monotonic() + START_S
-        waiting = dict(self.jobs)
-        while waiting:
-            self._say("starting the ranks", 1 - len(waiting) / len(self.jobs))
-            for key, job in list(waiting.items()):
-                job.check()
-                if len(job.steps()) >= 2:
-                    job.pause()
-                    del waiting[key]
-            if time.monotonic() > deadline:
-                slow = next(iter(waiting.values()))
-                raise DemoError(f"{slow.name} did not start in {START_S:.0f} s\n{slow.tail()}")
-            time.sleep(0.1)
+        warm_up(
+            self.jobs,
+            START_S,
+            lambda left: self._say("starting the ranks", 1 - left / len(self.jobs)),
+        )
         self._watch = self._start_watch()
 
     def profile(self) -> None:
