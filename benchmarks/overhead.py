@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import click
-from ddp_step import ddp_step
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from workloads.ddp_step import ddp_step
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from ddp_step import ddp_step
 from rich.console import Console
 from rich.table import Table
+from workloads.ddp_step import ddp_step
 
 from crux_torch.sim.commands.publish import publish
 from crux_torch.sim.results import Result
