@@ -295,6 +295,9 @@ INTERRUPTED = """
 import os, signal, threading
 from crux_torch._fluid import Engine, run_all
 
+# A program that was started in the background of a shell ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def endless():
     engine = Engine([("l", 1e9, 0.0)], skip_repeats=False)
     for i in range(3):
