@@ -10,6 +10,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cruxrun.autoload import is_launched
+
 if TYPE_CHECKING:
     from typing import Any
 
@@ -60,3 +62,8 @@ def status() -> dict[str, Any]:
     from crux_torch import runtime
 
     return runtime.status()
+
+
+# What attaches must not find a module of this package half imported: so torch comes before them.
+if is_launched():
+    import_module("torch")

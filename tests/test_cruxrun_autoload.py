@@ -93,6 +93,22 @@ def test_a_package_that_is_imported_before_torch_registers_its_backend():
     assert done.stdout.split() == ["True"], done.stderr
 
 
+@pytest.mark.parametrize(
+    "first", ["crux_torch", "crux_torch.backend", "crux_torch.apply.switch", "crux_torch.runtime"]
+)
+def test_a_script_may_import_any_part_before_torch(first):
+    code = f"import {first}; from crux_torch import backend; print(backend.is_attached())"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "CRUX_ATTACH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_without_the_launcher_nothing_but_os_is_imported():
     code = (
         "import sys; before = set(sys.modules); import cruxrun.autoload as a; "

@@ -20,13 +20,18 @@ def _set(variable: str) -> bool:
     return os.environ.get(variable, "").strip().lower() not in _FALSE
 
 
+def is_launched() -> bool:
+    """Whether this process was launched by ``cruxrun``, and Crux is not switched off in it."""
+    return _set("CRUX_ATTACH") and not _set("CRUX_DISABLE")
+
+
 def attach_if_launched() -> None:
     """Attach Crux in a process that ``cruxrun`` launched; register its backend where it is loaded.
 
     Never raises: torch turns an error of an entry point into a failed ``import torch``. Where
     attaching fails, one warning says so and the script runs on the stock backends.
     """
-    launched = _set("CRUX_ATTACH") and not _set("CRUX_DISABLE")
+    launched = is_launched()
     if not launched and "crux_torch" not in sys.modules:
         return
     try:
