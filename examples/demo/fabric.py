@@ -301,11 +301,15 @@ class Fabric:
                 f"netns {host.namespace}"
             )
             setup[leaf] += [f"link set {port} up", f"addr add {host.gateway}/24 dev {port}"]
-            # By route, because the sysctl of the congestion control is refused in a namespace.
             setup[host.namespace] += [
                 f"link set {host.interface} up",
                 f"addr add {host.address}/24 dev {host.interface}",
-                f"route add default via {host.gateway} congctl {spec.congestion_control}",
+            ]
+            # No default route: a name server outside would be waited for, not known unreachable.
+            # Congestion control by route, because its sysctl is refused in a namespace.
+            setup[host.namespace] += [
+                f"route add 10.{i}.0.0/16 via {host.gateway} congctl {spec.congestion_control}"
+                for i in leaves
             ]
         for i, other in itertools.permutations(leaves, 2):
             hops = " ".join(f"nexthop via {_uplink(i, j)}.2 dev up{j} weight 1" for j in spines)
