@@ -252,6 +252,13 @@ class Settings:
         "give each new NCCL communicator its traffic class; NCCL_IB_TC and the script's own win",
         _bool,
     )
+    nccl_profiler: bool = _setting(
+        "CRUX_NCCL_PROFILER",
+        False,
+        "load the NCCL profiler plugin: bytes and time that each NCCL communicator spends on the "
+        "network; NCCL loads one plugin, and the user's own wins",
+        _bool,
+    )
     switch_timeout_s: float = _setting(
         "CRUX_SWITCH_TIMEOUT_S",
         30.0,
