@@ -146,6 +146,24 @@ def _ports(text: str) -> PortRange:
     return found
 
 
+def _links(text: str) -> str:
+    names = [name.strip() for name in text.split(",")]
+    bad = [name for name in names if not NAME_PATTERN.fullmatch(name)]
+    if bad or len(set(names)) < len(names) or (len(names) > 1 and {"auto", "none"} & set(names)):
+        raise ValueError(
+            "expected auto, none, or different names of links separated by commas, each up to 128 "
+            "letters, digits and . _ : @ + -, the first a letter or digit"
+        )
+    return ",".join(names)
+
+
+def _link_wait_ms(text: str) -> float:
+    value = _positive(text)
+    if value > 10_000:
+        raise ValueError("expected a number of milliseconds up to 10000")
+    return value
+
+
 def _log_level(text: str) -> str:
     value = text.strip().upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -258,6 +276,20 @@ class Settings:
         "load the NCCL profiler plugin: bytes and time that each NCCL communicator spends on the "
         "network; NCCL loads one plugin, and the user's own wins",
         _bool,
+    )
+    links: str = _setting(
+        "CRUX_LINKS",
+        "auto",
+        "links of the host where operations of lower levels give way: auto (PCIe links that "
+        "another job of this user crosses too), none, or names of stand-in links that this process "
+        "crosses",
+        _links,
+    )
+    link_wait_ms: float = _setting(
+        "CRUX_LINK_WAIT_MS",
+        500.0,
+        "milliseconds that an operation gives way on the host's links, at most (up to 10000)",
+        _link_wait_ms,
     )
     switch_timeout_s: float = _setting(
         "CRUX_SWITCH_TIMEOUT_S",
