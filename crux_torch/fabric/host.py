@@ -13,7 +13,15 @@ from types import ModuleType
 
 from crux_torch.fabric.peak import peak_flops
 from crux_torch.fabric.rdma import read_devices
-from crux_torch.fabric.sysfs import SYSFS, entries, numa_node, number, pci_address, text
+from crux_torch.fabric.sysfs import (
+    SYSFS,
+    as_sysfs_writes,
+    entries,
+    numa_node,
+    number,
+    pci_address,
+    text,
+)
 
 log = logging.getLogger(__name__)
 
@@ -184,14 +192,13 @@ def read_nics(sysfs: Path = SYSFS) -> tuple[Nic, ...]:
 def _gpu(nvml: ModuleType, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = _str(nvml.nvmlDeviceGetName(handle))
-    # NVML writes the PCI domain with eight digits, sysfs with four.
-    address = _str(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
+    address = _str(nvml.nvmlDeviceGetPciInfo(handle).busId)
     return Gpu(
         index=index,
         name=name,
         uuid=_str(nvml.nvmlDeviceGetUUID(handle)),
         memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        pci_address=re.sub(r"^0000(?=[0-9a-f]{4}:)", "", address),
+        pci_address=as_sysfs_writes(address),
         peak_flops=peak_flops(name),
     )
 

@@ -44,6 +44,11 @@ def pci_address(device: Path) -> str | None:
     return target if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", target) else None
 
 
+def as_sysfs_writes(address: str) -> str:
+    """A PCI address in sysfs's spelling: NVML and CUDA write the domain with eight digits."""
+    return re.sub(r"^0{1,4}(?=[0-9a-f]{4,}:)", "", address.lower())
+
+
 def numa_node(device: Path) -> int | None:
     """The NUMA node that a ``device`` is attached to, where known."""
     node = number(text(device / "numa_node"))
