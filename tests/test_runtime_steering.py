@@ -15,7 +15,7 @@ from control_fakes import FakeClock, until
 from crux_torch.apply.paths import routes_from
 from crux_torch.apply.queue_pairs import Change
 from crux_torch.apply.sockets import TcpSocket
-from crux_torch.apply.switch import GroupStatus
+from crux_torch.apply.switch import GroupStatus, State
 from crux_torch.apply.transport import Connection, Route, TransportError
 from crux_torch.control.records import PathCounts
 from crux_torch.fabric.path_map import ROCE_V2_PORT, PathMap
@@ -92,8 +92,10 @@ class FakeSwitch:
         self.moved.append(pairs_moved)
         self.routes_then.append(self._transport.routes)
 
+    state: State = "idle"
+
     def status(self) -> list[GroupStatus]:
-        return [GroupStatus(0, "cpu", generation=g) for g in self.requests[-1:]]
+        return [GroupStatus(0, "cpu", generation=g, state=self.state) for g in self.requests[-1:]]
 
 
 class FakePairs:
@@ -336,6 +338,17 @@ def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
     assert (refused["steered"], refused["probes"]) == (False, 40)
     assert (unseen["verified"], unseen["error"]) == ("no", "it needs CAP_NET_RAW")
     assert rank.steering.counts() == PathCounts(1, 0, 2, 2)
+
+
+def test_what_a_switch_is_about_to_replace_is_not_tried_again(rank):
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1, 20001)]
+    rank.network.spine = {20001: 0}
+    rank.follow(order(route(1), switch=1))
+    rank.look()
+    rank.switch.state = "closing"
+    assert rank.steering.counts() == PathCounts(0, 1, 0, 0)
+    rank.switch.state = "idle"
+    assert rank.steering.counts() == PathCounts(0, 1, 0, 1)
 
 
 def test_a_look_is_bounded_and_holds_nobody_up(rank):

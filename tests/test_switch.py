@@ -204,6 +204,21 @@ def test_a_group_at_rest_switches_at_once(world: World, groups: Groups) -> None:
     world.all_reduce()
 
 
+def test_what_was_done_before_the_request_is_no_rate(world: World, groups: Groups) -> None:
+    """Hundreds of collectives in a long life are few a second: the switch comes soon."""
+    for _ in range(200):
+        world.all_reduce()
+    time.sleep(2.0)
+    groups.request(1)
+    while not world.switched(1)():
+        world.all_reduce()
+        assert world.switches[0].collectives < 300, world.statuses()
+        time.sleep(0.02)
+    at = {status.switched_at for status in world.statuses()}.pop()
+    assert at is not None
+    assert 200 <= at < 260
+
+
 def test_a_group_made_after_the_request_keeps_its_connections(groups: Groups) -> None:
     older = World(2, groups)
     groups.request(1)

@@ -55,6 +55,8 @@ MAX_SKIPPED = 8
 EXIT_S = 2.0
 
 State = Literal["idle", "making", "agreeing", "decided", "closing", "failed"]
+#: States in which connections are about to be replaced.
+UNDER_WAY = frozenset({"making", "agreeing", "decided", "closing"})
 #: ``Ownership.watching``: wraps what opens an inner backend's sockets.
 Watching = Callable[[Any, int, int], AbstractContextManager[None]]
 
@@ -94,11 +96,10 @@ class GroupStatus:
 class _Member:
     """One inner switch of this process, and the thread that is at work on it, if any."""
 
-    def __init__(self, switch: Any, options: Any) -> None:
-        self.switch, self.options = switch, options
+    def __init__(self, switch: Any, options: Any, made_at_s: float) -> None:
+        self.switch, self.options, self.made_at_s = switch, options, made_at_s
         self.status = GroupStatus(switch.group, switch.device)
         self.attempted = 0
-        self.seen_at_s = time.monotonic()
         self.thread: threading.Thread | None = None
         # Of earlier switches: left in the store until all ranks are known to be past them.
         self.left: list[Agreement] = []
@@ -106,7 +107,9 @@ class _Member:
         self.stores: list[Rendezvous] = []
 
     def note(self, **changes: Any) -> None:
-        self.status = dataclasses.replace(self.status, **changes)
+        before, self.status = self.status, dataclasses.replace(self.status, **changes)
+        if self.status.state != before.state:
+            _log.debug("switch %d: %s", self.attempted, self.status)
 
 
 class Groups:
@@ -128,7 +131,8 @@ class Groups:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._members: dict[tuple[int, str], _Member] = {}
-        self._options: dict[int, Any] = {}
+        # By group: the options that the script gave, and when it was made.
+        self._made: dict[int, tuple[Any, float]] = {}
         self._newest, self._pairs_moved = 0, False
         self._stopping = threading.Event()
         self._warn = WarnOnce(_log)
@@ -149,7 +153,7 @@ class Groups:
             options: that the script gave for them.
         """
         with self._lock:
-            self._options[backend.group_index] = options
+            self._made[backend.group_index] = options, time.monotonic()
             backend.publish(store, born)
             self._start()
 
@@ -209,9 +213,11 @@ class Groups:
             del self._members[key]
         for key, made in found.items():
             if key not in self._members:
-                self._members[key] = _Member(made, self._options.get(key[0]))
+                self._members[key] = _Member(
+                    made, *self._made.get(key[0], (None, time.monotonic()))
+                )
         alive = {group for group, _ in found}
-        self._options = {g: options for g, options in self._options.items() if g in alive}
+        self._made = {group: known for group, known in self._made.items() if group in alive}
 
     def _start(self) -> None:
         if self._newest == 0 or self._stopping.is_set():
@@ -418,8 +424,9 @@ class _Attempt:
         gets none, so that it can switch at once.
         """
         now_s, collectives = time.monotonic(), int(self._switch.collectives)
-        recent = (collectives - seen) / max(now_s - since_s, 1e-3)
-        ever = collectives / max(now_s - self._member.seen_at_s, 1e-3)
+        # Over less than the time looked ahead, one burst would pass for a rate.
+        recent = (collectives - seen) / max(now_s - since_s, LOOKAHEAD_S)
+        ever = collectives / max(now_s - self._member.made_at_s, LOOKAHEAD_S)
         expected = max(recent, ever) * LOOKAHEAD_S
         if recent == 0.0 and expected < 1.0:
             return 0

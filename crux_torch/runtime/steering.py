@@ -20,7 +20,7 @@ from crux_torch.apply.ownership import Ownership
 from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
 from crux_torch.apply.queue_pairs import QueuePairs
 from crux_torch.apply.sockets import Endpoint
-from crux_torch.apply.switch import GROUPS, GroupStatus
+from crux_torch.apply.switch import GROUPS, UNDER_WAY, GroupStatus
 from crux_torch.apply.transport import Connection, Route, Transport
 from crux_torch.control.host import parse_endpoint
 from crux_torch.control.records import PathCounts
@@ -191,8 +191,16 @@ class Steering:
         }
 
     def counts(self) -> PathCounts | None:
-        """How many connections take the planned path; None where none is planned."""
-        return counts(self._states) if self._routes else None
+        """How many connections take the planned path; None where none is planned.
+
+        While a switch is under way none counts as missed: what is there is about to go.
+        """
+        if not self._routes:
+            return None
+        found = counts(self._states)
+        if found.missed and any(group.state in UNDER_WAY for group in self._switch.status()):
+            return msgspec.structs.replace(found, missed=0)
+        return found
 
     def _available(self, wanted: bool) -> bool:
         """Whether there is a transport that sees connections being made; looks once."""
