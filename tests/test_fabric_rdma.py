@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -227,7 +228,6 @@ def test_the_real_pyverbs_answers_or_is_absent() -> None:
         "assert set(verbs_limits()) <= {d.name for d in devices}\n"
         "print('answered')"
     )
-    done = subprocess.run(
-        [system, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'launcher'}"}
+    done = subprocess.run([system, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "answered\n", done.stderr

@@ -19,7 +19,7 @@ print(json.dumps([dataclasses.asdict(device) for device in rdma_devices()]))
 def main() -> None:
     recorder = Recorder()
     connect_pair()
-    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    env = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT / 'launcher'}"}
     recorder.run("devices", ["/usr/bin/python3", "-B", "-c", _LIST], env)
 
 
