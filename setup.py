@@ -130,7 +130,8 @@ def has_header(name: str) -> bool:
 
 
 def shared_libraries() -> list[SharedLibrary]:
-    """``libcrux_transport.so``; its queue-pair half where rdma-core's headers are installed."""
+    """``libcrux_transport.so``, its queue-pair half where rdma-core's headers are installed, and
+    ``libcrux_nccl_profiler.so``."""
     verbs = has_header("infiniband/verbs.h")
     sources = sorted(map(str, Path("csrc/transport").glob("*.cc")))
     if verbs:
@@ -142,7 +143,13 @@ def shared_libraries() -> list[SharedLibrary]:
             tuple(sources),
             "csrc/transport/exports.map",
             ("-DCRUX_HAS_VERBS",) if verbs else (),
-        )
+        ),
+        SharedLibrary(
+            "libcrux_nccl_profiler.so",
+            "libcrux_nccl_profiler.so",
+            tuple(sorted(map(str, Path("csrc/nccl_profiler").glob("*.cc")))),
+            "csrc/nccl_profiler/exports.map",
+        ),
     ]
     if verbs:
         libraries.append(
