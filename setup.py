@@ -49,6 +49,7 @@ def c10d_macros() -> list[tuple[str, str]]:
 def torch_extension() -> cpp_extension.CppExtension:
     sources = [
         *sorted(map(str, Path("csrc/bindings").glob("*.cc"))),
+        *sorted(map(str, Path("csrc/links").glob("*.cc"))),
         *sorted(map(str, Path("csrc/process_group").glob("*.cc"))),
     ]
     return cpp_extension.CppExtension(

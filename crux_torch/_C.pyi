@@ -153,3 +153,76 @@ def inner_switches() -> list[InnerSwitch]:
 
 def store_prefix(store: Store) -> str:
     """What a store puts before its keys, a PrefixStore's prefixes together."""
+
+class LinkHolder:
+    """One process in the table of a link."""
+
+    @property
+    def pid(self) -> int:
+        """In its own PID namespace."""
+
+    @property
+    def level(self) -> int:
+        """-1 where it takes no part in the order."""
+
+    @property
+    def operations(self) -> int:
+        """In flight on the link, or waiting for it."""
+
+    @property
+    def changed_ns(self) -> int:
+        """CLOCK_MONOTONIC of the last change of ``operations``."""
+
+    @property
+    def same_job(self) -> bool: ...
+
+class LinkGate:
+    """Where this process's operations give way on the links of its host; see docs/pcie.md."""
+
+    def join(self, folder: str, cluster: str, link: str, job: str) -> int:
+        """Take a place on a link, whose table is a file in ``folder``.
+
+        Returns:
+            the link's index.
+
+        Raises:
+            RuntimeError: its file is not this user's alone, has another layout, or is full.
+        """
+
+    def retire(self) -> None:
+        """Hinder nobody and give way to nobody any more; remove the files that nobody uses."""
+
+    def set_level(self, level: int) -> None:
+        """-1: take no part in the order."""
+
+    def set_wait_s(self, seconds: float) -> None:
+        """How long an operation gives way at most."""
+
+    def cross(self, group: int, links: list[int]) -> None:
+        """Operations of a group (its index in the recorder) cross these links from now on.
+
+        Raises:
+            ValueError: too many groups, or links for one operation.
+        """
+
+    def install(self, on: bool) -> None:
+        """Let the backend's operations pass here; without it they don't even ask."""
+
+    @property
+    def installed(self) -> bool: ...
+    def shared(self, link: int) -> bool:
+        """Whether another job is on the link."""
+
+    def holders(self, link: int) -> list[LinkHolder]: ...
+    @property
+    def waits(self) -> tuple[int, int, int, int]:
+        """Operations that waited, waits that ran out, nanoseconds in all, and of the longest."""
+
+    def enter(self, group: int, bytes: int) -> int:
+        """What the backend does before an operation; the ticket is for :meth:`leave`."""
+
+    def leave(self, ticket: int) -> None:
+        """What the backend does when it has ended."""
+
+def link_gate() -> LinkGate:
+    """The gate of this process."""

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_C, module) {
   crux::bind_recorder(module);
   crux::bind_delegating_backend(module);
   crux::bind_inner_switch(module);
+  crux::bind_links(module);
 }

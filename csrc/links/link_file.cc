@@ -1,0 +1,167 @@
+#include "link_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+namespace crux {
+namespace {
+
+// Whoever uses the file has a read lock here; places are the bytes from 0 on.
+constexpr off_t kInUse = 1 << 20;
+constexpr int kTries = 200;
+constexpr std::chrono::milliseconds kPause{1};
+
+// What a forked child closes; it may not allocate or lock.
+std::array<std::atomic<int>, 256> open_descriptors{};
+
+void note(int descriptor, bool open) noexcept {
+  for (auto& cell : open_descriptors) {
+    int expected = open ? 0 : descriptor + 1;
+    if (cell.compare_exchange_strong(expected, open ? descriptor + 1 : 0)) return;
+  }
+}
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw std::runtime_error(path + ": " + what);
+}
+
+[[noreturn]] void fail_call(const std::string& path, const char* call, int error) {
+  fail(path, std::string(call) + ": " + std::strerror(error));
+}
+
+bool lock(int descriptor, short type, off_t byte) noexcept {
+  struct flock range{};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_start = byte;
+  range.l_len = 1;
+  return fcntl(descriptor, F_OFD_SETLK, &range) == 0;
+}
+
+}  // namespace
+
+std::string LinkFile::path_of(const std::string& folder, const std::string& cluster,
+                              const std::string& link) {
+  return folder + "/crux~" + std::to_string(geteuid()) + "~" + cluster + "~" + link;
+}
+
+LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const std::string& link,
+                   size_t size)
+    : path_(path_of(folder, cluster, link)), size_(size) {
+  if (cluster.empty() || link.empty() ||
+      (cluster + link).find_first_of("/~") != std::string::npos) {
+    fail(path_, "not a name of a cluster and a link");
+  }
+  try {
+    // Another process may be about to remove the file, which takes it no time.
+    for (int tried = 0;; ++tried) {
+      open_checked(size);
+      if (use()) break;
+      const int error = errno;
+      const bool passing = error == EAGAIN || error == EACCES || error == ESTALE;
+      close();
+      if (!passing || tried == kTries) fail_call(path_, "F_OFD_SETLK", error);
+      std::this_thread::sleep_for(kPause);
+    }
+    map(size);
+    note(descriptor_, true);
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+LinkFile::~LinkFile() {
+  if (memory_) munmap(memory_, size_);
+  if (descriptor_ >= 0) note(descriptor_, false);
+  close();
+}
+
+void LinkFile::open_checked(size_t size) {
+  constexpr mode_t kMode = S_IRUSR | S_IWUSR;
+  descriptor_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kMode);
+  if (descriptor_ < 0) fail_call(path_, "open", errno);
+  struct stat found{};
+  if (fstat(descriptor_, &found) != 0) fail_call(path_, "fstat", errno);
+  if (!S_ISREG(found.st_mode)) fail(path_, "not a regular file");
+  if (found.st_uid != geteuid()) {
+    fail(path_, "belongs to user " + std::to_string(found.st_uid) + ", not to this one");
+  }
+  if ((found.st_mode & 07777) != kMode) fail(path_, "its mode isn't 0600");
+  if (found.st_nlink > 1) fail(path_, "has other names");
+  if (found.st_size != 0 && static_cast<size_t>(found.st_size) != size) {
+    fail(path_, "has " + std::to_string(found.st_size) + " bytes, not " + std::to_string(size) +
+                    ": made by another release of Crux?");
+  }
+}
+
+void LinkFile::map(size_t size) {
+  // Memory that isn't there would end the process at the first access.
+  const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(size));
+  if (error != 0) fail_call(path_, "posix_fallocate", error);
+  memory_ = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+  if (memory_ == MAP_FAILED) {
+    memory_ = nullptr;
+    fail_call(path_, "mmap", errno);
+  }
+}
+
+void LinkFile::close() noexcept {
+  // Its locks go with it.
+  if (descriptor_ >= 0) (void)::close(descriptor_);
+  descriptor_ = -1;
+}
+
+bool LinkFile::try_lock(size_t byte) const noexcept {
+  return lock(descriptor_, F_WRLCK, static_cast<off_t>(byte));
+}
+
+void LinkFile::unlock(size_t byte) const noexcept {
+  (void)lock(descriptor_, F_UNLCK, static_cast<off_t>(byte));
+}
+
+bool LinkFile::locked_elsewhere(size_t byte) const noexcept {
+  struct flock range{};
+  range.l_type = F_WRLCK;
+  range.l_whence = SEEK_SET;
+  range.l_start = static_cast<off_t>(byte);
+  range.l_len = 1;
+  return fcntl(descriptor_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
+}
+
+bool LinkFile::use() noexcept {
+  if (!lock(descriptor_, F_RDLCK, kInUse)) return false;
+  struct stat found{};
+  if (fstat(descriptor_, &found) == 0 && found.st_nlink > 0) return true;
+  (void)lock(descriptor_, F_UNLCK, kInUse);
+  errno = ESTALE;
+  return false;
+}
+
+void LinkFile::disuse() noexcept {
+  // Given up first: of two that leave at once, each would see the other.
+  (void)lock(descriptor_, F_UNLCK, kInUse);
+  if (!lock(descriptor_, F_WRLCK, kInUse)) return;
+  struct stat found{};
+  if (fstat(descriptor_, &found) == 0 && found.st_nlink > 0) (void)unlink(path_.c_str());
+  (void)lock(descriptor_, F_UNLCK, kInUse);
+}
+
+void LinkFile::close_all_in_child() noexcept {
+  for (auto& cell : open_descriptors) {
+    const int descriptor = cell.exchange(0) - 1;
+    if (descriptor >= 0) (void)::close(descriptor);
+  }
+}
+
+}  // namespace crux

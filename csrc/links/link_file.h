@@ -1,0 +1,51 @@
+// The file behind a link's table: one for each link and user, mode 0600, and the kernel's locks on
+// its bytes.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace crux {
+
+class LinkFile {
+ public:
+  // FOLDER/crux~UID~CLUSTER~LINK
+  static std::string path_of(const std::string& folder, const std::string& cluster,
+                             const std::string& link);
+  // Opens the file, or makes it with `size` bytes of zeros, and maps it. Throws
+  // std::runtime_error where it isn't this user's alone, or has another size.
+  LinkFile(const std::string& folder, const std::string& cluster, const std::string& link,
+           size_t size);
+  ~LinkFile();
+  LinkFile(const LinkFile&) = delete;
+  LinkFile& operator=(const LinkFile&) = delete;
+
+  const std::string& path() const noexcept { return path_; }
+  void* memory() const noexcept { return memory_; }
+
+  // Locks of this process on one byte, until unlock() or its end. Those of one LinkFile don't
+  // exclude each other.
+  bool try_lock(size_t byte) const noexcept;
+  void unlock(size_t byte) const noexcept;
+  // Whether another process has it; also where the kernel doesn't tell.
+  bool locked_elsewhere(size_t byte) const noexcept;
+
+  // Removes the file where no other process uses it; then use() fails.
+  void disuse() noexcept;
+  bool use() noexcept;
+
+  // In a forked child, that its parent's locks go with the parent: they belong to the descriptor.
+  static void close_all_in_child() noexcept;
+
+ private:
+  void open_checked(size_t size);
+  void map(size_t size);
+  void close() noexcept;
+
+  const std::string path_;
+  const size_t size_;
+  int descriptor_ = -1;
+  void* memory_ = nullptr;
+};
+
+}  // namespace crux

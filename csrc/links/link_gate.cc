@@ -1,0 +1,168 @@
+#include "link_gate.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <system_error>
+
+#include "../process_group/record.h"
+
+namespace crux {
+namespace {
+
+// Counts forks: what belongs to an earlier one is the parent's.
+std::atomic<uint32_t> generation{0};
+std::atomic<LinkGate*> process_gate{nullptr};
+
+void leave_to_the_parent() noexcept {
+  generation.fetch_add(1);
+  set_gate(nullptr);
+  process_gate.store(nullptr);
+  LinkFile::close_all_in_child();
+}
+
+uint64_t hash_of(const std::string& text) noexcept {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3;
+  return hash == 0 ? 1 : hash;
+}
+
+}  // namespace
+
+LinkGate& LinkGate::process() {
+  static const int error = pthread_atfork(nullptr, nullptr, leave_to_the_parent);
+  if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
+  LinkGate* gate = process_gate.load();
+  if (gate) return *gate;
+  auto made = std::make_unique<LinkGate>();
+  if (!process_gate.compare_exchange_strong(gate, made.get())) return *gate;
+  // Never destroyed: a backend's thread may complete an operation while the process exits.
+  return *made.release();
+}
+
+LinkGate::LinkGate() : generation_(generation.load()) {}
+
+bool LinkGate::forked() const noexcept {
+  return generation.load(std::memory_order_relaxed) != generation_;
+}
+
+uint64_t LinkGate::enter(uint32_t group, int64_t bytes) noexcept {
+  if (group >= kMaxGroups || bytes == 0) return 0;
+  const Route route = routes_[group].load(std::memory_order_acquire);
+  if (route == 0 || forked()) return 0;
+  const LinkTable* marked = give_way(route);
+  for (Route rest = route; rest; rest >>= 8) {
+    if (&at(rest) != marked) at(rest).mark();
+  }
+  return route;
+}
+
+void LinkGate::leave(uint64_t ticket) noexcept {
+  if (forked()) return;
+  for (Route rest = ticket; rest; rest >>= 8) at(rest).unmark();
+}
+
+LinkTable* LinkGate::first_hindering(Route route, int64_t wait_ns) const noexcept {
+  for (; route; route >>= 8) {
+    if (at(route).hindered(wait_ns)) return &at(route);
+  }
+  return nullptr;
+}
+
+// Waits until no link of the route is hindered. An operation that waits holds no link; on the one
+// where it waits it is marked, so that lower ones don't pass it when the higher one leaves. Returns
+// where it is marked still.
+LinkTable* LinkGate::give_way(Route route) noexcept {
+  const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
+  LinkTable* hindering = first_hindering(route, wait_ns);
+  if (!hindering) return nullptr;
+  const int64_t begun_ns = monotonic_ns();
+  const int64_t until_ns = begun_ns + wait_ns;
+  LinkTable* marked = nullptr;
+  for (; hindering; hindering = first_hindering(route, wait_ns)) {
+    if (monotonic_ns() >= until_ns) {
+      ran_out_.fetch_add(1, std::memory_order_relaxed);
+      for (Route rest = route; rest; rest >>= 8) {
+        at(rest).exempt_until(until_ns + kExemptWaits * wait_ns);
+      }
+      break;
+    }
+    if (marked != hindering) {
+      if (marked) marked->unmark();
+      hindering->mark();
+      marked = hindering;
+    }
+    hindering->sleep(until_ns, wait_ns);
+  }
+  const int64_t waited_ns = monotonic_ns() - begun_ns;
+  waited_.fetch_add(1, std::memory_order_relaxed);
+  waited_ns_.fetch_add(waited_ns, std::memory_order_relaxed);
+  int64_t longest_ns = longest_ns_.load(std::memory_order_relaxed);
+  while (longest_ns < waited_ns && !longest_ns_.compare_exchange_weak(longest_ns, waited_ns)) {
+  }
+  return marked;
+}
+
+size_t LinkGate::join(const std::string& folder, const std::string& cluster,
+                      const std::string& link, const std::string& job) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::string path = LinkFile::path_of(folder, cluster, link);
+  for (size_t i = 0; i < tables_.size(); ++i) {
+    if (tables_[i]->path() == path && tables_[i]->rejoin(hash_of(job))) {
+      tables_[i]->set_level(level_);
+      return i;
+    }
+  }
+  if (tables_.size() == kMaxLinks) throw std::runtime_error("too many links joined");
+  tables_.push_back(std::make_unique<LinkTable>(folder, cluster, link, hash_of(job)));
+  tables_.back()->set_level(level_);
+  links_[tables_.size() - 1].store(tables_.back().get());
+  return tables_.size() - 1;
+}
+
+void LinkGate::retire() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& route : routes_) route.store(0);
+  level_ = -1;
+  for (const auto& table : tables_) table->retire();
+}
+
+void LinkGate::set_level(int level) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  level_ = level;
+  for (const auto& table : tables_) table->set_level(level);
+}
+
+void LinkGate::cross(uint32_t group, const std::vector<size_t>& links) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (group >= kMaxGroups) throw std::invalid_argument("too many process groups");
+  std::vector<size_t> ordered(links);
+  // One order for all processes, the links' names.
+  std::sort(ordered.begin(), ordered.end(),
+            [this](size_t a, size_t b) { return tables_.at(a)->link() < tables_.at(b)->link(); });
+  ordered.erase(std::unique(ordered.begin(), ordered.end()), ordered.end());
+  if (ordered.size() > kMaxRoute) {
+    throw std::invalid_argument("an operation can cross " + std::to_string(kMaxRoute) +
+                                " links, not " + std::to_string(ordered.size()));
+  }
+  Route route = 0;
+  for (size_t i = 0; i < ordered.size(); ++i) route |= Route{ordered[i] + 1} << (8 * i);
+  routes_[group].store(route, std::memory_order_release);
+}
+
+std::vector<Holder> LinkGate::holders(size_t link) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return tables_.at(link)->holders();
+}
+
+bool LinkGate::shared(size_t link) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return tables_.at(link)->shared();
+}
+
+LinkGate::Waits LinkGate::waits() const noexcept {
+  return {waited_.load(), ran_out_.load(), waited_ns_.load(), longest_ns_.load()};
+}
+
+}  // namespace crux

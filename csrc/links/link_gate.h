@@ -1,0 +1,87 @@
+// The gate of one process: which links the operations of each of its groups cross, and how an
+// operation gives way to those of jobs of higher levels.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "gate.h"
+#include "link_table.h"
+
+namespace crux {
+
+class LinkGate final : public Gate {
+ public:
+  static constexpr size_t kMaxLinks = 255;
+  static constexpr size_t kMaxGroups = 4096;
+  // Links that one operation may cross.
+  static constexpr size_t kMaxRoute = 8;
+  // After a wait that ran out a job is exempt for so many times as long as it may wait.
+  static constexpr int64_t kExemptWaits = 4;
+
+  // Of this process; a forked child gets one of its own.
+  static LinkGate& process();
+
+  LinkGate();
+  ~LinkGate() = default;
+  LinkGate(const LinkGate&) = delete;
+  LinkGate& operator=(const LinkGate&) = delete;
+
+  uint64_t enter(uint32_t group, int64_t bytes) noexcept override;
+  void leave(uint64_t ticket) noexcept override;
+
+  // Takes a place on the link; the index is what cross() takes. Throws as LinkTable does.
+  size_t join(const std::string& folder, const std::string& cluster, const std::string& link,
+              const std::string& job);
+  // Gives way to nobody and hinders nobody any more; operations in flight may still leave.
+  void retire();
+
+  // -1: out of the order.
+  void set_level(int level);
+  void set_wait_ns(int64_t wait_ns) noexcept { wait_ns_.store(wait_ns); }
+  // Operations of the group cross these links from now on. Throws std::invalid_argument.
+  void cross(uint32_t group, const std::vector<size_t>& links);
+
+  std::vector<Holder> holders(size_t link);
+  // Whether another job is on the link.
+  bool shared(size_t link);
+
+  struct Waits {
+    uint64_t count = 0;
+    uint64_t ran_out = 0;
+    int64_t total_ns = 0;
+    int64_t longest_ns = 0;
+  };
+  Waits waits() const noexcept;
+
+ private:
+  // Up to 8 indices of links, each plus one, the lowest byte first; also what a ticket is.
+  using Route = uint64_t;
+  static constexpr int kNone = -1;
+
+  LinkTable& at(Route route) const noexcept { return *links_[(route & 0xff) - 1].load(); }
+  LinkTable* first_hindering(Route route, int64_t wait_ns) const noexcept;
+  LinkTable* give_way(Route route) noexcept;
+  bool forked() const noexcept;
+
+  const uint32_t generation_;
+  std::atomic<int64_t> wait_ns_{500'000'000};
+  std::array<std::atomic<Route>, kMaxGroups> routes_{};
+  std::array<std::atomic<LinkTable*>, kMaxLinks> links_{};
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<LinkTable>> tables_;
+  int level_ = -1;
+
+  std::atomic<uint64_t> waited_{0};
+  std::atomic<uint64_t> ran_out_{0};
+  std::atomic<int64_t> waited_ns_{0};
+  std::atomic<int64_t> longest_ns_{0};
+};
+
+}  // namespace crux
