@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerator import Accelerator
 from torch import nn
-from training import arguments, train
+from training import arguments, start, train
 
 VOCABULARY = 256
 
@@ -79,10 +79,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="bytes of a row")
     args = parser.parse_args()
 
-    dist.init_process_group(args.backend)
-    torch.manual_seed(args.seed)
+    device = start(args)
     accelerator = Accelerator(args.accelerator_ms, args.layers)
-    loss = train(GPT(args, accelerator), accelerator, batches(args), next_byte_loss, args)
+    loss = train(GPT(args, accelerator), accelerator, batches(args), next_byte_loss, device, args)
     if dist.get_rank() == 0:
         print(f"loss {loss:.4f}")
     # Nobody hangs up while another rank is still talking.

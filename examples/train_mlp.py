@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerator import Accelerator
 from torch import nn
-from training import arguments, train
+from training import arguments, start, train
 
 VOCABULARY = 256
 
@@ -55,10 +55,9 @@ def main() -> None:
     parser.add_argument("--embedding", type=int, default=24)
     args = parser.parse_args()
 
-    dist.init_process_group(args.backend)
-    torch.manual_seed(args.seed)
+    device = start(args)
     accelerator = Accelerator(args.accelerator_ms, args.layers)
-    loss = train(MLP(args, accelerator), accelerator, batches(args), F.cross_entropy, args)
+    loss = train(MLP(args, accelerator), accelerator, batches(args), F.cross_entropy, device, args)
     if dist.get_rank() == 0:
         print(f"loss {loss:.4f}")
     # Nobody hangs up while another rank is still talking.

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.demo import nccl_ranks
 from examples.demo.fabric import Fabric, Host
 from examples.demo.sockets import descendants
 
 EXAMPLES = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+#: Where a rank runs without a fabric.
+LOOPBACK = Host(0, 0, "", "127.0.0.1", "lo")
 
 
 class JobError(RuntimeError):
@@ -27,13 +30,26 @@ class JobError(RuntimeError):
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A script and its arguments; one rank runs on each host."""
+    """A script and its arguments; one rank runs on each host.
+
+    With ``device`` ``cuda`` all ranks of all jobs share the first GPU.
+    """
 
     name: str
     title: str
     script: str
     arguments: tuple[str, ...]
     master_port: int
+    device: str = "cpu"
+
+    def environment(self, rank: int, interface: str) -> dict[str, str]:
+        """What a rank's process needs besides the launcher's environment."""
+        found = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": interface}
+        if self.device == "cuda":
+            found |= nccl_ranks.environment(self.name, rank, interface)
+            # Two runs are compared bit by bit: cuBLAS must not choose by what else is running.
+            found |= {"CUDA_VISIBLE_DEVICES": _first_gpu(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        return found
 
 
 @dataclass(frozen=True)
@@ -77,38 +93,23 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self._log.unlink(missing_ok=True)
         self._write_control(paused=False)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
         self._agents: list[subprocess.Popen[Any]] = []
-        if fabric is None:
-            env["GLOO_SOCKET_IFNAME"] = "lo"
-            place = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-            with self._output(0).open("wb") as output:
-                self._agents.append(
-                    subprocess.Popen(
-                        self._command(launcher, place),
-                        env=env,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-            return
-        for rank, host in enumerate(hosts):
-            env["GLOO_SOCKET_IFNAME"] = host.interface
-            # Namespaces of one machine share its host name; real hosts have their own.
-            env["CRUX_HOST"] = host.name
-            place = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
-            place += ["--nproc-per-node", "1", "--master-addr", hosts[0].address]
+        for rank, host in enumerate(hosts if fabric else (LOOPBACK, LOOPBACK)):
+            env = {**os.environ, **spec.environment(rank, host.interface), **(environment or {})}
+            place = ["--nnodes", str(len(hosts) if fabric else 2), "--node-rank", str(rank)]
+            place += ["--nproc-per-node", "1", "--master-addr"]
+            place.append(hosts[0].address if fabric else host.address)
+            command = self._command(launcher, place)
             with self._output(rank).open("wb") as output:
-                self._agents.append(
-                    fabric.popen(
-                        host,
-                        self._command(launcher, place),
-                        env=env,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
+                options = {"env": env, "stdout": output, "stderr": subprocess.STDOUT}
+                if fabric:
+                    # Namespaces of one machine share its host name; real hosts have their own.
+                    env["CRUX_HOST"] = host.name
+                    self._agents.append(fabric.popen(host, command, **options))
+                else:
+                    self._agents.append(
+                        subprocess.Popen(command, start_new_session=True, **options)
                     )
-                )
 
     @property
     def name(self) -> str:
@@ -207,6 +208,7 @@ class Job:
             "--master-port",
             str(self.spec.master_port),
             str(self._script),
+            *("--device", self.spec.device),
             *self.spec.arguments,
             "--log-file",
             str(self._log),
@@ -248,6 +250,11 @@ def warm_up(jobs: Mapping[str, Job], timeout_s: float, say: Callable[[int], None
             slow = next(iter(waiting.values()))
             raise JobError(f"{slow.name} did not start in {timeout_s:.0f} s\n{slow.tail()}")
         time.sleep(0.1)
+
+
+def _first_gpu() -> str:
+    """The first GPU that this process may use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
 
 
 def _pidfd(pid: int) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -36,6 +37,9 @@ TITLES = {"gpt": "GPT", "mlp": "MLP"}
 SCRIPTS = {"gpt": "train_gpt.py", "mlp": "train_mlp.py"}
 #: What an accelerator would take to compute one step of each, milliseconds.
 ACCELERATOR_MS = {"gpt": 150, "mlp": 100}
+#: The stock backend of each type of device, and what a machine has of it.
+STOCK = {"cpu": "gloo", "cuda": "NCCL"}
+SHARED = {"cpu": "Two cores", "cuda": "One GPU"}
 #: Bounds on waiting, seconds: for ranks to start, for a phase, for a plan.
 START_S, PHASE_S, PLAN_S = 120.0, 120.0, 120.0
 #: Columns of the tables where the output is no terminal.
@@ -53,6 +57,7 @@ class Demo:
         fabric: the network, None for loopback.
         folder: for logs and what the jobs print.
         real_compute: whether layers take just the time that this machine needs.
+        device: type of device that the jobs train on; ``cuda``: all ranks share one GPU.
         say: called with what is going on now, and the share of it that is done.
     """
 
@@ -61,6 +66,7 @@ class Demo:
         fabric: Fabric | None,
         folder: Path,
         real_compute: bool,
+        device: str,
         say: Callable[[str, float], None],
     ) -> None:
         self.seen = Measurement()
@@ -73,6 +79,7 @@ class Demo:
         self.jobs: dict[str, Job] = {}
         self._folder = folder
         self._real_compute = real_compute
+        self._device = device
         (folder / "topology.yaml").unlink(missing_ok=True)
 
     def start(self) -> None:
@@ -156,7 +163,9 @@ class Demo:
         arguments = ["--steps", "1000000"]
         if not self._real_compute:
             arguments += ["--accelerator-ms", str(ACCELERATOR_MS[name])]
-        spec = JobSpec(f"{name}-{kind}", TITLES[name], SCRIPTS[name], tuple(arguments), port)
+        spec = JobSpec(
+            f"{name}-{kind}", TITLES[name], SCRIPTS[name], tuple(arguments), port, self._device
+        )
         launcher = list(TORCHRUN)
         if kind == "crux":
             launcher = [sys.executable, "-m", "cruxrun", "--crux-job", name]
@@ -241,8 +250,11 @@ class Demo:
         return watch
 
 
-def describe(seen: Measurement, fabric: Fabric | None, real_compute: bool) -> Comparison:
+def describe(
+    seen: Measurement, fabric: Fabric | None, real_compute: bool, device: str = "cpu"
+) -> Comparison:
     """The report's contents."""
+    stock, shared = STOCK[device], SHARED[device]
     rate = fabric.spec.rate_mbit if fabric else None
     setting = [
         f"Each job has two ranks on two hosts below different leaves; the jobs share a leaf-spine "
@@ -250,16 +262,21 @@ def describe(seen: Measurement, fabric: Fabric | None, real_compute: bool) -> Co
         if rate
         else "Both jobs run over this machine's loopback, which is not shaped and has no "
         "priorities: no gain can show here.",
-        "Each job's steps are timed under torchrun with stock gloo, alone and together, and under "
-        "cruxrun, together; the turns are interleaved.",
+        f"Each job's steps are timed under torchrun with stock {stock}, alone and together, and "
+        "under cruxrun, together; the turns are interleaved.",
     ]
     notes = []
     if not real_compute:
         times = ", ".join(f"{TITLES[n]} {ms} ms" for n, ms in ACCELERATOR_MS.items())
         notes.append(
-            "The models, data, gradients and network traffic are real. Two cores can't stand in "
+            f"The models, data, gradients and network traffic are real. {shared} can't stand in "
             "for four accelerators, so each layer also waits until an accelerator would be done "
             f"with it (a step's computation: {times}); --real-compute turns that off."
+        )
+    if device == "cuda":
+        notes.append(
+            f"All ranks share one {torch.cuda.get_device_name()} by time slices, and NCCL "
+            f"{'.'.join(map(str, torch.cuda.nccl.version()))} sends over TCP, by one channel."
         )
     return Comparison(
         title="Two training jobs on one link, without and with Crux",
@@ -298,6 +315,13 @@ def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
     "--steps", default=30, show_default=True, help="Steps of each job in each case, at least."
 )
 @click.option("--real-compute", is_flag=True, help="Don't wait as an accelerator would.")
+@click.option(
+    "--device",
+    type=click.Choice(sorted(STOCK)),
+    default="cpu",
+    show_default=True,
+    help="Train over gloo on the CPU, or over NCCL with all ranks on the first GPU.",
+)
 @click.option("--loopback", is_flag=True, help="Don't build a network, use the loopback.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the results here."
@@ -309,18 +333,27 @@ def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
     show_default=True,
     help="Folder for the report and the jobs' logs.",
 )
-def main(steps: int, real_compute: bool, loopback: bool, json_path: Path | None, out: Path) -> None:
+def main(
+    steps: int,
+    real_compute: bool,
+    device: str,
+    loopback: bool,
+    json_path: Path | None,
+    out: Path,
+) -> None:
     """Train two models on one congested link: alone, together, and together under Crux."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise DemoError("--device cuda: torch finds no GPU here")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     out = out.absolute()
     with ExitStack() as stack:
         fabric = None if loopback else _fabric(stack, console)
         say = stack.enter_context(_progress(console))
-        demo = Demo(fabric, out, real_compute, say)
+        demo = Demo(fabric, out, real_compute, device, say)
         stack.callback(demo.close)
         try:
             demo.start()
@@ -331,7 +364,7 @@ def main(steps: int, real_compute: bool, loopback: bool, json_path: Path | None,
             raise DemoError(str(error)) from error
         except KeyboardInterrupt:
             raise click.Abort from None
-    comparison = describe(demo.seen, fabric, real_compute)
+    comparison = describe(demo.seen, fabric, real_compute, device)
     tables.show(console, comparison)
     report = out / "report.html"
     report.write_text(render(comparison))

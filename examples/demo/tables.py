@@ -27,7 +27,7 @@ def _profiles(comparison: Comparison) -> Table:
     heads = ("job", "W", "t", "period", "overlap", "I = W/t", "k", "P = kI", "level", "DSCP")
     for head in heads:
         table.add_column(head, justify="left" if head == "job" else "right")
-    table.add_column("losses against stock gloo")
+    table.add_column("losses against the stock backend")
     for job in comparison.jobs:
         table.add_row(
             job.title,
