@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
-from crux_torch.fabric.peak import peak_flops
+from crux_torch.fabric.nvml import Gpu, bounded, read_gpus
 from crux_torch.fabric.rdma import read_devices
 from crux_torch.fabric.sysfs import (
     SYSFS,
-    as_sysfs_writes,
     entries,
     numa_node,
     number,
     pci_address,
     text,
 )
-
-log = logging.getLogger(__name__)
 
 CPUINFO = Path("/proc/cpuinfo")
 #: ARPHRD_LOOPBACK of <linux/if_arp.h>.
@@ -43,27 +37,6 @@ SIMD_FLOPS_PER_CYCLE = (
     (("asimd",), 32),
     (("sse2",), 8),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU of this host.
-
-    Attributes:
-        index: NVML's number of it.
-        name: model, as the driver reports it.
-        uuid: its identity.
-        memory_bytes: total memory.
-        pci_address: ``DOMAIN:BUS:DEVICE.FUNCTION`` in lower case, as sysfs writes it.
-        peak_flops: fastest published FLOP/s of the model; None if the model is not known.
-    """
-
-    index: int
-    name: str
-    uuid: str
-    memory_bytes: int
-    pci_address: str
-    peak_flops: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +94,7 @@ class Host:
 
 def this_host() -> Host:
     """This host, as well as it can be seen from here."""
-    return Host(socket.gethostname(), read_gpus(), read_cpu(), read_nics())
-
-
-def read_gpus(library: ModuleType | None = None) -> tuple[Gpu, ...]:
-    """The GPUs that NVML lists; none without a driver or without ``nvidia-ml-py``."""
-    try:
-        nvml = library or importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    # NVML's errors are a class of its own, and an old library can lack any symbol.
-    except Exception as error:
-        log.debug("no NVML: %s", error)
-        return ()
-    try:
-        return tuple(_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount()))
-    except Exception as error:
-        log.debug("NVML failed: %s", error)
-        return ()
-    finally:
-        _quietly(nvml.nvmlShutdown)
+    return Host(socket.gethostname(), bounded(read_gpus) or (), read_cpu(), read_nics())
 
 
 def read_cpu(cpuinfo: Path = CPUINFO, sysfs: Path = SYSFS) -> Cpu | None:
@@ -189,20 +144,6 @@ def read_nics(sysfs: Path = SYSFS) -> tuple[Nic, ...]:
     return tuple(nics)
 
 
-def _gpu(nvml: ModuleType, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name = _str(nvml.nvmlDeviceGetName(handle))
-    address = _str(nvml.nvmlDeviceGetPciInfo(handle).busId)
-    return Gpu(
-        index=index,
-        name=name,
-        uuid=_str(nvml.nvmlDeviceGetUUID(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        pci_address=as_sysfs_writes(address),
-        peak_flops=peak_flops(name),
-    )
-
-
 def _frequency_Hz(processors: list[dict[str, str]], sysfs: Path) -> float | None:
     """The highest of the limit in sysfs, the nominal clock in the name, and the clocks now."""
     limit = sysfs / "devices" / "system" / "cpu" / "cpu0" / "cpufreq" / "cpuinfo_max_freq"
@@ -221,14 +162,3 @@ def _fields(text: str) -> Iterator[tuple[str, str]]:
         key, colon, value = line.partition(":")
         if colon:
             yield key.strip(), value.strip()
-
-
-def _str(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-def _quietly(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        log.debug("NVML did not shut down: %s", error)

@@ -1,0 +1,232 @@
+"""GPUs, NVLinks and activity through a made-up NVML."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from dataclasses import replace
+
+import pynvml
+import pytest
+from fake_nvml import FakeGpu, FakeNvml
+
+from crux_torch.fabric.nvml import NvLink, NVLINK_Bps, bounded, read_gpus, read_nvml
+from crux_torch.fabric.nvml_activity import GPM_METRICS, ActivityMeter
+from crux_torch.fabric.pcie import Distance
+
+FUNCTIONS = sorted(name for name in vars(FakeNvml) if name.startswith("nvml"))
+NVLINK4 = pynvml.NVML_NVLINK_VERSION_4_0
+SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+PEER = pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_fake_has_the_real_librarys_signatures(function: str) -> None:
+    real = list(inspect.signature(getattr(pynvml, function)).parameters.values())
+    fake = list(inspect.signature(vars(FakeNvml)[function]).parameters.values())[1:]
+    assert [(p.name, p.default) for p in real] == [(p.name, p.default) for p in fake]
+
+
+def test_every_code_that_is_spelled_out_is_the_librarys() -> None:
+    names = [n for n in dir(pynvml) if n.startswith("NVML_NVLINK_VERSION_")]
+    assert set(NVLINK_Bps) <= {getattr(pynvml, name) for name in names}
+    assert (pynvml.NVML_NVLINK_VERSION_4_0, pynvml.NVML_NVLINK_VERSION_5_0) == (6, 7)
+    for metric, _ in GPM_METRICS.values():
+        assert isinstance(getattr(pynvml, metric), int)
+    # Why P2P reads are asked for as writes.
+    assert isinstance(pynvml.NVML_P2P_CAPS_INDEX_READ, tuple)
+
+
+def test_a_gpu_with_its_nvlinks() -> None:
+    links = [
+        *[(True, NVLINK4, "00000000:07:00.0", SWITCH)] * 5,
+        *[(True, NVLINK4, "00000000:08:00.0", SWITCH)] * 4,
+        (False, NVLINK4, "", 255),
+        (True, 99, "00000000:2C:00.0", PEER),
+    ]
+    (gpu,) = read_gpus(FakeNvml([FakeGpu(nvlinks=links, gpm={})]))
+    assert (gpu.name, gpu.pci_address, gpu.memory_bytes) == (
+        "NVIDIA H100 80GB HBM3",
+        "0000:1b:00.0",
+        80 << 30,
+    )
+    assert gpu.nvlinks == (
+        NvLink("0000:07:00.0", "switch", 5, 125e9),
+        NvLink("0000:08:00.0", "switch", 4, 100e9),
+        NvLink("0000:2c:00.0", "gpu", 1, None),
+    )
+    assert (gpu.mig, gpu.gpm) == (False, True)
+
+
+def test_mig() -> None:
+    (gpu,) = read_gpus(FakeNvml([FakeGpu(mig=True, mig_uuids=("MIG-a", "MIG-b"))]))
+    assert (gpu.mig, gpu.mig_uuids) == (True, ("MIG-a", "MIG-b"))
+    (old,) = read_gpus(FakeNvml([FakeGpu(mig=None)]))
+    assert (old.mig, old.mig_uuids) == (None, ())
+
+
+def test_pairs() -> None:
+    a = FakeGpu(peers={1: (10, 0), 2: (50, 3)})
+    b = FakeGpu(uuid="GPU-1", address="00000000:2C:00.0")
+    c = FakeGpu(uuid="GPU-2", address="00000000:AB:00.0")
+    report = read_nvml(FakeNvml([a, b, c]), pairs=True)
+    assert report.driver == "580.65.06"
+    told = {(p.a, p.b): (p.distance, p.peer_access) for p in report.pairs}
+    assert told == {
+        (0, 1): (Distance.PIX, "ok"),
+        (0, 2): (Distance.SYS, "not across these PCIe root ports"),
+        (1, 2): (None, None),
+    }
+
+
+def test_every_optional_function_may_be_broken_or_absent() -> None:
+    gpu = FakeGpu(nvlinks=[(True, NVLINK4, "00000000:07:00.0", SWITCH)], mig=True, mig_uuids=["M"])
+    needed = {
+        "nvmlInit",
+        "nvmlDeviceGetCount",
+        "nvmlDeviceGetHandleByIndex",
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetPciInfo",
+    }
+    for function in FUNCTIONS:
+        fake = FakeNvml([gpu, replace(gpu, uuid="GPU-1")], broken=[function])
+        report = read_nvml(fake, pairs=True)
+        assert len(report.gpus) == (0 if function in needed else 2), function
+        assert (report.error is None) == (function not in ("nvmlInit", "nvmlDeviceGetCount"))
+        assert fake.sessions == (1 if function == "nvmlShutdown" else 0)
+
+
+def test_one_lost_gpu_does_not_hide_the_others() -> None:
+    class OneLost(FakeNvml):
+        def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
+            if handle is self._gpus[0]:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            return super().nvmlDeviceGetUUID(handle)
+
+    report = read_nvml(OneLost([FakeGpu(), FakeGpu(uuid="GPU-1")]), pairs=True)
+    assert [gpu.index for gpu in report.gpus] == [1]
+    assert report.pairs == ()
+
+
+def test_without_a_driver_the_real_library_is_an_error_in_words() -> None:
+    report = read_nvml()
+    if report.error is None:
+        pytest.skip("this host has an NVIDIA driver")
+    assert report.gpus == ()
+    assert "NVML" in report.error or "Driver" in report.error
+
+
+def test_bounded_waits_no_longer_than_told_and_starts_no_second_call() -> None:
+    fake = FakeNvml([FakeGpu()], hanging=["nvmlDeviceGetName"])
+    before = threading.active_count()
+    assert bounded(lambda: read_gpus(fake), timeout_s=0.05) is None
+    assert bounded(lambda: 1, timeout_s=5.0) is None, "a call is overdue"
+    assert threading.active_count() == before + 1
+    fake.let_go.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert bounded(lambda: 1, timeout_s=5.0) == 1
+    assert bounded(lambda: 1 // 0, timeout_s=5.0) is None
+
+
+GPM = {
+    pynvml.NVML_GPM_METRIC_SM_UTIL: 80.0,
+    pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 50.0,
+    pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC: 100.0,
+    pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC: 1000.0,
+}
+
+
+def test_activity_by_gpm() -> None:
+    fake = FakeNvml([FakeGpu(gpm=GPM)])
+    meter = ActivityMeter(fake)
+    assert meter.finish() is None, "it was not begun"
+    meter.begin("0000:1b:00.0")
+    activity = meter.finish(10)
+    assert activity is not None
+    assert activity.source == "gpm"
+    assert (activity.busy, activity.tensor) == (0.8, 0.5)
+    assert activity.pcie_sent_Bps == 100 * 2**20
+    assert activity.nvlink_received_Bps == 1000 * 2**20
+    assert (activity.pcie_received_Bps, activity.nvlink_sent_Bps) == (None, None)
+    assert (fake.sessions, fake.samples) == (0, set()), "nothing leaks"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_counters_that_make_no_sense_are_left_out(value: float) -> None:
+    meter = ActivityMeter(FakeNvml([FakeGpu(gpm={**GPM, pynvml.NVML_GPM_METRIC_SM_UTIL: value})]))
+    meter.begin("0000:1b:00.0")
+    activity = meter.finish(10)
+    assert activity is not None
+    assert (activity.busy, activity.tensor) == (None, 0.5)
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        FakeGpu(busy_percent=60, pcie_KBps=2000),
+        FakeGpu(busy_percent=60, pcie_KBps=2000, gpm={}),
+        FakeGpu(
+            busy_percent=60,
+            pcie_KBps=2000,
+            gpm=GPM,
+            gpm_refuses=pynvml.NVML_ERROR_NO_PERMISSION,
+        ),
+    ],
+    ids=["no GPM", "no metric", "no permission"],
+)
+def test_activity_without_gpm_is_polled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crux_torch.fabric.nvml_activity.POLL_S", 0.01)
+    fake = FakeNvml([gpu])
+    meter = ActivityMeter(fake)
+    meter.begin("0000:1b:00.0")
+    if gpu.gpm == {}:
+        # GPM is there and tells nothing, which shows at the end only: too late to poll.
+        assert meter.finish(10) is None
+    else:
+        time.sleep(0.2)
+        activity = meter.finish(10)
+        assert activity is not None
+        assert (activity.source, activity.busy, activity.tensor) == ("utilization", 0.6, None)
+        assert activity.pcie_sent_Bps == 2e6
+    assert (fake.sessions, fake.samples) == (0, set())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "address"),
+    [
+        (FakeGpu(mig=True, gpm=GPM), "0000:1b:00.0"),
+        (FakeGpu(gpm=GPM), "0000:ff:00.0"),
+        (FakeGpu(), "0000:1b:00.0"),
+    ],
+    ids=["split by MIG", "another address", "nothing supported"],
+)
+def test_no_activity(gpu: FakeGpu, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crux_torch.fabric.nvml_activity.POLL_S", 0.01)
+    fake = FakeNvml([gpu])
+    meter = ActivityMeter(fake)
+    meter.begin(address)
+    time.sleep(0.05)
+    assert meter.finish(10) is None
+    assert fake.sessions == 0
+
+
+def test_a_driver_that_hangs_costs_one_thread_and_no_time() -> None:
+    fake = FakeNvml([FakeGpu(gpm=GPM)], hanging=["nvmlGpmSampleGet"])
+    meter = ActivityMeter(fake)
+    before = threading.active_count()
+    meter.begin("0000:1b:00.0")
+    assert meter.finish(0.01) is None
+    meter.begin("0000:1b:00.0")
+    assert meter.finish(0.01) is None
+    assert threading.active_count() == before + 1
+    fake.let_go.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    meter.begin("0000:1b:00.0")
+    assert meter.finish(10) is not None, "it goes on once the driver answers"
