@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "inner_switch.h"
@@ -182,7 +183,16 @@ class DelegatingBackend final : public c10d::Backend {
   InnerSwitch& at(Device device) const;
   Device default_device() const;
   InnerSwitch& default_switch() const { return at(default_device()); }
-  BackendPtr wrap(const BackendPtr& child, const c10::intrusive_ptr<c10d::Store>& store) const;
+  using Children = std::vector<std::pair<std::shared_ptr<InnerSwitch>, BackendPtr>>;
+  // A backend like this one over the children of its inner backends; null where it has none.
+  BackendPtr wrap(const Children& children, const c10::intrusive_ptr<c10d::Store>& store) const;
+  // Calls `make` for each inner backend, with a store and options of its own, and wraps what that
+  // gives. A group of several types of device asks once for each, by one name: once is enough.
+  template <typename Make>
+  BackendPtr derive(const c10::intrusive_ptr<c10d::Store>& store, const OptionsPtr& opts,
+                    Make&& make);
+  // c10d gives a backend its description in a member that can't be overridden.
+  void describe();
   // Counts the operation and says where it goes; its ticket is the block's or the caller's own.
   InnerSwitch::Ticket& enter(InnerSwitch& inners, const Call& call,
                              std::optional<InnerSwitch::Ticket>& own);
@@ -206,6 +216,10 @@ class DelegatingBackend final : public c10d::Backend {
   std::optional<Block> block_;
   bool coalescing_ = false;
   std::vector<Record> coalesced_;
+  // The last group that was split from this one or merged with it.
+  std::string derived_name_;
+  std::optional<c10::weak_intrusive_ptr<c10d::Backend>> derived_;
+  std::atomic<bool> described_{false};
 };
 
 }  // namespace crux

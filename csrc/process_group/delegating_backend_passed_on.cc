@@ -1,42 +1,119 @@
 // What a DelegatingBackend passes on unrecorded: child groups, hooks, timeouts, devices, its end.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "delegating_backend.h"
 
 namespace crux {
+namespace {
+
+using Options = c10d::Backend::Options;
+
+// Options for a child of `inner` that says of itself what `asked`, another backend's, says. Null
+// where this torch can't copy them: then the child gets its defaults.
+template <typename Asked>
+auto like(const Asked& asked, c10d::Backend& inner, int) -> decltype(asked.clone()) {
+  c10::intrusive_ptr<Asked> own = inner.getBackendOptions();
+  own = own->clone();
+  own->timeout = asked.timeout;
+  own->group_name = asked.group_name;
+  own->group_desc = asked.group_desc;
+  return own;
+}
+
+c10::intrusive_ptr<Options> like(const Options&, c10d::Backend&, long) { return nullptr; }
+
+// What c10d reads of a group's backend without asking it.
+template <typename Backend>
+auto follow(Backend& wrapper, Backend& inner, int)
+    -> decltype(wrapper.setUsePgForSymmMemRendezvous(true)) {
+  if (inner.getUsePgForSymmMemRendezvous()) wrapper.setUsePgForSymmMemRendezvous(true);
+}
+
+void follow(c10d::Backend&, c10d::Backend&, long) {}
+
+}  // namespace
 
 void DelegatingBackend::publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born) {
   for (const auto& inners : switches()) inners->publish(store, born);
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::wrap(
-    const BackendPtr& child, const c10::intrusive_ptr<c10d::Store>& store) const {
-  if (!child) return child;
-  auto wrapper =
-      c10::make_intrusive<DelegatingBackend>(name_, child->getRank(), child->getSize(), recorder_);
-  for (const auto& [device, inners] : inners_) {
-    if (inners.get() == &default_switch()) wrapper->add_inner(device, child);
+    const Children& children, const c10::intrusive_ptr<c10d::Store>& store) const {
+  c10::intrusive_ptr<DelegatingBackend> wrapper;
+  for (const auto& [parent, child] : children) {
+    if (!child) continue;
+    if (!wrapper) {
+      wrapper = c10::make_intrusive<DelegatingBackend>(name_, child->getRank(), child->getSize(),
+                                                       recorder_);
+    }
+    for (const auto& [device, inners] : inners_) {
+      if (inners == parent) wrapper->add_inner(device, child);
+    }
+    follow(static_cast<c10d::Backend&>(*wrapper), *child, 0);
   }
-  if (store) wrapper->publish(store, 0);
+  if (wrapper && store) wrapper->publish(store, 0);
+  return wrapper;
+}
+
+template <typename Make>
+DelegatingBackend::BackendPtr DelegatingBackend::derive(
+    const c10::intrusive_ptr<c10d::Store>& store, const OptionsPtr& opts, Make&& make) {
+  const bool named = opts && !opts->group_name.empty();
+  if (named && opts->group_name == derived_name_) {
+    return derived_ ? derived_->lock() : nullptr;
+  }
+  const auto all = switches();
+  Children children;
+  for (const auto& inners : all) {
+    const bool leads = inners.get() == &default_switch();
+    const auto prefix = c10::DeviceTypeName(inners->device(), /*lower_case=*/true) + "/";
+    c10::intrusive_ptr<c10d::Store> part = store;
+    if (all.size() > 1 && store) part = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+    const OptionsPtr own = leads || !opts ? opts : like(*opts, *inners->backend(), 0);
+    BackendPtr child = make(*inners, part, own);
+    if (child && !own && opts) {
+      child->setTimeout(opts->timeout);
+      child->getBackendOptions()->group_name = opts->group_name;
+    }
+    children.emplace_back(inners, std::move(child));
+  }
+  BackendPtr wrapper = wrap(children, store);
+  derived_name_ = named ? opts->group_name : "";
+  derived_.reset();
+  if (wrapper) derived_.emplace(wrapper);
   return wrapper;
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                        const std::vector<int>& ranks,
                                                        const OptionsPtr& opts) {
-  return wrap(default_inner()->split(store, ranks, opts), store);
+  return derive(store, opts, [&](InnerSwitch& inners, const auto& part, const OptionsPtr& own) {
+    // All ranks of the parent split the same inner backend, so this counts as a collective.
+    InnerSwitch::Ticket ticket = inners.collective();
+    ticket.issued();
+    return ticket.inner()->backend->split(part, ranks, own);
+  });
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                        const OptionsPtr& opts, const int& rank,
                                                        const int& size) {
-  return wrap(default_inner()->merge(store, opts, rank, size), store);
+  return derive(store, opts, [&](InnerSwitch& inners, const auto& part, const OptionsPtr& own) {
+    return inners.backend()->merge(part, own, rank, size);
+  });
 }
 
 DelegatingBackend::BackendPtr DelegatingBackend::shrink(
     const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
     const OptionsPtr& opts_override) {
-  return wrap(default_inner()->shrink(ranks_to_exclude, shrink_flags, opts_override), nullptr);
+  for (const auto& inners : switches()) {
+    if (inners.get() != &default_switch()) continue;
+    return wrap(
+        {{inners, inners->backend()->shrink(ranks_to_exclude, shrink_flags, opts_override)}},
+        nullptr);
+  }
+  return nullptr;
 }
 
 #ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
@@ -125,6 +202,8 @@ uint64_t DelegatingBackend::getSequenceNumberForGroup() {
 
 void DelegatingBackend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  // c10d asks this member whether there are hooks to wait for when the group ends.
+  onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
   default_switch().configure("on completion", [hook = std::move(hook)](c10d::Backend& inner) {
     auto copy = hook;
     inner.registerOnCompletionHook(std::move(copy));
@@ -155,6 +234,15 @@ void DelegatingBackend::setGroupUid(const std::string& uid) {
   recorder_.rename_group(group_, uid, std::move(ranks));
 }
 
+void DelegatingBackend::describe() {
+  described_.store(true, std::memory_order_relaxed);
+  const std::string desc = getGroupDesc();
+  if (desc.empty()) return;
+  for (const auto& inners : switches()) {
+    inners->configure("desc", [=](c10d::Backend& inner) { inner.setGroupDesc(desc); });
+  }
+}
+
 #ifdef CRUX_C10D_HAS_SETBOUNDDEVICEID
 void DelegatingBackend::setBoundDeviceId(std::optional<at::Device> device) {
   Backend::setBoundDeviceId(device);
@@ -167,6 +255,7 @@ void DelegatingBackend::setBoundDeviceId(std::optional<at::Device> device) {
 void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {
   const auto found = inners_.find(device.type());
   if (found == inners_.end()) return;
+  describe();
 #ifndef CRUX_C10D_HAS_SETBOUNDDEVICEID
   const auto bound = getBoundDeviceId();
   found->second->configure("device", [=](c10d::Backend& inner) { inner.setBoundDeviceId(bound); });
