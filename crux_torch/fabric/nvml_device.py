@@ -1,0 +1,98 @@
+"""Which of the host's GPUs is this process's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crux_torch.fabric.nvml import Gpu
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+
+
+def current_device(torch: Any = None) -> tuple[int, str] | None:
+    """Number and UUID of the CUDA device that the calling thread has chosen.
+
+    The choice belongs to the thread: call it on the one that trains. It never makes a CUDA context.
+
+    Args:
+        torch: stands in for the module.
+
+    Returns:
+        None where CUDA has not been used yet; an empty UUID where this torch does not tell it.
+    """
+    torch = torch or sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    ordinal = int(torch.cuda.current_device())
+    uuid = getattr(torch.cuda.get_device_properties(ordinal), "uuid", "")
+    return ordinal, str(uuid)
+
+
+def own_gpu(
+    gpus: Sequence[Gpu], ordinal: int, uuid: str = "", env: Mapping[str, str] | None = None
+) -> Gpu | None:
+    """The GPU that CUDA calls ``ordinal`` in this process.
+
+    Args:
+        gpus: all that NVML lists.
+        ordinal: CUDA's number of it.
+        uuid: as CUDA tells it, with or without its prefix; settles it where it is known.
+        env: with CUDA_VISIBLE_DEVICES, for where no UUID is known.
+
+    Returns:
+        None where it can't be told for certain.
+    """
+    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    if bare:
+        return next(
+            (g for g in gpus if g.uuid == f"GPU-{bare}" or f"MIG-{bare}" in g.mig_uuids), None
+        )
+    visible = visible_gpus(gpus, env or {})
+    return visible[ordinal] if 0 <= ordinal < len(visible) else None
+
+
+def visible_gpus(gpus: Sequence[Gpu], env: Mapping[str, str]) -> tuple[Gpu | None, ...]:
+    """The GPUs that CUDA shows a process, in CUDA's order; None for one that can't be told.
+
+    As the CUDA programming guide (environment variables) has it: indices, UUIDs or their unique
+    beginnings, MIG instances; the first that is not valid ends the list. Unless CUDA_DEVICE_ORDER
+    says PCI_BUS_ID, CUDA numbers the fastest first, which is NVML's order only among equal GPUs.
+    """
+    ordered = env.get(ORDER) == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2
+    by_index: Sequence[Gpu | None] = gpus if ordered else [None] * len(gpus)
+    if VISIBLE not in env:
+        return tuple(by_index)
+    found: list[Gpu | None] = []
+    taken: set[int | str] = set()
+    for token in (part.strip() for part in env[VISIBLE].split(",")):
+        chosen: Gpu | None
+        if token.isdecimal() and int(token) < len(gpus):
+            key: int | str = int(token)
+            chosen = by_index[int(token)]
+        else:
+            chosen, key = _by_uuid(gpus, token), token
+            if chosen is None:
+                break
+        if key in taken:
+            # CUDA shows nothing at all where a device is named twice.
+            return ()
+        taken.add(key)
+        found.append(chosen)
+    return tuple(found)
+
+
+def _by_uuid(gpus: Sequence[Gpu], token: str) -> Gpu | None:
+    """The GPU that has a UUID, or an instance with it, where only one fits."""
+    if token.startswith("MIG-GPU-"):
+        # MIG-GPU-UUID/INSTANCE/COMPUTE: how drivers before 470 name an instance.
+        token = token.removeprefix("MIG-").partition("/")[0]
+    if token.startswith("GPU-") and len(token) > len("GPU-"):
+        fitting = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
+    elif token.startswith("MIG-") and len(token) > len("MIG-"):
+        fitting = [gpu for gpu in gpus if any(u.startswith(token) for u in gpu.mig_uuids)]
+    else:
+        fitting = []
+    return fitting[0] if len(fitting) == 1 else None
