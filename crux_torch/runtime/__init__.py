@@ -120,6 +120,7 @@ def profile() -> JobProfile | None:
 def status() -> dict[str, Any]:
     """See :func:`crux_torch.status`."""
     from crux_torch import backend
+    from crux_torch.apply import nccl_profiler
 
     agent = _agent
     active = agent is not None and agent.active
@@ -132,6 +133,7 @@ def status() -> dict[str, Any]:
         "attached": backend.is_attached(),
         "settings": None,
         "recorder": None,
+        "nccl_network": None,
     }
     try:
         report["settings"] = dataclasses.asdict(Settings.from_env())
@@ -142,6 +144,7 @@ def status() -> dict[str, Any]:
             "capacity": recorder.capacity,
             "groups": len(recorder.groups()),
         }
+        report["nccl_network"] = nccl_profiler.status(Settings.from_env().nccl_profiler)
     except Exception as error:
         report["why_not"] = f"{type(error).__name__}: {error}"
     return report | ({} if agent is None else agent.status())

@@ -1,7 +1,8 @@
-"""Loading the transport library before every process of a job (``LD_PRELOAD``).
+"""What libraries of Crux the processes of a job load, and the variables that make them.
 
-The stand-in for libibverbs is loaded only where there are RDMA devices: elsewhere no queue pair
-exists that it could see.
+The transport library comes before everything else (``LD_PRELOAD``). The stand-in for libibverbs is
+loaded only where there are RDMA devices: elsewhere no queue pair exists that it could see. NCCL
+loads the profiler plugin, where the settings ask for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from crux_torch.apply import standin, transport
+from crux_torch.apply import nccl_profiler, standin, transport
 from crux_torch.fabric.rdma import read_devices
 from crux_torch.settings import Settings
 
@@ -23,19 +24,34 @@ _SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
 
 
 def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make workers start with the transport library.
+    """The variables that make workers load what the settings ask for.
 
-    Without it a job runs as it did, but its connections take the paths that the network gives
-    them; one line says so.
+    What can't be loaded is left out, and one line says so: without the transport library a job runs
+    as it did, but its connections take the paths that the network gives them.
 
     Args:
-        settings: ``transport`` switches it off.
+        settings: ``transport`` and ``nccl_profiler``.
         env: what the workers inherit; libraries that it preloads already are kept.
 
     Returns:
-        ``LD_PRELOAD``, with RDMA devices also what makes NCCL take the stand-in, or nothing where
-        the library is not wanted, not there or can't be loaded.
+        ``LD_PRELOAD``, with RDMA devices also what makes NCCL take the stand-in;
+        ``NCCL_PROFILER_PLUGIN``.
     """
+    return _transport(settings, env) | _nccl_profiler(settings, env)
+
+
+def _nccl_profiler(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
+    if not settings.nccl_profiler:
+        return {}
+    try:
+        return nccl_profiler.environment(env)
+    except nccl_profiler.NcclProfilerError as error:
+        # It was asked for, unlike the rest.
+        logger.warning("NCCL's use of the network is not measured: %s", error)
+        return {}
+
+
+def _transport(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
     if not settings.transport:
         return {}
     found = obstacle()

@@ -1,0 +1,125 @@
+"""NCCL's variables as NCCL will read them: the environment, and the two files behind it.
+
+NCCL reads ``NCCL_CONF_FILE``, or where that is not set ``.nccl.conf`` in the user's home, and then
+``/etc/nccl.conf``. Each line ``NAME=VALUE`` goes into the environment unless the name is there
+already: so the environment wins over the user's file, and that one over the system's. A variable
+that is set but empty keeps the files' value out, and counts as unset.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM_FILE = Path("/etc/nccl.conf")
+USER_FILE = ".nccl.conf"
+VARIABLE = "NCCL_CONF_FILE"
+ENVIRONMENT = "environment"
+#: What NCCL's readers of lines have room for, less the end.
+_MAX_BYTES = 1023
+#: Files of more than this many bytes are not NCCL's.
+_MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a variable is, and where that was said.
+
+    Attributes:
+        text: as written; never empty.
+        source: ``ENVIRONMENT``, or the file's path.
+    """
+
+    text: str
+    source: str
+
+
+class NcclVariables:
+    """NCCL's variables in one environment.
+
+    Args:
+        env: of the process that loads NCCL.
+        home: of its user; by default what the user database says, as NCCL asks it (not ``HOME``).
+        system_file: by default ``/etc/nccl.conf``.
+    """
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        home: Path | None = None,
+        system_file: Path | None = None,
+    ) -> None:
+        self._env = env
+        user_file = env.get(VARIABLE)
+        if user_file:
+            files = [Path(user_file)]
+        else:
+            home = home or _home()
+            files = [home / USER_FILE] if home is not None else []
+        self._read: dict[str, Value] = {}
+        for file in (*files, system_file or SYSTEM_FILE):
+            for name, text in _lines(file):
+                self._read.setdefault(name, Value(text, str(file)))
+
+    def get(self, name: str) -> Value | None:
+        """The variable ``name``, or None where NCCL takes its default."""
+        if name in self._env:
+            text = self._env[name]
+            return Value(text, ENVIRONMENT) if text else None
+        found = self._read.get(name)
+        return found if found is not None and found.text else None
+
+    def integer(self, name: str) -> int | None:
+        """A number as NCCL's ``strtoll(…, 0)`` takes it; None where it is not set, or its default.
+
+        What does not begin with a number is 0 there, and here.
+        """
+        value = self.get(name)
+        if value is None:
+            return None
+        number = _strtoll(value.text)
+        return None if number == -1 else number
+
+
+def _strtoll(text: str) -> int:
+    """Decimal, 0x… or 0… (octal), as far as it goes; 0 where nothing does."""
+    text = text.lstrip(" \t\n\v\f\r")
+    sign = -1 if text[:1] == "-" else 1
+    text = text[1:] if text[:1] in ("-", "+") else text
+    base, digits = 10, "0123456789"
+    if text[:2].lower() == "0x" and text[2:3].lower() in tuple("0123456789abcdef"):
+        base, digits, text = 16, "0123456789abcdef", text[2:]
+    elif text[:1] == "0":
+        base, digits = 8, "01234567"
+    number = 0
+    for character in text.lower():
+        if character not in digits:
+            break
+        number = number * base + digits.index(character)
+    return sign * number
+
+
+def _home() -> Path | None:
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
+
+
+def _lines(file: Path) -> list[tuple[str, str]]:
+    """Names and values, the first of each name first; a file that can't be read has none."""
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(_MAX_FILE_BYTES)
+    except OSError:
+        return []
+    found = []
+    for line in raw.decode(errors="replace").split("\n"):
+        name, equals, value = line.partition("=")
+        # No blank is taken away, before or after: " NCCL_IB_TC" and "NCCL_IB_TC " name others.
+        if equals and not line.startswith("#"):
+            found.append((name[:_MAX_BYTES], value[:_MAX_BYTES]))
+    return found
