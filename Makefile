@@ -5,24 +5,33 @@ PYVER := $(shell $(PYTHON) -c 'import sys; print("3.10" if sys.version_info < (3
 # The newest torch that there is for this Python.
 DEFAULT_TORCH ?= $(if $(filter 3.10,$(PYVER)),2.14.1,2.15.0)
 TORCH ?= $(DEFAULT_TORCH)
-VENV := .venv
+VENV := $(if $(SYSTEM_PYTHON),.venv-over-system,.venv)
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/python-$(PYVER).txt $(wildcard constraints/torch-$(TORCH).txt)
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.map')
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 PYTEST_ARGS ?=
 
-.PHONY: setup run test test-rdma lint format asan tsan bench evaluation clean apt apt-lab
+.PHONY: setup run test test-rdma test-gpu bench-gpu lint format asan tsan bench evaluation clean \
+  apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
 COPY := build/torch-$(TORCH)
-setup run test test-rdma lint bench evaluation:
+setup run test test-rdma test-gpu bench-gpu lint bench evaluation:
 	mkdir -p $(COPY)
 	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
 	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
 else
 
+ifdef SYSTEM_PYTHON
+# Over a Python that has torch; nothing is fetched, what is missing comes from the folder WHEELS.
+setup: $(VENV)/.built
+
+$(VENV)/.installed: tools/system_venv.sh
+	sh tools/system_venv.sh $(SYSTEM_PYTHON) $(VENV) $(WHEELS)
+	touch $@
+else
 setup: apt $(VENV)/.built
 
 $(VENV)/.installed: requirements.txt $(CONSTRAINTS)
@@ -30,6 +39,7 @@ $(VENV)/.installed: requirements.txt $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  $(addprefix -c ,$(CONSTRAINTS)) torch==$(TORCH) -r requirements.txt
 	touch $@
+endif
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -53,6 +63,14 @@ test: apt-lab setup lint
 test-rdma: export RDMA_CHANGES ?= 1000
 test-rdma: apt-lab setup
 	$(BIN)/python -m pytest tests/rdma $(PYTEST_ARGS)
+
+# On one GPU with NCCL; fails where there is none. `make test` runs the same tests on fakes.
+test-gpu: export CRUX_TEST_GPU := 1
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu --durations=20 $(PYTEST_ARGS)
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu_overhead.py --out benchmarks/results $(BENCH_ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .

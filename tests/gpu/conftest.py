@@ -1,0 +1,127 @@
+"""One suite for a GPU with NCCL and for the fakes: the device, the jobs' outcomes, the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rig import kind as kinds
+from rig.identity import Compared
+from rig.job import Job
+from rig.kind import ROOT, Kind
+from rig.part import ALONE, PAIR
+from rig.report import Report
+
+#: ``make test-gpu`` sets it: without a GPU the suite fails instead of running on the fakes.
+REQUIRE = "CRUX_TEST_GPU"
+#: Where the report goes; the published one by default.
+RESULTS = "CRUX_GPU_RESULTS"
+
+#: What is worth most comes first, in case the time on a GPU ends early.
+ORDER = (
+    "test_gpu_durations.py",
+    "test_gpu_identity.py",
+    "test_gpu_switch.py",
+    "test_gpu_flops.py",
+    "test_gpu_host.py",
+    "test_gpu_failures.py",
+    "test_gpu_two_jobs.py",
+)
+
+_report: Report | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get(REQUIRE) == "1":
+        found = _present()
+        if isinstance(found, str) or not found.is_cuda:
+            why = found if isinstance(found, str) else "torch finds no GPU with NCCL"
+            raise pytest.UsageError(f"the GPU suite was asked for on a machine without one: {why}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    mine = [item for item in items if item.path.parent == here]
+    mine.sort(key=lambda item: ORDER.index(item.path.name))
+    ordered = iter(mine)
+    items[:] = [next(ordered) if item.path.parent == here else item for item in items]
+
+
+def _present() -> Kind | str:
+    """The kind of device, or why there is none."""
+    try:
+        return kinds.present()
+    except LookupError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="session")
+def kind() -> Kind:
+    """The device that this session's tests run on."""
+    found = _present()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(scope="session")
+def report(kind: Kind) -> Iterator[Report]:
+    """Only a GPU's figures are published."""
+    global _report
+    path = Path(os.environ.get(RESULTS, ROOT / "benchmarks/results/gpu_suite"))
+    _report = Report(path if kind.is_cuda else None, kind)
+    yield _report
+    _report.end()
+
+
+@pytest.fixture(autouse=True)
+def _reported(report: Report) -> None:
+    """Every test of this folder is in the report."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if _report is None or "gpu/test_gpu_" not in report.nodeid:
+        return
+    if report.when == "call" or report.outcome != "passed":
+        why = ""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            why = report.longrepr[2].removeprefix("Skipped: ")
+        elif report.failed:
+            why = str(report.longrepr).strip().splitlines()[-1][:300]
+        name = report.nodeid.rpartition("/")[2]
+        _report.test(name, report.outcome, report.duration, why)
+
+
+@pytest.fixture(scope="session")
+def pair_works(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Why two ranks can't be had here; empty where they can."""
+    if not kind.is_cuda:
+        return ""
+    job = Job(kind, "stock", PAIR, ("all_reduce",), limit_s=60.0)
+    (outcome, *others) = job.run(tmp_path_factory.mktemp("pair"))["all_reduce"]
+    failed = [each for each in (outcome, *others) if each.kind != "value"]
+    return str(failed[0].value) if failed else ""
+
+
+@pytest.fixture(params=(ALONE, PAIR), ids=("alone", "pair"))
+def size(request: pytest.FixtureRequest) -> int:
+    """Ranks in the world; two of them share one GPU."""
+    if request.param == PAIR:
+        request.getfixturevalue("pair")
+    return int(request.param)
+
+
+@pytest.fixture
+def pair(pair_works: str) -> int:
+    """Two ranks; skips where one GPU can't have two."""
+    if pair_works:
+        pytest.skip(f"two stock NCCL ranks on one GPU do not work here: {pair_works[-200:]}")
+    return PAIR
+
+
+@pytest.fixture(scope="session")
+def compared(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    """The outcomes of all parts, each job run when the first of them is asked for."""
+    return Compared(kind, tmp_path_factory.mktemp("jobs"))

@@ -1,0 +1,1 @@
+"""What the tests on one device share: the kinds of device, ranks in processes, and what they do."""

@@ -1,0 +1,92 @@
+"""The kind of device that the suite runs on: a GPU with NCCL, or the fakes of tests/fake_gpu."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SUITE = Path(__file__).parents[1]
+TESTS = SUITE.parent
+ROOT = TESTS.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of device.
+
+    Attributes:
+        name: ``cuda`` or ``fake``.
+        device_type: torch's name of it.
+        backend: the stock backend, as scripts name it.
+        model: the device's name.
+        shared: whether all ranks are on the first device.
+    """
+
+    name: str
+    device_type: str
+    backend: str
+    model: str
+    shared: bool
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.name == "cuda"
+
+    def prepare(self, rank: int) -> torch.device:
+        """Make this process ready for the device and choose it; before any process group."""
+        if not self.is_cuda:
+            fake().load()
+        device = torch.device(self.device_type, 0 if self.shared else rank)
+        torch.accelerator.set_device_index(device.index)
+        return device
+
+    def sleep(self, seconds: float) -> None:
+        """Enqueue a kernel on the current stream that takes about so long."""
+        if self.is_cuda:
+            # Private, but what torch's own tests of streams use; cycles at about 1 to 2 GHz.
+            torch.cuda._sleep(int(seconds * 1.5e9))
+        else:
+            fake().sleep(seconds)
+
+
+def fake() -> Any:
+    """The package of the fake device and the fake NCCL."""
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    import fake_gpu
+
+    return fake_gpu
+
+
+def cuda() -> Kind:
+    return Kind("cuda", "cuda", "nccl", torch.cuda.get_device_name(0), shared=True)
+
+
+def fakes() -> Kind:
+    return Kind("fake", "fakegpu", "fakenccl", "a fake GPU", shared=False)
+
+
+def named(name: str) -> Kind:
+    """The kind of that name."""
+    return {"cuda": cuda, "fake": fakes}[name]()
+
+
+def present() -> Kind:
+    """What this machine has: a GPU, or the fakes.
+
+    Raises:
+        LookupError: neither.
+    """
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        return cuda()
+    try:
+        possible, why_not = fake().available()
+    except ImportError as error:
+        possible, why_not = False, str(error)
+    if not possible:
+        raise LookupError(f"no GPU, and no fake one: {why_not}")
+    return fakes()

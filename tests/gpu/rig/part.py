@@ -1,0 +1,97 @@
+"""What a rank does in a test: a part, run alike on the stock backend and under Crux."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rig.kind import Kind
+from rig.outcome import VALUE, Outcome
+
+#: Sizes of worlds that the parts run in.
+ALONE, PAIR = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process in its job.
+
+    Attributes:
+        crux: whether Crux stands in for the stock backend.
+        arguments: of the test, as strings.
+    """
+
+    rank: int
+    size: int
+    kind: Kind
+    device: torch.device
+    crux: bool
+    arguments: dict[str, str] = field(default_factory=dict)
+
+    def input(self, n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Random numbers that depend on the rank, the same on every kind of device."""
+        generator = torch.Generator().manual_seed(1000 * (seed + 1) + self.rank)
+        return torch.randn(n, generator=generator).to(dtype).to(self.device)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def event(self) -> torch.Event:
+        return torch.Event(self.device, enable_timing=True)
+
+
+Run = Callable[[Rank], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing to do and to compare.
+
+    Attributes:
+        sizes: worlds in which it makes sense.
+        eager: needs communicators that exist before the first operation, bound to a device.
+        needs_cuda: why it says nothing on a fake device; empty where it does.
+        may_be_refused: whether the stock backend may refuse it; then the messages are compared.
+        fatal: leaves the process unfit for more.
+        measures: gives figures, which a test of its own judges, instead of results to compare.
+    """
+
+    name: str
+    run: Run
+    sizes: tuple[int, ...] = (ALONE, PAIR)
+    eager: bool = False
+    needs_cuda: str = ""
+    may_be_refused: bool = False
+    fatal: bool = False
+    measures: bool = False
+
+    def spoilt_by(self, outcome: Outcome) -> bool:
+        """Whether the process may be in any state after it: other ranks may not have failed."""
+        return outcome.kind != VALUE and not self.may_be_refused
+
+
+#: Every part by name, in the order in which they run: what is worth most comes first.
+PARTS: dict[str, Part] = {}
+
+
+def part(**properties: Any) -> Callable[[Run], Run]:
+    """Register a function as a part under its own name."""
+
+    def register(run: Run) -> Run:
+        name = run.__name__
+        assert name not in PARTS, name
+        PARTS[name] = Part(name, run, **properties)
+        return run
+
+    return register
+
+
+def load() -> dict[str, Part]:
+    """All parts."""
+    from rig import collectives, failures, graphs, measured, memory, switching, training
+
+    assert all((collectives, failures, graphs, measured, memory, switching, training))
+    return PARTS

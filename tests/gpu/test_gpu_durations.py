@@ -1,0 +1,112 @@
+"""Recorded device durations against events around the same operations."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig.job import ATTACHED, STOCK, Job
+from rig.kind import Kind
+from rig.outcome import VALUE
+from rig.part import ALONE
+from rig.report import Report
+
+#: How far the median ratio of recorded to true may be from 1. The fake device keeps time with
+#: threads of a machine that other tests use.
+TOLERANCE = {"cuda": 0.02, "fake": 0.25}
+#: Payloads in bytes, by kind and ranks: such that an operation takes milliseconds.
+SIZES = {
+    ("cuda", 1): (1 << 30, 4 << 30),
+    ("cuda", 2): (4 << 20, 32 << 20),
+    ("fake", 1): (64 << 20,),
+    ("fake", 2): (4 << 20, 16 << 20),
+}
+#: The agent leaves the records in the ring for the test to read.
+LEAVE_RECORDS = {"CRUX_TICK_S": "3600"}
+
+
+def _values(job: Job, folder: Path) -> list[Any]:
+    found = []
+    (outcomes,) = job.run(folder).values()
+    for outcome in outcomes:
+        assert outcome.kind == VALUE, outcome.value
+        found.append(outcome.value)
+    return found
+
+
+@pytest.mark.parametrize("mode", [ATTACHED])
+def test_durations_are_those_of_events(
+    size: int, mode: str, kind: Kind, report: Report, tmp_path: Path
+) -> None:
+    sizes = SIZES[kind.name, size]
+    job = Job(
+        kind,
+        mode,
+        size,
+        ("durations",),
+        limit_s=90.0,
+        arguments={"sizes": ",".join(map(str, sizes))},
+        env=LEAVE_RECORDS,
+    )
+    ranks = _values(job, tmp_path / "job")
+    rows = []
+    for rank, truth in enumerate(ranks):
+        for nbytes, pairs in truth.items():
+            ratios = [recorded / true for recorded, true in pairs]
+            low, median, high = statistics.quantiles(ratios, n=4)
+            rows.append(
+                {
+                    "rank": rank,
+                    "bytes": int(nbytes),
+                    "true_ms": statistics.median(true for _, true in pairs) / 1e6,
+                    "recorded_to_true": median,
+                    "quartiles": [low, high],
+                    "operations": len(pairs),
+                }
+            )
+    report.figure(f"durations, {size} ranks", rows)
+    for row in rows:
+        assert abs(row["recorded_to_true"] - 1) <= TOLERANCE[kind.name], row
+
+
+def test_operations_of_one_communicator_are_recorded_one_after_another(
+    kind: Kind, report: Report, tmp_path: Path
+) -> None:
+    nbytes = SIZES[kind.name, ALONE][0]
+    job = Job(
+        kind,
+        ATTACHED,
+        ALONE,
+        ("overlap",),
+        limit_s=60.0,
+        arguments={"nbytes": str(nbytes)},
+        env=LEAVE_RECORDS,
+    )
+    (found,) = _values(job, tmp_path / "job")
+    report.figure("a queue of operations", found)
+    assert found["overlapping_ns"] <= 0.01 * found["true_ns"], found
+    assert abs(found["busy_ns"] / found["true_ns"] - 1) <= 5 * TOLERANCE[kind.name], found
+
+
+def test_device_time_is_what_it_was(size: int, kind: Kind, report: Report, tmp_path: Path) -> None:
+    """The same operations take as long on the device as without Crux; `make bench-gpu` is finer."""
+    nbytes = SIZES[kind.name, size][0]
+    medians = {}
+    for mode in (STOCK, ATTACHED):
+        job = Job(
+            kind,
+            mode,
+            size,
+            ("durations",),
+            limit_s=60.0,
+            arguments={"sizes": str(nbytes)},
+            env=LEAVE_RECORDS,
+        )
+        values = _values(job, tmp_path / mode)
+        true = [row if mode == STOCK else row[1] for row in values[0][str(nbytes)]]
+        medians[mode] = statistics.median(true)
+    ratio = medians[ATTACHED] / medians[STOCK]
+    report.figure(f"device time, Crux to stock, {size} ranks", {"bytes": nbytes, "ratio": ratio})
+    assert ratio < 1.5, medians

@@ -1,0 +1,43 @@
+"""W of a job that trains on the device, as its profile says it, against arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig.job import ATTACHED, Job
+from rig.kind import Kind
+from rig.outcome import VALUE
+from rig.part import ALONE
+from rig.report import Report
+
+#: layers, width, tokens of a row, rows; and channels, rows.
+SHAPES = {
+    "cuda": {"gpt": "8,1024,512,8", "resnet": "64,128"},
+    "fake": {"gpt": "2,64,32,2", "resnet": "8,2"},
+}
+#: A job that is measured soon and keeps to itself.
+MEASURE_SOON = {"CRUX_PROFILE_ITERATIONS": "8", "CRUX_PROFILE_S": "20"}
+
+
+@pytest.mark.parametrize("part", ["w_of_a_gpt", "w_of_a_resnet"])
+def test_w_is_what_arithmetic_gives(part: str, kind: Kind, report: Report, tmp_path: Path) -> None:
+    job = Job(
+        kind,
+        ATTACHED,
+        ALONE,
+        (part,),
+        limit_s=90.0,
+        arguments=SHAPES[kind.name],
+        env=MEASURE_SOON,
+    )
+    (outcome,) = job.run(tmp_path / "job")[part]
+    assert outcome.kind == VALUE, outcome.value
+    found: dict[str, Any] = outcome.value
+    report.figure(part, found)
+    assert found["source"] == "counted"
+    assert abs(found["flops"] / found["analytic"] - 1) <= 0.01, found
+    if kind.is_cuda:
+        # Bounds only: what a device reaches of its peak is the model's affair.
+        assert 0 < found["flops"] <= 10 * found["by_time"], found

@@ -1,0 +1,43 @@
+"""A script that runs on the stock backend runs under Crux with the same results, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from rig.identity import Compared, World
+from rig.job import ATTACHED, CRUX, STOCK
+from rig.kind import Kind
+from rig.outcome import VALUE
+from rig.part import PAIR, load
+
+PARTS = {name: part for name, part in load().items() if not part.fatal and not part.measures}
+CASES = [(name, size) for size in (PAIR, 1) for name, part in PARTS.items() if size in part.sizes]
+
+
+def test_two_ranks_can_share_the_device(pair_works: str) -> None:
+    """If not, every test of two ranks skips, and this one says why."""
+    assert not pair_works
+
+
+@pytest.mark.parametrize(("name", "size"), CASES, ids=lambda value: str(value))
+def test_same_as_stock(
+    name: str, size: int, kind: Kind, compared: Compared, request: pytest.FixtureRequest
+) -> None:
+    part = PARTS[name]
+    if part.needs_cuda and not kind.is_cuda:
+        pytest.skip(f"not on a fake device: {part.needs_cuda}")
+    if size == PAIR:
+        request.getfixturevalue("pair")
+    expected = compared.outcomes(World(STOCK, size, part.eager), name)
+    got = compared.outcomes(World(ATTACHED, size, part.eager), name)
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        if not part.may_be_refused:
+            assert theirs.kind == VALUE, f"stock, rank {rank}: {theirs.value}"
+        assert mine.same_as(theirs), f"rank {rank}: {str(mine)[:1500]} is not {str(theirs)[:500]}"
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "coalesced", "sub_groups", "ddp", "fsdp2"])
+def test_same_under_its_own_name(name: str, pair: int, compared: Compared) -> None:
+    """``init_process_group("crux")`` instead of a stock backend's name."""
+    expected = compared.outcomes(World(STOCK, pair, False), name)
+    got = compared.outcomes(World(CRUX, pair, False), name)
+    assert all(mine.same_as(theirs) for mine, theirs in zip(got, expected, strict=True)), got
