@@ -39,6 +39,10 @@ class Recorder:
         """Records that found the ring full."""
 
     @property
+    def captured(self) -> int:
+        """Operations that went into graphs, unrecorded: they run when these are replayed."""
+
+    @property
     def capacity(self) -> int: ...
 
 def process_recorder(capacity: int) -> Recorder:
@@ -202,7 +206,8 @@ class LinkGate:
         """Operations of a group (its index in the recorder) cross these links from now on.
 
         Raises:
-            ValueError: too many groups, or links for one operation.
+            ValueError: more groups than it keeps.
+            IndexError: no such link.
         """
 
     def install(self, on: bool) -> None:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "../process_group/record.h"
 
@@ -49,23 +50,23 @@ bool LinkGate::forked() const noexcept {
 
 uint64_t LinkGate::enter(uint32_t group, int64_t bytes) noexcept {
   if (group >= kMaxGroups || bytes == 0) return 0;
-  const Route route = routes_[group].load(std::memory_order_acquire);
-  if (route == 0 || forked()) return 0;
-  const LinkTable* marked = give_way(route);
-  for (Route rest = route; rest; rest >>= 8) {
-    if (&at(rest) != marked) at(rest).mark();
+  const Route* route = routes_[group].load(std::memory_order_acquire);
+  if (!route || forked()) return 0;
+  const LinkTable* marked = give_way(*route);
+  for (LinkTable* link : *route) {
+    if (link != marked) link->mark();
   }
-  return route;
+  return reinterpret_cast<uintptr_t>(route);
 }
 
 void LinkGate::leave(uint64_t ticket) noexcept {
-  if (forked()) return;
-  for (Route rest = ticket; rest; rest >>= 8) at(rest).unmark();
+  if (ticket == 0 || forked()) return;
+  for (LinkTable* link : *reinterpret_cast<const Route*>(ticket)) link->unmark();
 }
 
-LinkTable* LinkGate::first_hindering(Route route, int64_t wait_ns) const noexcept {
-  for (; route; route >>= 8) {
-    if (at(route).hindered(wait_ns)) return &at(route);
+LinkTable* LinkGate::first_hindered(const Route& route, int64_t wait_ns) noexcept {
+  for (LinkTable* link : route) {
+    if (link->hindered(wait_ns)) return link;
   }
   return nullptr;
 }
@@ -73,27 +74,25 @@ LinkTable* LinkGate::first_hindering(Route route, int64_t wait_ns) const noexcep
 // Waits until no link of the route is hindered. An operation that waits holds no link; on the one
 // where it waits it is marked, so that lower ones don't pass it when the higher one leaves. Returns
 // where it is marked still.
-LinkTable* LinkGate::give_way(Route route) noexcept {
+LinkTable* LinkGate::give_way(const Route& route) noexcept {
   const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
-  LinkTable* hindering = first_hindering(route, wait_ns);
-  if (!hindering) return nullptr;
+  LinkTable* hindered = first_hindered(route, wait_ns);
+  if (!hindered) return nullptr;
   const int64_t begun_ns = monotonic_ns();
   const int64_t until_ns = begun_ns + wait_ns;
   LinkTable* marked = nullptr;
-  for (; hindering; hindering = first_hindering(route, wait_ns)) {
+  for (; hindered; hindered = first_hindered(route, wait_ns)) {
     if (monotonic_ns() >= until_ns) {
       ran_out_.fetch_add(1, std::memory_order_relaxed);
-      for (Route rest = route; rest; rest >>= 8) {
-        at(rest).exempt_until(until_ns + kExemptWaits * wait_ns);
-      }
+      for (LinkTable* link : route) link->exempt_until(until_ns + kExemptWaits * wait_ns);
       break;
     }
-    if (marked != hindering) {
+    if (marked != hindered) {
       if (marked) marked->unmark();
-      hindering->mark();
-      marked = hindering;
+      hindered->mark();
+      marked = hindered;
     }
-    hindering->sleep(until_ns, wait_ns);
+    hindered->sleep(until_ns, wait_ns);
   }
   const int64_t waited_ns = monotonic_ns() - begun_ns;
   waited_.fetch_add(1, std::memory_order_relaxed);
@@ -114,16 +113,14 @@ size_t LinkGate::join(const std::string& folder, const std::string& cluster,
       return i;
     }
   }
-  if (tables_.size() == kMaxLinks) throw std::runtime_error("too many links joined");
   tables_.push_back(std::make_unique<LinkTable>(folder, cluster, link, hash_of(job)));
   tables_.back()->set_level(level_);
-  links_[tables_.size() - 1].store(tables_.back().get());
   return tables_.size() - 1;
 }
 
 void LinkGate::retire() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& route : routes_) route.store(0);
+  for (auto& route : routes_) route.store(nullptr);
   level_ = -1;
   for (const auto& table : tables_) table->retire();
 }
@@ -137,18 +134,13 @@ void LinkGate::set_level(int level) {
 void LinkGate::cross(uint32_t group, const std::vector<size_t>& links) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (group >= kMaxGroups) throw std::invalid_argument("too many process groups");
-  std::vector<size_t> ordered(links);
-  // One order for all processes, the links' names.
-  std::sort(ordered.begin(), ordered.end(),
-            [this](size_t a, size_t b) { return tables_.at(a)->link() < tables_.at(b)->link(); });
-  ordered.erase(std::unique(ordered.begin(), ordered.end()), ordered.end());
-  if (ordered.size() > kMaxRoute) {
-    throw std::invalid_argument("an operation can cross " + std::to_string(kMaxRoute) +
-                                " links, not " + std::to_string(ordered.size()));
-  }
-  Route route = 0;
-  for (size_t i = 0; i < ordered.size(); ++i) route |= Route{ordered[i] + 1} << (8 * i);
-  routes_[group].store(route, std::memory_order_release);
+  Route route;
+  for (const size_t link : links) route.push_back(tables_.at(link).get());
+  std::sort(route.begin(), route.end(),
+            [](const LinkTable* a, const LinkTable* b) { return a->link() < b->link(); });
+  route.erase(std::unique(route.begin(), route.end()), route.end());
+  const Route* kept = route.empty() ? nullptr : &*known_routes_.insert(std::move(route)).first;
+  routes_[group].store(kept, std::memory_order_release);
 }
 
 std::vector<Holder> LinkGate::holders(size_t link) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,10 +18,7 @@ namespace crux {
 
 class LinkGate final : public Gate {
  public:
-  static constexpr size_t kMaxLinks = 255;
   static constexpr size_t kMaxGroups = 4096;
-  // Links that one operation may cross.
-  static constexpr size_t kMaxRoute = 8;
   // After a wait that ran out a job is exempt for so many times as long as it may wait.
   static constexpr int64_t kExemptWaits = 4;
 
@@ -60,22 +58,21 @@ class LinkGate final : public Gate {
   Waits waits() const noexcept;
 
  private:
-  // Up to 8 indices of links, each plus one, the lowest byte first; also what a ticket is.
-  using Route = uint64_t;
-  static constexpr int kNone = -1;
+  // What an operation crosses, in the order of the links' names. Kept for good: it's also the
+  // ticket.
+  using Route = std::vector<LinkTable*>;
 
-  LinkTable& at(Route route) const noexcept { return *links_[(route & 0xff) - 1].load(); }
-  LinkTable* first_hindering(Route route, int64_t wait_ns) const noexcept;
-  LinkTable* give_way(Route route) noexcept;
+  static LinkTable* first_hindered(const Route& route, int64_t wait_ns) noexcept;
+  LinkTable* give_way(const Route& route) noexcept;
   bool forked() const noexcept;
 
   const uint32_t generation_;
   std::atomic<int64_t> wait_ns_{500'000'000};
-  std::array<std::atomic<Route>, kMaxGroups> routes_{};
-  std::array<std::atomic<LinkTable*>, kMaxLinks> links_{};
+  std::array<std::atomic<const Route*>, kMaxGroups> routes_{};
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<LinkTable>> tables_;
+  std::set<Route> known_routes_;
   int level_ = -1;
 
   std::atomic<uint64_t> waited_{0};

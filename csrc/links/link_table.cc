@@ -78,7 +78,7 @@ void LinkTable::set_level(int level) noexcept {
   uint64_t busy = place_.busy.load();
   while (!place_.busy.compare_exchange_weak(busy, rank << 32 | operations_of(busy))) {
   }
-  if (rank < rank_of(busy)) wake();
+  if (rank != rank_of(busy)) wake();
 }
 
 void LinkTable::mark() noexcept {
