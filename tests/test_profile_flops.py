@@ -119,6 +119,94 @@ def test_conv_net(meter: FlopMeter) -> None:
     assert count.flops == 2 * first + 3 * second + 3 * linear
 
 
+class Bottleneck(nn.Module):
+    """He et al. 2016, with the stride in the 3x3 convolution, as everybody builds it since."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, 4 * width, 1, bias=False),
+            nn.BatchNorm2d(4 * width),
+        )
+        self.skip = (
+            nn.Identity()
+            if stride == 1 and inputs == 4 * width
+            else nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet50() -> nn.Module:
+    blocks, inputs = [], 64
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        for i in range(depth):
+            blocks.append(Bottleneck(inputs, 64 << stage, 2 if stage and not i else 1))
+            inputs = 4 * (64 << stage)
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2048, 1000),
+    )
+
+
+def resnet50_products(size: int) -> tuple[int, int]:
+    """Multiply-adds of one image, and of its first convolution, by the table of the paper."""
+    side = size // 2
+    first = side**2 * 49 * 3 * 64
+    total, inputs, side = first, 64, side // 2
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        width = 64 << stage
+        for i in range(depth):
+            before = side
+            side = side // 2 if stage and not i else side
+            total += before**2 * inputs * width + side**2 * (9 * width**2 + 4 * width**2)
+            total += 0 if i else side**2 * inputs * 4 * width
+            inputs = 4 * width
+    return total + 2048 * 1000, first
+
+
+def test_resnet50(meter: FlopMeter) -> None:
+    products, first = resnet50_products(32)
+    assert resnet50_products(224)[0] == pytest.approx(4.09e9, rel=0.01), "4.1 G, as published"
+    train(resnet50(), lambda: torch.randn(2, 3, 32, 32), 2)
+    count = meter.count()
+    assert count is not None
+    # Backward takes twice forward's, but nothing needs the gradient of the images.
+    assert count.flops == pytest.approx(2 * 2 * (3 * products - first), rel=0.01)
+    assert count.uncounted_ops == ()
+
+
+def test_data_types_are_told_apart(meter: FlopMeter) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8).to(torch.bfloat16))
+
+    class Mixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return model[1](model[0](x).to(torch.bfloat16))
+
+    mixed = Mixed()
+    mixed.model = model
+    train(mixed, lambda: torch.randn(16, 32), 3)
+    count = meter.count()
+    assert count is not None
+    assert count.by_precision == {"fp32": 2 * 2 * 16 * 32 * 64, "bf16": 3 * 2 * 16 * 64 * 8}
+    assert count.flops == sum(count.by_precision.values())
+
+
 def test_equals_torchs_own_counter(meter: FlopMeter) -> None:
     model = nn.Sequential(nn.Embedding(50, 32), mlp())
     tokens = torch.randint(50, (2, 8))
@@ -231,12 +319,12 @@ def test_names_what_it_can_not_count(meter: FlopMeter) -> None:
 def test_a_formula_that_fails_does_not_reach_the_model(
     meter: FlopMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crux_torch.profile import flop_mode
+    from crux_torch.profile import flop_formulas
 
     def broken(*args: object, **kwargs: object) -> int:
         raise AssertionError("unsupported layout")
 
-    monkeypatch.setitem(flop_mode.flop_registry, torch.ops.aten.addmm, broken)
+    monkeypatch.setitem(flop_formulas.flop_registry, torch.ops.aten.addmm, broken)
     losses = train(mlp(), lambda: torch.randn(16, 32), 4)
     count = meter.count()
     assert len(losses) == 4

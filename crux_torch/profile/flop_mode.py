@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from crux_torch.profile.flop_formulas import formula, precision
 
 #: Namespaces whose operators move or mark data: collectives, views, profiler ranges.
 _NO_WORK = frozenset(
@@ -34,15 +35,6 @@ _CONTRACTS = re.compile(
     r"|(?<!upsample_)(?<!upsample_bi)(?<!upsample_tri)linear"
     r"|(^|_)(dot|vdot|mv|addmv|addr|ger|cholesky|svd|qr|lu|inverse)(_|$)"
 )
-#: Formulas that old releases lack, by the operator that computes the same.
-_SAME_FORMULA = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 #: Queries that a tensor subclass answers itself.
 _QUERIES = frozenset(
     {
@@ -71,7 +63,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found_module: called with ``(module, args, kwargs)`` of the outermost module that runs.
 
     Attributes:
-        total: FLOPs so far.
+        by_precision: FLOPs so far by what they are computed in (``bf16``, ``tf32``); under the
+            empty name those whose data type has no peak of its own.
         uncounted: operators without a formula that do tensor work, and how often each ran. By
             rule these are all operators of third parties and all higher-order ones, but not
             views, not those tagged pointwise, not collectives, and of aten only those that
@@ -82,7 +75,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, found_module: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
+        self.by_precision: Counter[str] = Counter()
         self.uncounted: Counter[str] = Counter()
         self._found_module = found_module
         self._last_module: Any = None
@@ -106,7 +99,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The subclass dispatches to its local tensors, and those come here again.
             return NotImplemented
         self._look_for_module()
-        if _formula(packet) is None and func is not torch.ops.prim.device.default:
+        if formula(packet) is None and func is not torch.ops.prim.device.default:
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -118,13 +111,12 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(
         self, key: Any, name: str, out: Any, args: Any, kwargs: dict[str, Any], func: Any = None
     ) -> None:
-        formula = _formula(key)
-        if formula is not None:
+        count = formula(key)
+        if count is not None:
             try:
-                self.total += int(formula(*args, **kwargs, out_val=out))
+                self.by_precision[precision(name, args)] += int(count(*args, **kwargs, out_val=out))
             except Exception:
-                # A formula that rejects its arguments (grouped queries on old releases) must not
-                # reach the model.
+                # A formula that rejects its arguments must not reach the model.
                 self.uncounted[name] += 1
         elif func is None or self._does_work(func):
             self.uncounted[name] += 1
@@ -148,10 +140,6 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._found_module(module, values.get("args", ()), values.get("kwargs", {}))
         except Exception:
             return
-
-
-def _formula(key: Any) -> Any:
-    return flop_registry.get(key) or flop_registry.get(_SAME_FORMULA.get(key))
 
 
 def _outermost_call(frame: Any) -> Any:

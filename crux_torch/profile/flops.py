@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,30 +35,36 @@ class FlopCount:
     """What was counted.
 
     Attributes:
-        flops: FLOPs of an iteration on this rank, the mean over the iterations seen; an iteration
-            whose signature was never counted is left out of the mean.
+        by_precision: FLOPs of an iteration on this rank by what they are computed in, means over
+            the iterations seen; an iteration whose signature was never counted is left out.
         iterations: iterations that the mean is taken over.
         left_out: iterations whose signature was never counted.
         uncounted_ops: operators met that do tensor work and have no formula, by name.
     """
 
-    flops: float
+    by_precision: Mapping[str, float]
     iterations: int
     left_out: int
     uncounted_ops: tuple[str, ...]
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of an iteration on this rank."""
+        return sum(self.by_precision.values())
 
 
 class FlopMeter:
     """Counts FLOPs between two iteration marks, in the training thread.
 
-    The formulas are torch's own (``torch.utils.flop_counter``), so the count equals
-    ``FlopCounterMode``'s: forward, backward, optimizer and what checkpointing computes again. The
-    mode that applies them is not ``FlopCounterMode`` itself, for four reasons that matter inside a
-    training process: that one raises into the model where a formula rejects its arguments or a
-    higher-order operator has none; it makes ``torch.compile(fullgraph=True)`` fail; it hooks every
-    module; and it counts the global shape of a DTensor on every rank. This one lets compiled code
-    run compiled and counts the matrix products that it calls; those that inductor generates as
-    Triton templates (``max-autotune``) are invisible to it.
+    The formulas are torch's own (``torch.utils.flop_counter``) and those that it leaves out
+    (``flop_formulas``), so where torch knows every operator the count equals ``FlopCounterMode``'s:
+    forward, backward, optimizer and what checkpointing computes again. The mode that applies them
+    is not ``FlopCounterMode`` itself, for four reasons that matter inside a training process: that
+    one raises into the model where a formula rejects its arguments or a higher-order operator has
+    none; it makes ``torch.compile(fullgraph=True)`` fail; it hooks every module; and it counts the
+    global shape of a DTensor on every rank. This one lets compiled code run compiled and counts the
+    matrix products that it calls; those that inductor generates as Triton templates (``max-
+    autotune``) are invisible to it.
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
     outermost modules are found while an iteration is counted, and each gets a forward pre-hook of
@@ -75,7 +82,7 @@ class FlopMeter:
         self._marks = marks
         self._unlisten: Any = None
         self._ids: dict[Signature, int] = {}
-        self._flops: dict[int, int] = {}
+        self._flops: dict[int, Mapping[str, int]] = {}
         self._seen: Counter[int] = Counter()
         self._uncounted: Counter[str] = Counter()
         self._roots: list[weakref.ref[Any]] = []
@@ -120,11 +127,14 @@ class FlopMeter:
         seen = Counter(self._seen)
         counted = {s: n for s, n in seen.items() if s in self._flops}
         iterations = sum(counted.values())
-        total = sum(self._flops[s] * n for s, n in counted.items())
-        if not total:
+        total: Counter[str] = Counter()
+        for signature, times in counted.items():
+            for name, flops in self._flops[signature].items():
+                total[name] += flops * times
+        if not any(total.values()):
             return None
         return FlopCount(
-            flops=total / iterations,
+            by_precision={name: flops / iterations for name, flops in total.items()},
             iterations=iterations,
             left_out=sum(seen.values()) - iterations,
             uncounted_ops=tuple(sorted(self._uncounted)),
@@ -173,7 +183,7 @@ class FlopMeter:
         signature = self._id(tuple(self._calls))
         self._seen[signature] += 1
         if counted is not None and signature not in self._flops and signature != OTHER:
-            self._flops[signature] = counted.total
+            self._flops[signature] = dict(counted.by_precision)
             self._uncounted.update(counted.uncounted)
         self._wanted = len(self._flops) < len(self._ids)
         if not self._wanted:
