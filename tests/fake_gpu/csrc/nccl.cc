@@ -1,0 +1,1065 @@
+#include "nccl.h"
+
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <future>
+#include <utility>
+
+#include "violations.h"
+
+namespace fake_gpu {
+namespace {
+
+using Started = Step::Started;
+
+constexpr auto kSlice = std::chrono::milliseconds(20);
+constexpr double kEstimatedBytesPerSecond = 1e10;
+
+thread_local bool in_completion_hook = false;
+
+std::atomic<uint64_t> next_key{1};
+
+Nccl::GlooFactory& gloo_factory() {
+  static auto* const factory = new Nccl::GlooFactory;
+  return *factory;
+}
+
+bool mutant(const char* name) { return Controls::instance().mutant(name); }
+
+int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += static_cast<int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+void append(std::vector<at::Tensor>& to, const std::vector<at::Tensor>& more) {
+  to.insert(to.end(), more.begin(), more.end());
+}
+
+std::vector<at::Tensor> chunks(const at::Tensor& tensor, int size) {
+  std::vector<at::Tensor> parts;
+  const at::Tensor flat = tensor.view(-1);
+  const int64_t each = flat.numel() / size;
+  for (int i = 0; i < size; ++i) parts.push_back(flat.narrow(0, i * each, each));
+  return parts;
+}
+
+// A step on the tensors as they are when it runs.
+template <typename Start>
+Step step_on(const char* name, const std::vector<at::Tensor>& tensors, Start start) {
+  auto operands = std::make_shared<std::vector<Operand>>();
+  const Stream& current = Streams::instance().current(Streams::current_device());
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+    operands->emplace_back(tensor);
+    if (current.capturing()) operands->back().pin();
+  }
+  return {[operands, name, start](c10d::Backend& gloo) -> Started {
+    std::vector<at::Tensor> on_cpu;
+    for (const Operand& operand : *operands) on_cpu.push_back(operand.on_cpu(name));
+    auto begin = start;
+    return begin(gloo, on_cpu);
+  }};
+}
+
+// Gloo has no average, and takes booleans for bytes.
+Started reduce_all(c10d::Backend& gloo, at::Tensor tensor, const c10d::ReduceOp& op,
+                   std::function<void()> then) {
+  TORCH_CHECK(op != c10d::ReduceOp::PREMUL_SUM, "fakenccl: PREMUL_SUM is not there");
+  const bool average = op == c10d::ReduceOp::AVG;
+  c10d::AllreduceOptions opts;
+  opts.reduceOp = average ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  if (tensor.scalar_type() == at::kBool) {
+    tensor = tensor.view(at::kByte);
+    if (opts.reduceOp == c10d::ReduceOp::SUM) opts.reduceOp = c10d::ReduceOp::MAX;
+  }
+  std::vector<at::Tensor> tensors{tensor};
+  const int size = gloo.getSize();
+  return {{gloo.allreduce(tensors, opts)}, [tensor, average, size, then]() mutable {
+            if (average) tensor.div_(size);
+            if (then) then();
+          }};
+}
+
+// What a rank gets that waits for nothing.
+class CompletedWork final : public c10d::Work {
+ public:
+  explicit CompletedWork(std::vector<at::Tensor> outputs = {}) : outputs_(std::move(outputs)) {}
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
+  void synchronize() override {}
+  std::vector<at::Tensor> result() override { return outputs_; }
+
+ private:
+  const std::vector<at::Tensor> outputs_;
+};
+
+// Runs `hook` while another thread holds the GIL; what takes it comes to no end.
+void run_without_gil(const std::function<void()>& hook) {
+  std::promise<void> done;
+  std::future<void> ended = done.get_future();
+  std::promise<void> held;
+  std::thread holder([&] {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    held.set_value();
+    const auto limit = std::chrono::milliseconds(300);
+    if (ended.wait_for(limit) != std::future_status::ready) {
+      Violations::instance().add("hook_takes_gil", "a completion hook waits for the GIL");
+    }
+    PyGILState_Release(state);
+  });
+  held.get_future().wait();
+  hook();
+  done.set_value();
+  holder.join();
+}
+
+}  // namespace
+
+NcclOptions::NcclOptions(bool high_priority)
+    : Options("nccl", std::chrono::minutes(10)), is_high_priority_stream(high_priority) {}
+
+Communicator::~Communicator() {
+  // Gloo's threads may be at an operation that no peer will ever join, and are waited for.
+  if (aborted_) gloo_.release();
+}
+
+void Communicator::run(const std::vector<Step>& steps) {
+  const std::lock_guard<std::mutex> lock(running_);
+  TORCH_CHECK(!aborted_, "NCCL communicator was aborted");
+  std::vector<Started> started;
+  for (const Step& step : steps) started.push_back(step.start(*gloo_));
+  for (const Started& part : started) {
+    wait(part.works);
+    if (part.finish) part.finish();
+  }
+}
+
+void Communicator::wait(const Step::Works& works) {
+  for (const auto& work : works) {
+    const auto type = work->retrieveOpType();
+    // The handle of a transfer is Gloo's buffer: it can't be polled, but ended.
+    if (type == c10d::OpType::SEND || type == c10d::OpType::RECV ||
+        type == c10d::OpType::RECVANYSOURCE || type == c10d::OpType::UNKNOWN) {
+      {
+        const std::lock_guard<std::mutex> lock(transfers_mutex_);
+        TORCH_CHECK(!aborted_, "NCCL communicator was aborted");
+        transfers_.push_back(work);
+      }
+      const bool done = work->wait();
+      const std::lock_guard<std::mutex> lock(transfers_mutex_);
+      transfers_.erase(std::find(transfers_.begin(), transfers_.end(), work));
+      TORCH_CHECK(done && !aborted_, "NCCL communicator was aborted");
+      continue;
+    }
+    auto pause = std::chrono::microseconds(20);
+    while (!work->isCompleted()) {
+      TORCH_CHECK(!aborted_, "NCCL communicator was aborted");
+      std::this_thread::sleep_for(pause);
+      pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(1));
+    }
+    work->wait();
+  }
+}
+
+void Communicator::abort() {
+  const std::lock_guard<std::mutex> lock(transfers_mutex_);
+  aborted_ = true;
+  for (const auto& transfer : transfers_) transfer->abort();
+}
+
+std::vector<int64_t> Communicator::exchange(int64_t value, int size) {
+  if (last) last->wait();
+  at::Tensor mine = at::full({1}, value, at::kLong);
+  at::Tensor all = at::zeros({size}, at::kLong);
+  std::vector<std::vector<at::Tensor>> outputs{chunks(all, size)};
+  std::vector<at::Tensor> inputs{mine};
+  run({{[&](c10d::Backend& gloo) -> Started {
+    return {{gloo.allgather(outputs, inputs, c10d::AllgatherOptions())}, nullptr};
+  }}});
+  return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + size};
+}
+
+void Nccl::set_gloo_factory(GlooFactory factory) { gloo_factory() = std::move(factory); }
+
+Nccl::Nccl(StorePtr store, int rank, int size, c10::intrusive_ptr<NcclOptions> options)
+    : Backend(rank, size),
+      settings_(Controls::instance().settings()),
+      store_(std::move(store)),
+      options_(options ? std::move(options) : c10::make_intrusive<NcclOptions>()),
+      timing_(settings_.timing) {
+  watchdog_ = std::thread([this] { watch(); });
+}
+
+Nccl::~Nccl() {
+  stop_watchdog();
+  if (communicator_) communicator_->abort();
+}
+
+void Nccl::enter(const char* method) {
+  if (in_completion_hook) {
+    Violations::instance().add("hook_calls_back", std::string("a completion hook calls ") + method);
+  }
+}
+
+void Nccl::count(const std::string& what) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++counters_[what];
+}
+
+std::map<std::string, int64_t> Nccl::counters() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counters_;
+}
+
+bool Nccl::connected() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return communicator_ != nullptr;
+}
+
+void Nccl::connect(int device) {
+  TORCH_CHECK(!closed_, "NCCL communicator was aborted or shut down");
+  if (connected()) {
+    TORCH_CHECK(device == device_, "the communicator is bound to device ", device_,
+                " but an operation was issued on ", device);
+    return;
+  }
+  if (options_->split_from) {
+    const auto members = options_->split_from->split_on(options_->split_color, rank_);
+    TORCH_CHECK(static_cast<int>(members.size()) == size_, "fakenccl: ", members.size(),
+                " ranks split off a group of ", size_);
+    options_->split_from.reset();
+  }
+  auto made = std::make_shared<Communicator>(gloo_factory()(store_, rank_, size_));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  communicator_ = std::move(made);
+  device_ = device;
+  stream_ = &Streams::instance().make(device, options_->is_high_priority_stream);
+  ++counters_["connect"];
+}
+
+Nccl::WorkPtr Nccl::issue(Call call) {
+  enter("an operation");
+  const Tensors& known = call.inputs.empty() ? call.outputs : call.inputs;
+  if (call.device < 0) {
+    call.device = known.empty() ? Streams::current_device() : known.front().device().index();
+  }
+  for (const Tensors* tensors : {&call.inputs, &call.outputs}) {
+    for (const at::Tensor& tensor : *tensors) {
+      TORCH_CHECK(tensor.is_privateuseone(), "No backend type associated with device type ",
+                  c10::DeviceTypeName(tensor.device().type(), true));
+    }
+  }
+  connect(call.device);
+  if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
+  if (estimating_) {
+    estimated_bytes_ += call.bytes;
+    return c10::make_intrusive<CompletedWork>(call.outputs);
+  }
+  const bool capturing = Streams::instance().current(call.device).capturing();
+  if (!settings_.legacy && !capturing) {
+    retire();
+    throw_if_failed();
+  } else if (settings_.legacy) {
+    TORCH_CHECK(getError() == c10d::ErrorType::SUCCESS, "NCCL communicator was aborted");
+  }
+  const bool transfer = call.type == c10d::OpType::SEND || call.type == c10d::OpType::RECV;
+  if (block_ && (settings_.legacy || transfer)) {
+    const bool async = call.async;
+    Tensors outputs = call.outputs;
+    block_->calls.push_back(std::move(call));
+    if (settings_.legacy && !async) return nullptr;
+    return c10::make_intrusive<CompletedWork>(std::move(outputs));
+  }
+  return launch(std::move(call), block_.has_value());
+}
+
+Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
+  const std::string name = c10d::opTypeToString(call.type);
+  std::vector<Fault> faults = Controls::instance().take(name, rank_);
+  for (const Fault& fault : faults) {
+    TORCH_CHECK(fault.kind != "refuse", "fakenccl: ", name, " is refused");
+  }
+  Stream& current = Streams::instance().current(call.device);
+  // Synchronous operations run on the current stream.
+  Stream& stream = call.async ? *stream_ : current;
+
+  auto operation = std::make_shared<Operation>();
+  operation->key = mutant("keys_used_again") ? 1 : next_key++;
+  operation->sequence = ++sequence_;
+  operation->type = call.type;
+  operation->device = call.device;
+  operation->legacy = settings_.legacy;
+  operation->timing = timing_;
+  operation->issue_ns = now_ns();
+  operation->timeout = call.timeout;
+  for (const auto& more : ephemeral_) operation->timeout += more;
+  operation->captured = current.capturing();
+
+  Issued issued;
+  issued.op = name;
+  issued.sequence = operation->sequence;
+  issued.group = options_->group_name;
+  issued.rank = rank_;
+  issued.size = size_;
+  issued.device = call.device;
+  issued.stream = current.id();
+  issued.on_stream = stream.id();
+  issued.bytes = call.bytes;
+  issued.peer = call.peer;
+  issued.tag = call.tag;
+  issued.timeout_ms = operation->timeout.count();
+  issued.async = call.async;
+  issued.captured = operation->captured;
+  issued.coalesced = coalesced;
+  issued.thread = static_cast<uint64_t>(pthread_self());
+  issued.issue_ns = operation->issue_ns;
+  operation->log_index = Controls::instance().log(issued);
+
+  if (call.async && !mutant("inputs_not_awaited")) stream.wait_for(current.record());
+  if (call.async) {
+    Tensors kept = call.inputs;
+    append(kept, call.outputs);
+    operation->stash(std::move(kept));
+  }
+  const MomentPtr before =
+      operation->captured || mutant("out_of_order") ? nullptr : communicator_->last;
+  const uint64_t held = Controls::instance().holds();
+  // The task must not keep the moment that it itself brings about, nor tensors.
+  const std::weak_ptr<Operation> weak = operation;
+  const OperationPtr keep = operation->captured ? nullptr : operation;
+  operation->end = stream.enqueue([communicator = communicator_, steps = std::move(call.steps),
+                                   before, faults = std::move(faults), held, weak, keep] {
+    const OperationPtr self = weak.lock();
+    if (before) before->wait();
+    const int64_t start = now_ns();
+    if (self) {
+      self->start_ns = start;
+      Controls::instance().started(self->log_index, start);
+    }
+    const auto sleep = [](double seconds) {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    };
+    std::string error;
+    for (const Fault& fault : faults) {
+      if (fault.kind == "delay") sleep(fault.seconds);
+      if (fault.kind == "hold") {
+        Controls::instance().wait_for_release(held, communicator->aborted());
+      }
+      if (fault.kind == "error") error = "NCCL operation failed: injected error";
+    }
+    try {
+      communicator->run(steps);
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+    for (const Fault& fault : faults) {
+      if (fault.kind == "late") sleep(fault.seconds);
+    }
+    if (self && !error.empty()) self->fail(Status::kFailed, error);
+    if (self) Controls::instance().ended(self->log_index, now_ns());
+  });
+  if (!operation->captured) {
+    communicator_->last = operation->end;
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    queues_[&stream].push_back(operation);
+  }
+  if (mutant("wrong_stream")) Streams::instance().exchange(call.device, stream.id());
+
+  auto work = c10::make_intrusive<Work>(rank_, operation, call.outputs, call.host_blocking);
+  if (settings_.legacy) work->make_future(stream);
+  if (block_ && !settings_.legacy) {
+    block_->operations.push_back(operation);
+    block_->last = work;
+  }
+  // The legacy class gives no handle where there is nothing to wait for.
+  if (settings_.legacy && !call.async && !call.host_blocking) return nullptr;
+  return work;
+}
+
+Nccl::Call Nccl::together(std::vector<Call> calls, c10d::OpType type) {
+  Call all = std::move(calls.front());
+  all.type = type;
+  for (size_t i = 1; i < calls.size(); ++i) {
+    for (Step& step : calls[i].steps) all.steps.push_back(std::move(step));
+    append(all.inputs, calls[i].inputs);
+    append(all.outputs, calls[i].outputs);
+    all.bytes += calls[i].bytes;
+    all.async = all.async || calls[i].async;
+  }
+  return all;
+}
+
+Nccl::WorkPtr Nccl::issue_all(std::vector<Call> calls) {
+  TORCH_CHECK(!calls.empty(), "Tensor list must be nonempty");
+  if (settings_.legacy) {
+    const auto type = calls.front().type;
+    return issue(together(std::move(calls), type));
+  }
+  Tensors outputs;
+  OperationPtr first;
+  WorkPtr last;
+  for (Call& call : calls) {
+    append(outputs, call.outputs);
+    last = issue(std::move(call));
+    if (auto* work = dynamic_cast<Work*>(last.get())) {
+      if (!first) first = work->operation();
+      if (work->operation() != first) work->operation()->first = first;
+      work->set_outputs(outputs);
+    }
+  }
+  return last;
+}
+
+void Nccl::startCoalescing() {
+  enter("startCoalescing");
+  TORCH_CHECK(settings_.legacy || !block_,
+              "startCoalescing called while a batch is already active");
+  block_.emplace();
+}
+
+Nccl::WorkPtr Nccl::endCoalescing() {
+  enter("endCoalescing");
+  TORCH_CHECK(block_, "endCoalescing called without a matching startCoalescing");
+  Block block = std::move(*block_);
+  block_.reset();
+  if (!block.calls.empty()) {
+    return launch(together(std::move(block.calls), c10d::OpType::COALESCED), true);
+  }
+  if (!block.last) return c10::make_intrusive<CompletedWork>();
+  if (block.operations.size() > 1) block.operations.back()->first = block.operations.front();
+  return block.last;
+}
+
+Nccl::WorkPtr Nccl::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  Call call{c10d::OpType::BROADCAST};
+  const int64_t root = opts.rootRank;
+  call.steps = {step_on("broadcast", tensors, [root](c10d::Backend& gloo, Tensors& on) -> Started {
+    c10d::BroadcastOptions on_gloo;
+    on_gloo.rootRank = root;
+    return {{gloo.broadcast(on, on_gloo)}, nullptr};
+  })};
+  call.outputs = tensors;
+  call.bytes = bytes_of(tensors);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  call.peer = static_cast<int>(root);
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  TORCH_CHECK(tensors.size() == 1, "Only single tensor supported");
+  Call call{c10d::OpType::ALLREDUCE};
+  const c10d::ReduceOp op = opts.reduceOp;
+  call.steps = {step_on("allreduce", tensors, [op](c10d::Backend& gloo, Tensors& on) {
+    return reduce_all(gloo, on[0], op, nullptr);
+  })};
+  call.outputs = tensors;
+  call.bytes = bytes_of(tensors);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::allreduce_coalesced(Tensors& tensors,
+                                        const c10d::AllreduceCoalescedOptions& opts) {
+  std::vector<Call> calls;
+  const c10d::ReduceOp op = opts.reduceOp;
+  for (const at::Tensor& tensor : tensors) {
+    Call call{c10d::OpType::ALLREDUCE_COALESCED};
+    call.steps = {step_on("allreduce", {tensor}, [op](c10d::Backend& gloo, Tensors& on) {
+      return reduce_all(gloo, on[0], op, nullptr);
+    })};
+    call.outputs = {tensor};
+    call.bytes = bytes_of({tensor});
+    call.timeout = opts.timeout;
+    call.async = opts.asyncOp;
+    calls.push_back(std::move(call));
+  }
+  return issue_all(std::move(calls));
+}
+
+Nccl::WorkPtr Nccl::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  Call call{c10d::OpType::REDUCE};
+  const c10d::ReduceOp op = opts.reduceOp;
+  const bool root = opts.rootRank == rank_;
+  call.steps = {step_on("reduce", tensors, [op, root](c10d::Backend& gloo, Tensors& on) {
+    // Other ranks' tensors stay what they are.
+    return reduce_all(gloo, root ? on[0] : on[0].clone(), op, nullptr);
+  })};
+  call.outputs = tensors;
+  call.bytes = bytes_of(tensors);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  call.peer = static_cast<int>(opts.rootRank);
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::allgather(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1,
+              "Only single tensor / single list supported");
+  Call call{c10d::OpType::ALLGATHER};
+  Tensors all = outputs[0];
+  append(all, inputs);
+  call.steps = {step_on("allgather", all, [](c10d::Backend& gloo, Tensors& on) -> Started {
+    TensorLists outs{Tensors(on.begin(), on.end() - 1)};
+    Tensors in{on.back()};
+    return {{gloo.allgather(outs, in, c10d::AllgatherOptions())}, nullptr};
+  })};
+  call.inputs = inputs;
+  call.outputs = outputs[0];
+  call.bytes = bytes_of(outputs[0]);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+namespace {
+
+Step gather_flat(const at::Tensor& output, const at::Tensor& input, int size) {
+  return step_on("all_gather", {output, input},
+                 [size](c10d::Backend& gloo, std::vector<at::Tensor>& on) -> Started {
+                   std::vector<std::vector<at::Tensor>> outs{chunks(on[0], size)};
+                   std::vector<at::Tensor> in{on[1].view(-1)};
+                   return {{gloo.allgather(outs, in, c10d::AllgatherOptions())}, nullptr};
+                 });
+}
+
+// Sums everything everywhere and keeps a part: slow, and right.
+Step scatter_flat(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op,
+                  int rank, int size) {
+  return step_on("reduce_scatter", {output, input},
+                 [op, rank, size](c10d::Backend& gloo, std::vector<at::Tensor>& on) {
+                   const at::Tensor whole = on[1].clone();
+                   const at::Tensor out = on[0];
+                   return reduce_all(gloo, whole, op, [whole, out, rank, size] {
+                     out.view(-1).copy_(chunks(whole, size)[static_cast<size_t>(rank)]);
+                   });
+                 });
+}
+
+}  // namespace
+
+Nccl::WorkPtr Nccl::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                    const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK(output.numel() == input.numel() * size_,
+              "output tensor size must be equal to world_size times input tensor size");
+  Call call{c10d::OpType::_ALLGATHER_BASE};
+  call.steps = {gather_flat(output, input, size_)};
+  call.inputs = {input};
+  call.outputs = {output};
+  call.bytes = bytes_of(call.outputs);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& opts) {
+  std::vector<Call> calls;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Call call{c10d::OpType::ALLGATHER_INTO_TENSOR_COALESCED};
+    call.steps = {gather_flat(outputs.at(i), inputs[i], size_)};
+    call.inputs = {inputs[i]};
+    call.outputs = {outputs[i]};
+    call.bytes = bytes_of(call.outputs);
+    call.timeout = opts.timeout;
+    call.async = opts.asyncOp;
+    calls.push_back(std::move(call));
+  }
+  return issue_all(std::move(calls));
+}
+
+Nccl::WorkPtr Nccl::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  TORCH_CHECK(inputs.size() == 1, "Only single input tensor supported");
+  Call call{c10d::OpType::GATHER};
+  const bool root = opts.rootRank == rank_;
+  Tensors all = root ? outputs.at(0) : Tensors{};
+  call.outputs = all;
+  all.push_back(inputs[0]);
+  call.steps = {step_on("gather", all, [root, opts](c10d::Backend& gloo, Tensors& on) -> Started {
+    TensorLists outs;
+    if (root) outs.emplace_back(on.begin(), on.end() - 1);
+    Tensors in{on.back()};
+    c10d::GatherOptions on_gloo;
+    on_gloo.rootRank = opts.rootRank;
+    return {{gloo.gather(outs, in, on_gloo)}, nullptr};
+  })};
+  call.inputs = inputs;
+  call.bytes = bytes_of(inputs) * size_;
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  call.peer = static_cast<int>(opts.rootRank);
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::scatter(Tensors& outputs, TensorLists& inputs,
+                            const c10d::ScatterOptions& opts) {
+  TORCH_CHECK(outputs.size() == 1, "Only single output tensor supported");
+  Call call{c10d::OpType::SCATTER};
+  const bool root = opts.rootRank == rank_;
+  Tensors all = root ? inputs.at(0) : Tensors{};
+  call.inputs = all;
+  all.push_back(outputs[0]);
+  call.steps = {step_on("scatter", all, [root, opts](c10d::Backend& gloo, Tensors& on) -> Started {
+    TensorLists in;
+    if (root) in.emplace_back(on.begin(), on.end() - 1);
+    Tensors out{on.back()};
+    c10d::ScatterOptions on_gloo;
+    on_gloo.rootRank = opts.rootRank;
+    return {{gloo.scatter(out, in, on_gloo)}, nullptr};
+  })};
+  call.outputs = outputs;
+  call.bytes = bytes_of(outputs) * size_;
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  call.peer = static_cast<int>(opts.rootRank);
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                   const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1,
+              "Only single tensor / single list supported");
+  Call call{c10d::OpType::REDUCE_SCATTER};
+  Tensors all = inputs[0];
+  all.push_back(outputs[0]);
+  const c10d::ReduceOp op = opts.reduceOp;
+  const auto rank = static_cast<size_t>(rank_);
+  call.steps = {step_on("reduce_scatter", all, [op, rank](c10d::Backend& gloo, Tensors& on) {
+    Tensors flat;
+    for (size_t i = 0; i + 1 < on.size(); ++i) flat.push_back(on[i].reshape(-1));
+    const at::Tensor whole = at::cat(flat);
+    const at::Tensor out = on.back();
+    const int size = static_cast<int>(flat.size());
+    return reduce_all(gloo, whole, op, [=] { out.view(-1).copy_(chunks(whole, size)[rank]); });
+  })};
+  call.inputs = inputs[0];
+  call.outputs = outputs;
+  call.bytes = bytes_of(inputs[0]);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                         const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK(input.numel() == output.numel() * size_,
+              "input tensor size must be equal to world_size times output tensor size");
+  Call call{c10d::OpType::_REDUCE_SCATTER_BASE};
+  call.steps = {scatter_flat(output, input, opts.reduceOp, rank_, size_)};
+  call.inputs = {input};
+  call.outputs = {output};
+  call.bytes = bytes_of(call.inputs);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                    const c10d::ReduceScatterOptions& opts) {
+  std::vector<Call> calls;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Call call{c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED};
+    call.steps = {scatter_flat(outputs.at(i), inputs[i], opts.reduceOp, rank_, size_)};
+    call.inputs = {inputs[i]};
+    call.outputs = {outputs[i]};
+    call.bytes = bytes_of(call.inputs);
+    call.timeout = opts.timeout;
+    call.async = opts.asyncOp;
+    calls.push_back(std::move(call));
+  }
+  return issue_all(std::move(calls));
+}
+
+Nccl::WorkPtr Nccl::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                  std::vector<int64_t>& output_splits,
+                                  std::vector<int64_t>& input_splits,
+                                  const c10d::AllToAllOptions& opts) {
+  Call call{c10d::OpType::ALLTOALL_BASE};
+  call.steps = {
+      step_on("alltoall", {output, input},
+              [output_splits, input_splits](c10d::Backend& gloo, Tensors& on) mutable -> Started {
+                return {{gloo.alltoall_base(on[0], on[1], output_splits, input_splits,
+                                            c10d::AllToAllOptions())},
+                        nullptr};
+              })};
+  call.inputs = {input};
+  call.outputs = {output};
+  call.bytes = bytes_of(call.inputs);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  TORCH_CHECK(static_cast<int>(inputs.size()) == size_ && inputs.size() == outputs.size(),
+              "alltoall needs a tensor for each rank");
+  Call call{c10d::OpType::ALLTOALL};
+  Tensors all = outputs;
+  append(all, inputs);
+  call.steps = {step_on("alltoall", all, [](c10d::Backend& gloo, Tensors& on) -> Started {
+    const size_t size = on.size() / 2;
+    Tensors flat_in;
+    std::vector<int64_t> in_splits;
+    std::vector<int64_t> out_splits;
+    int64_t out_numel = 0;
+    for (size_t i = 0; i < size; ++i) {
+      out_splits.push_back(on[i].numel());
+      out_numel += on[i].numel();
+      flat_in.push_back(on[size + i].reshape(-1));
+      in_splits.push_back(on[size + i].numel());
+    }
+    at::Tensor in = at::cat(flat_in);
+    at::Tensor out = at::empty({out_numel}, in.options());
+    auto work = gloo.alltoall_base(out, in, out_splits, in_splits, c10d::AllToAllOptions());
+    return {{work}, [out, on, size]() mutable {
+              int64_t at = 0;
+              for (size_t i = 0; i < size; ++i) {
+                on[i].view(-1).copy_(out.narrow(0, at, on[i].numel()));
+                at += on[i].numel();
+              }
+            }};
+  })};
+  call.inputs = inputs;
+  call.outputs = outputs;
+  call.bytes = bytes_of(inputs);
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  return issue(std::move(call));
+}
+
+// NCCL has no tags: what one rank sends another arrives in order.
+Nccl::WorkPtr Nccl::send(Tensors& tensors, int dst, int tag) {
+  TORCH_CHECK(tensors.size() == 1, "Only single tensor supported");
+  Call call{c10d::OpType::SEND};
+  call.steps = {step_on("send", tensors, [dst](c10d::Backend& gloo, Tensors& on) -> Started {
+    return {{gloo.send(on, dst, 0)}, nullptr};
+  })};
+  call.inputs = tensors;
+  call.outputs = tensors;
+  call.bytes = bytes_of(tensors);
+  call.peer = dst;
+  call.tag = tag;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::recv(Tensors& tensors, int src, int tag) {
+  TORCH_CHECK(tensors.size() == 1, "Only single tensor supported");
+  Call call{c10d::OpType::RECV};
+  call.steps = {step_on("recv", tensors, [src](c10d::Backend& gloo, Tensors& on) -> Started {
+    return {{gloo.recv(on, src, 0)}, nullptr};
+  })};
+  call.outputs = tensors;
+  call.bytes = bytes_of(tensors);
+  call.peer = src;
+  call.tag = tag;
+  return issue(std::move(call));
+}
+
+Nccl::WorkPtr Nccl::barrier(const c10d::BarrierOptions& opts) {
+  Call call{c10d::OpType::BARRIER};
+  call.steps = {{[](c10d::Backend& gloo) -> Started {
+    return {{gloo.barrier(c10d::BarrierOptions())}, nullptr};
+  }}};
+  call.device = device_;
+  if (call.device < 0 && !opts.device_ids.empty()) {
+    call.device = static_cast<int>(opts.device_ids[0]);
+  }
+  if (call.device < 0 && getBoundDeviceId()) call.device = getBoundDeviceId()->index();
+  call.timeout = opts.timeout;
+  call.async = opts.asyncOp;
+  call.host_blocking = !opts.asyncOp;
+  return issue(std::move(call));
+}
+
+std::vector<int> Nccl::split_on(int64_t color, int64_t key) {
+  connect(device_ >= 0 ? device_ : Streams::current_device());
+  count("split");
+  const auto colors = communicator_->exchange(color, size_);
+  const auto keys = communicator_->exchange(key, size_);
+  std::vector<int> members;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (color >= 0 && colors[static_cast<size_t>(rank)] == color) members.push_back(rank);
+  }
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    return keys[static_cast<size_t>(a)] < keys[static_cast<size_t>(b)];
+  });
+  return members;
+}
+
+void Nccl::perform_nocolor_split() {
+  enter("perform_nocolor_split");
+  split_on(-1, 0);
+}
+
+Nccl::BackendPtr Nccl::split(const StorePtr& store, const std::vector<int>& ranks,
+                             const OptionsPtr& opts) {
+  enter("split");
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) {
+    split_on(-1, 0);
+    return nullptr;
+  }
+  int64_t color = 0;
+  for (const int rank : ranks) color = (color * 31 + rank + 1) % 1'000'003;
+  const auto key = static_cast<int64_t>(mine - ranks.begin());
+  const auto members = split_on(mutant("split_ignores_color") ? 0 : color, key);
+  TORCH_CHECK(members == ranks, "fakenccl: the ranks of a split don't agree on its members");
+  auto options = c10::dynamic_intrusive_pointer_cast<NcclOptions>(opts);
+  if (!options) options = c10::make_intrusive<NcclOptions>(*options_);
+  options->split_from.reset();
+  auto child = c10::make_intrusive<Nccl>(store, static_cast<int>(key),
+                                         static_cast<int>(ranks.size()), options);
+  child->timing_ = timing_.load();
+  child->connect(device_);
+  return child;
+}
+
+#ifdef FAKE_GPU_HAS_STARTTIMEESTIMATE
+void Nccl::startTimeEstimate() {
+  estimating_ = true;
+  estimated_bytes_ = 0;
+}
+
+float Nccl::endTimeEstimate() {
+  estimating_ = false;
+  return static_cast<float>(static_cast<double>(estimated_bytes_) / kEstimatedBytesPerSecond * 1e6);
+}
+#endif
+
+void Nccl::setTimeout(std::chrono::milliseconds timeout) { options_->timeout = timeout; }
+
+#ifdef FAKE_GPU_HAS_ADDEPHEMERALTIMEOUT
+void Nccl::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  ephemeral_.push_back(timeout);
+}
+#endif
+
+#ifdef FAKE_GPU_HAS_SUPPORTSABORTHOOKS
+void Nccl::registerAbortHook(int64_t id, c10d::AbortHook hook) {
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  abort_hooks_[id] = std::move(hook);
+}
+
+void Nccl::unregisterAbortHook(int64_t id) {
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  abort_hooks_.erase(id);
+}
+#endif
+
+#ifdef FAKE_GPU_HAS_SUPPORTSCOMPLETIONHOOKS
+void Nccl::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
+  enter("registerCompletionHook");
+  TORCH_CHECK(!settings_.legacy, "Backend nccl does not support registerCompletionHook");
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  completion_hooks_[id] = std::move(hook);
+}
+
+void Nccl::unregisterCompletionHook(int64_t id) {
+  enter("unregisterCompletionHook");
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  completion_hooks_.erase(id);
+}
+#endif
+
+#ifdef FAKE_GPU_HAS_SETBOUNDDEVICEID
+void Nccl::setBoundDeviceId(std::optional<at::Device> device) {
+  Backend::setBoundDeviceId(device);
+  if (device && !settings_.legacy && !options_->lazy_init) connect(device->index());
+}
+#endif
+
+void Nccl::eagerConnectSingleDevice(at::Device device) {
+  enter("eagerConnectSingleDevice");
+  connect(device.index());
+}
+
+void Nccl::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  TORCH_CHECK(settings_.legacy,
+              "Only ProcessGrouppNCCL supports onCompletion hook, but got nccl2 backend.");
+  TORCH_CHECK(timing_, "OnCompletion hook requires recording start and end events");
+  TORCH_CHECK(!onCompletionHook_, "OnCompletion hook is already registered");
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  onCompletionHook_ = std::move(hook);
+}
+
+void Nccl::waitForPendingWorks() {
+  enter("waitForPendingWorks");
+  TORCH_CHECK(settings_.legacy,
+              "Only ProcessGrouppNCCL supports waitForPendingWorks, but got nccl2 backend.");
+  while (true) {
+    {
+      const std::lock_guard<std::mutex> lock(queue_mutex_);
+      if (queues_.empty() || error_) return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void Nccl::enableCollectivesTiming() {
+  enter("enableCollectivesTiming");
+  timing_ = true;
+}
+
+c10d::ErrorType Nccl::getError() { return static_cast<c10d::ErrorType>(error_.load()); }
+
+std::shared_ptr<c10::Allocator> Nccl::getMemAllocator() {
+  count("mem_allocator");
+  return {allocator(), [](c10::Allocator*) {}};
+}
+
+at::Tensor Nccl::allocateTensor(long size, at::TensorOptions options) {
+  count("allocate_tensor");
+  return at::empty({size}, options);
+}
+
+void Nccl::report(const OperationPtr& operation) {
+  if (operation->status() != Status::kCompleted && !mutant("hook_on_failure")) return;
+  const bool twice = mutant("hook_fires_twice");
+#ifdef FAKE_GPU_HAS_SUPPORTSCOMPLETIONHOOKS
+  c10d::CompletionHookArgs args;
+  args.completionKey = operation->key;
+  if (operation->timing) args.duration_ms = operation->duration_ms();
+  const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  for (int i = 0; i < (twice ? 2 : 1); ++i) {
+    for (const auto& [id, hook] : completion_hooks_) {
+      in_completion_hook = true;
+      if (settings_.strict_hooks && !PyGILState_Check()) {
+        run_without_gil([&hook = hook, &args] { hook(args); });
+      } else {
+        hook(args);
+      }
+      in_completion_hook = false;
+    }
+  }
+#endif
+  (void)twice;
+  if (onCompletionHook_) {
+    onCompletionHook_(std::make_shared<c10d::WorkInfo>(
+        operation->type, operation->sequence, operation->issued_at,
+        std::chrono::steady_clock::now(),
+        std::chrono::duration<float, std::milli>(operation->duration_ms())));
+  }
+}
+
+void Nccl::run_abort_hooks() {
+#ifdef FAKE_GPU_HAS_SUPPORTSABORTHOOKS
+  std::unordered_map<int64_t, c10d::AbortHook> hooks;
+  {
+    const std::lock_guard<std::mutex> lock(hooks_mutex_);
+    hooks = abort_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) hook();
+#endif
+}
+
+void Nccl::retire() {
+  const RelaxedCaptureMode relaxed;
+  std::vector<OperationPtr> ended;
+  std::vector<OperationPtr> failed;
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    for (auto entry = queues_.begin(); entry != queues_.end();) {
+      auto& queue = entry->second;
+      while (!queue.empty()) {
+        const Status status = queue.front()->check();
+        if (status == Status::kRunning) break;
+        (status == Status::kCompleted ? ended : failed).push_back(queue.front());
+        queue.pop_front();
+      }
+      entry = queue.empty() ? queues_.erase(entry) : std::next(entry);
+    }
+  }
+  for (const OperationPtr& operation : ended) {
+    ephemeral_.clear();
+    operation->unstash();
+    report(operation);
+  }
+  for (const OperationPtr& operation : failed) {
+    const bool timed_out = operation->status() == Status::kTimedOut;
+    error_ = static_cast<int>(timed_out ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR);
+    run_abort_hooks();
+    report(operation);
+  }
+}
+
+void Nccl::throw_if_failed() {
+  const auto error = getError();
+  if (error == c10d::ErrorType::SUCCESS) return;
+  C10_THROW_ERROR(DistBackendError, error == c10d::ErrorType::TIMEOUT
+                                        ? "NCCL operation timed out"
+                                        : "NCCL communicator was aborted after an error");
+}
+
+void Nccl::watch() {
+  pthread_setname_np(pthread_self(), "fakenccl_watch");
+  std::unique_lock<std::mutex> lock(watchdog_mutex_);
+  while (!stopping_) {
+    watchdog_changed_.wait_for(lock, std::chrono::nanoseconds(settings_.watchdog_period_ns),
+                               [this] { return stopping_; });
+    if (stopping_) return;
+    lock.unlock();
+    retire();
+    lock.lock();
+  }
+}
+
+void Nccl::stop_watchdog() {
+  {
+    const std::lock_guard<std::mutex> lock(watchdog_mutex_);
+    stopping_ = true;
+  }
+  watchdog_changed_.notify_all();
+  if (!watchdog_.joinable()) return;
+  if (watchdog_.get_id() == std::this_thread::get_id()) {
+    watchdog_.detach();
+  } else {
+    watchdog_.join();
+  }
+}
+
+void Nccl::abort() {
+  enter("abort");
+  count("abort");
+  if (closed_) return;
+  closed_ = true;
+  if (connected()) communicator_->abort();
+  run_abort_hooks();
+  std::vector<OperationPtr> pending;
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    for (const auto& [stream, queue] : queues_) {
+      pending.insert(pending.end(), queue.begin(), queue.end());
+    }
+    queues_.clear();
+  }
+  for (const OperationPtr& operation : pending) {
+    if (operation->check() == Status::kRunning) {
+      operation->fail(Status::kFailed, "NCCL communicator was aborted");
+    }
+  }
+  error_ = static_cast<int>(c10d::ErrorType::COMM_ERROR);
+  stop_watchdog();
+}
+
+void Nccl::shutdown() {
+  enter("shutdown");
+  count("shutdown");
+  if (closed_) return;
+  closed_ = true;
+  while (true) {
+    retire();
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    if (queues_.empty() || error_) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  stop_watchdog();
+}
+
+}  // namespace fake_gpu
