@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pynvml
@@ -12,7 +13,7 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
 from crux_torch.fabric.nvml import NvLink, NVLINK_Bps, bounded, read_gpus, read_nvml
-from crux_torch.fabric.nvml_activity import GPM_METRICS, ActivityMeter
+from crux_torch.fabric.nvml_activity import GPM_METRICS, ActivityMeter, Choice
 from crux_torch.fabric.pcie import Distance
 
 FUNCTIONS = sorted(name for name in vars(FakeNvml) if name.startswith("nvml"))
@@ -133,6 +134,10 @@ def test_bounded_waits_no_longer_than_told_and_starts_no_second_call() -> None:
     assert bounded(lambda: 1 // 0, timeout_s=5.0) is None
 
 
+def first(gpus: Sequence[Gpu]) -> Gpu | None:
+    return gpus[0]
+
+
 GPM = {
     pynvml.NVML_GPM_METRIC_SM_UTIL: 80.0,
     pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 50.0,
@@ -145,11 +150,13 @@ def test_activity_by_gpm() -> None:
     fake = FakeNvml([FakeGpu(gpm=GPM)])
     meter = ActivityMeter(fake)
     assert meter.finish() is None, "it was not begun"
-    meter.begin("0000:1b:00.0")
+    meter.begin(first)
     activity = meter.finish(10)
     assert activity is not None
     assert activity.source == "gpm"
     assert (activity.busy, activity.tensor) == (0.8, 0.5)
+    assert meter.gpu is not None
+    assert meter.gpu.pci_address == "0000:1b:00.0"
     assert activity.pcie_sent_Bps == 100 * 2**20
     assert activity.nvlink_received_Bps == 1000 * 2**20
     assert (activity.pcie_received_Bps, activity.nvlink_sent_Bps) == (None, None)
@@ -159,7 +166,7 @@ def test_activity_by_gpm() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 def test_counters_that_make_no_sense_are_left_out(value: float) -> None:
     meter = ActivityMeter(FakeNvml([FakeGpu(gpm={**GPM, pynvml.NVML_GPM_METRIC_SM_UTIL: value})]))
-    meter.begin("0000:1b:00.0")
+    meter.begin(first)
     activity = meter.finish(10)
     assert activity is not None
     assert (activity.busy, activity.tensor) == (None, 0.5)
@@ -183,7 +190,7 @@ def test_activity_without_gpm_is_polled(gpu: FakeGpu, monkeypatch: pytest.Monkey
     monkeypatch.setattr("crux_torch.fabric.nvml_activity.POLL_S", 0.01)
     fake = FakeNvml([gpu])
     meter = ActivityMeter(fake)
-    meter.begin("0000:1b:00.0")
+    meter.begin(first)
     if gpu.gpm == {}:
         # GPM is there and tells nothing, which shows at the end only: too late to poll.
         assert meter.finish(10) is None
@@ -197,19 +204,20 @@ def test_activity_without_gpm_is_polled(gpu: FakeGpu, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("gpu", "address"),
+    ("gpu", "choose"),
     [
-        (FakeGpu(mig=True, gpm=GPM), "0000:1b:00.0"),
-        (FakeGpu(gpm=GPM), "0000:ff:00.0"),
-        (FakeGpu(), "0000:1b:00.0"),
+        (FakeGpu(mig=True, gpm=GPM), first),
+        (FakeGpu(gpm=GPM), lambda gpus: None),
+        (FakeGpu(gpm=GPM), lambda gpus: gpus[7]),
+        (FakeGpu(), first),
     ],
-    ids=["split by MIG", "another address", "nothing supported"],
+    ids=["split by MIG", "none is chosen", "choosing fails", "nothing supported"],
 )
-def test_no_activity(gpu: FakeGpu, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_activity(gpu: FakeGpu, choose: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("crux_torch.fabric.nvml_activity.POLL_S", 0.01)
     fake = FakeNvml([gpu])
     meter = ActivityMeter(fake)
-    meter.begin(address)
+    meter.begin(choose)
     time.sleep(0.05)
     assert meter.finish(10) is None
     assert fake.sessions == 0
@@ -219,14 +227,14 @@ def test_a_driver_that_hangs_costs_one_thread_and_no_time() -> None:
     fake = FakeNvml([FakeGpu(gpm=GPM)], hanging=["nvmlGpmSampleGet"])
     meter = ActivityMeter(fake)
     before = threading.active_count()
-    meter.begin("0000:1b:00.0")
+    meter.begin(first)
     assert meter.finish(0.01) is None
-    meter.begin("0000:1b:00.0")
+    meter.begin(first)
     assert meter.finish(0.01) is None
     assert threading.active_count() == before + 1
     fake.let_go.set()
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    meter.begin("0000:1b:00.0")
+    meter.begin(first)
     assert meter.finish(10) is not None, "it goes on once the driver answers"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crux_torch.fabric.nvml import Gpu
-from crux_torch.fabric.nvml_device import current_device, own_gpu, visible_gpus
+from crux_torch.fabric.nvml_device import CudaDevice, current_device, own_gpu, visible_gpus
 
 GPUS = tuple(
     Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}a-{i}", 80 << 30, f"0000:{i:02x}:00.0", 312e12)
@@ -73,20 +73,18 @@ def test_cudas_uuid_settles_it() -> None:
 
 def cuda(**given: Any) -> Any:
     cuda = {
-        "is_available": lambda: True,
         "is_initialized": lambda: True,
         "current_device": lambda: 1,
-        "get_device_properties": lambda i: SimpleNamespace(uuid=f"{i}a-{i}"),
+        "get_device_properties": lambda i: SimpleNamespace(uuid=f"{i}a-{i}", name="NVIDIA L4"),
     }
     return SimpleNamespace(cuda=SimpleNamespace(**{**cuda, **given}))
 
 
 def test_the_current_device() -> None:
-    assert current_device(cuda()) == (1, "1a-1")
-    assert current_device(cuda(is_available=lambda: False)) is None
+    assert current_device(cuda()) == CudaDevice(1, "1a-1", "NVIDIA L4")
     assert current_device(cuda(is_initialized=lambda: False)) is None
-    nameless = cuda(get_device_properties=lambda i: SimpleNamespace())
-    assert current_device(nameless) == (1, "")
+    nameless = cuda(get_device_properties=lambda i: SimpleNamespace(name="NVIDIA L4"))
+    assert current_device(nameless) == CudaDevice(1, "", "NVIDIA L4")
 
 
 def test_the_current_device_makes_no_cuda_context_here() -> None:

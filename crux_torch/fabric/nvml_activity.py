@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from crux_torch.fabric.nvml import session
+from crux_torch.fabric.nvml import Gpu, read_gpus, session
 from crux_torch.profile.activity import DeviceActivity
 
 log = logging.getLogger(__name__)
 
+#: Picks a GPU out of all of the host.
+Choice = Callable[[Sequence[Gpu]], Gpu | None]
 #: Seconds between two polls; NVML's rates are means over a fraction of a second.
 POLL_S = 0.5
 #: Seconds that the end of a measurement waits for the counters.
@@ -46,19 +48,25 @@ class ActivityMeter:
         self._library = library
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._gpu: list[Gpu] = []
         self._found: list[DeviceActivity] = []
 
-    def begin(self, pci_address: str) -> None:
-        """Start watching the GPU at ``pci_address``; what was under way is dropped."""
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that is watched, once NVML has told it."""
+        return self._gpu[0] if self._gpu else None
+
+    def begin(self, choose: Choice) -> None:
+        """Start watching the GPU that ``choose`` picks; what was under way is dropped."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(FINISH_S)
             if self._thread.is_alive():
                 return
-        self._stop, self._found = threading.Event(), []
+        self._stop, self._gpu, self._found = threading.Event(), [], []
         self._thread = threading.Thread(
             target=_run,
-            args=(self._library, pci_address, self._stop, self._found),
+            args=(self._library, choose, self._stop, self._gpu, self._found),
             name="crux-activity",
             daemon=True,
         )
@@ -78,26 +86,27 @@ class ActivityMeter:
 
 
 def _run(
-    library: Any, pci_address: str, stop: threading.Event, found: list[DeviceActivity]
+    library: Any,
+    choose: Choice,
+    stop: threading.Event,
+    chosen: list[Gpu],
+    found: list[DeviceActivity],
 ) -> None:
     try:
         with session(library) as nvml:
-            handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_address)
-            if _is_split(nvml, handle):
+            gpu = choose(read_gpus(library))
+            if gpu is None:
+                return
+            chosen.append(gpu)
+            if gpu.mig:
                 # The counters of the whole GPU say nothing about one instance.
                 return
+            handle = nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_address)
             activity = _by_gpm(nvml, handle, stop) or _by_polling(nvml, handle, stop)
             if activity is not None:
                 found.append(activity)
     except Exception as error:
-        log.debug("no activity of GPU %s: %s", pci_address, error)
-
-
-def _is_split(nvml: Any, handle: Any) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except Exception:
-        return False
+        log.debug("no activity: %s", error)
 
 
 def _by_gpm(nvml: Any, handle: Any, stop: threading.Event) -> DeviceActivity | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from crux_torch.fabric.nvml import Gpu
@@ -12,8 +13,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 
 
-def current_device(torch: Any = None) -> tuple[int, str] | None:
-    """Number and UUID of the CUDA device that the calling thread has chosen.
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """A device as CUDA shows it to this process: its number, UUID (empty if unknown) and model."""
+
+    ordinal: int
+    uuid: str
+    name: str
+
+
+def current_device(torch: Any = None) -> CudaDevice | None:
+    """The CUDA device that the calling thread has chosen.
 
     The choice belongs to the thread: call it on the one that trains. It never makes a CUDA context.
 
@@ -21,14 +31,14 @@ def current_device(torch: Any = None) -> tuple[int, str] | None:
         torch: stands in for the module.
 
     Returns:
-        None where CUDA has not been used yet; an empty UUID where this torch does not tell it.
+        None where CUDA has not been used yet.
     """
     torch = torch or sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
         return None
     ordinal = int(torch.cuda.current_device())
-    uuid = getattr(torch.cuda.get_device_properties(ordinal), "uuid", "")
-    return ordinal, str(uuid)
+    properties = torch.cuda.get_device_properties(ordinal)
+    return CudaDevice(ordinal, str(getattr(properties, "uuid", "")), properties.name)
 
 
 def own_gpu(

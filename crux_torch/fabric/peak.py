@@ -112,6 +112,12 @@ PEAKS: tuple[PeakFlops, ...] = (
 )
 
 
+#: Data types whose products tensor cores make, where a model has a figure for them.
+TENSOR = ("tf32", "fp16", "bf16", "fp8")
+#: What a job most likely trains in, where nothing was counted.
+USUAL = ("bf16", "fp16", "fp32")
+
+
 def peak_flops(device_name: str, dtype: str | None = None) -> float | None:
     """Peak FLOP/s of one device.
 
@@ -122,9 +128,48 @@ def peak_flops(device_name: str, dtype: str | None = None) -> float | None:
     Returns:
         None for a model or a data type that is not in the table.
     """
+    peaks = _peaks(device_name)
+    return max(peaks.values(), default=None) if dtype is None else peaks.get(dtype)
+
+
+def flops_in_use(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
+    """FLOP/s of one device at its peak, in the mix of data types that a job computes in.
+
+    Args:
+        device_name: as the driver reports it.
+        by_dtype: FLOPs by data type; one without a figure counts at the fastest. Where there are
+            none at all, the job is taken to train in the first of ``USUAL`` that the device has.
+
+    Returns:
+        None for a model that is not in the table.
+    """
+    peaks = _peaks(device_name)
+    total = sum(by_dtype.values())
+    if not peaks:
+        return None
+    if not total:
+        return next((peaks[dtype] for dtype in USUAL if dtype in peaks), None)
+    return total / sum(flops / _peak(peaks, dtype) for dtype, flops in by_dtype.items())
+
+
+def tensor_seconds(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
+    """Seconds for which FLOPs by data type keep all tensor cores busy at their peak.
+
+    Returns:
+        None for a model that is not in the table.
+    """
+    peaks = _peaks(device_name)
+    if not peaks:
+        return None
+    return sum(by_dtype.get(dtype, 0.0) / _peak(peaks, dtype) for dtype in TENSOR)
+
+
+def _peaks(device_name: str) -> Mapping[str, float]:
     for entry in PEAKS:
         if re.search(entry.pattern, device_name, re.IGNORECASE):
-            if dtype is None:
-                return max(entry.flops.values())
-            return entry.flops.get(dtype)
-    return None
+            return entry.flops
+    return {}
+
+
+def _peak(peaks: Mapping[str, float], dtype: str) -> float:
+    return peaks.get(dtype) or max(peaks.values())
