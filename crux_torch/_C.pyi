@@ -1,5 +1,7 @@
 """The part of crux_torch that runs inside torch.distributed; sources in csrc/bindings."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +126,24 @@ class InnerSwitch:
     @property
     def waits(self) -> tuple[int, float]:
         """Operations that waited in the last switch, and the longest wait in seconds."""
+
+    def turn(self) -> AbstractContextManager[Backend]:
+        """Holds the place of a collective that is issued past the group.
+
+        Entering gives the inner backend that serves it, and may wait as a collective may.
+        """
+
+    def apply(self, setting: Callable[[Backend], object]) -> None:
+        """Call it with each inner backend in use; what it raises comes out."""
+
+    def configure(self, name: str, setting: Callable[[Backend], object]) -> None:
+        """As ``apply``, and with each that is made later; a later one of a name replaces it."""
+
+    def forget(self, name: str) -> None:
+        """Leave what was configured by that name out for those that are made later."""
+
+    def refuse(self, reason: str) -> None:
+        """No switch from now on."""
 
     def arm(self, next: Backend, margin: int, limit: timedelta) -> Counts:
         """Begin a switch to ``next``.

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch import backend, runtime
+from crux_torch import inner_backends, runtime, stand_ins
 from crux_torch.apply import nccl
 from crux_torch.apply.nccl_labels import COUNT, NcclLabels, label_of
 from crux_torch.apply.transport import TransportError
@@ -158,9 +158,13 @@ class FakeNccl:
 @pytest.fixture
 def attached(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for NCCL's class whose backends come out undecorated."""
-    monkeypatch.setattr(backend, "_delegate", lambda name, inners, *rest: inners["cuda"])
-    namespace = {"stock": FakeNccl, "public_name": "nccl", "devices": ("cuda",)}
-    return backend._StandIn("ProcessGroupNCCL", (), namespace)
+
+    def make(store: Any, rank: int, size: int, script: Any) -> Any:
+        return FakeNccl(store, rank, size, script)
+
+    stock = c10d.ProcessGroupNCCL
+    namespace = {"stock": staticmethod(make), "name": "nccl", "delegate": None}
+    return stand_ins.StandIn("ProcessGroupNCCL", (stock,), namespace)
 
 
 @pytest.mark.parametrize("switched_off", ["CRUX_NCCL_CLASS=0", "CRUX_DISABLE=1", ""])
@@ -171,10 +175,11 @@ def test_both_ways_of_creation_get_the_plans_class(
         monkeypatch.setenv(*switched_off.split("="))
     monkeypatch.setattr(runtime, "planned_dscp", lambda: DSCP)
     made: list[Any] = []
-    plugin = SimpleNamespace(creator_fn=lambda opts, script: made.append(script))
+    plugin = SimpleNamespace(creator_fn=lambda opts, script: made.append(script), extended_api=True)
     monkeypatch.setitem(c10d.Backend._plugins, "NCCL", plugin)
     script = options()
-    backend._create_nccl(SimpleNamespace(split_from=None, group_id="7"), script)
+    opts = SimpleNamespace(split_from=None, group_id="7")
+    inner_backends.create("nccl", opts, inner_backends.with_nccl_class(script, opts.group_id))
     made.append(attached(dist.HashStore(), 0, 1, script).options)  # type: ignore[attr-defined]
     expected = nccl.UNDEFINED if switched_off else DSCP << 2
     assert [classed.config.traffic_class for classed in made] == [expected, expected]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from crux_torch.apply import nccl
 from crux_torch.errors import CruxError
 
 #: Makes a backend from the current one, a store of its own, a timeout for making it, and the
@@ -38,31 +37,32 @@ def like_gloo(current: Any, store: Any, timeout: timedelta, script_options: Any)
 
 
 def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
-    """A NCCL backend of the current one's class; its communicator is made at the first operation.
+    """A NCCL backend of the current one's class, on the same device.
 
-    Not split from another: a split's connections would share its parent's resources. The class that
-    the current one was given is not the script's choice, so the next may be given another.
+    torch's first class makes its communicator at the first operation, or when it is connected; the
+    classes that bind a device make it here, within ``timeout``. Not split from another: a split's
+    connections would share its parent's resources. The traffic class that the current one was
+    given is not the script's choice, so the next may be given another.
     """
+    from crux_torch import inner_backends
+
     stock = type(current)
-    options = copy.copy(current.options)
+    wanted = current.options
+    options = copy.copy(wanted)
     options.split_from = None
-    chosen = nccl.UNDEFINED if script_options is None else script_options.config.traffic_class
-    options.config.traffic_class = chosen
-    options = nccl_options(options)
-    if stock.__name__ == "ProcessGroupNCCL":
-        return stock(store, current.rank(), current.size(), options)
+    options.config.traffic_class = inner_backends.scripts_class(wanted, script_options)
+    options = inner_backends.with_nccl_class(options)
+    native = store.native(timeout) if hasattr(store, "native") else store
+    if not inner_backends.connects_when_made(stock):
+        return stock(native, current.rank(), current.size(), options)
     device = current.bound_device_id
     if device is None:
         raise CruxError("a NCCL group without a bound device")
-    with torch.cuda.device(device):
-        return stock(store, current.rank(), current.size(), options, device)
-
-
-def nccl_options(options: Any) -> Any:
-    """The options with what the job's plan adds to them."""
-    from crux_torch import backend
-
-    return backend.with_nccl_class(options)
+    options._timeout = timeout
+    with torch.accelerator.device_index(device.index):
+        made = stock(native, current.rank(), current.size(), options, device)
+    made.set_timeout(wanted._timeout)
+    return made
 
 
 MAKERS: dict[str, Maker] = {"gloo": like_gloo, "nccl": like_nccl}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import Store as C10dStore
@@ -55,6 +55,14 @@ class GroupStore:
         self._address = (base.host, base.port) if isinstance(base, TCPStore) else None
         self._prefix = _C.store_prefix(store) if self._address else ""
         self._shared = None if self._address else store
+
+    def native(self, prefix: str, timeout: timedelta) -> C10dStore:
+        """What is under ``prefix``, by c10d's own classes; raises RuntimeError."""
+        if self._address is None:
+            return PrefixStore(prefix.rstrip("/"), cast(C10dStore, self._shared))
+        host, port = self._address
+        client = TCPStore(host, port, is_master=False, timeout=timeout)
+        return PrefixStore((self._prefix + prefix).rstrip("/"), client)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Put ``value``; raises StoreError, as all below."""
@@ -131,6 +139,17 @@ class Rendezvous(C10dStore):
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"no peer within {timeout.total_seconds():g} s: {keys[0]}")
             time.sleep(POLL_S)
+
+    def native(self, timeout: timedelta) -> C10dStore:
+        """The same keys by c10d's own classes: what a backend's C++ threads may keep and wait on.
+
+        Args:
+            timeout: of connecting, where that takes a connection of its own.
+
+        Raises:
+            RuntimeError: no connection.
+        """
+        return self._store.native(self._prefix, timeout)
 
     def forget(self) -> None:
         """Delete what was written here; raises StoreError."""

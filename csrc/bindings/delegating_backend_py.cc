@@ -38,9 +38,8 @@ void bind_delegating_backend(py::module_& module) {
       .def_property_readonly("default_inner", &DelegatingBackend::default_inner)
       .def_property_readonly("group_index", &DelegatingBackend::group_index)
       // Whatever only the inner class has (options, memory registration, ...) is asked of it.
-      .def("__getattr__", [](const DelegatingBackend& self, const std::string& attribute) {
-        const py::object inner = py::cast(self.default_inner());
-        return py::getattr(inner, attribute.c_str());
+      .def("__getattr__", [](const py::object& self, const py::str& attribute) -> py::object {
+        return py::module_::import("crux_torch.passed_on").attr("attribute")(self, attribute);
       });
 }
 

@@ -42,10 +42,46 @@ struct Prefix : c10d::PrefixStore {
   }
 };
 
+// What Python does to an inner backend; may be called and dropped without the GIL.
+InnerSwitch::Setting to_setting(py::function function) {
+  const std::shared_ptr<py::function> kept(new py::function(std::move(function)),
+                                           [](py::function* dropped) {
+                                             const py::gil_scoped_acquire acquire;
+                                             delete dropped;
+                                           });
+  return [kept](c10d::Backend& inner) {
+    const py::gil_scoped_acquire acquire;
+    (*kept)(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&inner));
+  };
+}
+
+// Holds the place of a collective that c10d issues past the group, for as long as that runs.
+class Turn {
+ public:
+  explicit Turn(std::shared_ptr<InnerSwitch> owner) : owner_(std::move(owner)) {}
+
+  InnerSwitch::BackendPtr enter() {
+    ticket_.emplace(owner_->collective());
+    ticket_->issued();
+    return ticket_->inner()->backend;
+  }
+  void exit() { ticket_.reset(); }
+
+ private:
+  const std::shared_ptr<InnerSwitch> owner_;
+  std::optional<InnerSwitch::Ticket> ticket_;
+};
+
 }  // namespace
 
 void bind_inner_switch(py::module_& module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<Turn>(module, "Turn")
+      .def("__enter__", &Turn::enter, unlocked)
+      .def("__exit__", [](Turn& self, const py::args&) {
+        const py::gil_scoped_release release;
+        self.exit();
+      });
   py::class_<InnerSwitch, std::shared_ptr<InnerSwitch>>(module, "InnerSwitch")
       .def_property_readonly("group", &InnerSwitch::group)
       .def_property_readonly("device",
@@ -93,6 +129,25 @@ void bind_inner_switch(py::module_& module) {
             return self.decide(from_plain(counts));
           },
           py::arg("counts"), unlocked)
+      .def("turn", [](std::shared_ptr<InnerSwitch> self) { return Turn(std::move(self)); })
+      .def(
+          "apply",
+          [](const InnerSwitch& self, py::function function) {
+            const auto setting = to_setting(std::move(function));
+            const py::gil_scoped_release release;
+            self.apply(setting);
+          },
+          py::arg("setting"))
+      .def(
+          "configure",
+          [](InnerSwitch& self, const std::string& name, py::function function) {
+            auto setting = to_setting(std::move(function));
+            const py::gil_scoped_release release;
+            self.configure(name, std::move(setting));
+          },
+          py::arg("name"), py::arg("setting"))
+      .def("forget", &InnerSwitch::forget, py::arg("name"), unlocked)
+      .def("refuse", &InnerSwitch::refuse, py::arg("reason"), unlocked)
       .def("cancel", &InnerSwitch::cancel, unlocked)
       .def("finish", &InnerSwitch::finish, unlocked)
       .def("release", &InnerSwitch::release, unlocked);

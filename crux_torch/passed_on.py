@@ -1,0 +1,88 @@
+"""What a delegating backend has from its inner backend's class only, as Python sees it.
+
+``csrc/process_group`` answers what every c10d backend has. Whatever else the stock classes have is
+asked of the current inner backend. Where that changes something in it, the next one of a switch
+(docs/switching.md) gets the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+def attribute(backend: Any, name: str) -> Any:
+    """The attribute ``name`` of a delegating backend, which does not have it itself.
+
+    Raises:
+        AttributeError: the stock backend does not have it either.
+    """
+    value = getattr(backend.default_inner, name)
+    changes = _CHANGES.get(name)
+    return value if changes is None else functools.partial(changes, backend)
+
+
+def turn(backend: Any) -> AbstractContextManager[Any]:
+    """Within it: the inner backend to split a group from; counts as a collective of all ranks.
+
+    Ranks that are about to switch would otherwise split from different ones.
+    """
+    return default_switch(backend).turn()  # type: ignore[no-any-return]
+
+
+def default_switch(backend: Any) -> Any:
+    """The ``InnerSwitch`` of the accelerator where there is one, else the CPU's."""
+    switches = backend.switches
+    return next((s for s in switches if s.device != "cpu"), switches[0])
+
+
+def _register_mem_pool(backend: Any, pool: Any, symm: bool = False) -> None:
+    switch = default_switch(backend)
+    if symm:
+        # Windows of both ends are bound to the communicator, and made by all ranks together.
+        switch.refuse("symmetric memory is bound to the inner backend")
+        switch.backend.register_mem_pool(pool, symm)
+    else:
+        switch.configure(_pool(pool), lambda inner: inner.register_mem_pool(pool))
+
+
+def _deregister_mem_pool(backend: Any, pool: Any) -> None:
+    switch = default_switch(backend)
+    switch.forget(_pool(pool))
+    switch.apply(lambda inner: inner.deregister_mem_pool(pool))
+
+
+def _pool(pool: Any) -> str:
+    return f"memory pool {pool.id}"
+
+
+def _set_enable_nan_check(backend: Any, enable_nan_check: bool) -> None:
+    default_switch(backend).configure(
+        "nan check", lambda inner: inner._set_enable_nan_check(enable_nan_check)
+    )
+
+
+def _set_default_timeout(backend: Any, timeout: Any) -> None:
+    backend.set_timeout(timeout)
+
+
+def _add_ephemeral_timeout(backend: Any, timeout: Any) -> None:
+    default_switch(backend).apply(lambda inner: inner._add_ephemeral_timeout(timeout))
+
+
+def _perform_nocolor_split(backend: Any, device: Any) -> None:
+    with turn(backend) as inner:
+        inner.perform_nocolor_split(device)
+
+
+#: What changes an inner backend, or must meet the same one on all ranks.
+_CHANGES: dict[str, Callable[..., None]] = {
+    "_add_ephemeral_timeout": _add_ephemeral_timeout,
+    "_set_default_timeout": _set_default_timeout,
+    "_set_enable_nan_check": _set_enable_nan_check,
+    "deregister_mem_pool": _deregister_mem_pool,
+    "perform_nocolor_split": _perform_nocolor_split,
+    "register_mem_pool": _register_mem_pool,
+}
