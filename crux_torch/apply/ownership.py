@@ -1,9 +1,11 @@
-"""Which of this process's TCP sockets belong to the inner backend.
+"""Which of this process's TCP sockets belong to the inner backends.
 
 Gloo opens one listener for each device of a process group, and each of its connections has such a
 listener at one end. So a connection is ours if its local end is a listener of ours, or its remote
 end one of a peer's. The listeners are taken from what the group's ranks published to each other;
 where that can't be read, from what appeared while the group was made.
+
+NCCL's are those that its library made: see :mod:`crux_torch.apply.nccl_sockets`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from crux_torch.apply import gloo_rendezvous
+from crux_torch.apply import gloo_rendezvous, nccl_sockets
 from crux_torch.apply.gloo_rendezvous import Store
 from crux_torch.apply.sockets import Endpoint, SocketTable, TcpSocket, borrow
 
@@ -25,16 +27,22 @@ logger = logging.getLogger(__name__)
 
 
 class Ownership:
-    """Knows the inner backend's sockets; safe to use from several threads.
+    """Knows the inner backends' sockets; safe to use from several threads.
 
     A forked child starts from nothing: the sockets it inherits stay its parent's.
 
     Args:
         store_ports: ports of rendezvous stores, whose connections are never claimed.
+        made_by_nccl: gives the inodes of NCCL's connections.
     """
 
-    def __init__(self, store_ports: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        store_ports: Iterable[int] = (),
+        made_by_nccl: Callable[[], Collection[int]] = nccl_sockets.made_by_nccl,
+    ) -> None:
         self._store_ports = set(store_ports)
+        self._made_by_nccl = made_by_nccl
         self._forget()
         itself = weakref.ref(self)
 
@@ -82,13 +90,15 @@ class Ownership:
             )
 
     def owned(self) -> list[TcpSocket]:
-        """The inner backend's connections that are open now, those made since included.
+        """The inner backends' connections that are open now, those made since included.
 
         Raises:
             OSError: where this process's descriptors can't be listed.
         """
+        # Listed first: what it lists is in the scan, unless it was closed.
+        of_nccl = self._made_by_nccl()
         with self._lock:
-            return self._owned(self._table.scan())
+            return self._owned(self._table.scan(), of_nccl)
 
     def own_listeners(self) -> list[Endpoint]:
         """Where the inner backend listens now: what the other ranks of the job may learn.
@@ -145,7 +155,7 @@ class Ownership:
             if _is_gloos(s):
                 self._connections.add(inode)
 
-    def _owned(self, sockets: dict[int, TcpSocket]) -> list[TcpSocket]:
+    def _owned(self, sockets: dict[int, TcpSocket], of_nccl: Collection[int]) -> list[TcpSocket]:
         self._groups = {i: peers for i, peers in self._groups.items() if i in sockets}
         own = {sockets[i].local for i in self._groups}
         peers = self._learned.union(*self._groups.values())
@@ -154,7 +164,8 @@ class Ownership:
             for i, s in sockets.items()
             if s.peer is not None and (i in self._connections or s.local in own or s.peer in peers)
         }
-        return [sockets[i] for i in sorted(self._connections)]
+        connected = (i for i in of_nccl if i in sockets and sockets[i].peer is not None)
+        return [sockets[i] for i in sorted(self._connections.union(connected))]
 
 
 def _published(

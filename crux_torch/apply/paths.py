@@ -140,19 +140,20 @@ def routed(
         sockets: the inner backends'.
         listeners: where the inner backends listen: what they accepted was made by the other end.
         known: the transport's connections. Of these count also the ones that it looked for a path
-            for, NCCL's sockets, and the queue pairs whose source port is known.
+            for, and the queue pairs whose source port is known.
         routes: of this host.
     """
     to = {address: route for route in routes for address in route.destinations}
     known = list(known)
     others = {c.id: c for c in known if c.kind == "tcp"}
+    accepted = {c.id for c in others.values() if c.accepted}
     pairs = [c for c in known if c.kind == "qp" and c.peer in to and c.local_port]
     found = [
         Routed(
             sock.inode,
             sock.local,
             sock.peer,
-            "accepted" if sock.local in listeners else "connected",
+            "accepted" if sock.local in listeners or sock.inode in accepted else "connected",
             "tcp",
             to[sock.peer[0]],
             others.pop(sock.inode, None),

@@ -34,7 +34,7 @@ How = Literal[
     "refused",
 ]
 
-_ABI = 2
+_ABI = 3
 _ADDRESS_CHARS = 46
 _NAME_CHARS = 64
 _MAX_HOPS = 16
@@ -107,6 +107,7 @@ class Connection:
         probes: packets sent to find its path.
         via_ttl: the last hop that was probed, 0 without a probe.
         via: who answered there.
+        accepted: of a socket, whether the other end made it, and chose its path.
     """
 
     id: int
@@ -131,6 +132,7 @@ class Connection:
     probes: int
     via_ttl: int
     via: str
+    accepted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,7 @@ class _Connection(ctypes.Structure):
         ("probes", ctypes.c_uint32),
         ("via_ttl", ctypes.c_int32),
         ("via", ctypes.c_char * _ADDRESS_CHARS),
+        ("accepted", ctypes.c_int32),
     )
 
 
@@ -384,6 +387,7 @@ def _connection(c: _Connection) -> Connection:
     values["how"] = _HOWS[c.how]
     values["dscp"] = _known(c.dscp)
     values["rate_Bps"] = _limit(c.rate_Bps)
+    values["accepted"] = bool(c.accepted)
     return Connection(**values)
 
 

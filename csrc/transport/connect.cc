@@ -261,6 +261,7 @@ int accepted(int fd, const void* caller) {
   record.inode = *inode;
   if (const auto peer = peer_endpoint(fd)) record.peer = *peer;
   record.owner = owner != nullptr ? to_name(owner) : library_of(caller);
+  record.accepted = true;
   transport->registry.add(fd, record);
   return fd;
 }

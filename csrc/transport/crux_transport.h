@@ -26,7 +26,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define CRUX_TRANSPORT_ABI 2
+#define CRUX_TRANSPORT_ABI 3
 #define CRUX_ADDRESS_CHARS 46
 #define CRUX_NAME_CHARS 64
 #define CRUX_ROUTE_HOPS 16
@@ -89,6 +89,7 @@ struct crux_connection {
   uint32_t probes;                      // sent to find its path
   int32_t via_ttl;  // the last hop that was probed, 0 without a probe, and who answered there
   char via[CRUX_ADDRESS_CHARS];
+  int32_t accepted;  // 1: a socket that was seen to be accepted; its port is the other end's choice
 };
 
 // What a live socket had and has; TOS stands for the IPv6 traffic class too. -1 and UINT64_MAX:

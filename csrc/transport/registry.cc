@@ -42,6 +42,7 @@ crux_connection to_connection(int fd, const Record& record) {
   record.peer.address.write(out.peer, sizeof out.peer);
   out.peer_port = record.peer.port;
   out.dscp = -1;
+  out.accepted = record.accepted;
   out.probes = record.probes;
   out.via_ttl = record.via_ttl;
   if (record.via_ttl != 0) record.via.write(out.via, sizeof out.via);

@@ -27,6 +27,7 @@ struct Record {
   uint64_t inode = 0;  // names the connection together with its descriptor
   Endpoint peer;
   Name owner{};
+  bool accepted = false;
   crux_how how = CRUX_UNTOUCHED;
   int error = 0;
   SocketOptions original;  // where `how` says that it was touched
