@@ -31,6 +31,7 @@ from crux_torch.profile.trace import chrome_trace, write_trace
 from crux_torch.profile.window import RecordWindow
 from crux_torch.runtime.conductor import Conductor, answer
 from crux_torch.runtime.leadership import make_conductor
+from crux_torch.runtime.link_routes import OwnDevice, make_links
 from crux_torch.runtime.measurement import Meter
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.path_reports import PathReports
@@ -80,6 +81,8 @@ class Agent:
         self._recorder = recorder
         self._traffic_class = TrafficClass(ownership)
         self._steering = make_steering(settings, self.host, ownership, store)
+        self._device = OwnDevice()
+        self._links = make_links(settings, self._device)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
         self._meter = Meter(recorder, settings, rank, world_size, self.host)
@@ -112,6 +115,7 @@ class Agent:
 
     def group_was_made(self) -> None:
         """Mark the sockets of a new process group at the next tick."""
+        self._device.look()
         self._refresh.set()
 
     @property
@@ -173,6 +177,7 @@ class Agent:
                 "sockets": [_told(mark) for mark in report.marks],
             },
             "paths": self._steering.status(),
+            "links": self._links.status(),
             "errors": dict(self._errors),
         }
 
@@ -184,6 +189,7 @@ class Agent:
             self._stop.wait(self.settings.tick_s)
         self._attempt("revert", self._traffic_class.revert)
         self._attempt("unsteer", self._steering.revert)
+        self._attempt("ungate", self._links.revert)
         self._attempt("unhook", self._meter.remove)
         self._attempt("close", self._close)
         self._attempt("trace", self._write_trace)
@@ -274,6 +280,7 @@ class Agent:
             self._order = None
             self._traffic_class.revert()
             self._steering.revert()
+            self._links.revert()
         LABELS.set_dscp(self.planned_dscp or 0)
         if self._refresh.is_set() or now >= self._refresh_at_s:
             self._refresh.clear()
@@ -281,6 +288,10 @@ class Agent:
             self._traffic_class.refresh()
             self._steering.tick()
             self._path_reports.send(self._steering.counts())
+            self._attempt("gate", self._gate_links)
+
+    def _gate_links(self) -> None:
+        self._links.tick(self._meter.groups())
 
     def _listen(self, now: float) -> None:
         decision = self._channel.decision()
@@ -312,6 +323,7 @@ class Agent:
             self._measuring = order
             self._meter.begin()
         self._steering.follow(order, self.settings.dscp_map)
+        self._links.follow(order.incarnation, order.level)
 
     def _has_changed(self) -> bool:
         """Whether an iteration moves other amounts than when the job was measured."""

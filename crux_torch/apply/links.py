@@ -1,0 +1,267 @@
+"""Links of this host as semaphores: lower levels give way (paper §5, Figure 3b).
+
+Which links the operations of a process group cross is the business of a :class:`Routes`; who is on
+a link, and who waits for whom, that of ``csrc/links``. What this adds is when: a process takes its
+places with the first order of its leader, and its operations look at a link only while another job
+has a place there too. docs/pcie.md has the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from crux_torch.control.warn_once import WarnOnce
+from crux_torch.fabric.nvml import Gpu
+from crux_torch.fabric.pcie import PcieTree
+from crux_torch.profile.group import GroupInfo
+
+_log = logging.getLogger(__name__)
+
+#: Where the tables are: memory that all processes of a host share.
+FOLDER = Path("/dev/shm")
+#: ``LinkGate.set_level`` for a job without a place in the order.
+NO_LEVEL = -1
+#: Seconds between two looks for what links there are, until it is known.
+LOOK_S = 5.0
+
+
+class Routes(Protocol):
+    """Which links of this host the operations of a process group cross, by name."""
+
+    def __call__(self, group: GroupInfo) -> tuple[str, ...]: ...
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why none can be told, in words; None where they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandInRoutes:
+    """Links by agreement: every operation with another rank crosses all of them.
+
+    Attributes:
+        names: of the links; jobs that name the same one on a host share it.
+    """
+
+    names: tuple[str, ...]
+    obstacle: str | None = None
+
+    def __call__(self, group: GroupInfo) -> tuple[str, ...]:
+        return self.names if len(group.ranks) != 1 else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PcieRoutes:
+    """PCIe links, from where this process's GPU and those of its neighbours are.
+
+    A group that spans hosts crosses what lies between the GPU and the NIC that it leaves by. One
+    with other ranks on this host crosses what lies between the GPU and those of its neighbours in
+    the group's order, as a ring does, unless an NVLink joins them.
+
+    Attributes:
+        tree: of this host.
+        gpu: PCI address of this process's own.
+        nic: PCI address of the NIC that its traffic leaves by; None where it isn't known.
+        local: PCI address of the GPU of each global rank on this host; None where unknown.
+        nvlinked: GPUs that an NVLink or NVSwitch joins to this process's own.
+    """
+
+    tree: PcieTree
+    gpu: str
+    nic: str | None
+    local: Mapping[int, str | None]
+    nvlinked: frozenset[str]
+
+    @property
+    def obstacle(self) -> str | None:
+        return self.tree.obstacle
+
+    def __call__(self, group: GroupInfo) -> tuple[str, ...]:
+        if len(group.ranks) < 2:
+            return ()
+        ends: set[str] = set()
+        here = [rank for rank in group.ranks if rank in self.local]
+        if len(here) < len(group.ranks) and self.nic is not None:
+            ends.add(self.nic)
+        mine = group.ranks[group.my_rank]
+        if mine in here:
+            place = here.index(mine)
+            around = (here[place - 1], here[(place + 1) % len(here)])
+            addresses = {self.local[rank] for rank in around}
+            ends |= {a for a in addresses if a is not None and a not in self.nvlinked}
+        return tuple(sorted({link.name for end in ends for link in self.tree.path(self.gpu, end)}))
+
+
+def nvlinked_with(gpu: Gpu, gpus: Sequence[Gpu]) -> frozenset[str]:
+    """PCI addresses of the GPUs that reach ``gpu`` without PCIe: by a link, or through NVSwitch."""
+
+    def switched(one: Gpu) -> bool:
+        return any(link.kind == "switch" for link in one.nvlinks)
+
+    direct = {link.peer for link in gpu.nvlinks if link.kind == "gpu"}
+    others = {one.pci_address for one in gpus if switched(one)} if switched(gpu) else set()
+    return frozenset((direct | others) - {gpu.pci_address})
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A link that this process has a place on: its index, and whether another job has one."""
+
+    index: int
+    shared: bool
+
+
+class HostLinks:
+    """Keeps this process's gate in step with its groups, its level and its neighbours.
+
+    One background thread calls it, :meth:`status` any. Raises nothing: a link that can't be joined
+    is left alone with one warning, and tried again.
+
+    Args:
+        gate: ``crux_torch._C.LinkGate``; called where the first place is taken.
+        routes: None until it can be told which links there are.
+        cluster: name of the cluster; links of different clusters have nothing to do with each
+            other.
+        wait_s: how long an operation gives way at most.
+        folder: of the tables.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        gate: Callable[[], Any],
+        routes: Callable[[], Routes | None],
+        cluster: str,
+        wait_s: float,
+        *,
+        folder: Path = FOLDER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make_gate, self._make_routes = gate, routes
+        self._cluster, self._wait_s, self._folder = cluster, wait_s, folder
+        self._clock = clock
+        self._look_at_s = float("-inf")
+        self._gate: Any = None
+        self._routes: Routes | None = None
+        self._job = ""
+        self._level: int | None = None
+        self._joined: dict[str, _Joined] = {}
+        self._crossed: dict[int, tuple[int, ...]] = {}
+        self._errors: dict[str, str] = {}
+        self._warn = WarnOnce(_log)
+
+    def follow(self, job: str, level: int | None) -> None:
+        """The level that the leader gives the job, from now on.
+
+        Args:
+            job: what all its ranks call it and no other job does.
+            level: None: it gives way to nobody, and nobody to it.
+        """
+        if job != self._job:
+            self.revert()
+        self._job, self._level = job, level
+        if self._gate is not None:
+            self._gate.set_level(NO_LEVEL if level is None else level)
+
+    def tick(self, groups: Sequence[GroupInfo]) -> None:
+        """Take places for new groups, and let operations look where another job is.
+
+        Args:
+            groups: the recorder's table.
+        """
+        if not self._job:
+            return
+        if self._routes is None and self._clock() >= self._look_at_s:
+            self._look_at_s = self._clock() + LOOK_S
+            self._routes = self._make_routes()
+        if self._routes is None or self._routes.obstacle is not None:
+            return
+        routes = [self._routes(group) for group in groups]
+        self._join({name for route in routes for name in route})
+        if self._gate is None:
+            return
+        for name, joined in self._joined.items():
+            self._joined[name] = _Joined(joined.index, self._gate.shared(joined.index))
+        for group, route in enumerate(routes):
+            links = (self._joined[name] for name in route if name in self._joined)
+            crossed = tuple(link.index for link in links if link.shared)
+            if self._crossed.get(group, ()) != crossed:
+                self._gate.cross(group, list(crossed))
+                self._crossed[group] = crossed
+        self._gate.install(any(self._crossed.values()))
+
+    def revert(self) -> None:
+        """Give way to nobody any more, and let nobody give way to this process."""
+        self._job, self._level = "", None
+        self._joined, self._crossed, self._errors = {}, {}, {}
+        if self._gate is not None:
+            self._gate.install(False)
+            self._gate.retire()
+
+    def status(self) -> dict[str, Any]:
+        """Plain values: ``active``, ``why_not``, ``waits`` and each of the ``links``."""
+        gate, routes, joined = self._gate, self._routes, self._joined
+        waited, ran_out, total_ns, longest_ns = (0, 0, 0, 0) if gate is None else gate.waits
+        return {
+            "active": gate is not None and gate.installed,
+            "why_not": self._why_not(routes),
+            "level": self._level,
+            "wait_ms": self._wait_s * 1e3,
+            "waits": {
+                "operations": waited,
+                "ran_out": ran_out,
+                "total_s": total_ns / 1e9,
+                "longest_s": longest_ns / 1e9,
+            },
+            "links": {name: self._link(gate, link) for name, link in sorted(joined.items())},
+            "refused": dict(self._errors),
+        }
+
+    def _why_not(self, routes: Routes | None) -> str | None:
+        if not self._job:
+            return "no order of the job's leader yet"
+        if routes is None:
+            return "not known yet which links this process crosses"
+        if routes.obstacle is not None:
+            return routes.obstacle
+        if not any(link.shared for link in self._joined.values()):
+            return "no other job is on this process's links"
+        return None
+
+    def _join(self, names: set[str]) -> None:
+        for name in sorted(names - self._joined.keys()):
+            try:
+                if self._gate is None:
+                    gate = self._make_gate()
+                    gate.set_wait_s(self._wait_s)
+                    self._gate = gate
+                index = self._gate.join(str(self._folder), self._cluster, name, self._job)
+            except (ImportError, RuntimeError) as error:
+                self._errors[name] = str(error)
+                self._warn(name, f"operations do not give way on link {name}: {error}")
+                continue
+            self._errors.pop(name, None)
+            self._joined[name] = _Joined(index, shared=False)
+        if self._gate is not None:
+            self._gate.set_level(NO_LEVEL if self._level is None else self._level)
+
+    def _link(self, gate: Any, link: _Joined) -> dict[str, Any]:
+        now_ns = time.monotonic_ns()
+        return {
+            "shared": link.shared,
+            "holders": [
+                {
+                    "pid": holder.pid,
+                    "level": None if holder.level == NO_LEVEL else holder.level,
+                    "operations": holder.operations,
+                    "since_s": max(0, now_ns - holder.changed_ns) / 1e9,
+                    "same_job": holder.same_job,
+                }
+                for holder in gate.holders(link.index)
+            ],
+        }

@@ -1,0 +1,112 @@
+"""Which links this process crosses: stand-in links by name, or PCIe links by where its GPU is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from crux_torch.apply.links import HostLinks, PcieRoutes, Routes, StandInRoutes, nvlinked_with
+from crux_torch.fabric.host import read_nics
+from crux_torch.fabric.nvml import Gpu, bounded, read_gpus
+from crux_torch.fabric.nvml_device import CudaDevice, current_device, own_gpu, visible_gpus
+from crux_torch.fabric.pcie import PcieTree
+from crux_torch.settings import Settings
+
+
+class OwnDevice:
+    """The CUDA device that this process trains on: what the thread has chosen that made this."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._chosen: CudaDevice | None = None
+        self.look()
+
+    def look(self) -> None:
+        """Ask again, which tells nothing on another thread: each chooses for itself."""
+        if threading.get_ident() == self._thread:
+            self._chosen = current_device() or self._chosen
+
+    def device(self, visible: int, env: Mapping[str, str]) -> CudaDevice | None:
+        """The device; None where it can't be told.
+
+        A script may choose its device after its process group was made. Then it is the only one, or
+        the one with the number of its local rank, as every launcher's documentation has it.
+
+        Args:
+            visible: devices that CUDA shows this process.
+            env: of this process.
+        """
+        if self._chosen is not None:
+            return self._chosen
+        if visible == 1:
+            return CudaDevice(0, "", "")
+        rank = env.get("LOCAL_RANK", "")
+        chosen = rank.isdecimal() and int(rank) < visible
+        return CudaDevice(int(rank), "", "") if chosen else None
+
+
+def make_links(settings: Settings, device: OwnDevice) -> HostLinks:
+    """What keeps this process's gate, by ``CRUX_LINKS``."""
+
+    def routes() -> Routes | None:
+        if settings.links == "none":
+            return StandInRoutes((), "switched off: CRUX_LINKS=none")
+        if settings.links == "auto":
+            return pcie_routes(device, os.environ)
+        return StandInRoutes(tuple(settings.links.split(",")))
+
+    return HostLinks(_process_gate, routes, settings.cluster, settings.link_wait_ms / 1e3)
+
+
+def pcie_routes(device: OwnDevice, env: Mapping[str, str]) -> Routes | None:
+    """The PCIe links of this process; None while it has no GPU in use, or it isn't known which."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if not cuda.is_available() or not cuda.is_initialized():
+        return None
+    gpus = bounded(read_gpus) or ()
+    chosen = device.device(cuda.device_count(), env)
+    gpu = own_gpu(gpus, chosen.ordinal, chosen.uuid, env) if chosen else None
+    if gpu is None:
+        return None
+    tree = PcieTree.read()
+    nic = tree.nic_of(gpu.pci_address, read_nics())
+    return PcieRoutes(
+        tree,
+        gpu.pci_address,
+        nic.pci_address if nic is not None else None,
+        local_gpus(gpu, visible_gpus(gpus, env), env),
+        nvlinked_with(gpu, gpus),
+    )
+
+
+def local_gpus(
+    own: Gpu, visible: tuple[Gpu | None, ...], env: Mapping[str, str]
+) -> dict[int, str | None]:
+    """PCI address of the GPU of each global rank on this host, as torchrun numbers them.
+
+    Args:
+        own: this process's GPU.
+        visible: the GPUs that CUDA shows this process.
+        env: of this process.
+    """
+    try:
+        rank, local, count = (int(env[k]) for k in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError):
+        return {}
+    # With one GPU visible to each process nobody tells which the others have.
+    gpus = visible if len(visible) >= count else ()
+    found = {
+        rank - local + i: gpu.pci_address if gpu is not None else None
+        for i, gpu in enumerate((*gpus, *[None] * count)[:count])
+    }
+    return found | {rank: own.pci_address}
+
+
+def _process_gate() -> object:
+    from crux_torch import _C
+
+    return _C.link_gate()
