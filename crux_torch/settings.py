@@ -164,6 +164,13 @@ def _link_wait_ms(text: str) -> float:
     return value
 
 
+def _ecn(text: str) -> str:
+    value = text.strip().lower()
+    if value not in ("auto", "0", "1", "2"):
+        raise ValueError("expected auto, 0, 1 or 2")
+    return value
+
+
 def _log_level(text: str) -> str:
     value = text.strip().upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -269,6 +276,13 @@ class Settings:
         True,
         "give each new NCCL communicator its traffic class; NCCL_IB_TC and the script's own win",
         _bool,
+    )
+    roce_ecn: str = _setting(
+        "CRUX_ROCE_ECN",
+        "auto",
+        "ECN bits beside the DSCP of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or auto: "
+        "as the host's RoCE devices are configured",
+        _ecn,
     )
     nccl_profiler: bool = _setting(
         "CRUX_NCCL_PROFILER",
