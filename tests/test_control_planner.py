@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from crux_torch.control.planner import (
     MAX_DEVICE_FLOPS,
+    MAX_HOST_DEVICES,
     UNLOCATED,
     Planner,
+    claimed_devices,
     claimed_flops,
     compute_entries,
     fingerprint,
@@ -24,6 +26,7 @@ from crux_torch.control.planner import (
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml
 from crux_torch.fabric.shared_core import shared_core
+from crux_torch.fabric.topology import Edge, Link, Node, Topology
 from crux_torch.profile.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.intensity import link_traffic, transfer_time_s
 from crux_torch.schedule.live import PATH_POLICIES
@@ -89,6 +92,57 @@ def test_a_claim_is_clamped_to_what_the_devices_can_do() -> None:
     assert claimed_flops(bigger, boast) == 2 * 8 * MAX_DEVICE_FLOPS
     honest = profile(flops=1e15, period_s=2.0)
     assert claimed_flops(record("a", peak_flops=8e15, profile=honest), honest) == 1e15
+
+
+def test_the_topology_bounds_devices_and_what_each_can_do() -> None:
+    topology = Topology(
+        {
+            **{host: Node("host", host) for host in ("h0", "h1", "h2")},
+            **{f"h0/gpu{i}": Node("gpu", "h0") for i in range(4)},
+            **{f"h1/gpu{i}": Node("gpu", "h1") for i in range(2)},
+            "tor": Node("tor"),
+        },
+        [
+            Edge(f"{a}->{b}", a, b, Link(1e9))
+            for host in ("h0", "h1", "h2")
+            for a, b in ((host, "tor"), ("tor", host))
+        ],
+        device_flops=1e15,
+    )
+    boast = profile(flops=1e30, period_s=2.0)
+    claims = record("a", hosts=("h0", "h1", "h0"), gpus=1 << 20, peak_flops=1e30, profile=boast)
+    assert claimed_devices(claims, topology) == 6, "a host that is named twice counts once"
+    assert claimed_flops(claims, boast, topology) == 6 * 1e15 * 2.0
+    undescribed = record("b", hosts=("h0", "h2", "nobody's"), gpus=1 << 20, profile=boast)
+    assert claimed_devices(undescribed, topology) == 4 + 2 * MAX_HOST_DEVICES
+    assert claimed_devices(undescribed) == 3 * MAX_HOST_DEVICES
+    honest = record("c", hosts=("h0",), gpus=3, profile=boast)
+    assert claimed_devices(honest, topology) == 3
+    (job,) = plan_inputs([claims], topology).jobs
+    assert (job.gpus, job.flops) == (6, 6 * 1e15 * 2.0)
+
+
+@given(
+    gpus=st.integers(1, 1 << 24),
+    hosts=st.lists(st.sampled_from(["h0", "h1", "x", "y"]), min_size=1, max_size=8),
+    peak_flops=st.floats(0, 1e30),
+    flops=st.floats(0, 1e30),
+    period_s=st.floats(0, 1e6),
+)
+def test_no_claim_is_above_what_the_hosts_devices_can_do(
+    gpus: int, hosts: list[str], peak_flops: float, flops: float, period_s: float
+) -> None:
+    told = profile(flops=flops, period_s=period_s)
+    claims = record("a", hosts=tuple(hosts), gpus=gpus, peak_flops=peak_flops, profile=told)
+    (job,) = plan_inputs([claims], None).jobs
+    devices = MAX_HOST_DEVICES * len(set(hosts))
+    assert job.gpus == min(gpus, devices)
+    assert job.flops <= devices * MAX_DEVICE_FLOPS * period_s
+    assert job.flops <= flops
+    if peak_flops:
+        assert job.flops <= peak_flops * period_s
+    if flops <= min(peak_flops or flops, MAX_DEVICE_FLOPS) * period_s:
+        assert job.flops == flops, "an honest claim stands"
 
 
 def test_unprofiled_jobs_have_no_entry_and_shares_are_normalised() -> None:

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -32,6 +32,8 @@ UNLOCATED = "unlocated"
 UNLOCATED_BPS = 12.5e9
 #: More than any device does, in FLOP/s: bounds a job that does not say what its devices can do.
 MAX_DEVICE_FLOPS = 1e17
+#: More devices than any host has, ranks on a CPU included: bounds a job whose hosts nobody knows.
+MAX_HOST_DEVICES = 256
 #: JSON has no infinity; the priority of a job without traffic is this.
 MAX_FINITE = sys.float_info.max
 
@@ -51,6 +53,16 @@ class TopologyLike(Protocol):
         """The paths that a flow from ``src`` to ``dst`` may take."""
 
 
+@runtime_checkable
+class KnowsGpus(TopologyLike, Protocol):
+    """A topology that also tells what is inside a host."""
+
+    device_flops: float
+
+    def gpus(self, host: str | None = None) -> tuple[str, ...]:
+        """The GPUs of ``host``; empty where its inside is not described."""
+
+
 def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> Cluster:
     """What the scheduler sees: the jobs that were profiled, on the links that they share.
 
@@ -60,14 +72,15 @@ def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> 
       that is every flow, so the link stands for one core that everyone shares.
     - t_j is the profile's where it was measured, and where the path is not known: the flows' bytes
       are scaled in one proportion until the cluster's links give that time.
-    - W_j is clamped to what the job's devices could do in one period, so that no tenant lifts
-      itself: ``min(peak_flops, gpus * MAX_DEVICE_FLOPS) * period_s``.
+    - W_j and the number of devices are clamped, see :func:`claimed_flops` and
+      :func:`claimed_devices`, so that no tenant lifts itself.
 
     Args:
         records: live job records, in any order, no two of one name.
         topology: of the cluster, None where it is unknown.
     """
     known = frozenset(topology.hosts) if topology is not None else frozenset()
+    inside = topology if isinstance(topology, KnowsGpus) else None
     capacity_Bps = dict(topology.capacity_Bps) if topology is not None else {}
     capacity_Bps[UNLOCATED] = UNLOCATED_BPS
     candidates: dict[tuple[str, str], tuple[Path, ...]] = {}
@@ -88,8 +101,8 @@ def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> 
             continue
         job = Job(
             name=record.job,
-            gpus=record.gpus,
-            flops=claimed_flops(record, profile),
+            gpus=claimed_devices(record, inside),
+            flops=claimed_flops(record, profile, inside),
             compute_s=profile.compute_s,
             flows=tuple(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
             bursts=_bursts(profile),
@@ -101,9 +114,29 @@ def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> 
     return Cluster(capacity_Bps, tuple(jobs))
 
 
-def claimed_flops(record: JobRecord, profile: JobProfile) -> float:
-    """W_j in FLOPs, at most what the devices of ``record`` could do in one period."""
-    peak = record.gpus * MAX_DEVICE_FLOPS
+def claimed_devices(record: JobRecord, inside: KnowsGpus | None = None) -> int:
+    """The devices of a job, at most those of the hosts that it names.
+
+    Args:
+        record: the job's.
+        inside: tells the GPUs of hosts; one that it does not describe has ``MAX_HOST_DEVICES``.
+    """
+    hosts = frozenset(record.hosts)
+    described = hosts.intersection(inside.hosts) if inside is not None else frozenset()
+    bound = (len(hosts) - len(described)) * MAX_HOST_DEVICES
+    if inside is not None:
+        bound += sum(len(inside.gpus(host)) or MAX_HOST_DEVICES for host in described)
+    return min(record.gpus, bound)
+
+
+def claimed_flops(record: JobRecord, profile: JobProfile, inside: KnowsGpus | None = None) -> float:
+    """W_j in FLOPs, at most what the job's devices could do in one period.
+
+    That is what the job says of them, at most what a device can do for each of
+    :func:`claimed_devices`: the topology's ``device_flops``, else ``MAX_DEVICE_FLOPS``.
+    """
+    device = (inside.device_flops if inside is not None else 0.0) or MAX_DEVICE_FLOPS
+    peak = claimed_devices(record, inside) * device
     if record.peak_flops > 0:
         peak = min(peak, record.peak_flops)
     return min(profile.flops, peak * profile.period_s)

@@ -50,6 +50,7 @@ class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     links: list[_LinkEntry]
     switches: dict[str, SwitchKind] = {}
     addresses: dict[str, tuple[str, ...]] = {}
+    device_flops: float = 0.0
 
 
 class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,6 +60,7 @@ class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
     builder: str
     parameters: dict[str, Any] = {}
     addresses: dict[str, tuple[str, ...]] = {}
+    device_flops: float = 0.0
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
@@ -125,6 +127,8 @@ def dump_yaml(topology: Topology) -> str:
     }
     if topology.addresses:
         document["addresses"] = {n: list(given) for n, given in topology.addresses.items()}
+    if topology.device_flops:
+        document["device_flops"] = float(topology.device_flops)
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -217,6 +221,7 @@ def _assemble(file: _TopologyFile) -> Topology:
     for name, switch in file.switches.items():
         builder.node(name, switch)
     builder.addresses.update(file.addresses)
+    builder.device_flops = file.device_flops
     for i, entry in enumerate(file.links):
         where = f"links[{i}]"
         link = Link(entry.capacity_Bps, entry.delay_s, entry.cost)
@@ -253,7 +258,9 @@ def _call_builder(file: _BuilderFile) -> Topology:
         built = build(**parameters)
     except TypeError as error:
         raise TopologyError(f"parameters: {error}") from None
-    return Topology(built.nodes, built.edges, file.addresses) if file.addresses else built
+    if not (file.addresses or file.device_flops):
+        return built
+    return Topology(built.nodes, built.edges, file.addresses, file.device_flops)
 
 
 def _default_name(edge: Edge, names: TopologyBuilder) -> bool:

@@ -67,14 +67,15 @@ class Topology:
     Args:
         nodes: every node by name. A node of kind ``host`` is named as its host.
         edges: every directed link; their order fixes the order of equal-cost paths.
-
         addresses: the IP addresses that a node answers from; of a host those that its peers connect
             to, of a switch those of all its interfaces. Needed to tell which path a packet took.
+        device_flops: FLOP/s that the fastest GPU can do: no job may claim more for each of its
+            GPUs; 0: not told.
 
     Attributes:
         hosts: in the order of ``nodes``.
         nodes: every node by name.
-        addresses: as given.
+        addresses, device_flops: as given.
         node_at: the node of every address.
         links: every link by name.
         capacity_Bps: bytes per second of every link by name.
@@ -90,7 +91,11 @@ class Topology:
         nodes: Mapping[str, Node],
         edges: Sequence[Edge],
         addresses: Mapping[str, Sequence[str]] | None = None,
+        device_flops: float = 0.0,
     ) -> None:
+        if not (isfinite(device_flops) and device_flops >= 0):
+            raise TopologyError(f"device_flops is {device_flops!r}; expected FLOP/s, 0 or more")
+        self.device_flops = device_flops
         _check_nodes(nodes)
         _check_edges(nodes, edges)
         self.addresses: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -216,6 +221,7 @@ class TopologyBuilder:
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
     addresses: dict[str, Sequence[str]] = field(default_factory=dict)
+    device_flops: float = 0.0
     _names: set[str] = field(default_factory=set)
 
     def node(self, name: str, kind: str, host: str | None = None) -> str:
@@ -252,7 +258,7 @@ class TopologyBuilder:
         Raises:
             TopologyError: as :class:`Topology`.
         """
-        return Topology(self.nodes, self.edges, self.addresses)
+        return Topology(self.nodes, self.edges, self.addresses, self.device_flops)
 
 
 def _arrays(
