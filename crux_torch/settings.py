@@ -280,8 +280,8 @@ class Settings:
     roce_ecn: str = _setting(
         "CRUX_ROCE_ECN",
         "auto",
-        "ECN bits beside the DSCP of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or auto: "
-        "as the host's RoCE devices are configured",
+        "ECN bits beside the DSCP of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or "
+        "auto: as the host's RoCE devices are configured",
         _ecn,
     )
     nccl_profiler: bool = _setting(

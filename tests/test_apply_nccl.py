@@ -6,6 +6,7 @@ No GPU is needed for the options, which are the real ones; no communicator is ma
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import inner_backends, runtime, stand_ins
 from crux_torch.apply import nccl
-from crux_torch.apply.nccl_labels import COUNT, NcclLabels, label_of
+from crux_torch.apply.nccl_labels import COUNT, ECN_BITS, NcclLabels, label_of
 from crux_torch.apply.transport import TransportError
 from crux_torch.control.warn_once import WarnOnce
 from crux_torch.runtime.agent import Agent
@@ -38,7 +39,8 @@ def options() -> Any:
 
 
 def given(script: Any, dscp: int | None = DSCP, **env: str) -> Any:
-    return nccl.with_class(script, dscp, new=options, env=env, labels=NcclLabels(lambda: None))
+    none = NcclLabels(lambda: None)
+    return nccl.with_class(script, dscp, new=options, env=env, labels=none, ecn=0)
 
 
 def test_an_option_that_nobody_set_is_nccls_undefined() -> None:
@@ -84,8 +86,29 @@ def test_nccls_variables_are_left_to_win_and_that_is_said_once(
         assert (made is not None) == classed
     (record,) = caplog.records
     assert record.getMessage() == f"{variable}=3 is set: {nccl.OVERRIDES[variable]}"
-    assert nccl.overrides({variable: "3"}) == {f"{variable}=3": nccl.OVERRIDES[variable]}
-    assert nccl.overrides({variable: ""}) == {}
+    assert [str(one) for one in nccl.overrides({variable: "3"})] == [f"{variable}=3"]
+    assert nccl.overrides({variable: ""}) == nccl.overrides({variable: "-1"}) == []
+
+
+def test_a_class_in_nccls_file_wins_too_and_its_place_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = tmp_path / "nccl.conf"
+    conf.write_text("NCCL_IB_TC=106\n")
+    assert given(None, DSCP, NCCL_CONF_FILE=str(conf)) is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"NCCL_IB_TC=106 in {conf} is set")
+    # Set but empty, the variable keeps the file's value out.
+    made = given(None, DSCP, NCCL_CONF_FILE=str(conf), NCCL_IB_TC="")
+    assert made.config.traffic_class == DSCP << 2
+
+
+@pytest.mark.parametrize("ecn", [0, 1, 2])
+def test_the_class_says_whether_it_is_ecn_capable(ecn: int) -> None:
+    none = NcclLabels(lambda: None)
+    made = nccl.with_class(None, 26, new=options, env={}, labels=none, ecn=ecn)
+    assert made.config.traffic_class == 26 << 2 | ecn
+    assert (made.config.traffic_class == 106) == (ecn == 2)
 
 
 def test_options_of_another_kind_are_left_to_torch(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,13 +135,14 @@ def test_with_the_stand_in_the_class_is_a_label_that_goes_out_as_the_levels() ->
     labels = NcclLabels(lambda: library)
     script = options()
     script.group_name = "3"
-    classed = nccl.with_class(script, DSCP, new=options, env={}, labels=labels)
+    classed = nccl.with_class(script, DSCP, new=options, env={}, labels=labels, ecn=2)
     label = label_of("3")
-    assert classed.config.traffic_class == label
-    assert library.told == {label: ("3", 0)}
+    assert classed.config.traffic_class == label | 2
+    # Whatever a peer's host is configured for.
+    assert library.told == {label | ecn: ("3", 0) for ecn in ECN_BITS}
     labels.set_dscp(DSCP)
-    assert library.told == {label: ("3", DSCP)}
-    other = nccl.with_class(None, None, new=options, owner="4", env={}, labels=labels)
+    assert library.told == {label | ecn: ("3", DSCP) for ecn in ECN_BITS}
+    other = nccl.with_class(None, None, new=options, owner="4", env={}, labels=labels, ecn=0)
     assert other.config.traffic_class == label_of("4") != label
     assert library.told[label_of("4")] == ("4", DSCP)
     assert script.config.traffic_class == nccl.UNDEFINED
@@ -128,7 +152,7 @@ def test_a_library_that_takes_no_label_leaves_the_class() -> None:
     library = Library()
     library.closed = True
     labels = NcclLabels(lambda: library)
-    classed = nccl.with_class(None, DSCP, new=options, owner="3", env={}, labels=labels)
+    classed = nccl.with_class(None, DSCP, new=options, owner="3", env={}, labels=labels, ecn=0)
     assert classed.config.traffic_class == DSCP << 2
 
 
@@ -144,7 +168,7 @@ def test_groups_that_share_a_label_are_listed_together() -> None:
     library = Library()
     labels = NcclLabels(lambda: library)
     assert labels.give("0") == labels.give(str(COUNT)) == labels.give("0")
-    assert library.told == {label_of("0"): ("0,15", 0)}
+    assert library.told == {label_of("0") | ecn: ("0,15", 0) for ecn in ECN_BITS}
     assert NcclLabels(lambda: None).give("0") is None
 
 

@@ -247,10 +247,3 @@ def test_devices_and_what_their_packets_can_choose() -> None:
 def test_live_source_ports_of_queue_pairs(driver: str, load: Any, says: str) -> None:
     check = only(rdma.live_ports((device("a", driver, "RoCE v2"),), load))
     assert says in check.finding
-
-
-def test_who_gives_nccls_class() -> None:
-    assert only(rdma.nccl_class({}, Settings())).state == "ok"
-    beaten = only(rdma.nccl_class({"NCCL_IB_TC": "106"}, Settings()))
-    assert (beaten.finding, beaten.remedy) == ("NCCL_IB_TC=106", "unset NCCL_IB_TC")
-    assert only(rdma.nccl_class({}, Settings(nccl_class=False))).state == "missing"

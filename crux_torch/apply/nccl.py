@@ -3,11 +3,12 @@
 NCCL writes the class into its queue pairs once, when they connect, and has no call that changes it
 later: a job that gets another level keeps the class of its communicators until they are made anew,
 which the switch of inner backends does. The class is ``ncclConfig_t.trafficClass``, the whole TOS
-byte, and reaches NCCL through ``ProcessGroupNCCL.Options().config.traffic_class``. Over sockets
-(``NCCL_NET=Socket``) NCCL ignores it; there the sockets themselves are marked.
+byte with its ECN bits (:mod:`crux_torch.apply.ecn`), and reaches NCCL through
+``ProcessGroupNCCL.Options().config.traffic_class``. Over sockets (``NCCL_NET=Socket``) NCCL ignores
+it; there the sockets themselves are marked.
 
 Whoever chose a class already has the last word: the script by its options, the operator by NCCL's
-own variables, which NCCL ranks above the options.
+own variables, in the environment or in ``nccl.conf``, which NCCL ranks above the options.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import copy
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from crux_torch.apply.ecn import of_this_process
+from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables
 from crux_torch.apply.nccl_labels import LABELS, NcclLabels
 from crux_torch.control.warn_once import WarnOnce
 
@@ -35,9 +39,36 @@ OVERRIDES = {
 _warn = WarnOnce(logging.getLogger(__name__))
 
 
-def overrides(env: Mapping[str, str]) -> dict[str, str]:
-    """Each variable of NCCL in ``env`` that beats a communicator's class: what it overrides."""
-    return {f"{name}={env[name]}": what for name, what in OVERRIDES.items() if env.get(name)}
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A variable of NCCL that beats a communicator's class.
+
+    Attributes:
+        name: of the variable.
+        value: as NCCL reads it, a number.
+        source: ``nccl_conf.ENVIRONMENT``, or the file that says so.
+        what: it overrides.
+    """
+
+    name: str
+    value: int
+    source: str
+    what: str
+
+    def __str__(self) -> str:
+        where = "" if self.source == ENVIRONMENT else f" in {self.source}"
+        return f"{self.name}={self.value}{where}"
+
+
+def overrides(env: Mapping[str, str]) -> list[Override]:
+    """What beats the class of the communicators of a process with the environment ``env``."""
+    variables = NcclVariables(env)
+    found = []
+    for name, what in OVERRIDES.items():
+        value, said = variables.integer(name), variables.get(name)
+        if value is not None and said is not None:
+            found.append(Override(name, value, said.source, what))
+    return found
 
 
 def with_class(
@@ -48,6 +79,7 @@ def with_class(
     owner: str = "",
     env: Mapping[str, str] | None = None,
     labels: NcclLabels = LABELS,
+    ecn: int | None = None,
 ) -> Any:
     """The options to make a NCCL communicator with: the script's, with the job's class in them.
 
@@ -63,11 +95,13 @@ def with_class(
         env: NCCL's variables; default: this process's environment.
         labels: of this process's communicators: with the stand-in for libibverbs a label takes the
             place of the class, which the stand-in then sees to.
+        ecn: the two ECN bits; default: what the settings and this host's devices ask for.
     """
     try:
+        ecn = of_this_process().bits if ecn is None else ecn
         owner = owner or getattr(options, "group_name", "")
-        label = labels.give(owner)
-        traffic_class = label if label is not None else None if dscp is None else dscp << 2
+        label = labels.give(owner, ecn)
+        traffic_class = label if label is not None else None if dscp is None else dscp << 2 | ecn
         if traffic_class is None:
             return options
         return _with_class(options, traffic_class, new, os.environ if env is None else env)
@@ -83,9 +117,10 @@ def _with_class(options: Any, traffic_class: int, new: Any, env: Mapping[str, st
             "chosen", f"the script's traffic_class={chosen} for NCCL stays, whatever level it has"
         )
         return options
-    for variable, what in overrides(env).items():
-        _warn(variable, f"{variable} is set: {what}")
-    if env.get("NCCL_IB_TC"):
+    found = overrides(env)
+    for override in found:
+        _warn(override.name, f"{override} is set: {override.what}")
+    if any(override.name == "NCCL_IB_TC" for override in found):
         return options
     classed = new() if options is None else copy.copy(options)
     classed.config.traffic_class = traffic_class

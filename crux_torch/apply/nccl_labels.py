@@ -6,21 +6,26 @@ before the device sees it. So where the stand-in is loaded, a communicator's cla
 transport library notes the owner, and sends with the DSCP of the job's level.
 
 NCCL exchanges the class of the sender, so a label is made from the group's name alone and is the
-same in every rank. It also copies the class to the service level, of which devices read four bits:
-labels leave those, and the two of ECN, zero.
+same in every rank but for its two ECN bits, which are those that go out. NCCL also copies the class
+to the service level, of which devices read four bits: labels leave the other two of those zero. On
+InfiniBand the service level is what a priority goes by, so there are no labels.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Callable
 
 from crux_torch.apply.queue_pairs import QueuePairs
 from crux_torch.apply.transport import TransportError
+from crux_torch.fabric.rdma import read_devices
 
 _STEP = 16
 COUNT = 15
+#: What a sender may say: not capable, ECT(1), ECT(0).
+ECN_BITS = (0, 1, 2)
 #: Tells the library of a label, its owner, and the DSCP to send with: :meth:`QueuePairs.label`.
 Tell = Callable[[int, str, int], None]
 
@@ -38,11 +43,12 @@ class NcclLabels:
         self._owners: dict[int, list[str]] = {}
         self._dscp = 0
 
-    def give(self, owner: str) -> int | None:
+    def give(self, owner: str, ecn: int = 0) -> int | None:
         """The class to make the communicator of the group ``owner`` with.
 
         Args:
             owner: the group's name; names that share a label are listed together.
+            ecn: the two ECN bits to send with.
 
         Returns:
             A label, or None where the stand-in is not loaded.
@@ -55,7 +61,7 @@ class NcclLabels:
             owners = self._owners.setdefault(label, [])
             if owner not in owners:
                 owners.append(owner)
-            return label if self._told(tell, label) else None
+            return label | ecn if self._told(tell, label) else None
 
     def set_dscp(self, dscp: int) -> None:
         """What queue pairs that connect from now on send with, 0 to 63; 0 at first.
@@ -72,8 +78,10 @@ class NcclLabels:
                     self._told(tell, label)
 
     def _told(self, tell: Tell, label: int) -> bool:
+        # A peer's host may be configured for other bits, and both ends take the sender's class.
         try:
-            tell(label, ",".join(self._owners[label]), self._dscp)
+            for ecn in ECN_BITS:
+                tell(label | ecn, ",".join(self._owners[label]), self._dscp)
         except TransportError:
             return False
         return True
@@ -90,7 +98,13 @@ def _load() -> Tell | None:
         pairs = QueuePairs()
     except TransportError:
         return None
-    return pairs.label if pairs.are_seen else None
+    return pairs.label if pairs.are_seen and not _has_infiniband() else None
+
+
+@functools.cache
+def _has_infiniband() -> bool:
+    ports = (port for device in read_devices() for port in device.ports)
+    return any(port.active and port.link_layer == "InfiniBand" for port in ports)
 
 
 LABELS = NcclLabels(_load)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from crux_torch.doctor import cluster, privileges, rdma, sockets, software, transport
+from crux_torch.doctor import cluster, nccl, privileges, rdma, sockets, software, transport
 from crux_torch.doctor.check import Check
 from crux_torch.errors import SettingsError
 from crux_torch.settings import Settings
@@ -43,7 +43,10 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         rdma.verbs,
         lambda: rdma.stand_in(env),
         rdma.devices,
-        lambda: rdma.nccl_class(env, settings),
+        lambda: nccl.traffic_class(env, settings),
+        nccl.forced_classes,
+        lambda: nccl.ecn_bits(env, settings),
+        lambda: nccl.profiler(env, settings),
         lambda: cluster.store(settings),
         lambda: cluster.topology(settings),
         privileges.namespaces,

@@ -1,4 +1,4 @@
-"""Queue pairs: the library, the devices, what they can be told live, and who else sets classes."""
+"""Queue pairs: the library, the devices, and what they can be told live."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from crux_torch.apply import nccl, standin
+from crux_torch.apply import standin
 from crux_torch.doctor.check import Check
 from crux_torch.errors import CruxError
 from crux_torch.fabric.rdma import RdmaDevice, rdma_devices
-from crux_torch.settings import Settings
 
 #: As programs and NCCL ask for them.
 VERBS, MLX5 = "libibverbs.so.1", "libmlx5.so.1"
@@ -83,7 +82,7 @@ def _addresses(device: RdmaDevice) -> Iterator[Check]:
         found, remedy = "no active port", "bring its link up"
     elif any(port.link_layer == "InfiniBand" for port in ports):
         found = "InfiniBand, whose subnet manager chooses the paths"
-        remedy = "none: priorities go by service level (NCCL_IB_SL unset)"
+        remedy = "none; priorities go by service level: docs/classes.md, InfiniBand"
     else:
         found = "no RoCE v2 address"
         remedy = "give its interface an IP address; the device must know RoCE v2"
@@ -112,17 +111,3 @@ def live_ports(present: tuple[RdmaDevice, ...], load: Loader = ctypes.CDLL) -> I
         yield Check(part, "ok", found)
     else:
         yield Check(part, "missing", f"{MLX5} lacks {LIVE_PORT}()", cost, "rdma-core 33 or newer")
-
-
-def nccl_class(env: Mapping[str, str], settings: Settings) -> Iterator[Check]:
-    """Whether the class of NCCL's queue pairs is Crux's to give."""
-    part = "NCCL's traffic class"
-    if not settings.nccl_class:
-        found, cost = "switched off: CRUX_NCCL_CLASS=0", "NCCL's queue pairs have NCCL's class"
-        yield Check(part, "missing", found, cost, "unset CRUX_NCCL_CLASS")
-        return
-    beaten = nccl.overrides(env)
-    for variable, what in beaten.items():
-        yield Check(part, "missing", variable, what, f"unset {variable.partition('=')[0]}")
-    if not beaten:
-        yield Check(part, "ok", "given to each communicator when it is made")

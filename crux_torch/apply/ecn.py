@@ -1,0 +1,102 @@
+"""The two ECN bits of the class that Crux gives to queue pairs (RFC 3168, RoCEv2).
+
+The class is one byte: six bits of DSCP, which are the level's, and two of ECN. A switch marks
+packets that say ECT(0) or ECT(1) when its queue fills, and drops the others; DCQCN slows a sender
+down by those marks. So on a cluster that runs DCQCN the class has to say ECT, as ``NCCL_IB_TC=106``
+(DSCP 26 and ECT(0)) does there. Where the devices don't run it, the bits must stay 0: marked, the
+sender would not slow down.
+
+The kernel owns these bits of TCP connections, and InfiniBand has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crux_torch.fabric.rdma import RdmaDevice, RdmaPort, read_devices
+from crux_torch.fabric.sysfs import SYSFS, entries, text
+from crux_torch.settings import Settings
+
+ECT0 = 2
+MASK = 3
+#: The class that RDMA-CM gives by default, one file for each port; readable by root.
+CONFIGFS = Path("/sys/kernel/config/rdma_cm")
+
+
+@dataclass(frozen=True, slots=True)
+class Ecn:
+    """What was decided.
+
+    Attributes:
+        bits: 0, 1 or 2.
+        why: what it was taken from, for people.
+    """
+
+    bits: int
+    why: str
+
+
+def choose(
+    setting: str,
+    devices: Sequence[RdmaDevice],
+    sysfs: Path = SYSFS,
+    configfs: Path = CONFIGFS,
+) -> Ecn:
+    """The ECN bits for this host's queue pairs.
+
+    Args:
+        setting: ``auto``, or the bits.
+        devices: of this host.
+        sysfs: in place of ``/sys``.
+        configfs: in place of RDMA-CM's part of it.
+
+    Returns:
+        With ``auto`` the first that holds for an active RoCE port: the bits of the class that the
+        driver puts in place of every other (``tc/PORT/traffic_class``, of NVIDIA's driver), those
+        of RDMA-CM's default class, ECT(0) where the port reacts to congestion notifications
+        (``ecn/roce_rp/enable``). Else, and with an active InfiniBand port, 0.
+    """
+    ports = [(device, port) for device in devices for port in device.ports if port.active]
+    if any(port.link_layer == "InfiniBand" for _, port in ports):
+        return Ecn(0, "InfiniBand has no ECN bits, and NCCL takes the service level from them")
+    if setting != "auto":
+        return Ecn(int(setting), "CRUX_ROCE_ECN")
+    for device, port in ports:
+        found = _of_port(device, port, sysfs, configfs)
+        if found is not None:
+            return found
+    return Ecn(0, "no RoCE port is known to be configured for ECN")
+
+
+@functools.cache
+def of_this_process() -> Ecn:
+    """What this process's settings and host ask for, looked up once."""
+    return choose(Settings.from_env().roce_ecn, read_devices())
+
+
+def _of_port(device: RdmaDevice, port: RdmaPort, sysfs: Path, configfs: Path) -> Ecn | None:
+    of_device = sysfs / "class/infiniband" / device.name
+    forced = of_device / "tc" / str(port.number) / "traffic_class"
+    by_default = configfs / device.name / "ports" / str(port.number) / "default_roce_tos"
+    for file in (forced, by_default):
+        traffic_class = class_in(file)
+        # 3 is what switches write, no sender.
+        if traffic_class is not None and traffic_class & MASK in (1, ECT0):
+            return Ecn(traffic_class & MASK, f"{file} is {traffic_class}")
+    if port.interface is not None:
+        enabled = sysfs / "class/net" / port.interface / "ecn/roce_rp/enable"
+        if any(text(priority).strip() == "1" for priority in entries(enabled)):
+            return Ecn(ECT0, f"{port.interface} reacts to congestion notifications (DCQCN)")
+    return None
+
+
+def class_in(file: Path) -> int | None:
+    """The class in an attribute of the driver, ``106`` or ``Global tclass=106``; None for none."""
+    written = text(file).splitlines()[:1]
+    number = written[0].rpartition("=")[2].strip() if written else ""
+    if not number.isdecimal() or int(number) > 255:
+        return None
+    return int(number)

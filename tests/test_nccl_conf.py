@@ -1,0 +1,127 @@
+"""NCCL's variables are read as NCCL reads them: compared with the libnccl that torch brought."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nccl_wheel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables, Value, _strtoll
+
+START_S = 120.0
+CONF = """\
+#NCCL_IB_TC=1
+NCCL_IB_TC=106
+NCCL_IB_TC=107
+NCCL_IB_SL = 3
+ NCCL_IB_FIFO_TC=4
+NCCL_IB_FIFO_TC=8 # tail
+NCCL_EMPTY=
+NCCL_SET=file
+NCCL_KEPT_OUT=file
+NCCL_EQUALS=a=b
+no value
+=no name
+NCCL_LAST=5"""
+NAMES = (
+    "#NCCL_IB_TC",
+    "NCCL_IB_TC",
+    "NCCL_IB_SL",
+    "NCCL_IB_SL ",
+    "NCCL_IB_FIFO_TC",
+    " NCCL_IB_FIFO_TC",
+    "NCCL_EMPTY",
+    "NCCL_SET",
+    "NCCL_KEPT_OUT",
+    "NCCL_EQUALS",
+    "NCCL_LAST",
+    "NCCL_ABSENT",
+)
+
+
+def nccls(file: Path) -> dict[str, str | None]:
+    """What the real NCCL finds in ``file`` and the environment."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_")}
+    env |= {"NCCL_CONF_FILE": str(file), "NCCL_SET": "environment", "NCCL_KEPT_OUT": ""}
+    done = subprocess.run(
+        [sys.executable, nccl_wheel.__file__, "conf", *NAMES],
+        env={**env, "NCCL_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(nccl_wheel.library() is None, reason="torch brought no libnccl")
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_file_is_read_as_nccl_reads_it(end: str, tmp_path: Path) -> None:
+    file = tmp_path / "conf"
+    file.write_text(CONF + end)
+    env = {"NCCL_CONF_FILE": str(file), "NCCL_SET": "environment", "NCCL_KEPT_OUT": ""}
+    ours = NcclVariables(env, system_file=Path("/etc/nccl.conf"))
+    found = {name: ours.get(name) for name in NAMES}
+    # NCCL puts an empty value into its environment, and then takes the default.
+    told = {name: text or None for name, text in nccls(file).items()}
+    assert {name: value and value.text for name, value in found.items()} == told
+    assert found["NCCL_IB_TC"] == Value("106", str(file))
+    assert found["NCCL_SET"] == Value("environment", ENVIRONMENT)
+
+
+def test_the_environment_wins_over_the_users_file_and_that_over_the_systems(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    user, system, named = home / ".nccl.conf", tmp_path / "etc", tmp_path / "named"
+    user.write_text("A=user\nB=user\n")
+    system.write_text("A=system\nB=system\nC=system\n")
+    named.write_text("B=named\n")
+
+    def found(env: dict[str, str]) -> list[str | None]:
+        variables = NcclVariables(env, home, system)
+        return [value and value.text for value in map(variables.get, "ABC")]
+
+    assert found({"A": "env"}) == ["env", "user", "system"]
+    assert found({"NCCL_CONF_FILE": ""}) == ["user", "user", "system"]
+    # Named, a file takes the place of the one at home.
+    assert found({"NCCL_CONF_FILE": str(named)}) == ["system", "named", "system"]
+    assert found({"NCCL_CONF_FILE": str(tmp_path / "absent")}) == ["system"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("106", 106),
+        ("0x6a", 106),
+        ("0152", 106),
+        (" 106 # why", 106),
+        ("+3", 3),
+        ("-1", None),
+        ("", None),
+        ("none", 0),
+        ("0xz", 0),
+    ],
+)
+def test_numbers_are_strtolls(text: str, number: int | None) -> None:
+    assert NcclVariables({"N": text}, Path("/none"), Path("/none")).integer("N") == number
+
+
+@given(st.integers(-(2**31), 2**31), st.sampled_from(["{}", "{:#x}", " {}x", "{} 7"]))
+@settings(max_examples=50, deadline=None)
+def test_strtoll_is_the_c_librarys(number: int, form: str) -> None:
+    import ctypes
+
+    text = form.format(number)
+    strtoll = ctypes.CDLL(None).strtoll
+    strtoll.restype = ctypes.c_longlong
+    assert _strtoll(text) == strtoll(text.encode(), None, 0)
