@@ -42,6 +42,10 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         flops_source: ``counted`` from the operators, or ``time`` (device-busy time times rate).
         flops_by_time: W_j from time, for comparison: device-busy time times the devices' rate; 0
             where the rate is not known.
+        device_flops: FLOP/s that the devices together could do in the data types in use; 0 where
+            that is not known.
+        device_busy, tensor_busy: means over the devices of how busy they and their tensor cores
+            were, see :class:`~crux_torch.profile.activity.DeviceActivity`; None where none tells.
         uncounted_ops: operators met that have no FLOP formula and so count nothing.
         gpus: devices of the job.
         flows: bytes from host to host; bytes that stay on one host are not listed.
@@ -61,6 +65,9 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     flops: NonNegative
     flops_source: Literal["counted", "time"]
     flops_by_time: NonNegative = 0.0
+    device_flops: NonNegative = 0.0
+    device_busy: Share | None = None
+    tensor_busy: Share | None = None
     uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     gpus: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     flows: Annotated[tuple[HostFlow, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
@@ -72,6 +79,21 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     exposed_s: NonNegative
     iterations: Annotated[int, msgspec.Meta(ge=0)]
     measured_alone: bool
+
+    @property
+    def achieved_flops(self) -> float:
+        """FLOP/s over whole iterations; 0 without a period."""
+        return self.flops / self.period_s if self.period_s > 0 else 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """Achieved FLOP/s as a share of what the devices could do (model FLOPs utilisation).
+
+        None where FLOPs were not counted, or the devices' rate is not known.
+        """
+        if self.flops_source != "counted" or not self.device_flops:
+            return None
+        return self.achieved_flops / self.device_flops
 
     @property
     def intensity(self) -> float:

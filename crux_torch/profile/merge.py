@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -15,13 +15,12 @@ from crux_torch.profile import timeline
 from crux_torch.profile.job_profile import MAX_FLOWS, HostFlow, JobProfile
 from crux_torch.profile.sample import RankSample, TrafficRow
 from crux_torch.profile.traffic import PER_RANK_OPS, Algorithm, HostPair, add_flows, flows
+from crux_torch.profile.work import work
 
 log = logging.getLogger(__name__)
 
 #: Measured over computed t outside these bounds is worth a warning.
 T_RATIO_BOUNDS = (0.5, 2.0)
-
-WorkSource = Literal["counted", "time"]
 
 
 class Topology(Protocol):
@@ -69,7 +68,8 @@ def merge(
         hosts: host of global ranks that sent no sample, where it is known.
         topology: makes t = max_e M_e / B_e; without it t is the measured transfer time.
         algorithms: by operation, where they differ from ``traffic.DEFAULT_ALGORITHM``.
-        device_flops: FLOP/s of one device, for W from time; 0 where it is not known.
+        device_flops: FLOP/s of one device, for W from time where a rank does not tell its own; 0
+            where it is not known.
         measured_alone: whether the job held the profiling class throughout.
 
     Raises:
@@ -92,8 +92,7 @@ def merge(
     exposed_s = min([s.exposed_s for s in present] + _exposed(transfer))
     compute_s = max(0.0, period_s - exposed_s)
     gpus = max(1, round(scale * sum(s.devices for s in present)))
-    by_time = compute_s * device_flops * gpus
-    work, source = _work(present, scale, by_time)
+    done = work(present, period_s=period_s, compute_s=compute_s, device_flops=device_flops)
     matrix = traffic_matrix(present, placement, algorithms or {})
     t_s = transfer.t_s if topology is None else slowest_link_s(matrix, topology)
     line = transfer.line
@@ -101,9 +100,12 @@ def merge(
         period_s=period_s,
         period_source=Counter(s.period_source for s in present).most_common(1)[0][0],
         compute_s=compute_s,
-        flops=work,
-        flops_source=source,
-        flops_by_time=by_time,
+        flops=done.flops,
+        flops_source=done.source,
+        flops_by_time=done.by_time,
+        device_flops=done.device_flops,
+        device_busy=done.busy,
+        tensor_busy=done.tensor,
         uncounted_ops=tuple(sorted({op for s in present for op in s.uncounted_ops}))[:64],
         gpus=gpus,
         flows=_largest(matrix),
@@ -135,16 +137,6 @@ def _check(profile: JobProfile) -> None:
 
 def _exposed(transfer: Transfer) -> list[float]:
     return [] if transfer.line is None else [transfer.line.exposed_s]
-
-
-def _work(present: Sequence[RankSample], scale: float, by_time: float) -> tuple[float, WorkSource]:
-    """W over all ranks: counted where any rank counted, else from time."""
-    counted = [s.flops for s in present if s.flops is not None]
-    if not counted:
-        return by_time, "time"
-    if len(counted) < len(present):
-        log.warning("FLOPs counted on %d of %d ranks, scaled", len(counted), len(present))
-    return sum(counted) * scale * len(present) / len(counted), "counted"
 
 
 def traffic_matrix(

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from crux_torch.errors import CruxError
 from crux_torch.profile import period as periods
 from crux_torch.profile import timeline
+from crux_torch.profile.device import DeviceUse
 from crux_torch.profile.group import GroupInfo
 from crux_torch.profile.job_profile import MAX_BURSTS, Name, NonNegative, ProfileBurst, Share
 from crux_torch.profile.record import OP_NUMBER, OPS, STATUSES, Records
@@ -105,6 +106,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         compute_s, exposed_s, comm_s, overlap, bursts: see :class:`timeline.Timeline`.
         flops: FLOPs of an iteration on this rank; None while none were counted.
         uncounted_ops: operators that do tensor work and count nothing.
+        device: what the rank computes on; None on a CPU.
         groups, traffic: what the rank took part in, the payloads summed over the iterations.
         transfers: the newest collectives, so that the leader can tell transfer from waiting.
         lost: records that the recorder or the window dropped during the measurement.
@@ -127,6 +129,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     bursts: Annotated[tuple[ProfileBurst, ...], msgspec.Meta(min_length=1, max_length=MAX_BURSTS)]
     flops: NonNegative | None = None
     uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
+    device: DeviceUse | None = None
     groups: Annotated[tuple[GroupRow, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     traffic: Annotated[tuple[TrafficRow, ...], msgspec.Meta(max_length=MAX_ROWS)] = ()
     transfers: Transfers = Transfers()
@@ -172,6 +175,7 @@ def summarize(
     marks_ns: ArrayLike | None = None,
     flops: float | None = None,
     uncounted_ops: Sequence[str] = (),
+    device: DeviceUse | None = None,
     devices: int = 1,
     lost: int = 0,
 ) -> RankSample | None:
@@ -184,6 +188,7 @@ def summarize(
         marks_ns: iteration marks, ascending; those outside the window do no harm.
         flops: FLOPs of an iteration on this rank, where they were counted.
         uncounted_ops: operators that count nothing.
+        device: what this rank computes on.
         lost: records known to be missing.
 
     Returns:
@@ -226,6 +231,7 @@ def summarize(
         bursts=line.bursts,
         flops=flops,
         uncounted_ops=tuple(uncounted_ops)[:64],
+        device=device,
         groups=table,
         traffic=rows,
         transfers=_transfers(records, begin, end, bounds, table, groups),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from crux_torch.profile.iterations import IterationMarks
 from crux_torch.profile.record import Records, from_bytes
 from crux_torch.profile.sample import RankSample, summarize
 from crux_torch.profile.window import RecordWindow
+from crux_torch.runtime.device import OwnDevice
 from crux_torch.settings import Settings
 
 #: Records taken from the ring at a time.
@@ -40,6 +41,8 @@ class Meter:
         self.window = RecordWindow()
         self.marks = IterationMarks()
         self.flops = FlopMeter(self.marks)
+        self.device = OwnDevice(settings.device_flops)
+        self._unlisten: Callable[[], None] | None = None
         self._begin_ns = 0
         self._dropped_before = 0
 
@@ -47,11 +50,16 @@ class Meter:
         """Hook the optimizers; from now on iterations are marked and FLOPs counted."""
         self.marks.install()
         self.flops.install()
+        if self._unlisten is None:
+            self._unlisten = self.marks.add_listener(lambda mark_ns: self.device.note())
 
     def remove(self) -> None:
         """Take the hooks away."""
         self.flops.remove()
         self.marks.remove()
+        if self._unlisten is not None:
+            self._unlisten()
+            self._unlisten = None
 
     def drain(self) -> Records:
         """Move what the recorder holds into the window; what that was."""
@@ -100,6 +108,7 @@ class Meter:
         """Start a measurement: only what is issued from now on, less the settling, counts."""
         self._begin_ns = time.monotonic_ns() + round(SETTLE_S * 1e9)
         self._dropped_before = self._recorder.dropped + self.window.dropped
+        self.device.begin()
 
     def due(self) -> bool:
         """Whether the running measurement has seen enough, or has run for as long as it may."""
@@ -122,5 +131,6 @@ class Meter:
             marks_ns=self.marks.marks_ns(self._begin_ns),
             flops=None if count is None else count.flops,
             uncounted_ops=() if count is None else count.uncounted_ops,
+            device=self.device.finish({} if count is None else count.by_precision),
             lost=self._recorder.dropped + self.window.dropped - self._dropped_before,
         )

@@ -1,0 +1,171 @@
+"""W over a job's devices: by count, by time, and never beyond what the devices can do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crux_torch.fabric.peak import PEAKS, flops_in_use, peak_flops, tensor_seconds
+from crux_torch.profile.activity import DeviceActivity
+from crux_torch.profile.device import DeviceUse
+from crux_torch.profile.job_profile import ProfileBurst
+from crux_torch.profile.merge import merge
+from crux_torch.profile.sample import RankSample
+from crux_torch.profile.work import Work, work
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def sample(rank: int = 0, world_size: int = 1, **changes: Any) -> RankSample:
+    values: dict[str, Any] = {
+        "host": "h0",
+        "window_s": 10.0,
+        "iterations": 10,
+        "period_s": 1.0,
+        "period_source": "marks",
+        "confidence": 1.0,
+        "compute_s": 0.75,
+        "exposed_s": 0.25,
+        "comm_s": 0.5,
+        "overlap": 0.5,
+        "bursts": (ProfileBurst(1.0, 1.0),),
+    }
+    made = RankSample(rank=rank, world_size=world_size, **{**values, **changes})
+    return RankSample.from_json(made.to_json())
+
+
+def device(**changes: Any) -> DeviceUse:
+    return DeviceUse(**{"name": H100, "flops": 1e15, "peak_flops": 2e15, **changes})
+
+
+def work_of(samples: Sequence[RankSample], device_flops: float = 0.0) -> Work:
+    return work(samples, period_s=1.0, compute_s=0.75, device_flops=device_flops)
+
+
+def test_flops_by_time_are_each_devices_own_rate_while_it_computes() -> None:
+    samples = [
+        sample(0, 2, device=device()),
+        sample(1, 2, device=device(name="NVIDIA L4", flops=1e14, peak_flops=2e14)),
+    ]
+    found = work_of(samples)
+    assert (found.flops, found.source) == (0.75 * 1.1e15, "time")
+    assert found.device_flops == 1.1e15
+
+
+def test_ranks_that_do_not_tell_count_as_the_others_do() -> None:
+    assert work_of([sample(0, 2, device=device()), sample(1, 2)]).device_flops == 2e15
+    assert work_of([sample(0, 2)], 5e14).device_flops == 2 * 5e14, "and so do absent ones"
+    assert work_of([sample(0, 4, devices=3, device=device())]).device_flops == 4 * 3e15
+    assert work_of([sample()]).device_flops == 0.0
+
+
+def test_counted_flops_go_before_time_and_give_the_utilisation() -> None:
+    profile = merge([sample(flops=4e14, device=device())])
+    assert (profile.flops, profile.flops_source) == (4e14, "counted")
+    assert profile.flops_by_time == 0.75e15
+    assert profile.achieved_flops == 4e14
+    assert profile.utilization == pytest.approx(0.4)
+    by_time = merge([sample(device=device())])
+    assert by_time.utilization is None, "nothing was counted, so nothing was achieved"
+    assert merge([sample(flops=4e14)]).utilization is None, "the device's rate is not known"
+
+
+def test_a_count_beyond_the_devices_is_clamped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = work_of([sample(flops=3e15, device=device())])
+    assert found.flops == 2e15
+    assert "devices can do 2e+15" in caplog.text
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.floats(0, 1e20)),
+            st.floats(0, 1e16),
+            st.integers(1, 8),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.floats(0, 1e16),
+    st.floats(0, 100),
+    st.floats(0, 1),
+)
+def test_no_mix_of_samples_claims_more_than_its_devices_can_do(
+    ranks: list[tuple[float | None, float, int]], default: float, period_s: float, share: float
+) -> None:
+    samples = [
+        sample(i, len(ranks), flops=flops, devices=n, device=device(flops=peak, peak_flops=peak))
+        for i, (flops, peak, n) in enumerate(ranks)
+    ]
+    found = work(samples, period_s=period_s, compute_s=share * period_s, device_flops=default)
+    best = max(peak for _, peak, _ in ranks)
+    devices = sum(n for *_, n in ranks)
+    if best:
+        assert found.flops <= best * devices * period_s * (1 + 1e-9)
+    assert found.by_time <= best * devices * period_s * (1 + 1e-9)
+    assert found.flops >= 0
+
+
+@pytest.mark.parametrize(
+    ("tensor_s", "flops", "activity", "warns"),
+    [
+        (0.4, 4e14, DeviceActivity(source="gpm", tensor=0.42, busy=0.9), False),
+        (0.4, 4e14, DeviceActivity(source="gpm", tensor=0.39, busy=0.9), False),
+        (0.4, 4e14, DeviceActivity(source="gpm", tensor=0.2, busy=0.9), True),
+        (0.0, 4e14, DeviceActivity(source="gpm", tensor=0.0, busy=0.9), False),
+        (0.0, 4e14, DeviceActivity(source="gpm", tensor=0.0, busy=0.2), True),
+        (0.4, 4e14, DeviceActivity(source="utilization", busy=0.2), True),
+        (0.4, 4e14, DeviceActivity(source="utilization", busy=1.0), False),
+        (0.4, 4e14, DeviceActivity(source="gpm"), False),
+        (0.4, 4e14, None, False),
+        (None, None, DeviceActivity(source="gpm", tensor=0.0, busy=0.0), False),
+    ],
+)
+def test_a_count_is_held_against_the_counters(
+    tensor_s: float | None,
+    flops: float | None,
+    activity: DeviceActivity | None,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = work_of([sample(flops=flops, device=device(tensor_s=tensor_s, activity=activity))])
+    assert ("is its W right?" in caplog.text) == warns
+    if activity is not None:
+        assert (found.busy, found.tensor) == (activity.busy, activity.tensor)
+
+
+def test_the_rate_in_use_is_that_of_the_mix() -> None:
+    bf16, fp32 = peak_flops(H100, "bf16"), peak_flops(H100, "fp32")
+    assert bf16 is not None
+    assert fp32 is not None
+    assert flops_in_use(H100, {"bf16": 1e15}) == pytest.approx(bf16)
+    assert flops_in_use(H100, {"bf16": bf16, "fp32": fp32}) == pytest.approx((bf16 + fp32) / 2)
+    assert tensor_seconds(H100, {"bf16": bf16, "fp32": fp32}) == pytest.approx(1.0)
+    assert flops_in_use(H100, {}) == bf16, "what jobs most likely train in"
+    assert flops_in_use("Tesla T4", {}) == 65e12
+    assert flops_in_use(H100, {"": 1e15}) == peak_flops(H100), "an unknown type can't claim less"
+    assert flops_in_use("Tesla K80", {"bf16": 1.0}) is None
+    assert tensor_seconds("Tesla K80", {"bf16": 1.0}) is None
+
+
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "")
+
+
+@given(
+    st.sampled_from(PEAKS),
+    st.dictionaries(st.sampled_from(DTYPES), st.floats(1, 1e18), min_size=1),
+)
+def test_the_rate_in_use_lies_between_the_slowest_and_the_fastest(
+    entry: Any, by_dtype: dict[str, float]
+) -> None:
+    name = entry.pattern.replace(r"\b", "").replace("G?", "").replace("[18]", "1").split("(?")[0]
+    rate = flops_in_use(name, by_dtype)
+    assert rate is not None
+    assert min(entry.flops.values()) * (1 - 1e-9) <= rate <= max(entry.flops.values()) * (1 + 1e-9)
