@@ -23,6 +23,8 @@ MEASURE_SOON = {"CRUX_PROFILE_ITERATIONS": "8", "CRUX_PROFILE_S": "20"}
 
 @pytest.mark.parametrize("part", ["w_of_a_gpt", "w_of_a_resnet"])
 def test_w_is_what_arithmetic_gives(part: str, kind: Kind, report: Report, tmp_path: Path) -> None:
+    if part == "w_of_a_resnet" and not kind.is_cuda:
+        pytest.skip("not on a fake device: it has no convolutions")
     job = Job(
         kind,
         ATTACHED,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,48 +14,50 @@ from rig.collectives import all_are, ones, total
 from rig.part import Rank, part
 from rig.training import model
 
-WHY = "CUDA graphs"
 #: DDP's reducer settles its buckets in the first steps; torch's documentation asks for so many.
 DDP_WARM_UP = 11
+#: Within which a record follows the end of its operation.
+WATCHDOG_S = 2.5
 
 
-def capture(rank: Rank, body: Any) -> torch.cuda.CUDAGraph:
-    """``body`` in a graph, after one run outside of it on a side stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def capture(rank: Rank, body: Callable[[], None]) -> Callable[[], None]:
+    """Captures ``body`` after one run outside of a capture on a side stream; what replays it."""
+    side, main = torch.Stream(rank.device), torch.accelerator.current_stream()
+    side.wait_stream(main)
+    with side:
         body()
-    torch.cuda.current_stream().wait_stream(side)
+    main.wait_stream(side)
     rank.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with rank.kind.capture() as replay:
         body()
-    return graph
+    return replay
 
 
-@part(needs_cuda=WHY)
+@part()
 def captured_collectives(rank: Rank) -> Any:
-    inputs = ones(rank)
-    reduced, gathered = torch.empty_like(inputs), torch.empty(1024 * rank.size, device=rank.device)
+    given, gathered = ones(rank), torch.empty(1024 * rank.size, device=rank.device)
+    reduced = torch.empty_like(given)
 
     def body() -> None:
-        reduced.copy_(inputs)
+        dist.all_gather_into_tensor(gathered, given)
         dist.all_reduce(reduced)
-        dist.all_gather_into_tensor(gathered, inputs)
 
-    graph = capture(rank, body)
+    replay = capture(rank, body)
     out = []
     for turn in range(1, 4):
-        inputs.fill_(float((rank.rank + 1) * turn))
-        graph.replay()
+        given.fill_(float((rank.rank + 1) * turn))
+        reduced.copy_(given)
+        replay()
         all_are(reduced, total(rank.size, turn))
+        for i, row in enumerate(gathered.view(rank.size, -1)):
+            all_are(row, (i + 1) * turn)
         out += [reduced.clone(), gathered.clone()]
     # The same group outside of a graph again.
-    dist.all_reduce(inputs)
-    return out, inputs
+    dist.all_reduce(given)
+    return out, given
 
 
-@part(needs_cuda=WHY)
+@part(needs_cuda="a captured step runs kernels of its own")
 def captured_training(rank: Rank) -> Any:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -73,17 +77,17 @@ def captured_training(rank: Rank) -> Any:
     with torch.cuda.stream(side):
         for _ in range(DDP_WARM_UP):
             step()
-    graph = capture(rank, step)
+    replay = capture(rank, step)
     losses = []
     for turn in range(5):
         rows.copy_(rank.input(8 * 16, seed=turn).view(8, 16))
-        graph.replay()
+        replay()
         losses.append(loss.item().hex())
     assert len(set(losses)) == len(losses)
     return losses
 
 
-@part(needs_cuda=WHY)
+@part()
 def captures_are_counted_not_recorded(rank: Rank) -> Any:
     """Returns what the stock backend would: nothing."""
     if not rank.crux:
@@ -92,12 +96,25 @@ def captures_are_counted_not_recorded(rank: Rank) -> Any:
 
     recorder = backend.recorder()
     tensor = ones(rank)
-    captured_before, recorded_before = recorder.captured, recorder.recorded
-    graph = capture(rank, lambda: dist.all_reduce(tensor))
-    once = recorder.recorded - recorded_before
-    graph.replay()
+    dist.all_reduce(tensor)
+    seen = _recorded(recorder)
+    captured = recorder.captured
+    replay = capture(rank, lambda: _reduce(tensor))
+    once = _recorded(recorder) - seen
+    for _ in range(3):
+        replay()
     rank.synchronize()
     assert once == 1, f"{once} records of one operation outside and one inside of a capture"
-    assert recorder.recorded - recorded_before == once, "a replay was recorded"
-    assert recorder.captured - captured_before == 1
+    assert _recorded(recorder) - seen == once, "a replay was recorded"
+    assert recorder.captured - captured == 1
     return None
+
+
+def _reduce(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+def _recorded(recorder: Any) -> int:
+    """Operations recorded, once nothing is under way any more."""
+    time.sleep(WATCHDOG_S)
+    return int(recorder.recorded)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,17 @@ class Kind:
         else:
             fake().sleep(seconds)
 
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Callable[[], None]]:
+        """Within it the current stream is captured; yields what replays it afterwards."""
+        if not self.is_cuda:
+            with fake().capture() as captured:
+                yield captured.replay
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            yield graph.replay
+
 
 def fake() -> Any:
     """The package of the fake device and the fake NCCL."""
@@ -89,4 +102,6 @@ def present() -> Kind:
         possible, why_not = False, str(error)
     if not possible:
         raise LookupError(f"no GPU, and no fake one: {why_not}")
+    # Built here, where it may take its time, rather than in ranks that have to start in time.
+    fake().load()
     return fakes()

@@ -57,7 +57,7 @@ def ddp(rank: Rank) -> Any:
     return losses, weights(net)
 
 
-@part()
+@part(needs_cuda="pinned host memory")
 def ddp_in_its_other_forms(rank: Rank) -> Any:
     unused = DistributedDataParallel(model(rank), find_unused_parameters=True)
     static = DistributedDataParallel(model(rank), static_graph=True, gradient_as_bucket_view=True)
@@ -107,7 +107,10 @@ def tensor_parallel(rank: Rank) -> Any:
     whole = model(rank)
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     split = parallelize_module(net, mesh, plan)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (split, whole)]
+    # One tensor at a time: some parameters are DTensors and some are not.
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (split, whole)
+    ]
     losses = []
     for step in range(4):
         # Ranks of one tensor parallel group see the same rows.

@@ -18,15 +18,16 @@ from rig import kind, outcome, part
 from rig.job import CRUX, SPOILT, STOCK, JobFile
 
 
-def _backend(job: JobFile, device_type: str, stock: str) -> str:
+def _backend(job: JobFile, which: kind.Kind) -> str:
+    """The name to make the default process group with."""
     if job.mode == STOCK:
-        return stock
-    import crux_torch
+        return which.backend
+    from crux_torch import backend
 
     if job.mode == CRUX:
         return "crux"
-    crux_torch.attach()
-    return stock
+    backend.attach(() if which.is_cuda else (which.backend,))
+    return which.backend
 
 
 def _attempt(run: part.Run, rank: part.Rank) -> outcome.Outcome:
@@ -46,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     which = kind.named(job.kind)
     device = which.prepare(number)
-    backend = _backend(job, which.device_type, which.backend)
+    backend = _backend(job, which)
     options: dict[str, Any] = {"device_id": device} if job.eager else {}
     dist.init_process_group(
         backend,
