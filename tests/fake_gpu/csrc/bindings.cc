@@ -171,7 +171,12 @@ void bind_nccl(py::module_& module) {
       .def_readwrite("config", &NcclOptions::config)
       .def_readwrite("split_from", &NcclOptions::split_from)
       .def_readwrite("split_color", &NcclOptions::split_color)
-      .def_readwrite("lazy_init", &NcclOptions::lazy_init);
+      .def_readwrite("lazy_init", &NcclOptions::lazy_init)
+      .def("__copy__",
+           [](const NcclOptions& self) { return c10::make_intrusive<NcclOptions>(self); })
+      .def("__deepcopy__", [](const NcclOptions& self, const py::dict&) {
+        return c10::make_intrusive<NcclOptions>(self);
+      });
   py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(module, "Nccl")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        const c10::intrusive_ptr<NcclOptions>& options) {

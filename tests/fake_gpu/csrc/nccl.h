@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,12 +32,15 @@ class Nccl;
 
 // Fields of ncclConfig_t that scripts set.
 struct NcclConfig {
-  int blocking = -1;
-  int cga_cluster_size = -1;
-  int min_ctas = -1;
-  int max_ctas = -1;
-  int split_share = -1;
-  int traffic_class = -1;
+  // NCCL_CONFIG_UNDEF_INT of <nccl.h>.
+  static constexpr int kUndefined = std::numeric_limits<int>::min();
+
+  int blocking = kUndefined;
+  int cga_cluster_size = kUndefined;
+  int min_ctas = kUndefined;
+  int max_ctas = kUndefined;
+  int split_share = kUndefined;
+  int traffic_class = kUndefined;
   int comm_name_set = 0;
   std::string net_name;
 };
