@@ -1,7 +1,8 @@
 """One of two ranks whose connections a fake libnccl makes; prints what became of them.
 
-``python nccl_socket_worker.py RANK FOLDER LIBRARY``, with the transport library in ``LD_PRELOAD``.
-The ranks meet by files in FOLDER.
+``python nccl_socket_worker.py RANK FOLDER LIBRARY [ADDRESS ROUTES]``, with the transport library in
+``LD_PRELOAD``. The ranks meet by files in FOLDER. With ROUTES, as JSON, they only make connections
+and move data over them; without, they go through the life of two communicators on loopback.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Meeting:
     def exchange(self, name: str, value: object) -> Any:
         """Tell the other rank ``value``, and what it told."""
         mine = self.folder / f"{name}.{self.rank}"
-        mine.with_suffix(".part").write_text(json.dumps(value))
-        mine.with_suffix(".part").rename(mine)
+        part = self.folder / f"{name}.{self.rank}.part"
+        part.write_text(json.dumps(value))
+        part.rename(mine)
         theirs = self.folder / f"{name}.{1 - self.rank}"
         until = time.monotonic() + MEET_S
         while not theirs.exists():
@@ -51,21 +53,29 @@ class Meeting:
 class Communicator:
     """A communicator of the fake library, as a group has one: made late, connected later."""
 
-    def __init__(self, library: ctypes.CDLL, meeting: Meeting, name: str) -> None:
-        self._library, self._meeting, self._name = library, meeting, name
+    def __init__(
+        self, library: ctypes.CDLL, meeting: Meeting, name: str, own: str = "127.0.0.1"
+    ) -> None:
+        self._library, self._meeting, self._name, self._own = library, meeting, name, own
         library.fake_nccl_new.restype = ctypes.c_void_p
-        self._handle = ctypes.c_void_p(library.fake_nccl_new(THREADS, PER_THREAD))
+        made = library.fake_nccl_new(own.encode(), THREADS, PER_THREAD)
+        assert made is not None
+        self._handle = ctypes.c_void_p(made)
 
     def initialize(self) -> None:
         port = self._library.fake_nccl_bootstrap_port(self._handle)
-        peer = self._meeting.exchange(f"{self._name}-bootstrap", port)
-        assert self._library.fake_nccl_initialize(self._handle, peer) == 0
+        self._reach("initialize", port)
 
     def first_operation(self) -> None:
         port = self._library.fake_nccl_data_port(self._handle)
-        peer = self._meeting.exchange(f"{self._name}-data", port)
-        assert self._library.fake_nccl_connect(self._handle, peer) == 0
+        self._reach("connect", port)
         self.operation()
+
+    def _reach(self, how: str, port: int) -> None:
+        address, peer = self._meeting.exchange(f"{self._name}-{how}", (self._own, port))
+        reach = getattr(self._library, f"fake_nccl_{how}")
+        error = reach(self._handle, address.encode(), peer)
+        assert error == 0, os.strerror(error)
 
     def operation(self) -> None:
         assert self._library.fake_nccl_transfer(self._handle, ctypes.c_size_t(BYTES)) == 0
@@ -164,5 +174,29 @@ def main(rank: int, folder: Path, library: Path) -> dict[str, Any]:
     return result
 
 
+def steered(
+    rank: int, folder: Path, library: Path, own: str, routes: list[Any]
+) -> list[dict[str, Any]]:
+    """The connections of one communicator that is made where there are routes already."""
+    meeting = Meeting(rank, folder)
+    transport = Transport.load()
+    transport.set_routes([Route(to, tuple(map(tuple, hops)), dscp) for to, hops, dscp in routes])
+    communicator = Communicator(ctypes.CDLL(str(library)), meeting, "steered", own)
+    communicator.initialize()
+    communicator.first_operation()
+    told = [
+        {name: getattr(c, name) for name in ("how", "accepted", "via", "local_port", "dscp")}
+        for c in transport.connections()
+    ]
+    meeting.exchange("end", None)
+    communicator.destroy()
+    return told
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))))
+    number, shared, built, *fabric = sys.argv[1:]
+    arguments = int(number), Path(shared), Path(built)
+    if fabric:
+        print(json.dumps(steered(*arguments, fabric[0], json.loads(fabric[1]))))
+    else:
+        print(json.dumps(main(*arguments)))

@@ -23,6 +23,8 @@ from crux_torch.apply.paths import routed
 from crux_torch.apply.sockets import TcpSocket
 from crux_torch.apply.transport import LIBRARY, Connection
 from crux_torch.fabric.route import HostRoute
+from examples.demo import netns
+from examples.demo.fabric import Fabric, FabricSpec
 
 SOURCE = Path(__file__).parent / "fake_libnccl" / "net_socket.cc"
 TIMEOUT_S = 120.0
@@ -58,8 +60,8 @@ def run_ranks(folder: Path, library: Path, **env: str) -> list[dict[str, Any]]:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    for rank, (_, errors) in zip(ranks, told, strict=True):
-        assert rank.returncode == 0, errors
+    errors = "\n".join(errors for _, errors in told)
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
 
 
@@ -88,6 +90,39 @@ def test_connections_of_the_first_operation_are_found_marked_and_forgotten(
         assert set(result["strangers"]) == {0}
         assert set(result["reverted"]) == {0}
         assert result["left"] == []
+
+
+@pytest.mark.skipif(not netns.available()[0], reason=netns.available()[1])
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the transport library is not built")
+def test_connections_take_the_planned_spines(tmp_path: Path, fake_libnccl: Path) -> None:
+    """Each direction over a spine of its own, confirmed by what the spines have carried."""
+    there, back = 1, 0
+    with Fabric(FabricSpec(spines=2, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
+        hosts = fabric.host(0, 0), fabric.host(1, 0)
+        # The side of the spine that faces the sender answers.
+        hops = [[2, f"10.100.{there}.2"]], [[2, f"10.100.{16 + back}.2"]]
+        ranks = []
+        for rank in range(2):
+            routes = [[hosts[1 - rank].address, hops[rank], worker.ROUTE_DSCP]]
+            arguments = [str(tmp_path), str(fake_libnccl), hosts[rank].address, json.dumps(routes)]
+            command = [sys.executable, worker.__file__, str(rank), *arguments]
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+            env = {**inherited, "LD_PRELOAD": str(LIBRARY)}
+            ranks.append(
+                fabric.popen(hosts[rank], command, env=env, stdout=subprocess.PIPE, text=True)
+            )
+        told = [json.loads(rank.communicate(timeout=TIMEOUT_S)[0]) for rank in ranks]
+        carried = {c.link: sum(c.bytes.values()) for c in fabric.counters()}
+    for rank, connections in enumerate(told):
+        made = [c for c in connections if not c["accepted"]]
+        assert len(made) == (BOOTSTRAP + DATA) // 2
+        assert {c["how"] for c in made} == {"at_connect"}
+        assert {c["via"] for c in made} == {hops[rank][0][1]}
+        assert {c["dscp"] for c in made} == {worker.ROUTE_DSCP}
+        assert len({c["local_port"] for c in made}) == len(made)
+    sent = [[carried[f"leaf{leaf}->spine{spine}"] for spine in (0, 1)] for leaf in (0, 1)]
+    assert sent[0][there] >= worker.BYTES > 4 * sent[0][1 - there]
+    assert sent[1][back] >= worker.BYTES > 4 * sent[1][1 - back]
 
 
 def test_without_the_library_first_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:

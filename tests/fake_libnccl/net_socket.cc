@@ -91,17 +91,18 @@ class Socket {
   int fd_ = -1;
 };
 
-sockaddr_in loopback(int port) {
+sockaddr_in ipv4(const char* text, int port) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = ::htonl(INADDR_LOOPBACK);
   address.sin_port = ::htons(static_cast<uint16_t>(port));
+  if (::inet_pton(AF_INET, text, &address.sin_addr) != 1) {
+    throw std::system_error(EINVAL, std::generic_category(), "inet_pton");
+  }
   return address;
 }
 
-Socket connected(int port, uint8_t index) {
+Socket connected(const sockaddr_in& address, uint8_t index) {
   Socket made = Socket::make();
-  const sockaddr_in address = loopback(port);
   const auto* generic = reinterpret_cast<const sockaddr*>(&address);
   if (::connect(made.fd(), generic, sizeof address) != 0) {
     if (errno != EINPROGRESS) checked(-1, "connect");
@@ -121,8 +122,8 @@ Socket connected(int port, uint8_t index) {
 
 class Listener {
  public:
-  Listener() : socket_(Socket::make()) {
-    const sockaddr_in address = loopback(0);
+  explicit Listener(const char* own) : socket_(Socket::make()) {
+    const sockaddr_in address = ipv4(own, 0);
     checked(::bind(socket_.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof address),
             "bind");
     checked(::listen(socket_.fd(), 128), "listen");
@@ -157,7 +158,11 @@ class Listener {
 
 class Communicator {
  public:
-  Communicator(int threads, int per_thread) : threads_(threads), count_(threads * per_thread) {}
+  Communicator(const char* own, int threads, int per_thread)
+      : threads_(threads),
+        count_(threads * per_thread),
+        bootstrap_listener_(own),
+        data_listener_(std::make_unique<Listener>(own)) {}
   ~Communicator() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -171,18 +176,18 @@ class Communicator {
   int data_port() const { return data_listener_->port(); }
 
   // As ncclCommInitRank: the ring of two ranks, and the service.
-  void initialize(int peer_port) {
+  void initialize(const sockaddr_in& peer) {
     uint8_t index = 0;
-    bootstrap_.push_back(connected(peer_port, 0));
+    bootstrap_.push_back(connected(peer, 0));
     bootstrap_.push_back(bootstrap_listener_.accepted(index));
     service_ = std::thread([this] { serve(); });
   }
 
   // As the first operation: the service connects, the caller waits.
-  void connect_peer(int peer_port) {
+  void connect_peer(const sockaddr_in& peer) {
     std::unique_lock<std::mutex> lock(mutex_);
-    task_ = [this, peer_port] {
-      for (int i = 0; i <= count_; ++i) sends_.push_back(connected(peer_port, i));
+    task_ = [this, peer] {
+      for (int i = 0; i <= count_; ++i) sends_.push_back(connected(peer, i));
       receives_.resize(count_ + 1);
       for (int i = 0; i <= count_; ++i) {
         uint8_t index = 0;
@@ -252,7 +257,7 @@ class Communicator {
 
   const int threads_, count_;
   Listener bootstrap_listener_;
-  std::unique_ptr<Listener> data_listener_ = std::make_unique<Listener>();
+  std::unique_ptr<Listener> data_listener_;
   std::vector<Socket> bootstrap_, sends_, receives_;
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -276,14 +281,19 @@ int guarded(const Work& work) {
 
 extern "C" {
 
-void* fake_nccl_new(int threads, int per_thread) { return new Communicator(threads, per_thread); }
+// Null where the address can't be listened at.
+void* fake_nccl_new(const char* own, int threads, int per_thread) {
+  void* made = nullptr;
+  guarded([&] { made = new Communicator(own, threads, per_thread); });
+  return made;
+}
 int fake_nccl_bootstrap_port(void* c) { return static_cast<Communicator*>(c)->bootstrap_port(); }
 int fake_nccl_data_port(void* c) { return static_cast<Communicator*>(c)->data_port(); }
-int fake_nccl_initialize(void* c, int peer) {
-  return guarded([&] { static_cast<Communicator*>(c)->initialize(peer); });
+int fake_nccl_initialize(void* c, const char* peer, int port) {
+  return guarded([&] { static_cast<Communicator*>(c)->initialize(ipv4(peer, port)); });
 }
-int fake_nccl_connect(void* c, int peer) {
-  return guarded([&] { static_cast<Communicator*>(c)->connect_peer(peer); });
+int fake_nccl_connect(void* c, const char* peer, int port) {
+  return guarded([&] { static_cast<Communicator*>(c)->connect_peer(ipv4(peer, port)); });
 }
 int fake_nccl_transfer(void* c, size_t bytes) {
   return guarded([&] { static_cast<Communicator*>(c)->transfer(bytes); });
