@@ -29,6 +29,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "probe": Subcommand(
         "crux_torch.fabric.probe_cli:probe_command", "Which source ports take which path to a host."
     ),
+    "host": Subcommand(
+        "crux_torch.fabric.host_cli:host_command", "GPUs, PCIe, NVLink and NICs of this host."
+    ),
     "doctor": Subcommand("crux_torch.cli:doctor", "What Crux finds here, and what it misses."),
     "sim": Subcommand("crux_torch.sim.cli:sim", "Simulate jobs on a network, under any policy."),
 }

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 SYSFS = Path("/sys")
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 #: More than any attribute of sysfs holds: one page.
 MAX_BYTES = 65536
 
@@ -36,12 +37,15 @@ def number(written: str) -> float | None:
 
 
 def pci_address(device: Path) -> str | None:
-    """The address of what a ``device`` link points to; None for a virtual device."""
+    """The PCI function that a ``device`` link points to or below; None for a virtual device.
+
+    Below it are what drivers put on a bus of their own: virtio devices, subfunctions.
+    """
     try:
-        target = device.resolve(strict=True).name
+        parts = device.resolve(strict=True).parts
     except (OSError, RuntimeError):
         return None
-    return target if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", target) else None
+    return next((part for part in reversed(parts) if _PCI_ADDRESS.fullmatch(part)), None)
 
 
 def as_sysfs_writes(address: str) -> str:

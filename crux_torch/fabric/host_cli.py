@@ -1,0 +1,200 @@
+"""The command ``crux host``: what is inside this host, for a reader or for the topology file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from crux_torch.errors import CruxError
+from crux_torch.fabric.host import Host, read_cpu, read_nics
+from crux_torch.fabric.host_topology import Inside, as_entries, inside_of, join, usable_nics
+from crux_torch.fabric.loaders import dump_yaml, load_topology
+from crux_torch.fabric.nvml import NvmlReport, bounded, read_nvml
+from crux_torch.fabric.pcie import PcieTree
+
+#: Where the output is no terminal nothing should be cut off.
+PIPE_WIDTH = 200
+GIGABYTE = 1e9
+NO_ANSWER = NvmlReport(error="NVML does not answer")
+
+
+@click.command("host")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print entries for the topology file.")
+@click.option(
+    "--join",
+    "cluster",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Print the topology in FILE with this host's inside in place of the bare host.",
+)
+@click.option("--name", help="Name of this host in the topology [default: CRUX_HOST].")
+@click.option(
+    "--nic",
+    "nics",
+    multiple=True,
+    metavar="NODE",
+    help="With --join: the NIC (HOST/eth0) at the end of the host's next cable; once a cable.",
+)
+def host_command(
+    as_json: bool, as_yaml: bool, cluster: Path | None, name: str | None, nics: tuple[str, ...]
+) -> None:
+    """GPUs, PCIe links, NVLinks and NICs of this host, and which NIC is next to which GPU.
+
+    PCIe comes from sysfs, GPUs from NVML; what is not there is said and left out.
+    """
+    if as_json + as_yaml + (cluster is not None) > 1:
+        raise click.UsageError("--json, --yaml and --join exclude each other")
+    if nics and cluster is None:
+        raise click.UsageError("--nic goes with --join")
+    report = bounded(lambda: read_nvml(pairs=True)) or NO_ANSWER
+    named = name or os.environ.get("CRUX_HOST") or os.uname().nodename
+    host = Host(named, report.gpus, read_cpu(), read_nics())
+    tree = PcieTree.read()
+    inside = inside_of(host, tree)
+    if cluster is not None:
+        click.echo(_joined(cluster, inside, nics or None), nl=False)
+    elif as_yaml:
+        for note in inside.notes:
+            click.echo(f"# {note}")
+        click.echo(yaml.safe_dump(as_entries(inside), sort_keys=False, width=100), nl=False)
+    elif as_json:
+        click.echo(json.dumps(as_dictionary(host, report, tree, inside), indent=2))
+    else:
+        render(host, report, tree, inside)
+
+
+def _joined(cluster: Path, inside: Inside, nics: Sequence[str] | None) -> str:
+    try:
+        return dump_yaml(join(load_topology(cluster), inside, nics))
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> dict[str, Any]:
+    """All that is known of a host, as plain values; fields have their units in their names."""
+    usable = usable_nics(host, tree)
+    return {
+        "host": host.name,
+        "driver": report.driver or None,
+        "nvml": report.error or "ok",
+        "gpus": [
+            asdict(gpu)
+            | {
+                "nic": nic.name if (nic := tree.nic_of(gpu.pci_address, usable)) else None,
+                "numa_node": _numa_node(tree, gpu.pci_address),
+            }
+            for gpu in host.gpus
+        ],
+        "pairs": [
+            asdict(pair) | {"distance": None if pair.distance is None else pair.distance.name}
+            for pair in report.pairs
+        ],
+        "nics": [asdict(nic) for nic in host.nics],
+        "distances": {
+            gpu: {
+                nic.name: tree.distance(gpu, nic.pci_address).name
+                for nic in usable
+                if nic.pci_address in tree.devices
+            }
+            for gpu in tree.of_kind("gpu")
+        },
+        "pcie_links": [
+            {
+                "name": link.name,
+                "address": link.address,
+                "capacity_Bps": link.capacity_Bps,
+                "current": str(link.current) if link.current else None,
+                "most": str(link.most) if link.most else None,
+            }
+            for link in tree.links()
+        ],
+        "notes": inside.notes,
+    }
+
+
+def render(
+    host: Host, report: NvmlReport, tree: PcieTree, inside: Inside, console: Console | None = None
+) -> None:
+    """Print a host as tables: GPUs, links of the PCIe tree, NICs, and what could not be told."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
+    cpu = host.cpu
+    cores = f"{cpu.model or 'CPU'}, {cpu.cores} cores" if cpu else "CPU unknown"
+    console.print(f"{host.name}: {cores}", markup=False)
+    usable = usable_nics(host, tree)
+    if host.gpus:
+        table = _table("GPU", "model", "PCI", "NUMA", "peak FLOP/s", "NVLink GB/s", "NIC")
+        for gpu in host.gpus:
+            table.add_row(
+                str(gpu.index),
+                gpu.name + (" (MIG)" if gpu.mig else ""),
+                gpu.pci_address,
+                _text(_numa_node(tree, gpu.pci_address)),
+                f"{gpu.peak_flops:.4g}" if gpu.peak_flops else "unknown",
+                _gigabytes(sum(link.capacity_Bps or 0.0 for link in gpu.nvlinks) or None),
+                _nearest(tree, gpu.pci_address, usable),
+            )
+        console.print(table)
+    else:
+        console.print(f"no GPUs: {report.error or 'NVML lists none'}", markup=False)
+    if tree.links():
+        table = _table("PCIe link to", "device", "runs at", "can", "GB/s each way")
+        for link in tree.links():
+            table.add_row(
+                link.address,
+                inside.node_of.get(link.address, tree.devices[link.address].kind),
+                _text(link.current),
+                _text(link.most),
+                _gigabytes(link.capacity_Bps),
+            )
+        console.print(table)
+    table = _table("NIC", "PCI", "NUMA", "GB/s each way", "RDMA")
+    for nic in host.nics:
+        table.add_row(
+            nic.name,
+            _text(nic.pci_address),
+            _text(nic.numa_node),
+            _gigabytes(nic.speed_Bps),
+            _text(nic.rdma_device),
+        )
+    console.print(table)
+    for note in inside.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _nearest(tree: PcieTree, gpu: str, nics: Sequence[Any]) -> str:
+    nic = tree.nic_of(gpu, nics)
+    if nic is None or nic.pci_address is None:
+        return ""
+    return f"{nic.name} ({tree.distance(gpu, nic.pci_address).name})"
+
+
+def _numa_node(tree: PcieTree, address: str) -> int | None:
+    device = tree.devices.get(address)
+    return device.numa_node if device is not None else None
+
+
+def _gigabytes(rate_Bps: float | None) -> str:
+    return "" if rate_Bps is None else f"{rate_Bps / GIGABYTE:.4g}"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
