@@ -1,6 +1,7 @@
 """The semaphores of a host's links between real processes: what they keep, and what they cost.
 
-    python benchmarks/links.py [--minutes M] [--soak-only] [--soak-from FILE] [--quick] [--json FILE] [--out DIR]
+    python benchmarks/links.py [--minutes M] [--soak-only] [--soak-from FILE] [--quick]
+                               [--json FILE] [--out DIR]
 
 ``links_driver.cc`` is compiled against ``csrc/links`` and run: no Python and no torch in what is
 measured. The link of the contention is emulated: it serves the chunks of all transfers in turn, as
