@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from crux_torch.doctor import cluster, nccl, privileges, rdma, sockets, software, transport
+from crux_torch.doctor import (
+    cluster,
+    links,
+    nccl,
+    privileges,
+    rdma,
+    sockets,
+    software,
+    transport,
+)
 from crux_torch.doctor.check import Check
 from crux_torch.errors import SettingsError
 from crux_torch.settings import Settings
@@ -40,6 +49,8 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         sockets.pacing,
         sockets.probing,
         privileges.live_paths,
+        lambda: gpu.gpus(settings),
+        lambda: gpu.nccl(env),
         rdma.verbs,
         lambda: rdma.stand_in(env),
         rdma.devices,
@@ -47,6 +58,7 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         nccl.forced_classes,
         lambda: nccl.ecn_bits(env, settings),
         lambda: nccl.profiler(env, settings),
+        lambda: links.semaphores(settings),
         lambda: cluster.store(settings),
         lambda: cluster.topology(settings),
         privileges.namespaces,

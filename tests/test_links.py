@@ -1,0 +1,449 @@
+"""Which links a process crosses, and its gate in step with groups, level and neighbours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pcie_layouts as layouts
+import pytest
+
+from crux_torch.apply.links import HostLinks, PcieRoutes, StandInRoutes, nvlinked_with
+from crux_torch.doctor import links as doctor
+from crux_torch.doctor.check import Check
+from crux_torch.fabric.nvml import Gpu, NvLink
+from crux_torch.fabric.nvml_device import CudaDevice
+from crux_torch.fabric.pcie import PcieTree
+from crux_torch.profile.group import GroupInfo
+from crux_torch.runtime import link_routes
+from crux_torch.runtime.link_routes import OwnDevice, local_gpus, make_links
+from crux_torch.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+HOLDER = Path(__file__).with_name("links_holder.py")
+WORLD = GroupInfo("world", (0, 1), 0)
+
+
+def gpu(index: int, address: str = "", nvlinks: tuple[NvLink, ...] = ()) -> Gpu:
+    address = address or f"0000:{index:02x}:00.0"
+    return Gpu(index, "NVIDIA H100", f"GPU-{index}", 80 << 30, address, None, nvlinks)
+
+
+# Routes
+
+
+def test_stand_in_links_are_crossed_by_every_group_with_another_rank() -> None:
+    routes = StandInRoutes(("b", "a"))
+    assert routes(WORLD) == ("b", "a")
+    assert routes(GroupInfo("not named yet", (), 0)) == ("b", "a")
+    assert routes(GroupInfo("alone", (3,), 0)) == ()
+
+
+@pytest.fixture
+def dgx(tmp_path: Path) -> PcieTree:
+    return PcieTree.read(layouts.write(tmp_path, layouts.dgx_a100()))
+
+
+def routes_on(
+    tree: PcieTree, local: dict[int, int], own: int, nvlinked: frozenset[str] = frozenset()
+) -> PcieRoutes:
+    """Of the GPU number ``own``; ``local`` has the GPU's number of each rank on the host."""
+    gpus, nics = tree.of_kind("gpu"), tree.of_kind("nic")
+    placed = {rank: gpus[number] for rank, number in local.items()}
+    return PcieRoutes(tree, gpus[own], nics[0], placed, nvlinked)
+
+
+def names(tree: PcieTree, a: str, b: str) -> set[str]:
+    return {link.name for link in tree.path(a, b)}
+
+
+def test_a_group_over_hosts_crosses_what_lies_before_its_nic(dgx: PcieTree) -> None:
+    gpus, nics = dgx.of_kind("gpu"), dgx.of_kind("nic")
+    routes = routes_on(dgx, {0: 0, 1: 1}, 0, frozenset(gpus))
+    assert routes.obstacle is None
+    spanning = GroupInfo("world", (0, 1, 2, 3), 0)
+    assert set(routes(spanning)) == names(dgx, gpus[0], nics[0])
+    assert routes(spanning) == tuple(sorted(routes(spanning)))
+    assert routes(GroupInfo("here", (0, 1), 0)) == (), "NVLink joins them"
+    assert routes(GroupInfo("alone", (0,), 0)) == ()
+    assert routes(GroupInfo("not named yet", (), 0)) == ()
+
+
+def test_without_nvlink_a_rank_crosses_the_way_to_its_neighbours(dgx: PcieTree) -> None:
+    gpus = dgx.of_kind("gpu")
+    routes = routes_on(dgx, {4: 0, 5: 1, 6: 2, 7: 7}, 0)
+    ring = GroupInfo("here", (4, 5, 6, 7), 0)
+    assert set(routes(ring)) == names(dgx, gpus[0], gpus[1]) | names(dgx, gpus[0], gpus[7])
+    partly = PcieRoutes(dgx, gpus[0], None, routes.local, frozenset({gpus[7]}))
+    assert set(partly(ring)) == names(dgx, gpus[0], gpus[1])
+
+
+def test_two_jobs_share_a_link_where_the_paper_draws_it(dgx: PcieTree) -> None:
+    """Figure 3b: GPUs of different jobs below one PCIe switch, on their way to the NICs."""
+    gpus = dgx.of_kind("gpu")
+    spanning = GroupInfo("world", (0, 8), 0)
+    one = set(routes_on(dgx, {0: 0}, 0, frozenset(gpus))(spanning))
+    below_the_same = set(routes_on(dgx, {0: 1}, 1, frozenset(gpus))(spanning))
+    assert one & below_the_same
+    own_link = {link.name for link in dgx.links_above(gpus[0])[:1]}
+    assert own_link <= one
+    assert not own_link & below_the_same
+
+
+def test_a_virtual_machine_that_hides_its_switches_is_an_obstacle(tmp_path: Path) -> None:
+    tree = PcieTree.read(layouts.write(tmp_path, layouts.azure_vm()))
+    routes = PcieRoutes(tree, "0001:00:00.0", None, {}, frozenset())
+    assert routes.obstacle is not None
+
+
+def test_gpus_at_one_nvswitch_reach_each_other() -> None:
+    switched = NvLink("", "switch", 18, 450e9)
+    gpus = [gpu(0, nvlinks=(switched,)), gpu(1, nvlinks=(switched,)), gpu(2)]
+    bridged = gpu(3, nvlinks=(NvLink(gpus[2].pci_address, "gpu", 4, 100e9),))
+    assert nvlinked_with(gpus[0], [*gpus, bridged]) == {gpus[1].pci_address}
+    assert nvlinked_with(gpus[2], gpus) == frozenset()
+    assert nvlinked_with(bridged, gpus) == {gpus[2].pci_address}
+
+
+# Where this process is
+
+
+def test_ranks_on_this_host_as_torchrun_numbers_them() -> None:
+    env = {"RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    gpus = (gpu(0), gpu(1), gpu(2))
+    assert local_gpus(gpus[1], gpus, env) == {8: gpus[0].pci_address, 9: gpus[1].pci_address}
+    assert local_gpus(gpus[1], (gpus[1],), env) == {8: None, 9: gpus[1].pci_address}
+    assert local_gpus(gpus[1], gpus, {}) == {}
+
+
+def test_the_device_is_the_training_threads_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[CudaDevice | None] = [None]
+    monkeypatch.setattr(link_routes, "current_device", lambda: chosen[0])
+    device = OwnDevice()
+    assert device.device(1, {}) == CudaDevice(0, "", "")
+    assert device.device(8, {"LOCAL_RANK": "3"}) == CudaDevice(3, "", "")
+    assert device.device(2, {"LOCAL_RANK": "3"}) is None
+    assert device.device(8, {}) is None
+    chosen[0] = CudaDevice(5, "GPU-5", "NVIDIA H100")
+    elsewhere = threading.Thread(target=device.look)
+    elsewhere.start()
+    elsewhere.join()
+    assert device.device(8, {}) is None
+    device.look()
+    assert device.device(8, {}) == chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("links", "why_not"),
+    [("none", "switched off"), ("auto", "not known yet"), ("a,b", "no other job")],
+)
+def test_the_setting_decides(links: str, why_not: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = FakeGate()
+    monkeypatch.setattr(link_routes, "_process_gate", lambda: gate)
+    made = make_links(Settings(links=links, link_wait_ms=250), OwnDevice())
+    assert "no order" in made.status()["why_not"]
+    made.follow("job", 3)
+    made.tick([WORLD])
+    assert why_not in made.status()["why_not"]
+    assert made.status()["wait_ms"] == 250
+    assert list(made.status()["links"]) == (["a", "b"] if links == "a,b" else [])
+    assert gate.joined == (["a", "b"] if links == "a,b" else [])
+
+
+# The gate in step
+
+
+class FakeGate:
+    """What HostLinks does to a gate."""
+
+    def __init__(self) -> None:
+        self.joined: list[str] = []
+        self.neighbours: set[str] = set()
+        self.refuse: set[str] = set()
+        self.crossed: dict[int, list[int]] = {}
+        self.level: int | None = None
+        self.installed = False
+        self.retired = 0
+        self.waits = (2, 1, 3_000_000_000, 2_000_000_000)
+
+    def set_wait_s(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def join(self, folder: str, cluster: str, link: str, job: str) -> int:
+        assert folder
+        assert job
+        if link in self.refuse:
+            raise RuntimeError(f"{link}: belongs to user 4242, not to this one")
+        self.joined.append(link)
+        return len(self.joined) - 1
+
+    def shared(self, link: int) -> bool:
+        return self.joined[link] in self.neighbours
+
+    def cross(self, group: int, links: list[int]) -> None:
+        self.crossed[group] = links
+
+    def set_level(self, level: int) -> None:
+        self.level = level
+
+    def install(self, on: bool) -> None:
+        self.installed = on
+
+    def retire(self) -> None:
+        self.retired += 1
+        self.crossed = {}
+
+    def holders(self, link: int) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def gate() -> FakeGate:
+    return FakeGate()
+
+
+@pytest.fixture
+def links(gate: FakeGate, tmp_path: Path) -> HostLinks:
+    routes = StandInRoutes(("x", "y"))
+    return HostLinks(lambda: gate, lambda: routes, "c", 0.5, folder=tmp_path)
+
+
+def test_nothing_is_taken_before_the_first_order(gate: FakeGate, links: HostLinks) -> None:
+    links.tick([WORLD])
+    assert gate.joined == []
+    links.follow("job", None)
+    links.tick([])
+    assert gate.joined == []
+    links.tick([WORLD])
+    assert gate.joined == ["x", "y"]
+    assert gate.level == -1
+
+
+def test_operations_look_only_where_another_job_is(gate: FakeGate, links: HostLinks) -> None:
+    links.follow("job", 3)
+    links.tick([WORLD])
+    assert (gate.level, gate.installed, gate.crossed) == (3, False, {})
+    gate.neighbours = {"y"}
+    links.tick([WORLD, GroupInfo("alone", (0,), 0)])
+    assert (gate.installed, gate.crossed) == (True, {0: [1]})
+    assert links.status()["active"]
+    assert links.status()["links"]["x"]["shared"] is False
+    assert links.status()["waits"] == {
+        "operations": 2,
+        "ran_out": 1,
+        "total_s": 3.0,
+        "longest_s": 2.0,
+    }
+    links.follow("job", 6)
+    assert gate.level == 6
+    gate.neighbours = set()
+    links.tick([WORLD])
+    assert (gate.installed, gate.crossed) == (False, {0: []})
+
+
+def test_a_link_that_refuses_is_said_and_tried_again(
+    gate: FakeGate, links: HostLinks, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.refuse = {"x"}
+    gate.neighbours = {"x", "y"}
+    links.follow("job", 3)
+    links.tick([WORLD])
+    links.tick([WORLD])
+    assert gate.crossed == {0: [0]}
+    assert gate.joined == ["y"]
+    assert "4242" in links.status()["refused"]["x"]
+    assert len([r for r in caplog.records if "4242" in r.getMessage()]) == 1
+    gate.refuse = set()
+    links.tick([WORLD])
+    assert gate.crossed == {0: [1, 0]}
+    assert links.status()["refused"] == {}
+
+
+def test_without_the_extension_nothing_happens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent() -> Any:
+        raise ImportError("No module named 'crux_torch._C'")
+
+    routes = StandInRoutes(("x",))
+    links = HostLinks(absent, lambda: routes, "c", 0.5, folder=tmp_path)
+    links.follow("job", 3)
+    links.tick([WORLD])
+    links.revert()
+    assert not links.status()["active"]
+    assert "No module named" in caplog.text
+
+
+def test_all_is_given_back(gate: FakeGate, links: HostLinks) -> None:
+    gate.neighbours = {"x"}
+    links.follow("job", 3)
+    links.tick([WORLD])
+    links.follow("the job anew", 3)
+    assert (gate.retired, gate.installed) == (1, False)
+    links.tick([WORLD])
+    assert gate.joined == ["x", "y", "x", "y"]
+    links.revert()
+    assert gate.retired == 2
+    links.tick([WORLD])
+    assert len(gate.joined) == 4
+
+
+def test_what_is_not_known_is_asked_for_now_and_then(gate: FakeGate, tmp_path: Path) -> None:
+    asked: list[float] = []
+    now = [0.0]
+
+    def routes() -> None:
+        asked.append(now[0])
+
+    links = HostLinks(lambda: gate, routes, "c", 0.5, folder=tmp_path, clock=lambda: now[0])
+    links.follow("job", 3)
+    for _ in range(12):
+        links.tick([WORLD])
+        now[0] += 1.0
+    assert asked == [0.0, 5.0, 10.0]
+
+
+# The real gate, between processes
+
+
+Tell = Callable[[str], None]
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Tell]]:
+    """A process of another job, of level 5, on the link ``x``."""
+    process = subprocess.Popen(
+        [sys.executable, str(HOLDER), str(tmp_path), "x", "other", "5"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "launcher")])},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ok\n"
+
+    def tell(line: str) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(line, file=process.stdin, flush=True)
+        assert process.stdout.readline() == "ok\n"
+
+    yield process, tell
+    process.kill()
+    process.communicate()
+
+
+def test_a_real_operation_gives_way_and_goes_on(
+    other: tuple[subprocess.Popen[str], Tell], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    from crux_torch import _C
+
+    process, tell = other
+    gate = _C.link_gate()
+    routes = StandInRoutes(("x",))
+    links = HostLinks(_C.link_gate, lambda: routes, "c", 60.0, folder=tmp_path)
+    try:
+        links.follow("own", 2)
+        links.tick([WORLD])
+        assert gate.installed
+        holders = links.status()["links"]["x"]["holders"]
+        assert sorted((h["pid"], h["level"], h["same_job"]) for h in holders) == sorted(
+            [(os.getpid(), 2, True), (process.pid, 5, False)]
+        )
+        before = gate.waits
+        gate.leave(gate.enter(0, 1))
+        assert gate.waits == before
+        for how in ("leave", "level 1", "kill"):
+            waits = gate.waits[0]
+            tell("enter")
+            passed = threading.Event()
+
+            def operation(passed: threading.Event = passed) -> None:
+                gate.leave(gate.enter(0, 1))
+                passed.set()
+
+            thread = threading.Thread(target=operation)
+            thread.start()
+            assert not passed.wait(0.1)
+            if how == "kill":
+                process.kill()
+            else:
+                tell(how)
+            assert passed.wait(30.0)
+            thread.join()
+            assert gate.waits[0] == waits + 1
+            if how == "level 1":
+                tell("leave")
+                tell("level 5")
+        process.wait()
+        assert gate.waits[1] == 0
+        links.tick([WORLD])
+        assert not gate.installed
+        assert len(links.status()["links"]["x"]["holders"]) == 1
+    finally:
+        links.revert()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_tries_to_take_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hgx = PcieTree.read(layouts.write(tmp_path / "sys", layouts.hgx_h100()))
+
+    def found(setting: str) -> Check:
+        (check,) = doctor.semaphores(Settings(links=setting, cluster="c"))
+        assert (check.cost == "") == (check.state == "ok")
+        return check
+
+    monkeypatch.setattr(doctor, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor.PcieTree, "read", lambda: hgx)
+    assert found("auto").finding == f"{len(hgx.links())} PCIe links above GPUs and NICs"
+    assert "stand-in links a,b" in found("a,b").finding
+    assert "switched off" in found("none").finding
+    hgx.devices.clear()
+    assert "no PCI devices" in found("auto").finding
+    (tmp_path / f"crux~{os.geteuid()}~c~doctor").mkdir()
+    assert "Is a directory" in found("a").finding
+
+
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from crux_torch import _C
+
+    gate = _C.link_gate()
+    file = tmp_path / f"crux~{os.geteuid()}~c~x"
+    file.touch()
+    file.chmod(0o644)
+    with pytest.raises(RuntimeError, match="its mode isn't 0600"):
+        gate.join(str(tmp_path), "c", "x", "job")
+    with pytest.raises(IndexError):
+        gate.cross(0, [1 << 20])
+    with pytest.raises(ValueError, match="too many"):
+        gate.cross(1 << 20, [])
+
+
+@pytest.mark.slow
+def test_no_deadlock_and_no_lost_place_through_random_deaths(tmp_path: Path) -> None:
+    """Twenty seconds of what benchmarks/links.py does for ten minutes."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    out = tmp_path / "links.json"
+    script = ROOT / "benchmarks/links.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--soak-only", "--minutes", str(20 / 60), "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["processes"], row["deadlocks"], row["places_lost"]) == (24, 0, 0)
+    assert row["kills"] > 50
+    assert row["operations"] > 1000
