@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from crux_torch.doctor import (
     cluster,
+    gpu,
     links,
     nccl,
     privileges,
