@@ -190,10 +190,10 @@ def test_a_configuration_that_is_absent_is_not_known(tmp_path: Path) -> None:
 
 
 def test_nccl() -> None:
-    release, choice = gpu.nccl({"NCCL_IB_HCA": "=mlx5_0"}, lambda: (2, 30, 7))
+    release, choice = gpu.nccl_choices({"NCCL_IB_HCA": "=mlx5_0"}, lambda: (2, 30, 7))
     assert (release.state, release.finding) == ("ok", "2.30.7")
     assert (choice.state, choice.finding) == ("missing", "NCCL_IB_HCA==mlx5_0")
-    assert list(gpu.nccl({}, lambda: None)) == []
+    assert list(gpu.nccl_choices({}, lambda: None)) == []
 
 
 def test_this_machine_can_be_examined() -> None:

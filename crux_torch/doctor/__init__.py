@@ -51,7 +51,7 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         sockets.probing,
         privileges.live_paths,
         lambda: gpu.gpus(settings),
-        lambda: gpu.nccl(env),
+        lambda: gpu.nccl_choices(env),
         rdma.verbs,
         lambda: rdma.stand_in(env),
         rdma.devices,

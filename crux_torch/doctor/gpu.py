@@ -195,7 +195,9 @@ def affinity(report: NvmlReport, tree: PcieTree, host: Host) -> Iterator[Check]:
         yield Check(part, "ok", "every GPU has one on its own PCIe switch")
 
 
-def nccl(env: Mapping[str, str], version: Callable[[], Any] | None = None) -> Iterator[Check]:
+def nccl_choices(
+    env: Mapping[str, str], version: Callable[[], Any] | None = None
+) -> Iterator[Check]:
     """Which NCCL this torch has, and what the environment decides for it."""
     found = (version or _nccl_version)()
     if not found:
