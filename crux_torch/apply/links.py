@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 FOLDER = Path("/dev/shm")
 #: ``LinkGate.set_level`` for a job without a place in the order.
 NO_LEVEL = -1
+#: Groups that the gate knows: ``LinkGate::kMaxGroups``. Operations of later ones never give way.
+MAX_GROUPS = 4096
 #: Seconds between two looks for what links there are, until it is known.
 LOOK_S = 5.0
 
@@ -148,6 +150,7 @@ class HostLinks:
         self._look_at_s = float("-inf")
         self._gate: Any = None
         self._routes: Routes | None = None
+        self._known: dict[GroupInfo, tuple[str, ...]] = {}
         self._job = ""
         self._level: int | None = None
         self._joined: dict[str, _Joined] = {}
@@ -181,7 +184,9 @@ class HostLinks:
             self._routes = self._make_routes()
         if self._routes is None or self._routes.obstacle is not None:
             return
-        routes = [self._routes(group) for group in groups]
+        for new in set(groups) - self._known.keys():
+            self._known[new] = self._routes(new)
+        routes = [self._known[group] for group in groups[:MAX_GROUPS]]
         self._join({name for route in routes for name in route})
         if self._gate is None:
             return
