@@ -37,8 +37,9 @@ class NcclProfilerError(CruxError, OSError):
 class NetworkUse:
     """What was moved over the network so far, all channels together.
 
-    What stays inside a host (NVLink, PCIe, shared memory) is not in it, and neither are what a
-    protocol adds to the data nor retransmissions.
+    What stays inside a host (NVLink, PCIe, shared memory) is not in it. The flags that NCCL's
+    protocols put among the data are: as much again with LL, a fifteenth with LL128. Headers and
+    retransmissions are not.
 
     Attributes:
         collectives: operations that were started.

@@ -53,6 +53,9 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         t_s: t_j, the time that one iteration's traffic needs on its slowest link.
         t_source: ``topology`` (bytes over capacity) or ``measured`` (shortest transfers).
         t_measured_s: seconds of transfer in an iteration, of each collective the fastest rank's.
+        network_bytes: that NCCL's ranks together handed to the network in an iteration, and
+        network_s: seconds of it in which the busiest rank had transfers there: to check flows and
+            t by; None where its profiler plugin does not count them.
         overlap: share of the communication that computation hides.
         exposed_s: seconds of an iteration in which the devices wait for communication.
         iterations: iterations that the figures are taken over.
@@ -75,6 +78,8 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     t_s: NonNegative
     t_source: Literal["topology", "measured"]
     t_measured_s: NonNegative
+    network_bytes: NonNegative | None = None
+    network_s: NonNegative | None = None
     overlap: Share
     exposed_s: NonNegative
     iterations: Annotated[int, msgspec.Meta(ge=0)]

@@ -13,6 +13,8 @@ import numpy as np
 
 from crux_torch.profile import timeline
 from crux_torch.profile.job_profile import MAX_FLOWS, HostFlow, JobProfile
+from crux_torch.profile.network import disagreements
+from crux_torch.profile.network import total as network_total
 from crux_torch.profile.sample import RankSample, TrafficRow
 from crux_torch.profile.traffic import PER_RANK_OPS, Algorithm, HostPair, add_flows, flows
 from crux_torch.profile.work import work
@@ -96,6 +98,7 @@ def merge(
     matrix = traffic_matrix(present, placement, algorithms or {})
     t_s = transfer.t_s if topology is None else slowest_link_s(matrix, topology)
     line = transfer.line
+    network = network_total(present)
     profile = JobProfile(
         period_s=period_s,
         period_source=Counter(s.period_source for s in present).most_common(1)[0][0],
@@ -113,12 +116,20 @@ def merge(
         t_s=t_s,
         t_source="measured" if topology is None else "topology",
         t_measured_s=transfer.t_s,
+        network_bytes=None if network is None else network.sent_bytes,
+        network_s=None if network is None else network.sending_s,
         overlap=min(1.0, max(0.0, 1.0 - exposed_s / transfer.t_s)) if transfer.t_s > 0 else 0.0,
         exposed_s=exposed_s,
         iterations=min(s.iterations for s in present),
         measured_alone=measured_alone,
     )
     _check(profile)
+    if network is not None:
+        computed_s = None if topology is None else t_s
+        for said in disagreements(
+            network, computed_bytes=sum(matrix.values()), computed_s=computed_s
+        ):
+            log.warning("%s", said)
     return profile
 
 

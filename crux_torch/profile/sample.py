@@ -15,6 +15,7 @@ from crux_torch.profile import timeline
 from crux_torch.profile.device import DeviceUse
 from crux_torch.profile.group import GroupInfo
 from crux_torch.profile.job_profile import MAX_BURSTS, Name, NonNegative, ProfileBurst, Share
+from crux_torch.profile.network import NetworkRow
 from crux_torch.profile.record import OP_NUMBER, OPS, STATUSES, Records
 from crux_torch.profile.traffic import SILENT_OPS
 
@@ -110,6 +111,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         groups, traffic: what the rank took part in, the payloads summed over the iterations.
         transfers: the newest collectives, so that the leader can tell transfer from waiting.
         lost: records that the recorder or the window dropped during the measurement.
+        network: what the rank handed to the network, where NCCL's profiler plugin counts it.
     """
 
     version: int = SCHEMA_VERSION
@@ -134,6 +136,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     traffic: Annotated[tuple[TrafficRow, ...], msgspec.Meta(max_length=MAX_ROWS)] = ()
     transfers: Transfers = Transfers()
     lost: Annotated[int, msgspec.Meta(ge=0)] = 0
+    network: NetworkRow | None = None
 
     def to_json(self) -> bytes:
         """The sample as JSON."""

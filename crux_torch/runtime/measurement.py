@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from crux_torch.profile.flops import FlopMeter
@@ -15,6 +16,7 @@ from crux_torch.profile.record import Records, from_bytes
 from crux_torch.profile.sample import RankSample, summarize
 from crux_torch.profile.window import RecordWindow
 from crux_torch.runtime.device import OwnDevice
+from crux_torch.runtime.network import NetworkMeter
 from crux_torch.settings import Settings
 
 #: Records taken from the ring at a time.
@@ -42,6 +44,7 @@ class Meter:
         self.marks = IterationMarks()
         self.flops = FlopMeter(self.marks)
         self.device = OwnDevice(settings.device_flops)
+        self.network = NetworkMeter()
         self._unlisten: Callable[[], None] | None = None
         self._begin_ns = 0
         self._dropped_before = 0
@@ -109,6 +112,7 @@ class Meter:
         self._begin_ns = time.monotonic_ns() + round(SETTLE_S * 1e9)
         self._dropped_before = self._recorder.dropped + self.window.dropped
         self.device.begin()
+        self.network.begin()
 
     def due(self) -> bool:
         """Whether the running measurement has seen enough, or has run for as long as it may."""
@@ -119,10 +123,11 @@ class Meter:
 
     def finish(self) -> RankSample | None:
         """End the measurement; None where it saw too little to say anything."""
+        network = self.network.end()
         self.drain()
         self.window.forget_before(self._begin_ns)
         count = self.flops.count()
-        return summarize(
+        sample = summarize(
             self.window.records(),
             self.groups(),
             rank=self._rank,
@@ -134,3 +139,6 @@ class Meter:
             device=self.device.finish({} if count is None else count.by_precision),
             lost=self._recorder.dropped + self.window.dropped - self._dropped_before,
         )
+        if sample is None or network is None:
+            return sample
+        return msgspec.structs.replace(sample, network=network.per_iteration(sample.period_s))
