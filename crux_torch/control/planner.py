@@ -59,8 +59,15 @@ class KnowsGpus(TopologyLike, Protocol):
 
     device_flops: float
 
+    @property
+    def nodes(self) -> Mapping[str, object]:
+        """Every node by name."""
+
     def gpus(self, host: str | None = None) -> tuple[str, ...]:
         """The GPUs of ``host``; empty where its inside is not described."""
+
+    def host_of(self, node: str) -> str | None:
+        """The host that ``node`` sits in."""
 
 
 def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> Cluster:
@@ -70,6 +77,8 @@ def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> 
     - Any other flow crosses one link, ``unlocated``, that all such flows share: jobs whose place is
       unknown are ordered against each other, and against nobody else. Without a topology
       that is every flow, so the link stands for one core that everyone shares.
+    - A flow between a GPU and a NIC of a host whose inside the topology describes takes the first
+      path between the two; elsewhere it counts for nothing.
     - t_j is the profile's where it was measured, and where the path is not known: the flows' bytes
       are scaled in one proportion until the cluster's links give that time.
     - W_j and the number of devices are clamped, see :func:`claimed_flops` and
@@ -104,7 +113,10 @@ def plan_inputs(records: Sequence[JobRecord], topology: TopologyLike | None) -> 
             gpus=claimed_devices(record, inside),
             flops=claimed_flops(record, profile, inside),
             compute_s=profile.compute_s,
-            flows=tuple(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
+            flows=(
+                *(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
+                *_inside_flows(profile, inside),
+            ),
             bursts=_bursts(profile),
         )
         placed = topology is not None and all(h in known for f in profile.flows for h in _ends(f))
@@ -179,6 +191,8 @@ def compute_entries(
     decision = scheduler(cluster, options)
     level = _usable_levels(decision, levels)
     chooses_paths = policy in PATH_POLICIES
+    # Paths inside a host are nobody's to choose.
+    listed = {r.job: len(r.profile.flows) for r in records if r.profile is not None}
     return tuple(
         PlanEntry(
             job=job.name,
@@ -186,10 +200,27 @@ def compute_entries(
             priority=_finite(decision.priority.get(job.name, 0.0)),
             intensity=_finite(decision.intensity.get(job.name, 0.0)),
             correction=_finite(decision.correction.get(job.name, 1.0)),
-            path=tuple(map(int, decision.path.get(job.name, ()))) if chooses_paths else (),
+            path=_chosen(decision, job.name, listed[job.name]) if chooses_paths else (),
         )
         for job in sorted(cluster.jobs, key=lambda j: j.name)
     )
+
+
+def _inside_flows(profile: JobProfile, inside: KnowsGpus | None) -> list[Flow]:
+    """The flows within hosts, each on the one path that it can take."""
+    found = []
+    for flow in profile.inside if inside is not None else ():
+        ends = (flow.src, flow.dst)
+        if inside is None or any(end not in inside.nodes for end in ends):
+            continue
+        host = inside.host_of(flow.src)
+        if host is not None and host == inside.host_of(flow.dst):
+            found.append(Flow(flow.bytes, inside.candidate_paths(*ends)[:1]))
+    return found
+
+
+def _chosen(decision: Decision, job: str, flows: int) -> tuple[int, ...]:
+    return tuple(map(int, decision.path.get(job, ())))[:flows]
 
 
 def scheduler_named(

@@ -16,7 +16,7 @@ MAX_BURSTS = 64
 
 
 class HostFlow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bytes of one iteration from one host to another."""
+    """Bytes of one iteration from one host, or one part of a host, to another."""
 
     src: Name
     dst: Name
@@ -49,6 +49,8 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         uncounted_ops: operators met that have no FLOP formula and so count nothing.
         gpus: devices of the job.
         flows: bytes from host to host; bytes that stay on one host are not listed.
+        inside: bytes between GPUs and NICs, by their names in the topology, of hosts that the job
+            shares with others.
         bursts: when in the iteration it communicates.
         t_s: t_j, the time that one iteration's traffic needs on its slowest link.
         t_source: ``topology`` (bytes over capacity) or ``measured`` (shortest transfers).
@@ -74,6 +76,7 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     gpus: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
     flows: Annotated[tuple[HostFlow, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
+    inside: Annotated[tuple[HostFlow, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
     bursts: Annotated[tuple[ProfileBurst, ...], msgspec.Meta(min_length=1, max_length=MAX_BURSTS)]
     t_s: NonNegative
     t_source: Literal["topology", "measured"]

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from crux_torch.profile import timeline
+from crux_torch.profile.inside import DescribedHosts, inside_flows
 from crux_torch.profile.job_profile import MAX_FLOWS, HostFlow, JobProfile
 from crux_torch.profile.network import disagreements
 from crux_torch.profile.network import total as network_total
@@ -96,7 +97,12 @@ def merge(
     gpus = max(1, round(scale * sum(s.devices for s in present)))
     done = work(present, period_s=period_s, compute_s=compute_s, device_flops=device_flops)
     matrix = traffic_matrix(present, placement, algorithms or {})
-    t_s = transfer.t_s if topology is None else slowest_link_s(matrix, topology)
+    described = topology if isinstance(topology, DescribedHosts) else None
+    t_s = transfer.t_s
+    if topology is not None:
+        within = described and inside_flows(matrix, present, described, whole_hosts=True)
+        t_s = slowest_link_s(matrix | (within or {}), topology)
+    shared = described and inside_flows(matrix, present, described, whole_hosts=False)
     line = transfer.line
     network = network_total(present)
     profile = JobProfile(
@@ -112,6 +118,7 @@ def merge(
         uncounted_ops=tuple(sorted({op for s in present for op in s.uncounted_ops}))[:64],
         gpus=gpus,
         flows=_largest(matrix),
+        inside=_largest(shared or {}),
         bursts=present[0].bursts if line is None else line.bursts,
         t_s=t_s,
         t_source="measured" if topology is None else "topology",
