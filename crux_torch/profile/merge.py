@@ -253,7 +253,8 @@ def transfer_time(present: Sequence[RankSample]) -> Transfer:
             shortest[key] = min(shortest.get(key, end - begin), end - begin)
             witnesses[key] += 1
     end_ns = np.array(rows.end, dtype=np.int64)
-    begin_ns = np.array(rows.begin, dtype=np.int64)
+    seen_ns = np.array(rows.begin, dtype=np.int64)
+    begin_ns = seen_ns.copy()
     shared = 0
     for i, (group, sequence) in enumerate(zip(rows.group, rows.sequence, strict=True)):
         if group >= 0:
@@ -263,7 +264,11 @@ def transfer_time(present: Sequence[RankSample]) -> Transfer:
     order = np.argsort(begin_ns, kind="stable")
     size = np.array(rows.bytes, dtype=np.int64)[order]
     bounds = np.array(rows.bounds, dtype=np.int64)
-    line = timeline.describe(begin_ns[order], end_ns[order], size, bounds)
+    # Whoever had to wait for another collective first waits for that one's transfer too.
+    ready_ns = np.array(rows.ready, dtype=np.int64)
+    ready_ns = np.where(ready_ns < seen_ns, ready_ns, begin_ns)
+    reached = timeline.Reaches(ready_ns[order], np.array(rows.synchronous, dtype=bool)[order])
+    line = timeline.describe(begin_ns[order], end_ns[order], size, bounds, reached)
     if line is None:
         return Transfer(leader.comm_s, None, 0.0)
     if len(present) > 1 and not shared:

@@ -11,9 +11,9 @@ RECORD = np.dtype(
     [
         ("sequence", "<u8"),  # of its process group, counted by the recorder from 0
         ("issue_ns", "<i8"),  # the call entered the backend
-        ("start_ns", "<i8"),  # it began to move, as well as the inner backend tells
+        ("start_ns", "<i8"),  # nothing on this rank held it back: issued, or reached by its stream
         ("end_ns", "<i8"),  # it was complete on this rank
-        ("device_ns", "<i8"),  # duration by the device's own clock
+        ("device_ns", "<i8"),  # duration by the device's own clock; it began so long before its end
         ("bytes", "<i8"),  # payload: see ``docs/recorder.md`` for what each op counts
         ("group", "<u4"),  # index into the recorder's table of process groups
         ("world_size", "<u4"),  # ranks of that group
@@ -57,7 +57,9 @@ class Flag:
     """Bits of a record's ``flags``."""
 
     END_AT_WAIT = 1  # the end is when the caller's wait() returned, an upper bound
-    COALESCED = 2  # part of a coalesced group: only the group's end is known
+    COALESCED = 2  # part of a coalesced group: only the group's times are known
+    DEVICE_CLOCK = 4  # start_ns is when the device's stream came to it, by the device's clock
+    SYNCHRONOUS = 8  # the caller, or the stream that it issues on, waits for its end at once
 
 
 Records = NDArray[np.void]

@@ -82,6 +82,8 @@ class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         group, sequence: which collective it was; the same on all ranks of the group. Group is -1
             for sends and receives, whose numbers two ranks do not share.
         begin, end: when it was in flight here, nanoseconds since the sample's origin.
+        ready: when computation came to it; see :class:`timeline.Reaches`.
+        synchronous: 1 where computation waited for it at once.
         bytes: its payload.
         bounds: ends of the iterations that these collectives fill.
     """
@@ -90,6 +92,8 @@ class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     begin: Times = ()
     end: Times = ()
+    ready: Times = ()
+    synchronous: Annotated[tuple[Literal[0, 1], ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     bytes: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_TRANSFERS)] = ()
     bounds: Times = ()
 
@@ -158,8 +162,8 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if sample.version != SCHEMA_VERSION:
             raise SampleError(f"a sample of version {sample.version}, not {SCHEMA_VERSION}")
         columns = sample.transfers
-        sizes = {len(columns.group), len(columns.sequence), len(columns.begin), len(columns.end)}
-        if len(sizes | {len(columns.bytes)}) > 1:
+        names = ("group", "sequence", "begin", "end", "ready", "synchronous", "bytes")
+        if len({len(getattr(columns, name)) for name in names}) > 1:
             raise SampleError("the columns of the transfers differ in length")
         if any(
             g >= len(sample.groups) for g in (*columns.group, *(r.group for r in sample.traffic))
@@ -203,6 +207,7 @@ def summarize(
     begin, end = timeline.intervals(records)
     order = np.argsort(begin, kind="stable")
     records, begin, end = records[order], begin[order], end[order]
+    reached = timeline.reaches(records)
     size = records["bytes"].astype(np.int64)
     kinds = _kinds(records)
     marks = _marks_within(marks_ns, begin)
@@ -210,7 +215,7 @@ def summarize(
     if period is None:
         return None
     bounds = _bounds(begin, end, size, kinds, marks, period)
-    line = timeline.describe(begin, end, size, bounds)
+    line = timeline.describe(begin, end, size, bounds, reached)
     if line is None or line.iterations < MIN_ITERATIONS:
         return None
     exposed_s = min(line.exposed_s, period.period_s)
@@ -237,7 +242,7 @@ def summarize(
         device=device,
         groups=table,
         traffic=rows,
-        transfers=_transfers(records, begin, end, bounds, table, groups),
+        transfers=_transfers(records, begin, end, reached, bounds, table, groups),
         lost=lost,
     )
 
@@ -327,6 +332,7 @@ def _transfers(
     records: Records,
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
+    reached: timeline.Reaches,
     bounds: NDArray[np.int64],
     table: Sequence[GroupRow],
     groups: Sequence[GroupInfo] | Mapping[int, GroupInfo],
@@ -353,6 +359,8 @@ def _transfers(
         sequence=tuple(records["sequence"][chosen].tolist()),
         begin=tuple((begin[chosen] - origin).tolist()),
         end=tuple((end[chosen] - origin).tolist()),
+        ready=tuple((reached.ready_ns[chosen] - origin).tolist()),
+        synchronous=tuple(reached.synchronous[chosen].astype(int).tolist()),
         bytes=tuple(records["bytes"][chosen].tolist()),
         bounds=tuple((bounds[first:] - origin).tolist()[:MAX_TRANSFERS]),
     )

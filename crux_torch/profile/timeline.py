@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crux_torch.profile.job_profile import MAX_BURSTS, ProfileBurst
-from crux_torch.profile.record import Records
+from crux_torch.profile.record import Flag, Records
 
 Ints = NDArray[np.int64]
 
@@ -47,13 +47,28 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Reaches:
+    """When computation came to each collective, and what is known of its waiting there.
+
+    Attributes:
+        ready_ns: when all that precedes it on this rank was done: its issue or, on a device, when
+            the stream that it was issued on came to it.
+        synchronous: whether that stream, or the caller, waits from there to its end.
+    """
+
+    ready_ns: Ints
+    synchronous: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class Stretches:
     """Maximal stretches of time with a collective in flight.
 
     Attributes:
         begin_ns, end_ns: the stretches, ascending.
-        wait_ns: the last issue in each: from there to its end, computation waits.
-        first: index of each one's first interval, in ascending order of issue.
+        wait_ns: where computation came to the last collective of each: from there to its end, it
+            waits.
+        first: index of each one's first interval, in ascending order of begin.
     """
 
     begin_ns: Ints
@@ -66,16 +81,28 @@ def intervals(records: Records) -> tuple[Ints, Ints]:
     """When each record was in flight: by the device's clock where it is known."""
     timed = records["device_ns"] >= 0
     begin = np.where(timed, records["end_ns"] - records["device_ns"], records["start_ns"])
-    return begin.astype(np.int64), records["end_ns"].astype(np.int64)
+    # One whose end nobody told counts with its bytes, at the time when it was issued.
+    ended = records["end_ns"] >= 0
+    end = np.where(ended, records["end_ns"], records["issue_ns"])
+    begin = np.where(ended, begin, records["issue_ns"])
+    return begin.astype(np.int64), end.astype(np.int64)
 
 
-def stretches(begin_ns: Ints, end_ns: Ints) -> Stretches:
+def reaches(records: Records) -> Reaches:
+    """When computation came to each record's collective."""
+    told = (records["start_ns"] >= 0) & (records["end_ns"] >= 0)
+    ready = np.where(told, records["start_ns"], records["issue_ns"])
+    return Reaches(ready.astype(np.int64), (records["flags"] & Flag.SYNCHRONOUS) != 0)
+
+
+def stretches(begin_ns: Ints, end_ns: Ints, ready_ns: Ints | None = None) -> Stretches:
     """The union of intervals that are sorted by their begin.
 
-    Nobody tells when a CPU job's device idles, so this rule stands for it: within a stretch,
-    computation goes on until the last issue and waits from there to the stretch's end. It is exact
-    for DDP over gloo (the last bucket leaves when backward ends) and for synchronous calls, each
-    its own stretch. It takes too much for exposed where a job issues all at once and computes on.
+    When a job that does not wait at once does wait is not told, so this rule stands for it: within
+    a stretch, computation goes on until it comes to the last collective and waits from there to the
+    stretch's end. It is exact for DDP (the last bucket leaves when backward ends) and for
+    synchronous calls, each its own stretch. It takes too much for exposed where a job issues all at
+    once and computes on.
     """
     if not len(begin_ns):
         return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
@@ -83,7 +110,29 @@ def stretches(begin_ns: Ints, end_ns: Ints) -> Stretches:
     opens = np.concatenate(([True], begin_ns[1:] >= reach[:-1]))
     first = np.flatnonzero(opens)
     last = np.concatenate((first[1:], [len(begin_ns)])) - 1
-    return Stretches(begin_ns[first], reach[last], begin_ns[last], first)
+    ready = np.maximum.reduceat(begin_ns if ready_ns is None else ready_ns, first)
+    wait = np.clip(ready, begin_ns[first], reach[last])
+    return Stretches(begin_ns[first], reach[last], wait, first)
+
+
+def exposed(spans: Stretches, end_ns: Ints, reached: Reaches | None) -> tuple[Ints, Ints]:
+    """Disjoint ascending intervals in which computation waits.
+
+    These are the ends of the stretches, and within them synchronous calls, from where computation
+    came to them, whatever else is in flight.
+    """
+    begin, end = spans.wait_ns, spans.end_ns
+    if reached is not None and reached.synchronous.any():
+        sizes = np.diff(np.append(spans.first, len(end_ns)))
+        came = np.maximum(reached.ready_ns, np.repeat(spans.begin_ns, sizes))
+        own = reached.synchronous & (end_ns > came)
+        begin = np.concatenate((begin, came[own]))
+        end = np.concatenate((end, end_ns[own]))
+    if not len(begin):
+        return begin, end
+    order = np.argsort(begin, kind="stable")
+    union = stretches(begin[order], end[order])
+    return union.begin_ns, union.end_ns
 
 
 def bounds_from_operations(begin_ns: Ints, end_ns: Ints, operations: int) -> Ints:
@@ -110,7 +159,13 @@ def bounds_from_period(begin_ns: Ints, end_ns: Ints, period_s: float) -> Ints:
     return anchor + np.round(np.arange(-before, after + 1) * period_ns).astype(np.int64)
 
 
-def describe(begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints) -> Timeline | None:
+def describe(
+    begin_ns: Ints,
+    end_ns: Ints,
+    bytes: Ints,
+    bounds_ns: Ints,
+    reached: Reaches | None = None,
+) -> Timeline | None:
     """The timeline of the iterations between ``bounds_ns``.
 
     Args:
@@ -118,6 +173,7 @@ def describe(begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints) -> Time
         end_ns: when it was complete.
         bytes: its payload, to weigh the bursts.
         bounds_ns: ascending ends of iterations, one more than there are iterations.
+        reached: when computation came to it; without it, when it began.
 
     Returns:
         None without a whole iteration.
@@ -126,10 +182,11 @@ def describe(begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints) -> Time
         return None
     count = len(bounds_ns) - 1
     period_s = float(bounds_ns[-1] - bounds_ns[0]) / count / 1e9
-    spans = stretches(begin_ns, end_ns)
+    spans = stretches(begin_ns, end_ns, None if reached is None else reached.ready_ns)
+    waits = exposed(spans, end_ns, reached)
     comm = _within(spans.begin_ns, spans.end_ns, bounds_ns)
-    exposed = _within(spans.wait_ns, spans.end_ns, bounds_ns)
-    comm_s, exposed_s = float(comm.mean()) / 1e9, float(exposed.mean()) / 1e9
+    waited = _within(*waits, bounds_ns)
+    comm_s, exposed_s = float(comm.mean()) / 1e9, float(waited.mean()) / 1e9
     return Timeline(
         iterations=count,
         period_s=period_s,
@@ -137,34 +194,41 @@ def describe(begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints) -> Time
         comm_median_s=float(np.median(comm)) / 1e9,
         exposed_s=exposed_s,
         compute_s=max(0.0, period_s - exposed_s),
-        overlap=1.0 - exposed_s / comm_s if comm_s > 0 else 0.0,
-        bursts=_bursts(spans, begin_ns, bytes, bounds_ns),
+        overlap=max(0.0, 1.0 - exposed_s / comm_s) if comm_s > 0 else 0.0,
+        bursts=_bursts(spans, waits, bytes, bounds_ns),
     )
 
 
 def _within(begin_ns: Ints, end_ns: Ints, bounds_ns: Ints) -> NDArray[np.float64]:
     """Length of disjoint ascending intervals inside each iteration."""
+    return np.diff(_covered(begin_ns, end_ns, bounds_ns))
+
+
+def _covered(begin_ns: Ints, end_ns: Ints, until_ns: Ints) -> NDArray[np.float64]:
+    """Length of disjoint ascending intervals before each of some times."""
     edges = np.stack((begin_ns, end_ns), axis=1).ravel().astype(float)
     covered = np.stack((np.zeros(len(begin_ns)), (end_ns - begin_ns).astype(float)), axis=1)
     if not len(edges):
-        return np.zeros(len(bounds_ns) - 1)
+        return np.zeros(len(until_ns))
     base = np.concatenate(([0.0], np.cumsum(covered[:, 1])[:-1]))
     total = (covered + base[:, None]).ravel()
-    return np.diff(np.interp(bounds_ns.astype(float), edges, total))
+    lengths: NDArray[np.float64] = np.interp(until_ns.astype(float), edges, total)
+    return lengths
 
 
 def _bursts(
-    spans: Stretches, begin_ns: Ints, bytes: Ints, bounds_ns: Ints
+    spans: Stretches, waits: tuple[Ints, Ints], bytes: Ints, bounds_ns: Ints
 ) -> tuple[ProfileBurst, ...]:
     """The bursts of an iteration, means over the iterations with the usual number of them."""
     period_ns = float(bounds_ns[-1] - bounds_ns[0]) / (len(bounds_ns) - 1)
     if not len(spans.first):
         return (ProfileBurst(1.0, 1.0),)
     carried = np.add.reduceat(bytes.astype(float), spans.first)
+    waited = _covered(*waits, spans.end_ns) - _covered(*waits, spans.begin_ns)
     found: list[list[tuple[float, float]]] = []
     for begin, end in itertools.pairwise(bounds_ns.tolist()):
         inside = np.flatnonzero((spans.begin_ns >= begin) & (spans.begin_ns < end))
-        found.append(_bursts_of_one(spans, carried, inside, begin, period_ns))
+        found.append(_bursts_of_one(spans, waited, carried, inside, begin, period_ns))
     numbers = np.array([len(bursts) for bursts in found])
     numbers = numbers[numbers > 0]
     if not len(numbers):
@@ -172,7 +236,7 @@ def _bursts(
     usual = int(np.bincount(numbers).argmax())
     kept = np.array([bursts for bursts in found if len(bursts) == usual])
     elapsed, shares = kept[:, :, 0].mean(axis=0), kept[:, :, 1].mean(axis=0)
-    exposed_ns = _within(spans.wait_ns, spans.end_ns, bounds_ns).mean()
+    exposed_ns = _within(*waits, bounds_ns).mean()
     compute_ns = max(1.0, period_ns - exposed_ns)
     at = np.clip(elapsed / compute_ns, 0.0, 1.0)
     total = shares.sum()
@@ -184,6 +248,7 @@ def _bursts(
 
 def _bursts_of_one(
     spans: Stretches,
+    waited: NDArray[np.float64],
     carried: NDArray[np.float64],
     inside: NDArray[np.int64],
     begin_ns: int,
@@ -197,10 +262,10 @@ def _bursts_of_one(
     if len(quiet) >= MAX_BURSTS:
         gap = max(gap, float(np.sort(quiet)[-(MAX_BURSTS - 1)]))
     parts = np.split(inside, np.flatnonzero(quiet > gap) + 1)
-    bursts, waited = [], 0.0
+    bursts, idle = [], 0.0
     for part in parts:
         bursts.append(
-            (float(spans.begin_ns[part[0]] - begin_ns) - waited, float(carried[part].sum()))
+            (float(spans.begin_ns[part[0]] - begin_ns) - idle, float(carried[part].sum()))
         )
-        waited += float((spans.end_ns[part] - spans.wait_ns[part]).sum())
+        idle += float(waited[part].sum())
     return bursts

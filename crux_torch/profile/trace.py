@@ -84,7 +84,8 @@ def chrome_trace(
         },
     ]
     begin, end = intervals(records)
-    finished = np.flatnonzero((end >= begin) & (records["status"] == STATUSES.index("ok")))
+    ended = (records["end_ns"] >= 0) & (end >= begin)
+    finished = np.flatnonzero(ended & (records["status"] == STATUSES.index("ok")))
     order = finished[np.argsort(begin[finished], kind="stable")]
     records, begin, end = records[order], begin[order], end[order]
     events += _steps(begin, end, marks_ns, clock_offset_ns, pid)

@@ -141,6 +141,7 @@ def status() -> dict[str, Any]:
         report["recorder"] = {
             "recorded": recorder.recorded,
             "dropped": recorder.dropped,
+            "captured": recorder.captured,
             "capacity": recorder.capacity,
             "groups": len(recorder.groups()),
         }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "../process_group/stream_capture.h"
 #include "bindings.h"
 #include "process_recorder.h"
 
@@ -41,10 +42,17 @@ void bind_recorder(py::module_& module) {
       .def_property("enabled", &Recorder::enabled, &Recorder::set_enabled)
       .def_property_readonly("recorded", &Recorder::recorded)
       .def_property_readonly("dropped", &Recorder::dropped)
+      .def_property_readonly("captured", &Recorder::captured)
       .def_property_readonly("capacity", &Recorder::capacity);
 
   module.def("process_recorder", &process_recorder, py::arg("capacity"),
              py::return_value_policy::reference);
+  module.def(
+      "set_capture_mode_exchange",
+      [](uintptr_t address) {
+        set_capture_mode_exchange(reinterpret_cast<CaptureModeExchange>(address));
+      },
+      py::arg("address"));
   module.attr("RECORD_BYTES") = sizeof(Record);
   py::list ops;
   for (const char* name : kOpNames) ops.append(name);

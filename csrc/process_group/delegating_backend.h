@@ -6,15 +6,19 @@
 // CRUX_C10D_HAS_*, which setup.py derives from the installed Backend.hpp and Work.hpp.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "gate_ticket.h"
 #include "inner_switch.h"
 #include "recorder.h"
 
@@ -168,6 +172,8 @@ class DelegatingBackend final : public c10d::Backend {
   struct Call {
     Op op;
     int64_t bytes;
+    // The caller waits for it at once.
+    bool synchronous = false;
     int peer = -1;
     // Whether the inner handle has a future; where it has none, wait() tells the end.
     bool has_future = true;
@@ -178,7 +184,12 @@ class DelegatingBackend final : public c10d::Backend {
   // that serves its first operation.
   struct Block {
     std::optional<InnerSwitch::Ticket> ticket;
+    c10::Device device = c10::DeviceType::CPU;  // of its first operation
+    bool passed_gate = false;
+    GateTicket gated;  // once for all of it
   };
+  // Issues the operation on an inner backend, under a tag of that backend.
+  using IssueRef = c10::function_ref<WorkPtr(c10d::Backend&, int tag)>;
 
   InnerSwitch& at(Device device) const;
   Device default_device() const;
@@ -194,15 +205,29 @@ class DelegatingBackend final : public c10d::Backend {
   // c10d gives a backend its description in a member that can't be overridden.
   void describe();
   // Counts the operation and says where it goes; its ticket is the block's or the caller's own.
-  InnerSwitch::Ticket& enter(InnerSwitch& inners, const Call& call,
+  InnerSwitch::Ticket& enter(InnerSwitch& inners, c10::Device device, const Call& call,
                              std::optional<InnerSwitch::Ticket>& own);
   InnerSwitch::Ticket count(InnerSwitch& inners, const Call& call) const;
+  // May wait for the host's links. Empty where nothing is to be left, or the block leaves it.
+  GateTicket pass_gate(const InnerSwitch& inners, const Call& call);
   Record begin(const Call& call, Device device);
+  // Issues the operation; it leaves its record, and the gate, when it ends.
   template <typename Issue>
-  WorkPtr record(Device device, const Call& call, Issue&& issue);
+  WorkPtr record(c10::Device device, const Call& call, Issue&& issue) {
+    if constexpr (std::is_invocable_v<Issue, c10d::Backend&, int>) {
+      return run(device, call, issue);
+    } else {
+      return run(device, call, [&](c10d::Backend& inner, int) { return issue(inner); });
+    }
+  }
+  WorkPtr run(c10::Device device, const Call& call, IssueRef issue);
+  // Without an operation it only leaves the gate.
+  WorkPtr finish_later(Inner& inner, const Call& call, std::unique_ptr<DeviceOperation> operation,
+                       DeviceWatch* watch, const WorkPtr& work, GateTicket&& gated);
+  WorkPtr finish_by_future(const Call& call, DeviceOperation* operation, const WorkPtr& work,
+                           GateTicket&& gated);
   // Records what was issued since startCoalescing, where no handle tells when it ends.
   void flush_coalesced(Status status);
-  WorkPtr finish_later(const Inner& inner, const Call& call, const Record& record, WorkPtr work);
 
   const std::string name_;
   Recorder& recorder_;

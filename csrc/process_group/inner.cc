@@ -2,30 +2,53 @@
 
 #include <utility>
 
+#include "gil_release.h"
 #include "teardown.h"
 
 namespace crux {
 
 Inner::Inner(c10::intrusive_ptr<c10d::Backend> made, c10::DeviceType device, int64_t id,
              Recorder& recorder)
-    : backend(std::move(made)), hook_id(id) {
+    : backend(std::move(made)), hook_id(id), lanes(std::make_shared<Lanes>(recorder)) {
   // Gloo's futures complete with the operation, also on the accelerator's tensors that it takes.
-  const bool tells_by_future =
-      device == c10::DeviceType::CPU || backend->getBackendName() == "gloo";
-  if (tells_by_future) completion = Completion::kFuture;
-#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
-  if (!tells_by_future && backend->supportsCompletionHooks()) {
-    completion = Completion::kHook;
-    table = std::make_shared<CompletionTable>(recorder);
-    backend->enableCollectivesTiming();
-    // Shared, for the watchdog may report after this backend is gone.
-    backend->registerCompletionHook(hook_id, [table = table](const c10d::CompletionHookArgs& args) {
-      const int64_t device_ns =
-          args.duration_ms ? static_cast<int64_t>(*args.duration_ms * 1e6) : kUnknownTime;
-      table->completed(args.completionKey, device_ns);
-    });
+  if (device == c10::DeviceType::CPU || backend->getBackendName() == "gloo") {
+    completion = Completion::kFuture;
+    return;
   }
+  try {
+    backend->enableCollectivesTiming();
+    completion = Completion::kPolled;
+  } catch (const std::exception&) {
+    // A backend without durations: whoever else tells ends, tells them.
+  }
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+  if (!backend->supportsCompletionHooks()) return;
+  completion = Completion::kHook;
+  table = std::make_shared<Table>(recorder,
+                                  [lanes = lanes](DeviceOperation&& operation, int64_t device_ns) {
+                                    DeviceWatch* const watch = operation.watch;
+                                    watch->measured(std::move(operation), lanes, device_ns);
+                                  });
+  // Shared, for the watchdog may report after this backend is gone.
+  backend->registerCompletionHook(hook_id, [table = table](const c10d::CompletionHookArgs& args) {
+    const int64_t device_ns =
+        args.duration_ms ? static_cast<int64_t>(*args.duration_ms * 1e6) : kUnknownTime;
+    table->completed(args.completionKey, device_ns);
+  });
 #endif
+}
+
+DeviceWatch* Inner::watch(c10::Device device) const noexcept {
+  if (completion == Completion::kFuture) return nullptr;
+  DeviceWatch* found = last_watch_.load(std::memory_order_relaxed);
+  if (found && found->serves(device)) return found;
+  try {
+    found = &DeviceWatch::of(device);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+  last_watch_.store(found, std::memory_order_relaxed);
+  return found;
 }
 
 Inner::~Inner() {
@@ -38,6 +61,11 @@ Inner::~Inner() {
     }
   }
 #endif
+  if (completion != Completion::kFuture) {
+    // A handle that is being asked may run callbacks of Python's.
+    const GilRelease release;
+    DeviceWatch::forget(this);
+  }
   tear_down([backend = std::move(backend)]() mutable { backend.reset(); });
 }
 

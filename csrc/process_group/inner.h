@@ -1,22 +1,34 @@
 // An inner backend of a process group, and who says that its operations have ended.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "completion_table.h"
+#include "device_watch.h"
+#include "operation.h"
 #include "recorder.h"
 
 namespace crux {
 
-enum class Completion { kFuture, kHook, kNobody };
+enum class Completion {
+  kFuture,  // the handle's future, which completes with the operation
+  kHook,    // the backend's completion hook, with a duration
+  kPolled,  // the handle, which is asked until it has a duration
+  kNobody,
+};
 
 struct Inner {
+  using Table = CompletionTable<DeviceOperation>;
+
   // `hook_id` names the completion hook of the one who records, where the backend has such hooks.
   Inner(c10::intrusive_ptr<c10d::Backend> backend, c10::DeviceType device, int64_t hook_id,
         Recorder& recorder);
   // The tag under which a message travels that the script gave `tag`.
   int tag_of(int tag) const noexcept { return tag ^ tag_flip; }
+  // Who looks after the device on which it issues; null where its futures tell all there is.
+  DeviceWatch* watch(c10::Device device) const noexcept;
 
   // Runs where the backend's own destructor can end: see teardown.h.
   ~Inner();
@@ -26,8 +38,14 @@ struct Inner {
   c10::intrusive_ptr<c10d::Backend> backend;
   const int64_t hook_id;
   Completion completion = Completion::kNobody;
-  std::shared_ptr<CompletionTable> table;  // with Completion::kHook
+  const std::shared_ptr<Lanes> lanes;
+  std::shared_ptr<Table> table;  // with Completion::kHook
+  // Whether a graph may run its operations again.
+  std::atomic<bool> in_graph{false};
   int tag_flip = 0;
+
+ private:
+  mutable std::atomic<DeviceWatch*> last_watch_{nullptr};
 };
 
 }  // namespace crux

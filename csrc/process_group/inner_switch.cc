@@ -1,6 +1,7 @@
 #include "inner_switch.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "gil_release.h"
 
@@ -75,6 +76,11 @@ void InnerSwitch::issued(Ticket& ticket, const WorkPtr& work) {
   last_inner_.store(ticket.inner());
 }
 
+void InnerSwitch::captured(Ticket& ticket) {
+  ticket.issued();
+  if (!ticket.inner()->in_graph.exchange(true)) refuse("operations were captured into a graph");
+}
+
 InnerSwitch::BackendPtr InnerSwitch::backend() const {
   const auto inner = point_.current();
   TORCH_CHECK(inner != nullptr, "crux: the process group has ended");
@@ -94,6 +100,7 @@ void InnerSwitch::apply(const Setting& setting) const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (retired_) all.push_back(retired_);
+    all.insert(all.end(), kept_.begin(), kept_.end());
   }
   for (const auto& inner : all) setting(*inner->backend);
 }
@@ -223,9 +230,11 @@ void InnerSwitch::release() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     retired = std::move(retired_);
+    if (retired && retired->in_graph.load()) kept_.push_back(retired);
   }
   if (!retired) return;
   forget_last(retired.get());
+  if (retired->in_graph.load()) return;
   retired->backend->shutdown();
 }
 
@@ -236,6 +245,8 @@ void InnerSwitch::close() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (retired_) all.push_back(std::move(retired_));
+    std::move(kept_.begin(), kept_.end(), std::back_inserter(all));
+    kept_.clear();
     settings.swap(settings_);
     store = std::move(store_);
   }

@@ -45,6 +45,9 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   // Orders a device's work on the next backend behind its last on the current one.
   void issued(Ticket& ticket, const WorkPtr& work);
   void before_issue(const Ticket& ticket);
+  // An operation went into a graph, which may be replayed as long as the process group lives: what
+  // it was captured on is kept so long, and no switch begins any more.
+  void captured(Ticket& ticket);
 
   // The current inner backend; throws c10::Error once closed.
   BackendPtr backend() const;
@@ -107,6 +110,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   std::string refusal_;
   std::shared_ptr<Inner> retired_;
   uint64_t retired_sequence_ = 0;
+  std::vector<std::shared_ptr<Inner>> kept_;  // for graphs
 
   std::mutex last_mutex_;
   std::atomic<Inner*> last_inner_{nullptr};

@@ -60,6 +60,8 @@ enum class Status : uint8_t { kOk, kFailed, kIncomplete };
 enum Flag : uint8_t {
   kEndAtWait = 1,
   kInCoalescedGroup = 2,
+  kDeviceClock = 4,  // start_ns is when the device's stream came to it, by the device's clock
+  kSynchronous = 8,  // the caller, or the stream that it issues on, waits for its end at once
 };
 
 inline constexpr int64_t kUnknownTime = -1;

@@ -37,6 +37,9 @@ class Recorder {
   // The oldest records, `max` at most, appended to `out`. Drainers exclude each other.
   void drain(size_t max, std::vector<Record>& out);
 
+  // An operation that went into a graph: it runs when that is replayed, and leaves no record.
+  void pass_captured() noexcept { captured_.fetch_add(1, std::memory_order_relaxed); }
+
   uint32_t add_group(Group group);
   void rename_group(uint32_t index, std::string name, std::vector<int64_t> ranks);
   std::vector<Group> groups() const;
@@ -46,6 +49,7 @@ class Recorder {
 
   uint64_t recorded() const noexcept { return recorded_.load(std::memory_order_relaxed); }
   uint64_t dropped() const noexcept { return dropped_.load(std::memory_order_relaxed); }
+  uint64_t captured() const noexcept { return captured_.load(std::memory_order_relaxed); }
   size_t capacity() const noexcept { return ring_.capacity(); }
 
  private:
@@ -53,6 +57,7 @@ class Recorder {
   std::atomic<bool> enabled_{true};
   std::atomic<uint64_t> recorded_{0};
   std::atomic<uint64_t> dropped_{0};
+  std::atomic<uint64_t> captured_{0};
   std::mutex drain_mutex_;
   mutable std::mutex groups_mutex_;
   std::vector<Group> groups_;

@@ -5,13 +5,16 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "gate_ticket.h"
 #include "recorder.h"
 
 namespace crux {
 
 class WaitedWork final : public c10d::Work {
  public:
-  WaitedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder& recorder, const Record& record);
+  // Without a recorder it only keeps the passage through the gate for so long.
+  WaitedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder* recorder, const Record& record,
+             GateTicket&& gated);
   ~WaitedWork() override;
 
   bool isCompleted() override;
@@ -37,12 +40,13 @@ class WaitedWork final : public c10d::Work {
 #endif
 
  private:
-  void record_once(Status status, int64_t end_ns) noexcept;
+  void end_once(Status status, int64_t end_ns) noexcept;
 
   const c10::intrusive_ptr<c10d::Work> inner_;
-  Recorder& recorder_;
+  Recorder* const recorder_;
   Record record_;
-  std::atomic<bool> recorded_{false};
+  GateTicket gated_;
+  std::atomic<bool> ended_{false};
 };
 
 }  // namespace crux

@@ -1,0 +1,90 @@
+// What is known of an accelerator's operation from its issue on, and where it is found to lie in
+// time.
+//
+// Its backend tells one exact thing, late: for how long it ran. A mark on the stream that it was
+// issued on tells when the device came to it, and the operations of a communicator run one after
+// the other, so
+//
+//   begin_i = max(reached_i, end_{i-1}),   end_i = begin_i + duration_i.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "record.h"
+#include "recorder.h"
+
+namespace crux {
+
+// Mark: reached_ns() gives CLOCK_MONOTONIC in ns, kUnknownTime where the device does not tell.
+template <typename Mark>
+struct Operation {
+  Record whole;
+  std::vector<Record> parts;  // of a coalesced block, which the device runs as one
+  Mark mark;
+};
+
+// The parts of a block get the whole's times: nothing tells them apart.
+inline void push(Recorder& recorder, const Record& whole, std::vector<Record>& parts) {
+  for (Record& part : parts) {
+    part.start_ns = whole.start_ns;
+    part.end_ns = whole.end_ns;
+    part.device_ns = whole.device_ns;
+    part.status = whole.status;
+    part.flags |= whole.flags;
+    recorder.push(part);
+  }
+  recorder.push(whole);
+}
+
+// The operations of one inner backend.
+class Lanes {
+ public:
+  static constexpr int32_t kCollectives = -1;
+
+  explicit Lanes(Recorder& recorder) : recorder_(recorder) {}
+
+  // Records an operation that has ended, or whose end nobody will tell.
+  template <typename Mark>
+  void finish(Operation<Mark>& operation, int64_t device_ns) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    place(operation.whole, operation.mark.reached_ns(), device_ns);
+    push(recorder_, operation.whole, operation.parts);
+  }
+
+  // Between a transfer's two ends is a stream of its own; collectives share one.
+  static int32_t lane_of(const Record& record) noexcept {
+    const bool is_transfer = record.op == Op::kSend || record.op == Op::kRecv;
+    return is_transfer ? record.peer : kCollectives;
+  }
+
+ private:
+  // More are not told out of order at a time.
+  static constexpr size_t kKnownEnds = 1024;
+
+  // `whole.start_ns` becomes when its stream reached it, or when it was issued where that isn't
+  // known; its begin is `end_ns - device_ns`. An unknown duration leaves the end unknown.
+  void place(Record& whole, int64_t reached_ns, int64_t device_ns) {
+    whole.start_ns = reached_ns != kUnknownTime ? reached_ns : whole.issue_ns;
+    if (reached_ns != kUnknownTime) whole.flags |= kDeviceClock;
+    whole.device_ns = device_ns;
+    if (device_ns == kUnknownTime) return;
+    // Ends are not always told in order: backends have a queue for each stream.
+    auto& ends = ends_[lane_of(whole)];
+    const auto next = ends.lower_bound(whole.sequence);
+    const int64_t before_ns = next == ends.begin() ? kUnknownTime : std::prev(next)->second;
+    whole.end_ns = std::max(whole.start_ns, before_ns) + device_ns;
+    ends.emplace_hint(next, whole.sequence, whole.end_ns);
+    if (ends.size() > kKnownEnds) ends.erase(ends.begin());
+  }
+
+  Recorder& recorder_;
+  std::mutex mutex_;
+  std::map<int32_t, std::map<uint64_t, int64_t>> ends_;  // by lane and sequence
+};
+
+}  // namespace crux

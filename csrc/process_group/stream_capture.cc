@@ -1,0 +1,55 @@
+#include "stream_capture.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <atomic>
+
+namespace crux {
+namespace {
+
+// The CUDA runtime's, as torch has loaded it; null where there is none.
+template <typename Function>
+Function* cuda_runtime(const char* name) noexcept {
+  return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+}
+
+template <typename Guard>
+auto ask(const Guard& guard, const c10::Stream& stream, int)
+    -> decltype(guard.isStreamCapturing(stream)) {
+  return guard.isStreamCapturing(stream);
+}
+
+// Device guards of older torch can't be asked.
+template <typename Guard>
+bool ask(const Guard& guard, const c10::Stream& stream, long) {
+  if (stream.device_type() != c10::DeviceType::CUDA) return false;
+  static auto* const query = cuda_runtime<int(void*, int*)>("cudaStreamIsCapturing");
+  int status = 0;
+  if (!query || query(guard.getStreamNativeHandle(stream), &status) != 0) return true;
+  return status != 0;
+}
+
+std::atomic<CaptureModeExchange> given_exchange{nullptr};
+
+}  // namespace
+
+void set_capture_mode_exchange(CaptureModeExchange exchange) noexcept {
+  given_exchange.store(exchange);
+}
+
+bool is_capturing(const c10::Stream& stream) {
+  const c10::impl::VirtualGuardImpl guard(stream.device_type());
+  return ask(guard, stream, 0);
+}
+
+void tolerate_captures(c10::DeviceType device) noexcept {
+  CaptureModeExchange exchange = given_exchange.load();
+  if (device == c10::DeviceType::CUDA) {
+    exchange = cuda_runtime<int(int*)>("cudaThreadExchangeStreamCaptureMode");
+  }
+  int mode = 1;  // cudaStreamCaptureModeThreadLocal
+  if (exchange) (void)exchange(&mode);
+}
+
+}  // namespace crux
