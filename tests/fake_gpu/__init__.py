@@ -61,6 +61,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 from collections.abc import Iterator
 from datetime import timedelta
@@ -113,8 +114,19 @@ def load() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     native.set_gloo_factory(_make_gloo)
     dist.Backend.register_backend(NCCL, _create_nccl, extended_api=True, devices=[DEVICE])
+    _introduce_capture_mode(native)
     atexit.register(native.drain, 5.0)
     return native
+
+
+def _introduce_capture_mode(native: Any) -> None:
+    """Tell the extension under test what stands in for cudaThreadExchangeStreamCaptureMode."""
+    try:
+        from crux_torch import _C
+    except ImportError:
+        return
+    exchange = ctypes.CDLL(native.__file__).fake_gpu_exchange_capture_mode
+    _C.set_capture_mode_exchange(ctypes.cast(exchange, ctypes.c_void_p).value or 0)
 
 
 def _make_gloo(store: Any, rank: int, size: int) -> Any:

@@ -315,3 +315,11 @@ RelaxedCaptureMode::RelaxedCaptureMode() { ++relaxed; }
 RelaxedCaptureMode::~RelaxedCaptureMode() { --relaxed; }
 
 }  // namespace fake_gpu
+
+// For libraries that would call cudaThreadExchangeStreamCaptureMode on a GPU.
+extern "C" __attribute__((visibility("default"))) int fake_gpu_exchange_capture_mode(int* mode) {
+  const int before = fake_gpu::relaxed;
+  fake_gpu::relaxed = *mode;
+  *mode = before;
+  return 0;
+}
