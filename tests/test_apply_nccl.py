@@ -6,6 +6,7 @@ No GPU is needed for the options, which are the real ones; no communicator is ma
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import inner_backends, runtime, stand_ins
 from crux_torch.apply import nccl
+from crux_torch.apply.ecn import Ecn
 from crux_torch.apply.nccl_labels import COUNT, ECN_BITS, NcclLabels, label_of
+from crux_torch.apply.switch_makers import like_nccl
 from crux_torch.apply.transport import TransportError
 from crux_torch.control.warn_once import WarnOnce
 from crux_torch.runtime.agent import Agent
@@ -228,3 +231,38 @@ def test_a_communicator_does_not_keep_the_class_of_a_measurement(
     assert runtime.planned_dscp() == expected
     monkeypatch.setattr(Agent, "active", False)
     assert runtime.planned_dscp() is None
+
+
+class ProcessGroupNCCL:
+    """NCCL's first class as far as the switch makes one like it."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.options, self._rank, self._size = options, rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("scripts", [None, 106])
+def test_a_group_that_is_switched_gets_the_class_of_the_present_level(
+    scripts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("CRUX_DISABLE", "CRUX_NCCL_CLASS", "CRUX_ROCE_ECN"):
+        monkeypatch.delenv(variable, raising=False)
+    level = [DSCP]
+    monkeypatch.setattr(runtime, "planned_dscp", lambda: level[0])
+    monkeypatch.setattr(nccl, "of_this_process", lambda: Ecn(2, "the test says so"))
+    monkeypatch.setattr(nccl.LABELS, "give", lambda owner, ecn: None)
+    script = options()
+    if scripts is not None:
+        script.config.traffic_class = scripts
+    classes = []
+    current = ProcessGroupNCCL(None, 0, 2, inner_backends.with_nccl_class(script, "0"))
+    for level[0] in (DSCP, 8, 56):
+        current = like_nccl(current, dist.HashStore(), timedelta(seconds=1), script)
+        classes.append(current.options.config.traffic_class)
+    assert classes == ([scripts] * 3 if scripts else [DSCP << 2 | 2, 8 << 2 | 2, 56 << 2 | 2])
+    assert script.config.traffic_class == (nccl.UNDEFINED if scripts is None else scripts)
