@@ -118,6 +118,7 @@ PROFILE = JobProfile(
     compute_s=0.4,
     flops=2.5e15,
     flops_source="counted",
+    device_flops=2e16,
     gpus=8,
     bursts=(ProfileBurst(at=0.5, share=1.0),),
     t_s=0.25,
@@ -190,7 +191,7 @@ def test_status_shows_a_row_for_each_job(crux, cluster):
         if "│" in line and (cells := [c.strip() for c in line.strip("│").split("│")])
     }
     assert rows["gpt"][1:] == [
-        *("h1,h2 +1", "8", "running", "2.5 P", "0.25", "0.5", "60%"),
+        *("h1,h2 +1", "8", "running", "2.5 P", "25.0%", "0.25", "0.5", "60%"),
         *("10 P", "1.5", "15 P", "5", "3/6, 1 astray"),
     ]
     assert rows["bert"][1:4] == ["h0", "4", "starting"]

@@ -87,6 +87,28 @@ def test_a_rank_on_the_cpu_tells_nothing_and_starts_nothing() -> None:
     assert own.finish({"fp32": 1.0}) is None
 
 
+def test_a_job_without_an_optimizer_is_on_the_only_device_if_there_is_one() -> None:
+    for count, found in ((1, H200), (2, None)):
+        module = cuda()
+        module.cuda.device_count = lambda count=count: count
+        own = OwnDevice(library=FakeNvml(gpus()), env={})
+        own.begin(module)
+        use = finished(own, {})
+        assert (use and use.name) == found
+
+
+def test_a_torch_that_fails_reaches_nobody() -> None:
+    def fails() -> int:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    module = cuda()
+    module.cuda.current_device = fails
+    own = OwnDevice(library=FakeNvml(gpus()), env={})
+    own.note(module)
+    own.begin()
+    assert own.finish({}) is None
+
+
 def test_a_driver_that_hangs_does_not_keep_the_measurement() -> None:
     fake = FakeNvml(gpus(), hanging=["nvmlDeviceGetCount"])
     own = OwnDevice(library=fake, env={})

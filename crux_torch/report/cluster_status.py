@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 HOSTS_SHOWN = 2
+#: Columns of a job's profile; MFU is what its devices achieve of their peak.
+MEASURED = ("W FLOP", "MFU", "t s", "period s", "overlap")
 #: Where the output is no terminal nothing should be cut off.
 PIPE_WIDTH = 200
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -101,7 +103,7 @@ def render(status: ClusterStatus, console: Console | None = None) -> None:
         table.add_column(heading, overflow="fold")
     table.add_column("GPUs", justify="right")
     table.add_column("state")
-    for heading in ("W FLOP", "t s", "period s", "overlap", "I FLOP/s", "k", "P", "level", "paths"):
+    for heading in (*MEASURED, "I FLOP/s", "k", "P", "level", "paths"):
         table.add_column(heading, justify="right")
     for job in status.jobs:
         table.add_row(*(Text(cell) for cell in _row(job, status.plan)))
@@ -124,11 +126,12 @@ def _row(job: JobRecord, plan: Plan | None) -> tuple[str, ...]:
     entry = plan.entry(job.job) if plan else None
     more = len(job.hosts) - HOSTS_SHOWN
     hosts = ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else "")
-    measured = ("",) * 4
+    measured = ("",) * len(MEASURED)
     intensity = ""
     if profile is not None:
         measured = (
             _si(profile.flops),
+            "" if profile.utilization is None else f"{profile.utilization:.1%}",
             f"{profile.t_s:.4g}",
             f"{profile.period_s:.4g}",
             f"{profile.overlap:.0%}",

@@ -114,7 +114,8 @@ class Agent:
         self._thread.start()
 
     def group_was_made(self) -> None:
-        """Mark the sockets of a new process group at the next tick."""
+        """Mark the sockets of a new process group at the next tick; on the training thread."""
+        self._meter.device.note()
         self._device.look()
         self._refresh.set()
 
@@ -166,7 +167,7 @@ class Agent:
             "channel": self._channel.error or "ok",
             "order": msgspec.to_builtins(order) if order is not None else None,
             "plan": msgspec.to_builtins(order.entry) if order and order.entry else None,
-            "profile": msgspec.to_builtins(profile) if profile is not None else None,
+            "profile": _profile_told(profile) if profile is not None else None,
             "iterations": self._meter.marks.count,
             "applied": {
                 "level": report.level,
@@ -361,6 +362,16 @@ class Agent:
             marks_ns=self._meter.marks.marks_ns(),
         )
         write_trace(self.settings.trace, self.host, trace)
+
+
+def _profile_told(profile: JobProfile) -> dict[str, Any]:
+    """A profile as ``crux_torch.status()`` shows it: with what follows from its fields."""
+    fields: dict[str, Any] = msgspec.to_builtins(profile)
+    return fields | {
+        "intensity": profile.intensity,
+        "achieved_flops": profile.achieved_flops,
+        "utilization": profile.utilization,
+    }
 
 
 def _told(mark: SocketMark) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crux_torch.fabric.nvml import Gpu
 from crux_torch.fabric.nvml_activity import ActivityMeter
-from crux_torch.fabric.nvml_device import CudaDevice, current_device, own_gpu
+from crux_torch.fabric.nvml_device import CudaDevice, current_device, is_only_device, own_gpu
 from crux_torch.fabric.peak import flops_in_use, peak_flops, tensor_seconds
 from crux_torch.profile.device import DeviceUse
+
+log = logging.getLogger(__name__)
 
 
 class OwnDevice:
@@ -34,12 +37,20 @@ class OwnDevice:
         self._cuda: CudaDevice | None = None
 
     def note(self, torch: Any = None) -> None:
-        """Take down the CUDA device of the calling thread, the one that trains; once."""
-        if self._cuda is None:
-            self._cuda = current_device(torch)
+        """Take down the CUDA device of the calling thread, the one that trains; once.
 
-    def begin(self) -> None:
+        Raises nothing.
+        """
+        if self._cuda is None:
+            try:
+                self._cuda = current_device(torch)
+            except Exception as error:
+                log.debug("no CUDA device: %s", error)
+
+    def begin(self, torch: Any = None) -> None:
         """Start to watch how busy the device is."""
+        if self._cuda is None and is_only_device(torch):
+            self.note(torch)
         if self._cuda is not None:
             self._activity.begin(self._choose)
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from crux_torch.control.host import parse_endpoint
 from crux_torch.control.leader import Leader
-from crux_torch.control.planner import Planner
+from crux_torch.control.planner import MAX_DEVICE_FLOPS, Planner
 from crux_torch.control.records import JobRecord
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import CruxError
 from crux_torch.fabric.host import this_host
 from crux_torch.fabric.loaders import load_topology
-from crux_torch.fabric.peak import peak_flops
 from crux_torch.profile.merge import Topology
 from crux_torch.runtime.conductor import GRACE_S, Conductor
 from crux_torch.runtime.routing import Routing
@@ -38,7 +37,7 @@ def make_conductor(
         warn: told what was left out, and why.
     """
     topology, published = _read_topology(settings, warn)
-    device_flops = _device_flops(settings)
+    device_flops, bound_flops = _device_flops(settings)
     store, leader, slot, routing = None, None, None, None
     if settings.store != "none":
         try:
@@ -55,7 +54,7 @@ def make_conductor(
                 hosts=(host,),
                 gpus=world_size,
                 state="starting",
-                peak_flops=device_flops * world_size,
+                peak_flops=bound_flops * world_size,
             )
             leader, slot = _join(settings, record, planner, store)
             routing = _routing(settings, planner, first_turn)
@@ -117,12 +116,16 @@ def _read_topology(settings: Settings, warn: Warn) -> tuple[Topology | None, byt
         return None, None
 
 
-def _device_flops(settings: Settings) -> float:
-    """FLOP/s that one of the job's devices could do at most; 0 where that is not known."""
+def _device_flops(settings: Settings) -> tuple[float, float]:
+    """FLOP/s of one of the job's devices, 0 where that is not known.
+
+    Returns:
+        of a rank that tells nothing of its device, which computes on a CPU then; and the most that
+        any of its devices could do, which bounds its claim.
+    """
     if settings.device_flops:
-        return settings.device_flops
+        return settings.device_flops, settings.device_flops
     host = this_host()
-    if host.gpus:
-        return peak_flops(host.gpus[0].name) or 0.0
     # Ranks on CPU share it, and none can do more than the whole host.
-    return (host.cpu.peak_flops if host.cpu is not None else None) or 0.0
+    cpu = (host.cpu.peak_flops if host.cpu is not None else None) or 0.0
+    return cpu, max([cpu, *(gpu.peak_flops or MAX_DEVICE_FLOPS for gpu in host.gpus)])

@@ -50,7 +50,11 @@ class Meter:
         self._dropped_before = 0
 
     def install(self) -> None:
-        """Hook the optimizers; from now on iterations are marked and FLOPs counted."""
+        """Hook the optimizers; from now on iterations are marked and FLOPs counted.
+
+        On the training thread.
+        """
+        self.device.note()
         self.marks.install()
         self.flops.install()
         if self._unlisten is None:
