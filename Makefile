@@ -70,7 +70,8 @@ test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --durations=20 $(PYTEST_ARGS)
 
 bench-gpu: setup
-	$(BIN)/python benchmarks/gpu_overhead.py --out benchmarks/results $(BENCH_ARGS)
+	$(BIN)/python benchmarks/gpu_overhead.py --json benchmarks/results/gpu_overhead.json \
+	  --text benchmarks/results/gpu_overhead.txt $(BENCH_ARGS)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .

@@ -25,6 +25,7 @@ ORDER = (
     "test_gpu_identity.py",
     "test_gpu_switch.py",
     "test_gpu_flops.py",
+    "test_gpu_network.py",
     "test_gpu_host.py",
     "test_gpu_failures.py",
     "test_gpu_two_jobs.py",

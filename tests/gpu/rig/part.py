@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -73,6 +74,17 @@ class Part:
         return outcome.kind != VALUE and not self.may_be_refused
 
 
+#: What has parts, in the order in which they run.
+MODULES = (
+    "collectives",
+    "training",
+    "graphs",
+    "memory",
+    "measured",
+    "switching",
+    "network",
+    "failures",
+)
 #: Every part by name, in the order in which they run: what is worth most comes first.
 PARTS: dict[str, Part] = {}
 
@@ -91,7 +103,6 @@ def part(**properties: Any) -> Callable[[Run], Run]:
 
 def load() -> dict[str, Part]:
     """All parts."""
-    from rig import collectives, failures, graphs, measured, memory, switching, training
-
-    assert all((collectives, failures, graphs, measured, memory, switching, training))
+    for name in MODULES:
+        import_module(f"rig.{name}")
     return PARTS

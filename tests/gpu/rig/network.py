@@ -1,0 +1,87 @@
+"""What NCCL's TCP connections carry: bytes as its profiler plugin counts them, and the class."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples.demo import sockets
+from rig.part import PAIR, Rank, part
+
+WHY = "NCCL's own connections"
+TIMES = 4
+#: The level that is tried, and its DSCP value in the default table.
+LEVEL, DSCP = 5, 40
+
+
+@part(sizes=(PAIR,), needs_cuda=WHY, measures=True)
+def network_use(rank: Rank) -> Any:
+    """Bytes that all-reduces of ``nbytes`` sent, by the plugin and by the kernel."""
+    from crux_torch.apply.nccl_profiler import NcclProfiler
+
+    tensor = torch.ones(int(rank.arguments["nbytes"]) // 4, device=rank.device)
+    dist.all_reduce(tensor)
+    rank.synchronize()
+    profiler = NcclProfiler.loaded()
+    assert profiler is not None, "NCCL has not loaded the plugin"
+    before, acked = profiler.totals(), _acked()
+    begin = time.monotonic()
+    for _ in range(TIMES):
+        dist.all_reduce(tensor)
+    rank.synchronize()
+    seconds = time.monotonic() - begin
+    # The last acknowledgements are on their way.
+    time.sleep(0.5)
+    use = profiler.totals().since(before)
+    return {
+        "payload": TIMES * tensor.numel() * 4,
+        "sent_bytes": use.sent_bytes,
+        "received_bytes": use.received_bytes,
+        "collectives": use.collectives,
+        "sending_s": use.sending_s,
+        "seconds": seconds,
+        "acked_bytes": _acked() - acked,
+    }
+
+
+def _acked() -> int:
+    total = 0
+    for each in sockets.connections(os.getpid()):
+        with each:
+            total += sockets.bytes_acked(each)
+    return total
+
+
+@part(sizes=(PAIR,), needs_cuda=WHY, measures=True)
+def class_of_sockets(rank: Rank) -> Any:
+    """DSCP of the connection that carries most: before, at a level, and after it is taken back."""
+    from crux_torch import backend
+    from crux_torch.apply.classes import TrafficClass
+    from crux_torch.settings import Settings
+
+    tensor = torch.ones(1 << 20, device=rank.device)
+    dist.all_reduce(tensor)
+    rank.synchronize()
+    found = [_dscp()]
+    classes = TrafficClass(backend.OWNED_SOCKETS)
+    report = classes.apply_level(LEVEL, Settings().dscp_map)
+    for level in (LEVEL, None):
+        if level is None:
+            classes.apply_level(None, Settings().dscp_map)
+        dist.all_reduce(tensor)
+        rank.synchronize()
+        found.append(_dscp())
+    return {"dscp": found, "marked": len(report.marks), "error": report.error}
+
+
+def _dscp() -> int:
+    opened = sockets.connections(os.getpid())
+    try:
+        return sockets.dscp(max(opened, key=sockets.bytes_acked))
+    finally:
+        for each in opened:
+            each.close()

@@ -1,0 +1,48 @@
+"""What NCCL moves over TCP, and in which class, with two ranks on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig.job import ATTACHED, Job
+from rig.kind import Kind
+from rig.network import DSCP
+from rig.outcome import VALUE
+from rig.report import Report
+
+from crux_torch.settings import Settings
+from cruxrun import preload
+
+NBYTES = 16 << 20
+
+
+def _values(kind: Kind, part: str, report: Report, folder: Path, **settings: Any) -> list[Any]:
+    if not kind.is_cuda:
+        pytest.skip("not on a fake device: NCCL's own connections")
+    env = preload.environment(replace(Settings(), **settings), {})
+    job = Job(kind, ATTACHED, 2, (part,), arguments={"nbytes": str(NBYTES)}, env=env)
+    outcomes = job.run(folder / "job")[part]
+    values = [outcome.value for outcome in outcomes]
+    report.figure(part, values)
+    assert all(outcome.kind == VALUE for outcome in outcomes), values
+    return values
+
+
+def test_the_profiler_plugin_counts_what_a_ring_sends(
+    kind: Kind, pair: int, report: Report, tmp_path: Path
+) -> None:
+    """With two ranks each sends the payload once (2(n-1)/n); flags of LL would double it."""
+    for found in _values(kind, "network_use", report, tmp_path, nccl_profiler=True):
+        assert abs(found["sent_bytes"] / found["payload"] - 1) < 0.05, found
+        assert abs(found["acked_bytes"] / found["sent_bytes"] - 1) < 0.05, found
+
+
+def test_connections_of_nccl_get_the_class_and_lose_it(
+    kind: Kind, pair: int, report: Report, tmp_path: Path
+) -> None:
+    for found in _values(kind, "class_of_sockets", report, tmp_path):
+        assert found["error"] == ""
+        assert found["dscp"] == [0, DSCP, 0], found
