@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from examples.demo import netns
 from examples.demo.fabric import Fabric, FabricSpec
 
 SOURCE = Path(__file__).parent / "fake_libnccl" / "net_socket.cc"
+JOB = Path(__file__).parent / "nccl_job.py"
 TIMEOUT_S = 120.0
 DATA = 2 * (worker.THREADS * worker.PER_THREAD + 1)
 BOOTSTRAP = 2
@@ -90,6 +92,33 @@ def test_connections_of_the_first_operation_are_found_marked_and_forgotten(
         assert set(result["strangers"]) == {0}
         assert set(result["reverted"]) == {0}
         assert result["left"] == []
+
+
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the transport library is not built")
+def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
+    tmp_path: Path, fake_libnccl: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=2", str(JOB)]
+    settings = {"CRUX_STORE": store, "CRUX_PROFILE_S": "2", "CRUX_JOB": "sockets"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    done = subprocess.run(
+        [*command, str(tmp_path), str(fake_libnccl)],
+        env={**inherited, **settings, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=2 * TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told["planned"], done.stderr
+        assert told["marked"], done.stderr
+        assert told["connections"] == BOOTSTRAP + DATA
+        assert told["sockets"] > told["connections"], "Gloo's are marked, too"
+        assert told["refused"] == 0
+        assert (told["stranger"], told["reverted"]) == ([0], [0])
 
 
 @pytest.mark.skipif(not netns.available()[0], reason=netns.available()[1])
