@@ -224,8 +224,11 @@ class LinkGate:
     def retire(self) -> None:
         """Hinder nobody and give way to nobody any more; remove the files that nobody uses."""
 
-    def set_level(self, level: int) -> None:
-        """-1: take no part in the order."""
+    def set_level(self, level: int, priority: float = 0.0) -> None:
+        """Whose operations go first: the higher level's, of one level the higher priority's.
+
+        -1: take no part in the order.
+        """
 
     def set_wait_s(self, seconds: float) -> None:
         """How long an operation gives way at most."""

@@ -169,6 +169,7 @@ class FakeGate:
         self.refuse: set[str] = set()
         self.crossed: dict[int, list[int]] = {}
         self.level: int | None = None
+        self.priority = 0.0
         self.installed = False
         self.retired = 0
         self.waits = (2, 1, 3_000_000_000, 2_000_000_000)
@@ -190,8 +191,8 @@ class FakeGate:
     def cross(self, group: int, links: list[int]) -> None:
         self.crossed[group] = links
 
-    def set_level(self, level: int) -> None:
-        self.level = level
+    def set_level(self, level: int, priority: float) -> None:
+        self.level, self.priority = level, priority
 
     def install(self, on: bool) -> None:
         self.installed = on
@@ -241,8 +242,8 @@ def test_operations_look_only_where_another_job_is(gate: FakeGate, links: HostLi
         "total_s": 3.0,
         "longest_s": 2.0,
     }
-    links.follow("job", 6)
-    assert gate.level == 6
+    links.follow("job", 6, 1.5)
+    assert (gate.level, gate.priority) == (6, 1.5)
     gate.neighbours = set()
     links.tick([WORLD])
     assert (gate.installed, gate.crossed) == (False, {0: []})

@@ -153,23 +153,24 @@ class HostLinks:
         self._known: dict[GroupInfo, tuple[str, ...]] = {}
         self._job = ""
         self._level: int | None = None
+        self._priority = 0.0
         self._joined: dict[str, _Joined] = {}
         self._crossed: dict[int, tuple[int, ...]] = {}
         self._errors: dict[str, str] = {}
         self._warn = WarnOnce(_log)
 
-    def follow(self, job: str, level: int | None) -> None:
+    def follow(self, job: str, level: int | None, priority: float = 0.0) -> None:
         """The level that the leader gives the job, from now on.
 
         Args:
             job: what all its ranks call it and no other job does.
             level: None: it gives way to nobody, and nobody to it.
+            priority: orders jobs of one level, as the network's few levels can't.
         """
         if job != self._job:
             self.revert()
-        self._job, self._level = job, level
-        if self._gate is not None:
-            self._gate.set_level(NO_LEVEL if level is None else level)
+        self._job, self._level, self._priority = job, level, priority
+        self._set_level()
 
     def tick(self, groups: Sequence[GroupInfo]) -> None:
         """Take places for new groups, and let operations look where another job is.
@@ -216,6 +217,7 @@ class HostLinks:
             "active": gate is not None and gate.installed,
             "why_not": self._why_not(routes),
             "level": self._level,
+            "priority": self._priority,
             "wait_ms": self._wait_s * 1e3,
             "waits": {
                 "operations": waited,
@@ -252,8 +254,12 @@ class HostLinks:
                 continue
             self._errors.pop(name, None)
             self._joined[name] = _Joined(index, shared=False)
+        self._set_level()
+
+    def _set_level(self) -> None:
         if self._gate is not None:
-            self._gate.set_level(NO_LEVEL if self._level is None else self._level)
+            level = NO_LEVEL if self._level is None else self._level
+            self._gate.set_level(level, self._priority)
 
     def _link(self, gate: Any, link: _Joined) -> dict[str, Any]:
         now_ns = time.monotonic_ns()

@@ -85,7 +85,7 @@ class Agent:
         self._links = make_links(settings, self._device)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
-        self._meter = Meter(recorder, settings, rank, world_size, self.host)
+        self._meter = Meter(recorder, settings, rank, world_size, self.host, self._device)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
         self._conductor: Conductor | None = None
         self._shared_store: TcpStore | None = None
@@ -115,7 +115,6 @@ class Agent:
 
     def group_was_made(self) -> None:
         """Mark the sockets of a new process group at the next tick; on the training thread."""
-        self._meter.device.note()
         self._device.look()
         self._refresh.set()
 
@@ -324,7 +323,8 @@ class Agent:
             self._measuring = order
             self._meter.begin()
         self._steering.follow(order, self.settings.dscp_map)
-        self._links.follow(order.incarnation, order.level)
+        priority = order.entry.priority if order.entry is not None else 0.0
+        self._links.follow(order.incarnation, order.level, priority)
 
     def _has_changed(self) -> bool:
         """Whether an iteration moves other amounts than when the job was measured."""

@@ -20,7 +20,7 @@ void bind_links(py::module_& module) {
       .def("join", &LinkGate::join, py::arg("folder"), py::arg("cluster"), py::arg("link"),
            py::arg("job"), unlocked)
       .def("retire", &LinkGate::retire, unlocked)
-      .def("set_level", &LinkGate::set_level, py::arg("level"), unlocked)
+      .def("set_level", &LinkGate::set_level, py::arg("level"), py::arg("priority") = 0.0, unlocked)
       .def(
           "set_wait_s",
           [](LinkGate& self, double seconds) {

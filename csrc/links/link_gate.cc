@@ -109,26 +109,26 @@ size_t LinkGate::join(const std::string& folder, const std::string& cluster,
   const std::string path = LinkFile::path_of(folder, cluster, link);
   for (size_t i = 0; i < tables_.size(); ++i) {
     if (tables_[i]->path() == path && tables_[i]->rejoin(hash_of(job))) {
-      tables_[i]->set_level(level_);
+      tables_[i]->set_rank(rank_);
       return i;
     }
   }
   tables_.push_back(std::make_unique<LinkTable>(folder, cluster, link, hash_of(job)));
-  tables_.back()->set_level(level_);
+  tables_.back()->set_rank(rank_);
   return tables_.size() - 1;
 }
 
 void LinkGate::retire() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& route : routes_) route.store(nullptr);
-  level_ = -1;
+  rank_ = 0;
   for (const auto& table : tables_) table->retire();
 }
 
-void LinkGate::set_level(int level) {
+void LinkGate::set_level(int level, double priority) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  level_ = level;
-  for (const auto& table : tables_) table->set_level(level);
+  rank_ = LinkTable::rank_at(level, priority);
+  for (const auto& table : tables_) table->set_rank(rank_);
 }
 
 void LinkGate::cross(uint32_t group, const std::vector<size_t>& links) {

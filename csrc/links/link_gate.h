@@ -39,8 +39,8 @@ class LinkGate final : public Gate {
   // Gives way to nobody and hinders nobody any more; operations in flight may still leave.
   void retire();
 
-  // -1: out of the order.
-  void set_level(int level);
+  // Level -1: out of the order. The priority orders jobs of one level.
+  void set_level(int level, double priority = 0.0);
   void set_wait_ns(int64_t wait_ns) noexcept { wait_ns_.store(wait_ns); }
   // Operations of the group cross these links from now on. Throws std::invalid_argument.
   void cross(uint32_t group, const std::vector<size_t>& links);
@@ -73,7 +73,7 @@ class LinkGate final : public Gate {
   std::mutex mutex_;
   std::vector<std::unique_ptr<LinkTable>> tables_;
   std::set<Route> known_routes_;
-  int level_ = -1;
+  uint32_t rank_ = 0;
 
   std::atomic<uint64_t> waited_{0};
   std::atomic<uint64_t> ran_out_{0};

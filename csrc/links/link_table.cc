@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -19,7 +20,9 @@ namespace {
 // Changes with whatever two processes must agree on.
 constexpr uint64_t kLayout = 0x6372'7578'6c6b'0001;  // "cruxlk", 1
 
-constexpr uint64_t rank_of(uint64_t busy) noexcept { return busy >> 32; }
+constexpr uint32_t rank_of(uint64_t busy) noexcept { return static_cast<uint32_t>(busy >> 32); }
+constexpr int kPriorityBits = 24;
+constexpr int kMaxLevel = 126;
 constexpr uint32_t operations_of(uint64_t busy) noexcept { return static_cast<uint32_t>(busy); }
 
 // Returns at once where the word isn't `expected` any more; may return for no reason.
@@ -73,10 +76,20 @@ LinkTable::~LinkTable() {
   place_.busy.store(0);
 }
 
-void LinkTable::set_level(int level) noexcept {
-  const uint64_t rank = level < 0 ? 0 : static_cast<uint64_t>(level) + 1;
+uint32_t LinkTable::rank_at(int level, double priority) noexcept {
+  if (level < 0) return 0;
+  // A positive float's bits are in its order; these are its exponent and 16 bits after the point.
+  constexpr double kMost = std::numeric_limits<float>::max();
+  const float positive = priority > 0 ? static_cast<float>(std::min(priority, kMost)) : 0.0F;
+  uint32_t bits = 0;
+  std::memcpy(&bits, &positive, sizeof bits);
+  return (static_cast<uint32_t>(std::min(level, kMaxLevel)) + 1) << kPriorityBits |
+         bits >> (31 - kPriorityBits);
+}
+
+void LinkTable::set_rank(uint32_t rank) noexcept {
   uint64_t busy = place_.busy.load();
-  while (!place_.busy.compare_exchange_weak(busy, rank << 32 | operations_of(busy))) {
+  while (!place_.busy.compare_exchange_weak(busy, uint64_t{rank} << 32 | operations_of(busy))) {
   }
   if (rank != rank_of(busy)) wake();
 }
@@ -122,7 +135,7 @@ bool LinkTable::alive(size_t place) const noexcept {
 }
 
 bool LinkTable::hindered(int64_t patience_ns) noexcept {
-  const uint64_t rank = rank_of(place_.busy.load());
+  const uint32_t rank = rank_of(place_.busy.load());
   if (rank == 0) return false;
   for (size_t place = 0; place < used(); ++place) {
     const uint64_t busy = table_->places[place].busy.load();
@@ -184,16 +197,15 @@ std::vector<Holder> LinkTable::holders() {
     const uint64_t job = one.job.load();
     if (job == 0 || !alive(place)) continue;
     const uint64_t busy = one.busy.load();
-    found.push_back({one.pid.load(), static_cast<int>(rank_of(busy)) - 1, operations_of(busy),
-                     one.changed_ns.load(), job == place_.job.load()});
+    found.push_back({one.pid.load(), static_cast<int>(rank_of(busy) >> kPriorityBits) - 1,
+                     operations_of(busy), one.changed_ns.load(), job == place_.job.load()});
   }
   return found;
 }
 
 void LinkTable::retire() noexcept {
   place_.job.store(0);
-  set_level(-1);
-  wake();
+  set_rank(0);
   file_.disuse();
 }
 

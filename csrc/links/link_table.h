@@ -46,13 +46,16 @@ class LinkTable {
   const std::string& link() const noexcept { return link_; }
   const std::string& path() const noexcept { return file_.path(); }
 
-  // -1: nobody waits for this process, nor it for anybody.
-  void set_level(int level) noexcept;
+  // Whose operations go first, by rank_at(); 0: nobody waits for this process, nor it for anybody.
+  void set_rank(uint32_t rank) noexcept;
+  // The higher level goes first, of one level the higher priority: a semaphore has as many ranks as
+  // there are jobs, however few levels a network has. No level (-1) is rank 0.
+  static uint32_t rank_at(int level, double priority) noexcept;
   // One more operation of this process is in flight here, or waits here.
   void mark() noexcept;
   void unmark() noexcept;
 
-  // Whether an operation of another job and a higher level is here that has given a sign of life
+  // Whether an operation of another job and a higher rank is here that has given a sign of life
   // within `patience_ns`, and this job isn't exempt.
   bool hindered(int64_t patience_ns) noexcept;
   // Sleeps until this process may be hindered no longer, not past `until_ns`; then ask again.
@@ -72,7 +75,7 @@ class LinkTable {
  private:
   struct alignas(64) Place {
     std::atomic<uint64_t> job{0};   // 0: takes no part
-    std::atomic<uint64_t> busy{0};  // (level + 1) << 32 | operations
+    std::atomic<uint64_t> busy{0};  // rank << 32 | operations
     std::atomic<int64_t> changed_ns{0};
     std::atomic<int64_t> exempt_until_ns{0};
     std::atomic<int32_t> pid{0};

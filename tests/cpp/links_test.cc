@@ -134,6 +134,34 @@ void who_gives_way() {
   CHECK(operations(low) == 0);
 }
 
+void the_order_of_ranks() {
+  const double priorities[] = {-1.0, 1e-30, 0.5, 1.0, 1.0001, 3e12, 3.001e12, 1e300};
+  uint32_t last = 0;
+  for (int level = -1; level < 64; ++level) {
+    for (const double priority : priorities) {
+      const uint32_t rank = LinkTable::rank_at(level, priority);
+      CHECK(level < 0 ? rank == 0 : rank > last);
+      last = rank;
+    }
+  }
+  CHECK(LinkTable::rank_at(3, 0.0) == LinkTable::rank_at(3, -1.0));
+  const Folder folder;
+  Process one(folder, "one", 3), other(folder, "other", 3);
+  one.gate.set_level(3, 2.0);
+  other.gate.set_level(3, 1.0);
+  const uint64_t held = other.enter();
+  CHECK(one.passes());
+  other.leave(held);
+  const uint64_t first = one.enter();
+  Waiter waiting(other);
+  until_operations(one, 2);
+  one.leave(first);
+  waiting.pass();
+  other.leave(waiting.ticket);
+  CHECK(other.gate.waits().count == 1);
+  CHECK(one.gate.holders(0)[0].level == 3);
+}
+
 void a_level_changes_live() {
   const Folder folder;
   Process high(folder, "high", 5), low(folder, "low", 2);
@@ -486,6 +514,7 @@ int main() {
   crux::a_fork_takes_nothing_along();
   crux::a_holder_dies();
   crux::who_gives_way();
+  crux::the_order_of_ranks();
   crux::a_level_changes_live();
   crux::the_order_of_those_that_wait();
   crux::several_links();
