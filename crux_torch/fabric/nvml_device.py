@@ -41,12 +41,6 @@ def current_device(torch: Any = None) -> CudaDevice | None:
     return CudaDevice(ordinal, str(getattr(properties, "uuid", "")), properties.name)
 
 
-def is_only_device(torch: Any = None) -> bool:
-    """Whether CUDA shows this process one device, which then is every thread's."""
-    torch = torch or sys.modules.get("torch")
-    return bool(torch and torch.cuda.is_initialized() and torch.cuda.device_count() == 1)
-
-
 def own_gpu(
     gpus: Sequence[Gpu], ordinal: int, uuid: str = "", env: Mapping[str, str] | None = None
 ) -> Gpu | None:

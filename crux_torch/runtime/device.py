@@ -4,53 +4,62 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from crux_torch.fabric.nvml import Gpu
 from crux_torch.fabric.nvml_activity import ActivityMeter
-from crux_torch.fabric.nvml_device import CudaDevice, current_device, is_only_device, own_gpu
+from crux_torch.fabric.nvml_device import CudaDevice, own_gpu
 from crux_torch.fabric.peak import flops_in_use, peak_flops, tensor_seconds
 from crux_torch.profile.device import DeviceUse
+from crux_torch.runtime.link_routes import OwnDevice
 
 log = logging.getLogger(__name__)
 
 
-class OwnDevice:
+class DeviceMeter:
     """What a rank tells of its device; nothing on a CPU.
 
-    The training thread says which device it has chosen (:meth:`note`); all else happens on other
-    threads, and NVML's calls on one of their own.
+    NVML's calls happen on a thread of their own.
 
     Args:
+        own: the CUDA device that this process trains on.
         device_flops: FLOP/s of the device, where its user says it; 0: look it up.
         library: stands in for the module ``pynvml``.
-        env: with CUDA_VISIBLE_DEVICES.
+        env: of this process.
+        torch: stands in for the module.
     """
 
     def __init__(
-        self, device_flops: float = 0.0, library: Any = None, env: Mapping[str, str] | None = None
+        self,
+        own: OwnDevice,
+        device_flops: float = 0.0,
+        library: Any = None,
+        env: Mapping[str, str] | None = None,
+        torch: Any = None,
     ) -> None:
+        self._own = own
         self._told_flops = device_flops
         self._env = os.environ if env is None else env
         self._activity = ActivityMeter(library)
+        self._torch = torch
         self._cuda: CudaDevice | None = None
 
-    def note(self, torch: Any = None) -> None:
-        """Take down the CUDA device of the calling thread, the one that trains; once.
+    def look(self) -> None:
+        """Ask the training thread, which calls this, for its device. Raises nothing."""
+        try:
+            self._own.look()
+        except Exception as error:
+            log.debug("no CUDA device: %s", error)
 
-        Raises nothing.
-        """
-        if self._cuda is None:
-            try:
-                self._cuda = current_device(torch)
-            except Exception as error:
-                log.debug("no CUDA device: %s", error)
-
-    def begin(self, torch: Any = None) -> None:
-        """Start to watch how busy the device is."""
-        if self._cuda is None and is_only_device(torch):
-            self.note(torch)
+    def begin(self) -> None:
+        """Start to watch how busy the device is. Raises nothing."""
+        try:
+            self._cuda = self._device()
+        except Exception as error:
+            log.debug("no CUDA device: %s", error)
         if self._cuda is not None:
             self._activity.begin(self._choose)
 
@@ -73,6 +82,15 @@ class OwnDevice:
             tensor_s=tensor_seconds(cuda.name, by_dtype) if by_dtype and not told else None,
             activity=activity,
         )
+
+    def _device(self) -> CudaDevice | None:
+        torch = self._torch or sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        found = self._own.device(torch.cuda.device_count(), self._env)
+        if found is None or found.name:
+            return found
+        return replace(found, name=torch.cuda.get_device_properties(found.ordinal).name)
 
     def _choose(self, gpus: Sequence[Gpu]) -> Gpu | None:
         cuda = self._cuda

@@ -15,7 +15,8 @@ from crux_torch.profile.iterations import IterationMarks
 from crux_torch.profile.record import Records, from_bytes
 from crux_torch.profile.sample import RankSample, summarize
 from crux_torch.profile.window import RecordWindow
-from crux_torch.runtime.device import OwnDevice
+from crux_torch.runtime.device import DeviceMeter
+from crux_torch.runtime.link_routes import OwnDevice
 from crux_torch.runtime.network import NetworkMeter
 from crux_torch.settings import Settings
 
@@ -32,10 +33,17 @@ class Meter:
         recorder: the process's recorder (``crux_torch._C.Recorder``).
         settings: how long a measurement may take.
         rank, world_size, host: who and where this rank is.
+        device: the CUDA device that it trains on; default: what the calling thread has chosen.
     """
 
     def __init__(
-        self, recorder: Any, settings: Settings, rank: int, world_size: int, host: str
+        self,
+        recorder: Any,
+        settings: Settings,
+        rank: int,
+        world_size: int,
+        host: str,
+        device: OwnDevice | None = None,
     ) -> None:
         self._recorder = recorder
         self._settings = settings
@@ -43,7 +51,7 @@ class Meter:
         self.window = RecordWindow()
         self.marks = IterationMarks()
         self.flops = FlopMeter(self.marks)
-        self.device = OwnDevice(settings.device_flops)
+        self.device = DeviceMeter(device or OwnDevice(), settings.device_flops)
         self.network = NetworkMeter()
         self._unlisten: Callable[[], None] | None = None
         self._begin_ns = 0
@@ -54,11 +62,10 @@ class Meter:
 
         On the training thread.
         """
-        self.device.note()
         self.marks.install()
         self.flops.install()
         if self._unlisten is None:
-            self._unlisten = self.marks.add_listener(lambda mark_ns: self.device.note())
+            self._unlisten = self.marks.add_listener(lambda mark_ns: self.device.look())
 
     def remove(self) -> None:
         """Take the hooks away."""
