@@ -18,6 +18,7 @@ REAL_PROCESSES = (
     "test_demo_job.py",
     "test_examples.py",
     "test_kill.py",
+    "test_links_processes.py",
     "test_netns_fabric.py",
     "test_runtime_agent.py",
     "test_transport",
