@@ -12,7 +12,7 @@ import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.fabric.nvml import NvLink, NVLINK_Bps, bounded, read_gpus, read_nvml
+from crux_torch.fabric.nvml import Gpu, NvLink, NVLINK_Bps, bounded, read_gpus, read_nvml
 from crux_torch.fabric.nvml_activity import GPM_METRICS, ActivityMeter, Choice
 from crux_torch.fabric.pcie import Distance
 
