@@ -169,11 +169,8 @@ def scripts_class(options: Any, script_options: Any) -> int:
 
 
 def connects_when_made(stock_class: type) -> bool:
-    """Whether a NCCL class takes the device that it is for, and makes its communicator at once.
-
-    ``ProcessGroupNCCL``, the only one before torch 2.14, does not.
-    """
-    return stock_class.__name__ != "ProcessGroupNCCL"
+    """Whether a NCCL class takes the device that it is for, and makes its communicator at once."""
+    return stock_class.__name__ in ("ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
 
 
 def takes_class(name: str, options: Any) -> bool:
