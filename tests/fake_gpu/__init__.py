@@ -25,25 +25,27 @@ another thread holds the GIL). ``NcclOptions`` has ``config.traffic_class``, ``s
 registrations, aborts.
 
 **Faults**, on this process's ranks: ``inject(kind, op="ALLREDUCE", seconds=, count=, rank=)`` with
-kind ``delay`` (the kernel takes longer), ``late`` (the data is there, the end comes later), ``hold``
-(until ``release()`` or abort), ``error`` (it fails on the device), ``refuse`` (issuing raises).
+kind ``delay`` (the kernel takes longer), ``late`` (the data is there, the end comes later),
+``hold`` (until ``release()`` or abort), ``error`` (it fails on the device), ``refuse`` (issuing
+raises).
 
 **What was done**: ``operations()`` is the log of what the fake was given and when it ran (op,
 sequence, current_stream and stream, tag, bytes, timeout_ms, thread, issue_ns, start_ns, end_ns on
 CLOCK_MONOTONIC); ``calls()`` counts the methods of handles by who called them: ``script`` or the
 file name of a library that is not torch's.
 
-**What was done wrong**: ``violations()``, a list of (kind, text); ``clear()`` empties it, the log and
-the calls.
+**What was done wrong**: ``violations()``, a list of (kind, text); ``clear()`` empties it, the log
+and the calls.
 
 ``work_synchronize``, ``work_get_future``  a library that isn't torch's called them: they block the
     current stream (get_future only on nccl2). Where a backend's own handle passes the script's call
     on, put the script's call inside ``with script_call():``.
 ``host_sync``  a library that isn't torch's made the host wait for a stream, an event or a device.
 ``timing_event_in_capture``  a timing event was recorded on a stream that is being captured.
-``capture_unsafe_call``  an event or stream was queried, or waited for by the host, while any stream
-    of the process was being captured: CUDA's default capture mode is global, and this both raises
-    and breaks the capture, whichever thread does it.
+``capture_unsafe_call``  an event, a stream or a handle was queried, or waited for by the host,
+    while any stream of the process was being captured: CUDA's default capture mode is global, and
+    this both raises and breaks the capture, whichever thread does it, unless the thread is in
+    another mode (``fake_gpu_exchange_capture_mode``, for cudaThreadExchangeStreamCaptureMode).
 ``capture_isolation``  a captured stream waits for work outside of the capture.
 ``hook_takes_gil`` (with ``strict_hooks``), ``hook_calls_back``  what completion hooks must not do.
 ``use_after_free``  an operation ran on memory that its owner had freed, and that the device's
@@ -85,6 +87,7 @@ __all__ = [
     "configure",
     "drain",
     "fill_",
+    "has_completion_hooks",
     "inject",
     "load",
     "mutants",
@@ -153,8 +156,12 @@ def _create_nccl(opts: Any, backend_options: Any) -> Any:
             return split_from.split(opts.store, opts.global_ranks_in_group, options)
         options.split_from = split_from
         options.split_color = c10d._process_group_color(opts.global_ranks_in_group)
-    backend = native.Nccl(opts.store, opts.group_rank, opts.group_size, options)
-    return backend
+    return native.Nccl(opts.store, opts.group_rank, opts.group_size, options)
+
+
+def has_completion_hooks() -> bool:
+    """Whether this torch has completion hooks; then nccl2's flavour has them too."""
+    return hasattr(load().Nccl, "log_completions")
 
 
 def nccl_options(*, is_high_priority_stream: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import os
@@ -62,25 +63,26 @@ def _build(name: str, sources: list[Path]) -> ModuleType:
     """The extension ``name``, built where it is out of date; any number of processes may ask."""
     from torch.utils import cpp_extension
 
-    ninja = _ninja()
-    if ninja and shutil.which("ninja") is None:
-        os.environ["PATH"] = f"{Path(ninja).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     folder = ROOT / "build" / f"fake_gpu-{torch.__version__}" / name
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     library = folder / f"{name}.so"
     inputs = [*sources, *(HERE / "csrc").glob("*.h"), Path(__file__)]
-    if library.exists() and library.stat().st_mtime > max(p.stat().st_mtime for p in inputs):
-        return _load(name, library)
-    cpp_extension.load(
-        name,
-        [str(source) for source in sources],
-        extra_cflags=["-O1", "-g0", "-fvisibility=hidden", "-Wall", *macros()],
-        build_directory=str(folder),
-        verbose=bool(os.environ.get("FAKE_GPU_VERBOSE")),
-        is_python_module=False,
-    )
-    os.utime(library)
+    with (folder / "building").open("w") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)
+        newest = max(path.stat().st_mtime for path in inputs)
+        if not library.exists() or library.stat().st_mtime < newest:
+            # torch's own lock outlives a build that was killed.
+            (folder / "lock").unlink(missing_ok=True)
+            os.environ["PATH"] = f"{Path(_ninja() or '').parent}{os.pathsep}{os.environ['PATH']}"
+            cpp_extension.load(
+                name,
+                [str(source) for source in sources],
+                extra_cflags=["-O1", "-g0", "-fvisibility=hidden", "-Wall", *macros()],
+                build_directory=str(folder),
+                verbose=bool(os.environ.get("FAKE_GPU_VERBOSE")),
+                is_python_module=False,
+            )
+            os.utime(library)
     return _load(name, library)
 
 
@@ -98,3 +100,9 @@ def native() -> ModuleType:
     """The device and the communication backend."""
     names = ("bindings", "controls", "device", "memory", "nccl", "stream", "violations", "work")
     return _build("fake_gpu_native", [HERE / "csrc" / f"{name}.cc" for name in names])
+
+
+@functools.cache
+def offenders() -> ModuleType:
+    """Backends that do what the notes forbid: a library of its own, as a backend under test is."""
+    return _build("fake_gpu_offenders", [HERE / "csrc" / "offender" / "offender.cc"])

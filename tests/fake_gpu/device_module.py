@@ -68,7 +68,6 @@ def make(native: Any) -> ModuleType:
         torch.device(NAME, index_of(device))
     )
     module.default_stream = lambda device=None: torch.Stream(
-        device=torch.device(NAME, index_of(device)),
         stream_id=0,
         device_index=index_of(device),
         device_type=int(torch._C._autograd.DeviceType.PrivateUse1),

@@ -213,6 +213,11 @@ void bind_nccl(py::module_& module) {
       .def("_is_initialized", &Nccl::connected)
       .def("_set_default_timeout", &Nccl::setTimeout)
       .def_property_readonly("counters", &Nccl::counters)
+      .def_property_readonly(
+          "options",
+          [](Nccl& self) {
+            return c10::static_intrusive_pointer_cast<NcclOptions>(self.getBackendOptions());
+          })
 #ifdef FAKE_GPU_HAS_SUPPORTSCOMPLETIONHOOKS
       .def(
           "log_completions",

@@ -59,9 +59,11 @@ void Controls::wait_for_release(uint64_t held, const std::atomic<bool>& aborted)
 void Controls::set_mutants(std::set<std::string> mutants) {
   const std::lock_guard<std::mutex> lock(mutex_);
   mutants_ = std::move(mutants);
+  any_mutant_ = !mutants_.empty();
 }
 
-bool Controls::mutant(const std::string& name) const {
+bool Controls::mutant(const char* name) const {
+  if (!any_mutant_) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
   return mutants_.count(name) > 0;
 }

@@ -76,7 +76,7 @@ class Controls {
 
   // Breaks a contract on purpose.
   void set_mutants(std::set<std::string> mutants);
-  bool mutant(const std::string& name) const;
+  bool mutant(const char* name) const;
 
   size_t log(const Issued& issued);
   void started(size_t index, int64_t ns);
@@ -87,6 +87,7 @@ class Controls {
  private:
   mutable std::mutex mutex_;
   std::condition_variable released_;
+  std::atomic<bool> any_mutant_{false};
   Settings settings_;
   std::vector<Fault> faults_;
   std::set<std::string> mutants_;

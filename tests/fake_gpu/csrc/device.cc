@@ -12,6 +12,7 @@
 
 #include "memory.h"
 #include "stream.h"
+#include "torch_error.h"
 #include "violations.h"
 
 namespace fake_gpu {
@@ -104,7 +105,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event && static_cast<Event*>(event)->moment) {
-      of(stream).wait_for(static_cast<Event*>(event)->moment);
+      with_torch_errors([&] { of(stream).wait_for(static_cast<Event*>(event)->moment); });
     }
   }
   bool queryEvent(void* event) const override {
@@ -127,12 +128,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   bool queryStream(const c10::Stream& stream) const override {
-    Streams::instance().unsafe_call("a stream is queried");
+    with_torch_errors([] { Streams::instance().unsafe_call("a stream is queried"); });
     return of(stream).idle();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     FAKE_GPU_CALL("synchronize_stream", "host_sync");
-    of(stream).synchronize();
+    with_torch_errors([&] { of(stream).synchronize(); });
   }
 #ifdef FAKE_GPU_HAS_ISSTREAMCAPTURING
   bool isStreamCapturing(const c10::Stream& stream) const override {
@@ -141,7 +142,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 #endif
   void synchronizeDevice(DeviceIndex device) const override {
     FAKE_GPU_CALL("synchronize_device", "host_sync");
-    for (Stream* stream : Streams::instance().of(device)) stream->synchronize();
+    for (Stream* stream : Streams::instance().of(device)) {
+      with_torch_errors([stream] { stream->synchronize(); });
+    }
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_stream(data, of(stream));
@@ -149,7 +152,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
  private:
   static const Event& usable(void* event, const char* what) {
-    Streams::instance().unsafe_call(what);
+    with_torch_errors([what] { Streams::instance().unsafe_call(what); });
     const auto& of = *static_cast<Event*>(event);
     TORCH_CHECK(of.moment && !of.moment->captured,
                 "fakegpu: invalid argument: an event that was recorded in a capture");
@@ -200,7 +203,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-void wait_for_current(int device) { Streams::instance().current(device).synchronize(); }
+void wait_for_current(int device) {
+  with_torch_errors([device] { Streams::instance().current(device).synchronize(); });
+}
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> type,
                  std::optional<at::Layout> layout, std::optional<Device> device,
@@ -268,6 +273,51 @@ void record_stream_op(at::Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data_ptr(), of(stream));
 }
 
+// A tensor on the CPU as a tensor of this device, on memory that is the device's already or else
+// that it owns.
+at::Tensor to_device(const at::Tensor& on, c10::Storage storage, int device) {
+  if (!storage) {
+    storage = c10::Storage(c10::Storage::use_byte_size_t{}, on.storage().nbytes(),
+                           wrap_storage(on.storage(), device), allocator(), true);
+  }
+  at::Tensor wrapped = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), on.dtype());
+  wrapped.unsafeGetTensorImpl()->set_sizes_and_strides(on.sizes(), on.strides(),
+                                                       on.storage_offset());
+  wrapped._set_conj(on.is_conj());
+  wrapped._set_neg(on.is_neg());
+  return wrapped;
+}
+
+// torch does not dispatch convolutions of such a device to what the fallback could call.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, c10::IntArrayRef stride,
+                       c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+                       c10::IntArrayRef output_padding, int64_t groups) {
+  const int device = input.device().index();
+  wait_for_current(device);
+  const auto bias_on = bias ? std::optional<at::Tensor>(on_cpu(*bias)) : std::nullopt;
+  return to_device(at::convolution(on_cpu(input), on_cpu(weight), bias_on, stride, padding,
+                                   dilation, transposed, output_padding, groups),
+                   {}, device);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
+    c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const int device = input.device().index();
+  wait_for_current(device);
+  const std::vector<int64_t> bias{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
+  auto [of_input, of_weight, of_bias] =
+      at::convolution_backward(on_cpu(grad), on_cpu(input), on_cpu(weight), bias, stride, padding,
+                               dilation, transposed, output_padding, groups, mask);
+  const auto wrap = [device](const at::Tensor& on) {
+    return on.defined() ? to_device(on, {}, device) : on;
+  };
+  return {wrap(of_input), wrap(of_weight), wrap(of_bias)};
+}
+
 // Runs an operator on the CPU's view of its tensors, and gives its results the device's type.
 class Fallback {
  public:
@@ -284,7 +334,7 @@ class Fallback {
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
     for (auto& seen : seen_) follow_resize(seen);
     const size_t returns = schema.returns().size();
-    for (size_t i = stack_.size() - returns; i < stack_.size(); ++i) to_device(stack_[i]);
+    for (size_t i = stack_.size() - returns; i < stack_.size(); ++i) give(stack_[i]);
   }
 
  private:
@@ -358,18 +408,10 @@ class Fallback {
     for (const auto& seen : seen_) {
       if (seen.alias.storage().is_alias_of(on.storage())) storage = seen.original.storage();
     }
-    if (!storage) {
-      storage = c10::Storage(c10::Storage::use_byte_size_t{}, on.storage().nbytes(),
-                             wrap_storage(on.storage(), device_), allocator(), true);
-    }
-    at::Tensor wrapped = at::detail::make_tensor<c10::TensorImpl>(
-        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), on.dtype());
-    wrapped.unsafeGetTensorImpl()->set_sizes_and_strides(on.sizes(), on.strides(),
-                                                         on.storage_offset());
-    return wrapped;
+    return to_device(on, std::move(storage), device_);
   }
 
-  void to_device(c10::IValue& value) {
+  void give(c10::IValue& value) {
     if (value.isTensor()) {
       value = result(value.toTensor());
     } else if (value.isTensorList()) {
@@ -405,6 +447,15 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
 }
 
+// Copies see to conjugated and negated tensors themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
@@ -416,6 +467,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_storage);
   library.impl("set_.source_Storage_storage_offset", &set_storage_offset);
   library.impl("record_stream", &record_stream_op);
+  library.impl("convolution_overrideable", &convolution);
+  library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
 }  // namespace fake_gpu

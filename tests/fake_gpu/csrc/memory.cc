@@ -130,6 +130,9 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
       std::move(alias), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   on.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
                                                   tensor.storage_offset());
+  // Copies are given tensors that are yet to be conjugated or negated.
+  on._set_conj(tensor.is_conj());
+  on._set_neg(tensor.is_neg());
   return on;
 }
 

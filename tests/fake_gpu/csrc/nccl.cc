@@ -98,25 +98,34 @@ class CompletedWork final : public c10d::Work {
   const std::vector<at::Tensor> outputs_;
 };
 
-// Runs `hook` while another thread holds the GIL; what takes it comes to no end.
-void run_without_gil(const std::function<void()>& hook) {
-  std::promise<void> done;
-  std::future<void> ended = done.get_future();
-  std::promise<void> held;
-  std::thread holder([&] {
-    const PyGILState_STATE state = PyGILState_Ensure();
-    held.set_value();
-    const auto limit = std::chrono::milliseconds(300);
-    if (ended.wait_for(limit) != std::future_status::ready) {
-      Violations::instance().add("hook_takes_gil", "a completion hook waits for the GIL");
-    }
-    PyGILState_Release(state);
-  });
-  held.get_future().wait();
-  hook();
-  done.set_value();
-  holder.join();
-}
+// Has another thread hold the GIL for as long as it lives: what takes it meanwhile comes to no end.
+class GilHeld {
+ public:
+  GilHeld() {
+    std::promise<void> held;
+    holder_ = std::thread([this, &held] {
+      const PyGILState_STATE state = PyGILState_Ensure();
+      held.set_value();
+      std::future<void> ended = done_.get_future();
+      if (ended.wait_for(kLimit) != std::future_status::ready) {
+        Violations::instance().add("hook_takes_gil", "a completion hook waits for the GIL");
+      }
+      PyGILState_Release(state);
+    });
+    held.get_future().wait();
+  }
+  ~GilHeld() {
+    done_.set_value();
+    holder_.join();
+  }
+  GilHeld(const GilHeld&) = delete;
+  GilHeld& operator=(const GilHeld&) = delete;
+
+ private:
+  static constexpr auto kLimit = std::chrono::milliseconds(300);
+  std::promise<void> done_;
+  std::thread holder_;
+};
 
 }  // namespace
 
@@ -167,6 +176,7 @@ void Communicator::wait(const Step::Works& works) {
 }
 
 void Communicator::abort() {
+  if (mutant("abort_is_ignored")) return;
   const std::lock_guard<std::mutex> lock(transfers_mutex_);
   aborted_ = true;
   for (const auto& transfer : transfers_) transfer->abort();
@@ -286,7 +296,7 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
   }
   Stream& current = Streams::instance().current(call.device);
   // Synchronous operations run on the current stream.
-  Stream& stream = call.async ? *stream_ : current;
+  Stream& stream = call.async || mutant("sync_on_own_stream") ? *stream_ : current;
 
   auto operation = std::make_shared<Operation>();
   operation->key = mutant("keys_used_again") ? 1 : next_key++;
@@ -360,7 +370,7 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
     for (const Fault& fault : faults) {
       if (fault.kind == "late") sleep(fault.seconds);
     }
-    if (self && !error.empty()) self->fail(Status::kFailed, error);
+    if (self && !error.empty() && !mutant("errors_are_lost")) self->fail(Status::kFailed, error);
     if (self) Controls::instance().ended(self->log_index, now_ns());
   });
   if (!operation->captured) {
@@ -926,18 +936,15 @@ void Nccl::report(const OperationPtr& operation) {
   c10d::CompletionHookArgs args;
   args.completionKey = operation->key;
   if (operation->timing) args.duration_ms = operation->duration_ms();
+  // Before the lock, which a thread with the GIL may wait for.
+  std::optional<GilHeld> held;
+  if (settings_.strict_hooks && !PyGILState_Check()) held.emplace();
   const std::lock_guard<std::mutex> lock(hooks_mutex_);
+  in_completion_hook = true;
   for (int i = 0; i < (twice ? 2 : 1); ++i) {
-    for (const auto& [id, hook] : completion_hooks_) {
-      in_completion_hook = true;
-      if (settings_.strict_hooks && !PyGILState_Check()) {
-        run_without_gil([&hook = hook, &args] { hook(args); });
-      } else {
-        hook(args);
-      }
-      in_completion_hook = false;
-    }
+    for (const auto& [id, hook] : completion_hooks_) hook(args);
   }
+  in_completion_hook = false;
 #endif
   (void)twice;
   if (onCompletionHook_) {
@@ -1017,11 +1024,12 @@ void Nccl::stop_watchdog() {
   }
   watchdog_changed_.notify_all();
   if (!watchdog_.joinable()) return;
-  if (watchdog_.get_id() == std::this_thread::get_id()) {
-    watchdog_.detach();
-  } else {
-    watchdog_.join();
-  }
+  if (watchdog_.get_id() == std::this_thread::get_id()) return watchdog_.detach();
+  // Python may drop the backend while GilHeld waits for the GIL on the watchdog.
+  PyThreadState* const state =
+      Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  watchdog_.join();
+  if (state) PyEval_RestoreThread(state);
 }
 
 void Nccl::abort() {

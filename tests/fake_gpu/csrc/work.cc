@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "torch_error.h"
 #include "violations.h"
 
 namespace fake_gpu {
@@ -84,6 +85,8 @@ Work::Work(int rank, OperationPtr operation, std::vector<at::Tensor> outputs, bo
       host_blocking_(host_blocking) {}
 
 bool Work::isCompleted() {
+  FAKE_GPU_CALL("is_completed", "");
+  with_torch_errors([] { Streams::instance().unsafe_call("a handle is queried"); });
   if (mutant("complete_at_once")) return true;
   return terminal(operation_->check());
 }
@@ -96,8 +99,11 @@ bool Work::isSuccess() const {
 void Work::block() {
   if (terminal(operation_->status()) && operation_->status() != Status::kCompleted) return;
   Stream& current = Streams::instance().current(operation_->device);
-  if (!mutant("wait_does_not_block")) current.wait_for(operation_->end);
-  if (host_blocking_ && !current.capturing()) current.synchronize();
+  if (!mutant("wait_does_not_block")) {
+    with_torch_errors([&] { current.wait_for(operation_->end); });
+  }
+  const bool blocks_host = host_blocking_ || mutant("wait_blocks_host");
+  if (blocks_host && !current.capturing()) with_torch_errors([&] { current.synchronize(); });
   operation_->unstash();
 }
 
@@ -158,7 +164,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
 
 float Work::getDuration() const {
   FAKE_GPU_CALL("get_duration", "");
-  Streams::instance().unsafe_call("a duration is asked for");
+  with_torch_errors([] { Streams::instance().unsafe_call("a duration is asked for"); });
   if (!mutant("duration_without_timing")) {
     TORCH_CHECK(operation_->timing, "getDuration only works if timing was enabled");
   }

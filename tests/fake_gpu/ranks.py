@@ -1,0 +1,87 @@
+"""Ranks of the fake NCCL: threads of this process, or processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fake_gpu
+
+#: No test waits longer for anything.
+LIMIT_S = 60.0
+
+
+def make_backend(store: Any, rank: int, size: int, *, timeout_s: float = 30.0) -> Any:
+    """A communicator of its own, on this thread's current device."""
+    options = fake_gpu.nccl_options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.group_name = "test"
+    return fake_gpu.load().Nccl(store, rank, size, options)
+
+
+def in_threads(size: int, function: Callable[[int, Any], Any], **options: Any) -> list[Any]:
+    """``function(rank, backend)`` on a thread for each rank; rank r has device r.
+
+    Raises:
+        Exception: the first that a rank raised.
+        TimeoutError: a rank came to no end; its communicator is aborted.
+    """
+    store = dist.HashStore()
+    backends: list[Any] = []
+    lock = threading.Lock()
+
+    def rank_main(rank: int) -> Any:
+        torch.accelerator.set_device_index(rank)
+        backend = make_backend(store, rank, size, **options)
+        with lock:
+            backends.append(backend)
+        return function(rank, backend)
+
+    pool = ThreadPoolExecutor(size)
+    try:
+        futures = [pool.submit(rank_main, rank) for rank in range(size)]
+        return [future.result(timeout=LIMIT_S) for future in futures]
+    finally:
+        for backend in backends:
+            backend.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def in_processes(script: Path, size: int, *arguments: str, folder: Path) -> list[bytes]:
+    """Runs ``script RANK SIZE STORE_FILE OUT ARGUMENTS...`` for each rank; what each wrote to OUT.
+
+    Raises:
+        AssertionError: a rank failed; the message has its output.
+    """
+    store = folder / "store"
+    ranks: list[tuple[subprocess.Popen[str], Path]] = []
+    for rank in range(size):
+        out = folder / f"out-{rank}"
+        command: Sequence[str] = (
+            sys.executable, str(script), str(rank), str(size), str(store), str(out), *arguments,
+        )  # fmt: skip
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        ranks.append((process, out))
+    failed = []
+    try:
+        for process, out in ranks:
+            text = process.communicate(timeout=LIMIT_S)[0]
+            if process.returncode != 0 or not out.exists():
+                failed.append(f"rank ended with {process.returncode}:\n{text[-3000:]}")
+    finally:
+        for process, _ in ranks:
+            process.kill()
+            process.wait()
+    assert not failed, "\n".join(failed)
+    return [out.read_bytes() for _, out in ranks]
