@@ -75,6 +75,7 @@ InnerSwitch::Ticket DelegatingBackend::count(InnerSwitch& inners, const Call& ca
 InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, c10::Device device,
                                               const Call& call,
                                               std::optional<InnerSwitch::Ticket>& own) {
+  if (!described_.load(std::memory_order_relaxed)) describe();
   if (!block_ || &inners != &default_switch()) return own.emplace(count(inners, call));
   // Which key a block's transfers will have isn't known when it is opened.
   if (is_transfer(call.op)) inners.keep_transfers();
