@@ -25,11 +25,14 @@ ORDER = (
     "test_gpu_identity.py",
     "test_gpu_switch.py",
     "test_gpu_flops.py",
-    "test_gpu_network.py",
-    "test_gpu_host.py",
-    "test_gpu_failures.py",
     "test_gpu_two_jobs.py",
+    "test_gpu_network.py",
+    "test_gpu_failures.py",
+    "test_gpu_host.py",
 )
+
+#: Parts that also run with ``init_process_group("crux")``.
+UNDER_ITS_OWN_NAME = ("all_reduce", "coalesced", "sub_groups", "ddp", "fsdp2")
 
 _report: Report | None = None
 
@@ -122,7 +125,12 @@ def pair(pair_works: str) -> int:
     return PAIR
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "named_part" in metafunc.fixturenames:
+        metafunc.parametrize("named_part", UNDER_ITS_OWN_NAME)
+
+
 @pytest.fixture(scope="session")
 def compared(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """The outcomes of all parts, each job run when the first of them is asked for."""
-    return Compared(kind, tmp_path_factory.mktemp("jobs"))
+    return Compared(kind, tmp_path_factory.mktemp("jobs"), UNDER_ITS_OWN_NAME)

@@ -6,8 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import pytest
-from rig.job import ATTACHED, STOCK, Job
+from rig.job import ATTACHED, Job
 from rig.kind import Kind
 from rig.outcome import VALUE
 from rig.part import ALONE
@@ -36,14 +35,13 @@ def _values(job: Job, folder: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", [ATTACHED])
 def test_durations_are_those_of_events(
-    size: int, mode: str, kind: Kind, report: Report, tmp_path: Path
+    size: int, kind: Kind, report: Report, tmp_path: Path
 ) -> None:
     sizes = SIZES[kind.name, size]
     job = Job(
         kind,
-        mode,
+        ATTACHED,
         size,
         ("durations",),
         limit_s=90.0,
@@ -88,25 +86,3 @@ def test_operations_of_one_communicator_are_recorded_one_after_another(
     report.figure("a queue of operations", found)
     assert found["overlapping_ns"] <= 0.01 * found["true_ns"], found
     assert abs(found["busy_ns"] / found["true_ns"] - 1) <= 5 * TOLERANCE[kind.name], found
-
-
-def test_device_time_is_what_it_was(size: int, kind: Kind, report: Report, tmp_path: Path) -> None:
-    """The same operations take as long on the device as without Crux; `make bench-gpu` is finer."""
-    nbytes = SIZES[kind.name, size][0]
-    medians = {}
-    for mode in (STOCK, ATTACHED):
-        job = Job(
-            kind,
-            mode,
-            size,
-            ("durations",),
-            limit_s=60.0,
-            arguments={"sizes": str(nbytes)},
-            env=LEAVE_RECORDS,
-        )
-        values = _values(job, tmp_path / mode)
-        true = [row if mode == STOCK else row[1] for row in values[0][str(nbytes)]]
-        medians[mode] = statistics.median(true)
-    ratio = medians[ATTACHED] / medians[STOCK]
-    report.figure(f"device time, Crux to stock, {size} ranks", {"bytes": nbytes, "ratio": ratio})
-    assert ratio < 1.5, medians

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -43,3 +45,57 @@ def test_this_host_is_what_torch_sees(kind: Kind, report: Report) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     assert abs(gpus[0].memory_bytes / total - 1) < 0.05
     assert gpus[0].peak_flops is not None
+
+
+def test_crux_host_knows_the_gpu(kind: Kind, report: Report) -> None:
+    told = json.loads(_crux("host", "--json"))
+    report.figure("crux host", {key: told[key] for key in ("pcie_links", "notes", "distances")})
+    if not kind.is_cuda:
+        assert told["nvml"] != "ok" or told["gpus"] == []
+        return
+    assert told["gpus"][0]["name"] == kind.model
+    assert told["driver"]
+
+
+def test_the_counters_see_what_is_counted(kind: Kind, report: Report) -> None:
+    """A device that multiplies all the time, by its own counters and by arithmetic."""
+    if not kind.is_cuda:
+        pytest.skip("not on a fake device: NVML knows nothing of it")
+    from crux_torch.fabric.nvml_activity import ActivityMeter
+    from crux_torch.fabric.nvml_device import current_device, own_gpu
+    from crux_torch.fabric.peak import tensor_seconds
+
+    size = 8192
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    chosen = current_device()
+    assert chosen is not None
+    assert chosen.uuid, "this torch tells the UUID"
+    meter = ActivityMeter()
+    torch.cuda.synchronize()
+    meter.begin(lambda gpus: own_gpu(gpus, chosen.ordinal, chosen.uuid))
+    begin, products = time.monotonic(), 0
+    while time.monotonic() - begin < 3.0:
+        for _ in range(20):
+            a @ a
+        products += 20
+        torch.cuda.synchronize()
+    elapsed_s = time.monotonic() - begin
+    activity = meter.finish(10.0)
+    assert meter.gpu is not None
+    assert meter.gpu.name == kind.model
+    assert activity is not None, "NVML tells something of every data centre GPU"
+    seconds = tensor_seconds(kind.model, {"bf16": products * 2.0 * size**3})
+    report.figure(
+        "activity",
+        {
+            "source": activity.source,
+            "busy": activity.busy,
+            "tensor": activity.tensor,
+            "counted_share": None if seconds is None else seconds / elapsed_s,
+        },
+    )
+    assert activity.busy is not None
+    assert activity.busy > 0.5
+    if activity.tensor is not None and seconds is not None:
+        # What is counted can't take more of the tensor cores' time than they worked.
+        assert seconds / elapsed_s <= 1.1 * activity.tensor + 0.02

@@ -24,7 +24,7 @@ def test_the_job_with_the_higher_intensity_goes_first(
     results = tmp_path / "results.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "examples.demo", "--device", "cuda", "--steps", "12"),
+            *(sys.executable, "-m", "examples.demo", "--device", "cuda", "--steps", "9"),
             *("--json", str(results), "--out", str(tmp_path / "out")),
         ],
         capture_output=True,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rig.job import Job, Outcomes
+from rig.job import ATTACHED, CRUX, STOCK, Job, Outcomes
 from rig.kind import Kind
 from rig.outcome import Outcome
 from rig.part import Part, load
+
+#: Seconds that one part may take; a compiler takes most.
+LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +42,27 @@ def runs_in(each: Part, world: World, kind: Kind) -> bool:
 
 @dataclass
 class Compared:
-    """Outcomes by world; a job is run when the first of its parts is asked for."""
+    """Outcomes by world; worlds that are compared run side by side, when one is first asked for.
+
+    Attributes:
+        named: the parts that are compared under Crux's own name too.
+    """
 
     kind: Kind
     folder: Path
+    named: tuple[str, ...]
     _found: dict[World, Outcomes] = field(default_factory=dict)
 
     def outcomes(self, world: World, part: str) -> list[Outcome]:
         """What each rank got."""
         if world not in self._found:
-            job = Job(
-                self.kind, world.mode, world.size, parts_of(world, self.kind), world.eager, 40.0
-            )
-            self._found[world] = job.run(self.folder / f"{world.mode}{world.size}{world.eager}")
+            modes = (STOCK, ATTACHED) if world.mode != CRUX else (CRUX,)
+            worlds = [World(mode, world.size, world.eager) for mode in modes]
+            with ThreadPoolExecutor() as pool:
+                self._found |= dict(zip(worlds, pool.map(self._run, worlds), strict=True))
         return self._found[world][part]
+
+    def _run(self, world: World) -> Outcomes:
+        parts = self.named if world.mode == CRUX else parts_of(world, self.kind)
+        job = Job(self.kind, world.mode, world.size, parts, world.eager, LIMIT_S)
+        return job.run(self.folder / f"{world.mode}{world.size}{world.eager}")

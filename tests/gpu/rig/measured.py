@@ -6,6 +6,7 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -239,15 +240,10 @@ def _profiled(rank: Rank, net: nn.Module, batch: tuple[torch.Tensor, torch.Tenso
 
 def _w(profile: Any, per_rank: int, rank: Rank, step_s: float) -> dict[str, Any]:
     return {
-        "flops": profile.flops,
         "analytic": per_rank * rank.size,
-        "source": profile.flops_source,
-        "by_time": profile.flops_by_time,
-        "uncounted": list(profile.uncounted_ops),
-        "period_s": profile.period_s,
-        "compute_s": profile.compute_s,
-        "exposed_s": profile.exposed_s,
         "step_s": step_s,
+        "utilization": profile.utilization,
+        "profile": msgspec.to_builtins(profile),
     }
 
 
