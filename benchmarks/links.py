@@ -6,9 +6,9 @@
 ``links_driver.cc`` is compiled against ``csrc/links`` and run: no Python and no torch in what is
 measured. The link of the contention is emulated: it serves the chunks of all transfers in turn, as
 one that is shared fairly, 1 ms a chunk. A job above the others sends 20 chunks every 50 ms, the
-lower ones 10 chunks back to back. Its wait is what it waits before and between its chunks. How long
-lower ones gave way is told less the time for which they were ready and had no core. The run fails
-where a bound does not hold.
+lower ones 10 chunks back to back. Its wait is what it waits before and between its chunks. Waits
+are told less the time for which a process was ready and had no core. The run fails where a bound
+does not hold.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def run(program: Path, measured: str, *args: float) -> dict[str, Any]:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
         raise click.ClickException(f"{' '.join(words[1:])}: {done.stderr.strip()}")
+    click.echo(done.stderr, nl=False, err=True)
     return {"measured": measured, **json.loads(done.stdout)}
 
 

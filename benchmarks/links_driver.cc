@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <new>
@@ -180,31 +181,50 @@ struct BusyLink {
   std::atomic<int64_t> free_at_ns{0};
 };
 
-// Nanoseconds that this process was ready to run and had no core: what the machine adds to a wait.
-int64_t without_core_ns() {
-  static const int file = open("/proc/self/schedstat", O_RDONLY | O_CLOEXEC);
-  static const pid_t opened_by = getpid();
-  require(opened_by == getpid(), "schedstat is the parent's");
+// Nanoseconds that a process was ready to run and had no core: what the machine adds to a wait.
+int64_t read_without_core_ns(int file) {
   char text[96] = {};
   long long ran = 0, waited = 0;
   if (file < 0 || pread(file, text, sizeof(text) - 1, 0) <= 0) return 0;
   return std::sscanf(text, "%lld %lld", &ran, &waited) == 2 ? waited : 0;
 }
 
+int64_t without_core_ns() {
+  static int file = -1;
+  static pid_t opened_by = 0;
+  if (opened_by != getpid()) {
+    file = open("/proc/self/schedstat", O_RDONLY | O_CLOEXEC);
+    opened_by = getpid();
+  }
+  return read_without_core_ns(file);
+}
+
+int64_t without_core_ns(pid_t pid) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/schedstat";
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int64_t found = read_without_core_ns(file);
+  if (file >= 0) close(file);
+  return found;
+}
+
+// Time that goes by only while the calling process runs, or sleeps of its own will.
+int64_t own_time_ns() { return monotonic_ns() - without_core_ns(); }
+
 struct Progress {
   std::atomic<uint64_t> operations{0};
   std::atomic<uint64_t> waits{0};
   std::atomic<uint64_t> ran_out{0};
   std::atomic<int64_t> longest_ns{0};
+  // Own time at the end of the last operation.
   std::atomic<int64_t> last_ns{0};
   // Times that the process was stopped or let go on.
   std::atomic<uint32_t> halts{0};
 
   uint64_t enter(LinkGate& gate) {
     const uint32_t halted = halts.load();
-    const int64_t begin = monotonic_ns() - without_core_ns();
+    const int64_t begin = own_time_ns();
     const uint64_t ticket = gate.enter(kGroup, kBytes);
-    const int64_t took = monotonic_ns() - without_core_ns() - begin;
+    const int64_t took = own_time_ns() - begin;
     // What the process slept through is no wait.
     if (halted == halts.load()) longest_ns.store(std::max(longest_ns.load(), took));
     return ticket;
@@ -213,7 +233,7 @@ struct Progress {
     operations.fetch_add(1);
     waits.store(gate.waits().count);
     ran_out.store(gate.waits().ran_out);
-    last_ns.store(monotonic_ns());
+    last_ns.store(own_time_ns());
   }
 };
 
@@ -240,9 +260,9 @@ void contend(int64_t seconds, int64_t wait_ns, bool gated, size_t lower) {
   const int64_t until = monotonic_ns() + seconds * 1000 * kMs;
   while (monotonic_ns() < until) {
     sleep_for(kCompute);
-    const int64_t begin = monotonic_ns();
+    const int64_t begin = monotonic_ns(), own_begin = own_time_ns();
     const uint64_t ticket = gated ? own->enter(kGroup, kBytes) : 0;
-    int64_t wait = monotonic_ns() - begin;
+    int64_t wait = own_time_ns() - own_begin;
     for (int64_t chunk = 0; chunk < kHighChunks; ++chunk) wait += link[0].send(kChunk);
     if (gated) own->leave(ticket);
     waited.ns.push_back(wait);
@@ -290,8 +310,9 @@ void death(int rounds, int64_t wait_ns) {
       word[0].store(monotonic_ns());
       (void)kill(holder, SIGKILL);
     });
+    const int64_t less = without_core_ns();
     own->leave(own->enter(kGroup, kBytes));
-    const int64_t free = monotonic_ns();
+    const int64_t free = monotonic_ns() - (without_core_ns() - less);
     require(waitpid(killer, nullptr, 0) == killer, "waitpid");
     require(waitpid(holder, nullptr, 0) == holder, "waitpid");
     after.ns.push_back(free - word[0].load());
@@ -323,8 +344,11 @@ void hang(int64_t seconds, int64_t wait_ns) {
     const LinkGate::Waits before = own->waits();
     const int64_t begin = monotonic_ns(), until = begin + seconds * 1000 * kMs;
     int operations = 0;
+    int64_t longest = 0;
     for (; monotonic_ns() < until; ++operations) {
+      const int64_t own_begin = own_time_ns();
       const uint64_t ticket = own->enter(kGroup, kBytes);
+      longest = std::max(longest, own_time_ns() - own_begin);
       sleep_for(kOperation);
       own->leave(ticket);
     }
@@ -336,8 +360,7 @@ void hang(int64_t seconds, int64_t wait_ns) {
         "\"longest_ms\": %.3f}",
         operations, static_cast<unsigned long long>(after.count - before.count),
         static_cast<unsigned long long>(after.ran_out - before.ran_out),
-        waited / static_cast<double>(monotonic_ns() - begin),
-        static_cast<double>(after.longest_ns) / 1e6);
+        waited / static_cast<double>(monotonic_ns() - begin), static_cast<double>(longest) / 1e6);
   };
   std::printf("{\"bound_ms\": %.1f, \"exempt_waits\": %lld, \"hung\": ", wait_ns / 1e6,
               static_cast<long long>(LinkGate::kExemptWaits));
@@ -358,6 +381,7 @@ void soak(int64_t seconds, int64_t wait_ns, size_t processes, unsigned seed) {
   unsigned started = 0;
   const auto start = [&](size_t slot) {
     const unsigned number = started++;
+    // A child has had no core for 0 ns so far.
     progress[slot].last_ns.store(monotonic_ns());
     return fork_to([&, slot, number] {
       std::minstd_rand own_random(seed * 1000003 + number);
@@ -420,13 +444,19 @@ void soak(int64_t seconds, int64_t wait_ns, size_t processes, unsigned seed) {
         progress[i].halts.fetch_add(1);
         require(kill(one.pid, SIGCONT) == 0, "kill");
         one.halted_until_ns = 0;
-        progress[i].last_ns.store(now);
+        progress[i].last_ns.store(now - without_core_ns(one.pid));
         continue;
       }
-      const int64_t silence = now - progress[i].last_ns.load();
+      // Its own time now; asked for only where it matters.
+      int64_t silence = now - progress[i].last_ns.load();
+      if (silence > longest_silence_ns) silence -= without_core_ns(one.pid);
       longest_silence_ns = std::max(longest_silence_ns, silence);
       if (silence > wait_ns + kSlack) {
         ++deadlocks;
+        std::string call;
+        std::getline(std::ifstream("/proc/" + std::to_string(one.pid) + "/syscall"), call);
+        std::fprintf(stderr, "process %zu is silent for %.0f ms, in %s\n", i,
+                     static_cast<double>(silence) / 1e6, call.c_str());
         end(one.pid, SIGKILL);
         one = {start(i), 0};
       }

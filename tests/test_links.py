@@ -18,6 +18,7 @@ import pytest
 from crux_torch.apply.links import HostLinks, PcieRoutes, StandInRoutes, nvlinked_with
 from crux_torch.doctor import links as doctor
 from crux_torch.doctor.check import Check
+from crux_torch.fabric.host import Nic
 from crux_torch.fabric.nvml import Gpu, NvLink
 from crux_torch.fabric.nvml_device import CudaDevice
 from crux_torch.fabric.pcie import PcieTree
@@ -138,6 +139,39 @@ def test_the_device_is_the_training_threads_choice(monkeypatch: pytest.MonkeyPat
     assert device.device(8, {}) is None
     device.look()
     assert device.device(8, {}) == chosen[0]
+
+
+def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    tree = PcieTree.read(layouts.write(tmp_path, layouts.hgx_h100()))
+    addresses, nics = tree.of_kind("gpu"), tree.of_kind("nic")
+    gpus = tuple(gpu(i, address) for i, address in enumerate(addresses))
+    env = {"RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
+    initialized = [False]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(link_routes, "current_device", lambda: None)
+    monkeypatch.setattr(link_routes, "bounded", lambda call: call())
+    monkeypatch.setattr(link_routes, "read_gpus", lambda: gpus)
+    monkeypatch.setattr(
+        link_routes,
+        "read_nics",
+        lambda: tuple(Nic(f"mlx5_{i}", 50e9, pci_address=nic) for i, nic in enumerate(nics)),
+    )
+    monkeypatch.setattr(link_routes.PcieTree, "read", lambda: tree)
+    device = OwnDevice()
+    assert link_routes.pcie_routes(device, env) is None
+    initialized[0] = True
+    assert link_routes.pcie_routes(device, {}) is None
+    routes = link_routes.pcie_routes(device, env)
+    assert isinstance(routes, PcieRoutes)
+    assert (routes.gpu, routes.nic) == (addresses[3], nics[3])
+    assert routes.local == dict(enumerate(addresses, 8))
+    spanning = GroupInfo("data parallel", (3, 11, 19), 1)
+    assert set(routes(spanning)) == names(tree, addresses[3], nics[3])
+    neighbours = GroupInfo("tensor parallel", (10, 11), 1)
+    assert set(routes(neighbours)) == names(tree, addresses[3], addresses[2])
 
 
 @pytest.mark.parametrize(
