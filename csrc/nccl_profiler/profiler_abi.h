@@ -43,8 +43,8 @@ struct EventDescription {
   void* parent;
   int rank;
   union {
-    // The largest member, a collective's, has 12 words; it keeps the size and the alignment.
-    uint64_t room[12];
+    // The largest member that NCCL fills, a collective's, has eleven words.
+    uint64_t room[11];
     ProxyOperation proxy_operation;
   };
 };

@@ -389,6 +389,12 @@ void test_busy_time() {
     wide += span;
     CHECK(reader.ns(busy, now) == before + wide);
   }
+  // A thread that read the clock long before it ends its interval makes no time run back.
+  BusyTime late;
+  BusyTimeReader watch;
+  CHECK(late.begin(100 * tick) && watch.ns(late, 110 * tick) == 10 * tick);
+  CHECK(late.end(105 * tick) && watch.ns(late, 111 * tick) == 10 * tick);
+  CHECK(late.begin(200 * tick) && late.end(207 * tick) && watch.ns(late, 300 * tick) == 12 * tick);
   // Full, it takes no more, and none is lost.
   BusyTime full;
   for (uint64_t i = 0; i < BusyTime::kMostOpen; ++i) CHECK(full.begin(0));
