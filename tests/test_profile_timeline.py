@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.profile import timeline
@@ -56,6 +57,45 @@ def test_device_times_override_the_hosts() -> None:
     assert end.tolist() == [100, 100]
 
 
+def test_what_nobody_timed_counts_when_it_was_issued() -> None:
+    records = np.zeros(2, dtype=RECORD)
+    records["issue_ns"] = 5
+    records["start_ns"], records["end_ns"], records["device_ns"] = [-1, 7], -1, -1
+    begin, end = timeline.intervals(records)
+    assert begin.tolist() == end.tolist() == [5, 5]
+    assert timeline.reaches(records).ready_ns.tolist() == [5, 5]
+
+
+def reached(ready: np.ndarray, *synchronous: bool) -> timeline.Reaches:
+    return timeline.Reaches(ready, np.array(synchronous, dtype=bool))
+
+
+def test_buckets_that_queue_up_on_a_device_wait_from_where_computation_ended() -> None:
+    # Buckets of 1 s are reached at 1, 1.2 and 1.4 s, where backward ends; they run one by one.
+    line = timeline.describe(
+        ns(1, 2, 3), ns(2, 3, 4), ns(1, 1, 1), ns(0, 5), reached(ns(1, 1.2, 1.4), *[False] * 3)
+    )
+    assert line is not None
+    assert line.comm_s == pytest.approx(3)
+    assert line.exposed_s == pytest.approx(4 - 1.4)
+    assert line.compute_s == pytest.approx(5 - 2.6)
+
+
+def test_a_synchronous_call_is_exposed_whatever_else_is_in_flight() -> None:
+    # An asynchronous call from 1 to 5 s; within it a synchronous one, and one that ends it.
+    begin, end, size = ns(1, 2, 4.5), ns(5, 3, 5), ns(1, 1, 1)
+    line = timeline.describe(begin, end, size, ns(0, 6), reached(begin, False, True, False))
+    assert line is not None
+    assert line.comm_s == pytest.approx(4)
+    assert line.exposed_s == pytest.approx(1 + 0.5)
+    # It waits for what is queued before it, too.
+    line = timeline.describe(
+        ns(1, 3), ns(3, 4), ns(1, 1), ns(0, 6), reached(ns(1, 1.5), False, True)
+    )
+    assert line is not None
+    assert line.exposed_s == pytest.approx(2.5)
+
+
 def test_nothing_in_flight_is_all_compute() -> None:
     line = timeline.describe(ns(), ns(), ns(), ns(0, 1, 2))
     assert line is not None
@@ -70,11 +110,15 @@ def test_bounds_follow_the_longest_quiet() -> None:
     assert timeline.bounds_from_period(begin, end, 10.0).tolist() == ns(6, 16, 26).tolist()
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 999), st.integers(1, 200)), min_size=1, max_size=40),
     st.lists(st.integers(0, 1200), min_size=2, max_size=8, unique=True),
+    st.randoms(use_true_random=False),
 )
-def test_union_equals_brute_force(spans: list[tuple[int, int]], cuts: list[int]) -> None:
+def test_union_equals_brute_force(
+    spans: list[tuple[int, int]], cuts: list[int], random: Random
+) -> None:
     spans.sort()
     begin = np.array([b for b, _ in spans], dtype=np.int64)
     end = np.array([b + d for b, d in spans], dtype=np.int64)
@@ -91,3 +135,25 @@ def test_union_equals_brute_force(spans: list[tuple[int, int]], cuts: list[int])
     assert line is not None
     assert 0 <= line.exposed_s <= line.comm_s + 1e-12
     assert sum(b.share for b in line.bursts) == pytest.approx(1)
+    # Computation came to each no later than it began.
+    ready = np.array([max(0, b - random.randint(0, 50)) for b, _ in spans], dtype=np.int64)
+    waits = [random.random() < 0.3 for _ in spans]
+    line = timeline.describe(begin, end, np.ones_like(begin), bounds, reached(ready, *waits))
+    assert line is not None
+    idle: set[int] = set()
+    queues: list[list[int]] = []
+    for i, b in enumerate(begin.tolist()):
+        reach = max(end[:i].tolist(), default=0)
+        if b >= reach and ready[i] >= reach:
+            queues.append([])
+        queues[-1].append(i)
+    for queue in queues:
+        comes = {max(int(ready[i]) for i in queue): max(int(end[i]) for i in queue)}
+        head = int(begin[queue[0]])
+        idle |= {t for a, z in comes.items() for t in range(max(a, head), z)}
+        for i in queue:
+            if waits[i]:
+                idle |= set(range(max(int(ready[i]), head), int(end[i])))
+    idle &= busy
+    waited = [sum(t in idle for t in range(a, b)) for a, b in itertools.pairwise(bounds)]
+    assert line.exposed_s * 1e9 == pytest.approx(sum(waited) / len(waited))

@@ -66,15 +66,17 @@ class Stretches:
 
     Attributes:
         begin_ns, end_ns: the stretches, ascending.
-        wait_ns: where computation came to the last collective of each: from there to its end, it
-            waits.
+        wait_ns: from there to the end of each, computation waits.
         first: index of each one's first interval, in ascending order of begin.
+        queue_ns: where the queue begins that each is part of: collectives to which computation came
+            before the one in front had ended.
     """
 
     begin_ns: Ints
     end_ns: Ints
     wait_ns: Ints
     first: Ints
+    queue_ns: Ints
 
 
 def intervals(records: Records) -> tuple[Ints, Ints]:
@@ -99,40 +101,48 @@ def stretches(begin_ns: Ints, end_ns: Ints, ready_ns: Ints | None = None) -> Str
     """The union of intervals that are sorted by their begin.
 
     When a job that does not wait at once does wait is not told, so this rule stands for it: within
-    a stretch, computation goes on until it comes to the last collective and waits from there to the
-    stretch's end. It is exact for DDP (the last bucket leaves when backward ends) and for
+    a queue, computation goes on until it comes to the last collective and waits from there to the
+    queue's end. It is exact for DDP (the last bucket leaves when backward ends) and for
     synchronous calls, each its own stretch. It takes too much for exposed where a job issues all at
     once and computes on.
     """
     if not len(begin_ns):
-        return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
+        return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(5)))
+    ready = begin_ns if ready_ns is None else ready_ns
     reach = np.maximum.accumulate(end_ns)
     opens = np.concatenate(([True], begin_ns[1:] >= reach[:-1]))
     first = np.flatnonzero(opens)
     last = np.concatenate((first[1:], [len(begin_ns)])) - 1
-    ready = np.maximum.reduceat(begin_ns if ready_ns is None else ready_ns, first)
-    wait = np.clip(ready, begin_ns[first], reach[last])
-    return Stretches(begin_ns[first], reach[last], wait, first)
+    begin, end = begin_ns[first], reach[last]
+    heads = np.concatenate(([True], ready[first[1:]] >= end[:-1]))
+    queue = np.cumsum(heads) - 1
+    wait = np.maximum.reduceat(np.maximum.reduceat(ready, first), np.flatnonzero(heads))[queue]
+    return Stretches(begin, end, np.clip(wait, begin, end), first, begin[heads][queue])
 
 
 def exposed(spans: Stretches, end_ns: Ints, reached: Reaches | None) -> tuple[Ints, Ints]:
-    """Disjoint ascending intervals in which computation waits.
+    """Disjoint ascending intervals in which computation waits while a collective is in flight.
 
-    These are the ends of the stretches, and within them synchronous calls, from where computation
-    came to them, whatever else is in flight.
+    These are the ends of the queues, and within them synchronous calls, from where computation came
+    to them, whatever else is in flight.
     """
     begin, end = spans.wait_ns, spans.end_ns
-    if reached is not None and reached.synchronous.any():
-        sizes = np.diff(np.append(spans.first, len(end_ns)))
-        came = np.maximum(reached.ready_ns, np.repeat(spans.begin_ns, sizes))
-        own = reached.synchronous & (end_ns > came)
-        begin = np.concatenate((begin, came[own]))
-        end = np.concatenate((end, end_ns[own]))
-    if not len(begin):
+    if reached is None or not reached.synchronous.any():
         return begin, end
-    order = np.argsort(begin, kind="stable")
-    union = stretches(begin[order], end[order])
-    return union.begin_ns, union.end_ns
+    sizes = np.diff(np.append(spans.first, len(end_ns)))
+    came = np.maximum(reached.ready_ns, np.repeat(spans.queue_ns, sizes))
+    own = reached.synchronous & (end_ns > came)
+    begin, end = np.concatenate((begin, came[own])), np.concatenate((end, end_ns[own]))
+    cuts = np.unique(np.concatenate((begin, end, spans.begin_ns, spans.end_ns)))[:-1]
+    waits = np.searchsorted(np.sort(begin), cuts, "right") > np.searchsorted(
+        np.sort(end), cuts, "right"
+    )
+    flies = np.searchsorted(spans.begin_ns, cuts, "right") > np.searchsorted(
+        spans.end_ns, cuts, "right"
+    )
+    pieces = np.flatnonzero(waits & flies)
+    ends = np.append(cuts[1:], spans.end_ns[-1])
+    return cuts[pieces], ends[pieces]
 
 
 def bounds_from_operations(begin_ns: Ints, end_ns: Ints, operations: int) -> Ints:
