@@ -18,7 +18,7 @@ from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables
 from crux_torch.errors import CruxError
 
 LIBRARY = Path(__file__).parents[1] / "libcrux_nccl_profiler.so"
-#: NCCL's variable, and what it means by "no plugin".
+#: What NCCL finds its profiler plugin by.
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 #: NCCL copies the name into a buffer of MAX_STR_LEN bytes, and cuts what is longer.
 MAX_PATH_BYTES = 254
