@@ -69,15 +69,19 @@ int drop_all_handles(void*) {
   return 0;
 }
 
-// What a handle alone keeps alive: memory that the script has given back.
-int64_t held_bytes(c10d::Work& work) {
+// What a handle alone keeps alive: memory that the script has given back. `references` are those
+// that the handle has to each of its outputs.
+int64_t held_bytes(c10d::Work& work, size_t references) {
   int64_t bytes = 0;
   try {
     for (const at::Tensor& tensor : work.result()) {
-      // This copy and the handle's own.
-      if (!tensor.has_storage() || tensor.use_count() > 2) continue;
-      if (tensor.storage().use_count() == 1)
-        bytes += static_cast<int64_t>(tensor.storage().nbytes());
+      if (!tensor.has_storage() || tensor.storage().use_count() > 1) continue;
+      // This copy is one more, and so is Python's object, which lives as long as the tensor does.
+      const c10::impl::PyObjectSlot& slot = *tensor.unsafeGetTensorImpl()->pyobj_slot();
+      const bool has_object = slot.load_pyobj() != nullptr;
+      if (has_object && !slot.has_unique_reference()) continue;
+      if (tensor.use_count() > references + (has_object ? 2 : 1)) continue;
+      bytes += static_cast<int64_t>(tensor.storage().nbytes());
     }
   } catch (const std::exception&) {
     // A handle that does not tell its results is not known to hold any.
@@ -298,10 +302,15 @@ bool DeviceWatch::poll(Watched& watched) noexcept {
 // Handles keep outputs alive. Where the script has dropped its own, the stock backend would have
 // given that memory back by now, so only so much of it is held; what is let go is not timed.
 void DeviceWatch::let_go_of_memory(std::vector<WorkPtr>& dropped) {
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_memory_look_) return;
+  next_memory_look_ = now + kWatchPeriod;
   int64_t held = 0;
   for (Watched& watched : watched_) {
-    watched.held_bytes =
-        watched.work && watched.work.use_count() == 1 ? held_bytes(*watched.work) : 0;
+    watched.held_bytes = 0;
+    if (!watched.work || watched.work.use_count() != 1) continue;
+    // Handles that must be asked are ProcessGroupNCCL's: they have a future of the same outputs.
+    watched.held_bytes = held_bytes(*watched.work, watched.operation ? 2 : 1);
     held += watched.held_bytes;
   }
   for (auto it = watched_.begin(); held > kHeldBytes && it != watched_.end();) {

@@ -102,6 +102,7 @@ class DeviceWatch {
 
   std::mutex passing_;  // held throughout a pass, and before mutex_
   std::vector<Watched> watched_;
+  std::chrono::steady_clock::time_point next_memory_look_{};
 
   std::mutex mutex_;
   std::condition_variable changed_;
