@@ -29,6 +29,7 @@ ORDER = (
     "test_gpu_network.py",
     "test_gpu_failures.py",
     "test_gpu_host.py",
+    "test_gpu_rig.py",
 )
 
 #: Parts that also run with ``init_process_group("crux")``.

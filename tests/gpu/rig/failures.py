@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -74,3 +75,9 @@ def an_abort_comes_back(rank: Rank) -> Any:
 @part(may_be_refused=True)
 def a_tensor_of_another_device_is_refused(rank: Rank) -> Any:
     dist.all_reduce(torch.ones(4))
+
+
+@part(measures=True)
+def ends_its_process(rank: Rank) -> Any:
+    """For the tests of the suite itself."""
+    os._exit(3)

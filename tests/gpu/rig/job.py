@@ -74,11 +74,11 @@ Outcomes = dict[str, list[Outcome]]
 
 @dataclass(frozen=True)
 class Job:
-    """A world of ranks that do ``parts``; the other fields are those of :class:`JobFile`.
+    """A world of ranks that do ``parts``; what is not told here is in :class:`JobFile`.
 
     Attributes:
         env: variables for all ranks.
-        launcher: what starts the interpreter, in front of it.
+        budget_s: that all parts together may take, starting anew included.
     """
 
     kind: Kind
@@ -90,6 +90,7 @@ class Job:
     timeout_s: float = 60.0
     arguments: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    budget_s: float = 240.0
 
     def environment(self, rank: int) -> dict[str, str]:
         """What this job sets in the environment of a rank."""
@@ -108,15 +109,16 @@ class Job:
     def run(self, folder: Path) -> Outcomes:
         """Do all parts, starting anew after one that failed; what each rank got, by part."""
         found: Outcomes = {}
+        deadline = time.monotonic() + self.budget_s
         for start in range(STARTS):
             left = tuple(name for name in self.parts if name not in found)
-            if not left:
-                return found
-            found |= replace(self, parts=left)._once(folder / str(start))
-        untried = [Outcome(DIED, f"not tried: others failed {STARTS} times")] * self.size
+            if not left or time.monotonic() > deadline:
+                break
+            found |= replace(self, parts=left)._once(folder / str(start), deadline)
+        untried = [Outcome(DIED, "not tried: no time was left after others failed")] * self.size
         return dict.fromkeys(self.parts, untried) | found
 
-    def _once(self, folder: Path) -> Outcomes:
+    def _once(self, folder: Path, deadline: float) -> Outcomes:
         """Do parts up to the first that failed on a rank, that one included."""
         folder.mkdir(parents=True)
         file = JobFile(
@@ -132,7 +134,7 @@ class Job:
         )
         path = folder / "job.json"
         path.write_bytes(msgspec.json.encode(file))
-        codes = self._processes(path, folder)
+        codes = self._processes(path, folder, deadline)
         known = load()
         found: Outcomes = {}
         for name in self.parts:
@@ -150,7 +152,7 @@ class Job:
             ]
         return found
 
-    def _processes(self, path: Path, folder: Path) -> list[int]:
+    def _processes(self, path: Path, folder: Path, deadline: float) -> list[int]:
         processes = []
         for rank in range(self.size):
             with (folder / f"rank{rank}.err").open("wb") as errors:
@@ -161,7 +163,8 @@ class Job:
                     subprocess.Popen(command, stdout=errors, stderr=errors, env=env, cwd=ROOT)
                 )
         try:
-            deadline = time.monotonic() + START_S + self.limit_s * (len(self.parts) + 1)
+            longest = START_S + self.limit_s * (len(self.parts) + 1)
+            deadline = min(deadline, time.monotonic() + longest)
             while time.monotonic() < deadline:
                 codes = [process.poll() for process in processes]
                 if None not in codes:
