@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,14 @@ import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
+from crux_torch.control.planner import MAX_DEVICE_FLOPS
+from crux_torch.fabric.host import Cpu, Host
+from crux_torch.fabric.nvml import Gpu
 from crux_torch.fabric.nvml_device import CudaDevice
-from crux_torch.runtime import link_routes
+from crux_torch.runtime import leadership, link_routes
 from crux_torch.runtime.device import DeviceMeter
 from crux_torch.runtime.link_routes import OwnDevice
+from crux_torch.settings import Settings
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 #: The second GPU, as CUDA shows it to a process that sees no other.
@@ -66,6 +71,7 @@ def test_a_rank_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (use.flops, use.peak_flops) == (989.5e12, 1979e12)
         assert use.tensor_s == 0.5
         assert use.activity.tensor == 0.4
+        assert made.last == use
 
 
 def test_what_the_user_says_goes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +134,21 @@ def test_a_driver_that_hangs_does_not_keep_the_measurement(
     use = made.finish({"bf16": 1.0})
     fake.let_go.set()
     assert (use.name, use.gpu, use.activity) == (H200, None, None)
+
+
+@pytest.mark.parametrize(("here", "share"), [("4", 4), ("", 1), ("0", 1), ("many", 1)])
+def test_ranks_on_a_cpu_share_it_and_none_may_claim_less_than_a_gpu_does(
+    here: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = Cpu("x", 8, 2e9, 32)
+    found = [Host("h0", (), cpu, ())]
+    monkeypatch.setattr(leadership, "this_host", lambda: found[0])
+    env = {"LOCAL_WORLD_SIZE": here}
+    whole = 8 * 2e9 * 32
+    assert leadership._device_flops(Settings(), env) == (whole / share, whole)
+    gpu = Gpu(0, H100, "GPU-0", 80 << 30, "0000:1b:00.0", 1979e12)
+    found[0] = Host("h0", (gpu,), cpu, ())
+    assert leadership._device_flops(Settings(), env) == (whole / share, 1979e12)
+    found[0] = Host("h0", (replace(gpu, name="new", peak_flops=None),), None, ())
+    assert leadership._device_flops(Settings(), env) == (0.0, MAX_DEVICE_FLOPS)
+    assert leadership._device_flops(Settings(device_flops=5.0), env) == (5.0, 5.0)

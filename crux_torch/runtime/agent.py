@@ -168,6 +168,7 @@ class Agent:
             "plan": msgspec.to_builtins(order.entry) if order and order.entry else None,
             "profile": _profile_told(profile) if profile is not None else None,
             "iterations": self._meter.marks.count,
+            "device": msgspec.to_builtins(self._meter.device.last),
             "applied": {
                 "level": report.level,
                 "dscp": report.dscp,

@@ -30,6 +30,9 @@ class DeviceMeter:
         library: stands in for the module ``pynvml``.
         env: of this process.
         torch: stands in for the module.
+
+    Attributes:
+        last: what the last measurement told; None before it, and on a CPU.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class DeviceMeter:
         self._activity = ActivityMeter(library)
         self._torch = torch
         self._cuda: CudaDevice | None = None
+        self.last: DeviceUse | None = None
 
     def look(self) -> None:
         """Ask the training thread, which calls this, for its device. Raises nothing."""
@@ -74,7 +78,7 @@ class DeviceMeter:
             return None
         activity, gpu = self._activity.finish(), self._activity.gpu
         told = self._told_flops
-        return DeviceUse(
+        self.last = DeviceUse(
             name=cuda.name[:256] or "unknown",
             gpu=None if gpu is None else gpu.index,
             flops=told or flops_in_use(cuda.name, by_dtype) or 0.0,
@@ -82,6 +86,7 @@ class DeviceMeter:
             tensor_s=tensor_seconds(cuda.name, by_dtype) if by_dtype and not told else None,
             activity=activity,
         )
+        return self.last
 
     def _device(self) -> CudaDevice | None:
         torch = self._torch or sys.modules.get("torch")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from crux_torch.control.host import parse_endpoint
@@ -37,7 +38,7 @@ def make_conductor(
         warn: told what was left out, and why.
     """
     topology, published = _read_topology(settings, warn)
-    device_flops, bound_flops = _device_flops(settings)
+    device_flops, bound_flops = _device_flops(settings, os.environ)
     store, leader, slot, routing = None, None, None, None
     if settings.store != "none":
         try:
@@ -116,7 +117,7 @@ def _read_topology(settings: Settings, warn: Warn) -> tuple[Topology | None, byt
         return None, None
 
 
-def _device_flops(settings: Settings) -> tuple[float, float]:
+def _device_flops(settings: Settings, env: Mapping[str, str]) -> tuple[float, float]:
     """FLOP/s of one of the job's devices, 0 where that is not known.
 
     Returns:
@@ -126,6 +127,8 @@ def _device_flops(settings: Settings) -> tuple[float, float]:
     if settings.device_flops:
         return settings.device_flops, settings.device_flops
     host = this_host()
-    # Ranks on CPU share it, and none can do more than the whole host.
+    # Ranks on a CPU share it, and none can do more than the whole host.
     cpu = (host.cpu.peak_flops if host.cpu is not None else None) or 0.0
-    return cpu, max([cpu, *(gpu.peak_flops or MAX_DEVICE_FLOPS for gpu in host.gpus)])
+    here = env.get("LOCAL_WORLD_SIZE", "")
+    share = int(here) if here.isdecimal() and int(here) else 1
+    return cpu / share, max([cpu, *(gpu.peak_flops or MAX_DEVICE_FLOPS for gpu in host.gpus)])
