@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import socket
 import sys
 import time
@@ -61,6 +62,8 @@ def main(folder: Path, library: Path) -> None:
         return bool(status["plan"] and order and not order["measuring"] and applied()["dscp"])
 
     told: dict[str, Any] = {"planned": until_all(planned, step, LIMIT_S)}
+    told["plugin"] = os.environ.get("NCCL_PROFILER_PLUGIN")
+    told["network"] = crux_torch.status()["nccl_network"]
     communicator = Communicator(ctypes.CDLL(str(library)), Meeting(rank, folder), "late")
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,

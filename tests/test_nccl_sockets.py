@@ -20,6 +20,7 @@ import nccl_wheel
 import pytest
 
 from crux_torch.apply import nccl_sockets
+from crux_torch.apply.nccl_profiler import LIBRARY as PLUGIN
 from crux_torch.apply.paths import routed
 from crux_torch.apply.sockets import TcpSocket
 from crux_torch.apply.transport import LIBRARY, Connection
@@ -102,7 +103,8 @@ def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=2", str(JOB)]
     settings = {"CRUX_STORE": store, "CRUX_PROFILE_S": "2", "CRUX_JOB": "sockets"}
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    settings |= {"CRUX_NCCL_PROFILER": "1", "NCCL_CONF_FILE": str(tmp_path / "none")}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "NCCL_"))}
     done = subprocess.run(
         [*command, str(tmp_path), str(fake_libnccl)],
         env={**inherited, **settings, "OMP_NUM_THREADS": "1"},
@@ -114,6 +116,9 @@ def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         assert told["planned"], done.stderr
+        assert told["plugin"] == (str(PLUGIN) if PLUGIN.is_file() else None)
+        assert told["network"]["loaded"] is False
+        assert "no NCCL communicator" in told["network"]["why_not"] or told["plugin"] is None
         assert told["marked"], done.stderr
         assert told["connections"] == BOOTSTRAP + DATA
         assert told["sockets"] > told["connections"], "Gloo's are marked, too"
