@@ -19,6 +19,7 @@ REAL_PROCESSES = (
     "test_examples.py",
     "test_kill.py",
     "test_links_processes.py",
+    "test_nccl_sockets.py",
     "test_netns_fabric.py",
     "test_runtime_agent.py",
     "test_transport",
