@@ -123,13 +123,13 @@ def _rank(
                 cell, call = wanted, call_of(wanted, chosen, quick)
                 for _ in range(5):
                     call()
+                gc.collect()
+                # What a step leaves is freed by counting; a collection amid a block is chance.
+                gc.disable()
             if ranks > 1:
                 dist.barrier()
-            gc.collect()
-            gc.disable()
             with _profiler(side):
                 pipe.send(block(cell, call, repeats, chosen))
-            gc.enable()
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
     dist.destroy_process_group()

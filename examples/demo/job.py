@@ -49,6 +49,8 @@ class JobSpec:
             found |= nccl_ranks.environment(self.name, rank, interface)
             # Two runs are compared bit by bit: cuBLAS must not choose by what else is running.
             found |= {"CUDA_VISIBLE_DEVICES": _first_gpu(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            # They stand for hosts of their own, which share no PCIe link.
+            found["CRUX_LINKS"] = "none"
         return found
 
 

@@ -9,11 +9,10 @@ from typing import Any
 from rig.job import ATTACHED, STOCK, Job
 from rig.kind import Kind
 from rig.outcome import VALUE
-from rig.part import ALONE
 from rig.report import Report
 
-#: Switches, by ranks. A pair's communicators are made over TCP by ranks that share one GPU.
-SWITCHES = {1: 200, 2: 20}
+#: Switches, by kind and ranks. A pair's communicators are made by ranks that share one GPU.
+SWITCHES = {("cuda", 1): 200, ("cuda", 2): 20, ("fake", 1): 40, ("fake", 2): 100}
 #: One variable for a longer run than a suite has time for.
 MORE = "CRUX_GPU_SWITCHES"
 
@@ -38,7 +37,7 @@ def _run(kind: Kind, mode: str, size: int, folder: Path, switches: int, steps: i
 def test_losses_are_the_same_with_switches(
     size: int, kind: Kind, report: Report, tmp_path: Path
 ) -> None:
-    switches = int(os.environ.get(MORE, SWITCHES[size if kind.is_cuda else ALONE]))
+    switches = int(os.environ.get(MORE, SWITCHES[kind.name, size]))
     switched = _run(kind, ATTACHED, size, tmp_path / "switched", switches, 0)
     steps = switched[0]["steps"]
     report.figure(
