@@ -5,7 +5,7 @@
 //   contend SECONDS WAIT_MS GATE(0|1) LOWER          one job above LOWER others on one link
 //   death ROUNDS WAIT_MS                             from a holder's death to the next operation
 //   hang SECONDS WAIT_MS                             what a job that hangs costs a lower one
-//   soak SECONDS WAIT_MS PROCESSES SEED              random operations, kills and halts
+//   soak SECONDS WAIT_MS PROCESSES SEED              storms of kills and halts, and calms
 
 #include <fcntl.h>
 #include <signal.h>
@@ -20,7 +20,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <new>
@@ -181,14 +180,7 @@ struct BusyLink {
   std::atomic<int64_t> free_at_ns{0};
 };
 
-// Nanoseconds that a process was ready to run and had no core: what the machine adds to a wait.
-int64_t read_without_core_ns(int file) {
-  char text[96] = {};
-  long long ran = 0, waited = 0;
-  if (file < 0 || pread(file, text, sizeof(text) - 1, 0) <= 0) return 0;
-  return std::sscanf(text, "%lld %lld", &ran, &waited) == 2 ? waited : 0;
-}
-
+// Nanoseconds that this process was ready to run and had no core: what the machine adds to a wait.
 int64_t without_core_ns() {
   static int file = -1;
   static pid_t opened_by = 0;
@@ -196,15 +188,10 @@ int64_t without_core_ns() {
     file = open("/proc/self/schedstat", O_RDONLY | O_CLOEXEC);
     opened_by = getpid();
   }
-  return read_without_core_ns(file);
-}
-
-int64_t without_core_ns(pid_t pid) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/schedstat";
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  const int64_t found = read_without_core_ns(file);
-  if (file >= 0) close(file);
-  return found;
+  char text[96] = {};
+  long long ran = 0, waited = 0;
+  if (file < 0 || pread(file, text, sizeof(text) - 1, 0) <= 0) return 0;
+  return std::sscanf(text, "%lld %lld", &ran, &waited) == 2 ? waited : 0;
 }
 
 // Time that goes by only while the calling process runs, or sleeps of its own will.
@@ -215,8 +202,6 @@ struct Progress {
   std::atomic<uint64_t> waits{0};
   std::atomic<uint64_t> ran_out{0};
   std::atomic<int64_t> longest_ns{0};
-  // Own time at the end of the last operation.
-  std::atomic<int64_t> last_ns{0};
   // Times that the process was stopped or let go on.
   std::atomic<uint32_t> halts{0};
 
@@ -233,7 +218,6 @@ struct Progress {
     operations.fetch_add(1);
     waits.store(gate.waits().count);
     ran_out.store(gate.waits().ran_out);
-    last_ns.store(own_time_ns());
   }
 };
 
@@ -371,129 +355,187 @@ void hang(int64_t seconds, int64_t wait_ns) {
   std::printf("}\n");
 }
 
-void soak(int64_t seconds, int64_t wait_ns, size_t processes, unsigned seed) {
-  constexpr int kLevels = 5, kLinks = 3, kJobs = 7;
-  // What the machine may add to a wait before it counts as too long.
-  constexpr int64_t kSlack = 2'000 * kMs;
-  const Folder folder;
-  const Shared<Progress> progress(processes);
-  std::minstd_rand random(seed);
-  unsigned started = 0;
-  const auto start = [&](size_t slot) {
-    const unsigned number = started++;
-    // A child has had no core for 0 ns so far.
-    progress[slot].last_ns.store(monotonic_ns());
-    return fork_to([&, slot, number] {
-      std::minstd_rand own_random(seed * 1000003 + number);
-      const std::string job = "job" + std::to_string(number % kJobs);
-      LinkGate own;
-      std::vector<size_t> joined;
-      for (int link = 0; link < kLinks; ++link) {
-        joined.push_back(own.join(folder.path, "c", "link" + std::to_string(link), job));
+// Storms of kills and halts, and after each a calm: what a storm has locked up for good stays so,
+// and is found because somebody completes nothing any more.
+class Soak {
+ public:
+  Soak(int64_t wait_ns, size_t processes, unsigned seed)
+      : wait_ns_(wait_ns), seed_(seed), random_(seed), progress_(processes), children_(processes) {
+    for (size_t slot = 0; slot < processes; ++slot) start(slot);
+  }
+  ~Soak() {
+    for (const Child& child : children_) end(child.pid, SIGKILL);
+  }
+  Soak(const Soak&) = delete;
+  Soak& operator=(const Soak&) = delete;
+
+  void storm() {
+    const int64_t until = monotonic_ns() + kStorm;
+    while (monotonic_ns() < until) {
+      sleep_for(static_cast<int64_t>(random_() % 20) * kMs);
+      const size_t slot = random_() % children_.size();
+      if (random_() % 4 == 0 && children_[slot].halted_until_ns == 0) {
+        halt(slot, static_cast<int64_t>(random_() % 1000) * kMs);
+      } else if (random_() % 2 == 0) {
+        kill_and_start(slot);
       }
-      own.set_wait_ns(wait_ns);
-      for (;;) {
-        if (own_random() % 32 == 0) own.set_level(static_cast<int>(own_random() % kLevels));
-        if (own_random() % 32 == 0) {
-          std::vector<size_t> route(joined);
-          std::shuffle(route.begin(), route.end(), own_random);
-          route.resize(1 + own_random() % kLinks);
-          own.cross(kGroup, route);
+      for (size_t i = 0; i < children_.size(); ++i) {
+        if (monotonic_ns() >= children_[i].halted_until_ns) let_go(i);
+      }
+    }
+  }
+
+  void calm() {
+    for (size_t slot = 0; slot < children_.size(); ++slot) let_go(slot);
+    std::vector<uint64_t> before;
+    for (size_t i = 0; i < children_.size(); ++i) before.push_back(progress_[i].operations.load());
+    const int64_t begin = monotonic_ns();
+    // Two operations: the first may have been under way.
+    const auto silent = [&](size_t i) { return progress_[i].operations.load() < before[i] + 2; };
+    for (size_t i = 0; i < children_.size(); ++i) {
+      while (silent(i) && monotonic_ns() - begin < kPatience) sleep_for(kMs);
+      if (silent(i)) {
+        ++deadlocks;
+        kill_and_start(i);
+      }
+    }
+    slowest_calm_ns = std::max(slowest_calm_ns, monotonic_ns() - begin);
+    ++calms;
+  }
+
+  uint64_t operations() const {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < children_.size(); ++i) sum += progress_[i].operations.load();
+    return sum;
+  }
+  int64_t longest_wait_ns() const {
+    int64_t longest = 0;
+    for (size_t i = 0; i < children_.size(); ++i) {
+      longest = std::max(longest, progress_[i].longest_ns.load());
+    }
+    return longest;
+  }
+  // A place or a rank that the dead have kept, once everybody is dead.
+  void bury(size_t& places_lost, size_t& hindered) {
+    for (const Child& child : children_) end(child.pid, SIGKILL);
+    children_.clear();
+    for (int link = 0; link < kLinks; ++link) {
+      std::vector<std::unique_ptr<LinkTable>> tables;
+      try {
+        for (size_t i = 0; i <= LinkTable::kPlaces; ++i) {
+          tables.push_back(std::make_unique<LinkTable>(folder_.path, "c", name(link), i + 1));
         }
-        const uint64_t ticket = progress[slot].enter(own);
-        if (own_random() % 4 == 0) sleep_for(static_cast<int64_t>(own_random() % 2000) * 1000);
-        own.leave(ticket);
-        progress[slot].left(own);
-        if (own_random() % 2 == 0) sleep_for(static_cast<int64_t>(own_random() % 4000) * 1000);
+      } catch (const std::runtime_error&) {
+        // One more than there are.
       }
-    });
-  };
+      places_lost += LinkTable::kPlaces - tables.size();
+      tables.front()->set_rank(LinkTable::rank_at(0, 0.0));
+      hindered += tables.front()->hindered(wait_ns_);
+    }
+  }
+
+  static constexpr int kLinks = 3;
+  uint64_t kills = 0, kills_of_halted = 0, halts = 0, calms = 0, deadlocks = 0;
+  int64_t slowest_calm_ns = 0;
+
+ private:
+  static constexpr int kLevels = 5, kJobs = 7;
+  static constexpr int64_t kStorm = 4'000 * kMs, kPatience = 30'000 * kMs;
   struct Child {
     pid_t pid = 0;
     int64_t halted_until_ns = 0;
   };
-  std::vector<Child> children(processes);
-  for (size_t i = 0; i < processes; ++i) children[i].pid = start(i);
-  uint64_t kills = 0, kills_halted = 0, halts = 0, deadlocks = 0, early_ends = 0;
-  int64_t longest_silence_ns = 0, longest_wait_ns = 0;
+
+  static std::string name(int link) { return "link" + std::to_string(link); }
+
+  void start(size_t slot) {
+    const unsigned number = started_++;
+    children_[slot] = {fork_to([this, slot, number] { live(slot, number); }), 0};
+  }
+
+  [[noreturn]] void live(size_t slot, unsigned number) {
+    std::minstd_rand random(seed_ * 1000003 + number);
+    const std::string job = "job" + std::to_string(number % kJobs);
+    LinkGate own;
+    std::vector<size_t> joined;
+    for (int i = 0; i < kLinks; ++i) joined.push_back(own.join(folder_.path, "c", name(i), job));
+    own.set_wait_ns(wait_ns_);
+    own.cross(kGroup, joined);
+    for (;;) {
+      if (random() % 32 == 0) own.set_level(static_cast<int>(random() % kLevels));
+      if (random() % 32 == 0) {
+        std::vector<size_t> route(joined);
+        std::shuffle(route.begin(), route.end(), random);
+        route.resize(1 + random() % kLinks);
+        own.cross(kGroup, route);
+      }
+      const uint64_t ticket = progress_[slot].enter(own);
+      if (random() % 4 == 0) sleep_for(static_cast<int64_t>(random() % 2000) * 1000);
+      own.leave(ticket);
+      progress_[slot].left(own);
+      if (random() % 2 == 0) sleep_for(static_cast<int64_t>(random() % 4000) * 1000);
+    }
+  }
+
+  void halt(size_t slot, int64_t for_ns) {
+    progress_[slot].halts.fetch_add(1);
+    require(kill(children_[slot].pid, SIGSTOP) == 0, "kill");
+    children_[slot].halted_until_ns = monotonic_ns() + for_ns;
+    ++halts;
+  }
+
+  void let_go(size_t slot) {
+    if (children_[slot].halted_until_ns == 0) return;
+    progress_[slot].halts.fetch_add(1);
+    require(kill(children_[slot].pid, SIGCONT) == 0, "kill");
+    children_[slot].halted_until_ns = 0;
+  }
+
+  void kill_and_start(size_t slot) {
+    kills_of_halted += children_[slot].halted_until_ns != 0;
+    // Nobody ends by itself: a failed check in a child is seen here.
+    int status = 0;
+    require(kill(children_[slot].pid, SIGKILL) == 0, "kill");
+    require(waitpid(children_[slot].pid, &status, 0) == children_[slot].pid, "waitpid");
+    if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) {
+      throw std::runtime_error("a process ended by itself");
+    }
+    ++kills;
+    start(slot);
+  }
+
+  const int64_t wait_ns_;
+  const unsigned seed_;
+  const Folder folder_;
+  std::minstd_rand random_;
+  const Shared<Progress> progress_;
+  std::vector<Child> children_;
+  unsigned started_ = 0;
+};
+
+void soak(int64_t seconds, int64_t wait_ns, size_t processes, unsigned seed) {
+  Soak soak(wait_ns, processes, seed);
   const int64_t until = monotonic_ns() + seconds * 1000 * kMs;
   while (monotonic_ns() < until) {
-    sleep_for(static_cast<int64_t>(random() % 20) * kMs);
-    const size_t slot = random() % processes;
-    Child& child = children[slot];
-    const int64_t now = monotonic_ns();
-    if (random() % 4 == 0 && child.halted_until_ns == 0) {
-      progress[slot].halts.fetch_add(1);
-      require(kill(child.pid, SIGSTOP) == 0, "kill");
-      child.halted_until_ns = now + static_cast<int64_t>(random() % 1000) * kMs;
-      ++halts;
-    } else if (random() % 2 == 0) {
-      kills_halted += child.halted_until_ns != 0;
-      end(child.pid, SIGKILL);
-      child = {start(slot), 0};
-      ++kills;
-    }
-    for (size_t i = 0; i < processes; ++i) {
-      Child& one = children[i];
-      if (waitpid(one.pid, nullptr, WNOHANG) == one.pid) {
-        ++early_ends;
-        one = {start(i), 0};
-      }
-      if (one.halted_until_ns != 0) {
-        if (now < one.halted_until_ns) continue;
-        progress[i].halts.fetch_add(1);
-        require(kill(one.pid, SIGCONT) == 0, "kill");
-        one.halted_until_ns = 0;
-        progress[i].last_ns.store(now - without_core_ns(one.pid));
-        continue;
-      }
-      // Its own time now; asked for only where it matters.
-      int64_t silence = now - progress[i].last_ns.load();
-      if (silence > longest_silence_ns) silence -= without_core_ns(one.pid);
-      longest_silence_ns = std::max(longest_silence_ns, silence);
-      if (silence > wait_ns + kSlack) {
-        ++deadlocks;
-        std::string call;
-        std::getline(std::ifstream("/proc/" + std::to_string(one.pid) + "/syscall"), call);
-        std::fprintf(stderr, "process %zu is silent for %.0f ms, in %s\n", i,
-                     static_cast<double>(silence) / 1e6, call.c_str());
-        end(one.pid, SIGKILL);
-        one = {start(i), 0};
-      }
-    }
+    soak.storm();
+    soak.calm();
   }
-  for (const Child& child : children) end(child.pid, SIGKILL);
-  uint64_t operations = 0;
-  for (size_t i = 0; i < processes; ++i) {
-    operations += progress[i].operations.load();
-    longest_wait_ns = std::max(longest_wait_ns, progress[i].longest_ns.load());
-  }
-  // Everybody is dead: every place has to be there for the taking, and nothing hinders anybody.
-  size_t places = 0, hindered = 0;
-  for (int link = 0; link < kLinks; ++link) {
-    std::vector<std::unique_ptr<LinkTable>> tables;
-    try {
-      for (size_t i = 0; i <= LinkTable::kPlaces; ++i) {
-        tables.push_back(
-            std::make_unique<LinkTable>(folder.path, "c", "link" + std::to_string(link), i + 1));
-      }
-    } catch (const std::runtime_error&) {
-    }
-    places += tables.size();
-    tables.front()->set_rank(LinkTable::rank_at(0, 0.0));
-    hindered += tables.front()->hindered(wait_ns);
-  }
+  const uint64_t operations = soak.operations();
+  const int64_t longest_wait_ns = soak.longest_wait_ns();
+  size_t places_lost = 0, hindered = 0;
+  soak.bury(places_lost, hindered);
   std::printf(
       "{\"seconds\": %lld, \"processes\": %zu, \"links\": %d, \"bound_ms\": %.1f, "
       "\"operations\": %llu, \"kills\": %llu, \"kills_of_halted\": %llu, \"halts\": %llu, "
-      "\"deadlocks\": %llu, \"early_ends\": %llu, \"longest_wait_ms\": %.3f, "
-      "\"longest_silence_ms\": %.3f, \"places_lost\": %zu, \"hindered_by_the_dead\": %zu}\n",
-      static_cast<long long>(seconds), processes, kLinks, wait_ns / 1e6,
-      static_cast<unsigned long long>(operations), static_cast<unsigned long long>(kills),
-      static_cast<unsigned long long>(kills_halted), static_cast<unsigned long long>(halts),
-      static_cast<unsigned long long>(deadlocks), static_cast<unsigned long long>(early_ends),
-      static_cast<double>(longest_wait_ns) / 1e6, static_cast<double>(longest_silence_ns) / 1e6,
-      kLinks * LinkTable::kPlaces - places, hindered);
+      "\"calms\": %llu, \"slowest_calm_ms\": %.3f, \"deadlocks\": %llu, "
+      "\"longest_wait_ms\": %.3f, \"places_lost\": %zu, \"hindered_by_the_dead\": %zu}\n",
+      static_cast<long long>(seconds), processes, Soak::kLinks, wait_ns / 1e6,
+      static_cast<unsigned long long>(operations), static_cast<unsigned long long>(soak.kills),
+      static_cast<unsigned long long>(soak.kills_of_halted),
+      static_cast<unsigned long long>(soak.halts), static_cast<unsigned long long>(soak.calms),
+      static_cast<double>(soak.slowest_calm_ns) / 1e6,
+      static_cast<unsigned long long>(soak.deadlocks), static_cast<double>(longest_wait_ns) / 1e6,
+      places_lost, hindered);
 }
 
 int run(const std::vector<std::string>& args) {

@@ -481,4 +481,5 @@ def test_no_deadlock_and_no_lost_place_through_random_deaths(tmp_path: Path) -> 
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["processes"], row["deadlocks"], row["places_lost"]) == (24, 0, 0)
     assert row["kills"] > 50
+    assert row["calms"] > 1
     assert row["operations"] > 1000

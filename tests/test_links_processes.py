@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from control_fakes import free_port
 
+FOLDER = Path("/dev/shm")
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("links_worker.py")
 RANKS = 2
@@ -100,6 +101,13 @@ def start(tmp_path: Path) -> Iterator[Jobs]:
     yield launch
     for job in running:
         kill(job)
+    for file in tables():
+        file.unlink()
+
+
+def tables() -> list[Path]:
+    """The files of this test's links."""
+    return list(FOLDER.glob(f"crux~*~links-{os.getpid()}~*"))
 
 
 def kill(job: Job) -> None:
@@ -143,9 +151,7 @@ def test_the_lower_of_two_jobs_gives_way(start: Jobs) -> None:
     until(lambda: not any(links["active"] for links in low.links()), [low], "nobody in the way")
     steps = low.steps()
     until(lambda: low.steps() > steps, [low], "more steps")
-    files = [file for file in os.listdir("/dev/shm") if f"~links-{os.getpid()}~" in file]
-    assert len(files) == 1
+    assert len(tables()) == 1
     (low.folder / "stop").touch()
     assert low.process.wait(BOUND_S) == 0, (low.folder / "log").read_text()
-    files = [file for file in os.listdir("/dev/shm") if f"~links-{os.getpid()}~" in file]
-    assert files == []
+    assert tables() == []
