@@ -30,8 +30,9 @@ class FakeGpu:
     gpm_refuses: int | None = None
     busy_percent: int | None = None
     pcie_KBps: int | None = None
-    #: By link: whether it is active, its version, the peer's address, the peer's kind.
-    nvlinks: Sequence[tuple[bool, int, str, int]] = ()
+    capability: tuple[int, int] | None = (9, 0)
+    #: By link: whether it is active, the peer's address, the peer's kind.
+    nvlinks: Sequence[tuple[bool, str, int]] = ()
     peers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -127,14 +128,14 @@ class FakeNvml:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return int(device.nvlinks[link][0])
 
-    def nvmlDeviceGetNvLinkVersion(self, device: FakeGpu, link: int) -> int:
-        return device.nvlinks[link][1]
+    def nvmlDeviceGetCudaComputeCapability(self, handle: FakeGpu) -> tuple[int, int]:
+        return _there(handle.capability)
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: FakeGpu, link: int) -> Any:
-        return pynvml.nvmlPciInfo_t(busId=device.nvlinks[link][2].encode())
+        return pynvml.nvmlPciInfo_t(busId=device.nvlinks[link][1].encode())
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: FakeGpu, link: int) -> int:
-        return handle.nvlinks[link][3]
+        return handle.nvlinks[link][2]
 
     def nvmlDeviceGetTopologyCommonAncestor(self, device1: FakeGpu, device2: FakeGpu) -> int:
         return _there(device1.peers.get(self._gpus.index(device2)))[0]

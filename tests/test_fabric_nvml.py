@@ -12,12 +12,11 @@ import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.fabric.nvml import Gpu, NvLink, NVLINK_Bps, bounded, read_gpus, read_nvml
+from crux_torch.fabric.nvml import LEVELS, NVLINK_KINDS, Gpu, NvLink, bounded, read_gpus, read_nvml
 from crux_torch.fabric.nvml_activity import GPM_METRICS, ActivityMeter, Choice
 from crux_torch.fabric.pcie import Distance
 
 FUNCTIONS = sorted(name for name in vars(FakeNvml) if name.startswith("nvml"))
-NVLINK4 = pynvml.NVML_NVLINK_VERSION_4_0
 SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 PEER = pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
 
@@ -30,9 +29,9 @@ def test_the_fake_has_the_real_librarys_signatures(function: str) -> None:
 
 
 def test_every_code_that_is_spelled_out_is_the_librarys() -> None:
-    names = [n for n in dir(pynvml) if n.startswith("NVML_NVLINK_VERSION_")]
-    assert set(NVLINK_Bps) <= {getattr(pynvml, name) for name in names}
-    assert (pynvml.NVML_NVLINK_VERSION_4_0, pynvml.NVML_NVLINK_VERSION_5_0) == (6, 7)
+    assert NVLINK_KINDS == {PEER: "gpu", SWITCH: "switch"}
+    topology = [n for n in dir(pynvml) if n.startswith("NVML_TOPOLOGY_")]
+    assert set(LEVELS) == {getattr(pynvml, name) for name in topology}
     for metric, _ in GPM_METRICS.values():
         assert isinstance(getattr(pynvml, metric), int)
     # Why P2P reads are asked for as writes.
@@ -41,10 +40,10 @@ def test_every_code_that_is_spelled_out_is_the_librarys() -> None:
 
 def test_a_gpu_with_its_nvlinks() -> None:
     links = [
-        *[(True, NVLINK4, "00000000:07:00.0", SWITCH)] * 5,
-        *[(True, NVLINK4, "00000000:08:00.0", SWITCH)] * 4,
-        (False, NVLINK4, "", 255),
-        (True, 99, "00000000:2C:00.0", PEER),
+        *[(True, "00000000:07:00.0", SWITCH)] * 5,
+        *[(True, "00000000:08:00.0", SWITCH)] * 4,
+        (False, "", 255),
+        (True, "00000000:2C:00.0", PEER),
     ]
     (gpu,) = read_gpus(FakeNvml([FakeGpu(nvlinks=links, gpm={})]))
     assert (gpu.name, gpu.pci_address, gpu.memory_bytes) == (
@@ -55,9 +54,32 @@ def test_a_gpu_with_its_nvlinks() -> None:
     assert gpu.nvlinks == (
         NvLink("0000:07:00.0", "switch", 5, 125e9),
         NvLink("0000:08:00.0", "switch", 4, 100e9),
-        NvLink("0000:2c:00.0", "gpu", 1, None),
+        NvLink("0000:2c:00.0", "gpu", 1, 25e9),
     )
     assert (gpu.mig, gpu.gpm) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "Bps"),
+    [
+        ((6, 0), 20e9),
+        ((7, 0), 25e9),
+        ((7, 5), 25e9),
+        ((8, 0), 25e9),
+        ((8, 6), 14.0625e9),
+        ((8, 9), None),
+        ((9, 0), 25e9),
+        ((10, 3), 50e9),
+        ((42, 0), None),
+        (None, None),
+    ],
+)
+def test_an_nvlink_is_as_fast_as_its_gpu_makes_it(
+    capability: tuple[int, int] | None, Bps: float | None
+) -> None:
+    links = [(True, "00000000:2C:00.0", PEER)]
+    (gpu,) = read_gpus(FakeNvml([FakeGpu(nvlinks=links, capability=capability)]))
+    assert gpu.nvlinks == (NvLink("0000:2c:00.0", "gpu", 1, Bps),)
 
 
 def test_mig() -> None:
@@ -82,7 +104,7 @@ def test_pairs() -> None:
 
 
 def test_every_optional_function_may_be_broken_or_absent() -> None:
-    gpu = FakeGpu(nvlinks=[(True, NVLINK4, "00000000:07:00.0", SWITCH)], mig=True, mig_uuids=["M"])
+    gpu = FakeGpu(nvlinks=[(True, "00000000:07:00.0", SWITCH)], mig=True, mig_uuids=["M"])
     needed = {
         "nvmlInit",
         "nvmlDeviceGetCount",

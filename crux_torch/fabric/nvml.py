@@ -27,10 +27,17 @@ T = TypeVar("T")
 #: its persistence mode is off, which takes a second or two a GPU.
 TIMEOUT_S = 10.0
 
-#: Bytes per second of one NVLink and direction, by ``NVML_NVLINK_VERSION_*``: NVIDIA's P100 (20),
-#: V100, A100 and H100 (25) and Blackwell (50 GB/s) architecture papers.
-NVLINK_Bps = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
-
+#: Bytes per second of one NVLink and direction by compute capability, major or major and minor:
+#: NVIDIA's papers on P100, V100, A100, GA102 (112.5 GB/s both ways over four), H100 and Blackwell.
+#: The version that NVML tells is not used: for an H100 drivers have been seen to tell Blackwell's.
+NVLINK_Bps: dict[tuple[int, ...], float] = {
+    (6,): 20e9,
+    (7,): 25e9,
+    (8, 0): 25e9,
+    (8, 6): 14.0625e9,
+    (9,): 25e9,
+    (10,): 50e9,
+}
 #: ``nvmlIntNvLinkDeviceType_t``.
 NVLINK_KINDS: dict[int | None, Literal["gpu", "switch"]] = {0: "gpu", 2: "switch"}
 #: ``nvmlGpuTopologyLevel_t``.
@@ -61,8 +68,8 @@ class NvLink:
         peer: PCI address of the other end as sysfs writes it; empty where NVML does not tell.
         kind: what is there.
         count: parallel links.
-        capacity_Bps: bytes per second of each direction, all of them together; None for a version
-            that is not known.
+        capacity_Bps: bytes per second of each direction, all of them together; None for a GPU
+            whose links are not known.
     """
 
     peer: str
@@ -239,7 +246,6 @@ def address_of(nvml: Any, handle: Any) -> str:
 def _nvlinks(nvml: Any, handle: Any) -> tuple[NvLink, ...]:
     """The active links by peer, in the order of their numbers."""
     counts: Counter[tuple[str, int | None]] = Counter()
-    rates: dict[tuple[str, int | None], list[float | None]] = {}
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
         if state is None:
@@ -249,19 +255,13 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[NvLink, ...]:
             continue
         remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-        version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, link)
-        key = as_sysfs_writes(_str(remote.busId)) if remote is not None else "", kind
-        counts[key] += 1
-        rates.setdefault(key, []).append(NVLINK_Bps.get(version))
+        counts[as_sysfs_writes(_str(remote.busId)) if remote is not None else "", kind] += 1
+    capability = tuple(_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle) or ())
+    each = NVLINK_Bps.get(capability) or NVLINK_Bps.get(capability[:1])
     return tuple(
-        NvLink(peer, NVLINK_KINDS.get(kind, "other"), count, _sum(rates[peer, kind]))
+        NvLink(peer, NVLINK_KINDS.get(kind, "other"), count, each and each * count)
         for (peer, kind), count in counts.items()
     )
-
-
-def _sum(rates: list[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if len(known) == len(rates) else None
 
 
 def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
