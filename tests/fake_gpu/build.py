@@ -82,7 +82,8 @@ def _build(name: str, sources: list[Path]) -> ModuleType:
                 verbose=bool(os.environ.get("FAKE_GPU_VERBOSE")),
                 is_python_module=False,
             )
-            os.utime(library)
+            # Not now: a source may have changed while it was compiled.
+            os.utime(library, (newest, newest))
     return _load(name, library)
 
 
