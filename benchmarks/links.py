@@ -124,7 +124,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{cost['longest_ms']:.0f} ms, {cost['share']:.1%} of the lower job's time"
             )
     for row in (r for r in rows if r["measured"] == "cost"):
-        lines.append("\nenter and leave, nobody in the way:")
+        lines.append("\nenter and leave, nobody in the way, CPU time:")
         lines += [f"  {name:<28} {row[name]:>8.1f} ns" for name in row if name != "measured"]
     for row in (r for r in rows if r["measured"] == "soak"):
         lines.append(

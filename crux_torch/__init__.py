@@ -57,7 +57,8 @@ def status() -> dict[str, Any]:
 
     ``settings`` in force, ``recorder`` counters, ``job`` and ``leader``, ``profile``, the ``plan``
     in force, under ``applied`` how each setting was applied to each connection, or why not, under
-    ``paths`` which way each goes that the plan has a path for (``docs/paths.md``), and under
+    ``paths`` which way each goes that the plan has a path for (``docs/paths.md``), under ``links``
+    what gives way on links of the host (``docs/pcie.md``), and under
     ``nccl_network`` what NCCL's profiler plugin counted, where it was asked for.
     """
     from crux_torch import runtime
