@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ import torch
 SUITE = Path(__file__).parents[1]
 TESTS = SUITE.parent
 ROOT = TESTS.parent
+#: Which of torch's backends the fake NCCL is like, ``legacy`` or ``nccl2``; by default as torch's.
+FLAVOUR = "CRUX_FAKE_NCCL"
+
+
+def _flavour() -> str:
+    return "nccl2" if hasattr(torch._C._distributed_c10d, "ProcessGroupNCCL2") else "legacy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Kind:
         """Make this process ready for the device and choose it; before any process group."""
         if not self.is_cuda:
             fake().load()
+            fake().configure(legacy=os.environ.get(FLAVOUR, _flavour()) == "legacy")
         device = torch.device(self.device_type, 0 if self.shared else rank)
         torch.accelerator.set_device_index(device.index)
         return device
@@ -88,13 +96,17 @@ def named(name: str) -> Kind:
     return {"cuda": cuda, "fake": fakes}[name]()
 
 
+def has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+
+
 def present() -> Kind:
     """What this machine has: a GPU, or the fakes.
 
     Raises:
         LookupError: neither.
     """
-    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+    if has_cuda():
         return cuda()
     try:
         possible, why_not = fake().available()
