@@ -253,11 +253,6 @@ def new_groups(rank: int, size: int) -> Any:
     dist.all_reduce(t, group=group)
     made = group._get_backend(device(rank))
     wide = made.options.is_high_priority_stream, made.options.config.min_ctas, group.group_desc
-    if group.bound_device_id is None:
-        # Others do not take part in the split that this would be.
-        local: Any = dist.new_group([0, 1], use_local_synchronization=True)
-        if rank < 2:
-            dist.all_reduce(t, group=local)
     return out, t, wide, sorted(made.options.global_ranks_in_group)
 
 

@@ -269,7 +269,8 @@ if dump is None:
     print("absent")
 else:
     entries = pickle.loads(dump())["entries"]
-    print([(e["profiling_name"].split(":")[-1], e["input_sizes"]) for e in entries])
+    keys = ("input_sizes", "process_group", "pg_id")
+    print([(e["profiling_name"].split(":")[-1], *(e.get(k) for k in keys)) for e in entries])
 """
     seen = {}
     for mode in ("stock", "attached"):
