@@ -1,4 +1,4 @@
-"""The doctor's findings on GPUs, over published layouts and a made-up NVML."""
+"""The doctor's findings on GPUs, over layouts in the manner of real machines and a made-up NVML."""
 
 from __future__ import annotations
 

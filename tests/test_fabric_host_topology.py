@@ -208,7 +208,7 @@ def test_entries_fit_into_a_topology_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PcieTree:
-    """The command sees the published layout of eight H100s."""
+    """The command sees eight H100s in the manner of an HGX board."""
     tree = read(tmp_path, layouts.hgx_h100())
     fakes = [
         FakeGpu(address=f"0000{address.upper()}", uuid=f"GPU-{i}", peers={1: (40, 0)})
