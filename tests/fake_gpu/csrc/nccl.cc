@@ -573,7 +573,7 @@ Nccl::WorkPtr Nccl::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& i
                                                     const c10d::AllgatherOptions& opts) {
   std::vector<Call> calls;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    Call call{c10d::OpType::ALLGATHER_INTO_TENSOR_COALESCED};
+    Call call{c10d::OpType::_ALLGATHER_BASE};
     call.steps = {gather_flat(outputs.at(i), inputs[i], size_)};
     call.inputs = {inputs[i]};
     call.outputs = {outputs[i]};
@@ -675,7 +675,7 @@ Nccl::WorkPtr Nccl::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& i
                                                     const c10d::ReduceScatterOptions& opts) {
   std::vector<Call> calls;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    Call call{c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED};
+    Call call{c10d::OpType::_REDUCE_SCATTER_BASE};
     call.steps = {scatter_flat(outputs.at(i), inputs[i], opts.reduceOp, rank_, size_)};
     call.inputs = {inputs[i]};
     call.outputs = {outputs[i]};
