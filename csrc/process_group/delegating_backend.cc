@@ -193,9 +193,9 @@ DelegatingBackend::WorkPtr DelegatingBackend::finish_later(
     if (operation) operation->whole.flags |= kSynchronous;
   }
   const bool is_told_by_hook = inner.completion == Completion::kHook && work;
-  const bool is_timed = watched.end || inner.completion == Completion::kPolled;
+  const bool is_timed = watched.end || (work && inner.completion == Completion::kPolled);
   if (watch && operation && is_timed && !is_told_by_hook) watched.operation = std::move(operation);
-  if (watch && (watched.operation || watched.gated) && (work || watched.end)) {
+  if (watch && (work || watched.end) && (watched.operation || watched.gated)) {
     watch->watch(std::move(watched));
   }
   if (!operation) return work;
