@@ -242,7 +242,7 @@ def main(
                     if quick and cell.nbytes > MIB:
                         cell = Cell(cell.what, MIB, cell.how)
                     try:
-                        results.rows.append(_row(*worlds, cell, seconds))
+                        results.rows.append(_row(worlds[0], worlds[1], cell, seconds))
                     except WorldError as error:
                         # One side alone may fail: what comes after it can still be told.
                         results.failures.append(f"{side} / {base}, {cell.title}: {error}")
