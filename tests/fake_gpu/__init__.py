@@ -128,6 +128,8 @@ def _introduce_capture_mode(native: Any) -> None:
         from crux_torch import _C
     except ImportError:
         return
+    if not hasattr(_C, "set_capture_mode_exchange"):  # an extension that was built before it
+        return
     exchange = ctypes.CDLL(native.__file__).fake_gpu_exchange_capture_mode
     _C.set_capture_mode_exchange(ctypes.cast(exchange, ctypes.c_void_p).value or 0)
 
