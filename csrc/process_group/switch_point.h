@@ -94,9 +94,8 @@ class SwitchPoint {
 
   Ticket collective() {
     Ticket ticket(this, Ticket::Kind::kCollective);
-    active_.fetch_add(1);
-    // The order of these three makes arm() see the number or this thread see armed_.
-    ticket.number_ = collectives_.fetch_add(1);
+    // The order of these two makes arm() see the number or this thread see armed_.
+    ticket.number_ = collectives_of(issuing_.fetch_add(kActive + 1));
     if (!armed_.load()) {
       ticket.inner_ = fast_.load();
       return ticket;
@@ -108,7 +107,7 @@ class SwitchPoint {
 
   Ticket transfer(const Transfer& key) {
     Ticket ticket(this, Ticket::Kind::kTransfer);
-    active_.fetch_add(1);
+    issuing_.fetch_add(kActive);
     const std::lock_guard<std::mutex> lock(mutex_);
     ticket.key_ = key;
     if (!count_.transfers_stay || (phase_ != Phase::kIdle && !hold_.transfers_stay)) {
@@ -125,7 +124,7 @@ class SwitchPoint {
   // A receive from whoever sends: no count tells which sender it meets.
   Ticket any_source(int tag) {
     Ticket ticket(this, Ticket::Kind::kAnySource);
-    active_.fetch_add(1);
+    issuing_.fetch_add(kActive);
     const std::lock_guard<std::mutex> lock(mutex_);
     ticket.key_.tag = tag;
     ticket.inner_ = route(ticket);
@@ -135,14 +134,14 @@ class SwitchPoint {
   // For what all ranks need not issue alike: goes to the current inner backend, uncounted.
   Ticket uncounted() {
     Ticket ticket(this, Ticket::Kind::kUncounted);
-    active_.fetch_add(1);
+    issuing_.fetch_add(kActive);
     const std::lock_guard<std::mutex> lock(mutex_);
     ticket.inner_ = current_.get();
     return ticket;
   }
 
   // A collective that follows others into the inner backend that they have: numbered only.
-  void count_collective() { collectives_.fetch_add(1); }
+  void count_collective() { issuing_.fetch_add(1); }
 
   // Transfers stay where they are, from the next switch on.
   void keep_transfers() {
@@ -163,7 +162,7 @@ class SwitchPoint {
     waits_ = {};
     armed_.store(true);
     hold_ = count_;
-    hold_.collectives = collectives_.load() + margin;
+    hold_.collectives = collectives() + margin;
     phase_ = Phase::kHolding;
     *hold = hold_;
     return true;
@@ -237,7 +236,7 @@ class SwitchPoint {
     return all;
   }
 
-  uint64_t collectives() const noexcept { return collectives_.load(std::memory_order_relaxed); }
+  uint64_t collectives() const noexcept { return collectives_of(issuing_.load()); }
 
   bool armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
 
@@ -311,8 +310,10 @@ class SwitchPoint {
   }
 
   bool has_passed() const {
-    // While an operation is on its way it may still be refused, and its number given again.
-    if (active_.load() != 0 || collectives_.load() < decided_.collectives) return false;
+    // While an operation is on its way it may still be refused, and its number given again. Both
+    // of one moment: an operation that entered between two looks would have the last number.
+    const uint64_t issuing = issuing_.load();
+    if (issuing >= kActive || collectives_of(issuing) < decided_.collectives) return false;
     if (decided_.transfers_stay) return true;
     for (const auto& [key, count] : decided_.transfers) {
       if (count_at(count_, key) < count) return false;
@@ -354,21 +355,24 @@ class SwitchPoint {
   }
 
   void leave(const Ticket& ticket) noexcept {
-    if (!ticket.issued_ && ticket.kind_ == Kind::kCollective) collectives_.fetch_sub(1);
+    const bool gives_back = !ticket.issued_ && ticket.kind_ == Kind::kCollective;
     if (!ticket.issued_ && ticket.kind_ == Kind::kTransfer) {
       const std::lock_guard<std::mutex> lock(mutex_);
       const auto found = count_.transfers.find(ticket.key_);
       if (found != count_.transfers.end() && found->second > 0) --found->second;
     }
     // The last one out looks: whoever only looked from time to time might always find one inside.
-    if (active_.fetch_sub(1) == 1 && armed_.load()) {
+    const uint64_t left = kActive + (gives_back ? 1 : 0);
+    if (issuing_.fetch_sub(left) - left < kActive && armed_.load()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       pass();
     }
   }
 
-  std::atomic<uint64_t> collectives_{0};
-  std::atomic<uint64_t> active_{0};
+  // Operations on their way, times kActive, and collectives so far: one word, for has_passed().
+  static constexpr uint64_t kActive = uint64_t{1} << 48;
+  static uint64_t collectives_of(uint64_t issuing) noexcept { return issuing & (kActive - 1); }
+  std::atomic<uint64_t> issuing_{0};
   std::atomic<bool> armed_{false};
   std::atomic<Inner*> fast_;  // current_, for threads that see no switch
 
@@ -381,7 +385,7 @@ class SwitchPoint {
   InnerPtr next_;
   InnerPtr retired_;  // until finish() gives it out
   bool passed_ = false;
-  Counts count_;  // of transfers; collectives_ counts the rest
+  Counts count_;  // of transfers; issuing_ counts the rest
   Counts hold_;
   Counts decided_;
   std::chrono::milliseconds limit_{0};

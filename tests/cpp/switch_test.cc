@@ -367,6 +367,43 @@ void threads_switch_many_times(int size, int switches) {
   CHECK(switched.load() > switches / 2);
 }
 
+// One rank whose background looks all the time whether it has passed, while training issues and is
+// refused: no operation below a count may slip past the look.
+void nobody_slips_past_the_look(int switches) {
+  Point point(std::make_shared<Fake>(0));
+  std::vector<int> went;
+  std::atomic<bool> over{false};
+  std::thread training([&] {
+    std::mt19937 random(1);
+    while (!over.load()) {
+      Point::Ticket ticket = point.collective();
+      if (!ticket.inner()) ticket.wait();
+      if (random() % 4 == 0) continue;  // refused: the next has its number
+      went.push_back(ticket.inner()->generation);
+      ticket.issued();
+    }
+  });
+  std::vector<uint64_t> counts;
+  // Kept, so that an operation that went astray is told by where it went.
+  std::vector<std::shared_ptr<Fake>> retired;
+  for (int number = 1; number <= switches; ++number) {
+    Counts hold;
+    CHECK(point.arm(std::make_shared<Fake>(number), 2, kLong, &hold));
+    counts.push_back(hold.collectives);
+    CHECK(point.decide(hold));
+    retired.emplace_back();
+    while (!point.finish(&retired.back())) {
+    }
+  }
+  over.store(true);
+  training.join();
+  int generation = 0;
+  for (uint64_t number = 0; number < went.size(); ++number) {
+    while (generation < switches && counts[generation] <= number) ++generation;
+    CHECK(went[number] == generation);
+  }
+}
+
 void who_waits_too_long_goes_on_as_before() {
   Point point(std::make_shared<Fake>(0));
   Counts hold;
@@ -500,6 +537,7 @@ int main() {
   ranks_never_part_in_any_interleaving();
   more_ranks_never_part_in_random_interleavings();
   threads_switch_many_times(3, 500);
+  nobody_slips_past_the_look(20000);
   who_waits_too_long_goes_on_as_before();
   transfers_stay_where_anybody_may_be_the_source();
   first_receive_from_anybody_after_the_decision_takes_what_was_sent_before();
