@@ -323,9 +323,10 @@ class Agent:
             self._answered = order.measurement
             self._measuring = order
             self._meter.begin()
-        self._steering.follow(order, self.settings.dscp_map)
         priority = order.entry.priority if order.entry is not None else 0.0
         self._links.follow(order.incarnation, order.level, priority)
+        # Last: it raises where the transport refuses.
+        self._steering.follow(order, self.settings.dscp_map)
 
     def _has_changed(self) -> bool:
         """Whether an iteration moves other amounts than when the job was measured."""
