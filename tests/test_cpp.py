@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "cpp" / "run.sh"
-TESTS = ("recorder", "fluid", "place", "switch", "links", "nccl_profiler")
+TESTS = ("recorder", "operation", "fluid", "place", "switch", "links", "nccl_profiler")
 #: The script's exit status where this machine can't run the sanitizer.
 CANNOT_RUN = 77
 
