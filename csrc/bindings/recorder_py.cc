@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "../process_group/device_watch.h"
 #include "../process_group/stream_capture.h"
 #include "bindings.h"
 #include "process_recorder.h"
@@ -53,6 +54,10 @@ void bind_recorder(py::module_& module) {
         set_capture_mode_exchange(reinterpret_cast<CaptureModeExchange>(address));
       },
       py::arg("address"));
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    const py::gil_scoped_release release;
+    DeviceWatch::stop_all();
+  }));
   module.attr("RECORD_BYTES") = sizeof(Record);
   py::list ops;
   for (const char* name : kOpNames) ops.append(name);

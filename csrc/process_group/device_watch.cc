@@ -104,6 +104,10 @@ void DeviceWatch::forget(const void* owner) noexcept {
   for (DeviceWatch* watch : all_watches()) watch->forget_here(owner);
 }
 
+void DeviceWatch::stop_all() noexcept {
+  for (DeviceWatch* watch : all_watches()) watch->stop();
+}
+
 bool DeviceWatch::is_capturing() const noexcept {
   try {
     const c10::impl::VirtualGuardImpl guard(device_.type());
@@ -184,9 +188,7 @@ void DeviceWatch::wake() {
     return;  // the next operation tries again
   }
   // The device's driver ends with the process: nobody may ask it then.
-  static const int registered = std::atexit([] {
-    for (DeviceWatch* watch : all_watches()) watch->stop();
-  });
+  static const int registered = std::atexit([] { stop_all(); });
   (void)registered;
 }
 
@@ -203,7 +205,7 @@ void DeviceWatch::stop() noexcept {
   }
 }
 
-void DeviceWatch::run() noexcept {
+void DeviceWatch::run() {
   (void)pthread_setname_np(pthread_self(), "crux_device");
   // Else short sleeps take 50 us more than they are asked for.
   (void)prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
@@ -276,7 +278,7 @@ void DeviceWatch::poll_all(std::vector<WorkPtr>& ended) {
   watched_.erase(kept, watched_.end());
 }
 
-bool DeviceWatch::poll(Watched& watched) noexcept {
+bool DeviceWatch::poll(Watched& watched) {
   int64_t device_ns = kUnknownTime;
   try {
     const bool ended = watched.work ? watched.work->isCompleted() : watched.end.reached();

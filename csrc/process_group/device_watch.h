@@ -55,6 +55,8 @@ class DeviceWatch {
   static DeviceWatch& of(c10::Device device);
   // Ends the watch over all operations of `owner`, which are asked a last time.
   static void forget(const void* owner) noexcept;
+  // Before Python ends: from then on, a tensor of its that is dropped here would end the thread.
+  static void stop_all() noexcept;
 
   DeviceWatch(c10::Device device, uint32_t generation)
       : device_(device), generation_(generation), clock_(device.type()) {}
@@ -84,12 +86,12 @@ class DeviceWatch {
   };
 
   void wake();
-  void run() noexcept;
+  void run();
   void stop() noexcept;
   // One look at everything. Returns the time until the next, zero where nothing is left to do.
   std::chrono::microseconds pass();
   // Whether it has ended; then it is recorded and its ticket is left.
-  bool poll(Watched& watched) noexcept;
+  bool poll(Watched& watched);
   void poll_all(std::vector<WorkPtr>& ended);
   void let_go_of_memory(std::vector<WorkPtr>& dropped);
   void forget_here(const void* owner);
