@@ -443,6 +443,7 @@ def test_the_command_names_the_switches_and_lists_ports(tmp_path: Path) -> None:
 
 def test_the_command_says_what_is_wrong_with_the_network(tmp_path: Path) -> None:
     with built(2) as (fabric, a, b):
+        netns.run_batch("ip", "route add 192.168.7.0/24 via 10.0.0.1\n", a.namespace)
         for argv, words in (
             (["192.168.7.7"], "192.168.7.7 can't be reached: 10.0.0.1 says network unreachable"),
             (["fd00::1"], "no route to fd00::1 (Network is unreachable): see `ip route get"),
@@ -454,7 +455,7 @@ def test_the_command_says_what_is_wrong_with_the_network(tmp_path: Path) -> None
             assert words in done.stderr
             assert done.stderr.count("\n") < 6, "no traceback"
         # A firewall of this host that drops what is sent to the peer.
-        netns.run_batch("ip", "route add prohibit 10.1.0.0/16\n", a.namespace)
+        netns.run_batch("ip", "route replace prohibit 10.1.0.0/16\n", a.namespace)
         done = crux(fabric, a, b.address)
         assert done.returncode == 1
         assert "no route to 10.1.0.2" in done.stderr
