@@ -277,6 +277,8 @@ def test_all_to_all_and_transfers_are_timed(recorder: Any, kind: str) -> None:
 
 
 def test_what_is_captured_passes_through_and_is_counted(recorder: Any, kind: str) -> None:
+    if not fake_gpu.tells_captures():
+        pytest.skip("this torch's guards can't tell captures; CUDA is asked directly there")
     backends = make_pair(recorder, kind)
     tensors = [ones(rank) for rank in range(SIZE)]
     graphs: list[Any] = [None] * SIZE

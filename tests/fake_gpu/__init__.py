@@ -67,6 +67,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ __all__ = [
     "script_call",
     "settings",
     "sleep",
+    "tells_captures",
     "violations",
 ]
 
@@ -164,6 +166,12 @@ def _create_nccl(opts: Any, backend_options: Any) -> Any:
 def has_completion_hooks() -> bool:
     """Whether this torch has completion hooks; then nccl2's flavour has them too."""
     return hasattr(load().Nccl, "log_completions")
+
+
+def tells_captures() -> bool:
+    """Whether this torch lets a device that isn't CUDA's say that its stream captures."""
+    guard = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
+    return "isStreamCapturing" in guard.read_text()
 
 
 def nccl_options(*, is_high_priority_stream: bool = False) -> Any:
