@@ -213,6 +213,13 @@ class Nccl final : public c10d::Backend {
     int tag = 0;
     bool host_blocking = false;
     int device = -1;
+
+    // What the script said beside the tensors.
+    template <typename GivenOptions>
+    void take(const GivenOptions& opts) {
+      timeout = opts.timeout;
+      async = opts.asyncOp;
+    }
   };
   // What was issued since startCoalescing: nccl2 issues collectives at once and transfers at the
   // end, the legacy class everything at the end.
