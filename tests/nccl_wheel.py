@@ -64,6 +64,11 @@ class Internals:
     def value(self, name: str, kind: Any) -> Any:
         return kind.from_address(self._base + self._addresses[name]).value
 
+    def send_progress(self) -> int:
+        """Address of the function by which NCCL tells that an operation sends to the network."""
+        transport = self._base + self._addresses["netTransport"]
+        return int(ctypes.c_uint64.from_address(transport + _SEND_PROGRESS_OFFSET).value)
+
     def version(self) -> int:
         version = ctypes.c_int()
         assert self._nccl.ncclGetVersion(ctypes.byref(version)) == 0
@@ -88,6 +93,10 @@ def conf(names: list[str]) -> dict[str, str | None]:
 _FILL = 0x18
 _COMMUNICATOR_BYTES = 8 << 20
 _ARGUMENTS_BYTES = 1 << 20
+#: The first operation's record in the arguments is before this, whatever the release.
+_AFTER_FIRST_BYTES = 4096
+#: Of ``ncclTransport``: its name, ``canConnect``, and seven functions of ``send`` before this one.
+_SEND_PROGRESS_OFFSET = 8 + 8 + 7 * 8
 _SEND_WAIT, _RECEIVE_FLUSH = 9, 11
 
 
@@ -95,7 +104,8 @@ def profiler() -> dict[str, Any]:
     """NCCL's own functions load the plugin and report one transfer of a proxy to it.
 
     ``ncclProfilerPluginInit`` gets a communicator of zeros, which is what it copies the name and
-    the ranks from; the functions of the proxy get arguments that are all ``_FILL``.
+    the ranks from; the functions of the proxy get arguments that are all ``_FILL``, but for what
+    says that the operation sends.
     """
     from crux_torch.apply.nccl_profiler import NcclProfiler
 
@@ -110,22 +120,29 @@ def profiler() -> dict[str, Any]:
     if plugin is None:
         return {"version": nccl.version(), "init": result, "before": before, "loaded": False}
 
-    arguments = ctypes.create_string_buffer(bytes([_FILL]) * _ARGUMENTS_BYTES, _ARGUMENTS_BYTES)
+    def arguments(after_first: bytes) -> Any:
+        first = bytes([_FILL]) * _AFTER_FIRST_BYTES
+        rest = after_first * ((_ARGUMENTS_BYTES - len(first)) // len(after_first))
+        return ctypes.create_string_buffer(first + rest, _ARGUMENTS_BYTES)
+
+    sends = arguments(nccl.send_progress().to_bytes(8, "little"))
+    receives = arguments(bytes([_FILL]))
     args = "P13ncclProxyArgs"
 
-    def call(name: str, *values: int) -> None:
+    def call(name: str, proxy_arguments: Any, *values: int) -> None:
         kinds = [number, pointer] + [number] * len(values)
-        assert nccl.function(name, number, *kinds)(0, arguments, *values) == 0
+        assert nccl.function(name, number, *kinds)(0, proxy_arguments, *values) == 0
 
     record = f"_Z37ncclProfilerRecordProxyStepEventStatei{args}i24ncclProfilerEventState_t"
-    call(f"_Z29ncclProfilerStartProxyOpEventi{args}")
-    call(f"_Z35ncclProfilerStartSendProxyStepEventi{args}i", 0)
-    call(record, 0, _SEND_WAIT)
-    call(f"_Z30ncclProfilerStopProxyStepEventi{args}i", 0)
-    call(f"_Z35ncclProfilerStartRecvProxyStepEventi{args}i", 0)
-    call(record, 0, _RECEIVE_FLUSH)
-    call(f"_Z30ncclProfilerStopProxyStepEventi{args}i", 0)
-    call(f"_Z28ncclProfilerStopProxyOpEventi{args}")
+    for direction, operation, state in (
+        ("Send", sends, _SEND_WAIT),
+        ("Recv", receives, _RECEIVE_FLUSH),
+    ):
+        call(f"_Z29ncclProfilerStartProxyOpEventi{args}", operation)
+        call(f"_Z35ncclProfilerStart{direction}ProxyStepEventi{args}i", operation, 0)
+        call(record, operation, 0, state)
+        call(f"_Z30ncclProfilerStopProxyStepEventi{args}i", operation, 0)
+        call(f"_Z28ncclProfilerStopProxyOpEventi{args}", operation)
     forwarded = plugin.forwarded()
     opened = plugin.communicators()
     # All that NCCL needs to end it is the context that the plugin gave, which is in there.

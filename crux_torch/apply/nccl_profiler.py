@@ -44,12 +44,13 @@ class NetworkUse:
     Attributes:
         collectives: operations that were started.
         point_to_point: sends and receives that were started.
-        sends, sent_bytes: transfers that the network reported done.
+        sends: transfers that the network reported done.
+        sent_bytes: that it was handed.
         receives, received_bytes: that it delivered; a network that reports no sizes makes the
             bytes 0.
         sending_s: seconds with at least one send in the network's hands, a union and no sum: over
             InfiniBand until it was acknowledged, over TCP until the kernel had taken it.
-        untracked: transfers that could not be followed; they are in none of these.
+        untracked: operations that could not be followed; they are in none of these.
     """
 
     collectives: int = 0

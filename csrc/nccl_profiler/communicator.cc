@@ -2,7 +2,7 @@
 
 #include <chrono>
 #include <cstring>
-#include <exception>
+#include <new>
 
 namespace crux::nccl_profiler {
 namespace {
@@ -26,20 +26,22 @@ uint64_t now_ns() noexcept {
                                    .count());
 }
 
-bool Counters::begin_send() noexcept {
+void Counters::begin_send(uint64_t bytes) noexcept {
   const uint64_t now = now_ns();
-  if (!sending_.begin(now)) return false;
-  if (Registry::instance().sending().begin(now)) return true;
-  sending_.end(now);
-  return false;
+  in_flight_.fetch_add(1, std::memory_order_relaxed);
+  add(sent_bytes_, bytes);
+  if (sending_.begin(now) && !Registry::instance().sending().begin(now)) sending_.end(now);
 }
 
-void Counters::end_send(uint64_t bytes) noexcept {
+void Counters::end_send() noexcept {
+  uint64_t open = in_flight_.load(std::memory_order_relaxed);
+  do {
+    if (open == 0) return;
+  } while (!in_flight_.compare_exchange_weak(open, open - 1, std::memory_order_relaxed));
   const uint64_t now = now_ns();
   // It may have been abandoned meanwhile.
   if (sending_.end(now)) Registry::instance().sending().end(now);
   add(sends_);
-  add(sent_bytes_, bytes);
 }
 
 void Counters::abandon_sends() noexcept {
@@ -76,17 +78,33 @@ Communicator::Communicator(uint64_t id, const char* name, int nodes, int ranks, 
   identity_.rank = rank;
 }
 
+std::array<std::atomic<Communicator*>, Registry::kMost> Registry::communicators_{};
+
 Registry& Registry::instance() {
   static Registry& registry = *new Registry;
   return registry;
 }
 
-Communicator* Registry::add(uint64_t id, const char* name, int nodes, int ranks, int rank) noexcept
-    try {
+Registry::Registry() noexcept
+    // Differs between processes of one host, whatever their numbers are.
+    : salt_(((now_ns() ^ reinterpret_cast<uintptr_t>(this)) * 0x9e3779b97f4a7c15u) >> 32) {}
+
+void* Registry::add(uint64_t id, const char* name, int nodes, int ranks, int rank) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return &communicators_.emplace_back(id, name, nodes, ranks, rank);
-} catch (const std::exception&) {
-  return nullptr;
+  const uint32_t index = count_.load(std::memory_order_relaxed);
+  if (index == kMost) return nullptr;
+  auto* made = new (std::nothrow) Communicator(id, name, nodes, ranks, rank);
+  if (made == nullptr) return nullptr;
+  communicators_[index].store(made, std::memory_order_release);
+  count_.store(index + 1, std::memory_order_release);
+  return reinterpret_cast<void*>(salt_ << 32 | (index + 1));
+}
+
+Communicator* Registry::find(const void* context) const noexcept {
+  const auto bits = reinterpret_cast<uintptr_t>(context);
+  const uint64_t number = bits & UINT32_MAX;
+  if (bits >> 32 != salt_ || number == 0 || number > kMost) return nullptr;
+  return communicators_[number - 1].load(std::memory_order_acquire);
 }
 
 void Registry::end(Communicator* communicator) noexcept {
@@ -94,43 +112,43 @@ void Registry::end(Communicator* communicator) noexcept {
   if (communicator->identity_.ended) return;
   communicator->counters.abandon_sends();
   communicator->identity_.ended = 1;
-  if (++ended_ > kEndedKept) forget_oldest_ended();
+  if (++ended_shown_ > kEndedShown) hide_oldest_ended();
 }
 
-void Registry::forget_oldest_ended() noexcept {
-  for (auto it = communicators_.begin(); it != communicators_.end(); ++it) {
-    // An aborted one may leave operations that NCCL never stops, or stops late: it stays.
-    if (!it->identity_.ended || it->open_operations.load(std::memory_order_acquire) != 0) continue;
-    crux_nccl_traffic last;
-    it->counters.read(last);
-    accumulate(forgotten_, last);
-    communicators_.erase(it);
-    --ended_;
+void Registry::hide_oldest_ended() noexcept {
+  for (uint32_t i = 0; i < count_; ++i) {
+    Communicator& one = *communicators_[i];
+    // Of an aborted one NCCL may tell late.
+    if (one.hidden_ || !one.identity_.ended || one.counters.sends_open()) continue;
+    one.hidden_ = true;
+    --ended_shown_;
     return;
   }
 }
 
 int32_t Registry::read(crux_nccl_communicator* out, int32_t capacity) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  int32_t written = 0;
-  for (auto it = communicators_.begin(); it != communicators_.end() && written < capacity; ++it) {
-    out[written] = it->identity_;
-    it->counters.read(out[written].traffic);
-    ++written;
+  int32_t found = 0;
+  for (uint32_t i = 0; i < count_; ++i) {
+    Communicator& one = *communicators_[i];
+    if (one.hidden_) continue;
+    if (found < capacity) {
+      out[found] = one.identity_;
+      one.counters.read(out[found].traffic);
+    }
+    ++found;
   }
-  return static_cast<int32_t>(communicators_.size());
+  return found;
 }
 
 void Registry::read_totals(crux_nccl_traffic& out) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  out = forgotten_;
+  forwarded_.read(out);
   crux_nccl_traffic part;
-  for (Communicator& communicator : communicators_) {
-    communicator.counters.read(part);
+  for (uint32_t i = 0; i < count_; ++i) {
+    (*communicators_[i]).counters.read(part);
     accumulate(out, part);
   }
-  forwarded_.read(part);
-  accumulate(out, part);
   out.sending_ns = reader_.ns(sending_, now_ns());
 }
 

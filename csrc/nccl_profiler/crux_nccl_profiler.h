@@ -19,11 +19,11 @@ typedef struct crux_nccl_traffic {
   uint64_t collectives;    /* started */
   uint64_t point_to_point; /* sends and receives that were started */
   uint64_t sends;          /* that the network has reported done */
-  uint64_t sent_bytes;     /* of these */
+  uint64_t sent_bytes;     /* that the network was handed */
   uint64_t receives;       /* that the network has delivered */
   uint64_t received_bytes; /* of these; networks that report no sizes make it 0 */
   uint64_t sending_ns;     /* with at least one send in the network's hands */
-  uint64_t untracked;      /* transfers that could not be followed, and are in none of these */
+  uint64_t untracked;      /* operations that could not be followed, and are in none of these */
 } crux_nccl_traffic;
 
 typedef struct crux_nccl_communicator {

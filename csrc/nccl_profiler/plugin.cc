@@ -5,9 +5,6 @@
 // on half profiled.
 #include <unistd.h>
 
-#include <array>
-#include <new>
-
 #include "communicator.h"
 #include "profiler_abi.h"
 
@@ -16,90 +13,37 @@ namespace {
 
 // Coll and P2p events come with these two anyhow, so that they have parents; they cost a call each.
 constexpr int kMask = kCollective | kPointToPoint | kProxyOperation | kProxyStep;
-// NCCL_STEPS: the most transfers of one operation that can be open at a time.
-constexpr int kSlots = 8;
 
-struct Operation;
+// NCCL starts an operation's event for every transport and ends it for the network's alone, and
+// starts a receive's transfer anew each time that it fails to post it (proxy.cc, net.cc). So a
+// handle owns nothing: it is the address of the counters, and in its low bits what it stands for.
+constexpr uintptr_t kIsStep = 1, kIsSend = 2, kAllBits = kIsStep | kIsSend;
+static_assert(alignof(Counters) > kAllBits);
 
-// One transfer over the network, of one channel to one peer.
-struct Step {
-  Operation* operation = nullptr;
-  uint64_t bytes = 0;
-  bool open = false;
-  bool sending = false;
-};
+void* handle_of(Counters& counters, uintptr_t bits) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(&counters) | bits);
+}
 
-// What NCCL's proxy has to move for one operation on one channel to one peer. One thread progresses
-// it, so only that thread touches what is in here.
-struct Operation {
-  explicit Operation(Counters& into, Communicator* of) : counters(into), communicator(of) {
-    if (of != nullptr) of->open_operations.fetch_add(1, std::memory_order_relaxed);
-    for (Step& step : steps) step.operation = this;
-  }
-  ~Operation() {
-    if (communicator != nullptr)
-      communicator->open_operations.fetch_sub(1, std::memory_order_release);
-  }
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
+bool is(const void* handle, uintptr_t bits) {
+  return (reinterpret_cast<uintptr_t>(handle) & bits) == bits;
+}
 
-  Step* open_step() {
-    for (Step& step : steps) {
-      if (step.open) continue;
-      step.open = true;
-      step.sending = false;
-      ++open_steps;
-      return &step;
-    }
+Counters& counters_of(void* handle) {
+  return *reinterpret_cast<Counters*>(reinterpret_cast<uintptr_t>(handle) & ~uintptr_t{kAllBits});
+}
+
+void* start_operation(const void* context, const ProxyOperation& description) {
+  // PXN: NCCL's proxy of this process sends for another one of this host, whose number may be ours
+  // where it has a PID namespace of its own. Nothing tells which communicator that is.
+  static const pid_t self = ::getpid();
+  Registry& registry = Registry::instance();
+  Communicator* communicator = description.pid == self ? registry.find(context) : nullptr;
+  if (context == nullptr) {
+    registry.forwarded().add_untracked();
     return nullptr;
   }
-
-  Counters& counters;
-  Communicator* communicator;
-  std::array<Step, kSlots> steps;
-  int open_steps = 0;
-  bool stopped = false;
-};
-
-// A handle is a pointer to one of these two; the lowest bit, free by their alignment, says which.
-constexpr uintptr_t kIsStep = 1;
-static_assert(alignof(Step) > kIsStep && alignof(Operation) > kIsStep);
-
-void* handle_of(Step* step) {
-  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(step) | kIsStep);
-}
-
-Step* step_of(void* handle) {
-  const auto bits = reinterpret_cast<uintptr_t>(handle);
-  return bits & kIsStep ? reinterpret_cast<Step*>(bits & ~kIsStep) : nullptr;
-}
-
-Operation* operation_of(void* handle) {
-  return step_of(handle) == nullptr ? static_cast<Operation*>(handle) : nullptr;
-}
-
-void release(Operation* operation) {
-  if (operation->stopped && operation->open_steps == 0) delete operation;
-}
-
-Operation* start_operation(void* context, const ProxyOperation& description) {
-  // PXN: NCCL's proxy of this process sends for another one, whose context is an address of its
-  // memory. Nothing tells which communicator that is.
-  static const pid_t self = ::getpid();
-  const bool own = description.pid == self;
-  auto* communicator = own ? static_cast<Communicator*>(context) : nullptr;
-  if (own && communicator == nullptr) return nullptr;
-  Counters& counters = own ? communicator->counters : Registry::instance().forwarded();
-  auto* operation = new (std::nothrow) Operation(counters, communicator);
-  if (operation == nullptr) counters.add_untracked();
-  return operation;
-}
-
-Step* start_step(Operation* operation) {
-  if (operation == nullptr) return nullptr;
-  Step* step = operation->open_step();
-  if (step == nullptr) operation->counters.add_untracked();
-  return step;
+  Counters& counters = communicator == nullptr ? registry.forwarded() : communicator->counters;
+  return handle_of(counters, description.is_send != 0 ? kIsSend : 0);
 }
 
 Result init(void** context, uint64_t communicator, int* mask, const char* name, int nodes,
@@ -112,20 +56,22 @@ Result init(void** context, uint64_t communicator, int* mask, const char* name, 
 
 Result start_event(void* context, void** handle, EventDescription* description) {
   *handle = nullptr;
-  auto* communicator = static_cast<Communicator*>(context);
   switch (description->type) {
     case kCollective:
-      if (communicator != nullptr) communicator->counters.add_collective();
+      if (Communicator* of = Registry::instance().find(context)) of->counters.add_collective();
       break;
     case kPointToPoint:
-      if (communicator != nullptr) communicator->counters.add_point_to_point();
+      if (Communicator* of = Registry::instance().find(context)) of->counters.add_point_to_point();
       break;
     case kProxyOperation:
       *handle = start_operation(context, description->proxy_operation);
       break;
     case kProxyStep:
       // Not of the context: see start_operation.
-      if (Step* step = start_step(operation_of(description->parent))) *handle = handle_of(step);
+      if (void* operation = description->parent) {
+        *handle = handle_of(counters_of(operation),
+                            kIsStep | (is(operation, kIsSend) ? kIsSend : uintptr_t{0}));
+      }
       break;
     default:
       break;
@@ -134,38 +80,23 @@ Result start_event(void* context, void** handle, EventDescription* description) 
 }
 
 Result record_state(void* handle, int state, StateArguments* arguments) {
-  Step* step = step_of(handle);
-  if (step == nullptr) return kSuccess;
+  if (!is(handle, kIsStep)) return kSuccess;
   const uint64_t bytes = arguments == nullptr ? 0 : arguments->transferred_bytes;
-  Counters& counters = step->operation->counters;
-  if (state == kSendWait && !step->sending) {
-    step->sending = counters.begin_send();
-    step->bytes = bytes;
-    if (!step->sending) counters.add_untracked();
+  if (state == kSendWait && is(handle, kIsSend)) {
+    counters_of(handle).begin_send(bytes);
   } else if (state == kReceiveFlush) {
-    counters.add_receive(bytes);
+    counters_of(handle).add_receive(bytes);
   }
   return kSuccess;
 }
 
 Result stop_event(void* handle) {
-  if (handle == nullptr) return kSuccess;
-  if (Step* step = step_of(handle)) {
-    Operation* operation = step->operation;
-    if (step->sending) operation->counters.end_send(step->bytes);
-    step->open = step->sending = false;
-    --operation->open_steps;
-    release(operation);
-    return kSuccess;
-  }
-  auto* operation = static_cast<Operation*>(handle);
-  operation->stopped = true;
-  release(operation);
+  if (is(handle, kIsStep | kIsSend)) counters_of(handle).end_send();
   return kSuccess;
 }
 
 Result finalize(void* context) {
-  if (context != nullptr) Registry::instance().end(static_cast<Communicator*>(context));
+  if (Communicator* of = Registry::instance().find(context)) Registry::instance().end(of);
   return kSuccess;
 }
 

@@ -1,5 +1,6 @@
 // The NCCL profiler plugin, driven as NCCL's threads drive it: the order of calls is that of NCCL
 // 2.28.9 and 2.30.7 (src/transport/net.cc, sendProxyProgress and recvProxyProgress).
+#include <malloc.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -233,11 +234,44 @@ void test_forwarded_for_another_process() {
   crux_nccl_profiler_forwarded(&after);
   CHECK(after.sent_bytes == before.sent_bytes + 4096 && after.sends == before.sends + 1);
   CHECK(totals().sent_bytes == whole + 4096);
+  // Its number may be ours, in a PID namespace of its own.
+  op = start(foreign, operation(true));
+  CHECK(op != nullptr);
+  stop(op);
+}
+
+// ncclProxyOpToArgs starts the event for every transport; sendProxyProgress and recvProxyProgress
+// of the network end it, those of CollNet, shared memory and copy engines do not.
+void test_operations_that_never_end_take_no_memory() {
+  Communicator comm(0x45, "collnet");
+  start(comm.context, operation(false));
+  const size_t before = mallinfo2().uordblks;
+  for (int i = 0; i < 10000; ++i) start(comm.context, operation(false));
+  CHECK(mallinfo2().uordblks <= before + 10000);
+  comm.finalize();
+}
+
+// recvProxyProgress starts a transfer's event each time that it comes by, until it can post it.
+void test_a_receive_that_starts_over() {
+  Communicator comm(0x46, "waits for its buffer");
+  void* op = start(comm.context, operation(false));
+  void* step = nullptr;
+  for (int i = 0; i < 1000; ++i) step = start(comm.context, step_of(op));
+  CHECK(step != nullptr);
+  record(step, kReceiveWait, 0);
+  record(step, kReceiveFlush, 4096);
+  stop(step);
+  stop(op);
+  const crux_nccl_traffic traffic = find(0x46).traffic;
+  CHECK(traffic.receives == 1 && traffic.received_bytes == 4096 && traffic.untracked == 0);
+  comm.finalize();
 }
 
 void test_what_nccl_should_not_do_does_no_harm() {
   Communicator comm(0x41, "odd");
+  const uint64_t untracked = totals().untracked;
   CHECK(start(nullptr, operation(true)) == nullptr);
+  CHECK(totals().untracked == untracked + 1);
   CHECK(start(comm.context, step_of(nullptr)) == nullptr);
   CHECK(start(nullptr, of_type(kCollective)) == nullptr);
   record(nullptr, kSendWait, 1);
@@ -245,12 +279,10 @@ void test_what_nccl_should_not_do_does_no_harm() {
   stop(nullptr);
   CHECK(plugin().finalize(nullptr) == kSuccess);
 
-  // More open transfers than there are slots: the surplus is counted, and the rest still right.
+  // More open transfers than the network was given.
   void* op = start(comm.context, operation(true));
   std::vector<void*> steps;
-  for (int i = 0; i < kSteps; ++i) steps.push_back(start(comm.context, step_of(op)));
-  CHECK(start(comm.context, step_of(op)) == nullptr);
-  CHECK(find(0x41).traffic.untracked == 1);
+  for (int i = 0; i < kSteps + 1; ++i) steps.push_back(start(comm.context, step_of(op)));
   // The operation is stopped before its transfers are.
   record(steps[0], kSendWait, 5);
   record(op, kSendWait, 7);  // of no transfer
@@ -411,6 +443,8 @@ int main() {
   test_counts();
   test_time_is_a_union();
   test_forwarded_for_another_process();
+  test_operations_that_never_end_take_no_memory();
+  test_a_receive_that_starts_over();
   test_what_nccl_should_not_do_does_no_harm();
   test_abort();
   test_totals_keep_what_ended_long_ago();
