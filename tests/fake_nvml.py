@@ -23,7 +23,7 @@ class FakeGpu:
     name: str = "NVIDIA H100 80GB HBM3"
     address: str = "00000000:1B:00.0"
     uuid: str = "GPU-0"
-    memory_bytes: int = 80 << 30
+    memory_bytes: int | None = 80 << 30
     mig: bool | None = False
     mig_uuids: Sequence[str] = ()
     gpm: Mapping[int, float] | None = None
@@ -31,8 +31,9 @@ class FakeGpu:
     busy_percent: int | None = None
     pcie_KBps: int | None = None
     capability: tuple[int, int] | None = (9, 0)
-    #: By link: whether it is active, the peer's address, the peer's kind.
-    nvlinks: Sequence[tuple[bool, str, int]] = ()
+    #: By link: whether it is active, the peer's address, the peer's kind; None for one that is
+    #: not supported.
+    nvlinks: Sequence[tuple[bool, str, int] | None] = ()
     peers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -107,7 +108,7 @@ class FakeNvml:
         return handle if isinstance(handle, str) else handle.uuid
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu, version: Any = None) -> Any:
-        return pynvml.c_nvmlMemory_t(total=handle.memory_bytes)
+        return pynvml.c_nvmlMemory_t(total=_there(handle.memory_bytes))
 
     def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> Any:
         return pynvml.nvmlPciInfo_t(busId=handle.address.encode())
@@ -126,16 +127,16 @@ class FakeNvml:
     def nvmlDeviceGetNvLinkState(self, device: FakeGpu, link: int) -> int:
         if link >= len(device.nvlinks):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return int(device.nvlinks[link][0])
+        return int(_there(device.nvlinks[link])[0])
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: FakeGpu) -> tuple[int, int]:
         return _there(handle.capability)
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: FakeGpu, link: int) -> Any:
-        return pynvml.nvmlPciInfo_t(busId=device.nvlinks[link][1].encode())
+        return pynvml.nvmlPciInfo_t(busId=_there(device.nvlinks[link])[1].encode())
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: FakeGpu, link: int) -> int:
-        return handle.nvlinks[link][2]
+        return _there(handle.nvlinks[link])[2]
 
     def nvmlDeviceGetTopologyCommonAncestor(self, device1: FakeGpu, device2: FakeGpu) -> int:
         return _there(device1.peers.get(self._gpus.index(device2)))[0]

@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.fabric import host_cli
+from crux_torch.fabric import host_cli, nvml
 from crux_torch.fabric.builders.server import NVLINK3_Bps
 from crux_torch.fabric.host import Host, Nic
 from crux_torch.fabric.host_topology import Inside, as_entries, inside_of, join
@@ -216,7 +216,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PcieTree:
     ]
     monkeypatch.setattr(PcieTree, "read", classmethod(lambda cls: tree))
     monkeypatch.setattr(host_cli, "read_nics", lambda: host_at(tree).nics)
-    monkeypatch.setattr(host_cli, "read_nvml", lambda **kw: read_nvml(FakeNvml(fakes), **kw))
+    monkeypatch.setattr(nvml, "read_nvml", lambda **kw: read_nvml(FakeNvml(fakes), **kw))
     return tree
 
 

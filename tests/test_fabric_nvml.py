@@ -111,7 +111,6 @@ def test_every_optional_function_may_be_broken_or_absent() -> None:
         "nvmlDeviceGetHandleByIndex",
         "nvmlDeviceGetName",
         "nvmlDeviceGetUUID",
-        "nvmlDeviceGetMemoryInfo",
         "nvmlDeviceGetPciInfo",
     }
     for function in FUNCTIONS:
@@ -120,6 +119,18 @@ def test_every_optional_function_may_be_broken_or_absent() -> None:
         assert len(report.gpus) == (0 if function in needed else 2), function
         assert (report.error is None) == (function not in ("nvmlInit", "nvmlDeviceGetCount"))
         assert fake.sessions == (1 if function == "nvmlShutdown" else 0)
+
+
+def test_a_gpu_whose_memory_nvml_does_not_tell() -> None:
+    """Of a GPU split by MIG, in a container that may not; and where it shares the host's memory."""
+    (gpu,) = read_gpus(FakeNvml([FakeGpu(memory_bytes=None)]))
+    assert gpu.memory_bytes is None
+
+
+def test_a_link_that_is_not_there_does_not_hide_the_later_ones() -> None:
+    links = [(True, "00000000:07:00.0", SWITCH), None, (True, "00000000:07:00.0", SWITCH)]
+    (gpu,) = read_gpus(FakeNvml([FakeGpu(nvlinks=links)]))
+    assert gpu.nvlinks == (NvLink("0000:07:00.0", "switch", 2, 50e9),)
 
 
 def test_one_lost_gpu_does_not_hide_the_others() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from crux_torch.doctor.check import Check
+from crux_torch.fabric import nvml
 from crux_torch.fabric.host import Host, read_nics
 from crux_torch.fabric.host_topology import usable_nics
-from crux_torch.fabric.nvml import NvmlReport, bounded, read_nvml
+from crux_torch.fabric.nvml import NvmlReport
 from crux_torch.fabric.pcie import Distance, PcieTree
 from crux_torch.fabric.pcie_acs import redirecting_ports
 from crux_torch.settings import Settings
 
-NO_ANSWER = NvmlReport(error="NVML does not answer")
 #: Variables by which a user takes NCCL's view of the host or its choice of NICs out of its hands.
 NCCL_CHOICES = {
     "NCCL_TOPO_FILE": "NCCL reads the host's tree from this file",
@@ -34,7 +34,7 @@ def gpus(
     acs: Callable[..., tuple[str, ...] | None] = redirecting_ports,
 ) -> Iterator[Check]:
     """What there is to say of this host's GPUs, its PCIe tree and its NICs beside them."""
-    report = report or bounded(lambda: read_nvml(pairs=True)) or NO_ANSWER
+    report = report or nvml.bounded_report()
     tree = tree or PcieTree.read()
     host = host or Host("", report.gpus, None, read_nics())
     yield driver(report)

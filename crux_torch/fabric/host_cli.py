@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.table import Table
 
 from crux_torch.errors import CruxError
+from crux_torch.fabric import nvml
 from crux_torch.fabric.host import Host, read_cpu, read_nics
 from crux_torch.fabric.host_topology import Inside, as_entries, inside_of, join, usable_nics
 from crux_torch.fabric.loaders import dump_yaml, load_topology
-from crux_torch.fabric.nvml import NvmlReport, bounded, read_nvml
+from crux_torch.fabric.nvml import NvmlReport
 from crux_torch.fabric.pcie import PcieTree
 
 #: Where the output is no terminal nothing should be cut off.
 PIPE_WIDTH = 200
 GIGABYTE = 1e9
-NO_ANSWER = NvmlReport(error="NVML does not answer")
 
 
 @click.command("host")
@@ -56,7 +56,7 @@ def host_command(
         raise click.UsageError("--json, --yaml and --join exclude each other")
     if nics and cluster is None:
         raise click.UsageError("--nic goes with --join")
-    report = bounded(lambda: read_nvml(pairs=True)) or NO_ANSWER
+    report = nvml.bounded_report()
     named = name or os.environ.get("CRUX_HOST") or os.uname().nodename
     host = Host(named, report.gpus, read_cpu(), read_nics())
     tree = PcieTree.read()

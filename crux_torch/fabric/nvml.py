@@ -86,7 +86,8 @@ class Gpu:
         index: NVML's number of it.
         name: model, as the driver reports it.
         uuid: its identity.
-        memory_bytes: total memory.
+        memory_bytes: total memory; None where NVML does not tell: of a GPU split by MIG without the
+            permission, of one that shares the host's.
         pci_address: ``DOMAIN:BUS:DEVICE.FUNCTION`` in lower case, as sysfs writes it.
         peak_flops: fastest published FLOP/s of the model; None if the model is not known.
         nvlinks: active NVLinks by peer.
@@ -98,7 +99,7 @@ class Gpu:
     index: int
     name: str
     uuid: str
-    memory_bytes: int
+    memory_bytes: int | None
     pci_address: str
     peak_flops: float | None
     nvlinks: tuple[NvLink, ...] = ()
@@ -216,6 +217,11 @@ def bounded(call: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T | None:
     return answer[0] if answer else None
 
 
+def bounded_report() -> NvmlReport:
+    """What NVML says of this host, pairs of GPUs included, in bounded time."""
+    return bounded(lambda: read_nvml(pairs=True)) or NvmlReport(error="NVML does not answer")
+
+
 def _count(nvml: Any) -> int:
     return int(nvml.nvmlDeviceGetCount())
 
@@ -224,11 +230,12 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     name = _str(nvml.nvmlDeviceGetName(handle))
     mode = _ask(nvml, "nvmlDeviceGetMigMode", handle)
     support = _ask(nvml, "nvmlGpmQueryDeviceSupport", handle)
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     return Gpu(
         index=index,
         name=name,
         uuid=_str(nvml.nvmlDeviceGetUUID(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=None if memory is None else int(memory.total),
         pci_address=address_of(nvml, handle),
         peak_flops=peak_flops(name),
         nvlinks=_nvlinks(nvml, handle),
@@ -247,11 +254,8 @@ def _nvlinks(nvml: Any, handle: Any) -> tuple[NvLink, ...]:
     """The active links by peer, in the order of their numbers."""
     counts: Counter[tuple[str, int | None]] = Counter()
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
-        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
-        if state is None:
-            # Neither this link nor any later one is there.
-            break
-        if not state:
+        if not _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link):
+            # Later ones may be there all the same.
             continue
         remote = _ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         kind = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)

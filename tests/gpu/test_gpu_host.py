@@ -43,7 +43,9 @@ def test_this_host_is_what_torch_sees(kind: Kind, report: Report) -> None:
     (name,) = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     assert {gpu.name for gpu in gpus} == {name}
     total = torch.cuda.get_device_properties(0).total_memory
-    assert abs(gpus[0].memory_bytes / total - 1) < 0.05
+    memory_bytes = gpus[0].memory_bytes
+    assert memory_bytes is not None
+    assert abs(memory_bytes / total - 1) < 0.05
     assert gpus[0].peak_flops is not None
 
 
