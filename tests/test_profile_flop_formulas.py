@@ -116,7 +116,7 @@ def test_a_grouped_product_is_counted_where_it_runs() -> None:
     try:
         with mode:
             torch._grouped_mm(a, b, offs=ends)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         pytest.skip(f"no grouped product on this CPU: {error}")
     assert mode.by_precision == {"bf16": 2 * 8 * 16 * 32}
     assert not mode.uncounted
