@@ -76,7 +76,11 @@ bench-gpu: setup
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+ifeq ($(PYVER),3.10)
+	@echo "mypy: not run; what numpy and scipy say of their types for Python 3.10 is older and wider"
+else
 	$(BIN)/mypy
+endif
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/.installed

@@ -113,7 +113,8 @@ def _accept_in_monitored_barrier() -> None:
         member = not c10d._rank_not_in_group(group)
         if not member or dist.get_backend(group) != NAME:
             return stock(group, timeout, wait_all_ranks)
-        timeout = timeout if timeout is not None else c10d._get_default_timeout("gloo")
+        if timeout is None:
+            timeout = c10d._get_default_timeout(dist.Backend("gloo"))
         members: Any = group or c10d._get_default_group()
         return members.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 

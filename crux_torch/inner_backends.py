@@ -181,8 +181,9 @@ def takes_class(name: str, options: Any) -> bool:
 
 
 def _ensure_registered(name: str) -> None:
+    backends: Any = c10d.Backend
     if HAS_CREATORS:
-        c10d.Backend._ensure_backend_registered(name)
+        backends._ensure_backend_registered(name)
 
 
 def _create_gloo(opts: Any, options: Any) -> Any:
