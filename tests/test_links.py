@@ -148,6 +148,7 @@ def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.Mon
     gpus = tuple(gpu(i, address) for i, address in enumerate(addresses))
     env = {"RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
     initialized = [False]
+    up_Bps: list[float | None] = [50e9] * len(nics)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -157,7 +158,7 @@ def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         link_routes,
         "read_nics",
-        lambda: tuple(Nic(f"mlx5_{i}", 50e9, pci_address=nic) for i, nic in enumerate(nics)),
+        lambda: tuple(Nic(f"mlx5_{i}", up_Bps[i], pci_address=nic) for i, nic in enumerate(nics)),
     )
     monkeypatch.setattr(link_routes.PcieTree, "read", lambda: tree)
     device = OwnDevice()
@@ -172,6 +173,10 @@ def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.Mon
     assert set(routes(spanning)) == names(tree, addresses[3], nics[3])
     neighbours = GroupInfo("tensor parallel", (10, 11), 1)
     assert set(routes(neighbours)) == names(tree, addresses[3], addresses[2])
+    up_Bps[3] = None
+    beside_a_nic_that_is_down = link_routes.pcie_routes(device, env)
+    assert isinstance(beside_a_nic_that_is_down, PcieRoutes)
+    assert beside_a_nic_that_is_down.nic not in (None, nics[3])
 
 
 @pytest.mark.parametrize(

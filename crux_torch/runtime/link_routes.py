@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from crux_torch.apply.links import HostLinks, PcieRoutes, Routes, StandInRoutes, nvlinked_with
-from crux_torch.fabric.host import read_nics
+from crux_torch.fabric.host import Host, read_nics
+from crux_torch.fabric.host_topology import usable_nics
 from crux_torch.fabric.nvml import Gpu, bounded, read_gpus
 from crux_torch.fabric.nvml_device import CudaDevice, current_device, own_gpu, visible_gpus
 from crux_torch.fabric.pcie import PcieTree
@@ -73,7 +74,8 @@ def pcie_routes(device: OwnDevice, env: Mapping[str, str]) -> Routes | None:
     if gpu is None:
         return None
     tree = PcieTree.read()
-    nic = tree.nic_of(gpu.pci_address, read_nics())
+    nics = usable_nics(Host("", gpus, None, read_nics()), tree)
+    nic = tree.nic_of(gpu.pci_address, nics)
     return PcieRoutes(
         tree,
         gpu.pci_address,
