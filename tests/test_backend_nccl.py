@@ -114,8 +114,8 @@ def same_as_stock(reports: list[dict[str, Any]]) -> None:
             assert not differing, f"rank {rank}, {title}: {str(differing)[:2000]}"
             if mode == "attached":
                 assert (got["name"], got["backend"]) == (stock["name"], stock["backend"])
-            # Which record each operation leaves, and when, is test_device_timing's to say.
-            assert got["recorded"] >= 0.9 * got["issued"] > 0, f"rank {rank}, {title}"
+            # What a record says is test_device_timing's to say.
+            assert got["recorded"] == got["records"] > 1, f"rank {rank}, {title}"
 
 
 @pytest.mark.parametrize("flavour", ["nccl2", "legacy"])
