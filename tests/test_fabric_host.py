@@ -35,6 +35,7 @@ def test_gpus_by_nvml() -> None:
         ("NVIDIA GH200 480GB", "fp64", 67e12),
         ("NVIDIA B200", "bf16", 2250e12),
         ("NVIDIA GB200", "bf16", 2500e12),
+        ("NVIDIA GB200", None, 10000e12),
         ("Tesla V100-SXM2-16GB", "fp16", 125e12),
         ("Tesla V100-PCIE-16GB", "fp16", 112e12),
         ("Tesla V100S-PCIE-32GB", "fp16", 130e12),
@@ -55,7 +56,7 @@ def test_peak_flops(name: str, dtype: str | None, flops: float | None) -> None:
 def test_every_peak_has_its_source_and_grows_with_fewer_bits() -> None:
     for entry in PEAKS:
         assert entry.source
-        known = [entry.flops[d] for d in ("fp32", "tf32", "fp16", "fp8") if d in entry.flops]
+        known = [entry.flops[d] for d in ("fp32", "tf32", "fp16", "fp8", "fp4") if d in entry.flops]
         assert known == sorted(known)
 
 

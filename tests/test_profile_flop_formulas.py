@@ -131,6 +131,7 @@ def test_a_grouped_product_is_counted_where_it_runs() -> None:
         (torch.float16, "fp16"),
         (torch.float8_e4m3fn, "fp8"),
         (torch.float8_e5m2, "fp8"),
+        (torch.float4_e2m1fn_x2, "fp4"),
         (torch.int8, ""),
         (torch.complex64, ""),
     ],

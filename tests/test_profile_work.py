@@ -151,11 +151,15 @@ def test_the_rate_in_use_is_that_of_the_mix() -> None:
     assert flops_in_use(H100, {}) == bf16, "what jobs most likely train in"
     assert flops_in_use("Tesla T4", {}) == 65e12
     assert flops_in_use(H100, {"": 1e15}) == peak_flops(H100), "an unknown type can't claim less"
+    assert flops_in_use("Tesla V100-SXM2-16GB", {"tf32": 1e15}) == 15.7e12, "it has no TF32"
+    assert tensor_seconds("Tesla V100-SXM2-16GB", {"tf32": 1e15, "fp16": 125e12}) == 1.0
+    assert flops_in_use("NVIDIA B200", {"fp4": 1e15}) == 9000e12
+    assert tensor_seconds("NVIDIA B200", {"fp4": 9000e12, "fp8": 4500e12}) == 2.0
     assert flops_in_use("Tesla K80", {"bf16": 1.0}) is None
     assert tensor_seconds("Tesla K80", {"bf16": 1.0}) is None
 
 
-DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "")
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "")
 
 
 @given(

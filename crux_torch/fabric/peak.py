@@ -19,7 +19,8 @@ class PeakFlops:
 
     Attributes:
         pattern: regular expression for the name that the driver reports, any case.
-        flops: FLOP/s by data type: ``fp64``, ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``.
+        flops: FLOP/s by data type: ``fp64``, ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``,
+            ``fp4``.
         source: the maker's document.
     """
 
@@ -40,12 +41,12 @@ _A100 = _tera(fp64=19.5, fp32=19.5, tf32=156, fp16=312, bf16=312)
 PEAKS: tuple[PeakFlops, ...] = (
     PeakFlops(
         r"\bGB200\b",
-        _tera(fp64=40, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000),
+        _tera(fp64=40, fp32=80, tf32=1250, fp16=2500, bf16=2500, fp8=5000, fp4=10000),
         "NVIDIA GB200 NVL72 datasheet, a 72nd of the rack, sparse figures halved",
     ),
     PeakFlops(
         r"\bB200\b",
-        _tera(fp64=37, fp32=75, tf32=1100, fp16=2250, bf16=2250, fp8=4500),
+        _tera(fp64=37, fp32=75, tf32=1100, fp16=2250, bf16=2250, fp8=4500, fp4=9000),
         "NVIDIA HGX platform page, B200, an eighth of the board, sparse figures halved",
     ),
     PeakFlops(r"\bH200 NVL\b", _HOPPER_NVL, "NVIDIA H200 datasheet, NVL column"),
@@ -113,7 +114,7 @@ PEAKS: tuple[PeakFlops, ...] = (
 
 
 #: Data types whose products tensor cores make, where a model has a figure for them.
-TENSOR = ("tf32", "fp16", "bf16", "fp8")
+TENSOR = ("tf32", "fp16", "bf16", "fp8", "fp4")
 #: What a job most likely trains in, where nothing was counted.
 USUAL = ("bf16", "fp16", "fp32")
 
@@ -161,7 +162,7 @@ def tensor_seconds(device_name: str, by_dtype: Mapping[str, float]) -> float | N
     peaks = _peaks(device_name)
     if not peaks:
         return None
-    return sum(by_dtype.get(dtype, 0.0) / _peak(peaks, dtype) for dtype in TENSOR)
+    return sum(by_dtype.get(dtype, 0.0) / peaks[dtype] for dtype in TENSOR if dtype in peaks)
 
 
 def _peaks(device_name: str) -> Mapping[str, float]:
@@ -172,4 +173,7 @@ def _peaks(device_name: str) -> Mapping[str, float]:
 
 
 def _peak(peaks: Mapping[str, float], dtype: str) -> float:
+    if dtype == "tf32" and dtype not in peaks:
+        # torch's switches allow it, and the device knows FP32 only.
+        dtype = "fp32"
     return peaks.get(dtype) or max(peaks.values())

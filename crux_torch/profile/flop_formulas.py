@@ -52,7 +52,9 @@ def precision(name: str, args: Sequence[Any]) -> str:
         return ""
     if tensor.dtype == torch.float32:
         return "tf32" if tensor.is_cuda and _tf32(name) else "fp32"
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 and tensor.dtype != _PACKED:
+    if tensor.dtype == _PACKED:
+        return "fp4"
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return "fp8"
     return _FLOATS.get(tensor.dtype, "")
 
