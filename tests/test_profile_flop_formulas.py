@@ -33,7 +33,10 @@ def test_arguments_are_where_the_formula_takes_them(name: str) -> None:
         pytest.skip(f"this torch has no {name}")
     schema = getattr(packet, packet.overloads()[0])._schema
     names = [argument.name for argument in schema.arguments]
-    if name.endswith("_backward"):
+    if name == "aten::convolution_backward":
+        assert names[:3] == ["grad_output", "input", "weight"]
+        assert (names[7], names[10]) == ("transposed", "output_mask")
+    elif name.endswith("_backward"):
         assert names[1:4] == ["query", "key", "value"]
         assert names[0].startswith("grad_out")
     elif "attention" in name:
@@ -55,7 +58,7 @@ def test_what_torch_counts_as_well_is_counted_alike() -> None:
             assert formula(packet) is flop_registry[packet], "torch's own wins where it has one"
     query, key, grad = tensor(2, 4, 16, 8), tensor(2, 4, 24, 8), tensor(2, 4, 16, 6)
     value = tensor(2, 4, 24, 6)
-    for name in PREFERRED:
+    for name in PREFERRED.keys() - {"aten::convolution_backward"}:
         packet = getattr(aten, name.removeprefix("aten::"), None)
         if packet in flop_registry:
             args = (grad, query, key, value) if name.endswith("backward") else (query, key, value)
@@ -107,6 +110,46 @@ def test_convolutions() -> None:
     assert reference(x, weight, *args, out_val=out) == each, "grouped, as torch counts it"
     back = tensor(4, 6, 3, 3)
     assert count("cudnn_convolution_transpose", x, back, out=None) == 2 * x.numel() * 6 * 9
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_each_gradient_of_a_convolution_takes_as_much_as_its_forward(
+    transposed: bool, groups: int, dims: int, stride: int
+) -> None:
+    """Exactly, by the products that are there; torch's formula counts a weight's gradient once for
+    each pair of groups."""
+    form = getattr(torch.nn, f"Conv{'Transpose' * transposed}{dims}d")
+    layer = form(16, 32, 3, stride=stride, groups=groups, bias=True, device="meta")
+    x = torch.empty(2, 16, *[9] * dims, device="meta", requires_grad=True)
+    mode = CountingMode(lambda *_: None)
+    with mode:
+        y = layer(x)
+    per_output = 3**dims * 16 // groups
+    forward = 2 * (x.numel() * 3**dims * 32 // groups if transposed else y.numel() * per_output)
+    assert mode.by_precision == {"fp32": forward}
+    with mode:
+        y.sum().backward()
+    assert mode.by_precision == {"fp32": 3 * forward}
+    assert not mode.uncounted
+
+
+def test_only_the_gradients_that_are_asked_for_count() -> None:
+    layer = torch.nn.Conv2d(8, 8, 3, groups=2, device="meta")
+    mode = CountingMode(lambda *_: None)
+    with mode:
+        layer(torch.empty(2, 8, 9, 9, device="meta")).sum().backward()
+    assert mode.by_precision == {"fp32": 2 * 2 * 2 * 8 * 7 * 7 * 4 * 9}
+
+
+def test_norms_are_no_tensor_work() -> None:
+    mode = CountingMode(lambda *_: None)
+    with mode:
+        torch.linalg.vector_norm(torch.ones(8))
+        torch.linalg.det(torch.eye(3))
+    assert set(mode.uncounted) == {"aten::_linalg_det"}
 
 
 def test_a_grouped_product_is_counted_where_it_runs() -> None:

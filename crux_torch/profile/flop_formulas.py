@@ -135,6 +135,15 @@ def _transposed_convolution(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__
     return 2 * x.numel() * prod(weight.shape[1:])
 
 
+def _convolution_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any
+) -> int:
+    """Each gradient, of the input and of the weight, takes the products of the forward once."""
+    transposed, wanted = rest[4], rest[7]
+    each = (x if transposed else grad).numel() * prod(weight.shape[1:])
+    return 2 * each * sum(map(bool, wanted[:2]))
+
+
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
@@ -168,8 +177,11 @@ def _attention_name(kind: str, backward: bool) -> str:
     return f"aten::_scaled_dot_product_{flavour}_attention{tail}{end}"
 
 
-#: Attention over whole tensors: torch's formulas of 2.11 reject grouped queries.
+#: Attention over whole tensors: torch's formulas of 2.11 reject grouped queries. Gradients of
+#: convolutions: torch's formula counts a weight's once for each pair of groups.
 PREFERRED: dict[str, Formula] = {
+    "aten::convolution_backward": _convolution_gradients,
+} | {
     _attention_name(kind, backward): _attention_backward if backward else _attention
     for kind in _ATTENTION
     for backward in (False, True)

@@ -31,7 +31,7 @@ _NO_WORK = frozenset(
 )
 #: Of aten, the operators that contract a dimension; all others cost O(elements) or move data.
 _CONTRACTS = re.compile(
-    r"(?<!ga)mm|matmul|conv(?!ert)|attention|transformer|rnn|lstm|gru|einsum|linalg|fft|cdist"
+    r"(?<!ga)mm|matmul|conv(?!ert)|attention|transformer|rnn|lstm|gru|einsum|linalg(?!_(vector_norm|cross|diagonal|vecdot))|fft|cdist"
     r"|(?<!upsample_)(?<!upsample_bi)(?<!upsample_tri)linear"
     r"|(^|_)(dot|vdot|mv|addmv|addr|ger|cholesky|svd|qr|lu|inverse)(_|$)"
 )

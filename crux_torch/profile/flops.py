@@ -57,8 +57,8 @@ class FlopMeter:
     """Counts FLOPs between two iteration marks, in the training thread.
 
     The formulas are torch's own (``torch.utils.flop_counter``) and those that it leaves out
-    (``flop_formulas``), so where torch knows every operator the count equals ``FlopCounterMode``'s:
-    forward, backward, optimizer and what checkpointing computes again. The mode that applies them
+    (``flop_formulas``), so where torch knows every operator the count equals ``FlopCounterMode``'s,
+    gradients of grouped convolutions apart: forward, backward, optimizer and what checkpointing computes again. The mode that applies them
     is not ``FlopCounterMode`` itself, for four reasons that matter inside a training process: that
     one raises into the model where a formula rejects its arguments or a higher-order operator has
     none; it makes ``torch.compile(fullgraph=True)`` fail; it hooks every module; and it counts the
