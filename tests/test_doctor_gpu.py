@@ -196,6 +196,14 @@ def test_nccl() -> None:
     assert list(gpu.nccl_choices({}, lambda: None)) == []
 
 
+def test_what_nccls_own_file_decides_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.conf"
+    file.write_text("NCCL_SOCKET_IFNAME==eth0\nNCCL_IB_HCA=mlx5_0\n")
+    env = {"NCCL_CONF_FILE": str(file), "NCCL_IB_HCA": ""}
+    _, choice = gpu.nccl_choices(env, lambda: (2, 30, 7))
+    assert choice.finding == f"NCCL_SOCKET_IFNAME==eth0 in {file}"
+
+
 def test_this_machine_can_be_examined() -> None:
     checks = list(gpu.gpus(Settings()))
     assert [check.part for check in checks][:2] == ["NVIDIA driver", "PCIe tree"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables
 from crux_torch.doctor.check import Check
 from crux_torch.fabric import nvml
 from crux_torch.fabric.host import Host, read_nics
@@ -202,16 +203,20 @@ def affinity(report: NvmlReport, tree: PcieTree, host: Host) -> Iterator[Check]:
 def nccl_choices(
     env: Mapping[str, str], version: Callable[[], Any] | None = None
 ) -> Iterator[Check]:
-    """Which NCCL this torch has, and what the environment decides for it."""
+    """Which NCCL this torch has, and what the environment and NCCL's files decide for it."""
     found = (version or _nccl_version)()
     if not found:
         return
     yield Check("NCCL release", "ok", ".".join(map(str, found)))
+    variables = NcclVariables(env)
     for variable, what in NCCL_CHOICES.items():
-        if env.get(variable):
+        chosen = variables.get(variable)
+        if chosen is not None:
+            where = "" if chosen.source == ENVIRONMENT else f" in {chosen.source}"
+            said = f"{variable}={chosen.text}{where}"
             cost = f"{what}: its choice may differ from what `crux host` shows"
-            remedy = f"unset {variable}, where it was not meant"
-            yield Check("NCCL's choices", "missing", f"{variable}={env[variable]}", cost, remedy)
+            remedy = f"unset {variable}{where}, where it was not meant"
+            yield Check("NCCL's choices", "missing", said, cost, remedy)
 
 
 def _nccl_version() -> tuple[int, ...] | None:
