@@ -3,12 +3,12 @@
     python benchmarks/links.py [--minutes M] [--soak-only] [--soak-from FILE] [--quick]
                                [--json FILE] [--out DIR]
 
-``links_driver.cc`` is compiled against ``csrc/links`` and run: no Python and no torch in what is
-measured. The link of the contention is emulated: it serves the chunks of all transfers in turn, as
-one that is shared fairly, 1 ms a chunk. A job above the others sends 20 chunks every 50 ms, the
-lower ones 10 chunks back to back. Its wait is what it waits before and between its chunks. Waits
-are told less the time for which a process was ready and had no core. The run fails where a bound
-does not hold.
+``links_driver.cc`` and ``links_soak.cc`` are compiled with ``csrc/links`` and run: no Python and no
+torch in what is measured. The link of the contention is emulated: it serves the chunks of all
+transfers in turn, as one that is shared fairly, 1 ms a chunk. A job above the others sends 20
+chunks every 50 ms, the lower ones 10 chunks back to back. Its wait is what it waits before and
+between its chunks. Waits are told less the time for which a process was ready and had no core. The
+run fails where a bound does not hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from crux_torch.sim.commands.publish import publish
 from crux_torch.sim.results import Result
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = (Path(__file__).with_name("links_driver.cc"), *sorted((ROOT / "csrc/links").glob("*.cc")))
+SOURCES = (
+    *sorted(Path(__file__).parent.glob("links_*.cc")),
+    *sorted((ROOT / "csrc/links").glob("*.cc")),
+)
 #: Of an operation, in all of this.
 WAIT_MS = 500
 #: Processes of the soak.
