@@ -20,6 +20,9 @@ def attribute(backend: Any, name: str) -> Any:
         AttributeError: the stock backend does not have it either.
     """
     value = getattr(backend.default_inner, name)
+    binds = _BINDS.get(name)
+    if binds is not None:
+        default_switch(backend).refuse(binds)
     changes = _CHANGES.get(name)
     return value if changes is None else functools.partial(changes, backend)
 
@@ -77,6 +80,14 @@ def _perform_nocolor_split(backend: Any, device: Any) -> None:
         inner.perform_nocolor_split(device)
 
 
+#: What binds the script to the current inner backend, which is kept from then on, and why.
+_BINDS = {
+    "_comm_ptr": "the communicator's address was given to the script",
+    "comm_ptr": "the communicator's address was given to the script",
+    # Of ProcessGroupNCCL alone before torch 2.12; later c10d asks every backend.
+    "_start_time_estimate": "operations were estimated, which ranks need not do alike",
+    "_end_time_estimate": "operations were estimated, which ranks need not do alike",
+}
 #: What changes an inner backend, or must meet the same one on all ranks.
 _CHANGES: dict[str, Callable[..., None]] = {
     "_add_ephemeral_timeout": _add_ephemeral_timeout,

@@ -172,18 +172,25 @@ def _registering(register_backend: Callable[..., None]) -> Callable[..., None]:
     """torch's C++ takes whatever bears the type GLOO for a ProcessGroupGloo, without asking.
 
     DDP's logger does so. A stand-in for Gloo is registered as CUSTOM, as any backend of another
-    package; names stay what they are.
+    package, where it is all that the group has. Beside another backend it is registered as
+    UNDEFINED: c10d keeps one backend of a type in a group, and the other may be a CUSTOM one.
+    Names stay what they are.
     """
     types = c10d.ProcessGroup.BackendType
+
+    def kind_in(group: Any, backend: Any) -> Any:
+        if group.name() == "gloo":
+            group._set_default_backend(types.CUSTOM)
+            return types.CUSTOM
+        # torch 2.11 leaves a group of several devices without a default backend as soon as any
+        # package has registered one: then it is UNDEFINED, and this one is found by that.
+        known = any(group._get_backend(device) is backend for device in group._device_types)
+        return types.CUSTOM if known and group.name() == "custom" else types.UNDEFINED
 
     def _register_backend(group: Any, device: Any, kind: Any, *backend: Any) -> None:
         inside = getattr(backend[0], "wrapped_pg", backend[0]) if backend else None
         if kind == types.GLOO and inner_backends.is_delegating(inside):
-            # torch 2.11 leaves a group of several devices without a default backend as soon as
-            # any package has registered one.
-            if group.name() in ("gloo", "undefined"):
-                group._set_default_backend(types.CUSTOM)
-            kind = types.CUSTOM
+            kind = kind_in(group, backend[0])
         register_backend(group, device, kind, *backend)
 
     return _register_backend

@@ -46,10 +46,15 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
     """
     from crux_torch import inner_backends
 
+    if _symmetric_memory() == "NCCL":
+        raise CruxError("symmetric memory is bound to NCCL's communicators")
     stock = type(current)
     wanted = current.options
     options = copy.copy(wanted)
     options.split_from = None
+    # ProcessGroupNCCL takes none for the world only in the first communicator of a process.
+    if not options.global_ranks_in_group:
+        options.global_ranks_in_group = list(range(current.size()))
     options.config.traffic_class = inner_backends.scripts_class(wanted, script_options)
     options = inner_backends.with_nccl_class(options)
     native = store.native(timeout) if hasattr(store, "native") else store
@@ -63,6 +68,14 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
         made = stock(native, current.rank(), current.size(), options, device)
     made.set_timeout(wanted._timeout)
     return made
+
+
+def _symmetric_memory() -> str | None:
+    """The kind of symmetric memory that this process uses on its accelerator, if it is known."""
+    memory: Any = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
+    # torch tells it without a device too.
+    kind = None if memory is None else memory.get_backend(torch.device("cuda"))
+    return None if kind is None else str(kind)
 
 
 MAKERS: dict[str, Maker] = {"gloo": like_gloo, "nccl": like_nccl}

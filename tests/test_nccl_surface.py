@@ -1,0 +1,285 @@
+"""What torch asks of a NCCL backend reaches it, one method at a time.
+
+Read from the torch that is installed: its headers and its Python classes. What a newer torch adds
+fails here until somebody has said what becomes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from crux_torch import passed_on
+from crux_torch.apply import switch_makers
+from crux_torch.errors import CruxError
+
+ROOT = Path(__file__).parents[1]
+HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+
+
+@pytest.fixture(scope="module")
+def fakes() -> None:
+    ok, reason = fake_gpu.available()
+    if not ok:
+        pytest.skip(reason)
+    python("import fake_gpu; fake_gpu.load()", limit_s=600)  # which may have to build them
+
+
+def virtuals(header: str) -> set[str]:
+    text = re.sub(r"//[^\n]*", "", (HEADERS / header).read_text())
+    return set(re.findall(r"virtual\s+[^;{}()]*?(\w+)\s*\(", text))
+
+
+def overridden(header: str) -> set[str]:
+    text = (ROOT / "csrc/process_group" / header).read_text()
+    return set(re.findall(r"\b(\w+)\s*\([^;{]*\)[^;{]*\boverride\b", text))
+
+
+#: Virtual methods of torch's Backend that are left to the base class.
+LEFT_TO_THE_BASE = {
+    "all_gather_single": "calls _allgather_base",
+    "all_gather_single_coalesced": "calls allgather_into_tensor_coalesced",
+    "all_to_all_single": "calls alltoall_base",
+    "gather_single": "calls gather_into_tensor",
+    "reduce_scatter_single": "calls _reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "calls reduce_scatter_tensor_coalesced",
+    "getBoundDeviceId": "setBoundDeviceId keeps it in the base class too",
+    "clone": "of Backend's options, which are the inner backend's",
+}
+
+
+def test_every_virtual_method_of_a_backend_is_passed_on() -> None:
+    asked = virtuals("Backend.hpp")
+    assert {"allreduce", "split", "abort"} <= asked
+    assert asked - overridden("delegating_backend.h") - LEFT_TO_THE_BASE.keys() == set()
+
+
+def test_every_virtual_method_of_a_handle_is_passed_on() -> None:
+    asked = virtuals("Work.hpp")
+    assert {"wait", "getFuture", "isCompleted"} <= asked
+    assert asked - overridden("waited_work.h") == set()
+
+
+#: What only a stock class has, and why it may be asked of the current inner backend as it is.
+ASKED_OF_THE_CURRENT_ONE = {
+    "Options": "a class",
+    "_Options": "a class",
+    "NCCLConfig": "a class",
+    "NCCL_CTA_POLICY_DEFAULT": "a constant",
+    "NCCL_CTA_POLICY_EFFICIENCY": "a constant",
+    "NCCL_CTA_POLICY_ZERO": "a constant",
+    "Device": "a class",
+    "create_device": "of the class",
+    "create_default_device": "of the class",
+    "get_build_nccl_version": "of the class",
+    "get_runtime_nccl_version": "of the class",
+    "options": "the communicator's own; those of the next are copied from them",
+    "uid": "a number of the process for each communicator",
+    "bound_device_id": "the same for all",
+    "get_error": "of what is in use",
+    "comm_split_count": "of what is in use",
+    "_is_initialized": "of what is in use",
+    "_num_active_channels": "of what is in use",
+    "_verify_work_timeout": "of a handle",
+    "_group_start": "of the thread",
+    "_group_end": "of the thread",
+}
+STOCK_CLASSES = [
+    name
+    for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+    if hasattr(torch._C._distributed_c10d, name)
+]
+
+
+@pytest.mark.skipif(not STOCK_CLASSES, reason="this torch has no NCCL")
+@pytest.mark.parametrize("name", STOCK_CLASSES)
+def test_what_only_a_stock_class_has_is_known(name: str) -> None:
+    stock: Any = getattr(torch._C._distributed_c10d, name)
+    base: Any = torch._C._distributed_c10d.Backend
+    own = {a for a in vars(stock) if not a.startswith("__")} - {"_pybind11_conduit_v1_"}
+    # What Backend has too goes through csrc/process_group, or through __getattr__ where it is not
+    # a method of this torch's Backend.
+    own -= set(vars(base))
+    known = ASKED_OF_THE_CURRENT_ONE.keys() | passed_on._CHANGES.keys() | passed_on._BINDS.keys()
+    assert own - known == set()
+    assert not ASKED_OF_THE_CURRENT_ONE.keys() & passed_on._CHANGES.keys()
+
+
+class Switch:
+    device = "cuda"
+
+    def __init__(self) -> None:
+        self.refusals: list[str] = []
+
+    def refuse(self, reason: str) -> None:
+        self.refusals.append(reason)
+
+
+class Delegating:
+    """A delegating backend as far as ``passed_on`` sees it."""
+
+    class default_inner:
+        comm_ptr = 77
+
+        @staticmethod
+        def _comm_ptr() -> int:
+            return 77
+
+        @staticmethod
+        def _start_time_estimate() -> str:
+            return "started"
+
+    def __init__(self) -> None:
+        self.switches = [Switch()]
+
+
+@pytest.mark.parametrize("name", ["comm_ptr", "_comm_ptr"])
+def test_a_communicator_whose_address_was_given_away_is_kept(name: str) -> None:
+    """A switch would free it under the script's own kernels."""
+    made = Delegating()
+    got = passed_on.attribute(made, name)
+    assert (got() if callable(got) else got) == 77
+    assert "address" in made.switches[0].refusals[0]
+
+
+def test_a_group_whose_operations_were_estimated_is_not_switched() -> None:
+    """torch 2.11 estimates past c10d's Backend: the ranks' counts would differ from then on."""
+    made = Delegating()
+    assert passed_on.attribute(made, "_start_time_estimate")() == "started"
+    assert "estimated" in made.switches[0].refusals[0]
+
+
+class Current:
+    """A NCCL backend of the kind that makes its communicator at its first use."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.options, self._rank, self._size = options, rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def _next(current: Any) -> Any:
+    return switch_makers.make_next(current, dist.HashStore(), timedelta(seconds=1))
+
+
+needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+
+
+@needs_nccl
+@pytest.mark.parametrize(
+    ("members", "expected"), [([], [0, 1, 2, 3]), ([4, 6, 7, 9], [4, 6, 7, 9])]
+)
+def test_the_next_communicator_knows_its_members(members: list[int], expected: list[int]) -> None:
+    """The first of a process takes an empty list for the world, later ones read past its end."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options.global_ranks_in_group = members
+    made = _next(Current(None, 1, 4, options))
+    assert list(made.options.global_ranks_in_group) == expected
+    assert list(options.global_ranks_in_group) == members
+
+
+@needs_nccl
+def test_no_switch_while_symmetric_memory_uses_nccls_communicators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its windows are bound to the communicator, and nobody tells which groups have some."""
+    current = Current(None, 0, 1, c10d.ProcessGroupNCCL.Options())
+    monkeypatch.setattr(switch_makers, "_symmetric_memory", lambda: "NCCL")
+    with pytest.raises(CruxError, match="symmetric memory"):
+        _next(current)
+    monkeypatch.setattr(switch_makers, "_symmetric_memory", lambda: "CUDA")
+    _next(current)
+
+
+def python(code: str, limit_s: float = 120) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "tests",
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env={**os.environ, "CRUX_STORE": "none"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_nccl
+def test_what_symmetric_memory_uses_is_asked_of_torch() -> None:
+    python("""
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+from crux_torch.apply import switch_makers
+assert switch_makers._symmetric_memory() != "NCCL"
+_SymmetricMemory.set_backend("NCCL")
+assert switch_makers._symmetric_memory() == "NCCL"
+""")
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("order", ["cpu:gloo,fakegpu:fakenccl", "fakegpu:fakenccl,cpu:gloo"])
+@pytest.mark.parametrize("also", [[], [fake_gpu.NCCL]])
+def test_gloo_beside_another_packages_backend(order: str, also: list[str]) -> None:
+    """c10d keeps one backend of a type in a group: attached, they must be of two."""
+    python(f"""
+import torch, torch.distributed as dist
+import fake_gpu
+fake_gpu.load()
+from crux_torch import backend
+backend.attach(also={also})
+dist.init_process_group("{order}", store=dist.HashStore(), rank=0, world_size=1)
+world = dist.group.WORLD
+cpu, device = (world._get_backend(torch.device(d)) for d in ("cpu", "fakegpu"))
+assert cpu is not device and cpu.name() == "gloo" and device.name() == "nccl2", (cpu, device)
+assert type(cpu).__name__ == "DelegatingBackend"
+assert (type(device).__name__ == "DelegatingBackend") == {bool(also)}
+for place in ("cpu", "fakegpu:0"):
+    tensor = torch.ones(3, device=place)
+    dist.all_reduce(tensor)
+    assert tensor.sum().item() == 3
+group = dist.new_group([0])
+assert group._get_backend(torch.device("fakegpu")).name() == "nccl2"
+dist.destroy_process_group()
+""")
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("legacy", [False, True], ids=["nccl2", "legacy"])
+def test_all_groups_end_in_an_abort(legacy: bool) -> None:
+    """Newer torch aborts them within a block of the world's: what is left in it is no operation."""
+    python(f"""
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+import fake_gpu
+fake_gpu.load()
+fake_gpu.configure(legacy={legacy})
+from crux_torch import backend
+backend.attach(also=[fake_gpu.NCCL])
+dist.init_process_group("fakenccl", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.new_group([0])
+inners = []
+for each in (group, dist.group.WORLD):
+    dist.all_reduce(torch.ones(3, device="fakegpu:0"), group=each)
+    inners.append(each._get_backend(torch.device("fakegpu")).default_inner)
+c10d._abort_process_group()
+assert not dist.is_initialized()
+assert [inner.counters["abort"] for inner in inners] == [1, 1]
+""")
