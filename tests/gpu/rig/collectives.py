@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,12 @@ from rig.part import ALONE, PAIR, Rank, part
 _SUM, _MAX, _PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
 #: Long enough that a missing order between streams shows, s.
 DELAY_S = 0.02
+#: Why groups of another device can't be split.
+SPLITS_CUDA_ALONE = (
+    "this torch splits groups of CUDA devices only"
+    if 'torch.device("cuda")' in inspect.getsource(dist.split_group)
+    else ""
+)
 
 
 def total(size: int, of: float = 1.0) -> float:
@@ -244,7 +251,7 @@ def sub_groups(rank: Rank) -> Any:
     return own, all_of_them, found
 
 
-@part(sizes=(PAIR,), eager=True)
+@part(sizes=(PAIR,), eager=True, needs_cuda=SPLITS_CUDA_ALONE)
 def split_groups(rank: Rank) -> Any:
     """With a communicator bound to its device, new groups are split from it."""
     halves = dist.split_group(split_ranks=[[0], [1]])
