@@ -1,7 +1,9 @@
 # Two commands do everything: `make run` (set up, then the demo) and `make test` (set up, then all tests).
-# TORCH=2.11.0 does the same against another torch, in a copy of this tree under build/.
+# TORCH=2.11.0 does the same against another torch, in a copy of this tree under build/;
+# PYTHON=python3.10 by another Python.
 PYTHON ?= python3
-PYVER := $(shell $(PYTHON) -c 'import sys; print("3.10" if sys.version_info < (3, 11) else "3.11")')
+pyver = $(shell $(1) -c 'import sys; print("3.10" if sys.version_info < (3, 11) else "3.11")')
+PYVER := $(call pyver,$(or $(SYSTEM_PYTHON),$(PYTHON)))
 # The newest torch that there is for this Python.
 DEFAULT_TORCH ?= $(if $(filter 3.10,$(PYVER)),2.14.1,2.15.0)
 TORCH ?= $(DEFAULT_TORCH)
@@ -17,12 +19,18 @@ PYTEST_ARGS ?=
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
-COPY := build/torch-$(TORCH)
+COPY := build/torch-$(TORCH)$(if $(filter 3.10,$(PYVER)),-python3.10)
 setup run test test-rdma test-gpu bench-gpu lint bench evaluation:
 	mkdir -p $(COPY)
 	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
 	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
 else
+
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(call pyver,$(BIN)/python),$(PYVER))
+$(error $(VENV) is of Python $(call pyver,$(BIN)/python): name that with PYTHON=, or take another clone)
+endif
+endif
 
 ifdef SYSTEM_PYTHON
 # Over a Python that has torch; nothing is fetched, what is missing comes from the folder WHEELS.
