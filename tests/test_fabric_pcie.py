@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pcie_layouts as layouts
@@ -249,12 +250,64 @@ def test_paths_are_those_of_the_graph(built: tuple[PcieTree, nx.Graph, list[str]
             assert distance == (Distance.NODE if same else Distance.SYS)
 
 
+def end(address: str, kind: Any, root: str, *bridges: str, GTps: float = 16.0) -> PciDevice:
+    return PciDevice(address, kind, root, bridges, LinkRate(GTps, 16), LinkRate(GTps, 16), 0)
+
+
+def test_bandwidth_goes_before_nearness_as_in_nccl() -> None:
+    """ncclTopoGetLocal takes the NICs with the widest path, and of these the nearest."""
+    near, far = "0000:03:00.0", "0000:43:00.0"
+    switch = ("0000:00:01.0", "0000:01:00.0")
+    below = ("0000:02:00.0", "0000:02:01.0")
+    ends = [
+        end("0000:04:00.0", "gpu", "pci0000:00", *switch, below[0]),
+        end(near, "nic", "pci0000:00", *switch, below[1]),
+        end(far, "nic", "pci0000:40", "0000:40:01.0"),
+    ]
+    tree = PcieTree({device.address: device for device in ends})
+    gpu = ends[0].address
+    assert tree.distance(gpu, near) == Distance.PIX
+    assert tree.distance(gpu, far) == Distance.NODE
+
+    def chosen(near_Bps: float, far_Bps: float) -> str | None:
+        nics = (Nic("a", near_Bps, pci_address=near), Nic("b", far_Bps, pci_address=far))
+        nic = tree.nic_of(gpu, nics)
+        return nic.name if nic is not None else None
+
+    assert chosen(1.25e9, 12.5e9) == "b", "the near one is for management"
+    assert chosen(12.5e9, 12.5e9) == "a"
+    assert chosen(25e9, 50e9) == "a", "more than the GPU's link takes is no advantage"
+
+
+def test_nics_of_one_numa_node_are_as_near_whatever_their_root_bus() -> None:
+    ends = [
+        end("0000:01:00.0", "gpu", "pci0000:00", "0000:00:01.0"),
+        end("0000:02:00.0", "nic", "pci0000:00", "0000:00:02.0"),
+        end("0000:41:00.0", "nic", "pci0000:40", "0000:40:01.0"),
+    ]
+    tree = PcieTree({device.address: device for device in ends})
+    nics = nics_at(tree, 12.5e9)
+    assert tree.nics_of("0000:01:00.0", nics) == nics, "NCCL knows one CPU for a NUMA node"
+
+
 @given(trees())
-def test_a_gpus_nic_is_a_nearest_one_and_gpus_share_them_evenly(
+def test_a_gpus_nic_is_one_that_it_reaches_best_and_gpus_share_them_evenly(
     built: tuple[PcieTree, nx.Graph, list[str]],
 ) -> None:
-    tree, _, _ = built
-    nics = nics_at(tree)
+    tree, graph, _ = built
+    nics = nics_at(tree, 12.5e9)
+    rates = {link.name: link.capacity_Bps or 0.0 for link in tree.links()}
+
+    def reach(gpu: str, nic: str) -> tuple[float, Distance]:
+        edges = [
+            graph.edges[pair] for pair in itertools.pairwise(nx.shortest_path(graph, gpu, nic))
+        ]
+        links_Bps = 0.75 * min(rates[edge["name"]] for edge in edges if edge["name"])
+        distance = tree.distance(gpu, nic)
+        sockets_Bps = 10e9 if distance == Distance.SYS else 12.5e9
+        near = Distance.PHB if distance == Distance.NODE else distance
+        return -min(12.5e9, links_Bps, sockets_Bps), near
+
     taken: dict[tuple[Nic, ...], list[Nic]] = {}
     for gpu in tree.of_kind("gpu"):
         nic = tree.nic_of(gpu, nics)
@@ -263,8 +316,7 @@ def test_a_gpus_nic_is_a_nearest_one_and_gpus_share_them_evenly(
             continue
         assert nic is not None
         assert nic.pci_address is not None
-        far = [tree.distance(gpu, other) for other in tree.of_kind("nic")]
-        assert tree.distance(gpu, nic.pci_address) == min(far)
+        assert reach(gpu, nic.pci_address) == min(reach(gpu, nic) for nic in tree.of_kind("nic"))
         taken.setdefault(tree.nics_of(gpu, nics), []).append(nic)
     for nearest, chosen in taken.items():
         counts = [chosen.count(nic) for nic in nearest]

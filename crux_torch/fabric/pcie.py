@@ -30,6 +30,10 @@ ENCODING = {
     32.0: 128 / 130,
     64.0: 242 / 256,
 }
+#: What NCCL takes a link to carry of its rate after encoding: 12 GB/s for PCIe 3.0 with 16 lanes.
+PAYLOAD = 0.75
+#: What a path between sockets carries for NCCL: 6 to 40 GB/s by the CPU, 10 for Skylake.
+SOCKETS_Bps = 10e9
 #: Widths that a link can have; a device that does not know reports 0, 63 or 255.
 WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 
@@ -248,14 +252,24 @@ class PcieTree:
         return Distance.PIX if at_turn + below <= 1 else Distance.PXB
 
     def nics_of(self, gpu: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
-        """The ``nics`` nearest to a GPU by :class:`Distance`, of these the fastest; none where it
-        is not known where the GPU or any NIC sits."""
-        ranked: dict[tuple[Distance, float], list[Nic]] = {}
+        """The ``nics`` that a GPU reaches best: those with the widest path, and of these the
+        nearest, as NCCL has it (``ncclTopoGetLocal``). None where it is not known where the GPU or
+        any NIC sits."""
+        ranked: dict[tuple[float, Distance], list[Nic]] = {}
         for nic in nics:
             if gpu in self.devices and nic.pci_address in self.devices:
-                key = (self.distance(gpu, nic.pci_address), -(nic.speed_Bps or 0.0))
+                key = self._reach(gpu, nic.pci_address, nic.speed_Bps or 0.0)
                 ranked.setdefault(key, []).append(nic)
         return tuple(ranked[min(ranked)]) if ranked else ()
+
+    def _reach(self, gpu: str, nic: str, speed_Bps: float) -> tuple[float, Distance]:
+        """How well a GPU reaches a NIC: the less the better."""
+        distance = self.distance(gpu, nic)
+        rates = [link.capacity_Bps for link in self.path(gpu, nic)]
+        width_Bps = min([speed_Bps, *(PAYLOAD * rate for rate in rates if rate is not None)])
+        if distance == Distance.SYS:
+            width_Bps = min(width_Bps, SOCKETS_Bps)
+        return -width_Bps, Distance.PHB if distance == Distance.NODE else distance
 
     def nic_of(self, gpu: str, nics: Sequence[Nic]) -> Nic | None:
         """The NIC that a GPU's traffic leaves by: NCCL's choice where nothing overrides it.
