@@ -86,6 +86,34 @@ def test_without_nvlink_a_rank_crosses_the_way_to_its_neighbours(dgx: PcieTree) 
     assert set(partly(ring)) == names(dgx, gpus[0], gpus[1])
 
 
+def test_over_sockets_traffic_takes_the_way_through_the_hosts_memory(tmp_path: Path) -> None:
+    tree = PcieTree.read(layouts.write(tmp_path, layouts.hgx_h100()))
+    gpu, nic = tree.of_kind("gpu")[0], tree.of_kind("nic")[0]
+    spanning = GroupInfo("world", (0, 8), 0)
+    routes = PcieRoutes(tree, gpu, nic, {0: gpu}, frozenset(), direct=False)
+    both = {link.name for end in (gpu, nic) for link in tree.links_above(end)}
+    assert set(routes(spanning)) == both > names(tree, gpu, nic)
+
+
+@pytest.mark.parametrize(
+    ("rdma_device", "env", "direct"),
+    [
+        ("mlx5_0", {}, True),
+        (None, {}, False),
+        ("mlx5_0", {"NCCL_NET": "Socket"}, False),
+        ("mlx5_0", {"NCCL_IB_DISABLE": "1"}, False),
+        ("mlx5_0", {"NCCL_IB_DISABLE": "0"}, True),
+        ("mlx5_0", {"NCCL_NET_GDR_LEVEL": "LOC"}, False),
+        ("mlx5_0", {"NCCL_NET_GDR_LEVEL": "0"}, False),
+        ("mlx5_0", {"NCCL_NET_GDR_LEVEL": "SYS"}, True),
+    ],
+)
+def test_whether_the_nic_reads_the_gpus_memory(
+    rdma_device: str | None, env: dict[str, str], direct: bool
+) -> None:
+    assert link_routes.reads_gpu(Nic("n", 50e9, rdma_device), env) is direct
+
+
 def test_two_jobs_share_a_link_where_the_paper_draws_it(dgx: PcieTree) -> None:
     """Figure 3b: GPUs of different jobs below one PCIe switch, on their way to the NICs."""
     gpus = dgx.of_kind("gpu")
@@ -158,7 +186,7 @@ def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         link_routes,
         "read_nics",
-        lambda: tuple(Nic(f"mlx5_{i}", up_Bps[i], pci_address=nic) for i, nic in enumerate(nics)),
+        lambda: tuple(Nic(f"ib{i}", up_Bps[i], f"mlx5_{i}", nic) for i, nic in enumerate(nics)),
     )
     monkeypatch.setattr(link_routes.PcieTree, "read", lambda: tree)
     device = OwnDevice()

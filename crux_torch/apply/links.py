@@ -71,6 +71,8 @@ class PcieRoutes:
         nic: PCI address of the NIC that its traffic leaves by; None where it isn't known.
         local: PCI address of the GPU of each global rank on this host; None where unknown.
         nvlinked: GPUs that an NVLink or NVSwitch joins to this process's own.
+        direct: whether the NIC reads the GPU's memory; else its traffic goes through the host's,
+            and crosses all that lies between either and the root complex.
     """
 
     tree: PcieTree
@@ -78,6 +80,7 @@ class PcieRoutes:
     nic: str | None
     local: Mapping[int, str | None]
     nvlinked: frozenset[str]
+    direct: bool = True
 
     @property
     def obstacle(self) -> str | None:
@@ -87,16 +90,22 @@ class PcieRoutes:
         if len(group.ranks) < 2:
             return ()
         ends: set[str] = set()
+        found: set[str] = set()
         here = [rank for rank in group.ranks if rank in self.local]
         if len(here) < len(group.ranks) and self.nic is not None:
-            ends.add(self.nic)
+            if self.direct:
+                ends.add(self.nic)
+            else:
+                for end in (self.gpu, self.nic):
+                    found |= {link.name for link in self.tree.links_above(end)}
         mine = group.ranks[group.my_rank]
         if mine in here:
             place = here.index(mine)
             around = (here[place - 1], here[(place + 1) % len(here)])
             addresses = {self.local[rank] for rank in around}
             ends |= {a for a in addresses if a is not None and a not in self.nvlinked}
-        return tuple(sorted({link.name for end in ends for link in self.tree.path(self.gpu, end)}))
+        found |= {link.name for end in ends for link in self.tree.path(self.gpu, end)}
+        return tuple(sorted(found))
 
 
 def nvlinked_with(gpu: Gpu, gpus: Sequence[Gpu]) -> frozenset[str]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from crux_torch.apply.links import HostLinks, PcieRoutes, Routes, StandInRoutes, nvlinked_with
-from crux_torch.fabric.host import Host, read_nics
+from crux_torch.apply.nccl_conf import NcclVariables
+from crux_torch.fabric.host import Host, Nic, read_nics
 from crux_torch.fabric.host_topology import usable_nics
 from crux_torch.fabric.nvml import Gpu, bounded, read_gpus
 from crux_torch.fabric.nvml_device import CudaDevice, current_device, own_gpu, visible_gpus
@@ -82,7 +83,22 @@ def pcie_routes(device: OwnDevice, env: Mapping[str, str]) -> Routes | None:
         nic.pci_address if nic is not None else None,
         local_gpus(gpu, visible_gpus(gpus, env), env),
         nvlinked_with(gpu, gpus),
+        direct=nic is not None and reads_gpu(nic, env),
     )
+
+
+def reads_gpu(nic: Nic, env: Mapping[str, str]) -> bool:
+    """Whether NCCL lets a NIC below a GPU's switch read the GPU's memory itself.
+
+    With RDMA it does, unless its variables say otherwise; that the driver can is taken for granted.
+    """
+    variables = NcclVariables(env)
+    net, level = variables.get("NCCL_NET"), variables.get("NCCL_NET_GDR_LEVEL")
+    if nic.rdma_device is None or (net is not None and net.text.lower() == "socket"):
+        return False
+    if variables.integer("NCCL_IB_DISABLE"):
+        return False
+    return level is None or level.text not in ("LOC", "0")
 
 
 def local_gpus(
