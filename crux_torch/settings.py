@@ -171,6 +171,12 @@ def _ecn(text: str) -> str:
     return value
 
 
+def _timing(text: str) -> str:
+    if text not in ("measuring", "always"):
+        raise ValueError("expected measuring or always")
+    return text
+
+
 def _log_level(text: str) -> str:
     value = text.strip().upper()
     if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -325,6 +331,13 @@ class Settings:
     )
     warmup_iterations: int = _setting(
         "CRUX_WARMUP_ITERATIONS", 3, "iterations that pass before a job is measured", _count
+    )
+    timing: str = _setting(
+        "CRUX_TIMING",
+        "measuring",
+        "when the recorder finds out how long operations take, which costs more than to see that "
+        "they are issued: measuring, or always, as with a trace",
+        _timing,
     )
     lease_s: float = _setting(
         "CRUX_LEASE_S", 6.0, "seconds after which a silent job counts as gone", _positive

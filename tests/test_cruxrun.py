@@ -27,6 +27,7 @@ GOOD = {
     "topology": __file__,
     "log_level": "info",
     "trace": "/tmp/traces",
+    "timing": "always",
     "device_flops": "1e12",
     "profile_iterations": "5",
     "warmup_iterations": "5",

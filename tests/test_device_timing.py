@@ -49,7 +49,7 @@ def recorder() -> Iterator[Any]:
     fake_gpu.release()
     fake_gpu.drain()
     fake_gpu.configure(legacy=False, watchdog_period_s=0.02, timing=False)
-    recorder.enabled = True
+    recorder.enabled = recorder.timing = True
     recorder.drain(1 << 30)
 
 
@@ -251,6 +251,76 @@ def test_a_block_and_its_parts_have_the_blocks_times(recorder: Any, kind: str) -
     assert fake_gpu.violations() == []
 
 
+def test_without_timing_nothing_is_asked_of_the_device(recorder: Any, kind: str) -> None:
+    recorder.timing = False
+    backends = make_pair(recorder, kind)
+    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+
+    def untimed(rank: int) -> None:
+        tensor = ones(rank)
+        work = allreduce(backends[rank], tensor)
+        allreduce(backends[rank], tensor, asynchronous=False)
+        backends[rank]._start_coalescing()
+        allreduce(backends[rank], tensor)
+        wait(backends[rank]._end_coalescing())
+        # NCCL's events are made without timing until somebody wants times.
+        with pytest.raises(RuntimeError, match="timing"):
+            work._get_duration()
+
+    events = fake_gpu.load().timing_events()
+    both(untimed)
+    assert fake_gpu.load().timing_events() == events
+    records = drain(recorder, 4 * SIZE)
+    assert (records["flags"] & Flag.UNTIMED != 0).all()
+    assert (records["end_ns"] == -1).all()
+    assert (records["device_ns"] == -1).all()
+    assert (records["issue_ns"] == records["start_ns"]).all()
+    assert sum(flags & Flag.COALESCED != 0 for flags in records["flags"]) == SIZE
+
+    recorder.timing = True
+    numbered = [len(truth(rank)) for rank in range(SIZE)]
+
+    def timed(rank: int) -> None:
+        tensor = ones(rank)
+        for _ in range(4):
+            wait(allreduce(backends[rank], tensor))
+
+    both(timed)
+    records = drain(recorder, 4 * SIZE)
+    for rank, backend in enumerate(backends):
+        mine = of_rank(records, backend)
+        assert (mine["sequence"] == np.arange(4, 8)).all()
+        check_against(mine[1:], truth(rank)[numbered[rank] :][1:])
+    assert fake_gpu.violations() == []
+
+
+def test_a_block_is_timed_as_it_was_begun(recorder: Any, kind: str) -> None:
+    backends = make_pair(recorder, kind)
+
+    def body(rank: int) -> None:
+        backend = backends[rank]
+        for begins in (True, False):
+            turn.wait()
+            recorder.timing = begins
+            turn.wait()
+            backend._start_coalescing()
+            allreduce(backend, ones(rank, 10))
+            turn.wait()
+            recorder.timing = not begins
+            turn.wait()
+            allreduce(backend, ones(rank, 20))
+            wait(backend._end_coalescing())
+
+    turn = threading.Barrier(SIZE)
+    both(body)
+    records = drain(recorder, 6 * SIZE)
+    for backend in backends:
+        mine = of_rank(records, backend)
+        assert [flags & Flag.UNTIMED != 0 for flags in mine["flags"]] == 3 * [False] + 3 * [True]
+        assert (mine["device_ns"][:3] > 0).all()
+        assert (mine["device_ns"][3:] == -1).all()
+
+
 def test_all_to_all_and_transfers_are_timed(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
 
@@ -332,6 +402,43 @@ def test_operations_in_flight_at_the_end_are_recorded_as_such(recorder: Any, kin
         rec.STATUSES.index("failed"),
         rec.STATUSES.index("incomplete"),
     }
+
+
+def asked() -> int:
+    """How often this extension asked handles whether they have ended."""
+    return sum(n for (method, who), n in fake_gpu.calls().items() if "_C" in who)
+
+
+def test_a_communicator_that_ends_is_not_asked_any_more(recorder: Any) -> None:
+    # ProcessGroupNCCL's handles ask their communicator, also one that was destroyed meanwhile.
+    backends = make_pair(recorder, "polled")
+    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
+    drain(recorder, SIZE)
+    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+    works: list[Any] = [None] * SIZE
+
+    def body(rank: int) -> None:
+        works[rank] = allreduce(backends[rank], ones(rank))
+
+    both(body)
+    time.sleep(0.05)
+    assert asked() > 0
+    for backend in backends:
+        backend.abort()
+    before = asked()
+    time.sleep(0.05)
+    assert asked() == before, fake_gpu.calls()
+    assert (drain(recorder, SIZE)["status"] == rec.STATUSES.index("incomplete")).all()
+
+
+def test_a_shutdown_waits_for_the_last_times(recorder: Any) -> None:
+    backends = make_pair(recorder, "polled")
+    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
+    drain(recorder, SIZE)
+    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    both(lambda rank: (allreduce(backends[rank], ones(rank)), backends[rank].shutdown())[1])
+    records = drain(recorder, SIZE)
+    assert (records["device_ns"] > 0.9e9 * KERNEL_S).all()
 
 
 def test_a_forked_process_leaves_the_parents_device_alone(recorder: Any, kind: str) -> None:

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg
 
 from crux_torch.profile import record as rec
+from crux_torch.profile.record import Flag
 
 _C = pytest.importorskip("crux_torch._C")
 
@@ -40,7 +41,7 @@ def recorder() -> Iterator[Any]:
     recorder.enabled = True
     recorder.drain(1 << 30)
     yield recorder
-    recorder.enabled = True
+    recorder.enabled = recorder.timing = True
     recorder.drain(1 << 30)
 
 
@@ -353,6 +354,52 @@ def test_a_disabled_recorder_records_nothing(fake: Any, recorder: Any) -> None:
     group.allreduce([tensor()]).wait()
     # Operations that were not recorded are not counted either.
     assert drain(recorder, 1)["sequence"].tolist() == [0]
+
+
+def test_without_timing_an_operation_is_recorded_as_it_is_issued(fake: Any, recorder: Any) -> None:
+    group, _ = fake
+    recorder.timing = False
+    for name, (op, call, nbytes, peer) in CASES.items():
+        work = call(group)
+        # Nobody waited, and nothing is done with the handle.
+        (row,) = drain(recorder, 1)
+        assert (rec.OPS[row["op"]], row["bytes"], row["peer"]) == (op, nbytes, peer), name
+        assert row["flags"] & Flag.UNTIMED, name
+        assert row["issue_ns"] == row["start_ns"] > 0, name
+        assert row["end_ns"] == row["device_ns"] == -1, name
+        assert rec.STATUSES[row["status"]] == "ok", name
+        work.wait()
+        assert recorder.drain(1) == b"", name
+    recorder.timing = True
+    group.allreduce([tensor()]).wait()
+    (row,) = drain(recorder, 1)
+    assert not row["flags"] & Flag.UNTIMED
+    assert row["end_ns"] >= row["issue_ns"]
+    # The numbers went on.
+    transfers = sum(op in ("send", "recv") for op, *_ in CASES.values())
+    assert row["sequence"] == len(CASES) - transfers
+
+
+def test_what_was_issued_with_timing_is_timed_when_it_ends_without(
+    fake: Any, recorder: Any
+) -> None:
+    work = fake[0].send([tensor()], 0, 0)
+    recorder.timing = False
+    work.wait()
+    (row,) = drain(recorder, 1)
+    assert not row["flags"] & Flag.UNTIMED
+    assert row["end_ns"] >= row["issue_ns"]
+
+
+def test_a_refused_call_is_recorded_without_timing_too(recorder: Any) -> None:
+    recorder.timing = False
+    group, _ = group_over(
+        _C.DelegatingBackend("fake", RANK, SIZE, recorder), fake_backend(error_on_collective=True)
+    )
+    with pytest.raises(RuntimeError, match="error"):
+        group.allreduce([tensor()])
+    (row,) = drain(recorder, 1)
+    assert rec.STATUSES[row["status"]] == "failed"
 
 
 def test_what_was_issued_before_disabling_is_still_recorded(fake: Any, recorder: Any) -> None:

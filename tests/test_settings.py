@@ -81,6 +81,7 @@ def test_an_empty_variable_means_the_default():
         ("CRUX_PORTS", "20000-65536"),
         ("CRUX_SWITCH_TIMEOUT_S", "0"),
         ("CRUX_TRANSPORT", "later"),
+        ("CRUX_TIMING", "never"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(variable, text):

@@ -60,6 +60,7 @@ class Flag:
     COALESCED = 2  # part of a coalesced group: only the group's times are known
     DEVICE_CLOCK = 4  # start_ns is when the device's stream came to it, by the device's clock
     SYNCHRONOUS = 8  # the caller, or the stream that it issues on, waits for its end at once
+    UNTIMED = 16  # issued while the recorder did not time: nothing else is known of it
 
 
 Records = NDArray[np.void]

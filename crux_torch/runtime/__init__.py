@@ -142,6 +142,7 @@ def status() -> dict[str, Any]:
             "recorded": recorder.recorded,
             "dropped": recorder.dropped,
             "captured": recorder.captured,
+            "timing": recorder.timing,
             "capacity": recorder.capacity,
             "groups": len(recorder.groups()),
         }

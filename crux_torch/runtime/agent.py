@@ -310,6 +310,8 @@ class Agent:
         if heard == (order.incarnation, order.turn):
             return
         if heard is not None and heard[0] != order.incarnation:
+            if self._measuring is not None:
+                self._meter.give_up()
             self._measuring, self._answered = None, 0
         self._order, self._heard_at_s = order, now
         self._heard = order.incarnation, order.turn

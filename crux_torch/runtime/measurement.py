@@ -29,6 +29,9 @@ SETTLE_S = 0.2
 class Meter:
     """Everything that one rank measures of itself; one background thread owns it.
 
+    Between measurements only what is issued is recorded, not when it runs: that is all that a
+    change of the job's traffic is seen by, and costs a fraction. A trace is of everything.
+
     Args:
         recorder: the process's recorder (``crux_torch._C.Recorder``).
         settings: how long a measurement may take.
@@ -53,6 +56,7 @@ class Meter:
         self.flops = FlopMeter(self.marks)
         self.device = DeviceMeter(device or OwnDevice(), settings.device_flops)
         self.network = NetworkMeter()
+        self._always_times = bool(settings.trace) or settings.timing == "always"
         self._unlisten: Callable[[], None] | None = None
         self._begin_ns = 0
         self._dropped_before = 0
@@ -62,13 +66,15 @@ class Meter:
 
         On the training thread.
         """
+        self._recorder.timing = self._always_times
         self.marks.install()
         self.flops.install()
         if self._unlisten is None:
             self._unlisten = self.marks.add_listener(lambda mark_ns: self.device.look())
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away, and leave the recorder as it was found."""
+        self._recorder.timing = True
         self.flops.remove()
         self.marks.remove()
         if self._unlisten is not None:
@@ -120,6 +126,7 @@ class Meter:
 
     def begin(self) -> None:
         """Start a measurement: only what is issued from now on, less the settling, counts."""
+        self._recorder.timing = True
         self._begin_ns = time.monotonic_ns() + round(SETTLE_S * 1e9)
         self._dropped_before = self._recorder.dropped + self.window.dropped
         self.device.begin()
@@ -132,8 +139,14 @@ class Meter:
         enough = len(self.marks.marks_ns(self._begin_ns)) >= self._settings.profile_iterations + 2
         return enough or elapsed_s >= self._settings.profile_s
 
+    def give_up(self) -> None:
+        """End the measurement without a look at what it saw."""
+        self._recorder.timing = self._always_times
+        self.network.end()
+
     def finish(self) -> RankSample | None:
         """End the measurement; None where it saw too little to say anything."""
+        self._recorder.timing = self._always_times
         network = self.network.end()
         self.drain()
         self.window.forget_before(self._begin_ns)

@@ -41,6 +41,7 @@ void bind_recorder(py::module_& module) {
           py::arg("max"))
       .def("groups", &Recorder::groups)
       .def_property("enabled", &Recorder::enabled, &Recorder::set_enabled)
+      .def_property("timing", &Recorder::timing, &Recorder::set_timing)
       .def_property_readonly("recorded", &Recorder::recorded)
       .def_property_readonly("dropped", &Recorder::dropped)
       .def_property_readonly("captured", &Recorder::captured)

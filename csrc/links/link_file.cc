@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 
@@ -21,8 +22,10 @@ constexpr off_t kInUse = 1 << 20;
 constexpr int kTries = 200;
 constexpr std::chrono::milliseconds kPause{1};
 
-// What a forked child closes; it may not allocate or lock.
+// What a forked child closes; it may not allocate.
 std::array<std::atomic<int>, 256> open_descriptors{};
+// Held from before a file is open until it is noted there, and as it is closed; and by a fork.
+std::mutex opening;
 
 void note(int descriptor, bool open) noexcept {
   for (auto& cell : open_descriptors) {
@@ -74,7 +77,6 @@ LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const 
       std::this_thread::sleep_for(kPause);
     }
     map(size);
-    note(descriptor_, true);
   } catch (...) {
     close();
     throw;
@@ -83,14 +85,17 @@ LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const 
 
 LinkFile::~LinkFile() {
   if (memory_) munmap(memory_, size_);
-  if (descriptor_ >= 0) note(descriptor_, false);
   close();
 }
 
 void LinkFile::open_checked(size_t size) {
   constexpr mode_t kMode = S_IRUSR | S_IWUSR;
-  descriptor_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kMode);
-  if (descriptor_ < 0) fail_call(path_, "open", errno);
+  {
+    const std::lock_guard<std::mutex> lock(opening);
+    descriptor_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kMode);
+    if (descriptor_ < 0) fail_call(path_, "open", errno);
+    note(descriptor_, true);
+  }
   struct stat found{};
   if (fstat(descriptor_, &found) != 0) fail_call(path_, "fstat", errno);
   if (!S_ISREG(found.st_mode)) fail(path_, "not a regular file");
@@ -117,8 +122,11 @@ void LinkFile::map(size_t size) {
 }
 
 void LinkFile::close() noexcept {
+  if (descriptor_ < 0) return;
+  const std::lock_guard<std::mutex> lock(opening);
+  note(descriptor_, false);
   // Its locks go with it.
-  if (descriptor_ >= 0) (void)::close(descriptor_);
+  (void)::close(descriptor_);
   descriptor_ = -1;
 }
 
@@ -157,7 +165,12 @@ void LinkFile::disuse() noexcept {
   (void)lock(descriptor_, F_UNLCK, kInUse);
 }
 
-void LinkFile::close_all_in_child() noexcept {
+void LinkFile::before_fork() noexcept { opening.lock(); }
+
+void LinkFile::after_fork_in_parent() noexcept { opening.unlock(); }
+
+void LinkFile::after_fork_in_child() noexcept {
+  opening.unlock();
   for (auto& cell : open_descriptors) {
     const int descriptor = cell.exchange(0) - 1;
     if (descriptor >= 0) (void)::close(descriptor);

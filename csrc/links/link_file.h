@@ -34,8 +34,11 @@ class LinkFile {
   void disuse() noexcept;
   bool use() noexcept;
 
-  // In a forked child, that its parent's locks go with the parent: they belong to the descriptor.
-  static void close_all_in_child() noexcept;
+  // Around a fork: no file is being opened or closed in it, and the child closes all that are open,
+  // so that its parent's locks go with the parent. They belong to the descriptor.
+  static void before_fork() noexcept;
+  static void after_fork_in_parent() noexcept;
+  static void after_fork_in_child() noexcept;
 
  private:
   void open_checked(size_t size);

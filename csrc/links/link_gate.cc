@@ -20,7 +20,7 @@ void leave_to_the_parent() noexcept {
   generation.fetch_add(1);
   set_gate(nullptr);
   process_gate.store(nullptr);
-  LinkFile::close_all_in_child();
+  LinkFile::after_fork_in_child();
 }
 
 uint64_t hash_of(const std::string& text) noexcept {
@@ -32,7 +32,8 @@ uint64_t hash_of(const std::string& text) noexcept {
 }  // namespace
 
 LinkGate& LinkGate::process() {
-  static const int error = pthread_atfork(nullptr, nullptr, leave_to_the_parent);
+  static const int error =
+      pthread_atfork(LinkFile::before_fork, LinkFile::after_fork_in_parent, leave_to_the_parent);
   if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
   LinkGate* gate = process_gate.load();
   if (gate) return *gate;

@@ -57,7 +57,8 @@ class CompletionTable {
       const std::lock_guard<std::mutex> lock(mutex_);
       node = pending_.extract(key);
       if (node.empty()) {
-        // What was issued while nobody recorded completes here too.
+        // What was issued while nobody recorded, or timed, completes here too.
+        if (!recorder_.timing()) return;
         if (early_.size() >= kMaxEarly) early_.clear();
         early_[key] = device_ns;
         return;

@@ -128,7 +128,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
   std::optional<InnerSwitch::Ticket> own;
   InnerSwitch::Ticket& ticket = enter(inners, device, call, own);
   Inner& inner = *ticket.inner();
-  const bool records = recorder_.enabled();
+  const bool records = recorder_.enabled() && !estimating_;
   DeviceWatch* const watch = inner.watch(device);
   if (watch) watch->drop_handles();
   if (watch && watch->is_capturing()) {
@@ -139,14 +139,21 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
   }
   inners.before_issue(ticket);
   GateTicket gated = pass_gate(inners, call);
-  std::unique_ptr<DeviceOperation> operation;
+  std::optional<DeviceOperation> operation;
   Record record;
   if (records) {
-    operation = std::make_unique<DeviceOperation>();
-    operation->whole = record = begin(call, device.type());
-    operation->watch = watch;
-    // The parts of a block run when it ends.
-    if (watch && !coalescing_) operation->mark = watch->mark();
+    record = begin(call, device.type());
+    if (is_part(call)) record.flags |= kInCoalescedGroup;
+    if (is_timed()) {
+      operation.emplace();
+      operation->whole = record;
+      operation->watch = watch;
+      if (watch) inner.enable_timing();
+      // The parts of a block run when it ends.
+      if (watch && !is_part(call)) operation->mark = watch->mark(record.issue_ns);
+    } else {
+      record.flags |= kUntimed;
+    }
   }
   WorkPtr work;
   try {
@@ -158,45 +165,34 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
     if (records) recorder_.push(record);
     throw;
   }
-  if (!records && !gated) return work;
+  if (records && !operation) recorder_.push(record);
+  if (!operation && !gated) return work;
+  const bool timed = operation.has_value();
   try {
     return finish_later(inner, call, std::move(operation), watch, work, std::move(gated));
   } catch (const std::exception&) {
     // The operation is under way: that its handle has no future is not the caller's trouble.
     record.status = Status::kIncomplete;
-    if (records) recorder_.push(record);
+    if (timed) recorder_.push(record);
     return work;
   }
 }
 
-DelegatingBackend::WorkPtr DelegatingBackend::finish_later(
-    Inner& inner, const Call& call, std::unique_ptr<DeviceOperation> operation, DeviceWatch* watch,
-    const WorkPtr& work, GateTicket&& gated) {
-  if (operation && coalescing_) {
+DelegatingBackend::WorkPtr DelegatingBackend::finish_later(Inner& inner, const Call& call,
+                                                           std::optional<DeviceOperation> operation,
+                                                           DeviceWatch* watch, const WorkPtr& work,
+                                                           GateTicket&& gated) {
+  if (operation && is_part(call)) {
     coalesced_.push_back(operation->whole);
-    coalesced_.back().flags |= kInCoalescedGroup;
     return work;
   }
   if (operation) operation->parts.swap(coalesced_);
   if (inner.completion == Completion::kFuture && work) {
-    return finish_by_future(call, operation.get(), work, std::move(gated));
-  }
-  DeviceWatch::Watched watched;
-  watched.owner = &inner;
-  watched.work = work;
-  watched.gated = std::move(gated);
-  watched.lane = is_transfer(call.op) ? call.peer : Lanes::kCollectives;
-  watched.lanes = inner.lanes;
-  if (!work && watch) {
-    // Without a handle it runs on the stream that it was issued on.
-    watched.end = watch->mark();
-    if (operation) operation->whole.flags |= kSynchronous;
+    return finish_by_future(call, std::move(operation), work, std::move(gated));
   }
   const bool is_told_by_hook = inner.completion == Completion::kHook && work;
-  const bool is_timed = watched.end || (work && inner.completion == Completion::kPolled);
-  if (watch && operation && is_timed && !is_told_by_hook) watched.operation = std::move(operation);
-  if (watch && (work || watched.end) && (watched.operation || watched.gated)) {
-    watch->watch(std::move(watched));
+  if (watch && (gated || !is_told_by_hook)) {
+    hand_over(inner, call, operation, *watch, work, std::move(gated));
   }
   if (!operation) return work;
 #ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
@@ -210,10 +206,36 @@ DelegatingBackend::WorkPtr DelegatingBackend::finish_later(
   return work;
 }
 
-DelegatingBackend::WorkPtr DelegatingBackend::finish_by_future(const Call& call,
-                                                               DeviceOperation* operation,
-                                                               const WorkPtr& work,
-                                                               GateTicket&& gated) {
+void DelegatingBackend::hand_over(Inner& inner, const Call& call,
+                                  std::optional<DeviceOperation>& operation, DeviceWatch& watch,
+                                  const WorkPtr& work, GateTicket&& gated) {
+  DeviceWatch::Watched watched;
+  watched.owner = &inner;
+  watched.work = work;
+  watched.op = call.op;
+  watched.bytes = call.bytes;
+  watched.gated = std::move(gated);
+  watched.lane = is_transfer(call.op) ? call.peer : Lanes::kCollectives;
+  watched.lanes = inner.lanes;
+  if (!work) {
+    // Without a handle it runs on the stream that it was issued on.
+    watched.end = watch.mark(monotonic_ns());
+    if (operation) operation->whole.flags |= kSynchronous;
+  }
+  const bool has_duration =
+      work ? inner.completion == Completion::kPolled && inner.enable_timing() : bool(watched.end);
+  if (operation && has_duration) {
+    watched.operation = std::make_unique<DeviceOperation>(std::move(*operation));
+    operation.reset();
+  }
+  if ((work || watched.end) && (watched.operation || watched.gated)) {
+    watch.watch(std::move(watched));
+  }
+}
+
+DelegatingBackend::WorkPtr DelegatingBackend::finish_by_future(
+    const Call& call, std::optional<DeviceOperation> operation, const WorkPtr& work,
+    GateTicket&& gated) {
   Recorder* const recorder = operation ? &recorder_ : nullptr;
   Record whole = operation ? operation->whole : Record();
   if (!call.has_future) {
@@ -248,19 +270,22 @@ void DelegatingBackend::startCoalescing() {
   } else {
     inner->startCoalescing();
   }
-  coalescing_ = recorder_.enabled();
+  coalescing_ = !recorder_.enabled() ? Coalescing::kNo
+                : recorder_.timing() ? Coalescing::kTimed
+                                     : Coalescing::kUntimed;
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::endCoalescing() {
-  coalescing_ = false;
   try {
     const bool begun = block_ && block_->ticket;
     const c10::Device device = begun ? block_->device : c10::Device(default_device());
     WorkPtr work = record(device, {Op::kCoalesced, 0},
                           [](c10d::Backend& inner) { return inner.endCoalescing(); });
+    coalescing_ = Coalescing::kNo;
     block_.reset();
     return work;
   } catch (...) {
+    coalescing_ = Coalescing::kNo;
     block_.reset();
     flush_coalesced(Status::kFailed);
     throw;

@@ -104,6 +104,9 @@ class DelegatingBackend final : public c10d::Backend {
   BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                     const OptionsPtr& opts_override) override;
 
+  // Operations are simulated, by this rank alone: they go to no other inner backend, and leave no
+  // record. For backends whose estimation isn't part of c10d's interface.
+  void set_estimating(bool estimating) noexcept { estimating_ = estimating; }
   bool supportsTimeEstimation() const override { return default_inner()->supportsTimeEstimation(); }
 #ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
   void startTimeEstimate() override;
@@ -221,11 +224,23 @@ class DelegatingBackend final : public c10d::Backend {
     }
   }
   WorkPtr run(c10::Device device, const Call& call, IssueRef issue);
+  // Whether it is a part of a block, which the device runs as one.
+  bool is_part(const Call& call) const {
+    return coalescing_ != Coalescing::kNo && call.op != Op::kCoalesced;
+  }
+  bool is_timed() const {
+    // A block is timed as it was begun.
+    if (coalescing_ != Coalescing::kNo) return coalescing_ == Coalescing::kTimed;
+    return recorder_.timing();
+  }
   // Without an operation it only leaves the gate.
-  WorkPtr finish_later(Inner& inner, const Call& call, std::unique_ptr<DeviceOperation> operation,
+  WorkPtr finish_later(Inner& inner, const Call& call, std::optional<DeviceOperation> operation,
                        DeviceWatch* watch, const WorkPtr& work, GateTicket&& gated);
-  WorkPtr finish_by_future(const Call& call, DeviceOperation* operation, const WorkPtr& work,
-                           GateTicket&& gated);
+  WorkPtr finish_by_future(const Call& call, std::optional<DeviceOperation> operation,
+                           const WorkPtr& work, GateTicket&& gated);
+  // Hands an operation that isn't told by a hook to the device's watch, or only its passage.
+  void hand_over(Inner& inner, const Call& call, std::optional<DeviceOperation>& operation,
+                 DeviceWatch& watch, const WorkPtr& work, GateTicket&& gated);
   // Records what was issued since startCoalescing, where no handle tells when it ends.
   void flush_coalesced(Status status);
 
@@ -235,11 +250,11 @@ class DelegatingBackend final : public c10d::Backend {
   std::map<Device, std::shared_ptr<InnerSwitch>> inners_;
   std::atomic<uint64_t> collectives_{0};
   std::atomic<uint64_t> transfers_{0};
-  // Operations are simulated, by this rank alone.
   bool estimating_ = false;
   // Between startCoalescing and endCoalescing, which one thread calls.
   std::optional<Block> block_;
-  bool coalescing_ = false;
+  enum class Coalescing : uint8_t { kNo, kUntimed, kTimed };
+  Coalescing coalescing_ = Coalescing::kNo;
   std::vector<Record> coalesced_;
   // The last group that was split from this one or merged with it.
   std::string derived_name_;

@@ -271,6 +271,7 @@ at::Tensor DelegatingBackend::allocateTensor(long size, at::TensorOptions option
 void DelegatingBackend::abort() {
   for (const auto& inners : switches()) {
     inners->let_go();
+    inners->unwatch(std::chrono::milliseconds(0));
     inners->apply([](c10d::Backend& inner) { inner.abort(); });
   }
 }
@@ -278,6 +279,7 @@ void DelegatingBackend::abort() {
 void DelegatingBackend::shutdown() {
   for (const auto& inners : switches()) {
     inners->let_go();
+    inners->unwatch(kUnwatchPatience);
     inners->apply([](c10d::Backend& inner) { inner.shutdown(); });
   }
 }

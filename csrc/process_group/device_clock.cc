@@ -59,7 +59,7 @@ int64_t DeviceClock::Mark::since_ns(const Mark& earlier) const noexcept {
   }
 }
 
-DeviceClock::Mark DeviceClock::mark(const c10::Stream& stream, bool& looks) {
+DeviceClock::Mark DeviceClock::mark(const c10::Stream& stream, int64_t now_ns, bool& looks) {
   Mark made;
   bool anchors = false;
   {
@@ -69,9 +69,8 @@ DeviceClock::Mark DeviceClock::mark(const c10::Stream& stream, bool& looks) {
       made.event_.emplace(std::move(pool_.back()));
       pool_.pop_back();
     }
-    const int64_t now = monotonic_ns();
-    if (now >= next_anchor_ns_ && !candidate_ && !looking_) {
-      next_anchor_ns_ = now + kAnchorPeriod_ns;
+    if (now_ns >= next_anchor_ns_ && !candidate_ && !looking_) {
+      next_anchor_ns_ = now_ns + kAnchorPeriod_ns;
       anchors = true;
     }
   }

@@ -68,7 +68,7 @@ class DeviceClock {
 
   // The end of what is on the stream so far, which must not be in a capture. `looks` becomes true
   // where look() is to be called now and until it returns false. Throws where the device refuses.
-  Mark mark(const c10::Stream& stream, bool& looks);
+  Mark mark(const c10::Stream& stream, int64_t now_ns, bool& looks);
 
   // For one thread: looks whether the device has reached the place that is to be the next anchor.
   // Returns whether it is still to be looked at.

@@ -69,12 +69,17 @@ int drop_all_handles(void*) {
   return 0;
 }
 
-// What a handle alone keeps alive: memory that the script has given back. `references` are those
-// that the handle has to each of its outputs.
-int64_t held_bytes(c10d::Work& work, size_t references) {
+// What a handle alone keeps alive: memory that the script has given back.
+int64_t held_bytes(const DeviceWatch::Watched& watched) {
+  // A block's handle keeps no outputs, and ProcessGroupNCCL's dereferences a null pointer when it
+  // is asked for them. It gathers and scatters lists of unequal sizes in such blocks too.
+  if (watched.op == Op::kCoalesced) return 0;
+  if (watched.op == Op::kAllgather || watched.op == Op::kReduceScatter) return watched.bytes;
+  // Handles that must be asked are ProcessGroupNCCL's: they have a future of the same outputs.
+  const size_t references = watched.operation ? 2 : 1;
   int64_t bytes = 0;
   try {
-    for (const at::Tensor& tensor : work.result()) {
+    for (const at::Tensor& tensor : watched.work->result()) {
       if (!tensor.has_storage() || tensor.storage().use_count() > 1) continue;
       // This copy is one more, and so is Python's object, which lives as long as the tensor does.
       const c10::impl::PyObjectSlot& slot = *tensor.unsafeGetTensorImpl()->pyobj_slot();
@@ -100,8 +105,14 @@ DeviceWatch& DeviceWatch::of(c10::Device device) {
   return *watch;
 }
 
-void DeviceWatch::forget(const void* owner) noexcept {
-  for (DeviceWatch* watch : all_watches()) watch->forget_here(owner);
+void DeviceWatch::forget(const void* owner, std::chrono::milliseconds patience) noexcept {
+  const auto limit = std::chrono::steady_clock::now() + patience;
+  for (DeviceWatch* watch : all_watches()) {
+    while (watch->is_watching(owner) && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::sleep_for(kWatchPeriod);
+    }
+    watch->forget_here(owner);
+  }
 }
 
 void DeviceWatch::stop_all() noexcept {
@@ -117,12 +128,12 @@ bool DeviceWatch::is_capturing() const noexcept {
   }
 }
 
-DeviceClock::Mark DeviceWatch::mark() noexcept {
+DeviceClock::Mark DeviceWatch::mark(int64_t now_ns) noexcept {
   if (generation_ != fork_generation()) return {};
   try {
     const c10::impl::VirtualGuardImpl guard(device_.type());
     bool looks = false;
-    DeviceClock::Mark made = clock_.mark(guard.getStream(device_), looks);
+    DeviceClock::Mark made = clock_.mark(guard.getStream(device_), now_ns, looks);
     if (looks) {
       const std::lock_guard<std::mutex> lock(mutex_);
       urgent_ = true;
@@ -311,8 +322,7 @@ void DeviceWatch::let_go_of_memory(std::vector<WorkPtr>& dropped) {
   for (Watched& watched : watched_) {
     watched.held_bytes = 0;
     if (!watched.work || watched.work.use_count() != 1) continue;
-    // Handles that must be asked are ProcessGroupNCCL's: they have a future of the same outputs.
-    watched.held_bytes = held_bytes(*watched.work, watched.operation ? 2 : 1);
+    watched.held_bytes = held_bytes(watched);
     held += watched.held_bytes;
   }
   for (auto it = watched_.begin(); held > kHeldBytes && it != watched_.end();) {
@@ -325,6 +335,15 @@ void DeviceWatch::let_go_of_memory(std::vector<WorkPtr>& dropped) {
     dropped.push_back(std::move(it->work));
     it = watched_.erase(it);
   }
+}
+
+bool DeviceWatch::is_watching(const void* owner) {
+  const auto owned = [&](const Watched& watched) { return watched.owner == owner; };
+  const std::lock_guard<std::mutex> in_pass(passing_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (stopping_) return false;
+  return std::any_of(watched_.begin(), watched_.end(), owned) ||
+         std::any_of(incoming_.begin(), incoming_.end(), owned);
 }
 
 void DeviceWatch::forget_here(const void* owner) {

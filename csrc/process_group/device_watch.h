@@ -38,6 +38,9 @@ class DeviceWatch {
     // Whose forget() ends the watch: a backend must be there while its handles are asked.
     const void* owner = nullptr;
     WorkPtr work;
+    // What it is a handle of, and that record's bytes.
+    Op op = Op::kUnknown;
+    int64_t bytes = 0;
     DeviceClock::Mark end;
     // Left as soon as the operation has ended; its passage makes the watch a close one.
     GateTicket gated;
@@ -53,8 +56,9 @@ class DeviceWatch {
   // Of this process, never destroyed; a device without an index is the current one. Throws
   // c10::Error where there is no such type of device.
   static DeviceWatch& of(c10::Device device);
-  // Ends the watch over all operations of `owner`, which are asked a last time.
-  static void forget(const void* owner) noexcept;
+  // Ends the watch over all operations of `owner`, which are asked a last time: when they have all
+  // ended, or after `patience`. Call it without the GIL.
+  static void forget(const void* owner, std::chrono::milliseconds patience) noexcept;
   // Before Python ends: from then on, a tensor of its that is dropped here would end the thread.
   static void stop_all() noexcept;
 
@@ -70,7 +74,7 @@ class DeviceWatch {
   // Whether what is issued now goes into a graph, or is taken for that.
   bool is_capturing() const noexcept;
   // A mark on the current stream; an empty one where the device refuses.
-  DeviceClock::Mark mark() noexcept;
+  DeviceClock::Mark mark(int64_t now_ns) noexcept;
   void watch(Watched&& watched);
   // An operation whose duration is known. From any thread; quick.
   void measured(DeviceOperation&& operation, std::shared_ptr<Lanes> lanes, int64_t device_ns);
@@ -94,6 +98,7 @@ class DeviceWatch {
   bool poll(Watched& watched);
   void poll_all(std::vector<WorkPtr>& ended);
   void let_go_of_memory(std::vector<WorkPtr>& dropped);
+  bool is_watching(const void* owner);
   void forget_here(const void* owner);
   // Keeps the handles until a thread that may drop them comes by.
   void lay_aside(std::vector<WorkPtr>&& handles);

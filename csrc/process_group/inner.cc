@@ -15,12 +15,6 @@ Inner::Inner(c10::intrusive_ptr<c10d::Backend> made, c10::DeviceType device, int
     completion = Completion::kFuture;
     return;
   }
-  try {
-    backend->enableCollectivesTiming();
-    completion = Completion::kPolled;
-  } catch (const std::exception&) {
-    // A backend without durations: whoever else tells ends, tells them.
-  }
 #ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
   if (!backend->supportsCompletionHooks()) return;
   completion = Completion::kHook;
@@ -38,6 +32,18 @@ Inner::Inner(c10::intrusive_ptr<c10d::Backend> made, c10::DeviceType device, int
 #endif
 }
 
+bool Inner::enable_timing() {
+  std::call_once(timing_once_, [this] {
+    try {
+      backend->enableCollectivesTiming();
+      has_durations_ = true;
+    } catch (const std::exception&) {
+      // A backend without durations: whoever else tells ends, tells them.
+    }
+  });
+  return has_durations_;
+}
+
 DeviceWatch* Inner::watch(c10::Device device) const noexcept {
   if (completion == Completion::kFuture) return nullptr;
   DeviceWatch* found = last_watch_.load(std::memory_order_relaxed);
@@ -51,6 +57,13 @@ DeviceWatch* Inner::watch(c10::Device device) const noexcept {
   return found;
 }
 
+void Inner::unwatch(std::chrono::milliseconds patience) const noexcept {
+  if (completion == Completion::kFuture) return;
+  // A handle that is being asked may run callbacks of Python's.
+  const GilRelease release;
+  DeviceWatch::forget(this, patience);
+}
+
 Inner::~Inner() {
 #ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
   if (completion == Completion::kHook) {
@@ -61,11 +74,7 @@ Inner::~Inner() {
     }
   }
 #endif
-  if (completion != Completion::kFuture) {
-    // A handle that is being asked may run callbacks of Python's.
-    const GilRelease release;
-    DeviceWatch::forget(this);
-  }
+  unwatch(std::chrono::milliseconds(0));
   tear_down([backend = std::move(backend)]() mutable { backend.reset(); });
 }
 

@@ -95,14 +95,22 @@ void InnerSwitch::forget_last(const Inner* inner) {
   last_inner_.store(nullptr);
 }
 
-void InnerSwitch::apply(const Setting& setting) const {
+std::vector<std::shared_ptr<Inner>> InnerSwitch::inners() const {
   std::vector<std::shared_ptr<Inner>> all = point_.in_use();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (retired_) all.push_back(retired_);
     all.insert(all.end(), kept_.begin(), kept_.end());
   }
-  for (const auto& inner : all) setting(*inner->backend);
+  return all;
+}
+
+void InnerSwitch::unwatch(std::chrono::milliseconds patience) const {
+  for (const auto& inner : inners()) inner->unwatch(patience);
+}
+
+void InnerSwitch::apply(const Setting& setting) const {
+  for (const auto& inner : inners()) setting(*inner->backend);
 }
 
 void InnerSwitch::configure(const std::string& name, Setting setting) {
@@ -235,6 +243,7 @@ void InnerSwitch::release() {
   if (!retired) return;
   forget_last(retired.get());
   if (retired->in_graph.load()) return;
+  retired->unwatch(kUnwatchPatience);
   retired->backend->shutdown();
 }
 

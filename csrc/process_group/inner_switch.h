@@ -17,6 +17,9 @@
 
 namespace crux {
 
+// How long the end of a communicator waits for the times of its last operations.
+constexpr std::chrono::milliseconds kUnwatchPatience{1000};
+
 class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
  public:
   using Point = SwitchPoint<Inner>;
@@ -51,6 +54,8 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
 
   // The current inner backend; throws c10::Error once closed.
   BackendPtr backend() const;
+  // Ends the watch over the operations of all: see Inner::unwatch.
+  void unwatch(std::chrono::milliseconds patience) const;
   // Done to all inner backends that there are.
   void apply(const Setting& setting) const;
   // Done to all, and to each that is made later, in the order in which the names came up; a later
@@ -90,6 +95,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
  private:
   using Settings = std::vector<std::pair<std::string, std::shared_ptr<const Setting>>>;
 
+  std::vector<std::shared_ptr<Inner>> inners() const;
   Ticket cleared(Ticket ticket);
   // Returns the number of changes that it took into account.
   uint64_t configure_like_current(c10d::Backend& next) const;

@@ -62,6 +62,7 @@ enum Flag : uint8_t {
   kInCoalescedGroup = 2,
   kDeviceClock = 4,  // start_ns is when the device's stream came to it, by the device's clock
   kSynchronous = 8,  // the caller, or the stream that it issues on, waits for its end at once
+  kUntimed = 16,     // issued while the recorder did not time: nothing else is known of it
 };
 
 inline constexpr int64_t kUnknownTime = -1;

@@ -46,6 +46,10 @@ class Recorder {
 
   bool enabled() const noexcept { return enabled_.load(std::memory_order_relaxed); }
   void set_enabled(bool enabled) noexcept { enabled_.store(enabled, std::memory_order_relaxed); }
+  // Whether it finds out when operations run and end, or keeps of each only that it was issued,
+  // which costs a fraction. For what is issued from now on.
+  bool timing() const noexcept { return timing_.load(std::memory_order_relaxed); }
+  void set_timing(bool timing) noexcept { timing_.store(timing, std::memory_order_relaxed); }
 
   uint64_t recorded() const noexcept { return recorded_.load(std::memory_order_relaxed); }
   uint64_t dropped() const noexcept { return dropped_.load(std::memory_order_relaxed); }
@@ -55,6 +59,7 @@ class Recorder {
  private:
   Ring<Record> ring_;
   std::atomic<bool> enabled_{true};
+  std::atomic<bool> timing_{true};
   std::atomic<uint64_t> recorded_{0};
   std::atomic<uint64_t> dropped_{0};
   std::atomic<uint64_t> captured_{0};

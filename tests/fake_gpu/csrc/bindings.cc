@@ -69,6 +69,7 @@ void bind_device(py::module_& module) {
       [](double seconds) { return Streams::instance().drain(static_cast<int64_t>(seconds * 1e9)); },
       py::call_guard<py::gil_scoped_release>());
   module.def("memory_in_use", &memory_in_use);
+  module.def("timing_events", &timing_events);
   module.def("now_ns", &now_ns);
   module.def("sleep", [](double seconds) {
     current().enqueue(

@@ -10,6 +10,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 #include "memory.h"
 #include "stream.h"
 #include "torch_error.h"
@@ -26,6 +28,8 @@ constexpr DeviceType kType = DeviceType::PrivateUse1;
 
 #define FAKE_GPU_CALL(method, forbidden) \
   Violations::instance().call(method, __builtin_return_address(0), forbidden)
+
+std::atomic<uint64_t> timing_events_recorded{0};
 
 struct Event {
   bool timing;
@@ -101,6 +105,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       Violations::instance().add("timing_event_in_capture",
                                  "a timing event is recorded on a stream that is being captured");
     }
+    if (made->timing) timing_events_recorded.fetch_add(1);
     made->moment = on.record();
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -434,6 +439,8 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 // Once, from Python, when everything else is in place.
+uint64_t timing_events() { return timing_events_recorded.load(); }
+
 void register_device() {
   static const bool once = [] {
     c10::SetAllocator(kType, allocator());

@@ -26,6 +26,9 @@ constexpr int kDevices = 8;
 // CLOCK_MONOTONIC in nanoseconds.
 int64_t now_ns();
 
+// Events with timing that were recorded so far, NCCL's own aside.
+uint64_t timing_events();
+
 class Stream;
 class Capture;
 
