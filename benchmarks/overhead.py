@@ -1,10 +1,12 @@
 """What Crux costs: stock Gloo against Crux in one run, block by block in turn.
 
+Crux is seen as it is nearly always, and while a measurement finds out when every operation ends.
+
     python benchmarks/overhead.py [--pairs N] [--rounds N] [--json FILE] [--quick]
 
 Two pairs of processes live side by side, one on stock Gloo and one on Crux with its background
-thread at work; only one pair runs at a time. Each pair of blocks gives one ratio, so whatever
-slows the machine for longer than a block slows both. Printed are the median ratio and quartiles.
+thread at work; only one pair runs at a time. Three blocks side by side give two ratios, so whatever
+slows the machine for longer than a block slows all. Printed are median ratios and quartiles.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from workloads.ddp_step import ddp_step
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-#: Short blocks, so that both sides of a pair meet the same mood of the machine.
+#: How Crux runs, by whether its recorder times.
+TIMES = {"between measurements": False, "measuring": True}
+#: Short blocks, so that all sides meet the same mood of the machine.
 BLOCK_S = 0.01
 NULL_CALLS = 20_000
 
@@ -60,14 +64,19 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if mode == "crux":
         import crux_torch
+        import crux_torch.backend
 
         crux_torch.attach()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    recorder: Any = None
     if mode == "crux":
         assert crux_torch.status()["active"], crux_torch.status()
+        recorder = crux_torch.backend.recorder()
     made: dict[Any, Any] = {}
     while (command := pipe.recv()) is not None:
-        what, repeats = command
+        what, repeats, timed = command
+        if recorder is not None:
+            recorder.timing = timed
         if what not in made:
             made.clear()
             made[what] = ddp_step() if what == "ddp" else _operation(*what)
@@ -79,7 +88,9 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
             begin = time.perf_counter()
             call()
             taken.append(time.perf_counter() - begin)
-        pipe.send(statistics.median(taken))
+        # The background thread measures when it likes, too.
+        spoilt = recorder is not None and recorder.timing is not timed
+        pipe.send(None if spoilt else statistics.median(taken))
     dist.destroy_process_group()
 
 
@@ -99,12 +110,14 @@ class Pair:
         for process in self._processes:
             process.start()
 
-    def block(self, what: Any, repeats: int) -> float:
+    def block(self, what: Any, repeats: int, timed: bool = False) -> float:
         """Seconds of one call, the median over a block."""
-        for pipe in self._pipes:
-            pipe.send((what, repeats))
-        times = [pipe.recv() for pipe in self._pipes]
-        return float(times[0])
+        while True:
+            for pipe in self._pipes:
+                pipe.send((what, repeats, timed))
+            times = [pipe.recv() for pipe in self._pipes]
+            if None not in times:
+                return float(times[0])
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -113,23 +126,29 @@ class Pair:
             process.join(20)
 
 
-def _ratios(stock: Pair, crux: Pair, what: Any, pairs: int) -> tuple[list[float], float]:
-    """Crux over stock for each pair of blocks, and the median time of a stock call in seconds."""
+Ratios = dict[str, list[float]]
+
+
+def _ratios(stock: Pair, crux: Pair, what: Any, pairs: int) -> tuple[Ratios, float]:
+    """Crux over stock, by how it runs, and the median time of a stock call in seconds."""
     once = min(stock.block(what, 2), crux.block(what, 2))
     repeats = max(2, min(400, round(BLOCK_S / once)))
     # Long calls get fewer pairs.
     pairs = max(min(pairs, 5), min(pairs, round(2.0 / (once * repeats))))
-    ratios, times = [], []
+    ratios: Ratios = {how: [] for how in TIMES}
+    times = []
     for _ in range(pairs):
-        taken: dict[Any, float] = {}
-        for side in random.sample((stock, crux), 2):
-            taken[side] = side.block(what, repeats)
-        ratios.append(taken[crux] / taken[stock])
-        times.append(taken[stock])
+        taken = {}
+        for how in random.sample(("stock", *TIMES), 1 + len(TIMES)):
+            side = stock if how == "stock" else crux
+            taken[how] = side.block(what, repeats, TIMES.get(how, False))
+        for how in TIMES:
+            ratios[how].append(taken[how] / taken["stock"])
+        times.append(taken["stock"])
     return ratios, statistics.median(times)
 
 
-def _null_ns(pairs: int) -> list[float]:
+def _null_ns(pairs: int) -> Ratios:
     """Nanoseconds that Crux adds to an all-reduce of a backend that does nothing."""
     import torch
     from torch._C._distributed_c10d import FakeProcessGroup
@@ -151,10 +170,14 @@ def _null_ns(pairs: int) -> list[float]:
         return seconds / NULL_CALLS * 1e9
 
     block(inner), block(wrapped)
-    added = []
+    added: Ratios = {how: [] for how in TIMES}
     for _ in range(pairs):
-        taken = {target: block(target) for target in random.sample((inner, wrapped), 2)}
-        added.append(taken[wrapped] - taken[inner])
+        taken = {}
+        for how in random.sample(("stock", *TIMES), 1 + len(TIMES)):
+            recorder.timing = TIMES.get(how, False)
+            taken[how] = block(inner if how == "stock" else wrapped)
+        for how in TIMES:
+            added[how].append(taken[how] - taken["stock"])
     assert recorder.dropped == 0
     return added
 
@@ -179,7 +202,7 @@ def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
     console = Console()
     rows: list[dict[str, Any]] = []
     cells: list[Any] = [*((op, size) for op in OPS for size in sizes), "ddp"]
-    ratios: dict[Any, list[float]] = {cell: [] for cell in cells}
+    ratios: dict[Any, Ratios] = {cell: {how: [] for how in TIMES} for cell in cells}
     seconds: dict[Any, list[float]] = {cell: [] for cell in cells}
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("measuring", total=len(cells) * rounds)
@@ -189,47 +212,48 @@ def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
                 stock, crux = Pair("stock", folder), Pair("crux", folder)
                 for cell in cells:
                     found, once = _ratios(stock, crux, cell, pairs)
-                    ratios[cell] += found
+                    for how in TIMES:
+                        ratios[cell][how] += found[how]
                     seconds[cell].append(once)
                     bar.advance(task)
                 stock.close()
                 crux.close()
     for cell in cells:
-        low, median, high = _quartiles(ratios[cell])
         name, size = cell if cell != "ddp" else ("DDP step", None)
         rows.append(
             {
                 "what": name,
                 "bytes": size,
                 "stock_s": statistics.median(seconds[cell]),
-                "ratio": median,
-                "quartiles": [low, high],
-                "pairs": len(ratios[cell]),
+                "quartiles": {how: _quartiles(ratios[cell][how]) for how in TIMES},
+                "blocks": len(ratios[cell]["measuring"]),
             }
         )
-    null = _quartiles(_null_ns(min(pairs, 25)))
+    null = {how: _quartiles(added) for how, added in _null_ns(min(pairs, 25)).items()}
 
     table = Table(title="Crux over stock Gloo, 2 ranks on loopback: 1.00 is no cost")
-    for column in ("operation", "size", "stock", "median ratio", "quartiles"):
+    for column in ("operation", "size", "stock", *TIMES):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for row in rows:
         size = "" if row["bytes"] is None else f"{row['bytes'] >> 10} KiB"
-        low, high = row["quartiles"]
+        told = (row["quartiles"][how] for how in TIMES)
         table.add_row(
             row["what"],
             size,
             f"{row['stock_s'] * 1e6:.0f} µs",
-            f"{row['ratio']:.3f}",
-            f"{low:.3f} to {high:.3f}",
+            *(f"{median:.3f} ({low:.2f} to {high:.2f})" for low, median, high in told),
         )
     console.print(table)
+    console.print("median ratios (quartiles); medians over sizes:")
     for op in OPS:
-        over = statistics.median(r["ratio"] for r in rows if r["what"] == op)
-        console.print(f"{op}: median over sizes {over:.3f}")
-    console.print(
-        f"in a backend that does nothing Crux adds {null[1]:.0f} ns a call "
-        f"(quartiles {null[0]:.0f} to {null[2]:.0f})"
-    )
+        over = {
+            how: statistics.median(r["quartiles"][how][1] for r in rows if r["what"] == op)
+            for how in TIMES
+        }
+        console.print(f"{op}: " + ", ".join(f"{how} {ratio:.3f}" for how, ratio in over.items()))
+    console.print("in a backend that does nothing Crux adds")
+    for how, (low, median, high) in null.items():
+        console.print(f"{how}: {median:.0f} ns a call (quartiles {low:.0f} to {high:.0f})")
     if json_file:
         with open(json_file, "w") as out:
             json.dump({"rows": rows, "null_ns": null, "cpus": os.cpu_count()}, out, indent=1)
