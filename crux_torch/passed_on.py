@@ -80,19 +80,30 @@ def _perform_nocolor_split(backend: Any, device: Any) -> None:
         inner.perform_nocolor_split(device)
 
 
+def _start_time_estimate(backend: Any) -> None:
+    default_switch(backend).backend._start_time_estimate()
+    # This rank alone simulates: its operations must not count for a switch.
+    backend._set_estimating(True)
+
+
+def _end_time_estimate(backend: Any) -> float:
+    backend._set_estimating(False)
+    return float(default_switch(backend).backend._end_time_estimate())
+
+
 #: What binds the script to the current inner backend, which is kept from then on, and why.
 _BINDS = {
     "_comm_ptr": "the communicator's address was given to the script",
     "comm_ptr": "the communicator's address was given to the script",
-    # Of ProcessGroupNCCL alone before torch 2.12; later c10d asks every backend.
-    "_start_time_estimate": "operations were estimated, which ranks need not do alike",
-    "_end_time_estimate": "operations were estimated, which ranks need not do alike",
 }
 #: What changes an inner backend, or must meet the same one on all ranks.
-_CHANGES: dict[str, Callable[..., None]] = {
+_CHANGES: dict[str, Callable[..., Any]] = {
     "_add_ephemeral_timeout": _add_ephemeral_timeout,
+    # Of ProcessGroupNCCL alone before torch 2.12; later c10d asks every backend.
+    "_end_time_estimate": _end_time_estimate,
     "_set_default_timeout": _set_default_timeout,
     "_set_enable_nan_check": _set_enable_nan_check,
+    "_start_time_estimate": _start_time_estimate,
     "deregister_mem_pool": _deregister_mem_pool,
     "perform_nocolor_split": _perform_nocolor_split,
     "register_mem_pool": _register_mem_pool,

@@ -18,11 +18,13 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch import passed_on
+from crux_torch import _C, passed_on
 from crux_torch.apply import switch_makers
 from crux_torch.errors import CruxError
+from crux_torch.profile.record import from_bytes
 
 ROOT = Path(__file__).parents[1]
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
@@ -121,6 +123,7 @@ class Switch:
 
     def __init__(self) -> None:
         self.refusals: list[str] = []
+        self.backend = Delegating.default_inner
 
     def refuse(self, reason: str) -> None:
         self.refusals.append(reason)
@@ -137,11 +140,19 @@ class Delegating:
             return 77
 
         @staticmethod
-        def _start_time_estimate() -> str:
-            return "started"
+        def _start_time_estimate() -> None:
+            pass
+
+        @staticmethod
+        def _end_time_estimate() -> float:
+            return 12.5
 
     def __init__(self) -> None:
         self.switches = [Switch()]
+        self.estimating = False
+
+    def _set_estimating(self, estimating: bool) -> None:
+        self.estimating = estimating
 
 
 @pytest.mark.parametrize("name", ["comm_ptr", "_comm_ptr"])
@@ -153,11 +164,28 @@ def test_a_communicator_whose_address_was_given_away_is_kept(name: str) -> None:
     assert "address" in made.switches[0].refusals[0]
 
 
-def test_a_group_whose_operations_were_estimated_is_not_switched() -> None:
+def test_operations_that_are_estimated_are_told_to_be() -> None:
     """torch 2.11 estimates past c10d's Backend: the ranks' counts would differ from then on."""
     made = Delegating()
-    assert passed_on.attribute(made, "_start_time_estimate")() == "started"
-    assert "estimated" in made.switches[0].refusals[0]
+    passed_on.attribute(made, "_start_time_estimate")()
+    assert made.estimating
+    assert passed_on.attribute(made, "_end_time_estimate")() == 12.5
+    assert not made.estimating
+
+
+def test_estimated_operations_are_neither_counted_nor_recorded() -> None:
+    recorder = _C.process_recorder(65536)
+    recorder.drain(1 << 30)
+    made = _C.DelegatingBackend("fake", 0, 2, recorder)
+    made.add_inner("cpu", FakeProcessGroup._create_internal(0, 2))
+    (switch,) = made.switches
+    made._set_estimating(True)
+    made.allreduce([torch.ones(2)])
+    assert switch.collectives == 0
+    made._set_estimating(False)
+    made.allreduce([torch.ones(2)]).wait()
+    assert switch.collectives == 1
+    assert len(from_bytes(recorder.drain(8))) == 1
 
 
 class Current:
@@ -267,6 +295,7 @@ def test_all_groups_end_in_an_abort(legacy: bool) -> None:
     """Newer torch aborts them within a block of the world's: what is left in it is no operation."""
     python(f"""
 import torch, torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 import fake_gpu
 fake_gpu.load()
