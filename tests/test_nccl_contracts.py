@@ -224,6 +224,23 @@ def test_the_check_catches(check: Callable[[Wrap], None], kind: str) -> None:
     assert caught, f"{check.__name__} did not notice {kind}"
 
 
+@pytest.mark.parametrize(("wrap", "asks"), [(crux, False), (offender("result"), True)])
+def test_a_blocks_handle_is_not_asked_for_outputs(wrap: Wrap, asks: bool) -> None:
+    """ProcessGroupNCCL's keeps none, and dereferences a null pointer: that ends the process."""
+    fake_gpu.configure(legacy=True, timing=True)
+    backend = _single(wrap)
+    backend.allreduce([_tensor()])
+    assert fake_gpu.drain()
+    fake_gpu.inject("delay", op="COALESCED", seconds=0.1)
+    backend._start_coalescing()
+    backend.allreduce([_tensor()])
+    # The script drops it at once, and the device is still at it.
+    backend._end_coalescing()
+    assert fake_gpu.drain()
+    assert fake_gpu.operations()[-1]["op"] == "COALESCED"
+    assert ("null_result" in [kind for kind, _ in fake_gpu.violations()]) == asks
+
+
 # What the script sees.
 
 

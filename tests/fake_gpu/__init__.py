@@ -48,6 +48,8 @@ and the calls.
     another mode (``fake_gpu_exchange_capture_mode``, for cudaThreadExchangeStreamCaptureMode).
 ``capture_isolation``  a captured stream waits for work outside of the capture.
 ``hook_takes_gil`` (with ``strict_hooks``), ``hook_calls_back``  what completion hooks must not do.
+``null_result``  a handle of ProcessGroupNCCL's coalesced operations was asked for its outputs: it
+    keeps none, and dereferences a null pointer.
 ``use_after_free``  an operation ran on memory that its owner had freed, and that the device's
     allocator may have given to someone else.
 ``device_error``  a task on a stream threw.

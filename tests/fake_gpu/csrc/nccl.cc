@@ -327,14 +327,16 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
   if (mutant("wrong_stream")) Streams::instance().exchange(call.device, stream.id());
 
   auto work = c10::make_intrusive<Work>(rank_, operation, call.outputs, call.host_blocking);
+  if (settings_.legacy && coalesced) work->forget_outputs();
   if (settings_.legacy) work->make_future(stream);
   if (block_ && !settings_.legacy) {
     block_->operations.push_back(operation);
     block_->last = work;
   }
-  // The legacy class gives no handle where there is nothing to wait for.
-  if (settings_.legacy && !call.async && !call.host_blocking) return nullptr;
-  return work;
+  // The legacy class gives no handle where there is nothing to wait for. A barrier has waited.
+  if (!settings_.legacy || call.async) return work;
+  if (call.host_blocking && !current.capturing()) current.synchronize();
+  return nullptr;
 }
 
 Nccl::Call Nccl::together(std::vector<Call> calls, c10d::OpType type) {

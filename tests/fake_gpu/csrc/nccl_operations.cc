@@ -376,7 +376,8 @@ Nccl::WorkPtr Nccl::barrier(const c10d::BarrierOptions& opts) {
   }
   if (call.device < 0 && getBoundDeviceId()) call.device = getBoundDeviceId()->index();
   call.take(opts);
-  call.host_blocking = !opts.asyncOp;
+  // The legacy class's handle of a barrier waits on the host too.
+  call.host_blocking = settings_.legacy || !opts.asyncOp;
   return issue(std::move(call));
 }
 

@@ -96,6 +96,18 @@ bool Work::isSuccess() const {
   return status != Status::kFailed && status != Status::kTimedOut;
 }
 
+std::vector<at::Tensor> Work::result() {
+  if (!has_outputs_) {
+    Violations::instance().add("null_result", "a coalesced operation is asked for its outputs");
+  }
+  return outputs_;
+}
+
+void Work::forget_outputs() {
+  has_outputs_ = false;
+  outputs_.clear();
+}
+
 void Work::block() {
   if (terminal(operation_->status()) && operation_->status() != Status::kCompleted) return;
   Stream& current = Streams::instance().current(operation_->device);

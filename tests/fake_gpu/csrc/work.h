@@ -74,7 +74,7 @@ class Work final : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override { return operation_->exception(); }
-  std::vector<at::Tensor> result() override { return outputs_; }
+  std::vector<at::Tensor> result() override;
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override;
   void blockCurrentStream() override { block(); }
@@ -90,6 +90,8 @@ class Work final : public c10d::Work {
 #endif
   const OperationPtr& operation() const { return operation_; }
   void set_outputs(std::vector<at::Tensor> outputs) { outputs_ = std::move(outputs); }
+  // As of the legacy class's coalesced operations: result() dereferences a null pointer there.
+  void forget_outputs();
   // As the legacy class does at issue, on the operation's stream.
   void make_future(Stream& stream);
 
@@ -98,6 +100,7 @@ class Work final : public c10d::Work {
 
   const OperationPtr operation_;
   std::vector<at::Tensor> outputs_;
+  bool has_outputs_ = true;
   const bool host_blocking_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
