@@ -22,8 +22,8 @@ SIZES = {
     ("fake", 1): (64 << 20,),
     ("fake", 2): (4 << 20, 16 << 20),
 }
-#: The agent leaves the records in the ring for the test to read.
-LEAVE_RECORDS = {"CRUX_TICK_S": "3600"}
+#: The agent leaves the records in the ring for the test to read, and every operation is timed.
+LEAVE_RECORDS = {"CRUX_TICK_S": "3600", "CRUX_TIMING": "always"}
 
 
 def _values(job: Job, folder: Path) -> list[Any]:
@@ -51,12 +51,14 @@ def test_durations_are_those_of_events(
     ranks = _values(job, tmp_path / "job")
     rows = []
     for rank, truth in enumerate(ranks):
-        for nbytes, pairs in truth.items():
+        for which, pairs in truth.items():
+            how, _, nbytes = which.partition(" ")
             ratios = [recorded / true for recorded, true in pairs]
             low, median, high = statistics.quantiles(ratios, n=4)
             rows.append(
                 {
                     "rank": rank,
+                    "issued": how,
                     "bytes": int(nbytes),
                     "true_ms": statistics.median(true for _, true in pairs) / 1e6,
                     "recorded_to_true": median,

@@ -19,6 +19,8 @@ from rig.part import ALONE, Rank, part
 #: Records arrive with the backend's watchdog, which looks once in a second at the slowest.
 LATE_S = 15.0
 TIMES = 15
+#: Longer than issuing an operation and two events takes, s.
+ISSUE_S = 0.003
 
 
 def _drain(count: int) -> Any:
@@ -42,46 +44,55 @@ def _forget() -> None:
     backend.recorder().drain(1 << 30)
 
 
-def _operation(rank: Rank, nbytes: int) -> Any:
-    """An operation that takes time: a world of one moves only what is copied."""
+def _operation(rank: Rank, nbytes: int, blocking: bool = True) -> Any:
+    """An operation that takes time, and makes what follows on the stream wait for its end.
+
+    A world of one moves only what is copied: its all-reduce does nothing at all.
+    """
     whole = torch.ones(nbytes // 4, device=rank.device)
-    if rank.size == ALONE:
-        out = torch.empty_like(whole)
-        return lambda: dist.all_gather_into_tensor(out, whole)
-    return lambda: dist.all_reduce(whole)
+    out = torch.empty_like(whole) if rank.size == ALONE else None
+
+    def call() -> None:
+        if out is not None:
+            work = dist.all_gather_into_tensor(out, whole, async_op=not blocking)
+        else:
+            work = dist.all_reduce(whole, async_op=not blocking)
+        if not blocking:
+            work.wait()
+
+    return call
 
 
 @part(measures=True)
 def durations(rank: Rank) -> Any:
-    """Pairs of recorded and true nanoseconds of each operation, by size.
+    """Pairs of recorded and true nanoseconds of each operation, by how it is issued and by size.
 
-    The truth: events right before and after one blocking collective on a stream of its own with
-    nothing else on the device, and all ranks at the start at about the same time.
+    The truth: events right before and after one collective on a stream with nothing else on the
+    device, and all ranks at the start at about the same time. The device first sleeps for longer
+    than issuing takes, or the time between two calls of the host would count as the operation's.
     """
     sizes = [int(size) for size in rank.arguments["sizes"].split(",")]
-    truth: dict[int, list[float]] = {}
+    truth: dict[str, list[Any]] = {}
     for nbytes in sizes:
-        call = _operation(rank, nbytes)
-        stream = torch.Stream(rank.device)
-        pairs = [(rank.event(), rank.event()) for _ in range(TIMES)]
-        with stream:
-            for _ in range(3):
-                call()
-            rank.synchronize()
-            if rank.crux:
-                _forget()
-            for before, after in pairs:
-                before.record()
-                call()
-                after.record()
+        for how in ("blocking", "asynchronous"):
+            call = _operation(rank, nbytes, how == "blocking")
+            stream = torch.Stream(rank.device)
+            pairs = [(rank.event(), rank.event()) for _ in range(TIMES)]
+            with stream:
+                for _ in range(3):
+                    call()
                 rank.synchronize()
-        truth[nbytes] = [1e6 * before.elapsed_time(after) for before, after in pairs]
-        if rank.crux:
-            rows = _drain(TIMES)
-            truth[nbytes] = [
-                [int(mine), true]
-                for mine, true in zip(rows["device_ns"].tolist(), truth[nbytes], strict=True)
-            ]
+                if rank.crux:
+                    _forget()
+                for before, after in pairs:
+                    rank.kind.sleep(ISSUE_S)
+                    before.record()
+                    call()
+                    after.record()
+                    rank.synchronize()
+            true = [1e6 * before.elapsed_time(after) for before, after in pairs]
+            recorded = _drain(TIMES)["device_ns"].tolist() if rank.crux else true
+            truth[f"{how} {nbytes}"] = list(zip(map(int, recorded), true, strict=True))
     return truth
 
 
@@ -97,6 +108,7 @@ def overlap(rank: Rank) -> Any:
     rank.synchronize()
     if rank.crux:
         _forget()
+    rank.kind.sleep(ISSUE_S)
     begin.record()
     for _ in range(TIMES):
         call()
