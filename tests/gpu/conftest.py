@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from rig import kind as kinds
-from rig.identity import Compared
-from rig.job import Job
+from rig.identity import Compared, World
+from rig.job import ATTACHED, CRUX, STOCK, Job
 from rig.kind import ROOT, Kind
-from rig.part import ALONE, PAIR
+from rig.part import ALONE, PAIR, load
 from rig.report import Report
 
 #: ``make test-gpu`` sets it: without a GPU the suite fails instead of running on the fakes.
@@ -101,7 +101,7 @@ def pair_works(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Why two ranks can't be had here; empty where they can."""
     if not kind.is_cuda:
         return ""
-    job = Job(kind, "stock", PAIR, ("all_reduce",), limit_s=60.0)
+    job = Job(kind, STOCK, PAIR, ("all_reduce",), limit_s=40.0)
     (outcome, *others) = job.run(tmp_path_factory.mktemp("pair"))["all_reduce"]
     failed = [each for each in (outcome, *others) if each.kind != "value"]
     return str(failed[0].value) if failed else ""
@@ -129,6 +129,32 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def compared(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Compared:
-    """The outcomes of all parts, each job run when the first of them is asked for."""
-    return Compared(kind, tmp_path_factory.mktemp("jobs"), UNDER_ITS_OWN_NAME)
+def compared(
+    request: pytest.FixtureRequest,
+    kind: Kind,
+    pair_works: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Compared]:
+    """The outcomes of all parts that the chosen tests ask for."""
+    sizes = (ALONE,) if pair_works else (ALONE, PAIR)
+    worlds = dict.fromkeys(
+        world
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        for world in _worlds(item, kind)
+        if world.size in sizes
+    )
+    found = Compared(kind, tmp_path_factory.mktemp("jobs"), worlds, UNDER_ITS_OWN_NAME)
+    yield found
+    found.close()
+
+
+def _worlds(item: pytest.Function, kind: Kind) -> Iterator[World]:
+    """The worlds that a test compares."""
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    if "named_part" in chosen:
+        yield from (World(mode, PAIR, False) for mode in (STOCK, CRUX))
+    elif "name" in chosen:
+        each, size = load()[chosen["name"]], chosen["size"]
+        if kind.is_cuda or not each.needs_cuda:
+            yield from (World(mode, size, each.eager) for mode in (STOCK, ATTACHED))

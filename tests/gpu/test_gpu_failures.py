@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from rig.job import ATTACHED, STOCK, Job
+from rig.job import ATTACHED, STOCK, Job, at_once
 from rig.kind import Kind
 from rig.outcome import DIED, ERROR, VALUE, Outcome
+from rig.part import PAIR
 
 BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 #: What comes late is the script's affair: it aborts.
@@ -18,34 +19,57 @@ NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
 
 
-def _outcomes(kind: Kind, part: str, folder: Path, env: dict[str, str]) -> dict[str, list[Outcome]]:
-    """Of both backends, whose jobs run side by side."""
+WATCHDOG = "the_watchdog_ends_a_process_that_hangs"
+#: The parts with their variables.
+PARTS = {
+    "a_late_rank_times_out": BLOCKING,
+    "an_abort_comes_back": NO_WATCHDOG,
+    WATCHDOG: NO_DUMP,
+}
+Both = dict[str, list[Outcome]]
 
-    def run(mode: str) -> list[Outcome]:
-        return Job(kind, mode, 2, (part,), limit_s=80.0, env=env).run(folder / mode)[part]
 
-    modes = (STOCK, ATTACHED)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(modes, pool.map(run, modes), strict=True))
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest,
+    kind: Kind,
+    pair_works: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Both]]:
+    """What both backends did in a part; all jobs run side by side, for most of them wait."""
+    chosen = {item.name.removeprefix("test_") for item in request.session.items}
+
+    def run(part: str, mode: str) -> list[Outcome]:
+        job = Job(kind, mode, PAIR, (part,), limit_s=80.0, env=PARTS[part])
+        return job.run(tmp_path_factory.mktemp(part) / mode)[part]
+
+    with ThreadPoolExecutor(at_once()) as pool:
+        found = {
+            part: {mode: pool.submit(run, part, mode) for mode in (STOCK, ATTACHED)}
+            for part in PARTS
+            if part in chosen and not pair_works and (kind.is_cuda or part != WATCHDOG)
+        }
+        yield lambda part: {mode: each.result() for mode, each in found[part].items()}
 
 
-def test_a_late_rank_times_out(kind: Kind, pair: int, tmp_path: Path) -> None:
-    found = _outcomes(kind, "a_late_rank_times_out", tmp_path, BLOCKING)
+def test_a_late_rank_times_out(pair: int, outcomes: Callable[[str], Both]) -> None:
+    found = outcomes("a_late_rank_times_out")
     stock, mine = found[STOCK][0], found[ATTACHED][0]
     assert stock.kind == ERROR, stock.value
     assert mine.same_as(stock), (mine, stock)
 
 
-def test_an_abort_comes_back(kind: Kind, pair: int, tmp_path: Path) -> None:
-    for mode, outcomes in _outcomes(kind, "an_abort_comes_back", tmp_path, NO_WATCHDOG).items():
-        for outcome in outcomes:
+def test_an_abort_comes_back(pair: int, outcomes: Callable[[str], Both]) -> None:
+    for mode, ranks in outcomes("an_abort_comes_back").items():
+        for outcome in ranks:
             assert outcome.kind == VALUE, f"{mode}: {outcome.value}"
 
 
-def test_the_watchdog_ends_a_process_that_hangs(kind: Kind, pair: int, tmp_path: Path) -> None:
+def test_the_watchdog_ends_a_process_that_hangs(
+    kind: Kind, pair: int, outcomes: Callable[[str], Both]
+) -> None:
     if not kind.is_cuda:
         pytest.skip("not on a fake device: NCCL's own watchdog")
-    found = _outcomes(kind, "the_watchdog_ends_a_process_that_hangs", tmp_path, NO_DUMP)
-    for mode, outcomes in found.items():
-        assert outcomes[0].kind == DIED, f"{mode}: {outcomes[0].value}"
-        assert f"code {-signal.SIGABRT}" in outcomes[0].value, f"{mode}: {outcomes[0].value}"
+    for mode, (hung, _) in outcomes(WATCHDOG).items():
+        assert hung.kind == DIED, f"{mode}: {hung.value}"
+        assert f"code {-signal.SIGABRT}" in hung.value, f"{mode}: {hung.value}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from rig.job import ATTACHED, CRUX, STOCK, Job, Outcomes
+from rig.job import CRUX, Job, Outcomes, at_once
 from rig.kind import Kind
 from rig.outcome import Outcome
 from rig.part import Part, load
 
-#: Seconds that one part may take; a compiler takes most.
-LIMIT_S = 60.0
+#: Seconds that one part may take; a compiler has more.
+LIMIT_S = 40.0
+#: How long ranks wait for one that still compiles, s.
+TIMEOUT_S = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +43,30 @@ def runs_in(each: Part, world: World, kind: Kind) -> bool:
     )
 
 
-@dataclass
 class Compared:
-    """Outcomes by world; worlds that are compared run side by side, when one is first asked for.
+    """Outcomes by world. All worlds are under way from the start, as many at once as there are
+    cores for: most of a world's time is spent on starting, compiling and waiting.
 
-    Attributes:
+    Args:
+        worlds: that will be asked for, in this order.
         named: the parts that are compared under Crux's own name too.
     """
 
-    kind: Kind
-    folder: Path
-    named: tuple[str, ...]
-    _found: dict[World, Outcomes] = field(default_factory=dict)
+    def __init__(
+        self, kind: Kind, folder: Path, worlds: Iterable[World], named: tuple[str, ...]
+    ) -> None:
+        self._kind, self._folder, self._named = kind, folder, named
+        self._pool = ThreadPoolExecutor(at_once())
+        self._found = {world: self._pool.submit(self._run, world) for world in worlds}
 
     def outcomes(self, world: World, part: str) -> list[Outcome]:
         """What each rank got."""
-        if world not in self._found:
-            modes = (STOCK, ATTACHED) if world.mode != CRUX else (CRUX,)
-            worlds = [World(mode, world.size, world.eager) for mode in modes]
-            with ThreadPoolExecutor() as pool:
-                self._found |= dict(zip(worlds, pool.map(self._run, worlds), strict=True))
-        return self._found[world][part]
+        return self._found[world].result()[part]
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
     def _run(self, world: World) -> Outcomes:
-        parts = self.named if world.mode == CRUX else parts_of(world, self.kind)
-        job = Job(self.kind, world.mode, world.size, parts, world.eager, LIMIT_S)
-        return job.run(self.folder / f"{world.mode}{world.size}{world.eager}")
+        parts = self._named if world.mode == CRUX else parts_of(world, self._kind)
+        job = Job(self._kind, world.mode, world.size, parts, world.eager, LIMIT_S, TIMEOUT_S)
+        return job.run(self._folder / f"{world.mode}{world.size}{world.eager}")

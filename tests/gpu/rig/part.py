@@ -58,6 +58,7 @@ class Part:
         may_be_refused: whether the stock backend may refuse it; then the messages are compared.
         fatal: leaves the process unfit for more.
         measures: gives figures, which a test of its own judges, instead of results to compare.
+        limit_s: that it may take, where the job allows less.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Part:
     may_be_refused: bool = False
     fatal: bool = False
     measures: bool = False
+    limit_s: float = 0.0
 
     def spoilt_by(self, outcome: Outcome) -> bool:
         """Whether the process may be in any state after it: other ranks may not have failed."""

@@ -67,7 +67,7 @@ def main() -> None:
     parts = part.load()
     for name in job.parts:
         print(f"== {name}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback_later(job.limit_s, exit=True)
+        faulthandler.dump_traceback_later(max(job.limit_s, parts[name].limit_s), exit=True)
         found = _attempt(parts[name].run, rank)
         job.keep(name, number, found)
         faulthandler.cancel_dump_traceback_later()
