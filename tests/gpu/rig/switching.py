@@ -23,20 +23,33 @@ class Requests(threading.Thread):
 
     Args:
         store: that all ranks share.
+        rank, size: of this process in its job.
         wanted: switches.
+        seconds: after which no other is asked for.
     """
 
-    def __init__(self, store: dist.Store, size: int, wanted: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, wanted: int, seconds: float
+    ) -> None:
         super().__init__(name="requests", daemon=True)
-        self._store, self._size, self._wanted = store, size, wanted
+        self._store, self._rank, self._size = store, rank, size
+        self._wanted, self._seconds = wanted, seconds
         self.finished = threading.Event()
+        self.requested = 0
         self.switched: set[int] = set()
         self.errors: list[str] = []
 
     def run(self) -> None:
         from crux_torch.apply.switch import GROUPS
 
+        begin = time.monotonic()
         for generation in range(1, self._wanted + 1):
+            if self._rank == 0:
+                late = time.monotonic() > begin + self._seconds
+                self._store.set(f"another/{generation}", "no" if late else "yes")
+            if self._store.get(f"another/{generation}") != b"yes":
+                break
+            self.requested = generation
             GROUPS.request(generation)
             while not GROUPS.wait(1.0):
                 pass
@@ -53,7 +66,8 @@ class Requests(threading.Thread):
 
 @part(measures=True)
 def training_while_switching(rank: Rank) -> Any:
-    """Arguments: ``switches``, until which it trains, or ``steps`` where that is 0."""
+    """Arguments: ``switches``, until which it trains, but no longer than ``seconds``; or ``steps``
+    where there are none."""
     switches, steps = int(rank.arguments["switches"]), int(rank.arguments["steps"])
     requests = None
     if switches:
@@ -61,7 +75,8 @@ def training_while_switching(rank: Rank) -> Any:
 
         switch.LOOKAHEAD_S = LOOKAHEAD_S
         store = dist.FileStore(rank.arguments["store"], rank.size)
-        requests = Requests(store, rank.size, switches)
+        seconds = float(rank.arguments["seconds"])
+        requests = Requests(store, rank.rank, rank.size, switches, seconds)
     net = DistributedDataParallel(model(rank), bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     side = torch.Stream(rank.device)
@@ -85,7 +100,11 @@ def training_while_switching(rank: Rank) -> Any:
     found = {"losses": losses, "weights": weights(net), "steps": len(losses) // 2}
     if requests is not None:
         requests.join(60.0)
-        found |= {"switched": len(requests.switched), "errors": sorted(set(requests.errors))}
+        found |= {
+            "requested": requests.requested,
+            "switched": len(requests.switched),
+            "errors": sorted(set(requests.errors)),
+        }
     return found
 
 
