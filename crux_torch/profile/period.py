@@ -67,7 +67,8 @@ def estimate_period(
     Args:
         start_ns: when each collective began, in any order.
         end_ns: when it was complete.
-        marks_ns: ends of optimizer steps, ascending.
+        marks_ns: ends of iterations on the clock that ``start_ns`` is of, ascending: a host's marks
+            of what it has issued are none for a device (:mod:`iteration_ends`).
         bytes: payload of each; default: every one counts the same.
         kinds: a number for each that is equal for equal operations (operation, size, group);
             default: made from ``bytes``.

@@ -14,6 +14,7 @@ from crux_torch.profile import period as periods
 from crux_torch.profile import timeline
 from crux_torch.profile.device import DeviceUse
 from crux_torch.profile.group import GroupInfo
+from crux_torch.profile.iteration_ends import iteration_ends
 from crux_torch.profile.job_profile import MAX_BURSTS, Name, NonNegative, ProfileBurst, Share
 from crux_torch.profile.network import NetworkRow
 from crux_torch.profile.record import OP_NUMBER, OPS, STATUSES, Records
@@ -192,7 +193,7 @@ def summarize(
         records: of this rank, in any order; those that failed or are incomplete are left out.
         groups: the recorder's table.
         rank, world_size, host, devices: who and where this rank is.
-        marks_ns: iteration marks, ascending; those outside the window do no harm.
+        marks_ns: iteration marks of the host, ascending; those outside the window do no harm.
         flops: FLOPs of an iteration on this rank, where they were counted.
         uncounted_ops: operators that count nothing.
         device: what this rank computes on.
@@ -210,18 +211,21 @@ def summarize(
     reached = timeline.reaches(records)
     size = records["bytes"].astype(np.int64)
     kinds = _kinds(records)
-    marks = _marks_within(marks_ns, begin)
-    period = periods.estimate_period(begin, end, marks_ns=marks, bytes=size, kinds=kinds)
+    marked = iteration_ends(marks_ns, records)
+    period = periods.estimate_period(begin, end, marks_ns=marked.ends_ns, bytes=size, kinds=kinds)
     if period is None:
         return None
-    bounds = _bounds(begin, end, size, kinds, marks, period)
+    bounds = _bounds(begin, end, size, kinds, marked.ends_ns, period)
     line = timeline.describe(begin, end, size, bounds, reached)
     if line is None or line.iterations < MIN_ITERATIONS:
         return None
     exposed_s = min(line.exposed_s, period.period_s)
-    # Marks are times of the host, and so are issues; a device may run far behind both.
-    when = begin if period.source == "fourier" else records["issue_ns"].astype(np.int64)
-    rows, table = _traffic(records, when, bounds, groups)
+    if period.source == "fourier":
+        inside = (begin >= bounds[0]) & (begin < bounds[-1])
+    else:
+        issued = records["issue_ns"]
+        inside = (issued >= marked.marks_ns[0]) & (issued < marked.marks_ns[-1])
+    rows, table = _traffic(records[inside], groups)
     return RankSample(
         rank=rank,
         world_size=world_size,
@@ -254,23 +258,17 @@ def _kinds(records: Records) -> NDArray[np.int64]:
     return labels
 
 
-def _marks_within(marks_ns: ArrayLike | None, begin: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The marks that have a record before and one after: no record is missing between two."""
-    marks = np.asarray([] if marks_ns is None else marks_ns, dtype=np.int64)
-    return np.asarray(marks[(marks >= begin[0]) & (marks <= begin[-1])])
-
-
 def _bounds(
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
     size: NDArray[np.int64],
     kinds: NDArray[np.int64],
-    marks: NDArray[np.int64],
+    marked_ns: NDArray[np.int64],
     period: periods.Period,
 ) -> NDArray[np.int64]:
-    """Ends of the whole iterations within the window."""
+    """Ends of the whole iterations within the window, those that were marked if they count."""
     if period.source != "fourier":
-        return marks
+        return marked_ns
     operations = period.operations
     main = periods.heavy(size.astype(float))
     kinds = kinds[main]
@@ -280,13 +278,9 @@ def _bounds(
 
 
 def _traffic(
-    records: Records,
-    when: NDArray[np.int64],
-    bounds: NDArray[np.int64],
-    groups: Sequence[GroupInfo] | Mapping[int, GroupInfo],
+    inside: Records, groups: Sequence[GroupInfo] | Mapping[int, GroupInfo]
 ) -> tuple[tuple[TrafficRow, ...], tuple[GroupRow, ...]]:
-    """Payload by group, operation and peer, of the operations issued in whole iterations."""
-    inside = records[(when >= bounds[0]) & (when < bounds[-1])]
+    """Payload by group, operation and peer, of the operations of whole iterations."""
     keys = np.stack([inside[f].astype(np.int64) for f in ("group", "op", "peer")], axis=1)
     unique, which, calls = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
     totals = np.zeros(len(unique), dtype=np.int64)
