@@ -537,6 +537,54 @@ def test_exposed_time_is_what_the_compute_stream_waited(recorder: Any, kind: str
         assert summary.exposed_s == pytest.approx(waited_s / (iterations - 1), rel=0.2)
 
 
+def test_iterations_are_the_devices_where_the_host_is_ahead(recorder: Any, kind: str) -> None:
+    backends = make_pair(recorder, kind)
+    fake_gpu.inject("delay", op="ALLREDUCE", seconds=0.005, count=1 << 20)
+    iterations, every = 25, 5
+    marks: list[list[int]] = [[], []]
+    steps: list[list[Any]] = [[], []]
+
+    def body(rank: int) -> None:
+        buckets = [ones(rank, 1000 + n) for n in range(2)]
+        for number in range(iterations):
+            # As DDP: the first bucket leaves within backward, the second when it ends.
+            fake_gpu.sleep(0.03)
+            works = [allreduce(backends[rank], buckets[0])]
+            fake_gpu.sleep(0.002)
+            works.append(allreduce(backends[rank], buckets[1]))
+            for work in works:
+                wait(work)
+            steps[rank].append(torch.Event(fake_gpu.DEVICE, enable_timing=True))
+            steps[rank][-1].record()
+            marks[rank].append(time.monotonic_ns())
+            if number % every == every - 1:
+                steps[rank][-1].synchronize()
+
+    both(body)
+    assert fake_gpu.drain()
+    records = drain(recorder, 2 * iterations * SIZE)
+    for rank, backend in enumerate(backends):
+        mine = of_rank(records, backend)
+        found = summarize(
+            mine,
+            {backend.group_index: GroupInfo("world", (0, 1), rank)},
+            rank=rank,
+            world_size=SIZE,
+            host="host",
+            marks_ns=marks[rank],
+        )
+        assert found is not None
+        first, last = steps[rank][0], steps[rank][-2]
+        period_s = first.elapsed_time(last) / 1e3 / (iterations - 2)
+        assert np.median(np.diff(marks[rank])) < 0.5e9 * period_s, "the host is not ahead"
+        assert found.iterations == iterations - 2
+        assert found.period_s == pytest.approx(period_s, rel=0.02)
+        assert sum(row.bytes for row in found.traffic) == found.iterations * 4 * (1000 + 1001)
+        # They queue up, and the stream waits from where it came to the second.
+        waited = (mine["end_ns"] - mine["start_ns"])[3:-2:2]
+        assert found.exposed_s == pytest.approx(waited.mean() / 1e9, rel=0.05)
+
+
 def memory_in_use() -> list[int]:
     """Bytes of each device."""
     return [fake_gpu.load().memory_in_use(rank)[0] for rank in range(SIZE)]
