@@ -34,6 +34,8 @@ endif
 
 ifdef SYSTEM_PYTHON
 # Over a Python that has torch; nothing is fetched, what is missing comes from the folder WHEELS.
+# Its ninja makes the build parallel.
+export PATH := $(PATH):$(shell $(SYSTEM_PYTHON) -c 'import os, sys; print(os.path.dirname(sys.executable))')
 setup: $(VENV)/.built
 
 $(VENV)/.installed: tools/system_venv.sh
