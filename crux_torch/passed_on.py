@@ -49,6 +49,10 @@ def _register_mem_pool(backend: Any, pool: Any, symm: bool = False) -> None:
         switch.backend.register_mem_pool(pool, symm)
     else:
         switch.configure(_pool(pool), lambda inner: inner.register_mem_pool(pool))
+        if type(switch.backend).__name__ == "ProcessGroupNCCL":
+            # It leaves a communicator that it has shut down with its pools in torch's allocator,
+            # whose next segment of such a pool then fails.
+            switch.refuse("registered memory stays with a ProcessGroupNCCL's communicator")
 
 
 def _deregister_mem_pool(backend: Any, pool: Any) -> None:

@@ -225,6 +225,53 @@ def test_the_next_communicator_knows_its_members(members: list[int], expected: l
 
 
 @needs_nccl
+@pytest.mark.parametrize("name", ["TORCH_", ""])
+def test_no_switch_while_all_memory_is_registered(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's allocator goes on registering with a ProcessGroupNCCL that was shut down."""
+    variable = f"{name}NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    current = Current(None, 0, 1, c10d.ProcessGroupNCCL.Options())
+    monkeypatch.setenv(variable, "0")
+    _next(current)
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(CruxError, match="all memory is registered"):
+        _next(current)
+
+
+class ProcessGroupNCCL:
+    def __init__(self) -> None:
+        self.pools: list[Any] = []
+
+    def register_mem_pool(self, pool: Any) -> None:
+        self.pools.append(pool)
+
+
+class ProcessGroupNCCL2(ProcessGroupNCCL):
+    """Lets torch's allocator go when it ends."""
+
+
+@pytest.mark.parametrize("stock", [ProcessGroupNCCL, ProcessGroupNCCL2])
+def test_registered_memory_keeps_a_legacy_communicator(stock: type) -> None:
+    """Shut down, it stays in torch's allocator, whose next segment of the pool fails then."""
+
+    class Configured(Switch):
+        def configure(self, name: str, setting: Any) -> None:
+            setting(self.backend)
+
+    class Pool:
+        id = (0, 1)
+
+    made: Any = Delegating()
+    switch: Any = Configured()
+    switch.backend = made.default_inner = stock()
+    made.switches = [switch]
+    passed_on.attribute(made, "register_mem_pool")(Pool)
+    assert switch.backend.pools == [Pool]
+    assert bool(switch.refusals) == (stock is ProcessGroupNCCL)
+
+
+@needs_nccl
 def test_no_switch_while_symmetric_memory_uses_nccls_communicators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

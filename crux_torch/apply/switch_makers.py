@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -49,6 +50,9 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
     if _symmetric_memory() == "NCCL":
         raise CruxError("symmetric memory is bound to NCCL's communicators")
     stock = type(current)
+    if not inner_backends.connects_when_made(stock) and _registers_all_memory():
+        # A communicator that was shut down stays in the allocator's list, which then fails.
+        raise CruxError("all memory is registered with NCCL's communicators")
     wanted = current.options
     options = copy.copy(wanted)
     options.split_from = None
@@ -68,6 +72,13 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
         made = stock(native, current.rank(), current.size(), options, device)
     made.set_timeout(wanted._timeout)
     return made
+
+
+def _registers_all_memory() -> bool:
+    """Whether torch registers every segment of its allocator with every ProcessGroupNCCL."""
+    names = (f"{prefix}NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK" for prefix in ("TORCH_", ""))
+    said = next((os.environ[name] for name in names if name in os.environ), "")
+    return said.lower() in ("y", "yes", "1", "t", "true")
 
 
 def _symmetric_memory() -> str | None:
