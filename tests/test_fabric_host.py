@@ -29,6 +29,7 @@ def test_gpus_by_nvml() -> None:
         ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.5e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H800 PCIe", "bf16", 756e12),
         ("NVIDIA H100 NVL", "fp8", 1670.5e12),
         ("NVIDIA H200", None, 1979e12),
         ("NVIDIA H200 NVL", None, 1670.5e12),

@@ -52,7 +52,7 @@ PEAKS: tuple[PeakFlops, ...] = (
     PeakFlops(r"\bH200 NVL\b", _HOPPER_NVL, "NVIDIA H200 datasheet, NVL column"),
     PeakFlops(r"\bG?H200\b", _HOPPER_SXM, "NVIDIA H200 datasheet, SXM column"),
     PeakFlops(
-        r"\bH100 PCIe\b",
+        r"\bH[18]00 PCIe\b",
         _tera(fp64=51, fp32=51, tf32=378, fp16=756, bf16=756, fp8=1513),
         "NVIDIA H100 datasheet (2023), PCIe column",
     ),
