@@ -16,6 +16,7 @@ from crux_torch.profile.job_profile import JobProfile
 from crux_torch.profile.merge import merge
 from crux_torch.profile.record import OP_NUMBER, RECORD, Flag
 from crux_torch.profile.sample import RankSample, summarize
+from crux_torch.profile.trace import chrome_trace
 
 MS = 10**6
 
@@ -270,6 +271,45 @@ def test_an_operation_that_outlasts_its_iteration_stops_no_clock() -> None:
     assert (np.diff(found.ends_ns) > 0).all()
     assert len(found.ends_ns) == len(found.marks_ns) == 39
     assert sample_of(both, marks).period_s == pytest.approx(stream.truth.period_s, rel=0.02)
+
+
+@pytest.mark.parametrize("pace", [0.2, 0.9])
+def test_iterations_that_a_group_has_not_reported_yet_do_not_count(pace: float) -> None:
+    """Two communicators, whose watchdogs report at different times."""
+    stream = generate(JobSpec((Burst(0.05, (8 * MB, MB)),), iterations=40))
+    records, marks = ahead(stream.records[0], stream.marks_ns[0], [pace], every(5))
+    records["group"] = records["bytes"] == MB
+    late = (records["group"] == 1) & (records["start_ns"] > stream.marks_ns[0][27])
+    found = sample_of(records[~late], marks)
+    assert found.iterations == 26
+    assert sum(row.bytes for row in found.traffic) == 26 * 8 * MB  # group 0 alone is listed
+    # One that is used now and then holds nothing up, nor one that was given up long ago.
+    rare = (records["group"] == 1) & (np.arange(len(records)) // 2 % 7 != 1)
+    assert sample_of(records[~rare], marks).iterations == 38
+    gone = (records["group"] == 1) & (np.arange(len(records)) // 2 > 3)
+    assert sample_of(records[~gone], marks).iterations == 38
+
+
+def test_steps_of_a_trace_are_the_devices() -> None:
+    stream = generate(JobSpec((Burst(0.05, (MB, 2 * MB)),), iterations=20))
+    records, marks = ahead(stream.records[0], stream.marks_ns[0], [0.1], every(5))
+    trace = chrome_trace(
+        records,
+        stream.groups[0],
+        rank=0,
+        world_size=2,
+        backend="nccl",
+        marks_ns=marks,
+        clock_offset_ns=0,
+        pid=1,
+    )
+    steps = [e for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")]
+    found = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
+    assert len(steps) == 20
+    for step in steps[1:-1]:
+        assert step["dur"] == pytest.approx(stream.truth.period_s * 1e6, rel=1e-6)
+        inside = [e for e in found if step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
+        assert len(inside) == 2
 
 
 def test_nothing_from_nothing() -> None:

@@ -14,6 +14,10 @@ Ints = NDArray[np.int64]
 #: The host is in step with a device that comes to every operation within this share of an
 #: iteration from its issue.
 IN_STEP = 0.05
+#: Iterations in which a group is used, and more than half of those up to then: it is in steady use.
+MIN_USES = 3
+#: What ended so long before the last that is known has been reported: watchdogs look every second.
+REPORT_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,14 @@ def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnd
     marks = _marks_within(marks_ns, records["issue_ns"].astype(np.int64))
     timed = records[_device_timed(records)]
     timed = timed[np.argsort(timed["issue_ns"], kind="stable")]
+    marks = marks[marks <= _complete_until(marks, timed)]
     issued = timed["issue_ns"].astype(np.int64)
     before = np.searchsorted(issued, marks, "left")
     done = np.concatenate(([0], np.maximum.accumulate(timed["end_ns"].astype(np.int64))))[before]
     told = np.flatnonzero(np.diff(done, prepend=0) > 0)
     if len(told) < 2:
         return IterationEnds(marks, marks)
+    # What lies outside the told has no operation on both sides to be placed by.
     within = np.arange(told[0], told[-1] + 1)
     ends = np.round(np.interp(within, told, done[told])).astype(np.int64)
     behind = (timed["start_ns"] - issued)[before[told[0]] : before[told[-1]]]
@@ -69,6 +75,23 @@ def _marks_within(marks_ns: ArrayLike | None, issue_ns: Ints) -> Ints:
     if not len(issue_ns):
         return marks[:0]
     return np.asarray(marks[(marks >= issue_ns.min()) & (marks <= issue_ns.max())])
+
+
+def _complete_until(marks_ns: Ints, timed: Records) -> float:
+    """The issue up to which no group's operations are missing, as far as groups are in steady use.
+
+    A device's operations are recorded once they are known to have ended, each group's in order, but
+    one group's behind another's.
+    """
+    until = float("inf")
+    reported_ns = int(timed["end_ns"].max(initial=0)) - REPORT_NS
+    for group in np.unique(timed["group"]):
+        own = timed[timed["group"] == group]
+        used = np.unique(np.searchsorted(marks_ns, own["issue_ns"], "right"))
+        steady = len(used) >= MIN_USES and 2 * len(used) > used[-1]
+        if steady and own["end_ns"].max() > reported_ns:
+            until = min(until, float(own["issue_ns"][-1]))
+    return until
 
 
 def _device_timed(records: Records) -> NDArray[np.bool_]:

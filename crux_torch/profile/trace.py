@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from crux_torch.profile.group import GroupInfo
+from crux_torch.profile.iteration_ends import Ints, iteration_ends
 from crux_torch.profile.record import OPS, STATUSES, Records
 from crux_torch.profile.timeline import intervals
 
@@ -64,7 +65,7 @@ def chrome_trace(
         groups: the recorder's table.
         rank, world_size: of the whole job.
         backend: ``nccl`` or ``gloo``: the library that the events are attributed to.
-        marks_ns: ends of iterations; without them all records are one step.
+        marks_ns: iteration marks of the host; without them all records are one step.
         clock_offset_ns: what to add to CLOCK_MONOTONIC to get Unix time, so that the traces of
             several hosts lie one above the other; default: this host's, now.
         pid: of the process; default: this one.
@@ -88,7 +89,8 @@ def chrome_trace(
     finished = np.flatnonzero(ended & (records["status"] == STATUSES.index("ok")))
     order = finished[np.argsort(begin[finished], kind="stable")]
     records, begin, end = records[order], begin[order], end[order]
-    events += _steps(begin, end, marks_ns, clock_offset_ns, pid)
+    ends_ns = iteration_ends(marks_ns, records).ends_ns
+    events += _steps(begin, end, ends_ns, clock_offset_ns, pid)
     lanes = {_HOST_TRACK: _Lanes(_HOST_TRACK), _DEVICE_TRACK: _Lanes(_DEVICE_TRACK)}
     for index, record in enumerate(records):
         on_device = record["device_ns"] >= 0
@@ -151,7 +153,7 @@ class _Lanes:
 
 
 def _steps(
-    begin: np.ndarray, end: np.ndarray, marks_ns: ArrayLike | None, offset_ns: int, pid: int
+    begin: np.ndarray, end: np.ndarray, ends_ns: Ints, offset_ns: int, pid: int
 ) -> list[dict[str, Any]]:
     """``ProfilerStep#N`` of every iteration; each lasts until what began in it has ended.
 
@@ -159,8 +161,7 @@ def _steps(
     """
     if not len(begin):
         return []
-    marks = np.asarray([] if marks_ns is None else marks_ns, dtype=np.int64)
-    inner = marks[(marks > begin[0]) & (marks <= begin[-1])]
+    inner = ends_ns[(ends_ns > begin[0]) & (ends_ns <= begin[-1])]
     opens = np.concatenate((begin[:1], inner))
     closes = np.concatenate((inner, end.max(keepdims=True)))
     events = []
