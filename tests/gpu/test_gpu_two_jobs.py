@@ -13,6 +13,9 @@ from rig.report import Report
 
 from examples.demo import netns
 
+#: Seconds that the demo may take, and to end once it is asked to.
+LIMIT_S, GRACE_S = 220.0, 30.0
+
 
 @pytest.mark.slow
 def test_the_job_with_the_higher_intensity_goes_first(
@@ -22,18 +25,24 @@ def test_the_job_with_the_higher_intensity_goes_first(
         pytest.skip("not on a fake device: `make run` is the same on CPUs")
     possible, why_not = netns.available()
     results = tmp_path / "results.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "examples.demo", "--device", "cuda", "--steps", "9"),
-            *("--json", str(results), "--out", str(tmp_path / "out")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-    )
-    report.figure("two jobs", (done.stdout + done.stderr).splitlines())
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, "-m", "examples.demo", "--device", "cuda", "--steps", "9"]
+    command += ["--json", str(results), "--out", str(tmp_path / "out")]
+    # To a file: what it said is kept however it ends.
+    with (tmp_path / "said").open("w+") as said:
+        demo = subprocess.Popen(command, stdout=said, stderr=said, cwd=ROOT)
+        try:
+            code: int | None = demo.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            # Asked to end, it takes its jobs and its network with it.
+            demo.terminate()
+            demo.wait(GRACE_S)
+            code = None
+        finally:
+            demo.kill()
+        said.seek(0)
+        lines = said.read().splitlines()
+    report.figure("two jobs", lines)
+    assert code == 0, f"{code}: " + "\n".join(lines[-60:])
     found = json.loads(results.read_text())
     for job in found["jobs"]:
         assert job["losses_equal"], job
