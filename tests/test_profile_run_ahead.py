@@ -273,6 +273,19 @@ def test_an_operation_that_outlasts_its_iteration_stops_no_clock() -> None:
     assert sample_of(both, marks).period_s == pytest.approx(stream.truth.period_s, rel=0.02)
 
 
+def test_a_rank_that_lost_a_duration_takes_none_from_the_others() -> None:
+    """Handles let go for the memory that they held, on the rank that is not the leader."""
+    stream = generate(JobSpec(JOBS["overlapped"], jitter=0.1))
+    samples = []
+    for rank, (records, marks) in enumerate(zip(stream.records, stream.marks_ns, strict=True)):
+        issued, host = ahead(records, marks, [0.2], every(5))
+        if rank == 1:
+            lost = np.arange(len(issued)) % 4 == 1
+            issued["device_ns"][lost] = issued["end_ns"][lost] = -1
+        samples.append(sample_of(issued, host, rank))
+    assert merge(samples).t_s == pytest.approx(stream.truth.t_s, rel=0.03)
+
+
 @pytest.mark.parametrize("pace", [0.2, 0.9])
 def test_iterations_that_a_group_has_not_reported_yet_do_not_count(pace: float) -> None:
     """Two communicators, whose watchdogs report at different times."""

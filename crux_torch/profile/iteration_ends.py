@@ -12,7 +12,7 @@ from crux_torch.profile.record import Flag, Records
 Ints = NDArray[np.int64]
 
 #: The host is in step with a device that comes to every operation within this share of an
-#: iteration from its issue.
+#: iteration from its issue, and has none left at a mark.
 IN_STEP = 0.05
 #: Iterations in which a group is used, and more than half of those up to then: it is in steady use.
 MIN_USES = 3
@@ -63,8 +63,8 @@ def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnd
     # What lies outside the told has no operation on both sides to be placed by.
     within = np.arange(told[0], told[-1] + 1)
     ends = np.round(np.interp(within, told, done[told])).astype(np.int64)
-    behind = (timed["start_ns"] - issued)[before[told[0]] : before[told[-1]]]
-    if behind.max() <= IN_STEP * float(np.median(np.diff(ends))):
+    behind = (timed["start_ns"] - issued)[before[told[0]] : before[told[-1]]].max()
+    if behind <= IN_STEP * float(np.median(np.diff(ends))) and (done[told] <= marks[told]).all():
         return IterationEnds(marks, marks)
     return IterationEnds(marks[within], ends)
 

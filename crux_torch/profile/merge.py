@@ -247,7 +247,8 @@ def transfer_time(present: Sequence[RankSample]) -> Transfer:
         for group, sequence, begin, end in zip(
             column.group, column.sequence, column.begin, column.end, strict=True
         ):
-            if group < 0:
+            # No length is an unknown time: a rank that can't tell takes nothing from the others.
+            if group < 0 or end <= begin:
                 continue
             key = (sample.groups[group].name, sequence)
             shortest[key] = min(shortest.get(key, end - begin), end - begin)
@@ -259,7 +260,7 @@ def transfer_time(present: Sequence[RankSample]) -> Transfer:
     for i, (group, sequence) in enumerate(zip(rows.group, rows.sequence, strict=True)):
         if group >= 0:
             key = (leader.groups[group].name, sequence)
-            begin_ns[i] = max(begin_ns[i], end_ns[i] - shortest[key])
+            begin_ns[i] = max(begin_ns[i], end_ns[i] - shortest.get(key, 0))
             shared += witnesses[key] > 1
     order = np.argsort(begin_ns, kind="stable")
     size = np.array(rows.bytes, dtype=np.int64)[order]
