@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.profile import timeline
-from crux_torch.profile.record import RECORD
+from crux_torch.profile.record import RECORD, Flag
 
 
 def ns(*seconds: float) -> np.ndarray:
@@ -64,6 +64,25 @@ def test_what_nobody_timed_counts_when_it_was_issued() -> None:
     begin, end = timeline.intervals(records)
     assert begin.tolist() == end.tolist() == [5, 5]
     assert timeline.reaches(records).ready_ns.tolist() == [5, 5]
+
+
+def test_what_a_device_did_without_a_duration_counts_where_it_was() -> None:
+    """Issued at 1 to 4, done at 100 to 400: the second one's time is lost, and the third's end."""
+    records = np.zeros(4, dtype=RECORD)
+    records["device"] = 1
+    records["issue_ns"] = [1, 2, 3, 4]
+    records["start_ns"], records["end_ns"] = [100, 2, 300, 400], [150, -1, -1, 450]
+    records["device_ns"] = [50, -1, -1, 50]
+    records["flags"] = [Flag.DEVICE_CLOCK, 0, Flag.DEVICE_CLOCK, Flag.DEVICE_CLOCK]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        begin, end = timeline.intervals(records[order])
+        assert begin.tolist() == [[100, 150, 300, 400][i] for i in order]
+        assert end.tolist() == [[150, 150, 300, 450][i] for i in order]
+        ready = timeline.reaches(records[order]).ready_ns
+        assert ready.tolist() == begin.tolist()
+    # Where nothing is timed there is nothing but the issue.
+    records["flags"], records["end_ns"] = Flag.UNTIMED, -1
+    assert timeline.intervals(records)[0].tolist() == [1, 2, 3, 4]
 
 
 def reached(ready: np.ndarray, *synchronous: bool) -> timeline.Reaches:

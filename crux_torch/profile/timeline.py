@@ -83,18 +83,35 @@ def intervals(records: Records) -> tuple[Ints, Ints]:
     """When each record was in flight: by the device's clock where it is known."""
     timed = records["device_ns"] >= 0
     begin = np.where(timed, records["end_ns"] - records["device_ns"], records["start_ns"])
-    # One whose end nobody told counts with its bytes, at the time when it was issued.
+    # One whose end nobody told counts with its bytes alone.
     ended = records["end_ns"] >= 0
-    end = np.where(ended, records["end_ns"], records["issue_ns"])
-    begin = np.where(ended, begin, records["issue_ns"])
+    untold = _untold_ns(records)
+    end = np.where(ended, records["end_ns"], untold)
+    begin = np.where(ended, begin, untold)
     return begin.astype(np.int64), end.astype(np.int64)
 
 
 def reaches(records: Records) -> Reaches:
     """When computation came to each record's collective."""
     told = (records["start_ns"] >= 0) & (records["end_ns"] >= 0)
-    ready = np.where(told, records["start_ns"], records["issue_ns"])
+    ready = np.where(told, records["start_ns"], _untold_ns(records))
     return Reaches(ready.astype(np.int64), (records["flags"] & Flag.SYNCHRONOUS) != 0)
+
+
+def _untold_ns(records: Records) -> Ints:
+    """When each would count if nobody had told its end: when it was issued.
+
+    A device may be far behind that. It counts when the device came to it or, if that is not known
+    either, when all was done that was issued before it.
+    """
+    issue = records["issue_ns"].astype(np.int64)
+    clocked = (records["flags"] & Flag.DEVICE_CLOCK) != 0
+    order = np.argsort(issue, kind="stable")
+    done = np.where(clocked & (records["end_ns"] >= 0), records["end_ns"], issue)
+    behind = np.empty_like(issue)
+    behind[order] = np.maximum.accumulate(done[order])
+    on_device = np.where(clocked, records["start_ns"], behind)
+    return np.where(records["device"] != 0, on_device, issue).astype(np.int64)
 
 
 def stretches(begin_ns: Ints, end_ns: Ints, ready_ns: Ints | None = None) -> Stretches:
