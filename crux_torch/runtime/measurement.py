@@ -11,6 +11,7 @@ import numpy as np
 
 from crux_torch.profile.flops import FlopMeter
 from crux_torch.profile.group import GroupInfo
+from crux_torch.profile.iteration_ends import iteration_ends
 from crux_torch.profile.iterations import IterationMarks
 from crux_torch.profile.record import Records, from_bytes
 from crux_torch.profile.sample import RankSample, summarize
@@ -24,6 +25,8 @@ from crux_torch.settings import Settings
 DRAIN_RECORDS = 4096
 #: Seconds from a change of class until every packet in flight carries it.
 SETTLE_S = 0.2
+#: Seconds without any record after which a job that iterates is taken to communicate nothing.
+SILENCE_S = 3.0
 
 
 class Meter:
@@ -135,9 +138,19 @@ class Meter:
     def due(self) -> bool:
         """Whether the running measurement has seen enough, or has run for as long as it may."""
         elapsed_s = (time.monotonic_ns() - self._begin_ns) / 1e9
+        if elapsed_s >= self._settings.profile_s:
+            return True
+        wanted = self._settings.profile_iterations
+        marks = self.marks.marks_ns(self._begin_ns)
         # One mark more than iterations, and one that a counted iteration may cost.
-        enough = len(self.marks.marks_ns(self._begin_ns)) >= self._settings.profile_iterations + 2
-        return enough or elapsed_s >= self._settings.profile_s
+        if len(marks) < wanted + 2:
+            return False
+        # A device does later what the host has marked, and a watchdog reports it later still.
+        records = self.window.records()
+        records = records[records["issue_ns"] >= self._begin_ns]
+        if not len(records):
+            return elapsed_s >= SILENCE_S
+        return len(iteration_ends(marks, records).marks_ns) > wanted
 
     def give_up(self) -> None:
         """End the measurement without a look at what it saw."""
