@@ -628,6 +628,36 @@ def test_memory_that_the_script_gave_back_is_not_kept_for_a_time(recorder: Any) 
     fake_gpu.release()
 
 
+def test_handles_that_never_end_are_not_watched_for_ever(recorder: Any) -> None:
+    backends = make_pair(recorder, "polled")
+    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
+    drain(recorder, SIZE)
+    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+    extra = 50
+
+    def body(rank: int) -> None:
+        tensor = ones(rank, 1)
+        for _ in range(8192 // SIZE + extra):
+            allreduce(backends[rank], tensor)
+
+    both(body)
+    # Each device has a watch of its own, and so what one holds is told here by neither.
+    assert recorder.drain(1 << 30) == b""
+
+    def more(rank: int) -> None:
+        tensor = ones(rank, 1)
+        for _ in range(8192 - 8192 // SIZE):
+            allreduce(backends[rank], tensor)
+
+    both(more)
+    records = drain(recorder, extra * SIZE)
+    assert (records["device_ns"] == -1).all()
+    for backend in backends:
+        assert of_rank(records, backend)["sequence"].tolist() == list(range(1, extra + 1))
+        backend.abort()
+    drain(recorder, 8192 * SIZE)
+
+
 def test_a_passage_is_left_when_the_device_is_done(
     recorder: Any, kind: str, tmp_path: Path
 ) -> None:

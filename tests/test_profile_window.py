@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.profile.record import RECORD
@@ -17,6 +17,7 @@ def records(*times_s: float) -> np.ndarray:
     return made
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=30),
     capacity=st.integers(1, 25),

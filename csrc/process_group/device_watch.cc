@@ -32,6 +32,9 @@ constexpr microseconds kWatchPeriod{2000};
 constexpr microseconds kRecordPeriod{10000};
 // How much memory that only handles keep alive is kept for the sake of durations.
 constexpr int64_t kHeldBytes = 64 << 20;
+// No device has more in flight; some handles never say that they have ended (those of torch's own
+// all-reduce within a node, for one).
+constexpr size_t kWatchedOperations = 8192;
 // How long the end of the process waits for a pass to end.
 constexpr std::chrono::milliseconds kStopLimit{200};
 
@@ -262,7 +265,7 @@ microseconds DeviceWatch::pass() {
   for (Measured& done : measured) done.lanes->finish(done.operation, done.device_ns);
   std::vector<WorkPtr> unwatched;
   poll_all(unwatched);
-  let_go_of_memory(unwatched);
+  let_go_of_handles(unwatched);
   lay_aside(std::move(unwatched));
   const bool close = std::any_of(watched_.begin(), watched_.end(),
                                  [](const Watched& w) { return static_cast<bool>(w.gated); });
@@ -313,8 +316,9 @@ bool DeviceWatch::poll(Watched& watched) {
 }
 
 // Handles keep outputs alive. Where the script has dropped its own, the stock backend would have
-// given that memory back by now, so only so much of it is held; what is let go is not timed.
-void DeviceWatch::let_go_of_memory(std::vector<WorkPtr>& dropped) {
+// given that memory back by now, so only so much of it is held, and only so many of them; what is
+// let go is not timed.
+void DeviceWatch::let_go_of_handles(std::vector<WorkPtr>& dropped) {
   const auto now = std::chrono::steady_clock::now();
   if (now < next_memory_look_) return;
   next_memory_look_ = now + kWatchPeriod;
@@ -325,8 +329,11 @@ void DeviceWatch::let_go_of_memory(std::vector<WorkPtr>& dropped) {
     watched.held_bytes = held_bytes(watched);
     held += watched.held_bytes;
   }
-  for (auto it = watched_.begin(); held > kHeldBytes && it != watched_.end();) {
-    if (it->held_bytes == 0) {
+  size_t surplus = watched_.size() > kWatchedOperations ? watched_.size() - kWatchedOperations : 0;
+  for (auto it = watched_.begin(); it != watched_.end() && (surplus > 0 || held > kHeldBytes);) {
+    if (surplus > 0) {
+      --surplus;
+    } else if (it->held_bytes == 0) {
       ++it;
       continue;
     }

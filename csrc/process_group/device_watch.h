@@ -97,7 +97,7 @@ class DeviceWatch {
   // Whether it has ended; then it is recorded and its ticket is left.
   bool poll(Watched& watched);
   void poll_all(std::vector<WorkPtr>& ended);
-  void let_go_of_memory(std::vector<WorkPtr>& dropped);
+  void let_go_of_handles(std::vector<WorkPtr>& dropped);
   bool is_watching(const void* owner);
   void forget_here(const void* owner);
   // Keeps the handles until a thread that may drop them comes by.
