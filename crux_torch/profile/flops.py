@@ -58,13 +58,13 @@ class FlopMeter:
 
     The formulas are torch's own (``torch.utils.flop_counter``) and those that it leaves out
     (``flop_formulas``), so where torch knows every operator the count equals ``FlopCounterMode``'s,
-    gradients of grouped convolutions apart: forward, backward, optimizer and what checkpointing computes again. The mode that applies them
-    is not ``FlopCounterMode`` itself, for four reasons that matter inside a training process: that
-    one raises into the model where a formula rejects its arguments or a higher-order operator has
-    none; it makes ``torch.compile(fullgraph=True)`` fail; it hooks every module; and it counts the
-    global shape of a DTensor on every rank. This one lets compiled code run compiled and counts the
-    matrix products that it calls; those that inductor generates as Triton templates (``max-
-    autotune``) are invisible to it.
+    gradients of grouped convolutions apart: forward, backward, optimizer and what checkpointing
+    computes again. The mode that applies them is not ``FlopCounterMode`` itself, for four reasons
+    that matter inside a training process: that one raises into the model where a formula rejects
+    its arguments or a higher-order operator has none; it makes ``torch.compile(fullgraph=True)``
+    fail; it hooks every module; and it counts the global shape of a DTensor on every rank. This one
+    lets compiled code run compiled and counts the matrix products that it calls; those that
+    inductor generates as Triton templates (``max-autotune``) are invisible to it.
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
     outermost modules are found while an iteration is counted, and each gets a forward pre-hook of
