@@ -199,7 +199,7 @@ def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
     random.seed(0)
     pairs, rounds = (min(pairs, 3), 1) if quick else (pairs, rounds)
     sizes = SIZES[:2] if quick else SIZES
-    console = Console()
+    console = Console(width=100)
     rows: list[dict[str, Any]] = []
     cells: list[Any] = [*((op, size) for op in OPS for size in sizes), "ddp"]
     ratios: dict[Any, Ratios] = {cell: {how: [] for how in TIMES} for cell in cells}
