@@ -17,7 +17,7 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu.ranks import LIMIT_S, in_threads, make_backend
+from fake_gpu.ranks import filled, fresh_device, in_threads, make_backend, until
 
 _ok, _reason = fake_gpu.available()
 pytestmark = pytest.mark.skipif(not _ok, reason=_reason)
@@ -27,29 +27,12 @@ DEFAULTS = {"legacy": False, "watchdog_period_s": 0.02, "timing": False, "strict
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    fake_gpu.load()
-    fake_gpu.release()
-    fake_gpu.configure(**DEFAULTS)
-    fake_gpu.clear()
-    torch.accelerator.set_device_index(0)
-    yield
-    fake_gpu.release()
-    assert fake_gpu.drain(), "a stream never came to rest"
+    with fresh_device(**DEFAULTS):
+        yield
 
 
 def _single(**options: Any) -> Any:
     return make_backend(dist.HashStore(), 0, 1, **options)
-
-
-def _tensor(value: float = 1.0, n: int = 4) -> torch.Tensor:
-    return torch.full((n,), value, device="fakegpu")
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.001)
 
 
 def _sync_options(kind: Any) -> Any:
@@ -68,7 +51,7 @@ def _reached(event: torch.Event) -> bool:
 def wait_blocks_the_current_stream_and_not_the_host() -> None:
     backend = _single()
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     let_go = threading.Timer(1.0, fake_gpu.release)
     let_go.start()
     work.wait()
@@ -85,7 +68,7 @@ def wait_blocks_the_current_stream_and_not_the_host() -> None:
 def get_future_blocks_the_current_stream() -> None:
     backend = _single()
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     work.get_future()
     event = torch.Event("fakegpu")
     event.record()
@@ -97,17 +80,17 @@ def get_future_blocks_the_current_stream() -> None:
 def a_handle_is_complete_when_the_operation_has_ended() -> None:
     backend = _single()
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     assert not work.is_completed(), "complete before the end"
     fake_gpu.release()
-    _until(work.is_completed, "the end")
+    until(work.is_completed, "the end")
     assert work.is_success()
 
 
 def an_end_that_comes_late_is_seen_late() -> None:
     backend = _single()
     fake_gpu.inject("late", seconds=0.05)
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     assert not work.is_completed(), "complete before the end"
     work.wait()
     torch.accelerator.synchronize()
@@ -118,7 +101,7 @@ def an_end_that_comes_late_is_seen_late() -> None:
 
 def an_operation_sees_what_was_put_on_the_current_stream_before() -> None:
     backend = _single()
-    source, target = _tensor(1.0), _tensor(0.0)
+    source, target = filled(1.0), filled(0.0)
     fake_gpu.sleep(0.05)
     fake_gpu.fill_(source, 7.0)
     backend.allgather([[target]], [source]).wait()
@@ -128,10 +111,10 @@ def an_operation_sees_what_was_put_on_the_current_stream_before() -> None:
 def operations_of_a_communicator_run_in_order() -> None:
     backend = _single()
     fake_gpu.inject("delay", seconds=0.05)
-    first = backend.allreduce([_tensor()])
-    backend.allreduce([_tensor()], _sync_options(dist.AllreduceOptions))
+    first = backend.allreduce([filled()])
+    backend.allreduce([filled()], _sync_options(dist.AllreduceOptions))
     torch.accelerator.synchronize()
-    _until(first.is_completed, "the first")
+    until(first.is_completed, "the first")
     one, two = fake_gpu.operations()
     assert one["stream"] != two["stream"]
     assert two["start_ns"] >= one["end_ns"], "the second overtook the first"
@@ -141,8 +124,8 @@ def synchronous_operations_run_on_the_current_stream() -> None:
     backend = _single()
     stream = torch.Stream("fakegpu")
     with torch.fakegpu.stream(stream):
-        backend.allreduce([_tensor()])
-        backend.allreduce([_tensor()], _sync_options(dist.AllreduceOptions))
+        backend.allreduce([filled()])
+        backend.allreduce([filled()], _sync_options(dist.AllreduceOptions))
     own, current = fake_gpu.operations()
     assert own["stream"] != stream.stream_id, "an asynchronous one blocks the current stream"
     assert current["stream"] == stream.stream_id, "a synchronous one is not on the current stream"
@@ -152,7 +135,7 @@ def synchronous_operations_run_on_the_current_stream() -> None:
 def issuing_leaves_the_current_stream() -> None:
     backend = _single()
     before = torch.accelerator.current_stream()
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     after = torch.accelerator.current_stream()
     torch.accelerator.set_stream(before)
     assert before == after, "the current stream is another one"
@@ -160,8 +143,8 @@ def issuing_leaves_the_current_stream() -> None:
 
 def a_duration_needs_timing() -> None:
     backend = _single()
-    work = backend.allreduce([_tensor()])
-    _until(work.is_completed, "the end")
+    work = backend.allreduce([filled()])
+    until(work.is_completed, "the end")
     with pytest.raises(RuntimeError, match="timing was enabled"):
         work._get_duration()
 
@@ -171,11 +154,11 @@ def a_duration_needs_the_end() -> None:
     backend = _single()
     fake_gpu.inject("hold")
     fake_gpu.inject("delay", seconds=0.02)
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     with pytest.raises(RuntimeError, match="has completed"):
         work._get_duration()
     fake_gpu.release()
-    _until(work.is_completed, "the end")
+    until(work.is_completed, "the end")
     (operation,) = fake_gpu.operations()
     assert work._get_duration() >= (operation["end_ns"] - operation["start_ns"]) / 1e6
     assert work._get_duration() >= 20.0
@@ -184,7 +167,7 @@ def a_duration_needs_the_end() -> None:
 def tensors_live_as_long_as_the_operation() -> None:
     backend = _single()
     fake_gpu.inject("delay", seconds=0.05)
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     gc.collect()
     assert fake_gpu.drain()
     assert fake_gpu.violations() == []
@@ -196,7 +179,7 @@ def tensors_live_as_long_as_the_operation() -> None:
 def what_takes_too_long_times_out() -> None:
     backend = _single(timeout_s=0.05)
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     deadline = time.monotonic() + 1
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -205,36 +188,36 @@ def what_takes_too_long_times_out() -> None:
     with pytest.raises(dist.DistBackendError, match="timed out"):
         work.wait()
     with pytest.raises(dist.DistBackendError):
-        backend.allreduce([_tensor()])
+        backend.allreduce([filled()])
 
 
 def abort_ends_what_runs() -> None:
     backend = _single()
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     backend.abort()
     assert fake_gpu.drain(1), "the stream is stuck"
     assert not work.is_success()
     with pytest.raises(dist.DistBackendError):
         work.wait()
     with pytest.raises(RuntimeError, match="abort"):
-        backend.allreduce([_tensor()])
+        backend.allreduce([filled()])
 
 
 def an_error_on_the_device_fails_the_handle_and_what_follows() -> None:
     backend = _single()
     fake_gpu.inject("error")
-    work = backend.allreduce([_tensor()])
-    _until(work.is_completed, "the failure")
+    work = backend.allreduce([filled()])
+    until(work.is_completed, "the failure")
     assert not work.is_success(), "the failure is not seen"
     with pytest.raises(dist.DistBackendError, match="injected"):
         work.wait()
-    _until(lambda: _refuses(backend), "the communicator's failure")
+    until(lambda: _refuses(backend), "the communicator's failure")
 
 
 def _refuses(backend: Any) -> bool:
     try:
-        backend.allreduce([_tensor()])
+        backend.allreduce([filled()])
     except dist.DistBackendError:
         return True
     return False
@@ -268,10 +251,10 @@ def a_completion_hook_fires_once_for_each_success() -> None:
     backend = _single()
     backend._enable_collectives_timing()
     log = backend.log_completions()
-    works = [backend.allreduce([_tensor()]) for _ in range(5)]
+    works = [backend.allreduce([filled()]) for _ in range(5)]
     torch.accelerator.synchronize()
     keys = [fake_gpu.load().completion_key(work) for work in works]
-    _until(lambda: len(log.list()) >= 5, "the last report")
+    until(lambda: len(log.list()) >= 5, "the last report")
     backend.shutdown()
     assert [key for key, _, _ in log.list()] == keys, "reports and operations don't match"
     ends = [operation["end_ns"] for operation in fake_gpu.operations()]
@@ -281,7 +264,7 @@ def a_completion_hook_fires_once_for_each_success() -> None:
 
 def no_two_operations_have_one_key() -> None:
     backend = _single()
-    works = [backend.allreduce([_tensor()]) for _ in range(5)]
+    works = [backend.allreduce([filled()]) for _ in range(5)]
     keys = {fake_gpu.load().completion_key(work) for work in works}
     assert len(keys) == 5, "a key is used again"
 
@@ -290,8 +273,8 @@ def a_completion_hook_does_not_fire_for_a_failure() -> None:
     backend = _single()
     log = backend.log_completions()
     fake_gpu.inject("error")
-    work = backend.allreduce([_tensor()])
-    _until(lambda: _failed(backend), "the failure")
+    work = backend.allreduce([filled()])
+    until(lambda: _failed(backend), "the failure")
     assert not work.is_success()
     assert log.list() == [], "a failure was reported as a success"
 
@@ -300,7 +283,7 @@ def a_completion_hook_does_not_fire_for_a_failure() -> None:
 
 
 def streams_are_queues() -> None:
-    tensor = _tensor(0.0)
+    tensor = filled(0.0)
     fake_gpu.sleep(0.02)
     fake_gpu.fill_(tensor, 3.0)
     fake_gpu.add_(tensor, 1.0)
@@ -312,7 +295,7 @@ def streams_are_queues() -> None:
 
 
 def a_stream_that_waits_for_an_event_runs_after_it() -> None:
-    tensor = _tensor(0.0)
+    tensor = filled(0.0)
     first, second = torch.Stream("fakegpu"), torch.Stream("fakegpu")
     event = torch.Event("fakegpu")
     with torch.fakegpu.stream(first):
@@ -328,7 +311,7 @@ def a_stream_that_waits_for_an_event_runs_after_it() -> None:
 
 def a_capture_runs_nothing_until_it_is_replayed() -> None:
     backend = _single()
-    tensor = _tensor(1.0)
+    tensor = filled(1.0)
     backend.allreduce([tensor]).wait()
     torch.accelerator.synchronize()
     with fake_gpu.capture() as graph:
@@ -412,12 +395,12 @@ def test_a_hook_that_takes_the_gil_is_found() -> None:
     fake_gpu.configure(strict_hooks=True)
     backend = _single()
     log = backend.log_completions()
-    backend.allreduce([_tensor()])
-    _until(lambda: len(log.list()) == 1, "the report")
+    backend.allreduce([filled()])
+    until(lambda: len(log.list()) == 1, "the report")
     assert fake_gpu.violations() == []
     backend.bad_hook("takes_gil")
-    backend.allreduce([_tensor()])
-    _until(lambda: bool(fake_gpu.violations()), "the violation")
+    backend.allreduce([filled()])
+    until(lambda: bool(fake_gpu.violations()), "the violation")
     backend.shutdown()
     assert {kind for kind, _ in fake_gpu.violations()} == {"hook_takes_gil"}
 
@@ -427,8 +410,8 @@ def test_a_hook_that_calls_back_is_found() -> None:
         pytest.skip("this torch has no completion hooks")
     backend = _single()
     backend.bad_hook("calls_back")
-    backend.allreduce([_tensor()])
-    _until(lambda: bool(fake_gpu.violations()), "the violation")
+    backend.allreduce([filled()])
+    until(lambda: bool(fake_gpu.violations()), "the violation")
     assert {kind for kind, _ in fake_gpu.violations()} == {"hook_calls_back"}
 
 
@@ -450,7 +433,7 @@ def _capture(*steps: Callable[[], Any]) -> None:
 
 def test_any_thread_that_queries_breaks_a_capture() -> None:
     backend = _single()
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     torch.accelerator.synchronize()
     event = torch.Event("fakegpu")
     event.record()
@@ -478,7 +461,7 @@ def test_the_watchdog_does_not_break_a_capture() -> None:
     fake_gpu.configure(watchdog_period_s=0.001)
     backend = _single()
     fake_gpu.inject("delay", seconds=0.02)
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     with fake_gpu.capture():
         time.sleep(0.05)
     assert fake_gpu.violations() == []
@@ -494,7 +477,7 @@ def test_a_capture_refuses_what_graphs_refuse() -> None:
         _capture(event.wait)
     with pytest.raises(RuntimeError, match="the host waits"):
         _capture(torch.accelerator.synchronize)
-    tensor = _tensor()
+    tensor = filled()
     fork = torch.Stream("fakegpu")
     begin = torch.Event("fakegpu")
 
@@ -510,7 +493,7 @@ def test_freed_memory_is_kept_for_the_streams_that_were_recorded() -> None:
     stream = torch.Stream("fakegpu")
     for recorded in (True, False):
         fake_gpu.clear()
-        tensor = _tensor()
+        tensor = filled()
         with torch.fakegpu.stream(stream):
             fake_gpu.sleep(0.03)
             fake_gpu.fill_(tensor, 1.0)
@@ -667,7 +650,7 @@ def test_transfers_of_a_group_run_together_and_tags_mean_nothing() -> None:
 def test_a_group_is_one_operation_or_several(legacy: bool) -> None:
     fake_gpu.configure(legacy=legacy, timing=True)
     backend = _single()
-    tensors = [_tensor(float(i)) for i in range(3)]
+    tensors = [filled(float(i)) for i in range(3)]
     backend._start_coalescing()
     for tensor in tensors:
         backend.allreduce([tensor])
@@ -683,7 +666,7 @@ def test_a_group_is_one_operation_or_several(legacy: bool) -> None:
 def test_the_legacy_class_gives_no_handle_of_what_is_synchronous() -> None:
     for legacy in (True, False):
         fake_gpu.configure(legacy=legacy)
-        work = _single().allreduce([_tensor()], _sync_options(dist.AllreduceOptions))
+        work = _single().allreduce([filled()], _sync_options(dist.AllreduceOptions))
         assert (work is None) == legacy
 
 
@@ -694,6 +677,6 @@ def test_options_reach_the_communicator() -> None:
     backend = fake_gpu.load().Nccl(dist.HashStore(), 0, 1, options)
     assert backend.options.config.traffic_class == 104
     assert backend.options.is_high_priority_stream
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     assert fake_gpu.operations()[0]["timeout_ms"] == 7000
     assert backend.counters == {"connect": 1}

@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fake_gpu.ranks import LIMIT_S, in_processes, in_threads, make_backend
+from fake_gpu.ranks import (
+    filled,
+    fresh_device,
+    in_processes,
+    in_threads,
+    make_backend,
+    until,
+)
 
 from crux_torch import _C
 from crux_torch.profile.record import RECORD
@@ -34,14 +41,8 @@ FLAVOURS = pytest.mark.parametrize("legacy", [False, True], ids=["nccl2", "legac
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    fake_gpu.load()
-    fake_gpu.release()
-    fake_gpu.configure(**DEFAULTS)
-    fake_gpu.clear()
-    torch.accelerator.set_device_index(0)
-    yield
-    fake_gpu.release()
-    assert fake_gpu.drain(), "a stream never came to rest"
+    with fresh_device(**DEFAULTS):
+        yield
     torch.accelerator.set_stream(torch.fakegpu.default_stream(0))
 
 
@@ -65,20 +66,9 @@ def _single(wrap: Wrap, **options: Any) -> Any:
     return wrap(make_backend(dist.HashStore(), 0, 1, **options))
 
 
-def _tensor(value: float = 1.0, n: int = 4) -> torch.Tensor:
-    return torch.full((n,), value, device="fakegpu")
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.001)
-
-
 def _refuses(backend: Any) -> bool:
     try:
-        backend.allreduce([_tensor()])
+        backend.allreduce([filled()])
     except RuntimeError:
         return True
     return False
@@ -97,14 +87,14 @@ def no_blocking_call_on_handles(wrap: Wrap) -> None:
     """synchronize() and getFuture() block the current stream: no way to measure."""
     backend = _single(wrap)
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     event = torch.Event("fakegpu")
     event.record()
     blocked = not event.query()
     fake_gpu.release()
     work.wait()
     torch.accelerator.synchronize()
-    _until(lambda: bool(work.is_completed()), "the end")
+    until(lambda: bool(work.is_completed()), "the end")
     assert not blocked, "the current stream waits though the script did not"
     assert [kind for kind, _ in fake_gpu.violations()] == []
 
@@ -114,14 +104,14 @@ def the_host_never_waits(wrap: Wrap) -> None:
     fake_gpu.inject("delay", seconds=0.02, count=3)
     for _ in range(3):
         fake_gpu.sleep(0.005)
-        backend.allreduce([_tensor()]).wait()
+        backend.allreduce([filled()]).wait()
     assert not [text for kind, text in fake_gpu.violations() if kind == "host_sync"]
 
 
 def the_script_alone_waits_for_handles(wrap: Wrap) -> None:
     backend = _single(wrap)
     for _ in range(3):
-        backend.allreduce([_tensor()])
+        backend.allreduce([filled()])
     torch.accelerator.synchronize()
     gc.collect()
     waits = sum(count for (method, _), count in fake_gpu.calls().items() if method == "wait")
@@ -132,8 +122,8 @@ def operations_are_issued_on_the_script_s_stream(wrap: Wrap) -> None:
     backend = _single(wrap)
     stream = torch.Stream("fakegpu")
     with torch.fakegpu.stream(stream):
-        backend.allreduce([_tensor()]).wait()
-        backend.allreduce([_tensor()], _synchronous())
+        backend.allreduce([filled()]).wait()
+        backend.allreduce([filled()], _synchronous())
         assert torch.accelerator.current_stream() == stream
     own, current = fake_gpu.operations()
     assert {own["current_stream"], current["current_stream"]} == {stream.stream_id}
@@ -143,7 +133,7 @@ def operations_are_issued_on_the_script_s_stream(wrap: Wrap) -> None:
 def captures_stay_whole(wrap: Wrap) -> None:
     """Within a capture no timing event, no query, no wait: the operation passes through."""
     backend = _single(wrap)
-    tensor = _tensor(1.0)
+    tensor = filled(1.0)
     backend.allreduce([tensor]).wait()
     torch.accelerator.synchronize()
     fake_gpu.clear()
@@ -161,7 +151,7 @@ def captures_stay_whole(wrap: Wrap) -> None:
 def memory_is_not_freed_under_an_operation(wrap: Wrap) -> None:
     backend = _single(wrap)
     fake_gpu.inject("delay", seconds=0.03)
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     gc.collect()
     assert fake_gpu.drain()
     assert not [text for kind, text in fake_gpu.violations() if kind == "use_after_free"]
@@ -229,11 +219,11 @@ def test_a_blocks_handle_is_not_asked_for_outputs(wrap: Wrap, asks: bool) -> Non
     """ProcessGroupNCCL's keeps none, and dereferences a null pointer: that ends the process."""
     fake_gpu.configure(legacy=True, timing=True)
     backend = _single(wrap)
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     assert fake_gpu.drain()
     fake_gpu.inject("delay", op="COALESCED", seconds=0.1)
     backend._start_coalescing()
-    backend.allreduce([_tensor()])
+    backend.allreduce([filled()])
     # The script drops it at once, and the device is still at it.
     backend._end_coalescing()
     assert fake_gpu.drain()
@@ -249,7 +239,7 @@ def test_a_handle_ends_when_the_operation_does(legacy: bool) -> None:
     fake_gpu.configure(legacy=legacy)
     backend = _single(crux)
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     work.wait()
     assert not work.is_completed()
     event = torch.Event("fakegpu")
@@ -291,8 +281,8 @@ def test_order_and_inputs_are_the_script_s(legacy: bool) -> None:
 @FLAVOURS
 def test_synchronous_operations_have_the_handles_that_nccl_gives(legacy: bool) -> None:
     fake_gpu.configure(legacy=legacy)
-    assert (_single(plain).allreduce([_tensor()], _synchronous()) is None) == legacy
-    assert (_single(crux).allreduce([_tensor()], _synchronous()) is None) == legacy
+    assert (_single(plain).allreduce([filled()], _synchronous()) is None) == legacy
+    assert (_single(crux).allreduce([filled()], _synchronous()) is None) == legacy
 
 
 @FLAVOURS
@@ -301,15 +291,15 @@ def test_errors_reach_the_script(legacy: bool) -> None:
     for wrap in (plain, crux):
         backend = _single(wrap)
         fake_gpu.inject("error")
-        work = backend.allreduce([_tensor()])
-        _until(lambda work=work: bool(work.is_completed()), "the failure")
+        work = backend.allreduce([filled()])
+        until(lambda work=work: bool(work.is_completed()), "the failure")
         assert not work.is_success()
         with pytest.raises(dist.DistBackendError, match="injected"):
             work.wait()
-        _until(lambda backend=backend: _refuses(backend), "the state")
+        until(lambda backend=backend: _refuses(backend), "the state")
         fake_gpu.inject("refuse")
         with pytest.raises(RuntimeError, match="refused"):
-            _single(wrap).allreduce([_tensor()])
+            _single(wrap).allreduce([filled()])
 
 
 @FLAVOURS
@@ -317,8 +307,8 @@ def test_timeouts_are_nccl_s(legacy: bool) -> None:
     fake_gpu.configure(legacy=legacy)
     backend = _single(crux, timeout_s=0.05)
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
-    _until(lambda: bool(work.is_completed()), "the timeout")
+    work = backend.allreduce([filled()])
+    until(lambda: bool(work.is_completed()), "the timeout")
     assert not work.is_success()
     with pytest.raises(dist.DistBackendError, match="timed out"):
         work.wait()
@@ -329,13 +319,13 @@ def test_abort_frees_what_hangs(legacy: bool) -> None:
     fake_gpu.configure(legacy=legacy)
     backend = _single(crux)
     fake_gpu.inject("hold")
-    work = backend.allreduce([_tensor()])
+    work = backend.allreduce([filled()])
     work.wait()
     backend.abort()
     assert fake_gpu.drain(5)
     assert not work.is_success()
     with pytest.raises(RuntimeError):
-        backend.allreduce([_tensor()])
+        backend.allreduce([filled()])
 
 
 @FLAVOURS
@@ -396,7 +386,7 @@ def test_records_hold_the_device_s_durations_however_late_the_watchdog_is() -> N
     _records(backend.group_index)
     for _ in range(3):
         fake_gpu.inject("delay", seconds=0.02)
-        backend.allreduce([_tensor(n=1000)]).wait()
+        backend.allreduce([filled(n=1000)]).wait()
     torch.accelerator.synchronize()
     backend.shutdown()
     records = _records(backend.group_index)

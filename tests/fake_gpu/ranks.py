@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,40 @@ import fake_gpu
 
 #: No test waits longer for anything.
 LIMIT_S = 60.0
+
+
+def filled(value: float = 1.0, n: int = 4) -> torch.Tensor:
+    """``n`` times ``value``, on this thread's current device."""
+    return torch.full((n,), value, device=fake_gpu.DEVICE)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for ``condition``.
+
+    Raises:
+        AssertionError: ``what`` never came.
+    """
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} never came"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def fresh_device(**settings: Any) -> Iterator[None]:
+    """Nothing injected or logged, ``settings`` of the fake NCCL, and at the end nothing under way.
+
+    Raises:
+        AssertionError: a stream never came to rest.
+    """
+    fake_gpu.load()
+    fake_gpu.release()
+    fake_gpu.configure(**settings)
+    fake_gpu.clear()
+    torch.accelerator.set_device_index(0)
+    yield
+    fake_gpu.release()
+    assert fake_gpu.drain(), "a stream never came to rest"
 
 
 def make_backend(store: Any, rank: int, size: int, *, timeout_s: float = 30.0) -> Any:
