@@ -32,6 +32,8 @@ ORDER = (
     "test_gpu_rig.py",
 )
 
+#: Its tests compare worlds.
+COMPARING = "test_gpu_identity.py"
 #: Parts that also run with ``init_process_group("crux")``.
 UNDER_ITS_OWN_NAME = ("all_reduce", "coalesced", "sub_groups", "ddp", "fsdp2")
 
@@ -140,7 +142,7 @@ def compared(
     worlds = dict.fromkeys(
         world
         for item in request.session.items
-        if isinstance(item, pytest.Function)
+        if isinstance(item, pytest.Function) and item.path.name == COMPARING
         for world in _worlds(item, kind)
         if world.size in sizes
     )
