@@ -26,8 +26,12 @@ bool ask(const Guard& guard, const c10::Stream& stream, long) {
   if (stream.device_type() != c10::DeviceType::CUDA) return false;
   static auto* const query = cuda_runtime<int(void*, int*)>("cudaStreamIsCapturing");
   int status = 0;
-  if (!query || query(guard.getStreamNativeHandle(stream), &status) != 0) return true;
-  return status != 0;
+  if (!query) return true;
+  if (query(guard.getStreamNativeHandle(stream), &status) == 0) return status != 0;
+  // Else the script's next kernel would find the error and be blamed for it.
+  static auto* const clear = cuda_runtime<int()>("cudaGetLastError");
+  if (clear) (void)clear();
+  return true;
 }
 
 std::atomic<CaptureModeExchange> given_exchange{nullptr};
