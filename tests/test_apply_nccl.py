@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from nccl_stand_in import ProcessGroupNCCL
 from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import inner_backends, runtime, stand_ins
@@ -231,19 +232,6 @@ def test_a_communicator_does_not_keep_the_class_of_a_measurement(
     assert runtime.planned_dscp() == expected
     monkeypatch.setattr(Agent, "active", False)
     assert runtime.planned_dscp() is None
-
-
-class ProcessGroupNCCL:
-    """NCCL's first class as far as the switch makes one like it."""
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.options, self._rank, self._size = options, rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
 
 
 @pytest.mark.parametrize("scripts", [None, 106])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_gpu
+import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,22 +189,6 @@ def test_estimated_operations_are_neither_counted_nor_recorded() -> None:
     assert len(from_bytes(recorder.drain(8))) == 1
 
 
-class Current:
-    """A NCCL backend of the kind that makes its communicator at its first use."""
-
-    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.options, self._rank, self._size = options, rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def name(self) -> str:
-        return "nccl"
-
-
 def _next(current: Any) -> Any:
     return switch_makers.make_next(current, dist.HashStore(), timedelta(seconds=1))
 
@@ -219,7 +204,7 @@ def test_the_next_communicator_knows_its_members(members: list[int], expected: l
     """The first of a process takes an empty list for the world, later ones read past its end."""
     options = c10d.ProcessGroupNCCL.Options()
     options.global_ranks_in_group = members
-    made = _next(Current(None, 1, 4, options))
+    made = _next(nccl_stand_in.ProcessGroupNCCL(None, 1, 4, options))
     assert list(made.options.global_ranks_in_group) == expected
     assert list(options.global_ranks_in_group) == members
 
@@ -231,7 +216,7 @@ def test_no_switch_while_all_memory_is_registered(
 ) -> None:
     """torch's allocator goes on registering with a ProcessGroupNCCL that was shut down."""
     variable = f"{name}NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
-    current = Current(None, 0, 1, c10d.ProcessGroupNCCL.Options())
+    current = nccl_stand_in.ProcessGroupNCCL(None, 0, 1, c10d.ProcessGroupNCCL.Options())
     monkeypatch.setenv(variable, "0")
     _next(current)
     monkeypatch.setenv(variable, "1")
@@ -276,7 +261,7 @@ def test_no_switch_while_symmetric_memory_uses_nccls_communicators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its windows are bound to the communicator, and nobody tells which groups have some."""
-    current = Current(None, 0, 1, c10d.ProcessGroupNCCL.Options())
+    current = nccl_stand_in.ProcessGroupNCCL(None, 0, 1, c10d.ProcessGroupNCCL.Options())
     monkeypatch.setattr(switch_makers, "_symmetric_memory", lambda: "NCCL")
     with pytest.raises(CruxError, match="symmetric memory"):
         _next(current)

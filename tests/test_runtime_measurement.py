@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ def recorder() -> Recorder:
     return Recorder()
 
 
+@contextlib.contextmanager
 def meter_of(recorder: Recorder, settings: Settings) -> Iterator[Meter]:
     meter = Meter(recorder, settings, 0, 1, "here")
     try:
@@ -46,7 +48,8 @@ def meter_of(recorder: Recorder, settings: Settings) -> Iterator[Meter]:
 
 @pytest.fixture
 def meter(recorder: Recorder) -> Iterator[Meter]:
-    yield from meter_of(recorder, Settings())
+    with meter_of(recorder, Settings()) as made:
+        yield made
 
 
 def test_only_a_measurement_times(recorder: Recorder, meter: Meter) -> None:
@@ -69,7 +72,7 @@ def test_a_measurement_that_is_given_up_times_no_longer(recorder: Recorder, mete
 
 @pytest.mark.parametrize("settings", [Settings(timing="always"), Settings(trace="folder")])
 def test_all_is_timed_where_that_is_wanted(recorder: Recorder, settings: Settings) -> None:
-    for meter in meter_of(recorder, settings):
+    with meter_of(recorder, settings) as meter:
         assert recorder.timing is True
         meter.begin()
         meter.finish()
