@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -193,6 +193,10 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[max(0, low)], ordered[min(n - 1, high)]
 
 
+def _small(cell: Cell) -> Cell:
+    return replace(cell, nbytes=min(cell.nbytes, MIB))
+
+
 def _describe(device: str, ranks: int) -> Results:
     if device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -249,9 +253,8 @@ def main(
                         World(SIDES[name], device, ranks, tempfile.mkdtemp(dir=folder), quick)
                     )
                     stack.callback(worlds[-1].close)
-                for cell in CELLS if side == CRUX.name else FOR_SCALE:
-                    if quick and cell.nbytes > MIB:
-                        cell = Cell(cell.what, MIB, cell.how)
+                chosen = CELLS if side == CRUX.name else FOR_SCALE
+                for cell in dict.fromkeys(_small(each) if quick else each for each in chosen):
                     try:
                         results.rows.append(_row(worlds[0], worlds[1], cell, seconds))
                     except WorldError as error:
