@@ -44,7 +44,7 @@ int64_t DeviceClock::Mark::reached_ns() const noexcept {
   }
   if (!anchor) return kUnknownTime;
   try {
-    return anchor->ns + distance_ns(anchor->event, *event_);
+    return anchor->reached.ns + distance_ns(anchor->event, *event_);
   } catch (const std::exception&) {
     return kUnknownTime;
   }
@@ -104,12 +104,14 @@ bool DeviceClock::look() {
   try {
     const int64_t before_ns = monotonic_ns();
     if (candidate->event.query()) {
-      int64_t ns = (candidate->unreached_ns + monotonic_ns()) / 2;
+      const int64_t after_ns = monotonic_ns();
+      Instant reached = between(candidate->unreached_ns, after_ns);
       if (last) {
-        const int64_t predicted_ns = last->ns + distance_ns(last->event, candidate->event);
-        ns = std::clamp(predicted_ns, candidate->unreached_ns, monotonic_ns());
+        Instant predicted = last->reached;
+        predicted.ns += distance_ns(last->event, candidate->event);
+        reached = between(candidate->unreached_ns, after_ns, predicted);
       }
-      found = std::make_shared<const Anchor>(Anchor{std::move(candidate->event), ns});
+      found = std::make_shared<const Anchor>(Anchor{std::move(candidate->event), reached});
     } else {
       candidate->unreached_ns = before_ns;
       again = before_ns < candidate->recorded_ns + kCandidateLimit_ns;
@@ -119,7 +121,12 @@ bool DeviceClock::look() {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   looking_ = false;
-  if (found) anchor_ = std::move(found);
+  if (found) {
+    if (found->reached.error_ns > kTolerated_ns) {
+      next_anchor_ns_ = std::min(next_anchor_ns_, monotonic_ns() + kRetryPeriod_ns);
+    }
+    anchor_ = std::move(found);
+  }
   if (again) candidate_.emplace(std::move(*candidate));
   return again;
 }

@@ -5,6 +5,7 @@
 // anchor: it was not reached when it was looked at once, and reached when it was looked at next,
 // which is a bracket on the host's clock. A new anchor goes where the last one predicts it, or to
 // the nearer end of its bracket: the clocks' drift never adds up, and brackets narrow each other.
+// While they leave much open, as on a host too busy to look often, the next is sought at once.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -17,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "instant.h"
 #include "record.h"
 
 namespace crux {
@@ -24,7 +26,7 @@ namespace crux {
 class DeviceClock {
   struct Anchor {
     c10::Event event;
-    int64_t ns;  // CLOCK_MONOTONIC
+    Instant reached;
   };
   using AnchorPtr = std::shared_ptr<const Anchor>;
 
@@ -61,6 +63,9 @@ class DeviceClock {
 
   // A time without an anchor as young as this is still right, but for the clocks' drift since.
   static constexpr int64_t kAnchorPeriod_ns = 1'000'000'000;
+  // An anchor that is not known this well is followed by another after the shorter period.
+  static constexpr int64_t kTolerated_ns = 500'000;
+  static constexpr int64_t kRetryPeriod_ns = 20'000'000;
 
   explicit DeviceClock(c10::DeviceType device) : device_(device) {}
   DeviceClock(const DeviceClock&) = delete;

@@ -9,12 +9,15 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <random>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "../../csrc/process_group/completion_table.h"
 #include "../../csrc/process_group/gate_ticket.h"
+#include "../../csrc/process_group/instant.h"
 #include "check.h"
 #include "records.h"
 
@@ -298,6 +301,29 @@ void a_gate_is_left_once() {
   CHECK(gate.left() == 4);
 }
 
+void an_instant_is_known_ever_better() {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 1000; ++trial) {
+    // Each bracket holds the truth somewhere: a host that looked seldom, or often.
+    int64_t truth_ns = 1'000'000'000;
+    const auto around = [&random](int64_t at_least) {
+      return at_least + static_cast<int64_t>(random() % (1u << (random() % 24)));
+    };
+    Instant known = between(truth_ns - around(0), truth_ns + around(1));
+    for (int bracket = 0; bracket < 20; ++bracket) {
+      CHECK(std::abs(known.ns - truth_ns) <= known.error_ns);
+      const int64_t later_ns = around(0);
+      truth_ns += later_ns;
+      const Instant predicted{known.ns + later_ns, known.error_ns};
+      known = between(truth_ns - around(0), truth_ns + around(1), predicted);
+      CHECK(known.error_ns <= predicted.error_ns);
+    }
+  }
+  // Clocks that drifted apart by more than was thought possible.
+  const Instant drifted = between(2000, 2100, Instant{1000, 10});
+  CHECK(drifted.ns == 2000 && drifted.error_ns == 100);
+}
+
 }  // namespace
 }  // namespace crux
 
@@ -312,6 +338,7 @@ int main() {
   what_the_device_does_not_tell_stays_unknown();
   parts_of_a_block_have_its_times();
   a_gate_is_left_once();
+  an_instant_is_known_ever_better();
   std::puts("operation: ok");
   return 0;
 }
