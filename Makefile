@@ -13,6 +13,8 @@ CONSTRAINTS := constraints/python-$(PYVER).txt $(wildcard constraints/torch-$(TO
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.map')
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 PYTEST_ARGS ?=
+# Set to anything it makes each of the many processes that tests start compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup run test test-rdma test-gpu bench-gpu lint format asan tsan bench evaluation clean \
   apt apt-lab
