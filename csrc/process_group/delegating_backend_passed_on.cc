@@ -21,7 +21,9 @@ auto like(const Asked& asked, c10d::Backend& inner, int) -> decltype(asked.clone
   return own;
 }
 
-c10::intrusive_ptr<Options> like(const Options&, c10d::Backend&, long) { return nullptr; }
+[[maybe_unused]] c10::intrusive_ptr<Options> like(const Options&, c10d::Backend&, long) {
+  return nullptr;
+}
 
 // What c10d reads of a group's backend without asking it.
 template <typename Backend>
@@ -30,7 +32,7 @@ auto follow(Backend& wrapper, Backend& inner, int)
   if (inner.getUsePgForSymmMemRendezvous()) wrapper.setUsePgForSymmMemRendezvous(true);
 }
 
-void follow(c10d::Backend&, c10d::Backend&, long) {}
+[[maybe_unused]] void follow(c10d::Backend&, c10d::Backend&, long) {}
 
 }  // namespace
 
