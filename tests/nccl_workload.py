@@ -21,6 +21,7 @@ import fake_gpu
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from functional_forms import functional_forms
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -205,19 +206,7 @@ def device_mesh(rank: int, size: int) -> Any:
 
 @part
 def functional(rank: int, size: int) -> Any:
-    import torch.distributed._functional_collectives as fc
-
-    group: Any = dist.group.WORLD
-    t = values(rank, 4 * size)
-    return [
-        fc.all_reduce(t, "sum", group) + 0,
-        fc.all_gather_tensor(t, 0, group) + 0,
-        fc.reduce_scatter_tensor(t, "sum", 0, group) + 0,
-        fc.broadcast(t, 0, group) + 0,
-        fc.all_to_all_single(t, None, None, group) + 0,
-        [x + 0 for x in fc.all_reduce_coalesced([t, t + 1], "sum", group)],
-        [x + 0 for x in fc.all_gather_into_tensor_coalesced([t, t + 1], group)],
-    ]
+    return functional_forms(values(rank, 4 * size))
 
 
 @part

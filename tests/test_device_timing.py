@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drained import DEADLINE_S, drain
 from torch.distributed import distributed_c10d as c10d
 
 from crux_torch.profile import record as rec
@@ -34,7 +35,6 @@ pytestmark = pytest.mark.skipif(not available, reason=why_not)
 SIZE = 2
 #: What an injected delay makes an operation take; long against what this machine does meanwhile.
 KERNEL_S = 0.03
-DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -126,18 +126,6 @@ def allreduce(backend: Any, tensor: torch.Tensor, *, asynchronous: bool = True) 
 def wait(work: Any) -> None:
     if work is not None:
         work.wait()
-
-
-def drain(recorder: Any, count: int) -> rec.Records:
-    """The next ``count`` records, which a thread of its own makes, and no more."""
-    raw = b""
-    deadline = time.monotonic() + DEADLINE_S
-    while len(raw) < count * rec.RECORD.itemsize and time.monotonic() < deadline:
-        raw += recorder.drain(count)
-        time.sleep(0.005)
-    records = rec.from_bytes(raw + recorder.drain(1 << 30))
-    assert len(records) == count, [rec.OPS[op] for op in records["op"]]
-    return records
 
 
 def of_rank(records: rec.Records, backend: Any) -> rec.Records:

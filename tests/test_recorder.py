@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from drained import drain
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg
 
@@ -27,7 +28,6 @@ _C = pytest.importorskip("crux_torch._C")
 RANK, SIZE = 1, 4
 #: Bytes of one ``tensor()``.
 NBYTES = 24
-DRAIN_DEADLINE_S = 20.0
 
 
 def tensor(n: int = 6) -> torch.Tensor:
@@ -43,21 +43,6 @@ def recorder() -> Iterator[Any]:
     yield recorder
     recorder.enabled = recorder.timing = True
     recorder.drain(1 << 30)
-
-
-def drain(recorder: Any, count: int) -> rec.Records:
-    """The next ``count`` records, and a check that there are no more.
-
-    A backend may complete an operation on a thread of its own after wait() has returned.
-    """
-    raw = b""
-    deadline = time.monotonic() + DRAIN_DEADLINE_S
-    while len(raw) < count * rec.RECORD.itemsize and time.monotonic() < deadline:
-        raw += recorder.drain(count)
-        time.sleep(0.001)
-    records = rec.from_bytes(raw + recorder.drain(1 << 30))
-    assert len(records) == count, [rec.OPS[op] for op in records["op"]]
-    return records
 
 
 def group_over(backend: Any, inner: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from examples.demo import nccl_ranks
-from rig.kind import ROOT, SUITE, Kind
+from rig.kind import ROOT, SUITE, TESTS, Kind
 from rig.outcome import DIED, Outcome, from_json, to_json
 from rig.part import load
 
@@ -103,7 +103,7 @@ class Job:
             "CRUX_STORE": "none",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(SUITE), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join(map(str, (SUITE, TESTS, ROOT))),
         }
         if self.kind.is_cuda:
             # Two runs are compared bit by bit: what is generated must not be what was fastest.

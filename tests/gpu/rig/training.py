@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from functional_forms import functional_forms
 from torch.nn.parallel import DistributedDataParallel
 
 from rig.part import Rank, part
@@ -148,20 +149,7 @@ def device_mesh(rank: Rank) -> Any:
 
 @part()
 def functional_collectives(rank: Rank) -> Any:
-    import torch.distributed._functional_collectives as fc
-
-    group = dist.group.WORLD
-    t = rank.input(4 * rank.size)
-    return [
-        fc.all_reduce(t, "sum", group) + 0,
-        fc.all_gather_tensor(t, 0, group) + 0,
-        fc.reduce_scatter_tensor(t, "sum", 0, group) + 0,
-        fc.broadcast(t, 0, group) + 0,
-        fc.all_to_all_single(t, None, None, group) + 0,
-        [x + 0 for x in fc.all_reduce_coalesced([t, t + 1], "sum", group)],
-        [x + 0 for x in fc.all_gather_into_tensor_coalesced([t, t + 1], group)],
-        [x + 0 for x in fc.reduce_scatter_tensor_coalesced([t, t + 1], "sum", [0, 0], group)],
-    ]
+    return functional_forms(rank.input(4 * rank.size))
 
 
 def _compiled(rank: Rank, compiler: str) -> Any:
