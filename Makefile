@@ -68,8 +68,10 @@ apt-lab:
 run: setup
 	$(BIN)/python -m examples.demo $(RUN_ARGS)
 
+# What test_cpp.py runs is compiled in what the other tests leave of the processors.
 test: apt-lab setup lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	for s in asan tsan; do nice -n 19 sh tests/cpp/run.sh $$s build; done >/dev/null 2>&1 & \
+	$(BIN)/python -m pytest $(PYTEST_ARGS); passed=$$?; wait; exit $$passed
 
 # The Soft-RoCE lab alone, with more changes of a live queue pair than `make test` has time for.
 test-rdma: export RDMA_CHANGES ?= 1000

@@ -55,7 +55,7 @@ def run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size", "switches"), [("ddp", 2, 200), ("ddp", 4, 40), ("fsdp2", 2, 200)]
+    ("kind", "size", "switches"), [("ddp", 2, 200), ("ddp", 4, 40), ("fsdp2", 2, 60)]
 )
 def test_training_is_the_same_with_and_without_switches(
     kind: str, size: int, switches: int, tmp_path: Path

@@ -56,10 +56,11 @@ def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
 
 
 def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
-    """I_j in FLOP/s of every job; infinite where t_j is 0."""
+    """I_j in FLOP/s of every job; infinite where t_j is 0, or too small."""
     flops = np.array([job.flops for job in arrays.jobs], np.float64)
     result = np.full(len(flops), np.inf)
-    np.divide(flops, t_s, out=result, where=t_s > 0)
+    with np.errstate(over="ignore"):
+        np.divide(flops, t_s, out=result, where=t_s > 0)
     return result
 
 

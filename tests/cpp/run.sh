@@ -1,6 +1,9 @@
 #!/bin/sh
 # Builds the C++ tests under a sanitizer, without torch and Python, and runs them.
-# Usage: tests/cpp/run.sh asan|tsan    (asan: AddressSanitizer and UBSan; tsan: ThreadSanitizer)
+# Usage: tests/cpp/run.sh asan|tsan [build]
+#   asan   AddressSanitizer and UBSan
+#   tsan   ThreadSanitizer
+#   build  build them only
 # Exit status: 0 all passed; 77 this machine can't run the sanitizer, and why; else a failure.
 set -eu
 
@@ -9,7 +12,7 @@ case ${1:-} in
   asan) sanitizer="-fsanitize=address,undefined -fno-sanitize-recover=all" ;;
   tsan) sanitizer="-fsanitize=thread" ;;
   *)
-    echo "usage: $0 asan|tsan" >&2
+    echo "usage: $0 asan|tsan [build]" >&2
     exit 2
     ;;
 esac
@@ -40,6 +43,7 @@ if ! $without_aslr "$out/probe" 2>"$out/log"; then
 fi
 
 make --no-print-directory -s -j "$(nproc)" -f tests/cpp/Makefile CXX="$cxx" OUT="$out" FLAGS="$flags"
+[ "${2:-}" != build ] || exit 0
 export ASAN_OPTIONS="detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
