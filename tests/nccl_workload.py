@@ -391,7 +391,7 @@ def records_of(operations: int, name: str, flavour: str, parts: list[str]) -> in
     beyond = {
         "point_to_point": 2,
         "coalesced": -2 if newer else 2,
-        "functional": -2 if newer else 0,
+        "functional": -3 if newer else 0,
         "objects": 2 if name == "crux" else 0,
     }
     return operations + sum(beyond.get(one, 0) for one in parts)

@@ -19,6 +19,8 @@ from rig.part import ALONE, Rank, part
 #: Records arrive with the backend's watchdog, which looks once in a second at the slowest.
 LATE_S = 15.0
 TIMES = 15
+#: Operations in which the recorder finds out what the device's clock says, on a busy host too.
+SETTLING = 10
 #: Longer than issuing an operation and two events takes, s.
 ISSUE_S = 0.003
 
@@ -103,9 +105,9 @@ def overlap(rank: Rank) -> Any:
     nbytes = int(rank.arguments["nbytes"])
     call = _operation(rank, nbytes)
     begin, end = rank.event(), rank.event()
-    for _ in range(3):
+    for _ in range(SETTLING):
         call()
-    rank.synchronize()
+        rank.synchronize()
     if rank.crux:
         _forget()
     rank.kind.sleep(ISSUE_S)
