@@ -5,7 +5,7 @@
 // anchor: it was not reached when it was looked at once, and reached when it was looked at next,
 // which is a bracket on the host's clock. A new anchor goes where the last one predicts it, or to
 // the nearer end of its bracket: the clocks' drift never adds up, and brackets narrow each other.
-// While they leave much open, as on a host too busy to look often, the next is sought at once.
+// While they leave much open, as on a host too busy to look often, the next is sought soon.
 #pragma once
 
 #include <c10/core/Event.h>
