@@ -13,7 +13,8 @@ DEADLINE_S = 30.0
 def drain(recorder: Any, count: int) -> rec.Records:
     """The next ``count`` records, and a check that there are no more.
 
-    A thread of its own may complete an operation after wait() has returned.
+    A thread of its own may complete an operation after wait() has returned: NCCL's watchdog, which
+    looks once in a second at the slowest.
     """
     raw = b""
     deadline = time.monotonic() + DEADLINE_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +75,6 @@ class Kind:
 
 def fake() -> Any:
     """The package of the fake device and the fake NCCL."""
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
     import fake_gpu
 
     return fake_gpu

@@ -11,13 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from drained import drain
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rig.part import ALONE, Rank, part
 
-#: Records arrive with the backend's watchdog, which looks once in a second at the slowest.
-LATE_S = 15.0
 TIMES = 15
 #: Operations in which the recorder finds out what the device's clock says, on a busy host too.
 SETTLING = 10
@@ -28,15 +27,8 @@ ISSUE_S = 0.003
 def _drain(count: int) -> Any:
     """``count`` records of the recorder by the order of issue."""
     from crux_torch import backend
-    from crux_torch.profile import record
 
-    found, deadline = b"", time.monotonic() + LATE_S
-    while len(found) < count * record.RECORD.itemsize and time.monotonic() < deadline:
-        found += backend.recorder().drain(1 << 16)
-        time.sleep(0.01)
-    rows = record.from_bytes(found)
-    assert len(rows) == count, f"{len(rows)} of {count} operations were recorded"
-    return np.sort(rows, order="issue_ns")
+    return np.sort(drain(backend.recorder(), count), order="issue_ns")
 
 
 def _forget() -> None:
