@@ -69,8 +69,9 @@ run: setup
 	$(BIN)/python -m examples.demo $(RUN_ARGS)
 
 # What test_cpp.py runs is compiled in what the other tests leave of the processors.
+BESIDE := for s in asan tsan; do nice -n 19 sh tests/cpp/run.sh $$s build; done >/dev/null 2>&1 &
 test: apt-lab setup lint
-	for s in asan tsan; do nice -n 19 sh tests/cpp/run.sh $$s build; done >/dev/null 2>&1 & \
+	$(if $(PYTEST_ARGS),,$(BESIDE)) \
 	$(BIN)/python -m pytest $(PYTEST_ARGS); passed=$$?; wait; exit $$passed
 
 # The Soft-RoCE lab alone, with more changes of a live queue pair than `make test` has time for.
