@@ -56,7 +56,7 @@ def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
 
 
 def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
-    """I_j in FLOP/s of every job; infinite where t_j is 0, or too small."""
+    """I_j in FLOP/s of every job; infinite where t_j is 0, or so small that it overflows."""
     flops = np.array([job.flops for job in arrays.jobs], np.float64)
     result = np.full(len(flops), np.inf)
     with np.errstate(over="ignore"):
