@@ -7,7 +7,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend, Store
 
-#: Size of one record; ``crux_torch.profile.record.RECORD`` describes it to numpy.
+#: Size of one record; ``crux_torch.measure.record.RECORD`` describes it to numpy.
 RECORD_BYTES: int
 #: Operation names by their number in a record.
 OPS: tuple[str, ...]

@@ -10,23 +10,31 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from cruxrun.autoload import is_launched
+from crux_torch._version import __version__
+from crux_torch.c10d import events
+from cruxrun.launched import is_launched
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from crux_torch.profile.job_profile import JobProfile
+    from crux_torch.c10d.events import Listener
+    from crux_torch.measure.job_profile import JobProfile
 
 __all__ = ["__version__", "attach", "profile", "status"]
-__version__ = "0.1.0"
 
-# The package has the name of a function below, and would take its place if it were imported later.
-import_module("crux_torch.profile")
+
+def _runtime() -> Listener:
+    from crux_torch import runtime
+
+    return runtime
+
+
+events.listen(_runtime)
 
 # A program that uses only the simulator or the command line does without torch. Where torch is
 # imported later, its entry points register the backend: see ``cruxrun.autoload``.
 if "torch" in sys.modules:
-    from crux_torch import backend as _backend
+    from crux_torch.c10d import backend as _backend
 
     _backend.register()
 
@@ -37,7 +45,7 @@ def attach() -> None:
     What ``cruxrun`` does for a script that does not know Crux. Idempotent, and nothing at all where
     ``CRUX_DISABLE`` is set; process groups that exist already are left as they are.
     """
-    from crux_torch import backend
+    from crux_torch.c10d import backend
 
     backend.attach()
 
@@ -57,9 +65,8 @@ def status() -> dict[str, Any]:
 
     ``settings`` in force, ``recorder`` counters, ``job`` and ``leader``, ``profile``, the ``plan``
     in force, under ``applied`` how each setting was applied to each connection, or why not, under
-    ``paths`` which way each goes that the plan has a path for (``docs/paths.md``), under ``links``
-    what gives way on links of the host (``docs/pcie.md``), and under
-    ``nccl_network`` what NCCL's profiler plugin counted, where it was asked for.
+    ``paths`` which way each goes that the plan has a path for (``docs/paths.md``), and under
+    ``links`` what gives way on links of the host (``docs/pcie.md``).
     """
     from crux_torch import runtime
 

@@ -1,187 +1,75 @@
-"""One settings object: every ``CRUX_*`` environment variable, its meaning and its default.
+"""The settings of Crux: one field of :class:`Settings` for each.
 
-``cruxrun`` turns its ``--crux-*`` flags into these variables, and every process of the job reads
-them from its environment, so that a flag, a variable and a field are three names of one thing.
+The field ``levels`` is the variable ``CRUX_LEVELS`` in every process of a job, and the flag
+``--crux-levels`` of ``cruxrun``, which sets that variable for the job. A field's type says which
+values are possible. The flags and the table in docs/settings.md are made from the fields.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from crux_torch.errors import SettingsError
-from crux_torch.schedule.live import LIVE_POLICIES
 
 #: DSCP class selector n of RFC 2474 for level n: the three bits that switches map to queues.
 CLASS_SELECTORS = tuple(8 * n for n in range(8))
 
-
-#: What a job or a cluster may be called: a part of the store's keys and a cell of `crux status`.
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
-
-
-def _setting(
-    env: str, default: Any, meaning: str, parse: Callable[[str], Any], *, flag: bool = True
-) -> Any:
-    metadata = {"env": env, "meaning": meaning, "parse": parse, "flag": flag}
-    return field(default=default, metadata=metadata)
-
-
-def _bool(text: str) -> bool:
-    lowered = text.strip().lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off", ""):
-        return False
-    raise ValueError("expected one of 1, 0, true, false, yes, no, on, off")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError("expected a positive number")
-    return value
-
-
-def _non_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError("expected a number, 0 or more")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError("expected a whole number, 1 or more")
-    return int(text)
-
-
-def _levels(text: str) -> int:
-    if not text.strip().isdecimal() or not 1 <= int(text) <= 64:
-        raise ValueError("expected a whole number from 1 to 64")
-    return int(text)
-
-
-def _integers(text: str, expected: str) -> tuple[int, ...]:
-    """Comma-separated whole numbers from 0 to 63, decimal or 0x…; an error says ``expected``."""
-    try:
-        values = tuple(int(part, 0) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ValueError(expected) from None
-    if any(not 0 <= value < 64 for value in values):
-        raise ValueError(expected)
-    return values
-
-
-def _reserved(text: str) -> tuple[int, ...]:
-    return tuple(sorted(set(_integers(text, "expected levels (0 to 63) separated by commas"))))
-
-
-def _dscp_map(text: str) -> tuple[int, ...]:
-    expected = "expected DSCP values (0 to 63) from level 0 upwards, separated by commas"
-    values = _integers(text, expected)
-    if not values:
-        raise ValueError(expected)
-    return values
-
-
-def _store(text: str) -> str:
-    if text == "none":
-        return text
-    url = urlsplit(text)
-    if url.scheme != "tcp" or not url.hostname or not url.port or url.path or url.query:
-        raise ValueError("expected tcp://HOST:PORT, or none")
-    return text
-
-
-def _name(text: str) -> str:
-    if not NAME_PATTERN.fullmatch(text):
-        raise ValueError(
-            "expected up to 128 letters, digits and . _ : @ + -, the first a letter or digit"
-        )
-    return text
-
-
-def _policy(text: str) -> str:
-    if text not in LIVE_POLICIES:
-        raise ValueError(
-            f"expected one of {', '.join(LIVE_POLICIES)} (`crux sim` plays the others)"
-        )
-    return text
-
-
-def _slowdown(text: str) -> float:
-    value = float(text)
-    if value != 0.0 and not 1.0 <= value < float("inf"):
-        raise ValueError("expected a number of 1 or more, or 0 for no bound")
-    return value
+# Types with bounds; a title completes the sentence "expected ...".
+_FINITE = sys.float_info.max
+_WORD = "up to 128 letters, digits and . _ : @ + -, the first a letter or digit"
+_HOST = r"([\w.-]+|\[[\da-fA-F:.]+\])"
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}\Z", title=_WORD)]
+Endpoint = Annotated[
+    str, Meta(pattern=rf"\A(none|tcp://{_HOST}:{_PORT})\Z", title="tcp://HOST:PORT, or none")
+]
+Count = Annotated[int, Meta(ge=1, title="a whole number, 1 or more")]
+LevelCount = Annotated[int, Meta(ge=1, le=64, title="a whole number from 1 to 64")]
+Positive = Annotated[float, Meta(gt=0, le=_FINITE, title="a positive number")]
+NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, title="a number, 0 or more")]
+WaitMs = Annotated[float, Meta(gt=0, le=10_000, title="a number of milliseconds up to 10000")]
+SixBits = Annotated[int, Meta(ge=0, le=63)]
+Levels = Annotated[tuple[SixBits, ...], Meta(title="levels (0 to 63) separated by commas")]
+DscpMap = Annotated[
+    tuple[SixBits, ...],
+    Meta(min_length=1, title="DSCP values (0 to 63) from level 0 upwards, separated by commas"),
+]
+_LINKS = f"auto, none, or different names of links separated by commas, each {_WORD}"
+Links = Annotated[tuple[Name, ...], Meta(min_length=1, title=_LINKS)]
+Port = Annotated[int, Meta(ge=1024, le=65535)]
+#: The schedulers that a running cluster can carry out: they decide candidate paths and the given
+#: levels. The others need what no network offers (``ideal``), what the processes of a job can't do
+#: yet (time shifts), or more time than a training process should give (``crux+``).
+LIVE_POLICIES = ("crux", "crux-fair", "ecmp", "sincronia", "taccl", "varys")
+#: Those that choose paths. Under the others, the network's own hash does.
+PATH_POLICIES = ("crux", "crux-fair", "taccl")
+_POLICIES = f"one of {', '.join(LIVE_POLICIES)} (`crux sim` plays the others)"
+Policy = Annotated[str, Meta(pattern=rf"\A({'|'.join(LIVE_POLICIES)})\Z", title=_POLICIES)]
 
 
 @dataclass(frozen=True, slots=True)
 class PortRange:
     """TCP ports from ``first`` to ``last``, both included; written FIRST-LAST."""
 
-    first: int
-    last: int
+    first: Port
+    last: Port
 
     def __str__(self) -> str:
         return f"{self.first}-{self.last}"
 
 
-def _ports(text: str) -> PortRange:
-    match = re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", text, re.ASCII)
-    found = PortRange(int(match[1]), int(match[2])) if match else PortRange(0, 0)
-    if not 1024 <= found.first <= found.last <= 65535:
-        raise ValueError("expected FIRST-LAST, ports from 1024 to 65535")
-    return found
+Ports = Annotated[PortRange, Meta(title="FIRST-LAST, ports from 1024 to 65535")]
 
 
-def _links(text: str) -> str:
-    names = [name.strip() for name in text.split(",")]
-    bad = [name for name in names if not NAME_PATTERN.fullmatch(name)]
-    if bad or len(set(names)) < len(names) or (len(names) > 1 and {"auto", "none"} & set(names)):
-        raise ValueError(
-            "expected auto, none, or different names of links separated by commas, each up to 128 "
-            "letters, digits and . _ : @ + -, the first a letter or digit"
-        )
-    return ",".join(names)
-
-
-def _link_wait_ms(text: str) -> float:
-    value = _positive(text)
-    if value > 10_000:
-        raise ValueError("expected a number of milliseconds up to 10000")
-    return value
-
-
-def _ecn(text: str) -> str:
-    value = text.strip().lower()
-    if value not in ("auto", "0", "1", "2"):
-        raise ValueError("expected auto, 0, 1 or 2")
-    return value
-
-
-def _timing(text: str) -> str:
-    if text not in ("measuring", "always"):
-        raise ValueError("expected measuring or always")
-    return text
-
-
-def _log_level(text: str) -> str:
-    value = text.strip().upper()
-    if value not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ValueError("expected debug, info, warning or error")
-    return value
+def _says(default: Any, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,200 +77,118 @@ class Settings:
     """What Crux reads from its environment.
 
     Raises:
-        SettingsError: by :meth:`from_env`, for a value that can't be used.
+        SettingsError: for values that don't fit each other, and by :meth:`from_env` for a value
+            that can't be used.
     """
 
-    disable: bool = _setting(
-        "CRUX_DISABLE", False, "use the stock backends and leave every connection alone", _bool
+    disable: bool = _says(False, "use the stock backends and leave every connection alone")
+    attach: bool = _says(False, "make the script's own init_process_group use Crux; set by cruxrun")
+    store: Endpoint = _says(
+        "tcp://127.0.0.1:29410", "the store that the cluster's jobs share: tcp://HOST:PORT, or none"
     )
-    attach: bool = _setting(
-        "CRUX_ATTACH",
-        False,
-        "make the script's own init_process_group use Crux; set by cruxrun",
-        _bool,
-        flag=False,
+    cluster: Name = _says("default", "name of the cluster: the first part of its keys in the store")
+    job: Name = _says("", "name of the job in the cluster; by default, cruxrun makes one")
+    host: Name = _says("", "name of this host in the topology file; by default, its host name")
+    levels: LevelCount = _says(
+        8, "number of priority levels of NICs and switches, including reserved ones"
     )
-    store: str = _setting(
-        "CRUX_STORE",
-        "tcp://127.0.0.1:29410",
-        "the store shared by the cluster's jobs: tcp://HOST:PORT (embedded), or none",
-        _store,
+    reserved_levels: Levels = _says((), "levels that Crux must not use, separated by commas")
+    dscp_map: DscpMap = _says(
+        CLASS_SELECTORS, "DSCP value of each level, from level 0 upwards, separated by commas"
     )
-    cluster: str = _setting(
-        "CRUX_CLUSTER", "default", "prefix of everything this cluster writes to the store", _name
+    policy: Policy = _says(
+        "crux", f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}"
     )
-    job: str = _setting(
-        "CRUX_JOB", "", "name of this job in the cluster; by default made from the run id", _name
-    )
-    host: str = _setting(
-        "CRUX_HOST", "", "name of this host in the topology; default: its host name", _name
-    )
-    levels: int = _setting(
-        "CRUX_LEVELS",
-        8,
-        "priority levels that NICs and switches have, reserved ones included",
-        _levels,
-    )
-    reserved_levels: tuple[int, ...] = _setting(
-        "CRUX_RESERVED_LEVELS", (), "levels that Crux must not use, separated by commas", _reserved
-    )
-    dscp_map: tuple[int, ...] = _setting(
-        "CRUX_DSCP_MAP",
-        CLASS_SELECTORS,
-        "DSCP value of each level, from level 0 upwards, separated by commas",
-        _dscp_map,
-    )
-    policy: str = _setting(
-        "CRUX_POLICY",
-        "crux",
-        f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}",
-        _policy,
-    )
-    max_slowdown: float = _setting(
-        "CRUX_MAX_SLOWDOWN",
+    max_slowdown: NotNegative = _says(
         0.0,
-        "with policy crux-fair: an iteration takes at most so many times as long as alone, in the "
-        "mean; 0: no bound",
-        _slowdown,
+        "with the policy crux-fair, the most that an iteration may be slowed down, on average, as "
+        "a multiple of its time alone; 0 means no bound",
     )
-    topology: str = _setting(
-        "CRUX_TOPOLOGY",
-        "",
-        "file with the cluster's topology (YAML); without it, one shared core",
-        str,
+    topology: str = _says(
+        "", "file with the cluster's topology (YAML); without it, all hosts share one core link"
     )
-    transport: bool = _setting(
-        "CRUX_TRANSPORT",
+    transport: bool = _says(
         True,
-        "load libcrux_transport.so first in every process of the job, to set source ports and "
-        "queue pairs",
-        _bool,
+        "preload libcrux_transport.so in every process of the job, to set source ports and queue "
+        "pairs",
     )
-    paths: bool = _setting(
-        "CRUX_PATHS",
-        True,
-        "carry out the paths of the plan, besides its priorities",
-        _bool,
-    )
-    ports: PortRange = _setting(  # noqa: RUF009 - it makes a field
-        "CRUX_PORTS",
+    paths: bool = _says(True, "apply the plan's paths, and not only its priorities")
+    ports: Ports = _says(
         PortRange(20000, 28999),
-        "TCP source ports to choose paths with, FIRST-LAST, less what the kernel or another "
-        "socket holds",
-        _ports,
+        "TCP source ports that choose paths, FIRST-LAST; Crux leaves out those that the kernel or "
+        "another socket holds",
     )
-    live_qp: bool = _setting(
-        "CRUX_LIVE_QP",
-        False,
-        "let live queue pairs be changed by drain and reset, where their owner allows it",
-        _bool,
-    )
-    nccl_class: bool = _setting(
-        "CRUX_NCCL_CLASS",
+    nccl_class: bool = _says(
         True,
-        "give each new NCCL communicator its traffic class; NCCL_IB_TC and the script's own win",
-        _bool,
+        "give each new NCCL communicator its traffic class, unless NCCL_IB_TC or the script sets "
+        "one",
     )
-    roce_ecn: str = _setting(
-        "CRUX_ROCE_ECN",
+    roce_ecn: Literal["auto", "0", "1", "2"] = _says(
         "auto",
         "ECN bits beside the DSCP of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or "
         "auto: as the host's RoCE devices are configured",
-        _ecn,
     )
-    nccl_profiler: bool = _setting(
-        "CRUX_NCCL_PROFILER",
-        False,
-        "load the NCCL profiler plugin: bytes and time that each NCCL communicator spends on the "
-        "network; NCCL loads one plugin, and the user's own wins",
-        _bool,
+    links: Links = _says(
+        ("auto",),
+        "links of the host on which operations of lower levels wait for higher ones: auto (PCIe "
+        "links that another job of this user also crosses), none, or names of stand-in links that "
+        "this process crosses",
     )
-    links: str = _setting(
-        "CRUX_LINKS",
-        "auto",
-        "links of the host where operations of lower levels give way: auto (PCIe links that "
-        "another job of this user crosses too), none, or names of stand-in links that this process "
-        "crosses",
-        _links,
-    )
-    link_wait_ms: float = _setting(
-        "CRUX_LINK_WAIT_MS",
+    link_wait_ms: WaitMs = _says(
         500.0,
-        "milliseconds that an operation gives way on the host's links, at most (up to 10000)",
-        _link_wait_ms,
+        "the longest that an operation waits on the host's links, in milliseconds (up to 10000)",
     )
-    switch_timeout_s: float = _setting(
-        "CRUX_SWITCH_TIMEOUT_S",
+    switch_timeout_s: Positive = _says(
         30.0,
-        "seconds that ranks wait for one another in a switch to new connections, before none does",
-        _positive,
+        "seconds that ranks wait for each other before they give up a switch to new connections",
     )
-    log_level: str = _setting(
-        "CRUX_LOG_LEVEL", "WARNING", "how much Crux says on stderr", _log_level
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = _says(
+        "WARNING",
+        "the least severe messages that Crux writes to stderr: debug, info, warning or error",
     )
-    profile_s: float = _setting(
-        "CRUX_PROFILE_S",
-        10.0,
-        "seconds for which a job holds the top class to be measured, at most",
-        _positive,
+    profile_s: Positive = _says(
+        10.0, "the longest that a job holds the top level to be measured, in seconds"
     )
-    profile_iterations: int = _setting(
-        "CRUX_PROFILE_ITERATIONS", 12, "iterations after which a measurement may end early", _count
+    profile_iterations: Count = _says(
+        12, "number of iterations after which a measurement may end early"
     )
-    warmup_iterations: int = _setting(
-        "CRUX_WARMUP_ITERATIONS", 3, "iterations that pass before a job is measured", _count
+    warmup_iterations: Count = _says(
+        3, "number of iterations that a job runs before it is measured"
     )
-    timing: str = _setting(
-        "CRUX_TIMING",
+    timing: Literal["measuring", "always"] = _says(
         "measuring",
-        "when the recorder finds out how long operations take, which costs more than to see that "
-        "they are issued: measuring, or always, as with a trace",
-        _timing,
+        "when the recorder times operations: measuring (while the job is measured, or with a "
+        "trace) or always; otherwise it logs only the call, at a third of the cost",
     )
-    lease_s: float = _setting(
-        "CRUX_LEASE_S", 6.0, "seconds after which a silent job counts as gone", _positive
+    lease_s: Positive = _says(
+        6.0, "seconds after which a job that gives no sign of life counts as gone"
     )
-    plan_valid_s: float = _setting(
-        "CRUX_PLAN_VALID_S",
-        15.0,
-        "seconds without renewal after which a plan is dropped",
-        _positive,
-    )
-    tick_s: float = _setting(
-        "CRUX_TICK_S", 0.1, "pause between two rounds of the background thread", _positive
-    )
-    records: int = _setting(
-        "CRUX_RECORDS", 65536, "capacity of the recorder's ring, in records", _count
-    )
-    device_flops: float = _setting(
-        "CRUX_DEVICE_FLOPS",
+    plan_valid_s: Positive = _says(15.0, "seconds after which a plan that nobody renews is dropped")
+    tick_s: Positive = _says(0.1, "seconds between two rounds of the background thread")
+    records: Count = _says(65536, "number of records that the recorder's ring holds")
+    device_flops: NotNegative = _says(
         0.0,
-        "FLOP/s of one device, for time-based W and for bounding claims; 0: look it up",
-        _non_negative,
+        "FLOP/s of one device, to estimate W from time and to bound what jobs claim; 0 means that "
+        "Crux looks it up",
     )
-    trace: str = _setting(
-        "CRUX_TRACE", "", "folder for a Chrome trace of every rank, written at exit", str
-    )
+    trace: str = _says("", "folder in which every rank writes a Chrome trace at exit")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
-        """The settings in ``env`` (default: this process's environment)."""
+        """The settings in ``env`` (default: this process's). An empty variable is the default."""
         source = os.environ if env is None else env
         values: dict[str, Any] = {}
-        for f in fields(cls):
-            name = f.metadata["env"]
-            text = source.get(name)
-            if text is None or text == "":
+        for setting in SETTINGS:
+            text = source.get(setting.env)
+            if not text:
                 continue
             try:
-                values[f.name] = f.metadata["parse"](text)
+                values[setting.field] = setting.parse(text)
             except ValueError as error:
-                raise SettingsError(f"{name}={text!r}: {error}") from None
-        settings = cls(**values)
-        settings._check()
-        return settings
+                raise SettingsError(f"{setting.env}={text!r}: {error}") from None
+        return cls(**values)
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if len(self.dscp_map) < self.levels:
             raise SettingsError(
                 f"CRUX_DSCP_MAP names {len(self.dscp_map)} DSCP values but CRUX_LEVELS is "
@@ -390,6 +196,12 @@ class Settings:
             )
         if not self.usable_levels:
             raise SettingsError("CRUX_RESERVED_LEVELS leaves no level to use: reserve fewer")
+        if 0 < self.max_slowdown < 1:
+            expected = "a number of 1 or more, or 0 for no bound"
+            raise SettingsError(f"CRUX_MAX_SLOWDOWN={self.max_slowdown:g}: expected {expected}")
+        alone = {"auto", "none"}.isdisjoint(self.links) or len(self.links) == 1
+        if not alone or len(set(self.links)) < len(self.links):
+            raise SettingsError(f"CRUX_LINKS={','.join(self.links)!r}: expected {_LINKS}")
 
     @property
     def usable_levels(self) -> tuple[int, ...]:
@@ -410,54 +222,73 @@ class Settings:
         return self.usable_levels[:-1] or self.usable_levels
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One field of :class:`Settings` as its user meets it.
-
-    Attributes:
-        field: name of the field.
-        env: the environment variable.
-        flag: the flag of ``cruxrun``, or None for what only ``cruxrun`` itself sets.
-        meaning: one clause, no full stop.
-        default: the default as it would be written in the variable; empty where there is none.
-        parse: text to value; raises ValueError.
-        switch: what the flag makes of the variable, where it takes no value; else None.
-    """
+class Setting(NamedTuple):
+    """One field of :class:`Settings`, as its user meets it; ``meaning`` has no full stop."""
 
     field: str
-    env: str
-    flag: str | None
+    kind: Any
+    default: Any
     meaning: str
-    default: str
-    parse: Callable[[str], Any]
-    switch: str | None
+
+    @property
+    def env(self) -> str:
+        """The environment variable."""
+        return f"CRUX_{self.field.upper()}"
+
+    @property
+    def flag(self) -> str | None:
+        """The flag of ``cruxrun``, or None for what only ``cruxrun`` itself sets.
+
+        The flag of a switch takes no value, and turns the default around.
+        """
+        name = self.field.replace("_", "-")
+        return None if name == "attach" else f"--crux-{'no-' if self.default is True else ''}{name}"
+
+    @property
+    def default_text(self) -> str:
+        """The default as it would be written in the variable."""
+        if isinstance(self.default, tuple):
+            return ",".join(map(str, self.default))
+        number = isinstance(self.default, (bool, float))
+        return f"{self.default:g}" if number else str(self.default)
+
+    def parse(self, text: str) -> Any:
+        """The value that ``text`` stands for; a ValueError says what was expected."""
+        base, expected = self.kind, "text"
+        if get_origin(base) is Annotated:
+            base, meta = get_args(base)
+            expected = meta.title
+        if base is bool:
+            expected = "one of 1, 0, true, false, yes, no, on, off"
+        elif get_origin(base) is Literal:
+            expected = f"one of {', '.join(get_args(base))}"
+        try:
+            return msgspec.convert(_builtin(base, text.strip()), self.kind, strict=False)
+        except (ValueError, msgspec.ValidationError):
+            raise ValueError(f"expected {expected}") from None
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _builtin(kind: Any, text: str) -> Any:
+    """What msgspec makes a ``kind`` of."""
+    if kind is bool:
+        return {"yes": "1", "on": "1", "no": "0", "off": "0"}.get(text.lower(), text)
+    if kind in (int, float):
+        return kind(text)
+    if kind is PortRange:
+        first, last = map(int, text.split("-"))
+        return {"first": first, "last": last} if first <= last else None
+    if get_origin(kind) is Literal:
+        return next((c for c in get_args(kind) if c.lower() == text.lower()), text)
+    if get_origin(kind) is tuple:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        return [int(part, 0) for part in parts] if get_args(kind)[0] is SixBits else parts
+    return text
 
 
-def _flag(name: str, default: Any) -> str:
-    """``--crux-NAME``, or ``--crux-no-NAME`` for what is on by default."""
-    return f"--crux-{'no-' if default is True else ''}{name.replace('_', '-')}"
-
-
+_KINDS = get_type_hints(Settings, include_extras=True)
 #: Every setting, in the order of the fields: the source of `cruxrun --help` and of the docs.
-SETTINGS: tuple[Setting, ...] = tuple(
-    Setting(
-        field=f.name,
-        env=f.metadata["env"],
-        flag=_flag(f.name, f.default) if f.metadata["flag"] else None,
-        meaning=f.metadata["meaning"],
-        default=_text(f.default),
-        parse=f.metadata["parse"],
-        switch=_text(not f.default) if isinstance(f.default, bool) else None,
-    )
-    for f in fields(Settings)
+SETTINGS = tuple(
+    Setting(f.name, _KINDS[f.name], f.default, f.metadata["meaning"]) for f in fields(Settings)
 )
 
 
@@ -466,7 +297,7 @@ def settings_table() -> str:
     rows = ["| variable | flag of cruxrun | default | meaning |", "|---|---|---|---|"]
     for s in SETTINGS:
         flag = f"`{s.flag}`" if s.flag else ""
-        default = f"`{s.default}`" if s.default else ""
+        default = f"`{s.default_text}`" if s.default_text else ""
         rows.append(f"| `{s.env}` | {flag} | {default} | {s.meaning} |")
     return "\n".join(rows)
 

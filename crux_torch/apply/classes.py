@@ -1,9 +1,9 @@
 """A job's priority level as the DSCP of its live connections (paper §4.3), and their rate.
 
-A level is one traffic class of the network; the operator's table gives its DSCP value. That goes
-into the upper six bits of the IPv4 TOS or the IPv6 traffic class of each connection of the inner
-backend; the lower two carry ECN and stay. A rate is the most that one connection may send; the
-kernel paces its packets.
+A level is one traffic class of the network, and the operator's table gives its DSCP value. That
+value goes into the upper six bits of the IPv4 TOS or the IPv6 traffic class of each connection of
+the inner backend. The lower two bits carry ECN and stay. A rate limits what one connection may
+send; the kernel paces its packets.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from crux_torch.apply.ownership import Ownership
-from crux_torch.apply.sockets import Endpoint, TcpSocket
 from crux_torch.apply.transport import SocketSetting, Transport, TransportError
+from crux_torch.c10d.ownership import Ownership
+from crux_torch.c10d.sockets import Endpoint, TcpSocket
 
 DSCP_MASK = 0xFC
 ECN_MASK = 0x03
@@ -43,11 +43,11 @@ class SocketMark:
         local: this process's endpoint.
         peer: the other endpoint.
         before: TOS or traffic class that it had before Crux touched it; None if unreadable.
-        wanted: what Crux asked for; None where it left the class alone.
+        wanted: what Crux asked for; None if it left the class alone.
         tos: what the kernel holds, read back afterwards; None if unreadable.
         errno: of the call that failed, or 0.
         before_rate_Bps: limit that it had before Crux touched it, None for none.
-        wanted_rate_Bps: limit that Crux asked for, None where it left the rate alone.
+        wanted_rate_Bps: limit that Crux asked for; None if it left the rate alone.
         rate_Bps: what the kernel holds, None for no limit.
     """
 
@@ -73,7 +73,7 @@ class SocketMark:
 
 @dataclass(frozen=True, slots=True)
 class ClassReport:
-    """How traffic class and rate stand in this process.
+    """The traffic class and the rate that this process has now.
 
     Attributes:
         level: priority level in force, None for the network's default.
@@ -101,14 +101,14 @@ class ClassReport:
 
 
 class TrafficClass:
-    """Marks the inner backend's connections with class and rate, and takes it back.
+    """Marks the inner backends' connections with class and rate, and takes both back.
 
     Its methods never raise, may be called from any thread, and return what is in force. A forked
-    child starts from nothing and so never reverts its parent's connections.
+    child starts anew, so it never reverts its parent's connections.
 
     Args:
         ownership: knows the inner backend's sockets.
-        transport: gives the library that marks; raises TransportError where there is none.
+        transport: gives the library that marks; raises TransportError if there is none.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class TrafficClass:
         self._report = ClassReport()
 
     def apply_level(self, level: int | None, dscp_map: Sequence[int]) -> ClassReport:
-        """Gives every connection the class of ``level``; each is checked even if marked before.
+        """Give every connection the class of ``level``, also those marked before.
 
         Args:
-            level: priority level, an index into ``dscp_map``; None reverts class and rate.
-            dscp_map: DSCP value (0 to 63) of each level, from level 0 upwards. A level that it
-                does not cover changes nothing and is reported.
+            level: priority level, an index into ``dscp_map``; None reverts class and rate. A level
+                outside of it changes nothing and is reported.
+            dscp_map: DSCP value (0 to 63) of each level, from level 0 upwards.
         """
         if level is None:
             return self.revert()
@@ -150,11 +150,11 @@ class TrafficClass:
             return self._mark(everything=True)
 
     def apply_rate(self, rate_Bps: int | None) -> ClassReport:
-        """Limits what each connection sends; it is paced, not policed.
+        """Limit what each connection sends. The kernel paces it and drops nothing.
 
         Args:
-            rate_Bps: bytes per second; None gives each connection back the limit that it had. A
-                rate that is not positive changes nothing and is reported.
+            rate_Bps: bytes per second; None gives each connection its earlier limit back. A rate
+                that is not positive changes nothing and is reported.
         """
         with self._lock:
             if rate_Bps is not None and rate_Bps <= 0:
@@ -165,14 +165,14 @@ class TrafficClass:
             return self._mark(everything=True)
 
     def refresh(self) -> ClassReport:
-        """Marks the connections that appeared since, and tries again those that refused."""
+        """Mark connections that appeared since, and try those again that refused."""
         with self._lock:
             if self._report.dscp is None and self._report.rate_Bps is None:
                 return self._report
             return self._mark(everything=False)
 
     def revert(self) -> ClassReport:
-        """Gives each connection back what it had before; one changed by others since is left."""
+        """Give each connection back what it had, unless others have changed it since."""
         with self._lock:
             left = {}
             error = ""
@@ -228,7 +228,7 @@ def _set(
     rate_Bps: int | None,
     earlier: SocketMark | None,
 ) -> SocketMark | None:
-    """Marks one connection; None where it was closed meanwhile."""
+    """Mark one connection; None if it was closed meanwhile."""
     wanted_rate_Bps = rate_Bps
     if rate_Bps is None and earlier is not None and earlier.wanted_rate_Bps is not None:
         wanted_rate_Bps = earlier.before_rate_Bps or UNLIMITED
@@ -251,7 +251,7 @@ def _set(
 
 
 def _restore(setter: SocketSetter, sock: TcpSocket, mark: SocketMark) -> SocketMark | None:
-    """Undoes one mark; None where nothing is left to undo."""
+    """Undo one mark; None if nothing is left to undo."""
     now = setter.set_socket(sock.fd, sock.inode)
     if now.errno:
         return None if now.errno == errno.ENOENT else replace(mark, errno=now.errno)

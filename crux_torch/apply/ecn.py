@@ -1,12 +1,12 @@
 """The two ECN bits of the class that Crux gives to queue pairs (RFC 3168, RoCEv2).
 
-The class is one byte: six bits of DSCP, which are the level's, and two of ECN. A switch marks
-packets that say ECT(0) or ECT(1) when its queue fills, and drops the others; DCQCN slows a sender
-down by those marks. So on a cluster that runs DCQCN the class has to say ECT, as ``NCCL_IB_TC=106``
-(DSCP 26 and ECT(0)) does there. Where the devices don't run it, the bits must stay 0: marked, the
-sender would not slow down.
+The class is one byte: six bits of DSCP, which the level decides, and two of ECN. When the queue of
+a switch fills, it marks packets that say ECT(0) or ECT(1), and drops the others. DCQCN uses those
+marks to slow a sender down. So on a cluster that runs DCQCN the class has to say ECT, like
+``NCCL_IB_TC=106`` (DSCP 26 and ECT(0)). If the devices don't run DCQCN, the bits must stay 0,
+because the senders would not react to marks.
 
-The kernel owns these bits of TCP connections, and InfiniBand has none.
+For TCP connections the kernel sets these bits. InfiniBand has none.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crux_torch.fabric.rdma import RdmaDevice, RdmaPort, read_devices
-from crux_torch.fabric.sysfs import SYSFS, entries, text
+from crux_torch.host.rdma import RdmaDevice, RdmaPort, read_devices
+from crux_torch.host.sysfs import SYSFS, entries, text
 from crux_torch.settings import Settings
 
 ECT0 = 2
 MASK = 3
-#: The class that RDMA-CM gives by default, one file for each port; readable by root.
+#: RDMA-CM's default class, one file for each port; readable by root.
 CONFIGFS = Path("/sys/kernel/config/rdma_cm")
 
 
 @dataclass(frozen=True, slots=True)
 class Ecn:
-    """What was decided.
+    """The ECN bits to use.
 
     Attributes:
         bits: 0, 1 or 2.
-        why: what it was taken from, for people.
+        why: where they come from, as text for the user.
     """
 
     bits: int
@@ -50,14 +50,14 @@ def choose(
     Args:
         setting: ``auto``, or the bits.
         devices: of this host.
-        sysfs: in place of ``/sys``.
-        configfs: in place of RDMA-CM's part of it.
+        sysfs: replaces ``/sys``.
+        configfs: replaces RDMA-CM's folder of configfs.
 
     Returns:
-        With ``auto`` the first that holds for an active RoCE port: the bits of the class that the
-        driver puts in place of every other (``tc/PORT/traffic_class``, of NVIDIA's driver), those
-        of RDMA-CM's default class, ECT(0) where the port reacts to congestion notifications
-        (``ecn/roce_rp/enable``). Else, and with an active InfiniBand port, 0.
+        With ``auto``, the first of these that an active RoCE port has: the bits of the class that
+        NVIDIA's driver forces (``tc/PORT/traffic_class``); those of RDMA-CM's default class; ECT(0)
+        if the port reacts to congestion notifications (``ecn/roce_rp/enable``). 0 if none has one,
+        or if an InfiniBand port is active.
     """
     ports = [(device, port) for device in devices for port in device.ports if port.active]
     if any(port.link_layer == "InfiniBand" for _, port in ports):
@@ -73,7 +73,7 @@ def choose(
 
 @functools.cache
 def of_this_process() -> Ecn:
-    """What this process's settings and host ask for, looked up once."""
+    """The choice for this process's settings and host, looked up once."""
     return choose(Settings.from_env().roce_ecn, read_devices())
 
 
@@ -83,7 +83,7 @@ def _of_port(device: RdmaDevice, port: RdmaPort, sysfs: Path, configfs: Path) ->
     by_default = configfs / device.name / "ports" / str(port.number) / "default_roce_tos"
     for file in (forced, by_default):
         traffic_class = class_in(file)
-        # 3 is what switches write, no sender.
+        # Only switches write 3.
         if traffic_class is not None and traffic_class & MASK in (1, ECT0):
             return Ecn(traffic_class & MASK, f"{file} is {traffic_class}")
     if port.interface is not None:
@@ -94,7 +94,7 @@ def _of_port(device: RdmaDevice, port: RdmaPort, sysfs: Path, configfs: Path) ->
 
 
 def class_in(file: Path) -> int | None:
-    """The class in an attribute of the driver, ``106`` or ``Global tclass=106``; None for none."""
+    """The class in an attribute of the driver (``106`` or ``Global tclass=106``), or None."""
     written = text(file).splitlines()[:1]
     number = written[0].rpartition("=")[2].strip() if written else ""
     if not number.isdecimal() or int(number) > 255:

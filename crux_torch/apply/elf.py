@@ -1,7 +1,8 @@
-"""As much of ELF as it takes to give a shared library another name, needs and versions.
+"""Gives a shared library another SONAME, more needed libraries and more version nodes.
 
-For 64-bit little-endian files (x86-64, AArch64). Names and layouts: gABI, chapter 5, and the Linux
-Standard Base, "Symbol Versioning".
+For 64-bit little-endian ELF files (x86-64, AArch64). Names and layouts are those of the gABI,
+chapter 5, and of the Linux Standard Base, "Symbol Versioning". pyelftools does not fit: it only
+reads, and it finds version nodes through section headers, which the written files do not have.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _VERNAUX = struct.Struct("<IHHII")
 
 
 class ElfError(CruxError, ValueError):
-    """A file is no shared library that can be read here."""
+    """The file is no shared library that can be read here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class _Segment:
 
 
 class SharedObject:
-    """The dynamic section of a shared library, and what it points at.
+    """The dynamic section of a shared library, and the tables that it points at.
 
     Args:
         image: the whole file.
@@ -85,7 +86,7 @@ class SharedObject:
         if dynamic is None:
             raise ElfError(f"{self.name} has no dynamic section")
         self._dynamic = dynamic
-        # The first of each tag; DT_NEEDED, of which there are several, is found by position.
+        # The first of each tag. There are several DT_NEEDED; those are found by position.
         self._tags: dict[int, int] = {}
         self._end = dynamic.offset
         for offset in range(dynamic.offset, dynamic.offset + dynamic.file_size, _DYNAMIC.size):
@@ -96,14 +97,14 @@ class SharedObject:
             self._tags.setdefault(tag, value)
 
     def file_offset(self, address: int) -> int:
-        """Where in the file stands what is loaded at ``address``."""
+        """The place in the file of what is loaded at ``address``."""
         for segment in self._segments:
             if segment.address <= address < segment.address + segment.file_size:
                 return address - segment.address + segment.offset
         raise ElfError(f"{self.name} has nothing at address {address:#x}")
 
     def address(self, file_offset: int) -> int:
-        """Where that part of the file is loaded."""
+        """The address at which that part of the file is loaded."""
         for segment in self._segments:
             if segment.offset <= file_offset < segment.offset + segment.file_size:
                 return file_offset - segment.offset + segment.address
@@ -160,14 +161,14 @@ class SharedObject:
         """Gives it another name, more needs and more version nodes.
 
         Args:
-            soname: takes the place of the one that it has.
-            needed: libraries that it needs beyond those that it names.
-            versions: nodes that it defines beyond those that it has.
-            room: offset and size of a part of the file that is loaded and used for nothing else:
-                the new string table and version definitions go there.
+            soname: replaces the present one.
+            needed: libraries to add to those that it needs.
+            versions: nodes to add to those that it defines.
+            room: offset and size of an unused, loaded part of the file, for the new string table
+                and version definitions.
 
         Raises:
-            ElfError: the room, or the dynamic section's spare entries, do not suffice.
+            ElfError: there is not enough room, or the dynamic section has too few spare entries.
         """
         old_start = self.file_offset(self._tags[_DT_STRTAB])
         strings = bytearray(self.image[old_start : old_start + self._tags[_DT_STRSZ]])
@@ -201,7 +202,7 @@ class SharedObject:
         self._set(_DT_VERDEFNUM, len(nodes))
         for offset in needs:
             self._append(_DT_NEEDED, offset)
-        # The sections still tell of the old tables, and only tools read them.
+        # The section headers still point at the old tables. Only tools read them.
         header = list(_ELF_HEADER.unpack_from(self.image))
         header[6] = header[12] = header[13] = 0  # e_shoff, e_shnum, e_shstrndx
         _ELF_HEADER.pack_into(self.image, 0, *header)
@@ -216,7 +217,7 @@ class SharedObject:
         self._tags[tag] = value
 
     def _append(self, tag: int, value: int) -> None:
-        # A DT_NULL has to stay behind it.
+        # A DT_NULL has to stay at the end.
         if self._end + 2 * _DYNAMIC.size > self._dynamic.offset + self._dynamic.file_size:
             raise ElfError(f"{self.name} has no spare entries in its dynamic section")
         _DYNAMIC.pack_into(self.image, self._end, tag, value)

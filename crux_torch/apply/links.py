@@ -1,9 +1,9 @@
 """Links of this host as semaphores: lower levels give way (paper §5, Figure 3b).
 
-Which links the operations of a process group cross is the business of a :class:`Routes`; who is on
-a link, and who waits for whom, that of ``csrc/links``. What this adds is when: a process takes its
-places with the first order of its leader, and its operations look at a link only while another job
-has a place there too. docs/pcie.md has the protocol.
+A :class:`LinkRoutes` knows which links the operations of a process group cross. ``csrc/links``
+knows who is on a link and who waits for whom. This file says when: a process takes its places with
+the first order of its leader, and its operations look at a link only while another job has a place
+there, too. docs/pcie.md explains the protocol.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from crux_torch.control.warn_once import WarnOnce
-from crux_torch.fabric.nvml import Gpu
-from crux_torch.fabric.pcie import PcieTree
-from crux_torch.profile.group import GroupInfo
+from crux_torch.host.nvml import Gpu
+from crux_torch.host.pcie import PcieTree
+from crux_torch.measure.group import GroupInfo
+from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
@@ -32,14 +32,14 @@ MAX_GROUPS = 4096
 LOOK_S = 5.0
 
 
-class Routes(Protocol):
+class LinkRoutes(Protocol):
     """Which links of this host the operations of a process group cross, by name."""
 
     def __call__(self, group: GroupInfo) -> tuple[str, ...]: ...
 
     @property
     def obstacle(self) -> str | None:
-        """Why none can be told, in words; None where they can."""
+        """Why the links are not known, in words; None if they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,18 @@ class StandInRoutes:
 class PcieRoutes:
     """PCIe links, from where this process's GPU and those of its neighbours are.
 
-    A group that spans hosts crosses what lies between the GPU and the NIC that it leaves by. One
-    with other ranks on this host crosses what lies between the GPU and those of its neighbours in
-    the group's order, as a ring does, unless an NVLink joins them.
+    A group that spans hosts crosses the links between the GPU and its NIC. A group with other ranks
+    on this host crosses the links between the GPU and those of its neighbours in the group's order,
+    as a ring does, unless an NVLink joins them.
 
     Attributes:
         tree: of this host.
         gpu: PCI address of this process's own.
-        nic: PCI address of the NIC that its traffic leaves by; None where it isn't known.
-        local: PCI address of the GPU of each global rank on this host; None where unknown.
+        nic: PCI address of the NIC for its traffic; None if it is not known.
+        local: PCI address of the GPU of each global rank on this host; None if unknown.
         nvlinked: GPUs that an NVLink or NVSwitch joins to this process's own.
-        direct: whether the NIC reads the GPU's memory; else its traffic goes through the host's,
-            and crosses all that lies between either and the root complex.
+        direct: whether the NIC reads the GPU's memory. If not, traffic goes through the host's
+            memory, and crosses all links between either of them and the root complex.
     """
 
     tree: PcieTree
@@ -130,14 +130,13 @@ class _Joined:
 class HostLinks:
     """Keeps this process's gate in step with its groups, its level and its neighbours.
 
-    One background thread calls it, :meth:`status` any. Raises nothing: a link that can't be joined
-    is left alone with one warning, and tried again.
+    One background thread calls it; any thread may call :meth:`status`. Raises nothing: if a link
+    can't be joined, it warns once and tries again.
 
     Args:
-        gate: ``crux_torch._C.LinkGate``; called where the first place is taken.
-        routes: None until it can be told which links there are.
-        cluster: name of the cluster; links of different clusters have nothing to do with each
-            other.
+        gate: gives a ``crux_torch._C.LinkGate``; called when the first place is taken.
+        routes: gives the links; None until they are known.
+        cluster: its name; clusters share no links.
         wait_s: how long an operation gives way at most.
         folder: of the tables.
         clock: seconds that never go back.
@@ -146,7 +145,7 @@ class HostLinks:
     def __init__(
         self,
         gate: Callable[[], Any],
-        routes: Callable[[], Routes | None],
+        routes: Callable[[], LinkRoutes | None],
         cluster: str,
         wait_s: float,
         *,
@@ -158,7 +157,7 @@ class HostLinks:
         self._clock = clock
         self._look_at_s = float("-inf")
         self._gate: Any = None
-        self._routes: Routes | None = None
+        self._routes: LinkRoutes | None = None
         self._known: dict[GroupInfo, tuple[str, ...]] = {}
         self._job = ""
         self._level: int | None = None
@@ -182,7 +181,7 @@ class HostLinks:
         self._set_level()
 
     def tick(self, groups: Sequence[GroupInfo]) -> None:
-        """Take places for new groups, and let operations look where another job is.
+        """Take places for new groups, and gate operations on links that other jobs share.
 
         Args:
             groups: the recorder's table.
@@ -211,7 +210,7 @@ class HostLinks:
         self._gate.install(any(self._crossed.values()))
 
     def revert(self) -> None:
-        """Give way to nobody any more, and let nobody give way to this process."""
+        """Leave all links: give way to nobody, and nobody gives way to this process."""
         self._job, self._level = "", None
         self._joined, self._crossed, self._errors = {}, {}, {}
         if self._gate is not None:
@@ -238,7 +237,7 @@ class HostLinks:
             "refused": dict(self._errors),
         }
 
-    def _why_not(self, routes: Routes | None) -> str | None:
+    def _why_not(self, routes: LinkRoutes | None) -> str | None:
         if not self._job:
             return "no order of the job's leader yet"
         if routes is None:

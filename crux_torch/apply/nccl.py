@@ -1,14 +1,14 @@
-"""The traffic class of a NCCL communicator, given to it when it is made.
+"""Gives a NCCL communicator its traffic class when it is made.
 
-NCCL writes the class into its queue pairs once, when they connect, and has no call that changes it
-later: a job that gets another level keeps the class of its communicators until they are made anew,
-which the switch of inner backends does. The class is ``ncclConfig_t.trafficClass``, the whole TOS
-byte with its ECN bits (:mod:`crux_torch.apply.ecn`), and reaches NCCL through
+NCCL writes the class into its queue pairs once, when they connect, and has no call that changes it.
+So if the job gets another level, its communicators keep their class until a switch of inner
+backends replaces them. The class is ``ncclConfig_t.trafficClass``: the whole TOS byte with its ECN
+bits (:mod:`crux_torch.apply.ecn`). It reaches NCCL through
 ``ProcessGroupNCCL.Options().config.traffic_class``. Over sockets (``NCCL_NET=Socket``) NCCL ignores
 it; there the sockets themselves are marked.
 
-Whoever chose a class already has the last word: the script by its options, the operator by NCCL's
-own variables, in the environment or in ``nccl.conf``, which NCCL ranks above the options.
+A class that the user chose stays: the script's in its options, or the operator's in NCCL's own
+variables, in the environment or in ``nccl.conf``, which NCCL ranks above the options.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from crux_torch.apply.ecn import of_this_process
 from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables
 from crux_torch.apply.nccl_labels import LABELS, NcclLabels
-from crux_torch.control.warn_once import WarnOnce
+from crux_torch.warn_once import WarnOnce
 
-#: NCCL_CONFIG_UNDEF_INT of <nccl.h>: the script did not choose.
+#: NCCL_CONFIG_UNDEF_INT of <nccl.h>: the script chose none.
 UNDEFINED = -(1 << 31)
 
-#: NCCL's own variables, and what each leaves of the class that a communicator is given. What they
-#: say reaches the address vector, where the stand-in for libibverbs still puts a route's class.
+#: NCCL's own variables, and how each changes the class of a communicator. Their values arrive in
+#: the address vector, into which the stand-in for libibverbs still writes a route's class.
 OVERRIDES = {
     "NCCL_IB_TC": "NCCL makes its queue pairs with that class, whatever level the job has",
     "NCCL_IB_FIFO_TC": "NCCL's clear-to-send messages get that class, its data gets the job's",
@@ -41,13 +41,13 @@ _warn = WarnOnce(logging.getLogger(__name__))
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A variable of NCCL that beats a communicator's class.
+    """A variable of NCCL that overrides a communicator's class.
 
     Attributes:
         name: of the variable.
         value: as NCCL reads it, a number.
-        source: ``nccl_conf.ENVIRONMENT``, or the file that says so.
-        what: it overrides.
+        source: ``nccl_conf.ENVIRONMENT``, or the file that sets it.
+        what: its effect.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Override:
 
 
 def overrides(env: Mapping[str, str]) -> list[Override]:
-    """What beats the class of the communicators of a process with the environment ``env``."""
+    """The variables in the environment ``env`` that override the class of communicators."""
     variables = NcclVariables(env)
     found = []
     for name, what in OVERRIDES.items():
@@ -81,21 +81,21 @@ def with_class(
     labels: NcclLabels = LABELS,
     ecn: int | None = None,
 ) -> Any:
-    """The options to make a NCCL communicator with: the script's, with the job's class in them.
+    """The script's options for a NCCL communicator, with the job's class added.
 
-    The script's own object is never changed, because it may serve for the next group too. What
-    keeps the class from being given, or from having its effect, is said once a process. Never
-    raises: what can't be done leaves ``options`` as they were.
+    The script's own object is not changed, because it may use it for the next group too. If the
+    class can't be given, or has no effect, a warning says why, once for each process. Never raises;
+    after an error it returns ``options`` unchanged.
 
     Args:
-        options: what the script gave, or None.
-        dscp: DSCP of the job's level (0 to 63), or None where there is none yet.
-        new: makes empty options: ``ProcessGroupNCCL.Options``.
-        owner: name of the group; by default the one in ``options``.
+        options: the script's options, or None.
+        dscp: DSCP of the job's level (0 to 63), or None if there is none yet.
+        new: creates empty options: ``ProcessGroupNCCL.Options``.
+        owner: name of the group; default: the one in ``options``.
         env: NCCL's variables; default: this process's environment.
-        labels: of this process's communicators: with the stand-in for libibverbs a label takes the
-            place of the class, which the stand-in then sees to.
-        ecn: the two ECN bits; default: what the settings and this host's devices ask for.
+        labels: of this process's communicators. With the stand-in for libibverbs a label replaces
+            the class, and the stand-in sets the class.
+        ecn: the two ECN bits; default: those for the settings and this host's devices.
     """
     try:
         ecn = of_this_process().bits if ecn is None else ecn

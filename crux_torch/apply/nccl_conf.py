@@ -1,9 +1,9 @@
 """NCCL's variables as NCCL will read them: the environment, and the two files behind it.
 
-NCCL reads ``NCCL_CONF_FILE``, or where that is not set ``.nccl.conf`` in the user's home, and then
-``/etc/nccl.conf``. Each line ``NAME=VALUE`` goes into the environment unless the name is there
-already: so the environment wins over the user's file, and that one over the system's. A variable
-that is set but empty keeps the files' value out, and counts as unset.
+NCCL reads ``NCCL_CONF_FILE`` (if it is not set, ``.nccl.conf`` in the user's home) and then
+``/etc/nccl.conf``. It puts each line ``NAME=VALUE`` into the environment unless the name is already
+there. So the environment goes before the user's file, and that one before the system's. A variable
+that is set but empty hides the value of the files, and counts as unset.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ SYSTEM_FILE = Path("/etc/nccl.conf")
 USER_FILE = ".nccl.conf"
 VARIABLE = "NCCL_CONF_FILE"
 ENVIRONMENT = "environment"
-#: What NCCL's readers of lines have room for, less the end.
+#: The room in NCCL's line buffers, without the terminating zero.
 _MAX_BYTES = 1023
-#: Files of more than this many bytes are not NCCL's.
+#: Larger files are not NCCL's.
 _MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a variable is, and where that was said.
+    """The value of a variable, and where it comes from.
 
     Attributes:
         text: as written; never empty.
@@ -42,7 +42,7 @@ class NcclVariables:
 
     Args:
         env: of the process that loads NCCL.
-        home: of its user; by default what the user database says, as NCCL asks it (not ``HOME``).
+        home: of its user; by default the one in the user database, like NCCL (not ``HOME``).
         system_file: by default ``/etc/nccl.conf``.
     """
 
@@ -65,7 +65,7 @@ class NcclVariables:
                 self._read.setdefault(name, Value(text, str(file)))
 
     def get(self, name: str) -> Value | None:
-        """The variable ``name``, or None where NCCL takes its default."""
+        """The variable ``name``, or None if NCCL uses its default."""
         if name in self._env:
             text = self._env[name]
             return Value(text, ENVIRONMENT) if text else None
@@ -73,9 +73,9 @@ class NcclVariables:
         return found if found is not None and found.text else None
 
     def integer(self, name: str) -> int | None:
-        """A number as NCCL's ``strtoll(…, 0)`` takes it; None where it is not set, or its default.
+        """A number as NCCL's ``strtoll(…, 0)`` reads it; None if it is not set, or -1.
 
-        What does not begin with a number is 0 there, and here.
+        A text that does not begin with a number is 0, as in NCCL.
         """
         value = self.get(name)
         if value is None:
@@ -85,7 +85,7 @@ class NcclVariables:
 
 
 def _strtoll(text: str) -> int:
-    """Decimal, 0x… or 0… (octal), as far as it goes; 0 where nothing does."""
+    """The decimal, 0x… or 0… (octal) number at the beginning of the text; 0 if there is none."""
     text = text.lstrip(" \t\n\v\f\r")
     sign = -1 if text[:1] == "-" else 1
     text = text[1:] if text[:1] in ("-", "+") else text
@@ -110,7 +110,7 @@ def _home() -> Path | None:
 
 
 def _lines(file: Path) -> list[tuple[str, str]]:
-    """Names and values, the first of each name first; a file that can't be read has none."""
+    """Names and values in the order of the file; none if it can't be read."""
     try:
         with file.open("rb") as opened:
             raw = opened.read(_MAX_FILE_BYTES)
@@ -119,7 +119,7 @@ def _lines(file: Path) -> list[tuple[str, str]]:
     found = []
     for line in raw.decode(errors="replace").split("\n"):
         name, equals, value = line.partition("=")
-        # No blank is taken away, before or after: " NCCL_IB_TC" and "NCCL_IB_TC " name others.
+        # NCCL strips no blanks, so " NCCL_IB_TC" and "NCCL_IB_TC " are other names.
         if equals and not line.startswith("#"):
             found.append((name[:_MAX_BYTES], value[:_MAX_BYTES]))
     return found

@@ -1,14 +1,14 @@
-"""Which queue pairs belong to which NCCL communicator, told by the traffic class it was given.
+"""Labels that tell which NCCL communicator a queue pair belongs to.
 
-NCCL names no communicator to verbs. But the class that a communicator is given arrives in the
-address vector of each of its queue pairs, and the stand-in for libibverbs writes another one there
-before the device sees it. So where the stand-in is loaded, a communicator's class is a label: the
-transport library notes the owner, and sends with the DSCP of the job's level.
+NCCL does not pass the communicator's name to verbs. But the class of a communicator arrives in the
+address vector of each of its queue pairs, and the stand-in for libibverbs replaces it before the
+device sees it. So if the stand-in is loaded, a communicator's class is a label. The transport
+library notes the owner, and sends with the DSCP of the job's level.
 
-NCCL exchanges the class of the sender, so a label is made from the group's name alone and is the
-same in every rank but for its two ECN bits, which are those that go out. NCCL also copies the class
-to the service level, of which devices read four bits: labels leave the other two of those zero. On
-InfiniBand the service level is what a priority goes by, so there are no labels.
+Both ends use the sender's class, so a label is made from the group's name alone. It is the same on
+every rank, except for its two ECN bits, which the queue pair sends with. NCCL also copies the class
+to the service level, of which devices read four bits; labels leave the upper two of those zero. On
+InfiniBand the service level decides the priority, so there are no labels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from crux_torch.apply.queue_pairs import QueuePairs
 from crux_torch.apply.transport import TransportError
-from crux_torch.fabric.rdma import read_devices
+from crux_torch.host.rdma import read_devices
 
 _STEP = 16
 COUNT = 15
@@ -34,7 +34,8 @@ class NcclLabels:
     """The labels of this process's communicators; its methods may be called from any thread.
 
     Args:
-        load: gives what tells the library of a label, or None where no queue pair would be seen.
+        load: returns the function that tells the library a label, or None if the library would
+            see no queue pairs.
     """
 
     def __init__(self, load: Callable[[], Tell | None]) -> None:
@@ -44,14 +45,14 @@ class NcclLabels:
         self._dscp = 0
 
     def give(self, owner: str, ecn: int = 0) -> int | None:
-        """The class to make the communicator of the group ``owner`` with.
+        """The class for a new communicator of the group ``owner``.
 
         Args:
             owner: the group's name; names that share a label are listed together.
             ecn: the two ECN bits to send with.
 
         Returns:
-            A label, or None where the stand-in is not loaded.
+            A label, or None if the stand-in is not loaded.
         """
         tell = self._load()
         if tell is None or not owner:
@@ -64,9 +65,9 @@ class NcclLabels:
             return label | ecn if self._told(tell, label) else None
 
     def set_dscp(self, dscp: int) -> None:
-        """What queue pairs that connect from now on send with, 0 to 63; 0 at first.
+        """Sets the DSCP (0 to 63; 0 at first) of queue pairs that connect from now on.
 
-        It counts for communicators that were made before, too: they connect when they are used.
+        That includes those of older communicators, which connect when they are first used.
         """
         with self._lock:
             if dscp == self._dscp:
@@ -78,7 +79,7 @@ class NcclLabels:
                     self._told(tell, label)
 
     def _told(self, tell: Tell, label: int) -> bool:
-        # A peer's host may be configured for other bits, and both ends take the sender's class.
+        # A peer's host may use other ECN bits, and both ends use the sender's class.
         try:
             for ecn in ECN_BITS:
                 tell(label | ecn, ",".join(self._owners[label]), self._dscp)
@@ -88,7 +89,7 @@ class NcclLabels:
 
 
 def label_of(owner: str) -> int:
-    """A multiple of 16 from 16 to 240; torch numbers groups, and neighbours get different ones."""
+    """A multiple of 16 from 16 to 240. Groups with neighbouring numbers get different ones."""
     number = int(owner) if owner.isdecimal() and owner.isascii() else zlib.crc32(owner.encode())
     return _STEP * (1 + number % COUNT)
 

@@ -1,16 +1,16 @@
 """The TCP connections that NCCL made in this process (``NCCL_NET=Socket``).
 
-NCCL publishes no address, and its sockets bear no option that others lack. But the transport
-library, loaded before NCCL, saw which library called ``connect`` or ``accept``: libnccl, or one of
-its plugins (``libnccl-net…``). A communicator is made at a group's first operation, and connections
-between two ranks at the first operation that needs them, on threads of NCCL; so the question is
-asked again and again, and never answered by what happened when the group was made.
+NCCL publishes no address, and its sockets have no option of their own. But the transport library is
+loaded before NCCL and sees which library calls ``connect`` or ``accept``: libnccl, or one of its
+plugins (``libnccl-net…``). NCCL makes a communicator at a group's first operation, and connections
+between two ranks at the first operation that needs them, on its own threads. So Crux asks for them
+again and again.
 
-All that NCCL makes counts: the connections that carry data and the one beside them that carries
-their sizes, the bootstrap ring, and its service for reliability (RAS), which carry next to nothing.
-They are the same job's, and left in the default class they would wait behind other jobs' data
-whenever a communicator is made. Which communicator a connection belongs to nobody knows: NCCL's
-service threads make them. Class and rate are a job's, so nothing depends on it.
+All connections of NCCL count: those that carry data, the one beside them that carries sizes, the
+bootstrap ring, and its service for reliability (RAS). The last two carry next to nothing, but in
+the default class they would wait behind other jobs' data whenever a communicator is made. NCCL's
+service threads make the connections, so nobody knows which communicator one belongs to. Nothing
+depends on that, because class and rate belong to the job.
 """
 
 from __future__ import annotations

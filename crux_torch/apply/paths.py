@@ -1,4 +1,4 @@
-"""Which path each connection was to take, and which one it does take."""
+"""Compares the path that each connection was to take with the one that it takes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from crux_torch.apply.sockets import Endpoint, TcpSocket
 from crux_torch.apply.transport import Connection, Route
+from crux_torch.c10d.sockets import Endpoint, TcpSocket
 from crux_torch.control.records import PathCounts
-from crux_torch.fabric.path_map import Transport as IpProtocol
-from crux_torch.fabric.probe import ROCE_V2_PORT, Trace
+from crux_torch.fabric.ecmp import ROCE_V2_PORT
 from crux_torch.fabric.route import HostRoute
+from crux_torch.probe.path_map import Transport as IpProtocol
+from crux_torch.probe.prober import ConnectionTrace
 
 #: ``connected``: by this process, whose source port it is; ``accepted``: the other end chose.
 Side = Literal["connected", "accepted"]
@@ -21,11 +22,11 @@ Verified = Literal["live", "connect", "no"]
 
 
 class Tracer(Protocol):
-    """:func:`crux_torch.fabric.probe.trace_connection`."""
+    """:func:`crux_torch.probe.prober.trace_connection`."""
 
     def __call__(
         self, local: Endpoint, peer: Endpoint, protocol: IpProtocol, /, *, ttls: Sequence[int]
-    ) -> Trace: ...
+    ) -> ConnectionTrace: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class PathState:
         peer: the other endpoint.
         side: who made it.
         wanted: at each TTL the addresses of which one answers on the path.
-        taken: who answered at those TTLs; None where nobody did.
+        taken: who answered at those TTLs; None if nobody did.
         verified: how that is known.
         steered: whether this process chose its source port for the path.
         probes: packets that were sent to choose it.
@@ -56,7 +57,7 @@ class PathState:
 
     @property
     def as_planned(self) -> bool | None:
-        """Whether it takes the path; None where that is not known."""
+        """Whether it takes the path; None if that is not known."""
         if self.verified == "connect":
             return self.steered
         answered = dict(self.taken)
@@ -86,7 +87,7 @@ def routes_from(
     dscp: int | None,
     udp_ports: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[Route, ...]:
-    """What the transport is told: a route for each address.
+    """The routes for the transport: one for each address.
 
     Args:
         routes: of the host where it runs.
@@ -116,7 +117,7 @@ class Routed:
         side: who made it.
         protocol: of its packets.
         route: that they are to take.
-        known: what the transport knows of it, None where it did not see it made.
+        known: what the transport knows of it; None if it was made unseen.
     """
 
     id: int
@@ -138,9 +139,10 @@ def routed(
 
     Args:
         sockets: the inner backends'.
-        listeners: where the inner backends listen: what they accepted was made by the other end.
-        known: the transport's connections. Of these count also the ones that it looked for a path
-            for, and the queue pairs whose source port is known.
+        listeners: where the inner backends listen. The other end made the connections that they
+            accepted.
+        known: the transport's connections. Those that it searched a path for count, too, and the
+            queue pairs whose source port is known.
         routes: of this host.
     """
     to = {address: route for route in routes for address in route.destinations}

@@ -1,14 +1,14 @@
 """A stand-in for the installed libibverbs, through which every queue pair of a process goes.
 
-``libcrux_ibverbs.so`` is a template. From it :func:`prepare` makes, in a folder of the user's own,
-two copies that fit the libibverbs that is installed, whichever release that is: ``libibverbs.so.1``
-for programs that are linked to it, and ``libibverbs.so`` for NCCL, which asks for that name first
-(from 2.30.3 also by ``NCCL_IBVERBS_LIB``). A copy has the SONAME that is asked for, needs the real
-library by its absolute path, and defines the real library's version nodes; every function that it
-does not define itself resolves in the real one. Nothing is compiled.
+``libcrux_ibverbs.so`` is a template. :func:`prepare` makes two copies of it in a folder of the
+user, for any release of libibverbs: ``libibverbs.so.1`` for programs that are linked to it, and
+``libibverbs.so`` for NCCL, which asks for that name first (from 2.30.3 on also for
+``NCCL_IBVERBS_LIB``). A copy has that SONAME, needs the real library by its absolute path, and
+defines the real library's version nodes. Every function that it does not define resolves in the
+real library. Nothing is compiled.
 
-``python -m crux_torch.apply.standin COMMAND...`` runs any program with it; ``--print-env`` prints
-what has to be exported instead.
+``python -m crux_torch.apply.standin COMMAND...`` runs any program with it. ``--print-env`` prints
+the variables to export instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).parents[1] / "libcrux_ibverbs.so"
 TRANSPORT = TEMPLATE.with_name("libcrux_transport.so")
-#: Under this name NCCL asks for it first; under the other one programs are linked to it.
+#: The name that NCCL asks for first, and the name that programs are linked to.
 NCCL_NAME, PROGRAM_NAME = "libibverbs.so", "libibverbs.so.1"
 NCCL_VARIABLE = "NCCL_IBVERBS_LIB"
 
@@ -41,7 +41,7 @@ _MAGIC = b"CRUX-STAND-IN-1\0"
 _PATH_BYTES, _TABLE_BYTES = 4080, 61440
 _FOLDER_PREFIX = "verbs-"
 _SUBPROCESS_TIMEOUT_S = 20
-#: Run in a process of its own: it maps a library, and a broken one may end the process.
+#: Runs in a new process, because loading a broken library may kill it.
 _WHERE = """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])
@@ -69,22 +69,20 @@ if sys.argv[2] not in open("/proc/self/maps").read():
 
 
 class StandinError(CruxError, OSError):
-    """There can't be a stand-in for libibverbs here; the message says why."""
+    """No stand-in for libibverbs can be made here; the message says why."""
 
 
 def environment(existing: Mapping[str, str]) -> dict[str, str]:
-    """What a process must be started with, so that its queue pairs are seen and steered.
-
-    Where there is no libibverbs, or no stand-in can be made for it, nothing: programs then use what
-    they would have used.
+    """The variables with which a process must be started so that its queue pairs are steered.
 
     Args:
-        existing: the environment that the process would have; its ``LD_PRELOAD`` is kept, and a
-            library that it names in ``NCCL_IBVERBS_LIB`` is the one that NCCL goes on to.
+        existing: the environment that the process would have. Its ``LD_PRELOAD`` is kept. If it
+            names a library in ``NCCL_IBVERBS_LIB``, NCCL's stand-in leads to that one.
 
     Returns:
         ``LD_PRELOAD`` (the existing entries, libcrux_transport.so and the stand-in) and
-        ``NCCL_IBVERBS_LIB``.
+        ``NCCL_IBVERBS_LIB``. Empty if there is no libibverbs, or no stand-in can be made; then
+        programs run as they would without Crux.
     """
     try:
         real = find_real(existing)
@@ -114,7 +112,7 @@ def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | N
         name: the name or path that it would load.
 
     Returns:
-        Its path, without links; None where there is none.
+        Its path without symbolic links, or None.
 
     Raises:
         StandinError: the dynamic loader could not be asked.
@@ -134,19 +132,19 @@ def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | N
 def prepare(
     real: Path, name: str = PROGRAM_NAME, existing: Mapping[str, str] | None = None
 ) -> Path:
-    """Makes the stand-in for ``real`` that answers to ``name``, unless it has been made before.
+    """Makes the stand-in for ``real`` with the name ``name``, unless it exists already.
 
     Args:
         real: the installed libibverbs.
         name: SONAME and file name of the stand-in.
-        existing: environment that says where caches are (``XDG_CACHE_HOME``, ``HOME``); this
-            process' own without one.
+        existing: environment that says where caches are (``XDG_CACHE_HOME``, ``HOME``); default:
+            this process's environment.
 
     Returns:
         Its path, in a folder that only this user can write to.
 
     Raises:
-        StandinError: the template was not built, or no folder takes a library that can be loaded.
+        StandinError: the template was not built, or libraries can't be loaded from any folder.
         ElfError: the real library can't be read.
     """
     if not TEMPLATE.is_file():
@@ -183,7 +181,7 @@ def make(template: bytes, real: Path, transport: Path, name: str) -> bytes:
 
     Raises:
         StandinError: the two are for different machines.
-        ElfError: one of the files is not what it should be.
+        ElfError: one of the files is no shared library, or lacks room.
     """
     standin = SharedObject(template, str(TEMPLATE))
     library = SharedObject.read(real)
@@ -207,7 +205,7 @@ def make(template: bytes, real: Path, transport: Path, name: str) -> bytes:
 
 
 def _store(root: Path, key: str, image: bytes, real: Path, name: str) -> Path:
-    """Writes the stand-in below ``root`` and loads it once; raises OSError where that fails."""
+    """Writes the stand-in below ``root`` and loads it once. Raises OSError if that fails."""
     if re.search(r"[\s:;]", str(root)):
         raise StandinError("the loader can't be told of it: a space, colon or semicolon")
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -232,7 +230,7 @@ def _store(root: Path, key: str, image: bytes, real: Path, name: str) -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Whatever is loaded from there must be this user's own."""
+    """Only this user may write to a folder from which libraries are loaded."""
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise StandinError(f"{folder} is not a folder of this user")
@@ -279,7 +277,7 @@ def _preloaded(env: Mapping[str, str]) -> list[str]:
 
 
 def _is_standin(path: str) -> bool:
-    """Whether it was made by :func:`prepare` before."""
+    """Whether :func:`prepare` made it."""
     named = Path(path)
     return named.name in (NCCL_NAME, PROGRAM_NAME) and named.parent.name.startswith(_FOLDER_PREFIX)
 

@@ -1,8 +1,8 @@
-"""The connections of this process as libcrux_transport.so knows and sets them.
+"""The connections of this process: lists and sets them through libcrux_transport.so.
 
-The library (``csrc/transport``) is loaded before the training process by ``cruxrun``
-(``LD_PRELOAD``); then it sees every TCP connection being made and steers those that have a route.
-Loaded later, by :meth:`Transport.load`, it can still set options of live connections.
+``cruxrun`` preloads the library (``csrc/transport``, ``LD_PRELOAD``). Then it sees every TCP
+connection being made and steers those that have a route. If :meth:`Transport.load` loads it later,
+it can still set options of live connections.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import functools
 import ipaddress
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,12 +29,11 @@ How = Literal[
     "at_rtr",
     "live_option",
     "live_device",
-    "live_reset",
     "needs_switch",
     "refused",
 ]
 
-_ABI = 3
+_ABI = 5
 _ADDRESS_CHARS = 46
 _NAME_CHARS = 64
 _MAX_HOPS = 16
@@ -45,17 +44,17 @@ _UINT64_MAX = 2**64 - 1
 
 
 class TransportError(CruxError, OSError):
-    """libcrux_transport.so can't be used, or refuses a request; the message says what to do."""
+    """libcrux_transport.so can't be used, or refuses a request. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a plan wants of the connections of this process to one address.
+    """The settings that a plan gives to the connections of this process to one address.
 
     Attributes:
         destination: IPv4 or IPv6 address of the peer.
-        hops: the path, as (TTL, address) pairs: at each TTL that is listed, one of the addresses
-            listed with it has to answer. Empty: any path.
+        hops: the path, as (TTL, address) pairs. At each listed TTL, one of the addresses listed
+            with it has to answer. Empty: any path.
         dscp: class of the connections, 0 to 63; None leaves it.
         rate_Bps: limit of each connection in bytes per second; None for no limit.
         udp_ports: UDP source ports that are known to lead over the path (RoCEv2).
@@ -89,25 +88,27 @@ class Connection:
     Attributes:
         id: of a socket its inode; of a queue pair a number that is never used again.
         kind: ``tcp`` or ``qp``.
-        how: how it got its settings; ``refused`` where not all that was wanted could be had.
-        error: errno of the last setting that failed, 0 after one that did not. Where a path was
-            probed for: ETIMEDOUT, nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE,
-            no source port was left; ERANGE, a listed TTL reaches the destination itself.
+        how: how it got its settings; ``refused`` if at least one of them failed.
+        error: errno of the last setting if it failed, else 0. If it was the search for a path:
+            ETIMEDOUT, nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE, no source
+            port was left; ERANGE, a listed TTL reaches the destination itself.
         fd: descriptor of a socket.
-        owner: the communicator, where known; else the library that made the connection.
+        owner: of a queue pair its communicator, if a label names it; of a socket the library that
+            made the connection.
         device: of a queue pair.
-        local: own address, ``local_port`` its port (UDP source port of a queue pair, 0 unknown).
+        local: own address; ``local_port`` its port (of a queue pair the UDP source port, 0 if
+            unknown).
         peer: the other end's address, ``peer_port`` its port.
         qpn, peer_qpn, flow_label: of a queue pair.
-        dscp: what it has now; None where unknown.
+        dscp: its present value; None if unknown.
         state: of a queue pair, ``enum ibv_qp_state``.
         rate_Bps: limit in bytes per second; None for no limit.
-        bytes_sent: without retransmissions (TCP), posted (queue pair).
+        bytes_sent: of a socket, without retransmissions; 0 for a queue pair.
         bytes_received: likewise.
         probes: packets sent to find its path.
         via_ttl: the last hop that was probed, 0 without a probe.
-        via: who answered there.
-        accepted: of a socket, whether the other end made it, and chose its path.
+        via: the address that answered there.
+        accepted: of a socket, whether the other end opened it and chose its path.
     """
 
     id: int
@@ -137,16 +138,16 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class SocketSetting:
-    """What a live socket had and has.
+    """The settings of a live socket before and after a call.
 
     Attributes:
-        errno: of the call that failed, 0 where none did, ENOENT where the socket is gone.
-        original_tos: TOS or IPv6 traffic class before the library first set anything of this
-            socket, at connect or live; None where unreadable.
+        errno: of the call that failed, 0 if none did, ENOENT if the socket is closed.
+        original_tos: TOS or IPv6 traffic class before the library first changed this socket, at
+            connect or live; None if it can't be read.
         before_tos: before this call.
         after_tos: as read back afterwards.
-        original_rate_Bps: pacing limit before the library first set anything, bytes per second;
-            None for no limit or unreadable.
+        original_rate_Bps: pacing limit before the library first changed this socket, in bytes per
+            second; None for no limit, or if it can't be read.
         before_rate_Bps: before this call.
         after_rate_Bps: as read back afterwards.
     """
@@ -227,16 +228,16 @@ class Transport:
 
     @classmethod
     def load(cls) -> Transport:
-        """The preloaded library where there is one, else the one beside this package.
+        """The preloaded library if there is one, else the one in this package.
 
         Raises:
-            TransportError: it is not there, can't be loaded, or is of another version.
+            TransportError: it is missing, can't be loaded, or is of another version.
         """
         return _load()
 
     @property
     def sees_sockets(self) -> bool:
-        """Whether connections of this process are made through the library."""
+        """Whether ``connect()`` of this process goes through the library."""
         return bool(self.library.crux_transport_sees_sockets())
 
     @property
@@ -245,43 +246,34 @@ class Transport:
         return bool(self.library.crux_transport_sees_queue_pairs())
 
     def set_routes(self, routes: Sequence[Route]) -> None:
-        """Replaces the routes; they count for connections that are made from now on.
+        """Replaces the routes for connections that are made from now on.
 
-        Of two routes to one destination the later counts. Without :attr:`sees_sockets` they have
-        no effect on sockets.
+        If two routes have the same destination, the later one counts. Without :attr:`sees_sockets`
+        they have no effect on sockets.
 
         Raises:
-            TransportError: the library refuses them; the routes before stay.
+            TransportError: the library refuses them; then the old routes stay.
         """
         array = (_Route * len(routes))(*map(_c_route, routes))
         self._checked("set_routes", array, len(routes))
 
     def set_port_range(self, first: int, last: int) -> None:
-        """TCP source ports to choose from, inclusive, 1024 or more; default 20000 to 28999.
+        """Sets the TCP source ports to choose from, inclusive; default 20000 to 28999.
 
         Raises:
-            TransportError: for a range that can't be used.
+            TransportError: the range is empty, or begins below 1024.
         """
         if not (0 <= first <= 65535 and 0 <= last <= 65535):
             raise TransportError(f"ports {first} to {last} are no port range")
         self._checked("set_port_range", first, last)
 
     def skip_ports(self, *ports: int) -> None:
-        """Destination ports that are never steered: rendezvous stores."""
+        """Adds destination ports that are never steered, because rendezvous stores use them."""
         numbers = [port for port in ports if 0 < port < 65536]
         self._checked("skip_ports", (ctypes.c_uint16 * len(numbers))(*numbers), len(numbers))
 
-    @contextlib.contextmanager
-    def owner(self, name: str) -> Iterator[None]:
-        """Connections that this thread makes meanwhile belong to the communicator ``name``."""
-        self.library.crux_transport_push_owner(name.encode(errors="replace"))
-        try:
-            yield
-        finally:
-            self.library.crux_transport_pop_owner()
-
     def connections(self) -> list[Connection]:
-        """The connections that the library saw being made, or set, and that are open now."""
+        """The open connections that the library saw being made, or whose settings it changed."""
         capacity = 64
         while True:
             array = (_Connection * capacity)()
@@ -295,11 +287,11 @@ class Transport:
     ) -> SocketSetting:
         """Sets class and pacing of a live TCP socket of this process; with neither, only reads.
 
-        Never raises: what failed is in the result.
+        Never raises; the result says what failed.
 
         Args:
-            fd: a descriptor of the socket when it was found.
-            inode: the socket's identity; where ``fd`` names another one by now, nothing happens.
+            fd: a descriptor that the socket had when it was found.
+            inode: the socket's identity. If ``fd`` is another file by now, nothing happens.
             dscp: 0 to 63; None leaves it. The two ECN bits stay.
             rate_Bps: limit in bytes per second, 0 for no limit; None leaves it.
         """
@@ -340,7 +332,7 @@ def store_ports(env: Mapping[str, str]) -> set[int]:
 
 @functools.cache
 def _load() -> Transport:
-    # Preloaded, it is in the global scope; a second copy would know nothing of its connections.
+    # A preloaded library is in the global scope. A second copy would not know its connections.
     library = ctypes.CDLL(None)
     path = "the preloaded libcrux_transport.so"
     if not hasattr(library, "crux_transport_abi"):
@@ -410,8 +402,6 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ctypes.c_int,
         (ctypes.POINTER(ctypes.c_uint16), ctypes.c_size_t),
     ),
-    ("crux_transport_push_owner", None, (ctypes.c_char_p,)),
-    ("crux_transport_pop_owner", None, ()),
     (
         "crux_transport_connections",
         ctypes.c_size_t,

@@ -1,7 +1,7 @@
-"""Hosting the embedded store: of all ``cruxrun`` on a host, whichever binds the port first.
+"""Hosts the embedded store: of all ``cruxrun`` on a host, the one that binds the port first.
 
-The store's content is soft state that its owners rewrite, so when the hosting process ends another
-one simply begins with an empty store.
+When the hosting process ends, another one begins with an empty store. The owners of its content
+write it again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
-from crux_torch.control.warn_once import WarnOnce
 from crux_torch.errors import SettingsError
+from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-#: ``hosting`` here; ``standby``: someone on this host does; ``remote``: not an address of this
-#: host; ``failed``: the port can't be had for another reason; ``stopped``.
+#: ``hosting``: this process does; ``standby``: another process of this host does; ``remote``: the
+#: address is not this host's; ``failed``: the port can't be used for another reason; ``stopped``.
 HostState = Literal["starting", "hosting", "standby", "remote", "failed", "stopped"]
 
 POLL_S = 0.5
@@ -35,7 +35,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     """Host and port of ``tcp://HOST:PORT``.
 
     Raises:
-        SettingsError: anything else.
+        SettingsError: ``endpoint`` is not of that form.
     """
     try:
         parts = urlsplit(endpoint)
@@ -50,16 +50,16 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 class StoreHost:
-    """Hosts the store at ``endpoint`` if that is an address of this host and nobody else does.
+    """Hosts the store at ``endpoint`` if that is an address of this host and no other process does.
 
-    Runs in a daemon thread and raises nothing after construction.
+    Runs in a daemon thread. Nothing raises after construction.
 
     Args:
         endpoint: ``tcp://HOST:PORT``.
         poll_s: seconds between two attempts to take the port.
 
     Raises:
-        SettingsError: ``endpoint`` is something else.
+        SettingsError: ``endpoint`` is not of that form.
     """
 
     def __init__(self, endpoint: str, *, poll_s: float = POLL_S) -> None:
@@ -77,7 +77,7 @@ class StoreHost:
         return self._state
 
     def start(self) -> None:
-        """Begin; nothing happens where it runs already."""
+        """Begin, unless it runs already."""
         if self._thread is not None:
             return
         self._stop.clear()
@@ -86,7 +86,7 @@ class StoreHost:
         self._thread.start()
 
     def stop(self) -> None:
-        """End hosting, so that another process may take over; waits 5 s at most."""
+        """End hosting, so that another process may take over. Waits 5 s at most."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -119,8 +119,8 @@ class StoreHost:
                 f"the store at {address}:{self.port} has no authorization: whoever reaches it can "
                 "change priorities. Use it on trusted networks only",
             )
-        # TCPStore by itself listens on every interface whatever its host name is. And for a peer
-        # on an IPv6 socket it asks the DNS for a name, on its event loop's only thread.
+        # Left alone, a TCPStore listens on every interface, whatever its host name is. And for each
+        # peer on an IPv6 socket it asks the DNS for a name, on its event loop's only thread.
         try:
             self._server = TCPStore(
                 address,
@@ -144,8 +144,8 @@ class StoreHost:
         )[0]
         listener = socket.socket(family, kind, proto)
         try:
-            # After the death of a host its connections linger; they must not delay the next one.
-            # Two sockets may be bound so, but only one of them can listen.
+            # The connections of a host that died linger, and must not delay the next host. Two
+            # sockets can be bound in this way, but only one of them can listen.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(BACKLOG)

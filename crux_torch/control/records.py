@@ -1,4 +1,4 @@
-"""What leaders write to the shared store: versioned, bounded JSON, validated when it is read."""
+"""What leaders write to the shared store: versioned, bounded JSON, validated by every reader."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from crux_torch.errors import CruxError
-from crux_torch.profile.job_profile import JobProfile, Name
+from crux_torch.fabric.route import PlannedPath
+from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
 
-#: Raised when a field changes its meaning; records of another version are ignored with a warning.
-SCHEMA_VERSION = 1
+#: Goes up when a field changes its meaning. Readers ignore other versions, with a warning.
+SCHEMA_VERSION = 2
 MAX_RECORD_BYTES = 1 << 20
 MAX_JOBS = 50_000
 
@@ -18,7 +19,7 @@ Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
 
 
 class RecordError(CruxError, ValueError):
-    """A record that can't be used: what is wrong with it, and where it was found."""
+    """A record that can't be used: where it was found, and what is wrong with it."""
 
 
 class PathCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,8 +29,8 @@ class PathCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         as_planned: seen on the planned path.
         elsewhere: seen on another one.
         unknown: not seen.
-        missed: of the last two, those whose port the end that counts them picked: a next try may
-            find a better one.
+        missed: of ``elsewhere`` and ``unknown``, those whose port was picked by the end that
+            counts them: another try may find a better one.
     """
 
     as_planned: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
@@ -43,13 +44,13 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     Attributes:
         job: unique name of the job in the cluster.
-        incarnation: random, new at each start of the job: a restarted job is another one.
+        incarnation: random and new at each start, so that a restarted job is another one.
         hosts: where its ranks run, in the order of their first rank.
         gpus: devices that it occupies.
         state: ``starting`` (not measured yet), ``profiling`` or ``running``.
-        peak_flops: FLOP/s that its devices could do at most, 0 where unknown; bounds its claim.
+        peak_flops: FLOP/s that its devices could do at most, 0 if unknown; bounds its claim.
         profile: what was measured; absent while starting.
-        paths: what became of the plan's paths; absent where it has none for the job.
+        paths: what became of the plan's paths; absent if the plan has none for the job.
     """
 
     version: int = SCHEMA_VERSION
@@ -64,14 +65,23 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the plan says about one job; ``path`` has a candidate's index for each of its flows."""
+    """What the plan says about one job.
+
+    Attributes:
+        job: its name.
+        level: priority level of its connections; a higher level goes first.
+        priority: P_j = k_j I_j.
+        intensity: I_j in FLOP/s.
+        correction: k_j.
+        paths: of its pairs of hosts that have a choice; empty if the network decides.
+    """
 
     job: Name
     level: Level
     priority: float
     intensity: float
     correction: float
-    path: Annotated[tuple[int, ...], msgspec.Meta(max_length=65536)] = ()
+    paths: Annotated[tuple[PlannedPath, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,8 +89,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         epoch: grows by one with every plan; appliers reject an older one.
-        fingerprint: of the inputs; the same snapshot gives the same fingerprint on every leader.
-        valid_s: seconds after its last renewal at which appliers fall back to the default.
+        fingerprint: of its inputs: one snapshot has the same fingerprint on every leader.
+        valid_s: seconds without a renewal after which appliers return to the default.
         author: the job whose leader wrote it.
         policy: the scheduler that computed it.
         entries: one for each job that was profiled.
@@ -95,5 +105,5 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     entries: Annotated[tuple[PlanEntry, ...], msgspec.Meta(max_length=MAX_JOBS)]
 
     def entry(self, job: str) -> PlanEntry | None:
-        """The entry of ``job``, or None where the plan does not speak of it."""
+        """The entry of ``job``; None if the plan has none."""
         return next((e for e in self.entries if e.job == job), None)

@@ -1,4 +1,4 @@
-"""Typed access to what a cluster keeps in the store; foreign bytes are validated here."""
+"""Typed access to what a cluster keeps in the store. Bytes that others wrote are validated here."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from crux_torch.control.records import (
     Plan,
     RecordError,
 )
-from crux_torch.control.store import Store
-from crux_torch.control.warn_once import WarnOnce
+from crux_torch.control.store import SharedStore
+from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-#: No honest cluster gets here; what lies beyond could not be counted up any more.
+#: No honest cluster gets here, and beyond it there is no higher epoch to go on with.
 MAX_EPOCH = 1 << 52
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -32,7 +32,7 @@ class StoredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A plan as it lies in the store.
 
     Attributes:
-        renewal: changes with every renewal, so that every reader sees by its own clock when the
+        renewal: changes with every renewal, so that each reader sees by its own clock when the
             plan was last confirmed.
         plan: the plan itself.
     """
@@ -43,9 +43,9 @@ class StoredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 @dataclass(frozen=True, slots=True)
 class PlanState:
-    """The plan's key as read: its bytes, which a swap must expect, and what they mean.
+    """The plan's key as it was read: its bytes, which a swap must expect, and the plan in them.
 
-    ``stored`` is None where there is no plan or none that can be used.
+    ``stored`` is None if there is no plan or none that can be used.
     """
 
     raw: bytes | None
@@ -56,7 +56,7 @@ def decode(kind: type[R], raw: bytes, where: str) -> R:
     """The record of type ``kind`` in ``raw``.
 
     Raises:
-        RecordError: oversize, not JSON, or not of that schema; it names ``where``.
+        RecordError: the record, at ``where``, is oversize, not JSON, or not of that schema.
     """
     if len(raw) > MAX_RECORD_BYTES:
         raise RecordError(f"{where}: {len(raw)} bytes, limit {MAX_RECORD_BYTES}")
@@ -74,15 +74,15 @@ def _check_version(version: int, where: str) -> None:
 class Registry:
     """The records of one cluster.
 
-    Every method raises :class:`~crux_torch.errors.StoreError` as the store does. A record that
-    can't be used is ignored, with one warning that names its key and what is wrong with it.
+    Every method raises :class:`~crux_torch.errors.StoreError` if the store does. A record that
+    can't be used is ignored, with one warning that gives its key and what is wrong with it.
 
     Args:
         store: shared by the cluster's jobs.
         cluster: prefix of everything of this cluster.
     """
 
-    def __init__(self, store: Store, cluster: str) -> None:
+    def __init__(self, store: SharedStore, cluster: str) -> None:
         self.store = store
         self.prefix = f"crux/{quote(cluster, safe='')}/"
         self.plan_key = self.prefix + "plan"
@@ -90,15 +90,15 @@ class Registry:
         self._warn = WarnOnce(_log)
 
     def job_key(self, job: str) -> str:
-        """Where the record of ``job`` lies; a job's name may hold any character."""
+        """Key of the record of ``job``, whose name may have any characters."""
         return f"{self.prefix}jobs/{quote(job, safe='')}"
 
     def publish_job(self, record: JobRecord, lease_s: float) -> None:
-        """Write ``record``; it vanishes unless it is written again within ``lease_s``."""
+        """Write ``record``. It vanishes unless it is written again within ``lease_s``."""
         self.store.put(self.job_key(record.job), msgspec.json.encode(record), lease_s)
 
     def remove_job(self, job: str) -> None:
-        """Delete the record of ``job``, so that the others need not wait for its lease."""
+        """Delete the record of ``job``, so that the others don't wait for its lease to end."""
         self.store.delete(self.job_key(job))
 
     def jobs(self) -> tuple[JobRecord, ...]:
@@ -109,7 +109,7 @@ class Registry:
                 record = decode(JobRecord, raw, key)
                 _check_version(record.version, key)
                 if self.job_key(record.job) != key:
-                    raise RecordError(f"{key}: it speaks of job {record.job!r}")
+                    raise RecordError(f"{key}: it is of job {record.job!r}")
             except RecordError as error:
                 self._warn(key, f"ignoring a job record: {error}")
             else:
@@ -118,11 +118,11 @@ class Registry:
         return tuple(sorted(records, key=lambda record: record.job))
 
     def publish_topology(self, topology: bytes) -> None:
-        """Write the cluster's topology; who writes it last is read by all."""
+        """Write the cluster's topology. All read what was written last."""
         self.store.put(self.topology_key, topology)
 
     def topology(self) -> bytes | None:
-        """The cluster's topology as it was published; not validated."""
+        """The cluster's topology as it was published, not validated."""
         return self.store.get(self.topology_key)
 
     def plan(self) -> PlanState:
@@ -145,7 +145,7 @@ class Registry:
         """Write ``after`` if the plan still is ``before``.
 
         Returns:
-            the bytes written, or None where another leader was first.
+            the bytes written; None if another leader was first.
         """
         raw = msgspec.json.encode(after)
         return raw if self.store.compare_and_swap(self.plan_key, before.raw, raw) else None

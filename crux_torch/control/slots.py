@@ -12,19 +12,19 @@ import msgspec
 
 from crux_torch.control.records import RecordError
 from crux_torch.control.registry import decode
-from crux_torch.control.store import Store
-from crux_torch.control.warn_once import WarnOnce
+from crux_torch.control.store import SharedStore
 from crux_torch.errors import StoreError
-from crux_torch.profile.job_profile import Name
+from crux_torch.measure.job_profile import Name
+from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-#: What the slot's key holds while it is free: a deletion could hit its next holder.
+#: The slot's value while it is free. It is not deleted: that could hit its next holder.
 FREE = b"{}"
 
 
 class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who holds the slot, or who waits for it: a smaller ticket goes first."""
+    """Who holds the slot, or waits for it. A smaller ticket goes first."""
 
     job: Name
     incarnation: Name
@@ -32,14 +32,14 @@ class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ProfilingSlot:
-    """One leader's part in the turn-taking; driven by its thread, never blocks longer than a store.
+    """One leader's part in taking turns. Its thread drives it; only store operations block.
 
-    The lease is bounded and never renewed: a holder that crashes frees the slot when it ends. A
-    holder counts its time from *before* it wrote, by its own clock, and anyone else from after: so
-    two jobs never both see themselves as holders while clocks run at the same pace.
+    The lease is bounded and never renewed: if a holder crashes, the slot is free when the lease
+    ends. A holder counts its time from *before* it wrote, and everyone else from after, each by its
+    own clock. So two jobs never both take themselves for the holder, if clocks run at one pace.
 
-    The waiting line is fair as long as the store keeps its data: who asked first goes first; a
-    waiting job that falls silent loses its place.
+    While the store keeps its data, the line is fair: who asked first goes first. A waiting job that
+    falls silent loses its place.
 
     Args:
         store: shared by the cluster's jobs.
@@ -53,7 +53,7 @@ class ProfilingSlot:
 
     def __init__(
         self,
-        store: Store,
+        store: SharedStore,
         cluster: str,
         job: str,
         incarnation: str,
@@ -83,10 +83,10 @@ class ProfilingSlot:
         return self._held is not None and self._clock() < self._until_s
 
     def acquire_step(self) -> bool:
-        """One attempt: takes a place in the line, or the slot where it is free and one's turn.
+        """One attempt: take a place in the line, or the slot if it is free and this job's turn.
 
         Returns:
-            whether the slot is held. False too while the store can't be reached.
+            whether the slot is held; False also if the store can't be reached.
         """
         if self.held:
             return True
@@ -97,7 +97,7 @@ class ProfilingSlot:
             return self.held
 
     def release(self) -> None:
-        """Free the slot, or leave the line; where the store is away, the leases do it later."""
+        """Free the slot, or leave the line. If the store is away, the leases end both later."""
         held, self._held = self._held, None
         waiting, self._ticket = self._ticket, None
         self._waits_until_s = float("-inf")
@@ -120,7 +120,7 @@ class ProfilingSlot:
         ahead = min(((h.ticket, h.job) for h in line if h.job != self._job), default=None)
         mine = (self._ticket, self._job)
         if self._attempt is not None and before == self._attempt[0]:
-            return self._take(*self._attempt)  # a swap that looked failed had happened
+            return self._take(*self._attempt)  # the swap that seemed to fail did happen
         if holder is not None or (ahead is not None and ahead < mine):
             return False
         wanted = msgspec.json.encode(

@@ -1,46 +1,48 @@
-"""What the jobs of a cluster share: the store, and the network's description."""
+"""What the jobs of a cluster share: the store and the topology."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from crux_torch.doctor.check import Check
+from crux_torch.doctor.check import Check, Part
+from crux_torch.fabric.loaders import load_topology
+from crux_torch.fabric.topology import TopologyError
 from crux_torch.settings import Settings
 
 CONNECT_TIMEOUT_S = 1.0
 
 
 def store(settings: Settings) -> Iterator[Check]:
-    """Whether somebody listens where the cluster's store should be."""
+    """Whether the cluster's store accepts connections."""
     if settings.store == "none":
-        cost = "every job runs alone, without a plan"
-        yield Check("store", "missing", "switched off: CRUX_STORE=none", cost, "set CRUX_STORE")
+        part = Part("store", "jobs do not coordinate: each runs without a plan")
+        yield part.missing("switched off: CRUX_STORE=none", "unset CRUX_STORE")
         return
+    part = Part("store", "jobs here do not coordinate with others until the store can be reached")
     url = urlsplit(settings.store)
     try:
         socket.create_connection((url.hostname or "", url.port or 0), CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        yield Check(
-            "store",
-            "missing",
-            f"{settings.store}: {error}",
-            "jobs here agree with nobody until it can be reached",
-            "the first cruxrun on its host starts it; from other hosts, open the port",
-        )
+        remedy = "the first cruxrun on the store's host starts it; open its port in firewalls"
+        yield part.missing(f"{settings.store}: {error}", remedy)
     else:
-        yield Check("store", "ok", f"{settings.store} answers")
+        yield part.ok(f"{settings.store} answers")
 
 
 def topology(settings: Settings) -> Iterator[Check]:
-    """Whether the network is described."""
+    """Whether there is a topology file, and whether it is valid."""
+    cost = "Crux assumes that all hosts share one core link, and chooses no paths"
+    part = Part("topology", cost)
     if not settings.topology:
-        cost = "every host is taken to share one core link, and no path is chosen"
-        yield Check("topology", "missing", "none given", cost, "write one, set CRUX_TOPOLOGY")
-    elif not os.access(settings.topology, os.R_OK):
-        found = f"{settings.topology} can't be read"
-        yield Check("topology", "broken", found, "cruxrun refuses it", "correct CRUX_TOPOLOGY")
+        remedy = "write one (docs/topology.md) and set CRUX_TOPOLOGY to its name"
+        yield part.missing("none given", remedy)
+        return
+    try:
+        loaded = load_topology(settings.topology)
+    except TopologyError as error:
+        yield part.broken(str(error), "correct CRUX_TOPOLOGY, or the file")
     else:
-        yield Check("topology", "ok", settings.topology)
+        hosts, links = len(loaded.hosts), len(loaded.edges)
+        yield part.ok(f"{settings.topology}: {hosts} hosts, {links} links")

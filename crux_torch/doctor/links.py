@@ -1,4 +1,4 @@
-"""Whether jobs that share a PCIe link of this host can give way to each other there."""
+"""Whether jobs that share a PCIe link of this host can give way to each other."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from crux_torch.apply.links import FOLDER
-from crux_torch.doctor.check import Check
-from crux_torch.fabric.pcie import PcieTree
+from crux_torch.doctor.check import Check, Part
+from crux_torch.host.pcie import PcieTree
 from crux_torch.settings import Settings
 
-PART = "host links"
-COST = "jobs of lower levels do not give way on this host's PCIe links"
+COST = "jobs of lower levels do not give way to others on this host's PCIe links"
+PART = Part("host links", COST)
 
 
 def semaphores(settings: Settings) -> Iterator[Check]:
-    """Whether a place on a link can be taken, and which links ``CRUX_LINKS`` means here."""
-    if settings.links == "none":
-        yield Check(PART, "missing", "switched off: CRUX_LINKS=none", COST, "unset CRUX_LINKS")
+    """Whether the semaphores of the links work, and which links ``CRUX_LINKS`` names here."""
+    if settings.links == ("none",):
+        yield PART.missing("switched off: CRUX_LINKS=none", "unset CRUX_LINKS")
         return
     try:
         # The extension needs its libraries.
@@ -28,18 +28,18 @@ def semaphores(settings: Settings) -> Iterator[Check]:
         finally:
             gate.retire()
     except ImportError as error:
-        yield Check(PART, "missing", f"no extension: {error}", COST, "see extension")
+        yield PART.missing(f"no extension: {error}", "see the check `extension`")
         return
     except RuntimeError as error:
-        remedy = f"a {FOLDER} that this user can write to; remove files there that are not its own"
-        yield Check(PART, "missing", str(error), COST, remedy)
+        remedy = f"make {FOLDER} writable for this user; remove other users' files there"
+        yield PART.missing(str(error), remedy)
         return
-    if settings.links != "auto":
-        yield Check(PART, "ok", f"stand-in links {settings.links}")
+    if settings.links != ("auto",):
+        yield PART.ok(f"stand-in links {', '.join(settings.links)}")
         return
     tree = PcieTree.read()
     if tree.obstacle is not None:
-        remedy = "on a virtual machine ask for the host's PCIe topology; on CPUs set CRUX_LINKS"
-        yield Check(PART, "missing", tree.obstacle, COST, remedy)
+        remedy = "nothing on hosts without GPUs; in a virtual machine, name the links in CRUX_LINKS"
+        yield PART.missing(tree.obstacle, remedy)
     else:
-        yield Check(PART, "ok", f"{len(tree.links())} PCIe links above GPUs and NICs")
+        yield PART.ok(f"{len(tree.links())} PCIe links above GPUs and NICs")

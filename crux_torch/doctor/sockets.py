@@ -1,4 +1,4 @@
-"""What the kernel lets this process do with its sockets: classes, source ports, rates, errors."""
+"""What this process may do with its sockets: DSCP, source ports, rates, error queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from crux_torch.doctor.check import Check
+from crux_torch.doctor.check import Check, Part
 from crux_torch.settings import PortRange, Settings
 
 #: Of asm-generic/socket.h and linux/in.h, which the socket module does not name.
@@ -21,36 +21,33 @@ IPV4_SYSCTL = Path("/proc/sys/net/ipv4")
 
 
 def classes(settings: Settings) -> Iterator[Check]:
-    """Whether this process may mark its packets with every DSCP of the map."""
+    """Whether this process may set every DSCP of ``CRUX_DSCP_MAP``."""
     families = (
         ("IPv4", socket.AF_INET, socket.IPPROTO_IP, socket.IP_TOS),
         ("IPv6", socket.AF_INET6, socket.IPPROTO_IPV6, socket.IPV6_TCLASS),
     )
     for name, family, protocol, option in families:
-        part = f"DSCP on {name}"
-        cost = f"priorities have no effect on {name} connections"
+        part = Part(f"DSCP on {name}", f"priorities have no effect on {name} connections")
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 for dscp in settings.dscp_map:
                     probe.setsockopt(protocol, option, dscp << 2)
                     if probe.getsockopt(protocol, option) >> 2 != dscp:
-                        raise OSError(f"DSCP {dscp} does not stay set")
+                        raise OSError(f"the kernel ignores DSCP {dscp}")
         except OSError as error:
-            remedy = f"allow {name} and setsockopt in this container"
-            yield Check(part, "missing", str(error), cost, remedy)
+            yield part.missing(str(error), f"allow {name} and setsockopt() in this container")
         else:
-            marks = ", ".join(map(str, settings.dscp_map))
-            yield Check(part, "ok", f"can be set to {marks}")
+            yield part.ok(f"can be set to {', '.join(map(str, settings.dscp_map))}")
 
 
 def source_ports(settings: Settings, sysctl: Path = IPV4_SYSCTL) -> Iterator[Check]:
-    """Whether the range of source ports can be bound, and who else takes ports from it."""
-    part, ports = "source ports", settings.ports
-    cost = "TCP connections keep the path that their source port happens to hash to"
+    """Whether source ports of ``CRUX_PORTS`` can be bound, and who else uses that range."""
+    name, ports = "source ports", settings.ports
     if not settings.paths:
-        found = "switched off: CRUX_PATHS=0"
-        yield Check(part, "missing", found, "the plan's paths are not taken", "unset CRUX_PATHS")
+        part = Part(name, "connections do not follow the plan's paths")
+        yield part.missing("switched off: CRUX_PATHS=0", "unset CRUX_PATHS")
         return
+    part = Part(name, "TCP connections take the path that ECMP gives them")
     error = ""
     for port in range(ports.first, min(ports.last + 1, ports.first + PORTS_TRIED)):
         try:
@@ -61,24 +58,22 @@ def source_ports(settings: Settings, sysctl: Path = IPV4_SYSCTL) -> Iterator[Che
         else:
             break
     else:
-        remedy = "choose a range that is free: CRUX_PORTS"
-        yield Check(part, "missing", f"{ports}: none can be bound: {error}", cost, remedy)
+        remedy = "set CRUX_PORTS to a range that is free"
+        yield part.missing(f"{ports}: none can be bound: {error}", remedy)
         return
     shared = _overlap(ports, sysctl / "ip_local_port_range")
     if shared:
-        yield Check(
-            part,
-            "missing",
-            f"{ports} can be bound, but the kernel gives out {shared} itself",
-            "fewer ports to choose from, so a wanted path is found later or not at all",
-            f"choose another range, or sysctl net.ipv4.ip_local_reserved_ports={ports}",
+        part = Part(name, "fewer ports are free, so a port for a path is found later or not at all")
+        yield part.missing(
+            f"{ports} can be bound, but the kernel also assigns {shared} to other sockets",
+            f"change CRUX_PORTS, or sysctl net.ipv4.ip_local_reserved_ports={ports}",
         )
     else:
-        yield Check(part, "ok", f"{ports} can be bound")
+        yield part.ok(f"{ports} can be bound")
 
 
 def _overlap(ports: PortRange, file: Path) -> PortRange | None:
-    """What the kernel's ephemeral range has in common with ``ports``, less what is reserved."""
+    """The part of ``ports`` from which the kernel assigns ephemeral ports."""
     try:
         first, last = map(int, file.read_text().split())
         reserved = file.with_name("ip_local_reserved_ports").read_text()
@@ -86,30 +81,28 @@ def _overlap(ports: PortRange, file: Path) -> PortRange | None:
         return None
     if str(ports) in reserved.strip().split(","):
         return None
-    shared = PortRange(max(first, ports.first), min(last, ports.last))
-    return shared if shared.first <= shared.last else None
+    first, last = max(first, ports.first), min(last, ports.last)
+    return PortRange(first, last) if first <= last else None
 
 
 def pacing() -> Iterator[Check]:
-    """Whether a connection can be held to a rate."""
-    part = "SO_MAX_PACING_RATE"
+    """Whether the rate of a connection can be limited."""
+    part = Part("SO_MAX_PACING_RATE", "the rates of connections can't be limited")
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, RATE_Bps)
             if probe.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) != RATE_Bps:
-                raise OSError("a rate does not stay set")
+                raise OSError("the kernel ignores the rate")
     except OSError as error:
-        cost = "rates of connections can't be limited"
-        remedy = "a Linux kernel of its own (3.13 or newer), not an emulated one"
-        yield Check(part, "missing", str(error), cost, remedy)
+        yield part.missing(str(error), "use a real Linux kernel, 3.13 or newer (not gVisor)")
     else:
-        yield Check(part, "ok", "rates of live connections can be limited")
+        yield part.ok("the rates of live connections can be limited")
 
 
 def probing() -> Iterator[Check]:
-    """Whether an ICMP error comes back on a socket's error queue: loopback's own, here."""
-    part = "error queue"
-    cost = "paths can't be probed: they are known only by CRUX_TOPOLOGY and a named hash"
+    """Whether a socket's error queue reports an ICMP error, tried on loopback."""
+    cost = "paths can't be probed, so connections do not follow the plan's paths"
+    part = Part("error queue", cost)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.setsockopt(socket.IPPROTO_IP, IP_RECVERR, 1)
@@ -124,9 +117,9 @@ def probing() -> Iterator[Check]:
                 raise OSError("the error queue is empty")
     except OSError as error:
         remedy = "allow setsockopt(IP_RECVERR) and ICMP in this container (seccomp, firewall)"
-        yield Check(part, "missing", str(error), cost, remedy)
+        yield part.missing(str(error), remedy)
     else:
-        yield Check(part, "ok", "routers' answers reach ordinary sockets (IP_RECVERR)")
+        yield part.ok("sockets receive the answers of routers (IP_RECVERR)")
 
 
 def _closed_port() -> int:

@@ -1,12 +1,12 @@
-"""What has to be installed: torch, the extension, stock backends, the launcher's entry point."""
+"""What has to be installed: torch, the extension, the stock backends, the entry point."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 
-from crux_torch.doctor.check import Check
-from cruxrun.autoload import obstacle
+from crux_torch.doctor.check import Check, Part
+from cruxrun.launched import obstacle
 
 OLDEST_TORCH = (2, 11)
 
@@ -18,58 +18,58 @@ def torch_release() -> Iterator[Check]:
     try:
         import torch
     except Exception as error:
-        yield Check("torch", "broken", f"does not import: {error}", "nothing works", remedy)
+        yield Check("torch", "broken", f"does not import: {error}", "jobs do not start", remedy)
         return
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
         found = f"{torch.__version__}, older than {oldest}"
-        yield Check("torch", "broken", found, "the backend can't be used", remedy)
+        yield Check("torch", "broken", found, "the crux backend does not load", remedy)
     else:
         yield Check("torch", "ok", torch.__version__)
 
 
 def extension() -> Iterator[Check]:
-    """Whether the C++ extension is there and was built for this torch."""
-    cost = "jobs train on the stock backends, unmeasured"
+    """Whether the C++ extension is built for this torch."""
+    part = Part("extension", "jobs use the stock backends; Crux measures and steers nothing")
     try:
         import_module("crux_torch._C")
     except ModuleNotFoundError as error:
-        yield Check("extension", "missing", str(error), cost, "build it: pip install .")
+        yield part.missing(str(error), "see docs/install.md")
     except Exception as error:
-        remedy = "build it again for this torch: pip install --force-reinstall --no-deps ."
-        yield Check("extension", "broken", f"does not load: {error}", cost, remedy)
+        remedy = "build it for this torch: pip install --no-build-isolation --no-deps ."
+        yield part.broken(f"does not load: {error}", remedy)
     else:
-        yield Check("extension", "ok", "crux_torch._C loads")
+        yield part.ok("crux_torch._C loads")
 
 
 def backends() -> Iterator[Check]:
-    """Which stock backends there are to delegate to."""
+    """Which stock backends this torch has."""
     try:
         import torch
         import torch.distributed as dist
     except Exception:
         return
+    part = Part("gloo", "no collectives on CPU tensors")
     if dist.is_available() and dist.is_gloo_available():
-        yield Check("gloo", "ok", "CPU tensors go through Gloo")
+        yield part.ok("available for CPU tensors")
     else:
-        remedy = "a build of torch with USE_GLOO"
-        yield Check("gloo", "missing", "not in this torch", "no collectives on the CPU", remedy)
-    cost = "no collectives on CUDA tensors"
+        yield part.missing("not in this torch", "install a torch that is built with USE_GLOO")
+    part = Part("nccl", "no collectives on CUDA tensors")
     if not (dist.is_available() and dist.is_nccl_available()):
-        yield Check("nccl", "missing", "not in this torch", cost, "a CUDA build of torch")
+        yield part.missing("not in this torch", "install a CUDA build of torch")
     elif not torch.cuda.is_available():
-        found = "in this torch, but no GPU can be used"
-        yield Check("nccl", "missing", found, cost, "a machine with NVIDIA GPUs and their driver")
+        remedy = "nothing if there is no GPU; else install the NVIDIA driver"
+        yield part.missing("this torch has NCCL, but no GPU is usable", remedy)
     else:
-        yield Check("nccl", "ok", f"{torch.cuda.device_count()} GPUs")
+        yield part.ok(f"{torch.cuda.device_count()} GPUs")
 
 
 def autoload(env: Mapping[str, str]) -> Iterator[Check]:
-    """Whether ``import torch`` in a worker attaches Crux."""
+    """Whether ``import torch`` in a worker of cruxrun attaches Crux."""
+    part = Part("autoload", "scripts under cruxrun use the stock backends")
     found = obstacle(env)
     if found:
-        cost = "cruxrun launches scripts, but they run on the stock backends"
         remedy = "install the package, unset the variable, or call crux_torch.attach()"
-        yield Check("autoload", "missing", found, cost, remedy)
+        yield part.missing(found, remedy)
     else:
-        yield Check("autoload", "ok", "import torch attaches Crux under cruxrun")
+        yield part.ok("import torch attaches Crux under cruxrun")

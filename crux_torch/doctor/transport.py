@@ -1,4 +1,4 @@
-"""Whether libcrux_transport.so is there, and sees a process's connections from the first one on."""
+"""Whether libcrux_transport.so loads, and is preloaded into the processes of a job."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from crux_torch.apply import transport
+from crux_torch.apply.preload import environment, obstacle
 from crux_torch.apply.transport import Transport, TransportError
-from crux_torch.doctor.check import Check
+from crux_torch.doctor.check import Check, Part
 from crux_torch.settings import Settings
-from cruxrun.preload import environment, obstacle
 
 START_TIMEOUT_S = 10.0
-#: Asks the library whether it is first in line; without torch, so it takes no second.
+#: Asks the library whether it intercepts socket calls; without torch, so it is quick.
 _ASK = (
     "import ctypes; library = ctypes.CDLL(None); "
     "print(hasattr(library, 'crux_transport_abi') and library.crux_transport_sees_sockets())"
@@ -21,33 +21,31 @@ _ASK = (
 
 
 def library() -> Iterator[Check]:
-    """Whether the library is there, loads, and is of this package's version."""
-    part = "transport library"
-    cost = "priorities, rates and paths are planned and carried out on no connection"
+    """Whether the library exists, loads, and has this package's version."""
+    cost = "no connection follows the plan: no priorities, rates or paths"
+    part = Part("transport library", cost)
     try:
         Transport.load()
     except TransportError as error:
-        absent = not transport.LIBRARY.exists()
-        remedy = "build it: pip install . (a C++17 compiler; no torch, no RDMA headers needed)"
-        yield Check(part, "missing" if absent else "broken", str(error), cost, remedy)
+        finding = part.broken if transport.LIBRARY.exists() else part.missing
+        yield finding(str(error), "build it: pip install . (needs a C++17 compiler)")
     else:
-        yield Check(part, "ok", "loads")
+        yield part.ok("loads")
 
 
 def preload(env: Mapping[str, str], settings: Settings) -> Iterator[Check]:
-    """Whether a process that is started with the library in LD_PRELOAD gets it."""
-    part = "transport preload"
-    cost = "source ports can't be chosen, and queue pairs not be set; classes still can"
+    """Whether LD_PRELOAD puts the library into a process."""
+    cost = "no paths, and no settings of queue pairs; priorities of sockets still work"
+    part = Part("transport preload", cost)
     if not settings.transport:
-        switch = "CRUX_TRANSPORT"
-        yield Check(part, "missing", f"switched off: {switch}=0", cost, f"unset {switch}")
+        yield part.missing("switched off: CRUX_TRANSPORT=0", "unset CRUX_TRANSPORT")
         return
     found = obstacle()
     if found:
-        yield Check(part, "missing", found, cost, "build it, where the loader can read it")
+        yield part.missing(found, "build it (pip install .) in a folder that the loader can read")
         return
     started = {**env, **environment(settings, env)}
-    remedy = f"let the loader read {transport.LIBRARY} (not on noexec, no AT_SECURE, glibc)"
+    remedy = f"make {transport.LIBRARY} loadable: glibc, no noexec mount, no setuid program"
     try:
         asked = subprocess.run(
             [sys.executable, "-I", "-c", _ASK],
@@ -57,10 +55,10 @@ def preload(env: Mapping[str, str], settings: Settings) -> Iterator[Check]:
             timeout=START_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Check(part, "missing", str(error), cost, remedy)
+        yield part.missing(str(error), remedy)
         return
     if asked.returncode == 0 and asked.stdout.strip() == "1":
-        yield Check(part, "ok", "connections of a process under cruxrun go through the library")
+        yield part.ok("processes under cruxrun load the library first")
     else:
-        said = asked.stderr.strip().splitlines()[-1:] or ["the process does not go through it"]
-        yield Check(part, "missing", said[0], cost, remedy)
+        said = asked.stderr.strip().splitlines()[-1:] or ["the process does not use the library"]
+        yield part.missing(said[0], remedy)

@@ -29,26 +29,26 @@ HostPart = Literal["gpu", "pcie", "nic", "nvswitch"]
 SwitchKind = Literal["tor", "aggregation", "core", "router"]
 
 
-class _LinkEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _LinkEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One line of ``links``: ``between`` for both directions, ``from`` and ``to`` for one."""
 
-    capacity_Bps: float
     between: tuple[str, str] | None = None
     src: str | None = msgspec.field(default=None, name="from")
     dst: str | None = msgspec.field(default=None, name="to")
     name: str | None = None
+    capacity_Bps: float
     delay_s: float = 0.0
     cost: int = 1
     count: int = 1
 
 
-class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """A network written out link by link."""
 
     version: int
     hosts: dict[str, dict[str, HostPart] | None]
-    links: list[_LinkEntry]
     switches: dict[str, SwitchKind] = {}
+    links: list[_LinkEntry]
     addresses: dict[str, tuple[str, ...]] = {}
     device_flops: float = 0.0
 
@@ -106,29 +106,28 @@ def parse_yaml(text: str, where: str = "topology") -> Topology:
 
 def dump_yaml(topology: Topology) -> str:
     """``topology`` in the format that :func:`parse_yaml` reads: the same nodes, links and order."""
-    switches = {n: node.kind for n, node in topology.nodes.items() if node.kind in NETWORK_KINDS}
-    hosts = {
-        host: {n: topology.nodes[n].kind for n in topology.inside(host) if n != host} or None
-        for host in topology.hosts
-    }
-    links: list[dict[str, Any]] = []
+    kind: dict[str, Any] = {name: node.kind for name, node in topology.nodes.items()}
     edges = topology.edges
+    links: list[_LinkEntry] = []
     names = TopologyBuilder()
     at = 0
     while at < len(edges):
         both = _is_cable(edges[at : at + 2], names)
         links.append(_link_entry(edges[at], both, names))
         at += 2 if both else 1
-    document: dict[str, Any] = {
-        "version": SCHEMA_VERSION,
-        "hosts": hosts,
-        "switches": switches,
-        "links": links,
-    }
-    if topology.addresses:
-        document["addresses"] = {n: list(given) for n, given in topology.addresses.items()}
+    file = _TopologyFile(
+        version=SCHEMA_VERSION,
+        hosts={
+            host: {n: kind[n] for n in topology.inside(host) if n != host} or None
+            for host in topology.hosts
+        },
+        switches={name: k for name, k in kind.items() if k in NETWORK_KINDS},
+        links=links,
+        addresses=dict(topology.addresses),
+    )
     if topology.device_flops:
-        document["device_flops"] = float(topology.device_flops)
+        file.device_flops = float(topology.device_flops)
+    document = msgspec.to_builtins(file)
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -279,20 +278,17 @@ def _is_cable(pair: Sequence[Edge], names: TopologyBuilder) -> bool:
     )
 
 
-def _link_entry(edge: Edge, both: bool, names: TopologyBuilder) -> dict[str, Any]:
+def _link_entry(edge: Edge, both: bool, names: TopologyBuilder) -> _LinkEntry:
     named = not _default_name(edge, names)
-    names.arrow(edge.src, edge.dst, edge.link, edge.name if named else None)
-    entry: dict[str, Any]
+    link = edge.link
+    entry = _LinkEntry(capacity_Bps=float(link.capacity_Bps), cost=link.cost)
+    # msgspec leaves a float out only if it is the default itself, not if it equals it.
+    if link.delay_s:
+        entry.delay_s = float(link.delay_s)
+    names.arrow(edge.src, edge.dst, link, edge.name if named else None)
     if both:
-        names.arrow(edge.dst, edge.src, edge.link)
-        entry = {"between": [edge.src, edge.dst]}
+        names.arrow(edge.dst, edge.src, link)
+        entry.between = (edge.src, edge.dst)
     else:
-        entry = {"from": edge.src, "to": edge.dst}
-        if named:
-            entry["name"] = edge.name
-    entry["capacity_Bps"] = float(edge.link.capacity_Bps)
-    if edge.link.delay_s:
-        entry["delay_s"] = float(edge.link.delay_s)
-    if edge.link.cost != 1:
-        entry["cost"] = edge.link.cost
+        entry.src, entry.dst, entry.name = edge.src, edge.dst, edge.name if named else None
     return entry

@@ -1,14 +1,16 @@
-"""From the candidates that a plan names to what a host can steer by: who answers at which hop.
+"""From a chosen path to what a plan says of it, and from there to what a host can steer by. Pure.
 
-Pure. A packet whose TTL is t expires at the t-th router of its path, which says so from one of its
-addresses. So a path is told from the pair's other candidates by the addresses at the TTLs at which
-they differ; a sender tries source ports until those answer.
+A packet whose TTL is t expires at the t-th router of its path, and that router answers from one of
+its addresses. So the routers at the TTLs at which a pair's candidates differ tell one path from the
+others. A plan names these routers (:class:`PlannedPath`). The job's leader looks up their addresses
+(:class:`HostRoute`), and a sender tries source ports until those addresses answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -16,13 +18,43 @@ from crux_torch.fabric.topology import Path, Topology, TopologyError
 
 #: Addresses over all hops of a route, as many as the transport takes (``CRUX_ROUTE_HOPS``).
 MAX_HOP_ADDRESSES = 16
-#: Problems that are told at most; there may be one for each flow.
+#: Problems that are reported at most; there may be one for each flow.
 MAX_PROBLEMS = 16
 
-HostName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Ttl = Annotated[int, msgspec.Meta(ge=1, le=255)]
 Address = Annotated[str, msgspec.Meta(min_length=2, max_length=45)]
-Hop = tuple[Ttl, Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=16)]]
+AddressedHop = tuple[Ttl, Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=16)]]
+Nodes = tuple[str, ...]
+
+
+class PlannedHop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A router on a planned path.
+
+    Attributes:
+        there: TTL at which packets from the path's start expire at this router; 0 if the router is
+            not needed to tell the path.
+        back: the same for packets on the way back.
+        router: its name in the topology.
+    """
+
+    there: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    back: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    router: NodeName
+
+
+class PlannedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A path between two hosts of a job, by the routers that tell it from the other candidates.
+
+    Attributes:
+        src: where it begins: a host, or its NIC if the topology gives that NIC addresses.
+        dst: where it ends, likewise.
+        hops: those routers; none if another candidate crosses the same ones.
+    """
+
+    src: NodeName
+    dst: NodeName
+    hops: Annotated[tuple[PlannedHop, ...], msgspec.Meta(max_length=255)]
 
 
 class HostRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,164 +64,182 @@ class HostRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         src: host that sends.
         dst: host that receives.
         destinations: addresses of ``dst`` that the path leads to.
-        hops: at each TTL the addresses of which one answers on this path; only the TTLs at which
-            the pair's candidates differ, ascending.
+        hops: TTLs, ascending, each with the addresses of which one answers on this path.
     """
 
-    src: HostName
-    dst: HostName
+    src: NodeName
+    dst: NodeName
     destinations: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=64)]
-    hops: Annotated[tuple[Hop, ...], msgspec.Meta(min_length=1, max_length=MAX_HOP_ADDRESSES)]
-
-
-class HasEnds(Protocol):
-    """A flow from one host to another."""
-
-    @property
-    def src(self) -> str: ...
-    @property
-    def dst(self) -> str: ...
+    hops: Annotated[
+        tuple[AddressedHop, ...], msgspec.Meta(min_length=1, max_length=MAX_HOP_ADDRESSES)
+    ]
 
 
 class Routes(NamedTuple):
-    """What can be steered, and why the rest can't.
-
-    Attributes:
-        routes: one for each pair of hosts that has a choice: those of the flows in their order,
-            then those for the way back of flows that go one way only.
-        problems: what the topology lacks for the other pairs that have a choice; each once.
-    """
+    """What can be steered, and what the topology lacks for the other planned paths."""
 
     routes: tuple[HostRoute, ...]
     problems: tuple[str, ...]
 
 
-def routes_of(path: Sequence[int], flows: Sequence[HasEnds], topology: Topology) -> Routes:
-    """The routes that carry out a plan's paths.
+def planned_paths(
+    chosen: Mapping[tuple[str, str], Path], topology: Topology
+) -> tuple[PlannedPath, ...]:
+    """One job's paths as a plan says them.
 
-    A TCP connection carries both directions, and the end that connects picks the port. So where
-    bytes flow one way only, the other way gets a route as well: back through the same routers.
-    A hash that treats both directions alike, as Linux' does, then puts the bytes on their path.
+    A TCP connection carries both directions, and the end that connects picks the port. So if bytes
+    flow one way only, the way back is planned as well, through the same routers. A hash that treats
+    both directions alike, as Linux' does, then puts the bytes on their path.
 
-    A pair gets none where its candidates cross the same routers, or where a host is not in the
-    topology: the network decides there. A pair whose path can't be told from another candidate by
-    the addresses that the topology gives is left out, with the reason in ``problems``.
+    A pair is left out if all of its candidates cross the same routers: it has no choice.
 
     Args:
-        path: for each flow the index of its candidate in ``topology.candidate_paths``. Of two
-            flows of one pair the first counts.
-        flows: the job's, as its profile lists them.
-        topology: that the path was chosen in.
+        chosen: for pairs of different hosts the candidate that bytes are to take.
+        topology: that the candidates are from.
+    """
+    paths = (
+        _planned(topology, src, dst, path, (dst, src) not in chosen)
+        for (src, dst), path in chosen.items()
+    )
+    return tuple(path for path in paths if path is not None)
+
+
+def routes_of(paths: Iterable[PlannedPath], hosts: Collection[str], topology: Topology) -> Routes:
+    """The routes that carry out a job's paths.
+
+    Args:
+        paths: of the job, by its plan.
+        hosts: of the job.
+        topology: has the addresses.
 
     Raises:
-        ValueError: not one index for each flow, or one that the pair has no candidate for.
+        ValueError: a path that does not join two of ``hosts``, or a name that is not in the
+            topology: the plan is another job's, or of another topology.
     """
-    if len(path) != len(flows):
-        raise ValueError(f"{len(path)} paths for {len(flows)} flows")
     routes = []
     problems: dict[str, None] = {}
-    for (src, dst), wanted in _wanted(path, flows, topology).items():
-        try:
-            route = _route(src, dst, wanted, topology.candidate_paths(src, dst), topology)
-        except TopologyError as error:
-            problems[str(error)] = None
-        else:
-            routes += [route] if route is not None else []
+    for path in paths:
+        ends = topology.host_of(path.src), topology.host_of(path.dst)
+        if not set(hosts).issuperset(ends):
+            raise ValueError(f"a path from {path.src} to {path.dst} does not join hosts of the job")
+        if not path.hops:
+            problems[f"no router that tells a path from {path.src} to {path.dst}"] = None
+        there = {hop.there: hop.router for hop in path.hops if hop.there}
+        back = {hop.back: hop.router for hop in path.hops if hop.back}
+        for start, end, hops in ((path.src, path.dst, there), (path.dst, path.src, back)):
+            try:
+                routes += [_route(start, end, hops, topology)] if hops else []
+            except TopologyError as error:
+                problems[str(error)] = None
     return Routes(tuple(routes), tuple(problems)[:MAX_PROBLEMS])
 
 
-def _wanted(
-    path: Sequence[int], flows: Sequence[HasEnds], topology: Topology
-) -> dict[tuple[str, str], Path]:
-    """The path of every pair of known hosts between which bytes flow either way."""
-    known = frozenset(topology.hosts)
-    wanted: dict[tuple[str, str], Path] = {}
-    for chosen, flow in zip(path, flows, strict=True):
-        pair = flow.src, flow.dst
-        if pair in wanted or flow.src == flow.dst or not known.issuperset(pair):
-            continue
-        candidates = topology.candidate_paths(*pair)
-        if not 0 <= chosen < len(candidates):
-            raise ValueError(
-                f"path {chosen} of {len(candidates)} from {flow.src} to {flow.dst}: no such one"
-            )
-        wanted[pair] = candidates[chosen]
-    for (src, dst), there in list(wanted.items()):
-        back = _back(there, dst, src, topology) if (dst, src) not in wanted else None
-        if back is not None:
-            wanted[dst, src] = back
-    return wanted
-
-
-def _back(there: Path, src: str, dst: str, topology: Topology) -> Path | None:
-    """The candidate from ``src`` to ``dst`` through the nodes of ``there`` in reverse, if any."""
-    nodes = [topology.ends(link)[0] for link in there]
-    for candidate in topology.candidate_paths(src, dst):
-        if [topology.ends(link)[1] for link in reversed(candidate)] == nodes:
-            return candidate
-    return None
-
-
-def routers(path: Path, topology: Topology) -> tuple[str, ...]:
+def routers(path: Path, topology: Topology) -> Nodes:
     """The network's nodes on ``path``, in order: a packet of TTL t expires at the t-th, from 1."""
     through = (topology.ends(link)[1] for link in path)
     return tuple(node for node in through if topology.host_of(node) is None)
 
 
-def _route(
-    src: str, dst: str, wanted: Path, candidates: Sequence[Path], topology: Topology
-) -> HostRoute | None:
-    """The route over ``wanted``; None where there is no choice.
-
-    Raises:
-        TopologyError: the addresses do not suffice.
-    """
-    addresses = topology.addresses
-    end = topology.ends(wanted[-1])[1]
-    destinations = addresses.get(end, ())
-    if destinations:
-        # These belong to one NIC: a path that ends at another one does not lead there.
-        candidates = [c for c in candidates if topology.ends(c[-1])[1] == end]
-    mine = routers(wanted, topology)
-    others = {routers(candidate, topology) for candidate in candidates} - {mine}
-    if not others:
+# A plan keeps the paths of most pairs, and a cluster has one topology at a time.
+@lru_cache(maxsize=1 << 16)
+def _planned(
+    topology: Topology, src: str, dst: str, path: Path, with_way_back: bool
+) -> PlannedPath | None:
+    """What a plan says of ``path``; None if there is no choice."""
+    wanted = _nodes(path, topology)
+    candidates = {_nodes(c, topology) for c in topology.candidate_paths(src, dst)}
+    there = _telling(wanted, candidates, topology.addresses)
+    back = None
+    if with_way_back:
+        mirrored = wanted[::-1]
+        if topology.is_symmetric:
+            candidates = {nodes[::-1] for nodes in candidates}
+        else:
+            candidates = {_nodes(c, topology) for c in topology.candidate_paths(dst, src)}
+        if mirrored in candidates:
+            back = _telling(mirrored, candidates, topology.addresses)
+    if there is None and back is None:
         return None
-    if not destinations:
-        destinations = addresses.get(dst, ())
-    if not destinations:
-        raise TopologyError(f"no addresses of {dst}")
-    differing = [
-        ttl for ttl, node in enumerate(mine, 1) if any(_at(o, ttl) != node for o in others)
-    ]
-    hops = {ttl: addresses[mine[ttl - 1]] for ttl in differing if addresses.get(mine[ttl - 1])}
-    if not _told_apart(hops, mine, others):
-        silent = [mine[ttl - 1] for ttl in differing if ttl not in hops]
-        raise TopologyError(f"no addresses of {', '.join(silent) or f'a router towards {dst}'}")
-    while sum(map(len, hops.values())) > MAX_HOP_ADDRESSES:
-        hops = _with_fewer(hops, mine, others)
-    return HostRoute(src, dst, destinations[:64], tuple(sorted(hops.items())))
-
-
-def _told_apart(hops: Iterable[int], mine: Sequence[str], others: Iterable[Sequence[str]]) -> bool:
-    """Whether every other candidate differs at one of the TTLs ``hops``."""
-    return all(any(_at(other, ttl) != mine[ttl - 1] for ttl in hops) for other in others)
-
-
-def _with_fewer(
-    hops: dict[int, tuple[str, ...]], mine: Sequence[str], others: Iterable[Sequence[str]]
-) -> dict[int, tuple[str, ...]]:
-    """``hops`` without one TTL that the others make up for, one of many addresses if possible."""
-    for ttl in sorted(hops, key=lambda t: -len(hops[t])):
-        fewer = {t: given for t, given in hops.items() if t != ttl}
-        if _told_apart(fewer, mine, others):
-            return fewer
-    total = sum(map(len, hops.values()))
-    names = ", ".join(mine[ttl - 1] for ttl in sorted(hops))
-    raise TopologyError(
-        f"{total} addresses of {names}; a route takes {MAX_HOP_ADDRESSES}: list only those from "
-        "which they answer probes"
+    count = len(wanted) - 2
+    hops = []
+    for ttl, router in enumerate(wanted[1:-1], 1):
+        hop = PlannedHop(
+            ttl if ttl in (there or ()) else 0,
+            count + 1 - ttl if count + 1 - ttl in (back or ()) else 0,
+            router,
+        )
+        hops += [hop] if hop.there or hop.back else []
+    addresses = topology.addresses
+    start, end = wanted[0], wanted[-1]
+    return PlannedPath(
+        start if addresses.get(start) else src, end if addresses.get(end) else dst, tuple(hops)
     )
 
 
-def _at(nodes: Sequence[str], ttl: int) -> str | None:
+def _nodes(path: Path, topology: Topology) -> Nodes:
+    """Where ``path`` begins, its routers, and where it ends."""
+    return topology.ends(path[0])[0], *routers(path, topology), topology.ends(path[-1])[1]
+
+
+def _telling(
+    wanted: Nodes, candidates: Iterable[Nodes], addresses: Mapping[str, Sequence[str]]
+) -> tuple[int, ...] | None:
+    """The TTLs whose routers tell ``wanted`` from the other candidates; None without a choice.
+
+    Only routers with addresses count, and few enough of them for a route. If these do not suffice,
+    the result names routers all the same, so that the leader can report what is missing.
+    """
+    mine, end = wanted[1:-1], wanted[-1]
+    # The addresses of a NIC are not reached over paths that end at another NIC.
+    others = {c[1:-1] for c in candidates if c[-1] == end or not addresses.get(end)} - {mine}
+    if not others:
+        return None
+    differing = [t for t, node in enumerate(mine, 1) if any(_at(o, t) != node for o in others)]
+    ttls = [t for t in differing if addresses.get(mine[t - 1])]
+    if not _told_apart(ttls, mine, others):
+        return tuple(differing) if ttls != differing else ()
+    while sum(len(addresses[mine[t - 1]]) for t in ttls) > MAX_HOP_ADDRESSES:
+        # Rather without one router of many addresses than without several of few.
+        by_size = sorted(ttls, key=lambda t: -len(addresses[mine[t - 1]]))
+        smaller = ([t for t in ttls if t != without] for without in by_size)
+        fewer = next((s for s in smaller if _told_apart(s, mine, others)), None)
+        if fewer is None:
+            break
+        ttls = fewer
+    return tuple(ttls)
+
+
+def _told_apart(ttls: Iterable[int], mine: Nodes, others: Iterable[Nodes]) -> bool:
+    """Whether every other candidate crosses another router at one of ``ttls``."""
+    return all(any(_at(other, t) != mine[t - 1] for t in ttls) for other in others)
+
+
+def _at(nodes: Nodes, ttl: int) -> str | None:
     return nodes[ttl - 1] if ttl <= len(nodes) else None
+
+
+def _route(start: str, end: str, hops: Mapping[int, str], topology: Topology) -> HostRoute:
+    """The route from the host of ``start`` over ``hops`` to the addresses of ``end``.
+
+    Raises:
+        TopologyError: an unknown name, or the topology's addresses do not suffice.
+    """
+    src, dst = topology.host_of(start), topology.host_of(end)
+    assert src is not None
+    assert dst is not None
+    addresses = topology.addresses
+    destinations = addresses.get(end) or addresses.get(dst)
+    if not destinations:
+        raise TopologyError(f"no addresses of {dst}")
+    silent = [hops[ttl] for ttl in sorted(hops) if not addresses.get(hops[ttl])]
+    if silent:
+        raise TopologyError(f"no addresses of {', '.join(silent)}")
+    found = tuple((ttl, addresses[hops[ttl]]) for ttl in sorted(hops))
+    total = sum(len(given) for _, given in found)
+    if total > MAX_HOP_ADDRESSES:
+        names = ", ".join(hops[ttl] for ttl in sorted(hops))
+        raise TopologyError(
+            f"{total} addresses of {names}; a route takes {MAX_HOP_ADDRESSES}: list only those "
+            "from which they answer probes"
+        )
+    return HostRoute(src, dst, destinations[:64], found)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from ipaddress import ip_address
 from math import inf, isfinite
 from types import MappingProxyType
 
 from crux_torch.errors import CruxError
-from crux_torch.fabric.paths import NETWORK, LinkArrays, ShortestPaths
+from crux_torch.fabric.shortest_paths import NETWORK, LinkArrays, ShortestPaths
 
 #: Kinds of node inside a host; ``host`` is its root complex and memory.
 HOST_KINDS = ("host", "gpu", "pcie", "nic", "nvswitch")
@@ -25,7 +26,7 @@ SAME_PLACE: tuple[Path, ...] = ((),)
 
 
 class TopologyError(CruxError, ValueError):
-    """A topology that can't be used: which node, link or key, what is wrong, what was expected."""
+    """A topology that can't be used. Names the node, link or key, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class Topology:
     Args:
         nodes: every node by name. A node of kind ``host`` is named as its host.
         edges: every directed link; their order fixes the order of equal-cost paths.
-        addresses: the IP addresses that a node answers from; of a host those that its peers connect
-            to, of a switch those of all its interfaces. Needed to tell which path a packet took.
-        device_flops: FLOP/s that the fastest GPU can do: no job may claim more for each of its
-            GPUs; 0: not told.
+        addresses: the IP addresses of a node: for a host those that its peers connect to, for a
+            switch those of all its interfaces. They tell which path a packet took.
+        device_flops: FLOP/s of the fastest GPU, an upper bound of what a job may claim for each of
+            its GPUs; 0: unknown.
 
     Attributes:
         hosts: in the order of ``nodes``.
@@ -82,7 +83,7 @@ class Topology:
         delay_s: delay of every link by name.
 
     Raises:
-        TopologyError: unknown or doubled names, impossible figures, hosts that can't reach each
+        TopologyError: unknown or repeated names, invalid numbers, or hosts that can't reach each
             other.
     """
 
@@ -128,19 +129,19 @@ class Topology:
     ) -> tuple[Path, ...]:
         """The equal-cost shortest paths from ``src`` to ``dst``, each the links that it crosses.
 
-        A host stands for its NICs (for itself, if it has none): traffic between hosts starts at
-        any NIC of the one and ends at any NIC of the other. GPUs, NICs and other nodes are ends
-        of their own and give the path through the host as well. Paths come in the same order on
-        every machine, and are cached.
+        A host stands for its NICs, or for itself if it has none: traffic between hosts starts at
+        any NIC of one and ends at any NIC of the other. From or to a GPU, a NIC or another inner
+        node, paths include the links inside the host. Paths come in the same order on every
+        machine, and are cached.
 
         Args:
             src: a host or another node.
             dst: a host or another node.
-            limit: the most paths to return, spread over all of them; None: every one, which is
+            limit: the most paths to return, spread over all of them. None: all, which may be
                 millions in a large three-layer network (see :meth:`path_count`).
 
         Returns:
-            At least one path; ``((),)`` when both ends are the same host or node.
+            At least one path; ``((),)`` if both ends are the same host or node.
 
         Raises:
             TopologyError: an end is unknown, or no path joins the two.
@@ -153,9 +154,11 @@ class Topology:
             return 1
         return self._search.count(self._ends(src), self._ends(dst))
 
-    def path_delay_s(self, path: Path) -> float:
-        """Sum of the delays along ``path``."""
-        return sum(self.delay_s[name] for name in path)
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether every link has one back of the same cost: then paths lead back as they came."""
+        count = Counter((edge.src, edge.dst, edge.link.cost) for edge in self.edges)
+        return all(count[dst, src, cost] == n for (src, dst, cost), n in count.items())
 
     def inside(self, host: str, kind: str | None = None) -> tuple[str, ...]:
         """The nodes of ``host``, of one kind or all, in the order in which they were added."""

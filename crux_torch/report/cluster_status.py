@@ -1,4 +1,4 @@
-"""The state of a cluster as its store has it, once: for ``crux status``."""
+"""The state of a cluster, read once from its store: for ``crux status``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 HOSTS_SHOWN = 2
-#: Columns of a job's profile; MFU is what its devices achieve of their peak.
-MEASURED = ("W FLOP", "MFU", "t s", "period s", "overlap")
-#: Where the output is no terminal nothing should be cut off.
+#: Columns of text; the others are numbers.
+TEXT = ("job", "hosts", "state")
+#: Width of a table that is not printed to a terminal, so that nothing is cut off.
 PIPE_WIDTH = 200
+#: Larger values stand for infinity.
+BOUNDLESS = 1e30
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -32,9 +34,8 @@ class ClusterStatus:
         store: where it was read.
         cluster: the cluster's name.
         jobs: the valid records, in the order of their names.
-        plan: the plan in the store, None where there is none or none that can be used.
-        plan_renewed: whether the plan was renewed while it was looked at; None where that was not
-            waited for.
+        plan: the plan in the store; None if there is none, or none that can be used.
+        plan_renewed: whether the plan was renewed between two looks; None after a single look.
     """
 
     store: str
@@ -50,8 +51,8 @@ def read_status(endpoint: str, cluster: str, settle_s: float = 0.0) -> ClusterSt
     Args:
         endpoint: ``tcp://HOST:PORT`` of the store.
         cluster: the cluster's name.
-        settle_s: seconds between a first and a second look. The store has no clock: what one look
-            finds may be the record of a job that died, until its lease is over by our clock.
+        settle_s: seconds until a second look; 0: only one. The store has no clock, so one look may
+            find the record of a job that has died. A second look after its lease does not.
 
     Raises:
         StoreError: the store can't be reached or does not answer in time.
@@ -65,13 +66,12 @@ def read_status(endpoint: str, cluster: str, settle_s: float = 0.0) -> ClusterSt
     store = TcpStore(host, port, timeout_s=TIMEOUT_S)
     try:
         registry = Registry(store, cluster)
-        jobs, plan = registry.jobs(), registry.plan().stored
-        renewed: bool | None = None
+        before = registry.jobs(), registry.plan().stored
+        jobs, plan = before
         if settle_s:
-            before = plan
             time.sleep(settle_s)
             jobs, plan = registry.jobs(), registry.plan().stored
-            renewed = plan is not None and before != plan
+        renewed = plan is not None and before[1] != plan if settle_s else None
         return ClusterStatus(endpoint, cluster, jobs, plan.plan if plan else None, renewed)
     finally:
         store.close()
@@ -98,15 +98,17 @@ def render(status: ClusterStatus, console: Console | None = None) -> None:
     if not status.jobs:
         console.print("no jobs")
         return
+    rows = [_row(job, status.plan) for job in status.jobs]
     table = Table(pad_edge=False)
-    for heading in ("job", "hosts"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("GPUs", justify="right")
-    table.add_column("state")
-    for heading in (*MEASURED, "I FLOP/s", "k", "P", "level", "paths"):
-        table.add_column(heading, justify="right")
-    for job in status.jobs:
-        table.add_row(*(Text(cell) for cell in _row(job, status.plan)))
+    for heading in rows[0]:
+        text = heading in TEXT
+        table.add_column(
+            heading,
+            justify="left" if text else "right",
+            overflow="fold" if text and heading != "state" else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*map(Text, row.values()))
     console.print(table)
 
 
@@ -121,40 +123,33 @@ def _plan_line(status: ClusterStatus) -> str:
     )
 
 
-def _row(job: JobRecord, plan: Plan | None) -> tuple[str, ...]:
+def _row(job: JobRecord, plan: Plan | None) -> dict[str, str]:
+    """One job's cells by heading; MFU is the share of their peak that its devices achieve."""
     profile = job.profile
     entry = plan.entry(job.job) if plan else None
     more = len(job.hosts) - HOSTS_SHOWN
-    hosts = ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else "")
-    measured = ("",) * len(MEASURED)
-    intensity = ""
-    if profile is not None:
-        measured = (
-            _si(profile.flops),
-            "" if profile.utilization is None else f"{profile.utilization:.1%}",
-            f"{profile.t_s:.4g}",
-            f"{profile.period_s:.4g}",
-            f"{profile.overlap:.0%}",
-        )
-        intensity = _si(profile.intensity)
-    if entry:
-        intensity = _si(entry.intensity)
-    return (
-        _safe(job.job),
-        hosts,
-        str(job.gpus),
-        job.state,
-        *measured,
-        intensity,
-        f"{entry.correction:.3g}" if entry else "",
-        _si(entry.priority) if entry else "",
-        str(entry.level) if entry else "",
-        _paths(job.paths),
-    )
+    intensity = entry.intensity if entry else profile.intensity if profile else None
+    mfu = profile.utilization if profile else None
+    return {
+        "job": _safe(job.job),
+        "hosts": ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else ""),
+        "GPUs": str(job.gpus),
+        "state": job.state,
+        "W FLOP": _si(profile.flops) if profile else "",
+        "MFU": "" if mfu is None else f"{mfu:.1%}",
+        "t s": f"{profile.t_s:.4g}" if profile else "",
+        "period s": f"{profile.period_s:.4g}" if profile else "",
+        "overlap": f"{profile.overlap:.0%}" if profile else "",
+        "I FLOP/s": "" if intensity is None else _si(intensity),
+        "k": f"{entry.correction:.3g}" if entry else "",
+        "P": _si(entry.priority) if entry else "",
+        "level": str(entry.level) if entry else "",
+        "paths": _paths(job.paths),
+    }
 
 
 def _paths(paths: PathCounts | None) -> str:
-    """Connections on their planned path, of those that have one; those seen on another."""
+    """Connections on their planned path / with a planned path, and those seen on another."""
     if paths is None:
         return ""
     total = paths.as_planned + paths.elsewhere + paths.unknown
@@ -164,12 +159,15 @@ def _paths(paths: PathCounts | None) -> str:
 
 
 def _si(value: float) -> str:
+    # A job that needs no time on the network has no finite intensity; plans hold the largest float.
+    if abs(value) >= BOUNDLESS:
+        return "inf"
     for size, prefix in _PREFIXES:
-        if size <= abs(value) < float("inf"):
+        if size <= abs(value):
             return f"{value / size:.3g} {prefix}"
     return f"{value:.3g}"
 
 
 def _safe(name: Any) -> str:
-    """``name`` without what could steer a terminal: it comes from another tenant."""
+    """``name``, which comes from another tenant, without what could control a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(name))

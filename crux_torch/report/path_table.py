@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from crux_torch.fabric.path_map import Hops, PathMap
 from crux_torch.fabric.topology import Topology
+from crux_torch.probe.path_map import Hops, PathMap
 
 #: Where the output is no terminal nothing should be cut off.
 PIPE_WIDTH = 160
@@ -22,20 +22,18 @@ PORTS_LISTED = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PathTable:
     """What is to be told.
 
     Attributes:
         found: the map.
         topology: gives switches their names; None: addresses.
         via: nodes or addresses that a path must pass, all of them.
-        cached_s: age of the map where it comes from the store, None where it was just probed.
     """
 
     found: PathMap
     topology: Topology | None = None
     via: tuple[str, ...] = ()
-    cached_s: float | None = None
 
     def rows(self) -> list[tuple[str, Hops, tuple[int, ...]]]:
         """Number, hops and ports of the paths that pass all of ``via``; ``?``: partly seen."""
@@ -59,12 +57,11 @@ def addresses_of(name: str, topology: Topology | None) -> frozenset[str]:
     return frozenset(known) if known else frozenset({name})
 
 
-def as_json_text(report: Report) -> str:
+def as_json_text(report: PathTable) -> str:
     """``report`` as JSON; the map keeps its schema under ``map``."""
     found, topology = report.found, report.topology
     fields: dict[str, Any] = {
         "map": msgspec.to_builtins(found, str_keys=True),
-        "cached_s": report.cached_s,
         "paths": [
             {
                 "hops": [
@@ -81,7 +78,7 @@ def as_json_text(report: Report) -> str:
     return json.dumps(fields, indent=2)
 
 
-def render(report: Report, console: Console | None = None) -> None:
+def render(report: PathTable, console: Console | None = None) -> None:
     """Print ``report``: a row for each path, what it rests on, and what to beware of."""
     console = console or Console()
     if not console.is_terminal:
@@ -103,7 +100,7 @@ def render(report: Report, console: Console | None = None) -> None:
         console.print(Text(line))
 
 
-def _title(report: Report) -> Text:
+def _title(report: PathTable) -> Text:
     found = report.found
     ends = f"{found.source} to {found.destination}, {found.protocol} port {found.port}"
     if found.distance is not None:
@@ -116,34 +113,32 @@ def _examples(ports: Sequence[int]) -> str:
     return listed + (", ..." if len(ports) > EXAMPLES else "")
 
 
-def _footnotes(report: Report) -> list[str]:
+def _footnotes(report: PathTable) -> list[str]:
     found = report.found
     lines = [_basis(found)]
-    if report.cached_s is not None:
-        lines.append(f"from the store, {report.cached_s:.0f} s old; --refresh probes again")
     if found.ended == "time":
-        lines.append("the time was over before the paths were surely all: give it more by --time")
+        lines.append("the time limit ended the search, so there may be more paths: see --time")
     if found.ended == "ports":
-        lines.append("all ports were probed: there are no others to look at")
+        lines.append("every source port was probed")
     if not found.decides:
         lines.append(
-            f"{found.changed} of {found.repeated} ports took another path when they were probed "
-            "again: something else than the source port picks the path (spraying of packets, "
-            "IPv6 flow labels, a change on the way), and this table foretells nothing"
+            f"do not rely on this table: {found.changed} of {found.repeated} ports took another "
+            "path when they were probed again, so the source port does not decide the path here "
+            "(packet spraying, IPv6 flow labels, or a change of routes)"
         )
     if found.partial:
         count = sum(map(len, found.partial.values()))
         lines.append(
-            f"{count} ports had a hop that answered for others but not for them (*): a path over "
-            "a silent router, or lost answers; the probability above does not speak of them"
+            f"{count} ports got no answer (*) from a hop that answered for other ports: their path "
+            "crosses a silent router, or answers were lost; the probability does not cover them"
         )
     if found.silent:
-        lines.append(f"nobody answered for any port at TTL {', '.join(map(str, found.silent))} (*)")
+        lines.append(f"nobody answered at TTL {', '.join(map(str, found.silent))} (*)")
     if found.inferred:
         ttls = ", ".join(map(str, found.inferred))
         lines.append(
-            f"TTL {ttls} answered slowly and was asked of some ports only: the other hops foretold "
-            "what it answered"
+            f"TTL {ttls} answers slowly and was asked about some ports only: for the others its "
+            "answer follows from the hops before it"
         )
     ports = report.ports_via() if report.via else ()
     if ports:
@@ -156,14 +151,8 @@ def _footnotes(report: Report) -> list[str]:
 
 
 def _basis(found: PathMap) -> str:
-    if found.ended == "foretold":
-        return (
-            f"{len(found.hops)} ports computed by the hash, after {found.answered} answers "
-            "agreed with it"
-        )
-    missed = 100 * (1 - found.confidence)
     return (
         f"{len(found.hops)} ports, {found.sent} probes, {found.answered} answers, "
-        f"{found.seconds:.1f} s; that a path with an equal share is missing has a probability of "
-        f"{missed:.1f}% at most"
+        f"{found.seconds:.1f} s; the probability that a path with an equal share is missing is at "
+        f"most {1 - found.confidence:.1%}"
     )

@@ -1,4 +1,7 @@
-"""Measure, profile, agree, schedule, apply: what runs beside the training thread of every rank."""
+"""What runs beside the training thread of every rank: it measures, leads and follows.
+
+The functions that say "called when" answer :mod:`crux_torch.c10d.events`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from crux_torch.apply import nccl, nccl_sockets
 from crux_torch.settings import Settings
 
 if TYPE_CHECKING:
-    from crux_torch.profile.job_profile import JobProfile
+    from crux_torch.measure.job_profile import JobProfile
     from crux_torch.runtime.agent import Agent
 
 _log = logging.getLogger("crux_torch")
@@ -30,7 +34,7 @@ _why_not = "no process group was made"
 def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -> None:
     """Called on the training thread when a process group was made.
 
-    The first group of a world starts the agent. Raises nothing: where the agent can't be started,
+    The first group of a world starts the agent. Raises nothing: if the agent can't be started,
     training goes on without it.
 
     Args:
@@ -69,11 +73,21 @@ def connections_were_made() -> None:
         agent.group_was_made()
 
 
-def _belongs_to_last_world(store: Any) -> bool:
-    """Whether ``store`` is of a backend that completes the world whose first one was made before.
+def with_nccl_class(options: Any, new: Callable[[], Any], group: str) -> Any:
+    """Called when a NCCL communicator is to be made: its options, with the class of the level."""
+    return nccl.with_class(options, planned_dscp(), new=new, owner=group)
 
-    torch makes the backends of one world one by one, and gives each a prefix of one store, an
-    object that lives no longer than that.
+
+def made_by_nccl() -> frozenset[int]:
+    """Called for the inodes of NCCL's connections."""
+    return nccl_sockets.made_by_nccl()
+
+
+def _belongs_to_last_world(store: Any) -> bool:
+    """Whether ``store`` belongs to another backend of the world whose first backend was made last.
+
+    torch makes the backends of a world one by one. Each gets a prefix of one store, an object that
+    lives no longer than that.
     """
     global _world_store
     parent = getattr(store, "underlying_store", store)
@@ -83,15 +97,16 @@ def _belongs_to_last_world(store: Any) -> bool:
 
 
 def _start(settings: Settings, store: Any, rank: int, size: int) -> Agent:
-    from crux_torch import backend
-    from crux_torch.apply.switch import GROUPS
+    from crux_torch.c10d import backend
+    from crux_torch.c10d.inner_backends import OWNED_SOCKETS
+    from crux_torch.c10d.switch import GROUPS
     from crux_torch.runtime.agent import Agent
 
     GROUPS.patience_s = settings.switch_timeout_s
     if not settings.job:
-        # Launched by something else than cruxrun: the leader names its job itself.
+        # Not launched by cruxrun: the leader names its job itself.
         settings = dataclasses.replace(settings, job=f"{socket.gethostname()}-{os.getpid()}")
-    agent = Agent(settings, backend.recorder(), backend.OWNED_SOCKETS, store, rank, size)
+    agent = Agent(settings, backend.recorder(), OWNED_SOCKETS, store, rank, size)
     agent.start()
     atexit.register(agent.stop)
     return agent
@@ -107,7 +122,7 @@ def _say(settings: Settings) -> None:
 
 
 def planned_dscp() -> int | None:
-    """DSCP of the level that the plan gives this process's job; None where it gives none."""
+    """DSCP of the level that the plan gives this process's job; None if it gives none."""
     agent = _agent
     return agent.planned_dscp if agent is not None and agent.active else None
 
@@ -119,8 +134,7 @@ def profile() -> JobProfile | None:
 
 def status() -> dict[str, Any]:
     """See :func:`crux_torch.status`."""
-    from crux_torch import backend
-    from crux_torch.apply import nccl_profiler
+    from crux_torch.c10d import backend
 
     agent = _agent
     active = agent is not None and agent.active
@@ -133,7 +147,6 @@ def status() -> dict[str, Any]:
         "attached": backend.is_attached(),
         "settings": None,
         "recorder": None,
-        "nccl_network": None,
     }
     try:
         report["settings"] = dataclasses.asdict(Settings.from_env())
@@ -146,7 +159,6 @@ def status() -> dict[str, Any]:
             "capacity": recorder.capacity,
             "groups": len(recorder.groups()),
         }
-        report["nccl_network"] = nccl_profiler.status(Settings.from_env().nccl_profiler)
     except Exception as error:
         report["why_not"] = f"{type(error).__name__}: {error}"
     return report | ({} if agent is None else agent.status())

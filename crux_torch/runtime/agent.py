@@ -1,8 +1,8 @@
-"""The background thread of one rank: measures, talks to its leader, carries the orders out.
+"""The background thread of one rank: it measures, talks to its leader, and carries orders out.
 
-Fail open: an error here ends in the network's default behaviour and one warning, never in the
-training thread. The thread holds no lock that training could want, and takes the GIL ten times a
-second for well under a millisecond.
+An error here ends in the network's default behaviour and one warning, never in the training thread.
+The thread holds no lock that training could want. Ten times a second it takes the GIL, for well
+under a millisecond.
 """
 
 from __future__ import annotations
@@ -13,37 +13,35 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from crux_torch.apply.classes import SocketMark, TrafficClass
-from crux_torch.apply.nccl_labels import LABELS
-from crux_torch.apply.ownership import Ownership
+from crux_torch.c10d.ownership import Ownership
 from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.control.tcp_store import TcpStore
-from crux_torch.control.warn_once import WarnOnce
-from crux_torch.profile.job_profile import JobProfile
-from crux_torch.profile.trace import chrome_trace, write_trace
-from crux_torch.profile.window import RecordWindow
-from crux_torch.runtime.conductor import Conductor, answer
-from crux_torch.runtime.leadership import make_conductor
-from crux_torch.runtime.link_routes import OwnDevice, make_links
-from crux_torch.runtime.measurement import Meter
-from crux_torch.runtime.order import Order
-from crux_torch.runtime.path_reports import PathReports
-from crux_torch.runtime.steering import make_steering
+from crux_torch.host.nvml_device import OwnDevice
+from crux_torch.measure.job_profile import JobProfile
+from crux_torch.measure.trace import chrome_trace, write_trace
+from crux_torch.measure.window import RecordWindow
+from crux_torch.runtime.follow import Follower
+from crux_torch.runtime.join import make_conductor
+from crux_torch.runtime.lead import Conductor
+from crux_torch.runtime.measure import RankMeter
+from crux_torch.runtime.order import Order, PathReports, answer
 from crux_torch.settings import Settings
+from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
 #: Seconds between two looks for an order, and for new sockets.
 ORDER_POLL_S = 0.2
 REFRESH_S = 1.0
-#: Iterations over which a change of the job's traffic is looked for, and what counts as one.
+#: Iterations over which the agent looks for a change of the job's traffic, and what counts as one.
 DRIFT_ITERATIONS = 20
 DRIFT_SHARE = 0.1
 #: Seconds between two measurements at least, and between two looks for a change.
@@ -56,7 +54,7 @@ TRACE_RECORDS = 1 << 18
 class Agent:
     """One rank of one job, from the creation of its first process group to its exit.
 
-    Construct it on the training thread: the channel looks at the job's store there, once.
+    Construct it on the training thread: it looks for the CUDA device that this thread uses.
 
     Args:
         settings: of this process.
@@ -78,24 +76,17 @@ class Agent:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.host = settings.host or socket.gethostname()
-        self._recorder = recorder
-        self._traffic_class = TrafficClass(ownership)
-        self._steering = make_steering(settings, self.host, ownership, store)
         self._device = OwnDevice()
-        self._links = make_links(settings, self._device)
+        self._meter = RankMeter(recorder, settings, rank, world_size, self.host, self._device)
+        self._follower = Follower(settings, self.host, ownership, store, self._device)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
-        self._meter = Meter(recorder, settings, rank, world_size, self.host, self._device)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
         self._conductor: Conductor | None = None
         self._shared_store: TcpStore | None = None
-        self._order: Order | None = None
-        self._profile: JobProfile | None = None
-        self._heard: tuple[str, int] | None = None
-        self._heard_at_s = float("-inf")
         self._unpublished: Order | None = None
         self._measuring: Order | None = None
-        self._answered = 0
+        self._answered = ("", 0)
         self._unsent: bytes | None = None
         self._order_at_s = self._refresh_at_s = float("-inf")
         self._measured_at_s = self._drift_at_s = float("-inf")
@@ -125,16 +116,8 @@ class Agent:
 
     @property
     def planned_dscp(self) -> int | None:
-        """DSCP of the level that the plan gives this job; None before it does, and while measuring.
-
-        The class of a measurement must not outlast it, as it would in what keeps its class for
-        life.
-        """
-        order = self._order
-        if order is None or order.measuring or order.level is None:
-            return None
-        dscp_map = self.settings.dscp_map
-        return dscp_map[order.level] if order.level < len(dscp_map) else None
+        """See :attr:`crux_torch.runtime.follow.Follower.dscp`."""
+        return self._follower.dscp
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """Take everything back: sockets, hooks, the job's record. Returns within ``timeout_s``.
@@ -150,12 +133,11 @@ class Agent:
 
     def profile(self) -> JobProfile | None:
         """The job's profile as this rank knows it."""
-        return self._conductor.profile if self._conductor is not None else self._profile
+        return self._follower.profile if self._conductor is None else self._conductor.profile
 
     def status(self) -> dict[str, Any]:
         """Plain values; see :func:`crux_torch.status`."""
-        report = self._traffic_class.status()
-        order = self._order
+        order = self._follower.order
         profile = self.profile()
         return {
             "rank": self.rank,
@@ -169,16 +151,7 @@ class Agent:
             "profile": _profile_told(profile) if profile is not None else None,
             "iterations": self._meter.marks.count,
             "device": msgspec.to_builtins(self._meter.device.last),
-            "applied": {
-                "level": report.level,
-                "dscp": report.dscp,
-                "marked": report.applied,
-                "refused": report.refused,
-                "error": report.error or None,
-                "sockets": [_told(mark) for mark in report.marks],
-            },
-            "paths": self._steering.status(),
-            "links": self._links.status(),
+            **self._follower.status(),
             "errors": dict(self._errors),
         }
 
@@ -188,9 +161,7 @@ class Agent:
             self._attempt("lead", self._lead)
             self._attempt("follow", self._follow)
             self._stop.wait(self.settings.tick_s)
-        self._attempt("revert", self._traffic_class.revert)
-        self._attempt("unsteer", self._steering.revert)
-        self._attempt("ungate", self._links.revert)
+        self._attempt("revert", self._follower.revert)
         self._attempt("unhook", self._meter.remove)
         self._attempt("close", self._close)
         self._attempt("trace", self._write_trace)
@@ -201,8 +172,8 @@ class Agent:
         self._saw_world |= initialized
         return self._saw_world and not initialized
 
-    def _attempt(self, what: str, step: Any) -> None:
-        """One step of a tick: whatever goes wrong is said once and tried again next time."""
+    def _attempt(self, what: str, step: Callable[[], object]) -> None:
+        """One step of a tick. An error is logged once, and the step is tried again next time."""
         try:
             step()
         except Exception as error:
@@ -214,6 +185,7 @@ class Agent:
             self._errors.pop(what, None)
 
     def _measure(self) -> None:
+        """Drain the recorder, and answer a measurement that has seen enough."""
         records = self._meter.drain()
         if self._trace is not None:
             self._trace.append(records)
@@ -221,26 +193,24 @@ class Agent:
             order, self._measuring = self._measuring, None
             self._measured_at_s = time.monotonic()
             self._bytes_then = None
-            # Stands if what follows fails: the leader needn't wait for this rank.
+            # An empty answer, in case the rest fails: the leader needn't wait for this rank.
             self._unsent = answer(order.incarnation, order.measurement, None)
-            self._unsent = self._answer(order)
+            raw = answer(order.incarnation, order.measurement, self._meter.finish())
+            if len(raw) <= MAX_SAMPLE_BYTES:
+                self._unsent = raw
+            else:
+                about = f"a sample of {len(raw)} bytes is over {MAX_SAMPLE_BYTES}: left out"
+                self._warn("sample", about)
         if self._unsent is not None and self._channel.put_sample(self._unsent):
             self._unsent = None
 
-    def _answer(self, order: Order) -> bytes:
-        """This rank's answer to the measurement that ends now."""
-        raw = answer(order.incarnation, order.measurement, self._meter.finish())
-        if len(raw) <= MAX_SAMPLE_BYTES:
-            return raw
-        self._warn("sample", f"a sample of {len(raw)} bytes is over {MAX_SAMPLE_BYTES}: left out")
-        return answer(order.incarnation, order.measurement, None)
-
     def _lead(self) -> None:
+        """On rank 0: have the job measured and planned, and publish what follows as an order."""
         if self.rank != 0:
             return
         if self._conductor is None:
-            # The store may be one that another world of this process has used before.
-            earlier = self._channel.decision()
+            # The store may be one that an earlier life of this job has used.
+            earlier = self._channel.order()
             if self._channel.error is not None:
                 return
             self._conductor, self._shared_store = make_conductor(
@@ -248,7 +218,7 @@ class Agent:
                 secrets.token_hex(8),
                 self.host,
                 self.world_size,
-                earlier.epoch + 1 if earlier else 1,
+                _number_of(earlier) + 1,
                 self._warn,
             )
         conductor = self._conductor
@@ -258,8 +228,9 @@ class Agent:
             self._channel.collect,
         )
         if conductor.leader is not None:
-            planned = self._order is not None and bool(self._order.routes)
-            conductor.leader.set_paths(self._path_reports.gather(planned))
+            followed = self._follower.order
+            planned = followed is not None and bool(followed.routes)
+            conductor.leader.update(paths=self._path_reports.gather(planned))
         self._unpublished = order or self._unpublished
         if self._unpublished is not None and self._publish(self._unpublished):
             self._unpublished = None
@@ -269,66 +240,7 @@ class Agent:
         if len(raw) > MAX_RECORD_BYTES:
             self._warn("order", f"an order of {len(raw)} bytes: the ranks don't get the profile")
             raw = msgspec.structs.replace(order, profile=None).to_json()
-        return self._channel.publish(order.turn, raw)
-
-    def _follow(self) -> None:
-        now = time.monotonic()
-        if now >= self._order_at_s:
-            self._order_at_s = now + ORDER_POLL_S
-            self._listen(now)
-        if self._order is not None and now - self._heard_at_s >= self._order.valid_s:
-            _log.warning("nothing heard from the job's leader: back to the network's default class")
-            self._order = None
-            self._traffic_class.revert()
-            self._steering.revert()
-            self._links.revert()
-        LABELS.set_dscp(self.planned_dscp or 0)
-        if self._refresh.is_set() or now >= self._refresh_at_s:
-            self._refresh.clear()
-            self._refresh_at_s = now + REFRESH_S
-            self._traffic_class.refresh()
-            self._steering.tick()
-            self._path_reports.send(self._steering.counts())
-            self._attempt("gate", self._gate_links)
-
-    def _gate_links(self) -> None:
-        self._links.tick(self._meter.groups())
-
-    def _listen(self, now: float) -> None:
-        decision = self._channel.decision()
-        if decision is None:
-            return
-        try:
-            order = Order.from_json(decision.payload)
-        except ValueError as error:
-            self._warn("malformed", f"ignoring what the job's leader says: {error}")
-            return
-        self._obey(order, now)
-
-    def _obey(self, order: Order, now: float) -> None:
-        before, heard = self._order, self._heard
-        if heard == (order.incarnation, order.turn):
-            return
-        if heard is not None and heard[0] != order.incarnation:
-            if self._measuring is not None:
-                self._meter.give_up()
-            self._measuring, self._answered = None, 0
-        self._order, self._heard_at_s = order, now
-        self._heard = order.incarnation, order.turn
-        self._profile = order.profile or self._profile
-        if before is None or order.level != before.level:
-            if order.level is None:
-                self._traffic_class.revert()
-            else:
-                self._traffic_class.apply_level(order.level, self.settings.dscp_map)
-        if order.measuring and order.measurement > self._answered:
-            self._answered = order.measurement
-            self._measuring = order
-            self._meter.begin()
-        priority = order.entry.priority if order.entry is not None else 0.0
-        self._links.follow(order.incarnation, order.level, priority)
-        # Last: it raises where the transport refuses.
-        self._steering.follow(order, self.settings.dscp_map)
+        return self._channel.publish(raw)
 
     def _has_changed(self) -> bool:
         """Whether an iteration moves other amounts than when the job was measured."""
@@ -343,6 +255,37 @@ class Agent:
             self._bytes_then = moved
         changed = abs(moved - self._bytes_then) > DRIFT_SHARE * max(self._bytes_then, 1.0)
         return changed and now - self._measured_at_s >= REMEASURE_S
+
+    def _follow(self) -> None:
+        """Look for an order and obey it; apply it to connections that were made since."""
+        now = time.monotonic()
+        if now >= self._order_at_s:
+            self._order_at_s = now + ORDER_POLL_S
+            raw = self._channel.order()
+            order = self._follower.hear(raw) if raw is not None else None
+            if order is not None:
+                self._measure_for(order)
+                # Last, because it raises if the transport refuses.
+                self._follower.steer(order)
+        self._follower.check()
+        if self._refresh.is_set() or now >= self._refresh_at_s:
+            self._refresh.clear()
+            self._refresh_at_s = now + REFRESH_S
+            self._path_reports.send(self._follower.refresh())
+            self._attempt("gate", lambda: self._follower.gate(self._meter.groups()))
+
+    def _measure_for(self, order: Order) -> None:
+        """Begin the measurement that ``order`` asks for, unless it was begun before."""
+        incarnation, measurement = self._answered
+        if incarnation != order.incarnation:
+            if self._measuring is not None:
+                self._meter.give_up()
+            self._measuring, measurement = None, 0
+        if order.measuring and order.measurement > measurement:
+            measurement = order.measurement
+            self._measuring = order
+            self._meter.begin()
+        self._answered = order.incarnation, measurement
 
     def _close(self) -> None:
         try:
@@ -368,6 +311,14 @@ class Agent:
         write_trace(self.settings.trace, self.host, trace)
 
 
+def _number_of(raw: bytes | None) -> int:
+    """The number of the order in ``raw``; 0 if it is none."""
+    try:
+        return Order.from_json(raw).number if raw is not None else 0
+    except ValueError:
+        return 0
+
+
 def _profile_told(profile: JobProfile) -> dict[str, Any]:
     """A profile as ``crux_torch.status()`` shows it: with what follows from its fields."""
     fields: dict[str, Any] = msgspec.to_builtins(profile)
@@ -375,15 +326,4 @@ def _profile_told(profile: JobProfile) -> dict[str, Any]:
         "intensity": profile.intensity,
         "achieved_flops": profile.achieved_flops,
         "utilization": profile.utilization,
-    }
-
-
-def _told(mark: SocketMark) -> dict[str, Any]:
-    """One connection as ``crux_torch.status()`` shows it; a refusal names its reason."""
-    return {
-        "local": mark.local,
-        "peer": mark.peer,
-        "dscp": None if mark.tos is None else mark.tos >> 2,
-        "applied": mark.applied,
-        "error": os.strerror(mark.errno) if mark.errno else None,
     }

@@ -1,39 +1,55 @@
-"""What a leader tells the ranks of its job, as JSON through the job's own store."""
+"""What the leader and the ranks of a job tell each other, as JSON through the job's own store.
+
+The leader gives orders. Ranks answer measurements, and report which paths their connections take.
+Each number says one thing:
+
+* ``incarnation`` names one life of the job: from its first process group to its last.
+* ``number`` counts orders. It grows over all lives that share a store.
+* ``measurement`` counts measurements in one life.
+* ``generation`` counts how often connections were made anew. It grows over all lives, too.
+* ``epoch`` is the plan's own, and counts plans of the cluster.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
 
-from crux_torch.control.records import PlanEntry
+from crux_torch.control.job_channel import JobChannel
+from crux_torch.control.records import PathCounts, PlanEntry
 from crux_torch.fabric.route import HostRoute
-from crux_torch.profile.job_profile import MAX_FLOWS, JobProfile, Name
+from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
+from crux_torch.measure.sample import RankSample
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+#: Seconds between two rounds of the leader over its ranks' reports.
+GATHER_S = 5.0
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One order; a rank follows the newest until ``valid_s`` after it last heard from its leader.
+    """One order. Ranks follow the newest, until ``valid_s`` after they last heard a new one.
 
     Attributes:
-        incarnation: of the job; a rank that is told another one starts afresh.
-        turn: grows with every order, renewals included.
+        incarnation: of the job. A rank that hears of another one starts afresh.
+        number: larger than that of every earlier order, renewals included.
         level: priority level of the job's connections; None for the network's default.
-        measurement: number of the measurement that runs or ran last, 0 before the first.
+        measurement: the one that runs or ran last; 0 before the first.
         measuring: whether it runs now.
         valid_s: seconds for which the order counts.
-        plan_epoch: epoch of the plan that the level comes from, 0 without one.
+        plan_epoch: epoch of the plan that the level comes from; 0 without a plan.
         entry: the job's part of that plan.
         profile: the job's profile, once it was measured.
-        routes: the paths that connections made from now on are to take; empty: any.
-        switch: generation of the job's connections, 0 for those that it began with; where it grows
-            they are made anew.
+        routes: the paths that new connections are to take; empty: any.
+        generation: of the job's connections; 0 for those that it began with. When it grows, ranks
+            make their connections anew.
     """
 
     version: int = SCHEMA_VERSION
     incarnation: Name
-    turn: Annotated[int, msgspec.Meta(ge=1)]
+    number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     level: Annotated[int, msgspec.Meta(ge=0, le=63)] | None = None
     measurement: Annotated[int, msgspec.Meta(ge=0)] = 0
     measuring: bool = False
@@ -42,7 +58,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     entry: PlanEntry | None = None
     profile: JobProfile | None = None
     routes: Annotated[tuple[HostRoute, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
-    switch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
 
     def to_json(self) -> bytes:
         """The order as JSON."""
@@ -62,3 +78,68 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if order.version != SCHEMA_VERSION:
             raise ValueError(f"an order of version {order.version}, not {SCHEMA_VERSION}")
         return order
+
+
+def answer(incarnation: str, measurement: int, sample: RankSample | None) -> bytes:
+    """A rank's answer to a measurement: its heading, then the sample, or nothing if it has none.
+
+    The incarnation tells it from an answer that an earlier life of the job left in the store.
+    """
+    body = b"" if sample is None else sample.to_json()
+    return heading(incarnation, measurement) + b"\n" + body
+
+
+def heading(incarnation: str, measurement: int) -> bytes:
+    """What the answers to one measurement begin with."""
+    return f"{incarnation} {measurement}".encode()
+
+
+class PathReports:
+    """How many connections take the planned path: from each rank to its leader.
+
+    One rank's end, owned by its background thread.
+
+    Args:
+        channel: to the job's store.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, channel: JobChannel, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._sent: bytes | None = None
+        self._gather_at_s = float("-inf")
+        self._gathered: PathCounts | None = None
+
+    def send(self, counts: PathCounts | None) -> None:
+        """Tell the leader what this rank sees; None if no path is planned for it."""
+        raw = msgspec.json.encode(counts)
+        if raw == self._sent or (self._sent is None and counts is None):
+            return
+        if self._channel.put_paths(raw):
+            self._sent = raw
+
+    def gather(self, planned: bool) -> PathCounts | None:
+        """The sum over all ranks that reported; None if no path is ``planned``.
+
+        A report that can't be read counts for nothing.
+        """
+        if not planned:
+            return None
+        now = self._clock()
+        if now >= self._gather_at_s:
+            self._gather_at_s = now + GATHER_S
+            self._gathered = _total(self._channel.paths())
+        return self._gathered
+
+
+def _total(reports: Iterable[bytes]) -> PathCounts:
+    total = dict.fromkeys(PathCounts.__struct_fields__, 0)
+    for raw in reports:
+        try:
+            counts = msgspec.json.decode(raw, type=PathCounts | None)
+        except (msgspec.MsgspecError, ValueError):
+            continue
+        for name in total if counts is not None else ():
+            total[name] += getattr(counts, name)
+    return PathCounts(**total)

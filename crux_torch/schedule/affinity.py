@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +23,20 @@ class Meeting:
     demand: Mapping[int, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AffinityGraph:
-    """A bipartite graph of jobs (by index) and meetings.
-
-    Attributes:
-        meetings: the link vertices.
-        at: for each job the meetings it has an edge to.
-    """
+    """A bipartite graph of jobs (by index) and meetings, the link vertices."""
 
     meetings: Sequence[Meeting]
-    at: Mapping[int, Sequence[int]] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def at(self) -> Mapping[int, Sequence[int]]:
+        """For each job the meetings that it has an edge to."""
         at: dict[int, list[int]] = {}
         for m, meeting in enumerate(self.meetings):
             for job in meeting.shift:
                 at.setdefault(job, []).append(m)
-        object.__setattr__(self, "at", at)
+        return at
 
     def without(self, jobs: set[int]) -> AffinityGraph:
         """This graph without ``jobs``, and without the links where one job is left."""
@@ -54,10 +51,10 @@ class AffinityGraph:
 def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
     """The graph of ``meetings`` less the edges that close a loop.
 
-    The paper discards a placement whose graph has a loop (Algorithm 2, line 14). Where placement is
-    given, edges go instead: links join the graph from the largest gain to the smallest, and of
-    the jobs that the graph joins already only the one with the largest demand on the link keeps
-    its edge. What remains is a forest.
+    The paper discards a placement whose graph has a loop (Algorithm 2, line 14). Here the placement
+    is given, so edges are dropped instead. Links join the graph from the largest gain to the
+    smallest. Of the jobs that the graph joins already, only the one with the largest demand on the
+    link keeps its edge. What remains is a forest.
     """
     parent: dict[int, int] = {}
 
@@ -67,7 +64,16 @@ def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
         return job
 
     kept = []
-    for meeting in sorted(meetings, key=_rank):
+    # Largest gain first; then by content, so that the order they came in decides nothing.
+    for meeting in sorted(
+        meetings,
+        key=lambda m: (
+            -round(m.gain, 9),
+            sorted(m.shift.items()),
+            sorted(m.demand.items()),
+            -m.gain,
+        ),
+    ):
         speaker: dict[int, int] = {}
         for job in sorted(meeting.shift, key=lambda j: (-meeting.demand[j], j)):
             speaker.setdefault(root(job), job)
@@ -84,10 +90,10 @@ def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
 def time_shifts(graph: AffinityGraph, period: Sequence[int]) -> list[dict[int, int]]:
     """A time shift for every job of each connected subgraph (Algorithm 1).
 
-    On a loop-free graph it is unique, and on every link all jobs have the shifts of that link
+    On a loop-free graph the shifts are unique. On every link, all jobs have the shifts of that link
     moved by one common amount, modulo their own iteration times (Theorem 1; the proof's Equation 6,
-    modulo the perimeter, holds before line 17 takes the remainder). The reference, which the
-    paper draws, is the first job.
+    modulo the perimeter, holds before line 17 takes the remainder). The paper draws the reference
+    job; here it is the first.
 
     Args:
         period: iteration time of each job, in the unit of the meetings' shifts.
@@ -110,12 +116,3 @@ def time_shifts(graph: AffinityGraph, period: Sequence[int]) -> list[dict[int, i
         visited |= shift.keys()
         shifts.append(shift)
     return shifts
-
-
-def _rank(meeting: Meeting) -> tuple[object, ...]:
-    """Largest gain first; then by content, so that the order they came in decides nothing."""
-    return (
-        -round(meeting.gain, 9),
-        sorted(meeting.shift.items()),
-        sorted(meeting.demand.items()),
-    )

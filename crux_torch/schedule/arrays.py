@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from crux_torch.schedule.model import Cluster, Job
 IntArray = npt.NDArray[np.int64]
 LinkArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
+_Number = TypeVar("_Number", np.int64, np.float64)
 
 
 class ClusterError(CruxError, ValueError):
@@ -59,6 +60,10 @@ class Arrays:
     def flow_job(self) -> IntArray:
         """The job of each flow."""
         return np.repeat(np.arange(len(self.jobs)), np.diff(self.flow_start))
+
+    def by_name(self, values: npt.NDArray[_Number]) -> dict[str, Any]:
+        """A value of each job, as :class:`Decision` holds it."""
+        return dict(zip((job.name for job in self.jobs), values.tolist(), strict=True))
 
 
 def arrays_of(cluster: Cluster) -> Arrays:
@@ -100,31 +105,6 @@ def _check(arrays: Arrays, cluster: Cluster) -> None:
         raise ClusterError(f"a flow of job {job!r} needs a finite number of bytes, 0 or more")
 
 
-def layers(above: IntArray, below: IntArray, count: int) -> IntArray:
-    """For each of ``count`` nodes of a DAG the edges of the longest chain that ends in it.
-
-    Args:
-        above: the node that each edge leaves.
-        below: the node that it enters.
-    """
-    by_above = np.argsort(above, kind="stable")
-    enters = below[by_above]
-    start = np.searchsorted(above[by_above], np.arange(count + 1))
-    degree = np.diff(start)
-    waiting = np.bincount(below, minlength=count)
-    layer = np.zeros(count, np.int64)
-    ready = np.flatnonzero(waiting == 0)
-    now = 0
-    while len(ready):
-        layer[ready] = now
-        freed = enters[ranges(start[ready], degree[ready])]
-        np.subtract.at(waiting, freed, 1)
-        # Several edges may free one node at once.
-        ready = np.unique(freed[waiting[freed] == 0])
-        now += 1
-    return layer
-
-
 def ranges(start: IntArray, count: IntArray) -> IntArray:
     """The integers ``start[i] .. start[i] + count[i] - 1`` for every i, one after the other."""
     before = np.cumsum(count) - count
@@ -143,7 +123,7 @@ def choice_of(arrays: Arrays, path: Mapping[str, tuple[int, ...]] | None) -> Int
     """
     choice = np.zeros(len(arrays.flow_set), np.int64)
     for j, job in enumerate(arrays.jobs if path else ()):
-        chosen = path.get(job.name) if path else None
+        chosen = (path or {}).get(job.name)
         if chosen is None:
             continue
         if len(chosen) != len(job.flows):

@@ -1,11 +1,11 @@
 """CASSINI: time shifts that interleave the communication of jobs on shared links (NSDI '24).
 
-Algorithm 2 for a placement that is given: circles of the jobs on every contended link, their best
-rotations, the Affinity graph, one time shift a job. CASSINI chooses among placements by their
-scores, and leaves incompatible jobs unpaced (§5.7); here that choice is a test. The jobs that a
-tree of the loop-free graph joins are shifted and paced only if their iterations are expected to
-be shorter than with random shifts; otherwise those that hold the others up most are left out, and
-the rest is tried again.
+This is Algorithm 2 for a given placement: circles of the jobs on every contended link, their best
+rotations, the Affinity graph, and one time shift for each job. CASSINI chooses among placements by
+their scores, and does not pace incompatible jobs (§5.7). Here a test takes the place of that
+choice. The jobs that a tree of the loop-free graph joins are shifted and paced only if their
+iterations are expected to be shorter than with random shifts. Otherwise the jobs that hold the
+others up most are left out, and the rest is tried again.
 
 **Pace.** Shifted jobs keep to a grid of starts, from which they may drift by ``DRIFT``. A job that
 needs longer than the grid's period would drift until it misses a point, and lose an iteration; so
@@ -29,21 +29,19 @@ from crux_torch.schedule.arrays import (
     IntArray,
     arrays_of,
     choice_of,
-    row_max,
     traffic_matrix,
 )
 from crux_torch.schedule.circle import (
     ANGLES_PER_UNIT,
     FAMILY_ANGLES,
     best_rotation,
-    busy_times_s,
     circle,
     families,
     mean_score,
 )
-from crux_torch.schedule.dag import components_of
+from crux_torch.schedule.contention_dag import components_of
 from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.intensity import solo_periods_s
+from crux_torch.schedule.intensity import burst_times_s, solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
 
@@ -59,38 +57,17 @@ _LEFT_OUT = 0.1
 _REMEMBERED = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Shifts:
-    """When jobs start, for the jobs that are shifted, by name; as :class:`Decision` holds it."""
-
-    shift_s: dict[str, float]
-    grid_s: dict[str, float]
-
-
 def cassini(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Time shifts on the default paths, one level."""
     arrays = arrays_of(cluster)
     traffic = traffic_matrix(arrays, choice_of(arrays, options.default_path))
-    jobs = len(arrays.jobs)
-    shifts = interleave(arrays, traffic, np.zeros(jobs, np.int64), np.ones(jobs))
-    return replace(ecmp(cluster, options), shift_s=shifts.shift_s, grid_s=shifts.grid_s)
-
-
-def interleave(arrays: Arrays, traffic: Any, level: IntArray, value: FloatArray) -> Shifts:
-    """Shifts for the jobs whose iterations get shorter by them.
-
-    Args:
-        arrays: jobs and links.
-        traffic: bytes of each job (row) on each link (column).
-        level: priority of each job: it waits for its own level and for those above.
-        value: what a job's iteration rate is worth, relative to its rate alone.
-    """
-    decided = Shifts({}, {})
-    for jobs, part in _parts(arrays, traffic, level, value):
-        for j, (shift_s, grid_s) in _part_shifts(part).items():
+    shift_s: dict[str, float] = {}
+    grid_s: dict[str, float] = {}
+    for jobs, part in _parts(arrays, traffic):
+        for j, shifted in _part_shifts(part).items():
             name = arrays.jobs[jobs[j]].name
-            decided.shift_s[name], decided.grid_s[name] = shift_s, grid_s
-    return decided
+            shift_s[name], grid_s[name] = shifted
+    return replace(ecmp(cluster, options), shift_s=shift_s, grid_s=grid_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +79,11 @@ class _Part:
             capacity that it asks for while it sends.
         busy_s: when in an iteration each job sends.
         period_s: seconds of an iteration without waiting.
-        level: priority of each job.
-        value: of each job's iteration rate.
     """
 
     entries: tuple[tuple[tuple[int, float], ...], ...]
     busy_s: tuple[tuple[tuple[float, float], ...], ...]
     period_s: tuple[float, ...]
-    level: tuple[int, ...]
-    value: tuple[float, ...]
 
     def matrix(self) -> Any:
         """``entries`` as a sparse matrix."""
@@ -125,11 +98,9 @@ class _Part:
         return np.array(sending_s, np.float64) / np.array(self.period_s, np.float64)
 
 
-def _parts(
-    arrays: Arrays, traffic: Any, level: IntArray, value: FloatArray
-) -> list[tuple[list[int], _Part]]:
+def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
     """The jobs that meet on links which they can overfill together, component by component."""
-    t_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+    t_s = transfer_times_s(arrays, traffic)
     period_s = solo_periods_s(arrays, t_s)
     rows = np.repeat(np.arange(traffic.shape[0]), np.diff(traffic.indptr))
     share = traffic.data / (t_s[rows] * arrays.capacity_Bps[traffic.indices])
@@ -153,10 +124,8 @@ def _parts(
         start = mine.indptr.tolist()
         part = _Part(
             entries=tuple(tuple(entries[a:b]) for a, b in pairwise(start)),
-            busy_s=tuple(tuple(busy_times_s(arrays.jobs[j], float(t_s[j]))) for j in jobs.tolist()),
+            busy_s=tuple(tuple(burst_times_s(arrays.jobs[j], t_s[j])) for j in jobs.tolist()),
             period_s=tuple(period_s[jobs].tolist()),
-            level=tuple(level[jobs].tolist()),
-            value=tuple(value[jobs].tolist()),
         )
         parts.append((jobs.tolist(), part))
     return parts
@@ -263,28 +232,19 @@ class _Tree:
         self.jobs = jobs
         everyone = demand[:, np.unique(demand[jobs].indices)]
         self._demand = everyone[jobs]
-        self._job = np.repeat(np.arange(len(jobs)), np.diff(self._demand.indptr))
         self._link = self._demand.indices
-        levels = np.array(part.level)
-        self._level = levels[jobs]
-        self._value = np.array(part.value)[jobs]
         self._angles = np.array([circles.angles[j] for j in jobs])
         self._busy = np.zeros((len(jobs), int(self._angles.max())))
         for row, j in enumerate(jobs):
             self._busy[row, : circles.angles[j]] = circles.busy[j]
         self._alone = np.array(part.period_s)[jobs] / circles.angle_s[jobs]
 
-        inside = np.zeros(len(levels), bool)
-        inside[jobs] = True
+        heard = np.ones(len(duty))
+        heard[jobs] = 0.0
         sending_s = duty * np.array(part.period_s)
-        self._mean, self._peak, others_s = np.zeros((3, len(self._link)))
-        for value in np.unique(self._level):
-            heard = ((levels >= value) & ~inside).astype(np.float64)
-            mine = self._level[self._job] == value
-            link = self._link[mine]
-            self._peak[mine] = (everyone.T @ heard)[link]
-            self._mean[mine] = (everyone.T @ (heard * duty))[link]
-            others_s[mine] = (everyone.T @ (heard * sending_s))[link]
+        self._peak = (everyone.T @ heard)[self._link]
+        self._mean = (everyone.T @ (heard * duty))[self._link]
+        others_s = (everyone.T @ (heard * sending_s))[self._link]
         start = self._demand.indptr[:-1]
         self._others = np.maximum.reduceat(others_s, start) / circles.angle_s[jobs]
 
@@ -303,11 +263,7 @@ class _Tree:
     def _load(self) -> FloatArray:
         """For each job the mean demand on its busiest link, in what others leave of it."""
         mean = self._busy.sum(axis=1) / self._angles
-        inside = np.zeros(len(self._link))
-        for value in np.unique(self._level):
-            heard = np.where(self._level >= value, mean, 0.0)
-            mine = self._level[self._job] == value
-            inside[mine] = (self._demand.T @ heard)[self._link[mine]]
+        inside = (self._demand.T @ mean)[self._link]
         left = np.maximum(1.0 - self._mean, 1e-9)
         load: FloatArray = np.maximum.reduceat(inside / left, self._demand.indptr[:-1])
         return load
@@ -316,8 +272,8 @@ class _Tree:
         """Whether a grid stretched this much is worth more than random shifts without one."""
         turn = np.random.default_rng(2).integers(0, self._angles, (_DRAWS, len(self.jobs)))
         free = self._alone + self._waiting(turn, self._mean)[1].mean(axis=0)
-        gain = self._value * self._alone * (1.0 / (self._angles * stretch) - 1.0 / free)
-        return bool(gain.sum() > 1e-9 * self._value.sum())
+        gain = self._alone * (1.0 / (self._angles * stretch) - 1.0 / free)
+        return bool(gain.sum() > 1e-9 * len(self.jobs))
 
     def _waiting(self, turns: IntArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Angles that each job waits in the longest of its iterations, and on average.
@@ -339,15 +295,9 @@ class _Tree:
         angle = np.arange(FAMILY_ANGLES)
         own = (angle - turn) % self._angles[:, None, None]
         around = np.take_along_axis(self._busy, own.reshape(jobs, -1), axis=1)
-        demand = np.zeros((self._demand.shape[1], around.shape[1]))
-        wait = np.empty_like(around)
-        for value in np.unique(self._level)[::-1]:
-            mine = np.flatnonzero(self._level == value)
-            demand += self._demand[mine].T @ around[mine]
-            entries = np.flatnonzero(self._level[self._job] == value)
-            total = demand[self._link[entries]] + (outside[entries] - 1.0)[:, None]
-            first = np.searchsorted(entries, self._demand.indptr[mine])
-            wait[mine] = np.maximum.reduceat(total, first, axis=0)
+        demand = self._demand.T @ around
+        total = demand[self._link] + (outside - 1.0)[:, None]
+        wait = np.maximum.reduceat(total, self._demand.indptr[:-1], axis=0)
         wait = (around * np.clip(wait, 0.0, None)).reshape(jobs, tries, FAMILY_ANGLES)
         # From the start of one of the job's iterations, so that each is in one piece.
         wait = np.take_along_axis(wait, (angle + turn) % FAMILY_ANGLES, axis=2)

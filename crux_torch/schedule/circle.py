@@ -4,13 +4,13 @@ Time is a circle. A job's own circle is one iteration of it, its unified circle 
 as the least common multiple of the periods on a link takes. Demand is a share of the link's
 capacity, averaged over each angle; a rotation is a whole number of angles.
 
-**Grid.** Measured iteration times have no small common multiple, so jobs are rounded up onto a grid
-that some of them, a *family*, have in common: one job's iteration is ``BASE_UNITS`` units, the
-others' are as many units as ``RATIOS`` allow. Who would have to be slowed by more than ``ROUNDING``
-belongs to another family: rotation means nothing between families, whose phases drift past each
-other. A base's iteration has 72 angles, the paper's 5 degrees; since every period is a whole number
-of units, and a unit a whole number of angles, circles of a family share their angles exactly, and
-no unified circle exceeds ``FAMILY_ANGLES``.
+**Grid.** Measured iteration times have no small common multiple. So iteration times are rounded up
+onto a grid that some jobs, a *family*, have in common. The iteration of the family's base has
+``BASE_UNITS`` units, and the others have as many units as ``RATIOS`` allow. A job that would be
+slowed by more than ``ROUNDING`` belongs to another family. Rotation means nothing between families,
+since their phases drift past each other. A base's iteration has 72 angles, the paper's 5 degrees.
+Every period is a whole number of units, and a unit is a whole number of angles. So the circles of a
+family share their angles exactly, and no unified circle exceeds ``FAMILY_ANGLES``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from crux_torch.schedule.arrays import FloatArray, IntArray
-from crux_torch.schedule.model import Job
 
 #: Iterations of a job in one of its family's base: the ratios whose common multiple stays small.
 RATIOS = tuple(Fraction(*r) for r in ((1, 3), (1, 2), (2, 3), (1, 1), (3, 2), (2, 1), (3, 1)))
@@ -40,6 +39,8 @@ FAMILY_ANGLES = math.lcm(*_UNITS) * ANGLES_PER_UNIT
 
 #: Sweeps over the jobs of a link that a search for rotations makes at most.
 _SWEEPS = 8
+#: Random rotations that the mean score is taken over.
+_DRAWS = 32
 #: Scores that differ by less are equal, so that rounding decides nothing.
 _SAME = 1e-9
 
@@ -56,11 +57,6 @@ class Families(NamedTuple):
     number: IntArray
     units: IntArray
     unit_s: FloatArray
-
-    @property
-    def period_s(self) -> FloatArray:
-        """The rounded period of each job in seconds."""
-        return self.units * self.unit_s
 
 
 def families(period_s: FloatArray) -> Families:
@@ -98,22 +94,6 @@ def _window(period_s: FloatArray | float) -> tuple[FloatArray | float, FloatArra
     return period_s / (1 + ROUNDING), period_s * (1 + 1e-12)
 
 
-def busy_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:
-    """From when to when in an iteration the job communicates while it is alone.
-
-    Args:
-        t_s: t_j, seconds that all its bytes take.
-    """
-    times = []
-    end = 0.0
-    for burst in job.bursts:
-        start = max(end, burst.at * job.compute_s)
-        end = start + burst.share * t_s
-        if end > start:
-            times.append((start, end))
-    return times
-
-
 def circle(busy_s: Sequence[tuple[float, float]], period_s: float, angles: int) -> FloatArray:
     """The share of each of ``angles`` equal arcs of one iteration that is busy."""
     edge = np.arange(angles + 1) * (period_s / angles)
@@ -121,11 +101,6 @@ def circle(busy_s: Sequence[tuple[float, float]], period_s: float, angles: int) 
     for start, end in busy_s:
         covered += np.clip(edge - start, 0.0, end - start)
     return np.diff(covered) * (angles / period_s)
-
-
-def unified(own: FloatArray, angles: int) -> FloatArray:
-    """A job's own circle repeated around a unified circle of ``angles``."""
-    return np.tile(own, angles // len(own))
 
 
 def perimeter(circles: Sequence[FloatArray]) -> int:
@@ -158,7 +133,7 @@ def best_rotation(circles: Sequence[FloatArray], background: float = 0.0) -> Rot
         background: demand at all angles that does not belong to these jobs.
     """
     around = perimeter(circles)
-    tiled = [unified(own, around) for own in circles]
+    tiled = [np.tile(own, around // len(own)) for own in circles]
     order = sorted(range(len(circles)), key=lambda j: (-float(circles[j].mean()), j))
     angles = [0] * len(circles)
     demand = np.full(around, background)
@@ -184,7 +159,7 @@ def best_rotation(circles: Sequence[FloatArray], background: float = 0.0) -> Rot
 def _best_place(demand: FloatArray, own: FloatArray) -> tuple[int, float]:
     """The best rotation of one job over ``demand``, and the score there.
 
-    Where several are best it is one amid the others, so that drift to either side costs least.
+    Where several are best, the middle one is taken, so that drift to either side costs least.
     """
     count, around = len(own), len(demand)
     excess = np.clip(demand[None] + own[_turned(count, around)] - 1.0, 0.0, None).mean(axis=1)
@@ -210,12 +185,12 @@ def _turned(count: int, around: int) -> npt.NDArray[np.int16]:
     return np.asarray((np.arange(around)[None] - np.arange(count)[:, None]) % count, np.int16)
 
 
-def mean_score(circles: Sequence[FloatArray], background: float = 0.0, draws: int = 32) -> float:
-    """The score to be expected of jobs that nobody rotates: over ``draws`` random rotations."""
+def mean_score(circles: Sequence[FloatArray], background: float) -> float:
+    """The mean score over ``_DRAWS`` random rotations: what to expect without CASSINI."""
     rng = np.random.default_rng(len(circles))
     around = perimeter(circles)
-    demand = np.full((draws, around), background)
+    demand = np.full((_DRAWS, around), background)
     for own in circles:
-        turn = rng.integers(0, len(own), draws)
+        turn = rng.integers(0, len(own), _DRAWS)
         demand += own[(np.arange(around)[None] - turn[:, None]) % len(own)]
     return compatibility_score(demand)

@@ -1,17 +1,17 @@
 """Correction factors against every job that a job contends with, not one reference job alone.
 
 The paper notes (§7.1) that the reference should be all combinations of contending jobs, weighted
-by how often they contend, and that this takes exponential time. Here it is done by pairs, which
-takes time in proportion to the pairs that share links.
+by how often they contend, and that this takes exponential time. This module compares pairs instead,
+so its time grows with the number of pairs that share links.
 
-Every such pair plays the game of §4.2, which says what k_j / k_r should be for the two of them.
-The k that agree best with all games at once minimise
+Every such pair plays the game of §4.2. Its result f_jr says what k_j / k_r should be. The k that
+agree best with all games minimise
 
     sum over pairs of w_jr (log k_j - log k_r - log f_jr)^2,
 
-a weighted least squares problem (the HodgeRank of a tournament). The weight w_jr is the seconds of
-every second that the two ask for the same links, the smaller of both on each link: how much they
-contend. Where a job meets one other only, this is the paper's factor with that one as reference.
+a weighted least squares problem (the HodgeRank of a tournament). The weight w_jr says how much the
+two contend: on each link that both use, the smaller of the two link times that they ask for in a
+second, summed over links. Two jobs that meet only each other get the paper's factor.
 """
 
 from __future__ import annotations
@@ -21,40 +21,46 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
+from crux_torch.schedule.contention_dag import components_of
 from crux_torch.schedule.correction import K_MAX, K_MIN, pair_factors, player
-from crux_torch.schedule.dag import components_of
-from crux_torch.schedule.intensity import intensities, solo_periods_s
-from crux_torch.schedule.priority import Priorities
+from crux_torch.schedule.crux import Priorities
+from crux_torch.schedule.intensity import intensities, solo_periods_s, transfer_times_s
 
-#: Pairs of one job that are played: those with whom it contends most.
+#: Games that a job plays at least, if it has rivals: with those that it contends with most.
 _NEIGHBOURS = 8
-#: Jobs of one link whose pairs are looked at: those that ask for most of it.
+#: Jobs of one link that are paired: those that ask for most of it.
 _ON_LINK = 24
+#: The iteration ends after so many rounds, or when no log k moves by more than this.
 _ROUNDS = 200
 _SETTLED = 1e-6
 
 
 def contention_priorities(arrays: Arrays, traffic: Any) -> Priorities:
-    """P_j = k_j I_j with k_j of :func:`contention_factors`; within a group of jobs that meet each
-    other, the factors' geometric mean, weighted by contention, is 1.
+    """P_j = k_j I_j with k_j of :func:`contention_factors`.
 
     Args:
+        arrays: jobs and links.
         traffic: bytes of each job (row) on each link (column), sparse CSR.
     """
-    t_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+    t_s = transfer_times_s(arrays, traffic)
     intensity = intensities(arrays, t_s)
     correction = contention_factors(arrays, traffic, t_s)
     return Priorities(correction * intensity, intensity, correction)
 
 
 def contention_factors(arrays: Arrays, traffic: Any, t_s: FloatArray) -> FloatArray:
-    """k_j of every job; 1 for those that contend with nobody."""
+    """k_j of every job; 1 for those that contend with nobody.
+
+    In each group of jobs that a chain of shared links joins, the geometric mean of the factors,
+    weighted by how much each job contends, is 1.
+    """
     one, other, weight = contending_pairs(arrays, traffic, t_s)
     if not len(one):
         return np.ones(len(arrays.jobs))
     players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
-    factor = pair_factors([players[r] for r in one.tolist()], [players[j] for j in other.tolist()])
+    games = zip(one.tolist(), other.tolist(), strict=True)
+    factor = pair_factors([(players[r], players[j]) for r, j in games])
     log_k = _agree(one, other, weight, np.log(factor), components_of(traffic))
     return np.clip(np.exp(log_k), K_MIN, K_MAX)
 
@@ -64,8 +70,7 @@ def contending_pairs(
 ) -> tuple[IntArray, IntArray, FloatArray]:
     """Pairs of jobs (each once, the lower index first) that share links, and their weights.
 
-    Of each job the ``_NEIGHBOURS`` with whom it contends most are kept, so that there are no more
-    pairs than that for each job.
+    Each job keeps its ``_NEIGHBOURS`` heaviest pairs, so there are at most that many per job.
     """
     jobs = len(arrays.jobs)
     period_s = solo_periods_s(arrays, t_s)
@@ -99,7 +104,7 @@ def contending_pairs(
 
 
 def _strongest(one: IntArray, other: IntArray, weight: FloatArray, jobs: int) -> IntArray:
-    """Pairs that are among the strongest of either of the two."""
+    """Indices of the pairs that are among the ``_NEIGHBOURS`` heaviest of either job."""
     pair = np.tile(np.arange(len(one)), 2)
     job = np.concatenate((one, other))
     order = np.lexsort((pair, -weight[pair], job))
@@ -111,7 +116,7 @@ def _strongest(one: IntArray, other: IntArray, weight: FloatArray, jobs: int) ->
 def _agree(
     one: IntArray, other: IntArray, weight: FloatArray, log_factor: FloatArray, group: IntArray
 ) -> FloatArray:
-    """log k that agrees best with the games, its weighted mean 0 in each group."""
+    """The log k that minimises the squares; its weighted mean is 0 in each group."""
     jobs = len(group)
     degree = np.bincount(one, weight, jobs) + np.bincount(other, weight, jobs)
     pull = np.bincount(other, weight * log_factor, jobs) - np.bincount(
@@ -124,7 +129,7 @@ def _agree(
     for _ in range(_ROUNDS):
         drawn = np.bincount(one, weight * log_k[other], jobs)
         drawn += np.bincount(other, weight * log_k[one], jobs)
-        # Half a step of Jacobi's: a whole one swings for ever between the sides of a pair.
+        # Half a step of Jacobi's method: with whole steps a single pair would oscillate for ever.
         after = np.where(free, 0.5 * log_k + 0.5 * (drawn + pull) / scale, 0.0)
         mean = np.bincount(group, degree * after) / np.where(of_group > 0, of_group, 1.0)
         after = np.where(free, after - mean[group], 0.0)

@@ -1,8 +1,24 @@
-"""Crux: GPU-intensity-aware paths, priorities and their compression (paper §4)."""
+"""Crux (paper §4): select paths, assign priorities, compress them onto the network's levels.
+
+Each function here is one part of §4, and its lines are the paper's steps; ``docs/schedulers.md``
+puts the two side by side. What makes a decision for 5,000 jobs fast stands behind these lines, in
+modules of its own:
+
+- :mod:`~crux_torch.schedule.arrays`: jobs, flows and links as arrays, read by C++;
+- :mod:`~crux_torch.schedule.placing`: the loop over flows, candidate paths and links, in C++;
+- :mod:`~crux_torch.schedule.correction`: the games of all jobs against the reference job at once;
+- :mod:`~crux_torch.schedule.contention_dag`: the DAG in parts that contend with each other.
+
+Where a large input makes them try fewer orders than m, or place cuts less finely, the decision says
+so in ``Decision.notes``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from crux_torch.schedule.arrays import (
     Arrays,
@@ -13,90 +29,213 @@ from crux_torch.schedule.arrays import (
     paths_of,
     traffic_matrix,
 )
-from crux_torch.schedule.bursts import single_bursts
-from crux_torch.schedule.compression import check_levels, compress_ranked
-from crux_torch.schedule.intensity import by_descending, intensities, unrouted_transfer_times_s
+from crux_torch.schedule.contention_dag import contention_dag
+from crux_torch.schedule.correction import correction_factors, player
+from crux_torch.schedule.intensity import (
+    by_descending,
+    intensities,
+    per_second,
+    solo_periods_s,
+    transfer_times_s,
+    unrouted_transfer_times_s,
+)
 from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
-from crux_torch.schedule.paths import place
-from crux_torch.schedule.priority import Priorities, assign_priorities
+from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.placing import place
+
+#: m of Algorithm 1 ("in practice we set m = 10").
+ORDERS = 10
+#: Positions i of a topological order for which Algorithm 1 chooses j at a time.
+_COLUMNS = 64
 
 
-def crux(cluster: Cluster, levels: Sequence[int], *, seed: int = 0, sweeps: int = 0) -> Decision:
-    """Paths (§4.1), priorities (§4.2) and their compression onto ``levels`` (§4.3).
+class Priorities(NamedTuple):
+    """For each job, in the order of names: P_j = k_j I_j (Equation 3) and its factors."""
+
+    priority: FloatArray
+    intensity: FloatArray
+    correction: FloatArray
+
+
+def select_paths(arrays: Arrays, *, sweeps: int = 0) -> IntArray:
+    """§4.1: jobs choose from the most GPU-intensive to the least, each the least congested path.
 
     Args:
-        cluster: jobs and links.
-        levels: usable priority levels, ascending; a higher one goes first.
-        seed: of the topological orders that compression samples.
-        sweeps: of path selection, see :func:`~crux_torch.schedule.paths.place`; the paper has none.
+        arrays: jobs and links.
+        sweeps: times that every flow then chooses again; the paper has none.
+
+    Returns:
+        The candidate that each flow takes.
+    """
+    t_s = unrouted_transfer_times_s(arrays)  # t_j needs paths: an estimate breaks the circle
+    order = by_descending(intensities(arrays, t_s))  # "from the most GPU-intensive to the least"
+    return place(arrays, order, t_s, sweeps=sweeps)  # "the least congested path at that moment"
+
+
+def assign_priorities(arrays: Arrays, traffic: Any) -> Priorities:
+    """§4.2: the intensity of each job, corrected by a game against the reference job.
+
+    Args:
+        arrays: jobs and links.
+        traffic: M_{j,e}, bytes of each job (row) on each link (column).
+    """
+    t_s = transfer_times_s(arrays, traffic)  # t_j = max_e M_{j,e} / B_e (Definition 2)
+    intensity = intensities(arrays, t_s)  # I_j = W_j / t_j (Equation 2)
+    correction = np.ones(len(arrays.jobs))
+    if arrays.jobs:
+        r = reference_job(arrays, traffic, t_s)  # "the most network traffic"
+        players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
+        correction = correction_factors(players[r], players)  # k_j = (B_j - A_j) / (A_r - B_r)
+        correction[r] = 1.0  # "we define k = 1" for the reference job
+    return Priorities(correction * intensity, intensity, correction)  # P_j = k_j I_j (Equation 3)
+
+
+def reference_job(arrays: Arrays, traffic: Any, t_s: FloatArray) -> int:
+    """The job with the most traffic: bytes per second, over all its links, while it is alone.
+
+    Per second and on every link, since the reference stands for the job that others are most
+    likely to meet; of equals the first by name.
+    """
+    moved = np.asarray(traffic.sum(axis=1), np.float64)
+    return int(np.argmax(per_second(moved, solo_periods_s(arrays, t_s))))
+
+
+def compress_priorities(
+    member: Any, intensity: FloatArray, levels: Sequence[int], *, seed: int, orders: int = ORDERS
+) -> tuple[IntArray, tuple[str, ...]]:
+    """§4.3, Algorithm 1: a level for each job, so that few contending jobs share one.
+
+    No job is put below one of lower priority that it shares a link with.
+
+    Args:
+        member: jobs in the order of their priorities (rows) by the links that they use (columns).
+        intensity: I_j, the weight of the edges of job j; infinite counts as the largest finite one.
+        levels: those that may be used, ascending; a higher one goes first.
+        seed: of the random topological orders.
+        orders: m, how many of them are tried.
+
+    Returns:
+        The level of each job, and notes on what was done more coarsely than the paper has it.
+
+    Raises:
+        ValueError: levels that are not ascending, or none.
+    """
+    usable = check_levels(levels)
+    dag = contention_dag(member, intensity, len(usable), orders=orders, seed=seed)  # D = <V, E>
+    for part in dag.parts:
+        max_cut = -1.0
+        output = (0, np.zeros(0, np.int64))
+        for order in range(part.orders):  # lines 1, 2: RandomTopoOrder(D)
+            crossing = crossing_weights(part.weights(order))  # lines 3 to 8: matrix C
+            value, cuts = best_cuts(crossing, len(usable))  # lines 9 to 13: f(n, K) and Cut(n, K)
+            if value > max_cut:  # line 14
+                max_cut, output = value, (order, cuts)  # lines 15, 16
+        dag.group[part.jobs] = part.groups(*output)
+    return usable[::-1][dag.group], dag.notes
+
+
+def crossing_weights(weights: FloatArray) -> FloatArray:
+    """C_{j,i}: weight of the edges from the first j positions to positions j+1 to i (lines 3 to 8).
+
+    Args:
+        weights: entry (u, v) is the weight of the edge from position u of the order to v > u.
+    """
+    n = len(weights)
+    prefix = np.zeros((n + 1, n + 1))
+    prefix[1:, 1:] = weights.cumsum(axis=0).cumsum(axis=1)  # S, by its recurrence
+    crossing: FloatArray = prefix - np.diagonal(prefix)[:, None]  # C_{j,i} = S_{j,i} - S_{j,j}
+    return crossing
+
+
+def best_cuts(crossing: FloatArray, groups: int) -> tuple[float, IntArray]:
+    """f(n, K) and where the second and later groups of that cut begin (lines 9 to 13).
+
+    There are fewer than K groups if there are fewer positions.
+    """
+    n = len(crossing) - 1
+    groups = min(groups, n)
+    f = [np.zeros(n + 1)]  # f(i, 1) = 0: one group cuts nothing
+    for _ in range(groups - 1):
+        before, after = f[-1], np.empty(n + 1)
+        low = 0
+        for i in range(0, n + 1, _COLUMNS):
+            here = slice(i, i + _COLUMNS)
+            score = before[low : i + _COLUMNS, None] + crossing[low : i + _COLUMNS, here]
+            after[here] = score.max(axis=0)  # line 11: f(i, k) = max_j f(j, k - 1) + C_{j,i}
+            low += int(score[:, -1].argmax())  # line 12: the choice g(i, k) does not fall with i
+        f.append(after)
+    cuts = np.zeros(groups - 1, np.int64)
+    end = n
+    for k in range(groups - 1, 0, -1):  # line 13: from the last group back; each keeps a position
+        end = k + int((f[k - 1][k:end] + crossing[k:end, end]).argmax())
+        cuts[k - 1] = end
+    return float(f[-1][n]), cuts
+
+
+def crux(cluster: Cluster, options: SchedulerOptions, *, sweeps: int = 0) -> Decision:
+    """Crux-full of §6.3: all three parts of §4.
 
     Raises:
         ClusterError: a cluster that contradicts itself.
         ValueError: levels that are not ascending, or none.
     """
-    check_levels(levels)
+    check_levels(options.levels)
     arrays = arrays_of(cluster)
-    choice = _select_paths(arrays, sweeps)
+    choice = select_paths(arrays, sweeps=sweeps)  # §4.1
     traffic = traffic_matrix(arrays, choice)
-    priorities = assign_priorities(arrays, traffic)
+    priorities = assign_priorities(arrays, traffic)  # §4.2
+    level, notes = levels_of(traffic, priorities, options)  # §4.3
+    return _decision(arrays, choice, priorities, level, notes)
+
+
+def levels_of(
+    traffic: Any, priorities: Priorities, options: SchedulerOptions
+) -> tuple[IntArray, tuple[str, ...]]:
+    """:func:`compress_priorities` for jobs in the order of names."""
     order = by_descending(priorities.priority)
-    compressed = compress_ranked(traffic[order], priorities.intensity[order], levels, seed=seed)
-    return _decision(arrays, choice, priorities, order, compressed.tolist())
-
-
-def crux_full(cluster: Cluster, options: SchedulerOptions, *, sweeps: int = 0) -> Decision:
-    """Crux-full of §6.3: :func:`crux` as a scheduler."""
-    return crux(_seen(cluster, options), options.levels, seed=options.seed, sweeps=sweeps)
+    level = np.empty(len(order), np.int64)
+    level[order], notes = compress_priorities(
+        traffic[order], priorities.intensity[order], options.levels, seed=options.seed
+    )
+    return level, notes
 
 
 def crux_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-PA of §6.3: priority assignment only, on the default paths.
 
-    Every job has a level of its own, 0 to the number of jobs less one; ``options.levels`` is not
-    heeded.
+    Every job has a level of its own, from 0 to the number of jobs less one; ``options.levels`` is
+    ignored.
     """
-    arrays = arrays_of(_seen(cluster, options))
+    arrays = arrays_of(cluster)
     return _unique_priorities(arrays, choice_of(arrays, options.default_path))
 
 
 def crux_ps_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-PS-PA of §6.3: path selection and priority assignment, a level for every job."""
-    arrays = arrays_of(_seen(cluster, options))
-    return _unique_priorities(arrays, _select_paths(arrays))
-
-
-def _seen(cluster: Cluster, options: SchedulerOptions) -> Cluster:
-    return cluster if options.bursts else single_bursts(cluster)
-
-
-def _select_paths(arrays: Arrays, sweeps: int = 0) -> IntArray:
-    t_s = unrouted_transfer_times_s(arrays)
-    return place(arrays, by_descending(intensities(arrays, t_s)), t_s, sweeps=sweeps)
+    arrays = arrays_of(cluster)
+    return _unique_priorities(arrays, select_paths(arrays))
 
 
 def _unique_priorities(arrays: Arrays, choice: IntArray) -> Decision:
     priorities = assign_priorities(arrays, traffic_matrix(arrays, choice))
     order = by_descending(priorities.priority)
-    return _decision(arrays, choice, priorities, order, range(len(order) - 1, -1, -1))
+    level = np.empty(len(order), np.int64)
+    level[order] = np.arange(len(order))[::-1]
+    return _decision(arrays, choice, priorities, level, ())
 
 
 def _decision(
     arrays: Arrays,
     choice: IntArray,
     priorities: Priorities,
-    order: IntArray,
-    levels: Sequence[int],
+    level: IntArray,
+    notes: tuple[str, ...],
 ) -> Decision:
-    names = [job.name for job in arrays.jobs]
-
-    def by_name(values: FloatArray) -> dict[str, float]:
-        return dict(zip(names, values.tolist(), strict=True))
-
     return Decision(
         path=paths_of(arrays, choice),
-        level=dict(zip((names[j] for j in order.tolist()), levels, strict=True)),
-        priority=by_name(priorities.priority),
-        intensity=by_name(priorities.intensity),
-        correction=by_name(priorities.correction),
+        level=arrays.by_name(level),
+        priority=arrays.by_name(priorities.priority),
+        intensity=arrays.by_name(priorities.intensity),
+        correction=arrays.by_name(priorities.correction),
+        notes=notes,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, traffic_matrix
-from crux_torch.schedule.crux import crux_full
+from crux_torch.schedule.crux import crux
 from crux_torch.schedule.fairness_bound import Sharing
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
@@ -18,15 +18,14 @@ from crux_torch.schedule.options import SchedulerOptions
 def crux_fair(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-full, changed as little as keeps every job's mean slowdown below a bound.
 
-    A job's limit is ``options.max_slowdown``, or its certified slowdown under fair sharing, all
-    jobs on one level, where even that is more. From Crux's plan on, the job that exceeds its limit
-    the most is raised to the lowest level on which it can't exceed it, whatever the phases
-    (:mod:`crux_torch.schedule.fairness_bound`). That may push others over theirs, who are treated
-    likewise, until none is left. On the highest level a job meets no more jobs than under fair
-    sharing, so one such level always exists, and jobs only ever rise: this ends, and every limit
-    is kept.
+    A job's limit is ``options.max_slowdown``, or its certified slowdown under fair sharing (all
+    jobs on one level), whichever is larger. Starting from Crux's plan, the job that exceeds its
+    limit the most is raised to the lowest level on which it can't exceed it, whatever the phases
+    (:mod:`crux_torch.schedule.fairness_bound`). That may push other jobs over their limits, which
+    are raised in turn, until no job is left. On the highest level a job meets no more jobs than
+    under fair sharing, so such a level always exists. Jobs only ever rise, so this ends.
 
-    Paths stay Crux's, and so does the order of those who are not raised. ``Decision.slowdown``
+    Paths stay Crux's, and so does the order of the jobs that are not raised. ``Decision.slowdown``
     says what every job is guaranteed. Without a bound the levels are Crux-full's, and it says what
     those guarantee: nothing (infinite) below jobs that never pause.
 
@@ -37,30 +36,24 @@ def crux_fair(cluster: Cluster, options: SchedulerOptions) -> Decision:
     most = math.inf if options.max_slowdown is None else options.max_slowdown
     if not most >= 1:
         raise ValueError(f"max_slowdown is {most}; expected 1 or more")
-    decision = crux_full(cluster, options)
+    decision = crux(cluster, options)
     arrays = arrays_of(cluster)
     sharing = Sharing.of(arrays, traffic_matrix(arrays, choice_of(arrays, decision.path)))
-    names = [job.name for job in arrays.jobs]
-    level = np.array([decision.level[name] for name in names], np.int64)
+    level = np.array([decision.level[job.name] for job in arrays.jobs], np.int64)
     slowdown = _bounded(sharing, level, options.levels, most)
-    return replace(
-        decision,
-        level=dict(zip(names, level.tolist(), strict=True)),
-        slowdown=dict(zip(names, slowdown.tolist(), strict=True)),
-    )
+    return replace(decision, level=arrays.by_name(level), slowdown=arrays.by_name(slowdown))
 
 
 def _bounded(sharing: Sharing, level: IntArray, levels: Sequence[int], most: float) -> FloatArray:
     """Raises jobs, in ``level``, until all keep their limits; returns the slowdown of each."""
-    weight = np.ones(len(level))
     top = levels[-1]
     everywhere_top = np.full(len(level), top)
     jobs = range(len(level))
-    fair = np.array([sharing.bound(j, everywhere_top, weight).slowdown for j in jobs])
+    fair = np.array([sharing.bound(j, everywhere_top).slowdown for j in jobs])
     limit = np.maximum(most, fair)
 
     def bound(j: int) -> float:
-        found = sharing.bound(j, level, weight).slowdown
+        found = sharing.bound(j, level).slowdown
         # With fewer jobs beside it, fair sharing's bound holds as well.
         return min(found, float(fair[j])) if level[j] == top else found
 

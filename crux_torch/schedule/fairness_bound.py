@@ -1,11 +1,11 @@
-"""How much slower than alone a job can get under levels and weights, whatever the phases.
+"""How much slower than alone a job can get under levels, whatever the phases.
 
-The model is the simulator's: strict priority between levels, weighted water-filling within one,
+The model is the simulator's: strict priority between levels, max-min fairness within one,
 transfers that use their links together, iterations that start when the one before has ended. Links
-have no delay, and jobs keep their paths, levels and weights.
+have no delay, and jobs keep their paths and levels.
 
 Let ``x_i`` be job i's progress, 1 an iteration's bytes; ``M_ie`` its bytes on link e of capacity
-``B_e``; ``t_i = max_e M_ie / B_e``; ``p_i`` its iteration time alone; ``s_i`` its weight over its
+``B_e``; ``t_i = max_e M_ie / B_e``; ``p_i`` its iteration time alone; ``s_i`` one over its
 largest ``M_ie``. While j of level l moves, some link e of its own is full, and whoever of level l
 crosses e has been frozen no later than j, so that ``dx_i/dt / s_i <= dx_j/dt / s_j``. Let F be any
 jobs ahead: all of the higher levels, and as many of j's level as one likes. Then on e
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,10 +46,9 @@ from crux_torch.schedule.arrays import (
     IntArray,
     arrays_of,
     choice_of,
-    row_max,
     traffic_matrix,
 )
-from crux_torch.schedule.intensity import solo_periods_s
+from crux_torch.schedule.intensity import burst_times_s, solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision
 
 #: Steps of a fixed-point iteration that has not settled by then; the bound is then given up.
@@ -85,8 +84,7 @@ def bounds(cluster: Cluster, decision: Decision) -> dict[str, Bound]:
     sharing = Sharing.of(arrays, traffic_matrix(arrays, choice_of(arrays, decision.path)))
     names = [job.name for job in arrays.jobs]
     level = np.array([decision.level[name] for name in names], np.int64)
-    weight = np.array([decision.weight.get(name, 1.0) for name in names])
-    return {name: sharing.bound(j, level, weight) for j, name in enumerate(names)}
+    return {name: sharing.bound(j, level) for j, name in enumerate(names)}
 
 
 class _Ahead(NamedTuple):
@@ -128,23 +126,21 @@ class Sharing:
     start_s: FloatArray
 
     @classmethod
-    def of(cls, arrays: Arrays, traffic: object) -> Sharing:
+    def of(cls, arrays: Arrays, traffic: Any) -> Sharing:
         """From a cluster and the bytes of each job (row) on each link (column), sparse CSR."""
-        matrix = traffic[:, np.unique(traffic.indices)]  # type: ignore[index, attr-defined]
-        used = np.unique(traffic.indices)  # type: ignore[attr-defined]
-        moved = matrix.toarray()
+        used = np.unique(traffic.indices)
+        moved = traffic[:, used].toarray()
         # Links that the same jobs use to the same degree bound them alike.
         hold = np.unique(moved / arrays.capacity_Bps[used], axis=1)
-        transfer_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+        transfer_s = transfer_times_s(arrays, traffic)
         width = max((len(job.bursts) for job in arrays.jobs), default=1)
         shape = (len(arrays.jobs), width)
         at_s, share, start_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for j, job in enumerate(arrays.jobs):
-            end = 0.0
-            for b, burst in enumerate(job.bursts):
+            times_s = burst_times_s(job, float(transfer_s[j]))
+            for b, (burst, (start, _)) in enumerate(zip(job.bursts, times_s, strict=True)):
                 at_s[j, b], share[j, b] = burst.at * job.compute_s, burst.share
-                start_s[j, b] = max(end, at_s[j, b])
-                end = start_s[j, b] + burst.share * transfer_s[j]
+                start_s[j, b] = start
             at_s[j, len(job.bursts) :] = start_s[j, len(job.bursts) :] = at_s[j, 0]
         return cls(
             hold=hold,
@@ -161,8 +157,8 @@ class Sharing:
         """j and the jobs that share a link with it."""
         return np.flatnonzero((self.hold[:, self.hold[j] > 0] > 0).any(axis=1)).tolist()
 
-    def bound(self, j: int, level: IntArray, weight: FloatArray) -> Bound:
-        """What is certain about job j when jobs have these levels and weights."""
+    def bound(self, j: int, level: IntArray) -> Bound:
+        """What is certain about job j when jobs have these levels."""
         alone_s = float(self.alone_s[j])
         links = self.hold[j] > 0
         hold = self.hold[:, links]
@@ -173,7 +169,7 @@ class Sharing:
             return Bound(alone_s, alone_s, alone_s)
         higher = np.flatnonzero(meets & (level > level[j]))
         peers = np.flatnonzero(meets & (level == level[j]))
-        pace = np.divide(weight, self.largest, out=np.zeros(len(weight)), where=self.largest > 0)
+        pace = np.divide(1.0, self.largest, out=np.zeros(len(level)), where=self.largest > 0)
         peers = peers[np.argsort(-pace[peers] * self.alone_s[peers], kind="stable")]
         # Row k: the first k peers are ahead, the rest share the links with j.
         shared = pace[peers, None] * hold[peers] / pace[j]
@@ -199,6 +195,7 @@ class Sharing:
         return max(float(self.compute_s[j]), self._end_s(j, transfer_s))
 
     def _end_s(self, j: int, transfer_s: float) -> float:
+        """When the last burst of that iteration ends."""
         return float((self.at_s[j] + self._from_here(j) * transfer_s).max())
 
     def _from_here(self, j: int) -> FloatArray:

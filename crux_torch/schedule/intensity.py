@@ -1,14 +1,18 @@
-"""GPU intensity: how much computation a second of a job's communication unblocks (paper §3.2)."""
+"""GPU intensity: how much computation a second of a job's communication unblocks (paper §3.2).
+
+t_j is computed here and nowhere else: :func:`transfer_times_s` on chosen paths, and
+:func:`unrouted_transfer_times_s` before there are any.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from crux_torch import _schedule
-from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max, traffic_matrix
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max
 from crux_torch.schedule.model import Job, Link
 
 
@@ -21,28 +25,23 @@ def link_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
     return traffic
 
 
-def transfer_time_s(traffic: Mapping[Link, float], capacity_Bps: Mapping[Link, float]) -> float:
-    """t_j = max_e M_{j,e} / B_e in seconds (Definition 2); 0 without traffic."""
-    return max((moved / capacity_Bps[link] for link, moved in traffic.items()), default=0.0)
+def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:
+    """t_j = max_e M_{j,e} / B_e of every job in seconds (Definition 2); 0 without traffic.
 
-
-def intensity(job: Job, t_s: float) -> float:
-    """I_j = W_j / t_j in FLOP/s (Equation 2); infinite for a job without traffic."""
-    return job.flops / t_s if t_s > 0 else math.inf
-
-
-def transfer_times_s(arrays: Arrays, choice: IntArray) -> FloatArray:
-    """t_j of every job on its chosen paths."""
-    return row_max(traffic_matrix(arrays, choice), 1.0 / arrays.capacity_Bps)
+    Args:
+        arrays: jobs and links.
+        traffic: M_{j,e}, see :func:`~crux_torch.schedule.arrays.traffic_matrix`.
+    """
+    return row_max(traffic, 1.0 / arrays.capacity_Bps)
 
 
 def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
     """t_j of every job before any path is chosen: the larger of two estimates from below.
 
     Path selection goes by intensity, which is known only once paths are chosen; this breaks the
-    circle. One estimate spreads every flow evenly over its candidates, which is what good path
-    selection comes close to when there are many flows; the other gives each flow alone its best
-    candidate, which no selection can beat, and which tells when there are few.
+    circle. One estimate spreads every flow evenly over its candidates. Good path selection comes
+    close to that when there are many flows. The other gives each flow alone its best candidate,
+    which no selection can beat; it is the larger one when there are few flows.
     """
     return _schedule.unrouted_transfer_times_s(
         set_start=arrays.set_start,
@@ -56,7 +55,10 @@ def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
 
 
 def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
-    """I_j in FLOP/s of every job; infinite where t_j is 0, or so small that it overflows."""
+    """I_j = W_j / t_j in FLOP/s of every job (Equation 2).
+
+    It is infinite where t_j is 0, or so small that the quotient overflows.
+    """
     flops = np.array([job.flops for job in arrays.jobs], np.float64)
     result = np.full(len(flops), np.inf)
     with np.errstate(over="ignore"):
@@ -75,6 +77,24 @@ def solo_periods_s(arrays: Arrays, t_s: FloatArray) -> FloatArray:
         share = np.array([bursts[j][b].share for j in having.tolist()])
         end_s[having] = np.maximum(end_s[having], at * compute_s[having]) + share * t_s[having]
     return np.maximum(end_s, compute_s)
+
+
+def burst_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:
+    """From when to when in an iteration each burst is sent if the job meets no other."""
+    times = []
+    end = 0.0
+    for burst in job.bursts:
+        start = max(end, burst.at * job.compute_s)
+        end = start + burst.share * t_s
+        times.append((start, end))
+    return times
+
+
+def per_second(amount: FloatArray, period_s: FloatArray) -> FloatArray:
+    """``amount`` of an iteration over its seconds; 0 where an iteration takes no time."""
+    rate = np.zeros(len(amount))
+    np.divide(amount, period_s, out=rate, where=period_s > 0)
+    return rate
 
 
 def by_descending(values: FloatArray) -> IntArray:

@@ -83,7 +83,6 @@ class Decision:
         priority: P_j for each job, where the scheduler has such a notion.
         intensity: I_j in FLOP/s for each job, where the scheduler uses it.
         correction: k_j for each job, where the scheduler uses it.
-        weight: a job's share within its level, in proportion to the others'; 1 if not named.
         shift_s: for each job that is shifted in time, when its iterations start, modulo
             ``grid_s``, from an origin that all jobs have in common.
         grid_s: for each job that keeps to a grid, the distance of its iterations' starts: a start
@@ -92,6 +91,7 @@ class Decision:
             iteration over its iteration alone; infinite: nothing is guaranteed.
         isolated: every job has a network of its own: nothing can carry this out, it is what the
             others are compared with.
+        notes: what was computed more coarsely than usual because the input is large.
     """
 
     path: Mapping[str, tuple[int, ...]]
@@ -99,8 +99,8 @@ class Decision:
     priority: Mapping[str, float] = field(default_factory=dict)
     intensity: Mapping[str, float] = field(default_factory=dict)
     correction: Mapping[str, float] = field(default_factory=dict)
-    weight: Mapping[str, float] = field(default_factory=dict)
     shift_s: Mapping[str, float] = field(default_factory=dict)
     grid_s: Mapping[str, float] = field(default_factory=dict)
     slowdown: Mapping[str, float] = field(default_factory=dict)
     isolated: bool = False
+    notes: tuple[str, ...] = ()

@@ -8,8 +8,8 @@ by itself. Within a part only who goes before whom on a common link matters, not
 numbers: plans that agree in that are one, and are played once. A job that meets nobody is not
 played at all; how it runs is known in closed form.
 
-**Phases.** Where the jobs stand when they meet decides how they fall into step. Every play is
-repeated from ``phases`` sets of start times, the same ones for all plans, and averaged.
+**Phases.** The phases at which jobs meet decide how they fall into step. So every play is repeated
+from ``phases`` sets of start times, the same ones for all plans, and the results are averaged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from itertools import combinations
 import numpy as np
 
 from crux_torch import _fluid
-from crux_torch.schedule.arrays import FloatArray, IntArray
-from crux_torch.schedule.correction import player
-from crux_torch.schedule.intensity import link_traffic, transfer_time_s
+from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.intensity import link_traffic, solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Cluster, Job, Link
 
 #: Bounds what a play costs where jobs' iterations differ by orders of magnitude.
 _LONGEST = 40
+#: Seconds that run before the count begins, as a share of those that are counted.
+_WARM_UP = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,17 @@ class Length:
     Attributes:
         phases: sets of start times that every play is averaged over.
         iterations: iterations of all jobs together that one play lasts for.
-        rounds: iterations of the slowest job that it lasts for at least, unless the others are so
-            fast that they would do more than ``_LONGEST`` times ``iterations`` meanwhile.
-        warm_up: share of a play that comes before and is not counted.
+        rounds: iterations of the slowest job that it lasts for at least, unless all jobs together
+            would do more than ``_LONGEST`` times ``iterations`` in that time.
     """
 
-    phases: int = 2
-    iterations: int = 150
-    rounds: int = 10
-    warm_up: float = 0.2
+    phases: int
+    iterations: int
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class RoutedJob:
     """A job on one choice of paths.
 
     Attributes:
@@ -64,7 +63,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Neighbours:
     """Jobs that meet each other, directly or through others.
 
     Attributes:
@@ -73,7 +72,7 @@ class Part:
         key: equal for parts that play alike, whatever their links are called.
     """
 
-    routes: tuple[Route, ...]
+    routes: tuple[RoutedJob, ...]
     pairs: tuple[tuple[int, int], ...]
     key: tuple[object, ...]
 
@@ -101,21 +100,22 @@ class Rehearsal:
     """
 
     def __init__(
-        self, cluster: Cluster, length: Length | None = None, *, seed: int = 0, threads: int = 1
+        self, cluster: Cluster, length: Length, *, seed: int = 0, threads: int = 1
     ) -> None:
-        self.jobs: tuple[Job, ...] = tuple(sorted(cluster.jobs, key=lambda job: job.name))
+        self._arrays = arrays_of(cluster)
+        self.jobs: tuple[Job, ...] = self._arrays.jobs
         #: Engines that have been run; a new plan of a part takes ``phases`` of them.
         self.plays = 0
         self._capacity_Bps = cluster.capacity_Bps
-        self._length = length or Length()
+        self._length = length
         self._threads = threads
         self.phases = self._length.phases
         self._start = np.random.default_rng(seed).random((self._length.phases, len(self.jobs)))
-        self._routes: dict[tuple[int, tuple[int, ...]], Route] = {}
-        self._parts: dict[tuple[int, ...], tuple[float, tuple[Part, ...]]] = {}
+        self._routes: dict[tuple[int, tuple[int, ...]], RoutedJob] = {}
+        self._parts: dict[tuple[int, ...], tuple[float, tuple[Neighbours, ...]]] = {}
         self._played: dict[tuple[object, bytes], float] = {}
 
-    def route(self, job: int, path: tuple[int, ...]) -> Route:
+    def route(self, job: int, path: tuple[int, ...]) -> RoutedJob:
         """Job ``job`` when flow i takes its candidate ``path[i]``."""
         known = self._routes.get((job, path))
         if known is None:
@@ -125,28 +125,26 @@ class Rehearsal:
                 for link, moved in link_traffic(spec, path).items()
                 if moved > 0 and np.isfinite(self._capacity_Bps[link])
             }
-            t_s = transfer_time_s(traffic, self._capacity_Bps)
-            known = self._routes[job, path] = Route(job, traffic, player(spec, t_s).period_s)
+            choice = choice_of(self._arrays, {spec.name: path})
+            t_s = transfer_times_s(self._arrays, traffic_matrix(self._arrays, choice))
+            period_s = float(solo_periods_s(self._arrays, t_s)[job])
+            known = self._routes[job, path] = RoutedJob(job, traffic, period_s)
         return known
 
-    def busy_gpus(self, routes: Sequence[Route], levels: IntArray) -> FloatArray:
-        """Mean number of GPUs that compute, for each row of ``levels``.
+    def busy_gpus(self, plans: Iterable[tuple[Sequence[RoutedJob], IntArray]]) -> list[FloatArray]:
+        """Mean number of GPUs that compute, for each choice of paths and row of its levels.
 
         Args:
-            routes: of all jobs, in order.
-            levels: a row for each plan, a level for each job; a higher one goes first.
+            plans: the routes of all jobs, in order, and levels: a row for each plan, a level for
+                each job; a higher one goes first. All that is new is played together.
 
         Raises:
             SpecError: jobs that the engine can't play.
         """
-        return self.busy_gpus_of([(routes, levels)])[0]
-
-    def busy_gpus_of(self, plans: Iterable[tuple[Sequence[Route], IntArray]]) -> list[FloatArray]:
-        """:meth:`busy_gpus` of several choices of paths; all that is new is played together."""
-        wanted: list[tuple[float, int, list[tuple[Part, list[bytes]]]]] = []
-        missing: dict[tuple[object, bytes], tuple[Part, IntArray]] = {}
+        wanted: list[tuple[float, int, list[tuple[Neighbours, list[bytes]]]]] = []
+        missing: dict[tuple[object, bytes], tuple[Neighbours, IntArray]] = {}
         for routes, levels in plans:
-            alone, parts = self._split(routes)
+            alone, parts = self.parts(routes)
             asked = []
             for part in parts:
                 relations = part.relations(levels)
@@ -164,11 +162,7 @@ class Rehearsal:
             result.append(total)
         return result
 
-    def parts(self, routes: Sequence[Route]) -> tuple[Part, ...]:
-        """The jobs that meet others, part by part."""
-        return self._split(routes)[1]
-
-    def _split(self, routes: Sequence[Route]) -> tuple[float, tuple[Part, ...]]:
+    def parts(self, routes: Sequence[RoutedJob]) -> tuple[float, tuple[Neighbours, ...]]:
         """Busy GPUs of the jobs that meet nobody, and the parts of the others."""
         ids = tuple(map(id, routes))
         if ids not in self._parts:
@@ -178,11 +172,11 @@ class Rehearsal:
             self._parts[ids] = alone, parts
         return self._parts[ids]
 
-    def _alone(self, route: Route) -> float:
+    def _alone(self, route: RoutedJob) -> float:
         job = self.jobs[route.job]
         return job.gpus * job.compute_s / route.period_s if route.period_s > 0 else 0.0
 
-    def _part(self, routes: Sequence[Route]) -> Part:
+    def _part(self, routes: Sequence[RoutedJob]) -> Neighbours:
         number: dict[Link, int] = {}
         shape = []
         for route in routes:
@@ -196,9 +190,9 @@ class Rehearsal:
             for (i, one), (k, other) in combinations(enumerate(routes), 2)
             if not one.traffic.keys().isdisjoint(other.traffic)
         )
-        return Part(tuple(routes), pairs, tuple(shape))
+        return Neighbours(tuple(routes), pairs, tuple(shape))
 
-    def _play(self, missing: Mapping[tuple[object, bytes], tuple[Part, IntArray]]) -> None:
+    def _play(self, missing: Mapping[tuple[object, bytes], tuple[Neighbours, IntArray]]) -> None:
         """Fills in what ``missing`` asks for."""
         engines: list[_fluid.Engine] = []
         warm_s: list[float] = []
@@ -207,8 +201,8 @@ class Rehearsal:
             horizon_s = self._horizon_s(part)
             for phase in range(self._length.phases):
                 engines.append(self._engine(part, level, phase))
-                warm_s.append(self._length.warm_up * horizon_s)
-                until_s.append((1 + self._length.warm_up) * horizon_s)
+                warm_s.append(_WARM_UP * horizon_s)
+                until_s.append((1 + _WARM_UP) * horizon_s)
         if not engines:
             return
         _fluid.run_all(engines, warm_s, threads=self._threads)
@@ -225,13 +219,13 @@ class Rehearsal:
                     busy += job.gpus * share
             self._played[key] = busy / self._length.phases
 
-    def _horizon_s(self, part: Part) -> float:
+    def _horizon_s(self, part: Neighbours) -> float:
         periods_s = [route.period_s for route in part.routes]
         rate = sum(1.0 / period_s for period_s in periods_s)
         enough_s = self._length.iterations / rate
         return min(max(enough_s, self._length.rounds * max(periods_s)), _LONGEST * enough_s)
 
-    def _engine(self, part: Part, level: IntArray, phase: int) -> _fluid.Engine:
+    def _engine(self, part: Neighbours, level: IntArray, phase: int) -> _fluid.Engine:
         links = {link: self._capacity_Bps[link] for r in part.routes for link in r.traffic}
         engine = _fluid.Engine([(link, capacity, 0.0) for link, capacity in links.items()])
         for route in part.routes:
@@ -264,9 +258,9 @@ def _computing(job: Job, before: _fluid.JobResult, after: _fluid.JobResult, span
     return ended * job.compute_s / spent_s
 
 
-def _components(routes: Sequence[Route]) -> list[list[Route]]:
+def _components(routes: Sequence[RoutedJob]) -> list[list[RoutedJob]]:
     """``routes`` grouped by whether a chain of common links joins them, each in order."""
-    groups: list[tuple[set[Link], list[Route]]] = []
+    groups: list[tuple[set[Link], list[RoutedJob]]] = []
     for route in routes:
         links, members = set(route.traffic), [route]
         apart = []

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from crux_torch.schedule.cassini import cassini
-from crux_torch.schedule.crux import crux_full, crux_pa, crux_ps_pa
+from crux_torch.schedule.crux import crux, crux_pa, crux_ps_pa
 from crux_torch.schedule.crux_plus import crux_plus
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.ideal import ideal
-from crux_torch.schedule.joint import crux_joint
-from crux_torch.schedule.live import LIVE_POLICIES
 from crux_torch.schedule.options import Scheduler, SchedulerOptions
 from crux_torch.schedule.sincronia import sincronia
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import varys
+from crux_torch.settings import LIVE_POLICIES
 
 __all__ = ["LIVE", "SCHEDULERS", "Scheduler", "SchedulerOptions"]
 
 #: All that there are: the simulator can play every one of them.
 SCHEDULERS: dict[str, Scheduler] = {
-    "crux": crux_full,
+    "crux": crux,
     "crux-pa": crux_pa,
     "crux-ps-pa": crux_ps_pa,
     "crux+": crux_plus,
     "crux-fair": crux_fair,
-    "crux-joint": crux_joint,
     "sincronia": sincronia,
     "varys": varys,
     "taccl": taccl,

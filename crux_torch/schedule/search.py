@@ -25,7 +25,7 @@ _ALL_PATHS = 64
 JobPaths = tuple[tuple[int, ...], ...]
 
 
-class Plan(NamedTuple):
+class Assignment(NamedTuple):
     """For each job the candidate of each of its flows, and its level; a higher one goes first.
 
     Levels count from 0 without gaps: plans that differ in their numbers alone are equal.
@@ -36,25 +36,26 @@ class Plan(NamedTuple):
 
 
 #: Plans that differ from one by a step, the most promising kinds first.
-Moves = Callable[[Plan], Iterable[Plan]]
+Moves = Callable[[Assignment], Iterable[Assignment]]
 
 
-def search(rehearsal: Rehearsal, starts: Sequence[Plan], moves: Moves, plays: int) -> Plan:
+def search(
+    rehearsal: Rehearsal, starts: Sequence[Assignment], moves: Moves, plays: int
+) -> Assignment:
     """The best plan found: from the best of ``starts`` on to the best of their moves.
 
-    A beam search: ``_BEAM`` plans of different paths go on at a time, so that paths that are best
-    under other levels than those at hand are not lost.
+    This is a beam search. It continues from ``_BEAM`` plans with different paths at a time, so that
+    paths that need other levels to be best are not lost.
 
     Args:
         rehearsal: judges plans.
-        starts: judged whatever they cost, so that the result is no worse than any of them.
+        starts: always judged, so that the result is no worse than any of them.
         moves: from a plan to its neighbours.
-        plays: no more plans are judged once the rehearsal has played so many; those of one step
-            are cut to what is left.
+        plays: budget of the rehearsal. The plans of a step are cut to what is left of it.
     """
     busy = judge(rehearsal, starts)
     beam = _beam(busy)
-    grown: set[Plan] = set()
+    grown: set[Assignment] = set()
     while ready := [plan for plan in beam if plan not in grown]:
         left = (plays - rehearsal.plays) // rehearsal.phases
         grown.update(ready)
@@ -67,12 +68,12 @@ def search(rehearsal: Rehearsal, starts: Sequence[Plan], moves: Moves, plays: in
     return beam[0]
 
 
-def judge(rehearsal: Rehearsal, plans: Sequence[Plan]) -> dict[Plan, float]:
+def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment, float]:
     """The GPUs that each plan keeps busy."""
-    by_path: dict[JobPaths, list[Plan]] = {}
+    by_path: dict[JobPaths, list[Assignment]] = {}
     for plan in plans:
         by_path.setdefault(plan.path, []).append(plan)
-    values = rehearsal.busy_gpus_of(
+    values = rehearsal.busy_gpus(
         (
             [rehearsal.route(j, own) for j, own in enumerate(path)],
             np.array([plan.level for plan in same], np.int64),
@@ -83,9 +84,9 @@ def judge(rehearsal: Rehearsal, plans: Sequence[Plan]) -> dict[Plan, float]:
     return dict(zip(judged, np.concatenate(values).tolist(), strict=True))
 
 
-def _beam(busy: Mapping[Plan, float]) -> list[Plan]:
+def _beam(busy: Mapping[Assignment, float]) -> list[Assignment]:
     """The best plans of different paths, the best first; of equals the one judged first."""
-    best: dict[JobPaths, Plan] = {}
+    best: dict[JobPaths, Assignment] = {}
     for plan, value in busy.items():
         known = best.get(plan.path)
         if known is None or value > busy[known] * (1 + _BETTER):
@@ -93,8 +94,8 @@ def _beam(busy: Mapping[Plan, float]) -> list[Plan]:
     return sorted(best.values(), key=lambda plan: -busy[plan])[:_BEAM]
 
 
-def _in_turn(sources: Sequence[Iterable[Plan]]) -> Iterator[Plan]:
-    """One of each, then the next of each, until all are at their ends."""
+def _in_turn(sources: Sequence[Iterable[Assignment]]) -> Iterator[Assignment]:
+    """The first plan of each source, then the second of each, and so on."""
     for plans in zip_longest(*sources):
         yield from (plan for plan in plans if plan is not None)
 
@@ -125,12 +126,12 @@ def swaps(level: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def moves_of_levels(levels: int) -> Moves:
     """Steps that leave paths as they are, over plans of at most ``levels`` levels."""
 
-    def moves(plan: Plan) -> Iterator[Plan]:
+    def moves(plan: Assignment) -> Iterator[Assignment]:
         for job in range(len(plan.level)):
             for level in level_moves(plan.level, job, levels):
-                yield Plan(plan.path, level)
+                yield Assignment(plan.path, level)
         for level in swaps(plan.level):
-            yield Plan(plan.path, level)
+            yield Assignment(plan.path, level)
 
     return moves
 
@@ -154,21 +155,24 @@ def moves_of_plans(jobs: Sequence[Job], levels: int) -> Moves:
             for one, other in product(others[i][:2], others[k][:2]):
                 yield rerouted(rerouted(path, i, one), k, other)
 
-    def moves(plan: Plan) -> Iterator[Plan]:
+    def moves(plan: Assignment) -> Iterator[Assignment]:
         others = [list(alternatives(job, own)) for job, own in zip(jobs, plan.path, strict=True)]
         for path in repaths(plan.path, others):
-            yield Plan(path, plan.level)
+            yield Assignment(path, plan.level)
         yield from of_levels(plan)
         for j, mine in enumerate(others):
             for own, level in product(mine, level_moves(plan.level, j, levels)):
-                yield Plan(rerouted(plan.path, j, own), level)
+                yield Assignment(rerouted(plan.path, j, own), level)
 
     return moves
 
 
 def alternatives(job: Job, own: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Other choices of paths: all where they are few, else the next ones for all its flows and
-    then for each, the largest first."""
+    """Other choices of paths for a job: all of them where they are few.
+
+    Otherwise the next candidates for all its flows together, then for single flows, the largest
+    first.
+    """
     counts = [len(flow.candidates) for flow in job.flows]
     if prod(counts) <= _ALTERNATIVES + 1:
         every = product(*map(range, counts))

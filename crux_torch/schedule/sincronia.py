@@ -9,9 +9,8 @@ from scipy import sparse
 
 from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, paths_of
 from crux_torch.schedule.arrays import traffic_matrix as traffic_of
-from crux_torch.schedule.compression import check_levels
 from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.options import SchedulerOptions, check_levels
 
 
 def sincronia(cluster: Cluster, options: SchedulerOptions) -> Decision:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, paths_of
-from crux_torch.schedule.compression import check_levels
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
-from crux_torch.schedule.paths import place
+from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.placing import place
 
 
 def taccl(cluster: Cluster, options: SchedulerOptions) -> Decision:
@@ -31,11 +30,10 @@ def taccl(cluster: Cluster, options: SchedulerOptions) -> Decision:
     moved = np.bincount(arrays.flow_job, arrays.flow_bytes, jobs)
     crossed = np.bincount(arrays.flow_job, arrays.flow_bytes * links, jobs)
     distance = np.divide(crossed, moved, out=np.zeros(jobs), where=moved > 0)
-    names = [job.name for job in arrays.jobs]
     return Decision(
         path=paths_of(arrays, choice),
-        level=dict(zip(names, compress_distances(distance, levels).tolist(), strict=True)),
-        priority=dict(zip(names, distance.tolist(), strict=True)),
+        level=arrays.by_name(compress_distances(distance, levels)),
+        priority=arrays.by_name(distance),
     )
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from crux_torch.schedule.arrays import IntArray, arrays_of, choice_of, paths_of
-from crux_torch.schedule.compression import check_levels
+from crux_torch.schedule.arrays import IntArray, arrays_of, choice_of, paths_of, traffic_matrix
 from crux_torch.schedule.intensity import transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.options import SchedulerOptions, check_levels
 
 
 def varys(cluster: Cluster, options: SchedulerOptions) -> Decision:
@@ -19,7 +18,7 @@ def varys(cluster: Cluster, options: SchedulerOptions) -> Decision:
     arrays = arrays_of(cluster)
     choice = choice_of(arrays, options.default_path)
     levels = check_levels(options.levels)
-    bottleneck_s = transfer_times_s(arrays, choice)
+    bottleneck_s = transfer_times_s(arrays, traffic_matrix(arrays, choice))
     order = np.argsort(np.where(bottleneck_s > 0, bottleneck_s, np.inf), kind="stable")
     level = np.full(len(order), levels[0])
     sending = int((bottleneck_s > 0).sum())

@@ -1,31 +1,32 @@
-"""What a replay shows: utilisation, completion times, and whose traffic is in the network."""
+"""What a replay measures: utilisation, job completion times, and traffic on the network."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from crux_torch.fabric.topology import Topology
+from crux_torch.sim.networks import Progress
 from crux_torch.sim.placed import PlacedJob
-from crux_torch.sim.players import Progress
+from crux_torch.sim.traces import DAY_S
 
 #: Layers of the network proper; PCIe and NVLink belong to the hosts.
 NETWORK_LAYERS = ("nic-tor", "tor-aggregation", "aggregation-core")
 #: Layers of Figure 24, and the core of three-layer networks.
 LAYERS = ("pcie-nic", *NETWORK_LAYERS)
-#: Borders of the classes of GPU intensity in FLOP/s: half decades, open at both ends.
+#: Borders of the classes of GPU intensity in FLOP/s, half a decade apart. The lowest and the
+#: highest class have no outer border.
 INTENSITY_EDGES = tuple(10 ** (e / 2) for e in range(26, 40))
 
 NOTHING = Progress(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class JobRecord:
+class JobOutcome:
     """What became of one job.
 
     Attributes:
@@ -56,21 +57,21 @@ class JobRecord:
 
     @property
     def slowdown(self) -> float:
-        """Mean iteration over one alone on the same GPUs."""
+        """Mean iteration time, divided by that of the job alone on the same GPUs."""
         return (self.end_s - self.start_s) / (self.iterations * self.alone_s)
 
 
 @dataclass(slots=True)
 class Series:
-    """The replay over time; entry i is about the span from ``time_s[i]`` to ``time_s[i + 1]``.
+    """The replay over time. Entry i covers the span from ``time_s[i]`` to ``time_s[i + 1]``.
 
     Attributes:
-        time_s: borders of the spans, one more than there are entries.
+        time_s: borders of the spans: one more than there are spans.
         gpu_utilization: share of all GPUs' time in which they computed.
         held: share of all GPUs' time in which a job held them.
         waiting: jobs in the queue at the end of the span.
         carried: for each layer and class of intensity, the share of the layer's capacity that
-            carried jobs of that class.
+            carried data of jobs in that class.
     """
 
     time_s: list[float] = field(default_factory=lambda: [0.0])
@@ -94,14 +95,14 @@ class _Running:
     seen: Progress = NOTHING
 
 
-class Meter:
+class Tally:
     """Collects the series of a replay and the records of its jobs.
 
-    Traffic is counted when an iteration ends, so a span is off by one iteration of each job.
+    Traffic is counted when an iteration ends, so a span may be wrong by one iteration of each job.
     """
 
     def __init__(self, topology: Topology) -> None:
-        self.records: list[JobRecord] = []
+        self.records: list[JobOutcome] = []
         self.series = Series()
         self.compute_gpu_s = 0.0
         self.held_gpu_s = 0.0
@@ -121,7 +122,7 @@ class Meter:
         kind = bisect_right(INTENSITY_EDGES, placed.intensity)
         self._running[placed.job.name] = _Running(placed, kind, now_s)
 
-    def finish(self, record: JobRecord, progress: Progress) -> None:
+    def finish(self, record: JobOutcome, progress: Progress) -> None:
         """A job has ended."""
         self._count(record.name, progress, record.end_s)
         del self._running[record.name]
@@ -149,7 +150,7 @@ class Meter:
         self._span_bytes = {layer: [0.0] * (len(INTENSITY_EDGES) + 1) for layer in self.layers}
 
     def _count(self, name: str, progress: Progress, now_s: float) -> None:
-        """Books what a job has done since it was looked at last, or since the span began."""
+        """Adds what a job has done since it was last counted, or since the span began."""
         job = self._running[name]
         gpus = job.placed.job.gpus
         computed = (progress.compute_s - job.seen.compute_s) * gpus
@@ -167,18 +168,19 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A replay in a few numbers.
+    """The totals and means of a replay.
 
     Attributes:
-        jobs: that ran, all of them to their end.
+        jobs: how many ran. All of them ran to their end.
         gpu_utilization: share of all GPUs' time in which they computed, until the last arrival.
-        held_utilization: compute over the time in which jobs held GPUs, over the whole replay.
+        held_utilization: share of the time that jobs held GPUs in which these computed, over the
+            whole replay.
         network_utilization: share of the network's capacity that carried data, until the last
             arrival; PCIe and NVLink left out.
         jct_mean_s, jct_p99_s: job completion time, from arrival.
-        queued_mean_s: of that, waiting for GPUs.
-        slowdown_worst, slowdown_p99, slowdown_mean: iteration time over the one alone on the same
-            GPUs; ``slowdown_mean`` is weighted by GPU time.
+        queued_mean_s: the part of the completion time spent waiting for GPUs.
+        slowdown_worst, slowdown_p99, slowdown_mean: see :attr:`JobOutcome.slowdown`. The mean is
+            weighted by GPU time.
         makespan_s: end of the last job.
     """
 
@@ -194,27 +196,23 @@ class Summary:
     slowdown_mean: float
     makespan_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
-
-def summarise(meter: Meter, window_s: float) -> Summary:
+def summarise(tally: Tally, window_s: float) -> Summary:
     """The summary of a replay that has ended.
 
     Args:
-        meter: what was collected.
+        tally: what was collected.
         window_s: end of the window of the utilisations, a border of the series.
     """
-    records, series = meter.records, meter.series
+    records, series = tally.records, tally.series
     jct = [r.jct_s for r in records]
     slowdowns = [r.slowdown for r in records]
     weights = [r.gpus * r.iterations * r.alone_s for r in records]
-    carried = _carried(meter)
+    carried = _carried(tally)
     return Summary(
         jobs=len(records),
         gpu_utilization=series.mean(series.gpu_utilization, window_s),
-        held_utilization=meter.compute_gpu_s / meter.held_gpu_s if meter.held_gpu_s else 0.0,
+        held_utilization=tally.compute_gpu_s / tally.held_gpu_s if tally.held_gpu_s else 0.0,
         network_utilization=series.mean(carried, window_s),
         jct_mean_s=float(np.mean(jct)),
         jct_p99_s=float(np.percentile(jct, 99)),
@@ -226,22 +224,22 @@ def summarise(meter: Meter, window_s: float) -> Summary:
     )
 
 
-def _carried(meter: Meter) -> list[float]:
-    """For each span the share of the whole network's capacity in use."""
-    layers = [layer for layer in meter.layers if layer in NETWORK_LAYERS]
-    whole = sum(meter.capacity_Bps[layer] for layer in layers)
-    total = np.zeros(len(meter.series.gpu_utilization))
+def _carried(tally: Tally) -> list[float]:
+    """The share of the network's capacity that was in use, for each span."""
+    layers = [layer for layer in tally.layers if layer in NETWORK_LAYERS]
+    whole = sum(tally.capacity_Bps[layer] for layer in layers)
+    total = np.zeros(len(tally.series.gpu_utilization))
     for layer in layers:
-        share = meter.capacity_Bps[layer] / whole
-        total += share * np.array([sum(span) for span in meter.series.carried[layer]])
+        share = tally.capacity_Bps[layer] / whole
+        total += share * np.array([sum(span) for span in tally.series.carried[layer]])
     return total.tolist()
 
 
-def per_day(series: Series, values: Iterable[float], day_s: float = 86400.0) -> list[float]:
-    """Means of a series over days; spans that cross midnight count for the day they begin in."""
+def per_day(series: Series, values: Iterable[float]) -> list[float]:
+    """Mean of a series for each day. A span counts for the day in which it begins."""
     days: dict[int, list[tuple[float, float]]] = {}
     for start, end, value in zip(series.time_s, series.time_s[1:], values, strict=False):
-        days.setdefault(int(start // day_s), []).append((end - start, value))
+        days.setdefault(int(start // DAY_S), []).append((end - start, value))
     return [
         sum(length * v for length, v in spans) / sum(length for length, _ in spans)
         for _, spans in sorted(days.items())

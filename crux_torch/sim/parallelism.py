@@ -1,4 +1,4 @@
-"""Data, tensor, pipeline and expert parallelism as the collectives of one iteration."""
+"""Data, tensor and pipeline parallelism as the collectives of one iteration."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from crux_torch.sim.catalogue import Model, WorkloadError
+import numpy as np
+from numpy.typing import NDArray
+
+from crux_torch.sim.catalogue import Model
 
 Op = Literal["allreduce", "alltoall", "send"]
-Purpose = Literal["data", "tensor", "pipeline", "expert", "embedding"]
 Group = tuple[int, ...]
-
-#: Experts that a token is sent to, and layers for each one with experts (GShard: 2 and 2).
-EXPERTS_A_TOKEN = 2
-LAYERS_AN_EXPERT_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +26,13 @@ class Layout:
         data: replicas.
         tensor: GPUs that share a layer.
         pipeline: stages.
-        expert: GPUs over which a replica group spreads its experts; divides ``data``; 1 for none.
         microbatches: pieces that a replica's batch runs through the pipeline in.
     """
 
     data: int
     tensor: int = 1
     pipeline: int = 1
-    expert: int = 1
     microbatches: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "expert", "microbatches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise WorkloadError(f"layout.{name} is {value!r}; expected 1 or more")
-        if self.data % self.expert:
-            raise WorkloadError(
-                f"layout.expert is {self.expert}; expected a divisor of data, {self.data}"
-            )
 
     @property
     def gpus(self) -> int:
@@ -58,42 +44,26 @@ class Layout:
         """Time that the pipeline stands still, over the time that it computes: (p - 1) / m."""
         return (self.pipeline - 1) / self.microbatches
 
-    def rank(self, data: int, tensor: int, pipeline: int) -> int:
-        """The rank at that place."""
-        return tensor + self.tensor * (data + self.data * pipeline)
+    @property
+    def _ranks(self) -> NDArray[np.int_]:
+        """The rank at each stage, replica and place in the tensor group."""
+        return np.arange(self.gpus).reshape(self.pipeline, self.data, self.tensor)
 
     def data_groups(self) -> tuple[Group, ...]:
         """Ranks that hold the same parameters."""
-        return tuple(
-            tuple(self.rank(d, t, p) for d in range(self.data))
-            for p in range(self.pipeline)
-            for t in range(self.tensor)
-        )
+        return _groups(self._ranks.transpose(0, 2, 1), self.data)
 
     def tensor_groups(self) -> tuple[Group, ...]:
         """Ranks that share each layer."""
-        return tuple(
-            tuple(self.rank(d, t, p) for t in range(self.tensor))
-            for p in range(self.pipeline)
-            for d in range(self.data)
-        )
-
-    def expert_groups(self) -> tuple[Group, ...]:
-        """Ranks that hold one set of experts between them."""
-        return tuple(
-            group[i : i + self.expert]
-            for group in self.data_groups()
-            for i in range(0, self.data, self.expert)
-        )
+        return _groups(self._ranks, self.tensor)
 
     def stage_pairs(self) -> tuple[Group, ...]:
         """(earlier, later) ranks of neighbouring stages."""
-        return tuple(
-            (self.rank(d, t, p), self.rank(d, t, p + 1))
-            for p in range(self.pipeline - 1)
-            for d in range(self.data)
-            for t in range(self.tensor)
-        )
+        return _groups(np.stack([self._ranks[:-1], self._ranks[1:]], axis=-1), 2)
+
+
+def _groups(ranks: NDArray[np.int_], size: int) -> tuple[Group, ...]:
+    return tuple(map(tuple, ranks.reshape(-1, size).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +76,6 @@ class Collective:
             all-to-all (its own share included), the message of a send.
         groups: ranks of each group; for ``send`` the sender and the receiver.
         at: share of the iteration's compute that is done when it may start.
-        purpose: which parallelism it belongs to.
         count: times an iteration.
     """
 
@@ -114,7 +83,6 @@ class Collective:
     bytes: float
     groups: tuple[Group, ...]
     at: float
-    purpose: Purpose
     count: int = 1
 
 
@@ -122,12 +90,7 @@ def layout_of(model: Model, gpus: int) -> Layout:
     """The model's published layout, shrunk until it divides ``gpus``.
 
     Microbatches are four a stage, the fewest for which a pipeline is commonly run.
-
-    Raises:
-        WorkloadError: ``gpus`` is not 1 or more.
     """
-    if gpus < 1:
-        raise WorkloadError(f"a job of {gpus} GPUs; expected 1 or more")
     tensor = gcd(model.tensor, gpus)
     pipeline = gcd(model.pipeline, gpus // tensor)
     microbatches = 4 * pipeline if pipeline > 1 else 1
@@ -146,27 +109,19 @@ def iteration(
             half, as the paper takes it (§4.2, Example 2).
         buckets: parts that the gradients are reduced in, evenly spread over what is left of the
             compute.
-
-    Raises:
-        WorkloadError: an argument out of its range, or layers that the model doesn't have.
     """
-    if not 0 <= gradient_start <= 1:
-        raise WorkloadError(f"gradient_start is {gradient_start}; expected 0 to 1")
-    if buckets < 1:
-        raise WorkloadError(f"buckets is {buckets}; expected 1 or more")
-    if not model.hidden and (layout.tensor > 1 or layout.pipeline > 1 or layout.expert > 1):
-        raise WorkloadError(f"{model.name} has no stack of layers to divide: use data parallelism")
     return (
         *_embedding(model, layout),
         *_tensor(model, layout),
         *_pipeline(model, layout),
-        *_expert(model, layout),
         *_data(model, layout, gradient_start, buckets),
     )
 
 
-def _samples_per_replica(model: Model, layout: Layout) -> float:
-    return model.samples_per_gpu * layout.tensor * layout.pipeline
+def _microbatch_bytes(model: Model, layout: Layout) -> float:
+    """Activations of one microbatch of a replica at a layer's boundary."""
+    samples = model.samples_per_gpu * layout.tensor * layout.pipeline / layout.microbatches
+    return model.activation_bytes_per_sample * samples
 
 
 def _data(
@@ -182,7 +137,6 @@ def _data(
             share / buckets,
             layout.data_groups(),
             gradient_start + (1 - gradient_start) * i / buckets,
-            "data",
         )
         for i in range(buckets)
     )
@@ -192,34 +146,23 @@ def _tensor(model: Model, layout: Layout) -> tuple[Collective, ...]:
     """Two all-reduces of the activations a layer, forward and backward (Megatron-LM)."""
     if layout.tensor == 1:
         return ()
-    micro = _samples_per_replica(model, layout) / layout.microbatches
     times = 4 * -(-model.layers // layout.pipeline) * layout.microbatches
-    payload = model.activation_bytes_per_sample * micro
-    return (Collective("allreduce", payload, layout.tensor_groups(), 0.0, "tensor", times),)
+    payload = _microbatch_bytes(model, layout)
+    return (Collective("allreduce", payload, layout.tensor_groups(), 0.0, times),)
 
 
 def _pipeline(model: Model, layout: Layout) -> tuple[Collective, ...]:
-    """Activations to the next stage, their gradients back; each rank of a tensor group sends its
-    share (the scatter/gather of Narayanan et al., SC '21, §4.1)."""
+    """Activations to the next stage, and their gradients back.
+
+    Each rank of a tensor group sends its share (scatter/gather, Narayanan et al., SC '21, §4.1).
+    """
     if layout.pipeline == 1:
         return ()
-    micro = _samples_per_replica(model, layout) / layout.microbatches
-    payload = model.activation_bytes_per_sample * micro / layout.tensor
+    payload = _microbatch_bytes(model, layout) / layout.tensor
     forward = layout.stage_pairs()
     backward = tuple((later, earlier) for earlier, later in forward)
     times = layout.microbatches
-    return (Collective("send", payload, forward + backward, 0.0, "pipeline", times),)
-
-
-def _expert(model: Model, layout: Layout) -> tuple[Collective, ...]:
-    """Tokens to their experts and back, forward and backward, in every second layer (GShard)."""
-    if layout.expert == 1:
-        return ()
-    micro = _samples_per_replica(model, layout) / layout.microbatches
-    payload = EXPERTS_A_TOKEN * model.activation_bytes_per_sample * micro / layout.tensor
-    layers = -(-model.layers // layout.pipeline) // LAYERS_AN_EXPERT_LAYER
-    times = 4 * layers * layout.microbatches
-    return (Collective("alltoall", payload, layout.expert_groups(), 0.0, "expert", times),)
+    return (Collective("send", payload, forward + backward, 0.0, times),)
 
 
 def _embedding(model: Model, layout: Layout) -> tuple[Collective, ...]:
@@ -228,4 +171,4 @@ def _embedding(model: Model, layout: Layout) -> tuple[Collective, ...]:
         return ()
     payload = model.exchange_bytes_per_sample * model.samples_per_gpu
     everyone = (tuple(range(layout.gpus)),)
-    return tuple(Collective("alltoall", payload, everyone, at, "embedding") for at in (0.0, 1.0))
+    return tuple(Collective("alltoall", payload, everyone, at) for at in (0.0, 1.0))

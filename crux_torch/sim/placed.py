@@ -9,16 +9,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from crux_torch.fabric.ecmp import EcmpHash
-from crux_torch.fabric.joined import JoinedPaths
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.intensity import intensity, link_traffic, transfer_time_s
-from crux_torch.schedule.model import Cluster, Job
-from crux_torch.schedule.paths import select_paths
+from crux_torch.schedule.alone import alone
+from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.model import Job
 from crux_torch.sim.catalogue import WorkloadError, model
 from crux_torch.sim.collectives import build_job
 from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.joined import JoinedPaths
 from crux_torch.sim.placement import Allocation, Request, cells, place_hived
+
+#: The most paths of one flow.
+CANDIDATES = 16
+#: See :func:`crux_torch.sim.collectives.transfers`.
+ALLTOALL_PEERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,56 +48,39 @@ class PlacedJob:
 
 
 class Reference(NamedTuple):
-    """One iteration in the idle cluster: seconds of computation, and of all."""
+    """Seconds of one iteration alone on the nearest GPUs: of computation, and in total."""
 
     compute_s: float
     alone_s: float
 
 
 class Placer:
-    """Builds placed jobs for one topology; what depends on the GPUs only is kept.
+    """Builds placed jobs for one topology, and caches what depends on the model and GPUs only.
 
     Args:
         topology: the network.
-        candidate_limit: the most paths of one flow.
-        alltoall_peers: see :func:`crux_torch.sim.collectives.transfers`.
-        hash: the switches' choice among equal-cost paths.
+
+    Attributes:
+        reference: called with a model's name and a number of GPUs; see :class:`Reference`. Raises
+            WorkloadError if the cluster has fewer GPUs.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        *,
-        candidate_limit: int = 16,
-        alltoall_peers: int | None = 4,
-        hash: EcmpHash | None = None,
-    ) -> None:
+    def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.cells = cells(topology)
-        self._paths = JoinedPaths(topology, candidate_limit)
-        self._peers = alltoall_peers
-        self._hash = hash
+        self._paths = JoinedPaths(topology, CANDIDATES)
         self._build = lru_cache(maxsize=1 << 8)(self._build_alone)
-        self._reference = lru_cache(maxsize=None)(self._find_reference)
+        self.reference = lru_cache(maxsize=None)(self._find_reference)
         self._layer = lru_cache(maxsize=None)(topology.layer)
 
     def place(self, name: str, model_name: str, gpus: Sequence[str]) -> PlacedJob:
         """The job ``name`` that trains a model of the catalogue on ``gpus``."""
         found = self._build(model_name, tuple(gpus))
         job = replace(found.job, name=name)
-        return replace(
-            found, job=job, default_path=hashed_paths(job, self.topology, hash=self._hash)
-        )
-
-    def reference(self, model_name: str, gpus: int) -> Reference:
-        """How the job runs undisturbed on GPUs that are as near to each other as can be.
-
-        Raises:
-            WorkloadError: the cluster has fewer GPUs.
-        """
-        return self._reference(model_name, gpus)
+        return replace(found, job=job, default_path=hashed_paths(job, self.topology))
 
     def _find_reference(self, model_name: str, gpus: int) -> Reference:
+        """How the job runs alone on the GPUs that are nearest to each other."""
         request = Request(model_name, gpus)
         chosen = place_hived(request, Allocation(self.cells), random.Random(0))
         if chosen is None:
@@ -108,28 +95,11 @@ class Placer:
             gpus,
             self.topology,
             paths=self._paths,
-            alltoall_peers=self._peers,
+            alltoall_peers=ALLTOALL_PEERS,
         )
-        path: tuple[int, ...] = ()
-        t_s = 0.0
+        links = {link for flow in job.flows for path in flow.candidates for link in path}
+        found = alone(job, {link: self.topology.capacity_Bps[link] for link in sorted(links)})
         layer_bytes: defaultdict[str, float] = defaultdict(float)
-        if job.flows:
-            capacity_Bps = self.topology.capacity_Bps
-            links = {link for flow in job.flows for path in flow.candidates for link in path}
-            mine = Cluster({link: capacity_Bps[link] for link in sorted(links)}, (job,))
-            path = select_paths(mine)[job.name]
-            traffic = link_traffic(job, path)
-            t_s = transfer_time_s(traffic, capacity_Bps)
-            for link, moved in traffic.items():
-                layer_bytes[self._layer(link)] += moved
-        return PlacedJob(
-            job, (), path, alone_iteration_s(job, t_s), intensity(job, t_s), dict(layer_bytes)
-        )
-
-
-def alone_iteration_s(job: Job, t_s: float) -> float:
-    """Seconds of one iteration of ``job`` when its transfers take ``t_s`` in all (design §6)."""
-    end = 0.0
-    for burst in job.bursts:
-        end = max(end, burst.at * job.compute_s) + burst.share * t_s
-    return max(end, job.compute_s)
+        for link, moved in link_traffic(job, found.path).items():
+            layer_bytes[self._layer(link)] += moved
+        return PlacedJob(job, (), found.path, found.period_s, found.intensity, dict(layer_bytes))

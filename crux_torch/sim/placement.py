@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
 
 from crux_torch.fabric.topology import Topology
@@ -39,13 +38,11 @@ class Cell:
     """GPUs that are near to each other: HiveD's cell (Zhao et al., OSDI '20, §3).
 
     Attributes:
-        name: for reading.
         level: index into ``LEVELS``.
         gpus: those in it, in the order of the topology.
         children: the cells of the level below.
     """
 
-    name: str
     level: int
     gpus: tuple[str, ...]
     children: tuple[Cell, ...] = ()
@@ -104,15 +101,7 @@ class Allocation:
         return found
 
     def take(self, request: Request, gpus: Sequence[str]) -> None:
-        """Give ``gpus`` to a job.
-
-        Raises:
-            WorkloadError: one of them is taken, or the job already has some.
-        """
-        if request.name in self.running or len(set(gpus)) != len(gpus):
-            raise WorkloadError(f"job {request.name!r} has GPUs already, or one twice")
-        if not all(gpu in self._number and self._free[self._number[gpu]] for gpu in gpus):
-            raise WorkloadError(f"job {request.name!r}: not all of its GPUs are free")
+        """Give ``gpus``, which are free, to a job that has none."""
         self.running[request.name] = (request, tuple(gpus))
         self._change(gpus, free=False)
 
@@ -152,7 +141,7 @@ def cells(topology: Topology) -> Cell:
         lambda gpu: pods[host_of[gpu]],
         lambda gpu: None,
     )
-    found = [Cell(gpu, 0, (gpu,)) for gpu in host_of]
+    found = [Cell(0, (gpu,)) for gpu in host_of]
     for level, key in enumerate(keys, start=1):
         groups: dict[object, list[Cell]] = {}
         for cell in found:
@@ -184,15 +173,15 @@ def place_hived(
 ) -> tuple[str, ...] | None:
     """HiveD's buddy allocation: the lowest cell that holds the job, in the fullest surroundings.
 
-    Within it whole children are taken first and the rest from the fullest one that suffices, so
-    that wide cells stay whole. Quotas of virtual clusters, the other half of HiveD, have no part
-    here: there is one tenant.
+    In that cell, whole children are taken first and the rest from the fullest child that has room,
+    so that wide cells stay whole. HiveD's quotas of virtual clusters are left out: there is one
+    tenant.
     """
     fitting = allocation.fitting(request.gpus)
     if not fitting:
         return None
     best = min(fitting, key=allocation.room_around)
-    return _in_order(best, _fill(best, request.gpus, allocation))
+    return _take(best, request.gpus, allocation)
 
 
 def place_muri(
@@ -201,9 +190,9 @@ def place_muri(
     """Beside the jobs that it interleaves with best, else as HiveD would.
 
     Muri (Zhao et al., SIGCOMM '22) puts jobs with complementary stages on the same GPUs in turns.
-    Here every job has GPUs of its own, and what is shared are links, so it chooses among the
-    cells that hold the job, from hosts upwards, the one whose running jobs have the highest mean
-    interleaving efficiency with it; an empty cell counts as 1.
+    Here jobs share links, not GPUs. So of the cells from hosts upwards that have room, it chooses
+    the one whose running jobs have the highest mean interleaving efficiency with the job; an empty
+    cell counts as 1.
     """
     fitting = allocation.fitting(request.gpus, HOST_LEVEL)
     if not fitting:
@@ -214,11 +203,11 @@ def place_muri(
         others = beside.get(cell)
         if not others:
             return 1.0
-        return sum(interleaving_efficiency((request, other)) for other in others) / len(others)
+        return sum(interleaving_efficiency(request, other) for other in others) / len(others)
 
     # The negated efficiency first: of equals, the one in the fullest surroundings.
     best = min(fitting, key=lambda c: (-mean_efficiency(c), allocation.room_around(c)))
-    return _in_order(best, _fill(best, request.gpus, allocation))
+    return _take(best, request.gpus, allocation)
 
 
 PLACEMENTS: dict[str, Placement] = {
@@ -228,50 +217,19 @@ PLACEMENTS: dict[str, Placement] = {
 }
 
 
-def interleaving_efficiency(jobs: Sequence[Request]) -> float:
-    """Busy share of the two resources when the jobs take turns (Muri's interleaving efficiency).
+def interleaving_efficiency(a: Request, b: Request) -> float:
+    """Busy share of computing and network when two jobs take turns (Muri's efficiency).
 
-    With two stages, computing and communicating, a group of two has the period
-    max(c_a, n_b) + max(n_a, c_b); one job alone c + n. Further jobs have no turn of their own.
+    Together they have the period max(c_a, n_b) + max(n_a, c_b).
     """
-    if len(jobs) == 1:
-        (a,) = jobs
-        period = a.compute_s + a.network_s
-    elif len(jobs) == 2:
-        a, b = jobs
-        period = max(a.compute_s, b.network_s) + max(a.network_s, b.compute_s)
-    else:
-        raise WorkloadError(f"a group of {len(jobs)} jobs; expected one or two: two stages")
-    busy = sum(job.compute_s + job.network_s for job in jobs)
+    period = max(a.compute_s, b.network_s) + max(a.network_s, b.compute_s)
+    busy = a.compute_s + a.network_s + b.compute_s + b.network_s
     return busy / (2 * period) if period else 1.0
-
-
-def muri_groups(requests: Sequence[Request]) -> list[tuple[Request, ...]]:
-    """Pairs of jobs of one size with the highest total efficiency, by the Blossom algorithm.
-
-    Returns:
-        Every job once, alone or with its partner, in the order of the first of each group.
-    """
-    graph = nx.Graph()
-    graph.add_nodes_from(range(len(requests)))
-    for i, a in enumerate(requests):
-        for j in range(i):
-            b = requests[j]
-            if a.gpus == b.gpus:
-                gain = interleaving_efficiency((a, b))
-                graph.add_edge(i, j, weight=gain)
-    matched = {min(pair): max(pair) for pair in nx.max_weight_matching(graph)}
-    partners = set(matched.values())
-    return [
-        (requests[i], requests[matched[i]]) if i in matched else (requests[i],)
-        for i in range(len(requests))
-        if i not in partners
-    ]
 
 
 def _join(level: int, children: Sequence[Cell]) -> Cell:
     gpus = tuple(gpu for child in children for gpu in child.gpus)
-    return Cell(f"{gpus[0]}+{len(gpus)}", level, gpus, tuple(children))
+    return Cell(level, gpus, tuple(children))
 
 
 def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
@@ -281,6 +239,12 @@ def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
         if topology.host_of(edge.dst) is None:
             found[topology.host_of(edge.src) or edge.src].add(edge.dst)
     return {name: frozenset(above) for name, above in found.items()}
+
+
+def _take(cell: Cell, wanted: int, allocation: Allocation) -> tuple[str, ...]:
+    """``wanted`` free GPUs of ``cell``, in its order."""
+    chosen = set(_fill(cell, wanted, allocation))
+    return tuple(gpu for gpu in cell.gpus if gpu in chosen)
 
 
 def _fill(cell: Cell, wanted: int, allocation: Allocation) -> list[str]:
@@ -299,8 +263,3 @@ def _fill(cell: Cell, wanted: int, allocation: Allocation) -> list[str]:
         wanted -= part
         left.remove(best)
     return taken
-
-
-def _in_order(cell: Cell, gpus: Iterable[str]) -> tuple[str, ...]:
-    chosen = set(gpus)
-    return tuple(gpu for gpu in cell.gpus if gpu in chosen)

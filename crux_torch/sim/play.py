@@ -63,7 +63,6 @@ def engine_of(
             bursts=burst_traffic(job.bursts, moved),
             gpus=job.gpus,
             level=decision.level[job.name],
-            weight=decision.weight.get(job.name, 1.0),
             start_s=start + decision.shift_s.get(job.name, 0.0),
         )
         if job.name in decision.grid_s:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from crux_torch import _fluid
 from crux_torch.sim.scenario import Scenario, ScenarioError
@@ -45,15 +43,11 @@ class Report:
     link_bytes: dict[str, float]
     events: int
 
-    def to_json(self) -> dict[str, Any]:
-        """This report as plain values."""
-        return asdict(self)
 
-
-def make_engine(
+def run_scenario(
     scenario: Scenario, *, skip_repeats: bool = True, repeat_tolerance: float = 1e-9
-) -> _fluid.Engine:
-    """An engine at time 0 that holds the scenario's links and jobs.
+) -> Report:
+    """Plays one scenario to its horizon; Ctrl-C interrupts it.
 
     Args:
         scenario: what to simulate.
@@ -62,7 +56,8 @@ def make_engine(
             of the period; a skip over T seconds displaces a job by at most this share of T.
 
     Raises:
-        ScenarioError: for a scenario, not read from a file, that can't be simulated.
+        ScenarioError: the clock can't resolve the shortest iteration at the horizon, or a scenario
+            that was not read from a file can't be simulated.
     """
     try:
         engine = _fluid.Engine(
@@ -74,56 +69,17 @@ def make_engine(
             engine.add_job(
                 name,
                 compute_s=job.compute_s,
-                bursts=[(burst.at, dict(burst.traffic)) for burst in job.bursts],
+                bursts=[(burst.at, dict(burst.traffic)) for burst in job.sent],
                 gpus=job.gpus,
                 level=job.level,
                 weight=job.weight,
                 start_s=job.start_s,
                 iterations=job.iterations,
             )
-    except _fluid.SpecError as error:
-        raise ScenarioError(str(error)) from None
-    return engine
-
-
-def run_scenario(
-    scenario: Scenario, *, skip_repeats: bool = True, repeat_tolerance: float = 1e-9
-) -> Report:
-    """Plays one scenario to its horizon; Ctrl-C interrupts it.
-
-    Raises:
-        ScenarioError: as :func:`make_engine`, and when the clock can't resolve the scenario's
-            shortest iteration at its horizon.
-    """
-    engine = make_engine(scenario, skip_repeats=skip_repeats, repeat_tolerance=repeat_tolerance)
-    try:
         engine.run_until(scenario.horizon_s)
     except _fluid.SpecError as error:
         raise ScenarioError(str(error)) from None
     return report_of(engine, scenario.horizon_s)
-
-
-def run_scenarios(
-    scenarios: Sequence[Scenario],
-    *,
-    threads: int = 1,
-    skip_repeats: bool = True,
-    repeat_tolerance: float = 1e-9,
-) -> list[Report]:
-    """Plays independent scenarios, ``threads`` at a time; each result is as it would be alone.
-
-    Raises:
-        ScenarioError: as :func:`run_scenario`, for the first scenario that can't be simulated.
-    """
-    engines = [
-        make_engine(s, skip_repeats=skip_repeats, repeat_tolerance=repeat_tolerance)
-        for s in scenarios
-    ]
-    try:
-        _fluid.run_all(engines, [s.horizon_s for s in scenarios], threads=threads)
-    except _fluid.SpecError as error:
-        raise ScenarioError(str(error)) from None
-    return [report_of(e, s.horizon_s) for s, e in zip(scenarios, engines, strict=True)]
 
 
 def report_of(engine: _fluid.Engine, horizon_s: float) -> Report:

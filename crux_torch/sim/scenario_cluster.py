@@ -41,9 +41,9 @@ def cluster_of(scenario: Scenario) -> tuple[Cluster, dict[str, tuple[int, ...]]]
 
 
 def _flows(name: str, job: ScenarioJob) -> tuple[tuple[Flow, ...], tuple[int, ...]]:
-    if len(job.paths) < 2:
+    if not job.paths or len(job.paths) < 2:
         total: dict[str, float] = {}
-        for burst in job.bursts:
+        for burst in job.sent:
             for link, moved in burst.traffic.items():
                 total[link] = total.get(link, 0.0) + moved
         flows = tuple(Flow(moved, ((link,),)) for link, moved in total.items() if moved > 0)
@@ -59,14 +59,14 @@ def _flows(name: str, job: ScenarioJob) -> tuple[tuple[Flow, ...], tuple[int, ..
 
 
 def _bursts(name: str, job: ScenarioJob) -> tuple[Burst, ...]:
-    total = sum(sum(burst.traffic.values()) for burst in job.bursts)
+    total = sum(sum(burst.traffic.values()) for burst in job.sent)
     if total <= 0:
         return (Burst(1.0, 1.0),)
     bursts = []
-    for burst in job.bursts:
+    for burst in job.sent:
         share = sum(burst.traffic.values()) / total
-        for link in {link for other in job.bursts for link in other.traffic}:
-            whole = sum(other.traffic.get(link, 0.0) for other in job.bursts)
+        for link in {link for other in job.sent for link in other.traffic}:
+            whole = sum(other.traffic.get(link, 0.0) for other in job.sent)
             if abs(burst.traffic.get(link, 0.0) - share * whole) > 1e-9 * whole:
                 raise ScenarioError(
                     f"jobs.{name}.bursts: expected each burst to carry the same share of every "

@@ -9,9 +9,9 @@ import json
 import math
 import os
 import random
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TextIO
@@ -23,7 +23,9 @@ OWN_COLUMNS = ("name", "model", "gpus", "submit_s", "duration_s")
 PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus")
 SIZE_COLUMNS = ("model", "total_gpu")
 JOB_COLUMNS = ("job_name", "model", "gmt_job_submitted", "gmt_job_finished")
-WORKER_COLUMNS = ("job_name", "host_ip", "gmt_pod_running", "RES")
+WORKER_COLUMNS = ("job_name", "gmt_pod_running", "RES")
+#: Begins the 14 days in which the most multi-GPU jobs were submitted.
+HYBRID_START = datetime(2017, 11, 1)
 LINGJUN_TIME = "%Y/%m/%d %H:%M"
 GPU_RESOURCE = "nvidia.com/gpu"
 
@@ -60,7 +62,6 @@ class TraceJob:
         gpus: devices that it asks for.
         submit_s: seconds from the start of the trace to its arrival.
         duration_s: seconds that it ran, or would run undisturbed.
-        hosts: (host, GPUs there) where the trace tells; else empty.
     """
 
     name: str
@@ -68,7 +69,6 @@ class TraceJob:
     gpus: int
     submit_s: float
     duration_s: float
-    hosts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,8 @@ def load_hybrid(
     arrivals: str | os.PathLike[str],
     sizes: str | os.PathLike[str],
     *,
-    start: str = "2017-11-01",
     days: int = 14,
     jobs: int | None = None,
-    largest: int | None = None,
     seed: int = 0,
 ) -> Trace:
     """Arrivals and durations of the Philly trace with models and sizes of the Crux dataset.
@@ -110,20 +108,17 @@ def load_hybrid(
     Args:
         arrivals: CSV (or .csv.gz) with ``timestamp,duration,num_gpus``.
         sizes: CSV with ``model,total_gpu``; rows of no GPU are left out.
-        start: first day. The default begins the 14 days with the most multi-GPU jobs submitted.
-        days: length of the window.
+        days: length of the window, which begins at ``HYBRID_START``.
         jobs: the number of arrivals to keep, drawn at random; None: all of the window.
-        largest: sizes above this are left out; None: none is.
         seed: of the draws.
 
     Raises:
         WorkloadError: the file and line, what is wrong, and what was expected.
     """
-    first = datetime.fromisoformat(start)
     window = []
     dropped: Counter[str] = Counter()
     for where, row in _rows(arrivals, PHILLY_COLUMNS):
-        at = _when(where, "timestamp", row["timestamp"], None) - first
+        at = _when(where, "timestamp", row["timestamp"], None) - HYBRID_START
         duration_s = _number(where, "duration", row["duration"])
         if not timedelta(0) <= at < timedelta(days=days):
             dropped["outside the window"] += 1
@@ -136,12 +131,12 @@ def load_hybrid(
         gpus = int(_number(where, "total_gpu", row["total_gpu"]))
         if gpus < 1:
             dropped["no GPU"] += 1
-        elif largest is not None and gpus > largest:
-            dropped["larger than the limit"] += 1
         else:
             kinds.append((catalogue_name(row["model"]), gpus))
     if not window or not kinds:
-        raise WorkloadError(f"{arrivals}, {sizes}: nothing left in {days} days from {start}")
+        raise WorkloadError(
+            f"{arrivals}, {sizes}: nothing left in {days} days from {HYBRID_START:%Y-%m-%d}"
+        )
     rng = random.Random(seed)
     if jobs is not None and jobs < len(window):
         dropped["not drawn"] += len(window) - jobs
@@ -154,11 +149,7 @@ def load_hybrid(
     return Trace("hybrid", tuple(made), dict(dropped))
 
 
-def load_lingjun(
-    jobs: str | os.PathLike[str],
-    workers: str | os.PathLike[str],
-    hosts: Collection[str] | None = None,
-) -> Trace:
+def load_lingjun(jobs: str | os.PathLike[str], workers: str | os.PathLike[str]) -> Trace:
     """The dataset that the paper published (alibaba-lingjun-dataset-2023).
 
     A job starts when its first worker does and ends at its own end; one that still ran when the
@@ -167,17 +158,16 @@ def load_lingjun(
     Args:
         jobs: ``job.csv``.
         workers: ``worker.csv``.
-        hosts: those of the topology; a job on any other loses its recorded places, not its turn.
 
     Raises:
         WorkloadError: the file and line, what is wrong, and what was expected.
     """
-    gpus_on: dict[str, Counter[str]] = defaultdict(Counter)
+    gpus_of: Counter[str] = Counter()
     started: dict[str, datetime] = {}
     last = datetime.min
     for where, row in _rows(workers, WORKER_COLUMNS):
         job = row["job_name"]
-        gpus_on[job][row["host_ip"]] += _worker_gpus(where, row["RES"])
+        gpus_of[job] += _worker_gpus(where, row["RES"])
         if row["gmt_pod_running"]:
             at = _when(where, "gmt_pod_running", row["gmt_pod_running"], LINGJUN_TIME)
             started[job] = min(started.get(job, at), at)
@@ -196,8 +186,7 @@ def load_lingjun(
     kept: list[tuple[datetime, TraceJob]] = []
     for name, model, submitted, finished in rows:
         begin = started.get(name)
-        places = tuple(sorted((host, n) for host, n in gpus_on[name].items() if n))
-        gpus = sum(n for _, n in places)
+        gpus = gpus_of[name]
         end = finished or last
         if begin is None:
             dropped["never ran"] += 1
@@ -206,19 +195,14 @@ def load_lingjun(
         elif end <= begin or begin < submitted:
             dropped["impossible times"] += 1
         else:
-            known = hosts is None or all(host in hosts for host, _ in places)
             duration_s = (end - begin).total_seconds()
-            places = places if known else ()
-            made = TraceJob(name, catalogue_name(model), gpus, 0.0, duration_s, places)
+            made = TraceJob(name, catalogue_name(model), gpus, 0.0, duration_s)
             kept.append((submitted, made))
     if not kept:
         raise WorkloadError(f"{jobs}: no job ran; expected workers of its jobs in {workers}")
     kept.sort(key=lambda pair: (pair[0], pair[1].name))
     origin = kept[0][0]
-    timed = (
-        TraceJob(j.name, j.model, j.gpus, (at - origin).total_seconds(), j.duration_s, j.hosts)
-        for at, j in kept
-    )
+    timed = (replace(job, submit_s=(at - origin).total_seconds()) for at, job in kept)
     return Trace("lingjun", tuple(timed), dict(dropped))
 
 
@@ -247,14 +231,6 @@ def load_csv(path: str | os.PathLike[str]) -> Trace:
         names.add(row["name"])
         jobs.append(TraceJob(row["name"], row["model"], int(gpus), submit_s, duration_s))
     return Trace("csv", tuple(sorted(jobs, key=lambda j: (j.submit_s, j.name))))
-
-
-def dump_csv(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` as :func:`load_csv` reads it; recorded places are not kept."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(OWN_COLUMNS)
-        writer.writerows([j.name, j.model, j.gpus, j.submit_s, j.duration_s] for j in trace.jobs)
 
 
 #: (share, GPUs, models) of generated jobs. The paper's text gives: more than 10% of the jobs, all
@@ -287,8 +263,6 @@ def generate(seed: int = 0, jobs: int = 5000, days: float = 14.0) -> Trace:
         jobs: how many arrive.
         days: within how many days.
     """
-    if jobs < 1 or not days > 0:
-        raise WorkloadError(f"{jobs} jobs in {days} days; expected 1 or more, and more than 0")
     rng = random.Random(seed)
     sigma = 1.5
     mean_s = MEAN_RUNNING * days * DAY_S / jobs

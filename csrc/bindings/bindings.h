@@ -1,4 +1,4 @@
-// One function a class that Python sees; module.cc calls them.
+// One function for each class that Python sees. module.cc calls them.
 #pragma once
 
 #include <pybind11/pybind11.h>

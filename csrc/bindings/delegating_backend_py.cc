@@ -38,9 +38,9 @@ void bind_delegating_backend(py::module_& module) {
       .def_property_readonly("default_inner", &DelegatingBackend::default_inner)
       .def_property_readonly("group_index", &DelegatingBackend::group_index)
       .def("_set_estimating", &DelegatingBackend::set_estimating, py::arg("estimating"))
-      // Whatever only the inner class has (options, memory registration, ...) is asked of it.
+      // Attributes that only the inner class has (options, memory registration, ...) go to it.
       .def("__getattr__", [](const py::object& self, const py::str& attribute) -> py::object {
-        return py::module_::import("crux_torch.passed_on").attr("attribute")(self, attribute);
+        return py::module_::import("crux_torch.c10d.passed_on").attr("attribute")(self, attribute);
       });
 }
 

@@ -33,7 +33,7 @@ Counts from_plain(const PlainCounts& plain) {
   return counts;
 }
 
-// Of the keys in the store underneath; c10d does not tell it.
+// The prefix of the keys in the store underneath, which c10d does not expose.
 struct Prefix : c10d::PrefixStore {
   static std::string of(const c10::intrusive_ptr<c10d::Store>& store) {
     auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
@@ -42,7 +42,7 @@ struct Prefix : c10d::PrefixStore {
   }
 };
 
-// What Python does to an inner backend; may be called and dropped without the GIL.
+// A Python function that is applied to an inner backend; may be called and dropped without the GIL.
 InnerSwitch::Setting to_setting(py::function function) {
   const std::shared_ptr<py::function> kept(new py::function(std::move(function)),
                                            [](py::function* dropped) {
@@ -55,7 +55,7 @@ InnerSwitch::Setting to_setting(py::function function) {
   };
 }
 
-// Holds the place of a collective that c10d issues past the group, for as long as that runs.
+// Counts as a collective while c10d runs one that bypasses the group.
 class Turn {
  public:
   explicit Turn(std::shared_ptr<InnerSwitch> owner) : owner_(std::move(owner)) {}

@@ -1,6 +1,7 @@
 #include "bindings.h"
 
-PYBIND11_MODULE(_C, module) {
+// crux_torch/_C.py imports the module that was built for the installed torch.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The part of crux_torch that runs inside torch.distributed.";
   crux::bind_recorder(module);
   crux::bind_delegating_backend(module);

@@ -5,7 +5,7 @@
 
 namespace crux {
 
-// Made at the first call, with that call's capacity.
+// Created by the first call, with its capacity.
 Recorder& process_recorder(size_t capacity);
 
 }  // namespace crux

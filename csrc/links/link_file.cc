@@ -17,14 +17,14 @@
 namespace crux {
 namespace {
 
-// Whoever uses the file has a read lock here; places are the bytes from 0 on.
+// Each user of the file has a read lock on this byte; the places are the bytes from 0 on.
 constexpr off_t kInUse = 1 << 20;
 constexpr int kTries = 200;
 constexpr std::chrono::milliseconds kPause{1};
 
-// What a forked child closes; it may not allocate.
+// The descriptors that a forked child closes; it may not allocate.
 std::array<std::atomic<int>, 256> open_descriptors{};
-// Held from before a file is open until it is noted there, and as it is closed; and by a fork.
+// Held while a file is opened or closed, until that is noted above, and during a fork.
 std::mutex opening;
 
 void note(int descriptor, bool open) noexcept {
@@ -66,7 +66,7 @@ LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const 
     fail(path_, "not a name of a cluster and a link");
   }
   try {
-    // Another process may be about to remove the file, which takes it no time.
+    // Another process may be removing the file, which takes no time.
     for (int tried = 0;; ++tried) {
       open_checked(size);
       if (use()) break;
@@ -111,7 +111,7 @@ void LinkFile::open_checked(size_t size) {
 }
 
 void LinkFile::map(size_t size) {
-  // Memory that isn't there would end the process at the first access.
+  // Without backing memory the first access would kill the process.
   const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(size));
   if (error != 0) fail_call(path_, "posix_fallocate", error);
   memory_ = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
@@ -125,7 +125,7 @@ void LinkFile::close() noexcept {
   if (descriptor_ < 0) return;
   const std::lock_guard<std::mutex> lock(opening);
   note(descriptor_, false);
-  // Its locks go with it.
+  // This also releases its locks.
   (void)::close(descriptor_);
   descriptor_ = -1;
 }
@@ -157,7 +157,7 @@ bool LinkFile::use() noexcept {
 }
 
 void LinkFile::disuse() noexcept {
-  // Given up first: of two that leave at once, each would see the other.
+  // Released first. Otherwise two that leave at the same time would each see the other.
   (void)lock(descriptor_, F_UNLCK, kInUse);
   if (!lock(descriptor_, F_WRLCK, kInUse)) return;
   struct stat found{};

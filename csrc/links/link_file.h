@@ -13,7 +13,7 @@ class LinkFile {
   static std::string path_of(const std::string& folder, const std::string& cluster,
                              const std::string& link);
   // Opens the file, or makes it with `size` bytes of zeros, and maps it. Throws
-  // std::runtime_error where it isn't this user's alone, or has another size.
+  // std::runtime_error if other users can open it, or if it has another size.
   LinkFile(const std::string& folder, const std::string& cluster, const std::string& link,
            size_t size);
   ~LinkFile();
@@ -27,15 +27,15 @@ class LinkFile {
   // exclude each other.
   bool try_lock(size_t byte) const noexcept;
   void unlock(size_t byte) const noexcept;
-  // Whether another process has it; also where the kernel doesn't tell.
+  // Whether another process holds it. Also true if the kernel can't tell.
   bool locked_elsewhere(size_t byte) const noexcept;
 
-  // Removes the file where no other process uses it; then use() fails.
+  // Removes the file if no other process uses it; then use() fails.
   void disuse() noexcept;
   bool use() noexcept;
 
-  // Around a fork: no file is being opened or closed in it, and the child closes all that are open,
-  // so that its parent's locks go with the parent. They belong to the descriptor.
+  // Around a fork, no file is being opened or closed. The child closes all open ones. Otherwise it
+  // would keep its parent's locks, because a lock belongs to the open file.
   static void before_fork() noexcept;
   static void after_fork_in_parent() noexcept;
   static void after_fork_in_child() noexcept;

@@ -12,7 +12,7 @@
 namespace crux {
 namespace {
 
-// Counts forks: what belongs to an earlier one is the parent's.
+// Counts forks. Objects with an older count belong to the parent.
 std::atomic<uint32_t> generation{0};
 std::atomic<LinkGate*> process_gate{nullptr};
 
@@ -72,9 +72,9 @@ LinkTable* LinkGate::first_hindered(const Route& route, int64_t wait_ns) noexcep
   return nullptr;
 }
 
-// Waits until no link of the route is hindered. An operation that waits holds no link; on the one
-// where it waits it is marked, so that lower ones don't pass it when the higher one leaves. Returns
-// where it is marked still.
+// Waits until no link of the route is hindered. A waiting operation holds no link. It is marked on
+// the link where it waits, so that lower ones don't overtake it when the higher one leaves. Returns
+// the link where it is still marked.
 LinkTable* LinkGate::give_way(const Route& route) noexcept {
   const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
   LinkTable* hindered = first_hindered(route, wait_ns);

@@ -1,5 +1,5 @@
-// The gate of one process: which links the operations of each of its groups cross, and how an
-// operation gives way to those of jobs of higher levels.
+// The gate of one process. It knows which links the operations of each group cross, and makes an
+// operation wait for those of jobs with higher levels.
 #pragma once
 
 #include <array>
@@ -19,10 +19,10 @@ namespace crux {
 class LinkGate final : public Gate {
  public:
   static constexpr size_t kMaxGroups = 4096;
-  // After a wait that ran out a job is exempt for so many times as long as it may wait.
+  // After a wait has timed out, the job is exempt for this many times the longest wait.
   static constexpr int64_t kExemptWaits = 4;
 
-  // Of this process; a forked child gets one of its own.
+  // The gate of this process; a forked child gets its own.
   static LinkGate& process();
 
   LinkGate();
@@ -36,7 +36,7 @@ class LinkGate final : public Gate {
   // Takes a place on the link; the index is what cross() takes. Throws as LinkTable does.
   size_t join(const std::string& folder, const std::string& cluster, const std::string& link,
               const std::string& job);
-  // Gives way to nobody and hinders nobody any more; operations in flight may still leave.
+  // From now on it waits for nobody and makes nobody wait; operations in flight may still leave.
   void retire();
 
   // Level -1: out of the order. The priority orders jobs of one level.
@@ -58,7 +58,7 @@ class LinkGate final : public Gate {
   Waits waits() const noexcept;
 
  private:
-  // What an operation crosses, in the order of the links' names. Kept for good: it's also the
+  // The links that an operation crosses, ordered by name. Never freed, because it is also the
   // ticket.
   using Route = std::vector<LinkTable*>;
 

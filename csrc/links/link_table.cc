@@ -17,7 +17,7 @@
 namespace crux {
 namespace {
 
-// Changes with whatever two processes must agree on.
+// Changes whenever something changes that two processes must agree on.
 constexpr uint64_t kLayout = 0x6372'7578'6c6b'0001;  // "cruxlk", 1
 
 constexpr uint32_t rank_of(uint64_t busy) noexcept { return static_cast<uint32_t>(busy >> 32); }
@@ -25,7 +25,7 @@ constexpr int kPriorityBits = 24;
 constexpr int kMaxLevel = 126;
 constexpr uint32_t operations_of(uint64_t busy) noexcept { return static_cast<uint32_t>(busy); }
 
-// Returns at once where the word isn't `expected` any more; may return for no reason.
+// Returns at once if the word is not `expected`; may also return for no reason.
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t limit_ns) noexcept {
   timespec limit{};
   limit.tv_sec = limit_ns / 1'000'000'000;
@@ -61,7 +61,7 @@ LinkTable::LinkTable(const std::string& folder, const std::string& cluster, std:
     throw std::runtime_error(file_.path() +
                              ": has another layout: made by another release of Crux?");
   }
-  // What the last holder of the place left behind.
+  // The last holder of the place left these.
   place_.busy.store(0);
   place_.exempt_until_ns.store(0);
   place_.pid.store(getpid());
@@ -95,7 +95,7 @@ void LinkTable::set_rank(uint32_t rank) noexcept {
 }
 
 void LinkTable::mark() noexcept {
-  // Before the count, so that nobody sees a new operation with an old sign of life.
+  // Before the count, so that nobody sees the new operation with an old time.
   place_.changed_ns.store(monotonic_ns(), std::memory_order_relaxed);
   place_.busy.fetch_add(1);
 }
@@ -110,9 +110,9 @@ void LinkTable::unmark() noexcept {
 }
 
 void LinkTable::wake() noexcept {
-  // A waiter reads `turn`, says that it waits, and only then looks who is here. Taken in the
-  // reverse order here: whoever said so before this exchange finds another turn, whoever says so
-  // after it sees what has changed.
+  // A waiter reads `turn`, announces that it waits, and then looks who is here. This is done in the
+  // reverse order: a waiter that announced itself before this exchange finds another turn, and one
+  // that announces itself later sees the change.
   if (table_->head.waiting.load() == 0 || table_->head.waiting.exchange(0) == 0) return;
   table_->head.turn.fetch_add(1);
   futex_wake_all(table_->head.turn);
@@ -158,7 +158,7 @@ bool LinkTable::hinders(size_t place, int64_t now_ns, int64_t patience_ns) noexc
 
 void LinkTable::sweep(size_t place) noexcept {
   const std::unique_lock<std::mutex> only(sweeping_, std::try_to_lock);
-  // A lock, so that nobody takes the place meanwhile.
+  // Locked, so that nobody takes the place meanwhile.
   if (!only || !file_.try_lock(place)) return;
   table_->places[place].job.store(0);
   table_->places[place].busy.store(0);

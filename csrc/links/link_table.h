@@ -1,11 +1,11 @@
 // The semaphore of one link of a host, in shared memory: a table of the processes that cross it,
 // and a word to wait on.
 //
-// Each process writes its own place in the table alone, and each word of it by one atomic store: no
-// death, at whatever instruction, leaves something half written. A place belongs to whoever holds
-// the kernel's lock on its byte of the file (an open-file-description lock). It goes with the
-// process that dies, seen from any PID namespace, and no number can be taken for another's.
-// docs/pcie.md has the protocol and why it can't deadlock.
+// Each process writes only its own place in the table, and each word by one atomic store. So a
+// process that dies at any instruction leaves nothing half written. A place belongs to the process
+// that holds the kernel's lock on its byte of the file (an open-file-description lock). The kernel
+// releases the lock when the process dies, whatever its PID namespace, and no PID can be mistaken
+// for another. docs/pcie.md has the protocol and explains why it can't deadlock.
 #pragma once
 
 #include <array>
@@ -32,10 +32,10 @@ struct Holder {
 class LinkTable {
  public:
   static constexpr size_t kPlaces = 127;
-  // How late a wait notices a death, which wakes nobody.
+  // How late a wait notices that a process died, since that wakes nobody.
   static constexpr int64_t kLookAgainNs = 10'000'000;
 
-  // Takes a place in the table of the link, and makes its file in `folder` where there is none.
+  // Takes a place in the table of the link, and creates its file in `folder` if there is none.
   // `job` is not 0; operations of one job never wait for each other. Throws std::runtime_error: the
   // file belongs to somebody else, can be opened by others, has another layout, or is full.
   LinkTable(const std::string& folder, const std::string& cluster, std::string link, uint64_t job);
@@ -46,10 +46,11 @@ class LinkTable {
   const std::string& link() const noexcept { return link_; }
   const std::string& path() const noexcept { return file_.path(); }
 
-  // Whose operations go first, by rank_at(); 0: nobody waits for this process, nor it for anybody.
+  // The order in which operations go, by rank_at(). 0: nobody waits for this process, and it waits
+  // for nobody.
   void set_rank(uint32_t rank) noexcept;
-  // The higher level goes first, of one level the higher priority: a semaphore has as many ranks as
-  // there are jobs, however few levels a network has. No level (-1) is rank 0.
+  // The higher level goes first, and within a level the higher priority. So a semaphore has as many
+  // ranks as there are jobs, even if the network has few levels. No level (-1) is rank 0.
   static uint32_t rank_at(int level, double priority) noexcept;
   // One more operation of this process is in flight here, or waits here.
   void mark() noexcept;
@@ -58,17 +59,17 @@ class LinkTable {
   // Whether an operation of another job and a higher rank is here that has given a sign of life
   // within `patience_ns`, and this job isn't exempt.
   bool hindered(int64_t patience_ns) noexcept;
-  // Sleeps until this process may be hindered no longer, not past `until_ns`; then ask again.
+  // Sleeps until nobody may be in the way any more, at most until `until_ns`; then ask again.
   void sleep(int64_t until_ns, int64_t patience_ns) noexcept;
-  // No operation of this job waits here until then.
+  // Until then no operation of this job waits here.
   void exempt_until(int64_t time_ns) noexcept;
 
-  // Whether another job has a place too.
+  // Whether another job has a place.
   bool shared() noexcept;
   std::vector<Holder> holders();
 
-  // Takes no part any more, and removes the file where nobody else does. Operations in flight may
-  // still be unmarked. Undone by rejoin(), which fails where the file was removed.
+  // Leaves the order, and removes the file if nobody else is in it. Operations in flight may still
+  // be unmarked. rejoin() undoes it, and fails if the file was removed.
   void retire() noexcept;
   bool rejoin(uint64_t job) noexcept;
 
@@ -86,7 +87,7 @@ class LinkTable {
     std::atomic<uint32_t> waiting{0};  // whether somebody may sleep on `turn`
     std::atomic<uint32_t> turn{0};     // the futex
   };
-  // As the kernel makes it, all zeros, it is a table that nobody is in.
+  // All zeros, as the kernel makes a new file, is a table that nobody is in.
   struct Table {
     Head head;
     std::array<Place, kPlaces> places;

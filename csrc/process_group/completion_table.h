@@ -1,4 +1,4 @@
-// Matches operations in flight with completions that a backend's watchdog reports later.
+// Matches operations in flight with the completions that a backend's watchdog reports later.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@ namespace crux {
 template <typename Operation>
 class CompletionTable {
  public:
-  // Gets each operation that has completed, with its duration in ns or kUnknownTime. Called where
-  // the watchdog reports, which may be on the thread that issues: it must be quick.
+  // Receives each completed operation, with its duration in ns or kUnknownTime. Called on the
+  // thread that reports, which may be the one that issues, so it must be quick.
   using Done = std::function<void(Operation&&, int64_t device_ns)>;
 
   CompletionTable(Recorder& recorder, Done done) : recorder_(recorder), done_(std::move(done)) {}
 
-  // What never completed is recorded as such, so that no operation goes missing.
+  // Records operations that never completed as incomplete, so that none is missing.
   ~CompletionTable() {
     for (auto& [key, operation] : pending_) push_incomplete(operation);
   }
@@ -39,7 +39,7 @@ class CompletionTable {
       if (early == early_.end()) {
         const auto [found, inserted] = pending_.try_emplace(key, std::move(operation));
         if (inserted) return;
-        // The backend used its key again: what bore it before will never be heard of.
+        // The backend reuses the key, so the operation that had it will never be reported.
         push_incomplete(found->second);
         found->second = std::move(operation);
         return;
@@ -50,14 +50,14 @@ class CompletionTable {
     done_(std::move(operation), device_ns);
   }
 
-  // May come before issued(): the watchdog can win the race against the issuing thread.
+  // May be called before issued(), if the watchdog is faster than the issuing thread.
   void completed(uint64_t key, int64_t device_ns) {
     typename std::unordered_map<uint64_t, Operation>::node_type node;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       node = pending_.extract(key);
       if (node.empty()) {
-        // What was issued while nobody recorded, or timed, completes here too.
+        // Operations that were issued while nobody recorded or timed also complete here.
         if (!recorder_.timing()) return;
         if (early_.size() >= kMaxEarly) early_.clear();
         early_[key] = device_ns;

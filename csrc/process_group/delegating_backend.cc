@@ -77,7 +77,7 @@ InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, c10::Device d
                                               std::optional<InnerSwitch::Ticket>& own) {
   if (!described_.load(std::memory_order_relaxed)) describe();
   if (!block_ || &inners != &default_switch()) return own.emplace(count(inners, call));
-  // Which key a block's transfers will have isn't known when it is opened.
+  // When a block is opened, the keys of its transfers are not known.
   if (is_transfer(call.op)) inners.keep_transfers();
   if (block_->ticket) {
     const bool counts = !is_transfer(call.op) && call.op != Op::kCoalesced && !estimating_;
@@ -171,7 +171,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
   try {
     return finish_later(inner, call, std::move(operation), watch, work, std::move(gated));
   } catch (const std::exception&) {
-    // The operation is under way: that its handle has no future is not the caller's trouble.
+    // The operation is under way, so the caller need not learn that its handle has no future.
     record.status = Status::kIncomplete;
     if (timed) recorder_.push(record);
     return work;
@@ -201,7 +201,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::finish_later(Inner& inner, const C
     return work;
   }
 #endif
-  // A rank without a part in the operation has nothing to wait for, or nobody tells its end.
+  // This rank takes no part in the operation, or nobody reports its end.
   inner.lanes->finish(*operation, kUnknownTime);
   return work;
 }

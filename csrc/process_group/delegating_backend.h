@@ -1,9 +1,9 @@
-// The "crux" c10d backend: every operation goes to an inner backend, made by the stock creator, and
-// leaves a record on the side. The caller gets the inner backend's results, handles and errors.
+// The "crux" c10d backend. It passes every operation to an inner backend, which the stock creator
+// made, and records it. The caller gets the inner backend's results, handles and errors.
 // Inner backends can be replaced while the job runs: see inner_switch.h.
 //
-// One source builds against every torch from 2.11: what newer headers add is guarded by the macros
-// CRUX_C10D_HAS_*, which setup.py derives from the installed Backend.hpp and Work.hpp.
+// The same source builds against every torch from 2.11 on. Methods that newer headers added are
+// guarded by the macros CRUX_C10D_HAS_*, which setup.py derives from Backend.hpp and Work.hpp.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -40,12 +40,12 @@ class DelegatingBackend final : public c10d::Backend {
 
   // Operations on tensors of `device` go to `inner` from now on. Called before the first operation.
   void add_inner(Device device, BackendPtr inner);
-  // Throws c10::Error where no inner backend serves `device`.
+  // Throws c10::Error if no inner backend serves `device`.
   BackendPtr inner(Device device) const;
-  // The accelerator's inner backend where there is one, else the CPU's: what questions about
-  // capabilities mean.
+  // The accelerator's inner backend if there is one, otherwise the CPU's. Questions about
+  // capabilities go to it.
   BackendPtr default_inner() const { return default_switch().backend(); }
-  // What serves each type of device, each once.
+  // The inner backends of all types of device, each once.
   std::vector<std::shared_ptr<InnerSwitch>> switches() const;
   // Lets inner backends be replaced; see InnerSwitch::publish.
   void publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born);
@@ -104,8 +104,8 @@ class DelegatingBackend final : public c10d::Backend {
   BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                     const OptionsPtr& opts_override) override;
 
-  // Operations are simulated, by this rank alone: they go to no other inner backend, and leave no
-  // record. For backends whose estimation isn't part of c10d's interface.
+  // While set, this rank only simulates operations. They are not recorded and take no part in a
+  // switch. For backends whose time estimation is not part of c10d's interface.
   void set_estimating(bool estimating) noexcept { estimating_ = estimating; }
   bool supportsTimeEstimation() const override { return default_inner()->supportsTimeEstimation(); }
 #ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
@@ -175,16 +175,16 @@ class DelegatingBackend final : public c10d::Backend {
   struct Call {
     Op op;
     int64_t bytes;
-    // The caller waits for it at once.
+    // The caller waits for it immediately.
     bool synchronous = false;
     int peer = -1;
-    // Whether the inner handle has a future; where it has none, wait() tells the end.
+    // Whether the inner handle has a future. If it has none, the end is when wait() returns.
     bool has_future = true;
     int tag = 0;
   };
 
-  // What is issued from startCoalescing to endCoalescing, all of it to one inner backend: the one
-  // that serves its first operation.
+  // The operations from startCoalescing to endCoalescing. All go to one inner backend: the one that
+  // serves the first of them.
   struct Block {
     std::optional<InnerSwitch::Ticket> ticket;
     c10::Device device = c10::DeviceType::CPU;  // of its first operation
@@ -198,23 +198,23 @@ class DelegatingBackend final : public c10d::Backend {
   Device default_device() const;
   InnerSwitch& default_switch() const { return at(default_device()); }
   using Children = std::vector<std::pair<std::shared_ptr<InnerSwitch>, BackendPtr>>;
-  // A backend like this one over the children of its inner backends; null where it has none.
+  // A backend like this one over the children of its inner backends; null if it has none.
   BackendPtr wrap(const Children& children, const c10::intrusive_ptr<c10d::Store>& store) const;
-  // Calls `make` for each inner backend, with a store and options of its own, and wraps what that
-  // gives. A group of several types of device asks once for each, by one name: once is enough.
+  // Calls `make` for each inner backend, with its own store and options, and wraps the results. A
+  // group with several types of device asks once for each, by the same name; one child is enough.
   template <typename Make>
   BackendPtr derive(const c10::intrusive_ptr<c10d::Store>& store, const OptionsPtr& opts,
                     Make&& make);
   // c10d gives a backend its description in a member that can't be overridden.
   void describe();
-  // Counts the operation and says where it goes; its ticket is the block's or the caller's own.
+  // Counts the operation and chooses its inner backend. The ticket is the block's, or the caller's.
   InnerSwitch::Ticket& enter(InnerSwitch& inners, c10::Device device, const Call& call,
                              std::optional<InnerSwitch::Ticket>& own);
   InnerSwitch::Ticket count(InnerSwitch& inners, const Call& call) const;
-  // May wait for the host's links. Empty where nothing is to be left, or the block leaves it.
+  // May wait for the host's links. Empty if there is nothing to leave, or the block leaves it.
   GateTicket pass_gate(const InnerSwitch& inners, const Call& call);
   Record begin(const Call& call, Device device);
-  // Issues the operation; it leaves its record, and the gate, when it ends.
+  // Issues the operation. When it ends, it is recorded and leaves the gate.
   template <typename Issue>
   WorkPtr record(c10::Device device, const Call& call, Issue&& issue) {
     if constexpr (std::is_invocable_v<Issue, c10d::Backend&, int>) {
@@ -224,24 +224,24 @@ class DelegatingBackend final : public c10d::Backend {
     }
   }
   WorkPtr run(c10::Device device, const Call& call, IssueRef issue);
-  // Whether it is a part of a block, which the device runs as one.
+  // Whether it is part of a block, which the device runs as one operation.
   bool is_part(const Call& call) const {
     return coalescing_ != Coalescing::kNo && call.op != Op::kCoalesced;
   }
   bool is_timed() const {
-    // A block is timed as it was begun.
+    // A block is timed if its begin was.
     if (coalescing_ != Coalescing::kNo) return coalescing_ == Coalescing::kTimed;
     return recorder_.timing();
   }
-  // Without an operation it only leaves the gate.
+  // Without an operation, it only leaves the gate.
   WorkPtr finish_later(Inner& inner, const Call& call, std::optional<DeviceOperation> operation,
                        DeviceWatch* watch, const WorkPtr& work, GateTicket&& gated);
   WorkPtr finish_by_future(const Call& call, std::optional<DeviceOperation> operation,
                            const WorkPtr& work, GateTicket&& gated);
-  // Hands an operation that isn't told by a hook to the device's watch, or only its passage.
+  // Gives an operation that no hook reports, or only its gate ticket, to the device's watch.
   void hand_over(Inner& inner, const Call& call, std::optional<DeviceOperation>& operation,
                  DeviceWatch& watch, const WorkPtr& work, GateTicket&& gated);
-  // Records what was issued since startCoalescing, where no handle tells when it ends.
+  // Records the operations since startCoalescing if no handle tells when they end.
   void flush_coalesced(Status status);
 
   const std::string name_;
@@ -251,7 +251,7 @@ class DelegatingBackend final : public c10d::Backend {
   std::atomic<uint64_t> collectives_{0};
   std::atomic<uint64_t> transfers_{0};
   bool estimating_ = false;
-  // Between startCoalescing and endCoalescing, which one thread calls.
+  // Set between startCoalescing and endCoalescing, which the same thread calls.
   std::optional<Block> block_;
   enum class Coalescing : uint8_t { kNo, kUntimed, kTimed };
   Coalescing coalescing_ = Coalescing::kNo;

@@ -1,4 +1,5 @@
-// What a DelegatingBackend passes on unrecorded: child groups, hooks, timeouts, devices, its end.
+// The calls that a DelegatingBackend passes on unrecorded: child groups, hooks, timeouts, devices,
+// and its end.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -9,8 +10,8 @@ namespace {
 
 using Options = c10d::Backend::Options;
 
-// Options for a child of `inner` that says of itself what `asked`, another backend's, says. Null
-// where this torch can't copy them: then the child gets its defaults.
+// Options for a child of `inner`, with the values of `asked`, which are another backend's. Null if
+// this torch can't copy them; then the child gets its defaults.
 template <typename Asked>
 auto like(const Asked& asked, c10d::Backend& inner, int) -> decltype(asked.clone()) {
   c10::intrusive_ptr<Asked> own = inner.getBackendOptions();
@@ -25,7 +26,7 @@ auto like(const Asked& asked, c10d::Backend& inner, int) -> decltype(asked.clone
   return nullptr;
 }
 
-// What c10d reads of a group's backend without asking it.
+// The members of a group's backend that c10d reads directly.
 template <typename Backend>
 auto follow(Backend& wrapper, Backend& inner, int)
     -> decltype(wrapper.setUsePgForSymmMemRendezvous(true)) {
@@ -150,7 +151,7 @@ c10d::ReconfigureHandle DelegatingBackend::get_reconfigure_handle() const {
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
-  // Ranks that join have counted nothing of what the others did.
+  // Ranks that join have not counted the operations of the others.
   for (const auto& inners : switches()) inners->refuse("the group's members were changed");
   auto work = default_inner()->reconfigure(opts);
   rank_ = default_inner()->getRank();
@@ -230,7 +231,7 @@ void DelegatingBackend::setGroupUid(const std::string& uid) {
       const auto& members = inners->backend()->getBackendOptions()->global_ranks_in_group;
       ranks.assign(members.begin(), members.end());
     } catch (const c10::Error&) {
-      // A backend without options does not tell its members: they count as the whole world.
+      // A backend without options does not tell its members; they count as the whole world.
     }
   }
   recorder_.rename_group(group_, uid, std::move(ranks));

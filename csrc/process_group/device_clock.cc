@@ -6,9 +6,9 @@
 namespace crux {
 namespace {
 
-// Beyond it events are destroyed: more operations than this are rarely in flight.
+// More operations are rarely in flight. Events beyond this number are destroyed.
 constexpr size_t kPooledEvents = 1024;
-// A stream that never comes to a place, or a capture that took it, must not end the search.
+// A stream may never reach a place, or a capture may have taken it. Then the search starts again.
 constexpr int64_t kCandidateLimit_ns = 10'000'000'000;
 
 int64_t distance_ns(const c10::Event& from, const c10::Event& to) {

@@ -1,11 +1,11 @@
-// When a device reached places on its streams, on CLOCK_MONOTONIC, by its own timing events and
+// Tells when a device reached places on its streams, on CLOCK_MONOTONIC, from its timing events and
 // without waiting for it. Works for every device type whose guard has timing events.
 //
-// An event has no time of its own; two have a distance. So from time to time one of them is made an
-// anchor: it was not reached when it was looked at once, and reached when it was looked at next,
-// which is a bracket on the host's clock. A new anchor goes where the last one predicts it, or to
-// the nearer end of its bracket: the clocks' drift never adds up, and brackets narrow each other.
-// While they leave much open, as on a host too busy to look often, the next is sought soon.
+// An event has no absolute time; only the distance of two events is known. So from time to time one
+// event becomes an anchor: it was unreached at one look and reached at the next, and these two
+// looks bracket it on the host's clock. A new anchor is put where the last one predicts it, or at
+// the nearer end of its bracket. So the clocks' drift does not add up, and brackets narrow each
+// other. If the bracket is wide, as on a busy host, the next anchor is sought soon.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -45,11 +45,11 @@ class DeviceClock {
     Mark& operator=(Mark&& other) noexcept;
 
     explicit operator bool() const noexcept { return event_.has_value(); }
-    // Whether the device was there. Throws where the device refuses.
+    // Whether the device has reached it. Throws if the device refuses.
     bool reached() const { return event_->query(); }
-    // When the device was there; kUnknownTime where it was not yet, or the clock has no anchor.
+    // When the device reached it; kUnknownTime if it has not, or if the clock has no anchor.
     int64_t reached_ns() const noexcept;
-    // The device's time from `earlier` to here; kUnknownTime where it was not at both yet.
+    // The device's time from `earlier` to here; kUnknownTime if it has not reached both.
     int64_t since_ns(const Mark& earlier) const noexcept;
 
    private:
@@ -61,9 +61,9 @@ class DeviceClock {
     AnchorPtr anchor_;
   };
 
-  // A time without an anchor as young as this is still right, but for the clocks' drift since.
+  // A time from an older anchor is off only by the drift of the clocks since.
   static constexpr int64_t kAnchorPeriod_ns = 1'000'000'000;
-  // An anchor that is not known this well is followed by another after the shorter period.
+  // An anchor with a larger error is followed by the next one after the shorter period.
   static constexpr int64_t kTolerated_ns = 500'000;
   static constexpr int64_t kRetryPeriod_ns = 20'000'000;
 
@@ -72,11 +72,11 @@ class DeviceClock {
   DeviceClock& operator=(const DeviceClock&) = delete;
 
   // The end of what is on the stream so far, which must not be in a capture. `looks` becomes true
-  // where look() is to be called now and until it returns false. Throws where the device refuses.
+  // if look() is to be called from now on until it returns false. Throws if the device refuses.
   Mark mark(const c10::Stream& stream, int64_t now_ns, bool& looks);
 
-  // For one thread: looks whether the device has reached the place that is to be the next anchor.
-  // Returns whether it is still to be looked at.
+  // Looks whether the device has reached the place of the next anchor. Call it from one thread
+  // only. Returns whether to look again.
   bool look();
 
  private:

@@ -22,43 +22,43 @@ namespace {
 
 using std::chrono::microseconds;
 
-// While an operation holds a passage that others wait for.
+// While an operation holds a gate ticket that others wait for.
 constexpr microseconds kClosePeriod{30};
-// While the clock waits for an anchor; half of it is how far the anchor may be off.
+// While the clock waits for an anchor, which may be off by half of this.
 constexpr microseconds kAnchorPeriod{100};
 // While only durations are waited for.
 constexpr microseconds kWatchPeriod{2000};
 // While measured operations gather.
 constexpr microseconds kRecordPeriod{10000};
-// How much memory that only handles keep alive is kept for the sake of durations.
+// How much memory, kept alive only by handles, is kept to learn durations.
 constexpr int64_t kHeldBytes = 64 << 20;
-// No device has more in flight; some handles never say that they have ended (those of torch's own
-// all-reduce within a node, for one).
+// No device has more in flight. Some handles never report an end, for example those of torch's own
+// all-reduce within a node.
 constexpr size_t kWatchedOperations = 8192;
 // How long the end of the process waits for a pass to end.
 constexpr std::chrono::milliseconds kStopLimit{200};
 
-struct Registry {
-  explicit Registry(uint32_t of) : generation(of) {}
+struct Watches {
+  explicit Watches(uint32_t of) : generation(of) {}
   const uint32_t generation;
   std::mutex mutex;
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::unique_ptr<DeviceWatch>> watches;
   std::atomic<bool> drop_is_pending{false};
 };
 
-// A forked process begins anew: its parent's threads and locks are not its own.
-Registry& registry() {
-  static std::atomic<Registry*> current{nullptr};
+// A forked process starts anew, because its parent's threads and locks do not exist there.
+Watches& watches() {
+  static std::atomic<Watches*> current{nullptr};
   const uint32_t generation = fork_generation();
-  Registry* known = current.load();
+  Watches* known = current.load();
   if (known && known->generation == generation) return *known;
-  auto made = std::make_unique<Registry>(generation);
+  auto made = std::make_unique<Watches>(generation);
   if (current.compare_exchange_strong(known, made.get())) return *made.release();
   return *known;
 }
 
 std::vector<DeviceWatch*> all_watches() {
-  Registry& known = registry();
+  Watches& known = watches();
   std::vector<DeviceWatch*> all;
   const std::lock_guard<std::mutex> lock(known.mutex);
   for (const auto& [device, watch] : known.watches) all.push_back(watch.get());
@@ -67,12 +67,12 @@ std::vector<DeviceWatch*> all_watches() {
 
 // Called by Python, on its main thread, with the GIL.
 int drop_all_handles(void*) {
-  registry().drop_is_pending.store(false);
+  watches().drop_is_pending.store(false);
   for (DeviceWatch* watch : all_watches()) watch->drop_handles();
   return 0;
 }
 
-// What a handle alone keeps alive: memory that the script has given back.
+// The bytes that only the handle keeps alive, since the script has released them.
 int64_t held_bytes(const DeviceWatch::Watched& watched) {
   // A block's handle keeps no outputs, and ProcessGroupNCCL's dereferences a null pointer when it
   // is asked for them. It gathers and scatters lists of unequal sizes in such blocks too.
@@ -84,7 +84,7 @@ int64_t held_bytes(const DeviceWatch::Watched& watched) {
   try {
     for (const at::Tensor& tensor : watched.work->result()) {
       if (!tensor.has_storage() || tensor.storage().use_count() > 1) continue;
-      // This copy is one more, and so is Python's object, which lives as long as the tensor does.
+      // This copy counts too, and so does Python's object, which lives as long as the tensor.
       const c10::impl::PyObjectSlot& slot = *tensor.unsafeGetTensorImpl()->pyobj_slot();
       const bool has_object = slot.load_pyobj() != nullptr;
       if (has_object && !slot.has_unique_reference()) continue;
@@ -92,7 +92,7 @@ int64_t held_bytes(const DeviceWatch::Watched& watched) {
       bytes += static_cast<int64_t>(tensor.storage().nbytes());
     }
   } catch (const std::exception&) {
-    // A handle that does not tell its results is not known to hold any.
+    // A handle that does not give its results counts as holding none.
   }
   return bytes;
 }
@@ -101,7 +101,7 @@ int64_t held_bytes(const DeviceWatch::Watched& watched) {
 
 DeviceWatch& DeviceWatch::of(c10::Device device) {
   if (!device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
-  Registry& known = registry();
+  Watches& known = watches();
   const std::lock_guard<std::mutex> lock(known.mutex);
   auto& watch = known.watches[{device.type(), device.index()}];
   if (!watch) watch = std::make_unique<DeviceWatch>(device, known.generation);
@@ -184,8 +184,8 @@ void DeviceWatch::lay_aside(std::vector<WorkPtr>&& handles) {
     std::move(handles.begin(), handles.end(), std::back_inserter(ended_));
     any_ended_.store(true, std::memory_order_relaxed);
   }
-  // The next operation drops them, or Python where none follows.
-  std::atomic<bool>& pending = registry().drop_is_pending;
+  // The next operation drops them, or Python if none follows.
+  std::atomic<bool>& pending = watches().drop_is_pending;
   if (Py_IsInitialized() && !pending.exchange(true)) {
     if (Py_AddPendingCall(&drop_all_handles, nullptr) != 0) pending.store(false);
   }
@@ -201,7 +201,7 @@ void DeviceWatch::wake() {
   } catch (const std::system_error&) {
     return;  // the next operation tries again
   }
-  // The device's driver ends with the process: nobody may ask it then.
+  // The device's driver ends with the process and must not be called afterwards.
   static const int registered = std::atexit([] { stop_all(); });
   (void)registered;
 }
@@ -221,12 +221,12 @@ void DeviceWatch::stop() noexcept {
 
 void DeviceWatch::run() {
   (void)pthread_setname_np(pthread_self(), "crux_device");
-  // Else short sleeps take 50 us more than they are asked for.
+  // Otherwise short sleeps take 50 us longer than asked.
   (void)prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
   try {
     c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
   } catch (const std::exception&) {
-    // Then operations are asked without: they know their device.
+    // Then operations are polled without it, because they know their device.
   }
   tolerate_captures(device_.type());
   std::unique_lock<std::mutex> lock(mutex_);
@@ -307,7 +307,7 @@ bool DeviceWatch::poll(Watched& watched) {
       device_ns = static_cast<int64_t>(watched.work->getDuration() * 1e6);
     }
   } catch (const std::exception&) {
-    // Whoever can't be asked, or was not timed, leaves an untimed record.
+    // An operation that can't be polled, or was not timed, leaves an untimed record.
     watched.gated.leave();
     if (!watched.operation) return true;
   }
@@ -315,9 +315,9 @@ bool DeviceWatch::poll(Watched& watched) {
   return true;
 }
 
-// Handles keep outputs alive. Where the script has dropped its own, the stock backend would have
-// given that memory back by now, so only so much of it is held, and only so many of them; what is
-// let go is not timed.
+// Handles keep outputs alive. If the script has dropped them, the stock backend would have released
+// that memory. So the bytes and the number of such handles are limited; what is dropped is not
+// timed.
 void DeviceWatch::let_go_of_handles(std::vector<WorkPtr>& dropped) {
   const auto now = std::chrono::steady_clock::now();
   if (now < next_memory_look_) return;

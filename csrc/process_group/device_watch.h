@@ -1,6 +1,6 @@
-// The thread that looks after one device: it gives its clock anchors, finds out when operations
-// have ended whose backend does not say so, or not soon enough, and turns measured ones into
-// records. It never takes the GIL and holds no lock while it destroys what others may be part of.
+// The thread that watches one device. It finds anchors for the device's clock, polls operations
+// whose backend does not report their end (soon enough), and records measured ones. It never takes
+// the GIL, and holds no lock while it destroys shared objects.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -32,34 +32,34 @@ class DeviceWatch {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // An operation in flight that is watched by its handle or, where it runs on the stream that it
-  // was issued on and has no handle, by a mark behind it.
+  // An operation in flight. It is watched by its handle. If it has none and runs on the stream that
+  // it was issued on, it is watched by a mark behind it.
   struct Watched {
-    // Whose forget() ends the watch: a backend must be there while its handles are asked.
+    // forget() of this owner ends the watch, because a handle needs its backend.
     const void* owner = nullptr;
     WorkPtr work;
-    // What it is a handle of, and that record's bytes.
+    // The kind of operation, and the bytes of its record.
     Op op = Op::kUnknown;
     int64_t bytes = 0;
     DeviceClock::Mark end;
-    // Left as soon as the operation has ended; its passage makes the watch a close one.
+    // Left as soon as the operation has ended. With a ticket the operation is polled more often.
     GateTicket gated;
-    // Recorded then, with its duration. Null where others record it.
+    // Recorded when it ends, with its duration. Null if others record it.
     std::unique_ptr<DeviceOperation> operation;
     std::shared_ptr<Lanes> lanes;
     // The operations of a lane end in order; see Lanes::lane_of.
     int32_t lane = 0;
-    // Bytes that only the handle keeps alive any more, as found last.
+    // Bytes that only the handle still keeps alive, as of the last look.
     int64_t held_bytes = 0;
   };
 
-  // Of this process, never destroyed; a device without an index is the current one. Throws
-  // c10::Error where there is no such type of device.
+  // The watch of this process, never destroyed. A device without an index is the current one.
+  // Throws c10::Error if there is no such type of device.
   static DeviceWatch& of(c10::Device device);
-  // Ends the watch over all operations of `owner`, which are asked a last time: when they have all
-  // ended, or after `patience`. Call it without the GIL.
+  // Ends the watch over all operations of `owner` when they have ended, or after `patience`. Polls
+  // them a last time. Call it without the GIL.
   static void forget(const void* owner, std::chrono::milliseconds patience) noexcept;
-  // Before Python ends: from then on, a tensor of its that is dropped here would end the thread.
+  // To be called before Python ends: dropping a Python tensor later would end the thread.
   static void stop_all() noexcept;
 
   DeviceWatch(c10::Device device, uint32_t generation)
@@ -71,15 +71,15 @@ class DeviceWatch {
 
   // For the threads that issue operations --------------------------------------------------------
 
-  // Whether what is issued now goes into a graph, or is taken for that.
+  // Whether an operation that is issued now goes into a graph, or counts as captured.
   bool is_capturing() const noexcept;
-  // A mark on the current stream; an empty one where the device refuses.
+  // A mark on the current stream; empty if the device refuses.
   DeviceClock::Mark mark(int64_t now_ns) noexcept;
   void watch(Watched&& watched);
   // An operation whose duration is known. From any thread; quick.
   void measured(DeviceOperation&& operation, std::shared_ptr<Lanes> lanes, int64_t device_ns);
-  // Drops handles whose operations have ended. They may hold tensors of Python's, which only a
-  // thread may destroy that can wait for the GIL.
+  // Drops handles whose operations have ended. They may hold Python tensors, so the calling thread
+  // must be able to wait for the GIL.
   void drop_handles() noexcept;
 
  private:
@@ -92,15 +92,15 @@ class DeviceWatch {
   void wake();
   void run();
   void stop() noexcept;
-  // One look at everything. Returns the time until the next, zero where nothing is left to do.
+  // Looks at everything once. Returns the time until the next look, zero if nothing is left to do.
   std::chrono::microseconds pass();
-  // Whether it has ended; then it is recorded and its ticket is left.
+  // Whether it has ended. If so, it is recorded and its ticket is left.
   bool poll(Watched& watched);
   void poll_all(std::vector<WorkPtr>& ended);
   void let_go_of_handles(std::vector<WorkPtr>& dropped);
   bool is_watching(const void* owner);
   void forget_here(const void* owner);
-  // Keeps the handles until a thread that may drop them comes by.
+  // Keeps the handles until a thread that may drop them does so.
   void lay_aside(std::vector<WorkPtr>&& handles);
 
   const c10::Device device_;

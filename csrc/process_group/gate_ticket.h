@@ -8,12 +8,12 @@
 
 namespace crux {
 
-// A passage through the process's gate: left once, at the latest when its holder is gone, and only
-// by the process that entered.
+// A ticket of the process's gate. It is left once, at the latest when it is destroyed, and only by
+// the process that took it.
 class GateTicket {
  public:
   GateTicket() = default;
-  // May wait, for a bounded time: call it without the GIL.
+  // May wait for a bounded time, so call it without the GIL.
   GateTicket(Gate* gate, uint32_t group, int64_t bytes) noexcept
       : gate_(gate), ticket_(gate->enter(group, bytes)), generation_(fork_generation()) {}
   ~GateTicket() { leave(); }

@@ -4,7 +4,7 @@
 
 namespace crux {
 
-// Lets go of the GIL for its lifetime, where this thread holds it.
+// Releases the GIL for its lifetime, if this thread holds it.
 class GilRelease {
  public:
   GilRelease() {

@@ -23,7 +23,7 @@ Inner::Inner(c10::intrusive_ptr<c10d::Backend> made, c10::DeviceType device, int
                                     DeviceWatch* const watch = operation.watch;
                                     watch->measured(std::move(operation), lanes, device_ns);
                                   });
-  // Shared, for the watchdog may report after this backend is gone.
+  // Shared, because the watchdog may report after this backend is gone.
   backend->registerCompletionHook(hook_id, [table = table](const c10d::CompletionHookArgs& args) {
     const int64_t device_ns =
         args.duration_ms ? static_cast<int64_t>(*args.duration_ms * 1e6) : kUnknownTime;
@@ -38,7 +38,7 @@ bool Inner::enable_timing() {
       backend->enableCollectivesTiming();
       has_durations_ = true;
     } catch (const std::exception&) {
-      // A backend without durations: whoever else tells ends, tells them.
+      // A backend without durations reports ends in its other way.
     }
   });
   return has_durations_;
@@ -59,7 +59,7 @@ DeviceWatch* Inner::watch(c10::Device device) const noexcept {
 
 void Inner::unwatch(std::chrono::milliseconds patience) const noexcept {
   if (completion == Completion::kFuture) return;
-  // A handle that is being asked may run callbacks of Python's.
+  // Polling a handle may run Python callbacks.
   const GilRelease release;
   DeviceWatch::forget(this, patience);
 }
@@ -70,7 +70,7 @@ Inner::~Inner() {
     try {
       backend->unregisterCompletionHook(hook_id);
     } catch (const std::exception&) {
-      // The inner backend is being torn down too; its hooks end with it.
+      // The inner backend is being destroyed too, and its hooks with it.
     }
   }
 #endif

@@ -1,4 +1,4 @@
-// An inner backend of a process group, and who says that its operations have ended.
+// An inner backend of a process group, and how the end of its operations is found.
 #pragma once
 
 #include <atomic>
@@ -17,27 +17,27 @@ namespace crux {
 enum class Completion {
   kFuture,  // the handle's future, which completes with the operation
   kHook,    // the backend's completion hook, with a duration
-  kPolled,  // the handle, which is asked until it has a duration, if its backend times
+  kPolled,  // the handle, polled until it has ended (and has a duration, if its backend times)
 };
 
 struct Inner {
   using Table = CompletionTable<DeviceOperation>;
 
-  // `hook_id` names the completion hook of the one who records, where the backend has such hooks.
+  // `hook_id` names the recorder's completion hook, if the backend has such hooks.
   Inner(c10::intrusive_ptr<c10d::Backend> backend, c10::DeviceType device, int64_t hook_id,
         Recorder& recorder);
-  // The tag under which a message travels that the script gave `tag`.
+  // The tag that a message gets for the script's `tag`.
   int tag_of(int tag) const noexcept { return tag ^ tag_flip; }
-  // Who looks after the device on which it issues; null where its futures tell all there is.
+  // The watch of the device that it issues on; null if its futures tell everything.
   DeviceWatch* watch(c10::Device device) const noexcept;
-  // Before the first operation that is to be timed: a backend that times pays for it from then on.
-  // Returns whether its handles will have durations.
+  // To be called before the first operation that is timed, because timing costs the backend from
+  // then on. Returns whether its handles will have durations.
   bool enable_timing();
-  // Before the backend's communicators are destroyed: their handles must not be asked any more.
-  // Operations in flight lose their times where they take longer than `patience`.
+  // To be called before the backend's communicators are destroyed, because their handles must not
+  // be polled afterwards. Operations that take longer than `patience` lose their times.
   void unwatch(std::chrono::milliseconds patience) const noexcept;
 
-  // Runs where the backend's own destructor can end: see teardown.h.
+  // Runs on a thread where the backend's destructor can finish: see teardown.h.
   ~Inner();
   Inner(const Inner&) = delete;
   Inner& operator=(const Inner&) = delete;

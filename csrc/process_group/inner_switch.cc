@@ -8,14 +8,14 @@
 namespace crux {
 namespace {
 
-struct Registry {
+struct Switches {
   std::mutex mutex;
   std::vector<std::weak_ptr<InnerSwitch>> members;
 };
 
-Registry& registry() {
+Switches& switches() {
   // Never destroyed: a backend may outlive static objects.
-  static auto& made = *new std::unique_ptr<Registry>(std::make_unique<Registry>());
+  static auto& made = *new std::unique_ptr<Switches>(std::make_unique<Switches>());
   return *made;
 }
 
@@ -31,7 +31,7 @@ InnerSwitch::InnerSwitch(BackendPtr first, c10::DeviceType device, int64_t hook_
       point_(std::make_shared<Inner>(std::move(first), device, hook_id, recorder)) {}
 
 std::vector<std::shared_ptr<InnerSwitch>> InnerSwitch::all() {
-  Registry& known = registry();
+  Switches& known = switches();
   std::vector<std::shared_ptr<InnerSwitch>> found;
   const std::lock_guard<std::mutex> lock(known.mutex);
   auto& members = known.members;
@@ -61,8 +61,8 @@ void InnerSwitch::before_issue(const Ticket& ticket) {
   Inner* last = last_inner_.load();
   if (!last || last == ticket.inner()) return;
   const std::lock_guard<std::mutex> lock(last_mutex_);
-  // Makes the current stream wait, and so what is issued on it: two communicators' operations must
-  // begin in the same order on all devices.
+  // Makes the current stream wait, because the operations of two communicators must begin in the
+  // same order on all devices.
   if (last_) last_->synchronize();
   last_.reset();
   last_inner_.store(nullptr);
@@ -164,7 +164,7 @@ void InnerSwitch::publish(StorePtr store, int64_t born) {
     store_ = std::move(store);
     born_ = born;
   }
-  Registry& known = registry();
+  Switches& known = switches();
   const std::lock_guard<std::mutex> lock(known.mutex);
   known.members.push_back(shared_from_this());
 }
@@ -197,16 +197,16 @@ Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::mi
   TORCH_CHECK(refused.empty(), refused);
   TORCH_CHECK(next != nullptr, "crux: arm needs a backend");
   auto inner = std::make_shared<Inner>(next, device_, hook_id_, recorder_);
-  // Gloo's monitoredBarrier sends messages under the numbers of its collectives, which begin anew:
-  // none may meet a message of the script.
+  // Gloo's monitoredBarrier uses the numbers of its collectives as tags, and they start anew. They
+  // must not match a message of the script.
   if (next->getBackendName() == "gloo") inner->tag_flip = 1 << 30;
-  // On a device the last operation must be seen here, to order the next backend's first behind it.
+  // On a device, the next backend's first operation is ordered behind the last one seen here.
   if (device_ != c10::DeviceType::CPU) margin = std::max<uint64_t>(margin, 2);
   Counts hold;
   for (;;) {
     const uint64_t changes = configure_like_current(*next);
     const std::lock_guard<std::mutex> lock(mutex_);
-    // From here on a setting reaches the next backend too.
+    // From here on, settings reach the next backend too.
     if (changes != changes_) continue;
     TORCH_CHECK(point_.arm(std::move(inner), margin, limit, &hold),
                 "a switch is under way, or the process group has ended");
@@ -227,7 +227,7 @@ bool InnerSwitch::finish() {
   try {
     retired_sequence_ += retired->backend->getSequenceNumberForGroup();
   } catch (const std::exception&) {
-    // A backend without sequence numbers has none to go on from.
+    // A backend without sequence numbers has none to continue from.
   }
   retired_ = std::move(retired);
   return true;

@@ -1,6 +1,6 @@
-// The inner backends that serve one type of device in a process group: the current one and, while
-// switching, the next. Operations take their way by SwitchPoint's counts; the rest of this class
-// makes the next backend like the current one, and closes what is no longer used.
+// The inner backends that serve one type of device in a process group: the current one and, during
+// a switch, the next. SwitchPoint's counts decide which one an operation takes. This class also
+// sets up the next backend like the current one, and closes backends that are no longer used.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 
 namespace crux {
 
-// How long the end of a communicator waits for the times of its last operations.
+// How long destroying a communicator waits for the times of its last operations.
 constexpr std::chrono::milliseconds kUnwatchPatience{1000};
 
 class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
@@ -35,7 +35,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   InnerSwitch(const InnerSwitch&) = delete;
   InnerSwitch& operator=(const InnerSwitch&) = delete;
 
-  // Those of this process that were published and are not closed, oldest first.
+  // All that were published in this process and are not closed, oldest first.
   static std::vector<std::shared_ptr<InnerSwitch>> all();
 
   // For the threads that issue operations. Each may wait for a decision: see SwitchPoint.
@@ -45,34 +45,34 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   Ticket uncounted() { return point_.uncounted(); }
   void count_collective() { point_.count_collective(); }
   void keep_transfers() { point_.keep_transfers(); }
-  // Orders a device's work on the next backend behind its last on the current one.
+  // Makes the next backend's first work on a device wait for the current backend's last.
   void issued(Ticket& ticket, const WorkPtr& work);
   void before_issue(const Ticket& ticket);
-  // An operation went into a graph, which may be replayed as long as the process group lives: what
-  // it was captured on is kept so long, and no switch begins any more.
+  // An operation went into a graph, which may be replayed as long as the process group lives. So
+  // its backend is kept that long, and no new switch begins.
   void captured(Ticket& ticket);
 
   // The current inner backend; throws c10::Error once closed.
   BackendPtr backend() const;
-  // Ends the watch over the operations of all: see Inner::unwatch.
+  // Calls Inner::unwatch for all of them.
   void unwatch(std::chrono::milliseconds patience) const;
-  // Done to all inner backends that there are.
+  // Applies it to all current inner backends.
   void apply(const Setting& setting) const;
-  // Done to all, and to each that is made later, in the order in which the names came up; a later
-  // setting of a name takes the place of the earlier.
+  // Applies it to all, and to each later one, in the order in which the names first came. A later
+  // setting replaces an earlier one of the same name.
   void configure(const std::string& name, Setting setting);
   void forget(const std::string& name);
-  // Counted over all inner backends that have served the group.
+  // Counted over all inner backends that the group has had.
   uint64_t sequence_number() const;
 
-  // Lets it be switched, with the store that the group was given. `born` is the newest switch that
-  // was known when its first backend was made.
+  // Allows switches, with the group's own store. `born` is the newest switch that was known when
+  // the first backend was made.
   void publish(StorePtr store, int64_t born);
   StorePtr store() const;
   int64_t born() const;
-  // No switch from now on, because of `reason`. One that is decided goes on.
+  // Allows no switch from now on, because of `reason`. A switch that is already decided goes on.
   void refuse(const std::string& reason);
-  // Why no switch can begin; empty where one can.
+  // Why no switch can begin; empty if one can.
   std::string refusal() const;
 
   // For the one thread that switches; see SwitchPoint. arm() throws c10::Error with the refusal.
@@ -80,10 +80,10 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   bool decide(Counts counts) { return point_.decide(std::move(counts)); }
   void cancel();
   bool finish();
-  // Closes the backend that finish() took out of use; waits for its operations.
+  // Closes the backend that finish() retired, after its operations have ended.
   void release();
 
-  // From now on it is empty; whoever waits in it goes on. Called with the process group's end.
+  // Drops all backends; threads that wait here go on. Called when the process group ends.
   void close();
   void let_go() { point_.let_go(); }
   bool closed() const { return point_.closed(); }
@@ -97,7 +97,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
 
   std::vector<std::shared_ptr<Inner>> inners() const;
   Ticket cleared(Ticket ticket);
-  // Returns the number of changes that it took into account.
+  // Returns the number of changes that were considered.
   uint64_t configure_like_current(c10d::Backend& next) const;
   void forget_last(const Inner* inner);
 

@@ -1,4 +1,4 @@
-// An instant of which only an earliest and a latest time are known.
+// An instant that is known only by its earliest and its latest time.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@ inline Instant between(int64_t earliest_ns, int64_t latest_ns) noexcept {
   return {ns, latest_ns - ns};
 }
 
-// The instant that was between the two and, by what was known before, at `predicted`: there, or at
-// the nearer of the two. Its error is never more than the prediction's, unless the two exclude all
-// that was predicted: then they hold, and the prediction was of clocks that have drifted apart.
+// The instant between the two times that is nearest to `predicted`. Its error is at most the
+// prediction's, unless the two exclude the whole prediction. Then the two count, because the clocks
+// of the prediction have drifted apart.
 inline Instant between(int64_t earliest_ns, int64_t latest_ns, const Instant& predicted) noexcept {
   const int64_t ns = std::clamp(predicted.ns, earliest_ns, latest_ns);
   const int64_t first_ns = std::max(earliest_ns, predicted.ns - predicted.error_ns);

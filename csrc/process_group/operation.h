@@ -1,9 +1,7 @@
-// What is known of an accelerator's operation from its issue on, and where it is found to lie in
-// time.
+// An operation on an accelerator, and how its begin and end are computed.
 //
-// Its backend tells one exact thing, late: for how long it ran. A mark on the stream that it was
-// issued on tells when the device came to it, and the operations of a communicator run one after
-// the other, so
+// Its backend reports its exact duration, but late. A mark on the stream that it was issued on
+// tells when the device reached it. The operations of a communicator run one after the other, so
 //
 //   begin_i = max(reached_i, end_{i-1}),   end_i = begin_i + duration_i.
 #pragma once
@@ -20,7 +18,7 @@
 
 namespace crux {
 
-// Mark: reached_ns() gives CLOCK_MONOTONIC in ns, kUnknownTime where the device does not tell.
+// Mark: reached_ns() gives CLOCK_MONOTONIC in ns, kUnknownTime if the device does not tell.
 template <typename Mark>
 struct Operation {
   Record whole;
@@ -28,7 +26,7 @@ struct Operation {
   Mark mark;
 };
 
-// The parts of a block get the whole's times: nothing tells them apart.
+// The parts of a block get the times of the whole block, because nothing tells them apart.
 inline void push(Recorder& recorder, const Record& whole, std::vector<Record>& parts) {
   for (Record& part : parts) {
     part.start_ns = whole.start_ns;
@@ -48,7 +46,7 @@ class Lanes {
 
   explicit Lanes(Recorder& recorder) : recorder_(recorder) {}
 
-  // Records an operation that has ended, or whose end nobody will tell.
+  // Records an operation that has ended, or whose end nobody will report.
   template <typename Mark>
   void finish(Operation<Mark>& operation, int64_t device_ns) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -56,24 +54,24 @@ class Lanes {
     push(recorder_, operation.whole, operation.parts);
   }
 
-  // Between a transfer's two ends is a stream of its own; collectives share one.
+  // Each pair of ranks has its own stream for transfers; collectives share one.
   static int32_t lane_of(const Record& record) noexcept {
     const bool is_transfer = record.op == Op::kSend || record.op == Op::kRecv;
     return is_transfer ? record.peer : kCollectives;
   }
 
  private:
-  // More are not told out of order at a time.
+  // At most this many are reported out of order at a time.
   static constexpr size_t kKnownEnds = 1024;
 
-  // `whole.start_ns` becomes when its stream reached it, or when it was issued where that isn't
-  // known; its begin is `end_ns - device_ns`. An unknown duration leaves the end unknown.
+  // Sets `whole.start_ns` to when its stream reached it, or to when it was issued if that is
+  // unknown. Its begin is `end_ns - device_ns`. If the duration is unknown, so is the end.
   void place(Record& whole, int64_t reached_ns, int64_t device_ns) {
     whole.start_ns = reached_ns != kUnknownTime ? reached_ns : whole.issue_ns;
     if (reached_ns != kUnknownTime) whole.flags |= kDeviceClock;
     whole.device_ns = device_ns;
     if (device_ns == kUnknownTime) return;
-    // Ends are not always told in order: backends have a queue for each stream.
+    // Ends are not always reported in order, because backends have a queue for each stream.
     auto& ends = ends_[lane_of(whole)];
     const auto next = ends.lower_bound(whole.sequence);
     const int64_t before_ns = next == ends.begin() ? kUnknownTime : std::prev(next)->second;

@@ -1,5 +1,5 @@
-// One collective as the recorder keeps it. crux_torch/profile/record.py describes the same 64 bytes
-// to numpy; csrc/bindings/recorder_py.cc checks that the two agree.
+// One collective as the recorder keeps it. crux_torch/measure/record.py describes the same 64 bytes
+// to numpy; tests/test_recorder.py checks that the two agree.
 #pragma once
 
 #include <cstdint>
@@ -60,9 +60,9 @@ enum class Status : uint8_t { kOk, kFailed, kIncomplete };
 enum Flag : uint8_t {
   kEndAtWait = 1,
   kInCoalescedGroup = 2,
-  kDeviceClock = 4,  // start_ns is when the device's stream came to it, by the device's clock
-  kSynchronous = 8,  // the caller, or the stream that it issues on, waits for its end at once
-  kUntimed = 16,     // issued while the recorder did not time: nothing else is known of it
+  kDeviceClock = 4,  // start_ns is when the stream reached it, by the device's clock
+  kSynchronous = 8,  // the caller, or its stream, waits for the end immediately
+  kUntimed = 16,     // issued while the recorder did not time: only the call is known
 };
 
 inline constexpr int64_t kUnknownTime = -1;

@@ -1,4 +1,4 @@
-// The recorder of one process: every collective leaves one record, and nobody ever waits for it.
+// The recorder of one process. Every collective leaves one record, and nobody waits for that.
 #pragma once
 
 #include <atomic>
@@ -34,10 +34,10 @@ class Recorder {
     }
   }
 
-  // The oldest records, `max` at most, appended to `out`. Drainers exclude each other.
+  // Appends the oldest records, at most `max`, to `out`. Only one thread drains at a time.
   void drain(size_t max, std::vector<Record>& out);
 
-  // An operation that went into a graph: it runs when that is replayed, and leaves no record.
+  // Counts an operation that went into a graph. It runs when the graph is replayed, unrecorded.
   void pass_captured() noexcept { captured_.fetch_add(1, std::memory_order_relaxed); }
 
   uint32_t add_group(Group group);
@@ -46,8 +46,8 @@ class Recorder {
 
   bool enabled() const noexcept { return enabled_.load(std::memory_order_relaxed); }
   void set_enabled(bool enabled) noexcept { enabled_.store(enabled, std::memory_order_relaxed); }
-  // Whether it finds out when operations run and end, or keeps of each only that it was issued,
-  // which costs a fraction. For what is issued from now on.
+  // Whether operations that are issued from now on are timed. If not, only the call is recorded,
+  // which costs a fraction.
   bool timing() const noexcept { return timing_.load(std::memory_order_relaxed); }
   void set_timing(bool timing) noexcept { timing_.store(timing, std::memory_order_relaxed); }
 

@@ -1,8 +1,8 @@
 // A bounded queue that many threads push into without a lock and one thread drains.
 //
 // Each cell carries a ticket: cell i is free for position p when its ticket is p, and full when it
-// is p + 1 (D. Vyukov's bounded MPMC queue). A push into a full ring fails at once: its caller
-// counts it.
+// is p + 1 (D. Vyukov's bounded MPMC queue). A push into a full ring fails immediately;
+// the caller counts it.
 #pragma once
 
 #include <atomic>

@@ -8,7 +8,7 @@
 namespace crux {
 namespace {
 
-// The CUDA runtime's, as torch has loaded it; null where there is none.
+// The function of the CUDA runtime that torch has loaded, or null.
 template <typename Function>
 Function* cuda_runtime(const char* name) noexcept {
   return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
@@ -28,7 +28,7 @@ bool ask(const Guard& guard, const c10::Stream& stream, long) {
   int status = 0;
   if (!query) return true;
   if (query(guard.getStreamNativeHandle(stream), &status) == 0) return status != 0;
-  // Else the script's next kernel would find the error and be blamed for it.
+  // Otherwise the script's next kernel would report the error as its own.
   static auto* const clear = cuda_runtime<int()>("cudaGetLastError");
   if (clear) (void)clear();
   return true;

@@ -5,15 +5,15 @@
 
 namespace crux {
 
-// Whether what is put on the stream now goes into a graph. True where a CUDA stream can't be asked:
-// what is taken for captured is left alone.
+// Whether work that is put on the stream now goes into a graph. Also true if a CUDA stream can't be
+// asked, because operations that count as captured are left alone.
 bool is_capturing(const c10::Stream& stream);
 
-// From now on, what this thread asks the device does not break the captures of other threads. Where
-// it is called, the device must be current: it may make a context.
+// From now on this thread's queries do not break other threads' captures. The device must be
+// current, because the call may create a context.
 void tolerate_captures(c10::DeviceType device) noexcept;
 
-// What tolerate_captures calls for a device that is not CUDA's: as
+// The function that tolerate_captures calls for a device that is not CUDA's, with the signature of
 // cudaThreadExchangeStreamCaptureMode.
 using CaptureModeExchange = int (*)(int* mode);
 void set_capture_mode_exchange(CaptureModeExchange exchange) noexcept;

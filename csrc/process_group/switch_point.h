@@ -1,17 +1,18 @@
-// Where the operations of one inner backend pass to the next, the same for all ranks of its group.
+// The point at which operations move from one inner backend to the next, the same on all ranks.
 //
-// Every operation is counted as it is issued: collectives by one counter, for all ranks issue them
-// in the same order; point-to-point operations ("transfers") by one counter a key of peer, tag and
-// direction, for both ends issue those of one key in the same order. A switch is
+// Every operation is counted when it is issued. Collectives have one counter, because all ranks
+// issue them in the same order. Point-to-point operations ("transfers") have a counter for each key
+// of peer, tag and direction, because both ends issue those of one key in the same order. A switch
+// is
 //
-//   arm      this rank says how far it goes without knowing more: its hold point;
+//   arm      this rank announces how far it goes before the decision: its hold point;
 //   decide   all ranks learn the same counts: an operation whose number is below its count stays
 //            with the current inner backend, any other takes the next;
-//   finish   this rank has passed all of these counts: the next becomes the current.
+//   finish   this rank has passed all of these counts; the next becomes the current.
 //
 // An operation that reaches the hold point before the decision waits for it, for a limited time.
-// The counts are at least every rank's hold points, so nobody has passed them when they become
-// known. Knows nothing of torch; Inner is whatever serves operations.
+// The counts are at least every rank's hold points, so no rank has passed them when they become
+// known. This file does not depend on torch; Inner is any type that serves operations.
 #pragma once
 
 #include <atomic>
@@ -27,7 +28,7 @@
 
 namespace crux {
 
-// What both ends of a point-to-point operation call by the same name.
+// The key of a point-to-point operation, the same at both ends.
 struct Transfer {
   int peer = -1;
   int tag = 0;
@@ -38,11 +39,11 @@ struct Transfer {
   }
 };
 
-// How many operations were issued, or may be before the switch.
+// How many operations were issued, or may be issued before the switch.
 struct Counts {
   uint64_t collectives = 0;
   std::map<Transfer, uint64_t> transfers;
-  // Transfers stay where they are: their ends can't be told by counting.
+  // Transfers stay with the current inner backend: counts can't match their ends.
   bool transfers_stay = false;
 };
 
@@ -51,20 +52,20 @@ class SwitchPoint {
  public:
   using InnerPtr = std::shared_ptr<Inner>;
   using Clock = std::chrono::steady_clock;
-  // With more keys (a new tag for each message, say) transfers are not told apart any more.
+  // With more keys (for example a new tag for each message) transfers are no longer counted.
   static constexpr size_t kMaxKeys = 4096;
 
-  // One operation on its way to an inner backend. While it lives no inner backend is given up.
+  // One operation on its way to an inner backend. While it exists, no inner backend is retired.
   class Ticket {
    public:
     Ticket(Ticket&& other) noexcept : Ticket(other) { other.point_ = nullptr; }
     Ticket& operator=(Ticket&&) = delete;
-    // An operation that was refused has not happened: the next one gets its number.
+    // The operation was refused, so it did not happen; the next one gets its number.
     ~Ticket() {
       if (point_) point_->leave(*this);
     }
 
-    // Null where the operation must wait() first.
+    // Null if the operation must wait() first.
     Inner* inner() const noexcept { return inner_; }
     void wait() { point_->wait(*this); }
     void issued() noexcept { issued_ = true; }
@@ -94,7 +95,7 @@ class SwitchPoint {
 
   Ticket collective() {
     Ticket ticket(this, Ticket::Kind::kCollective);
-    // The order of these two makes arm() see the number or this thread see armed_.
+    // In this order, either arm() sees the number or this thread sees armed_.
     ticket.number_ = collectives_of(issuing_.fetch_add(kActive + 1));
     if (!armed_.load()) {
       ticket.inner_ = fast_.load();
@@ -121,7 +122,7 @@ class SwitchPoint {
     return ticket;
   }
 
-  // A receive from whoever sends: no count tells which sender it meets.
+  // A receive from any source: no count tells which sender it meets.
   Ticket any_source(int tag) {
     Ticket ticket(this, Ticket::Kind::kAnySource);
     issuing_.fetch_add(kActive);
@@ -131,7 +132,7 @@ class SwitchPoint {
     return ticket;
   }
 
-  // For what all ranks need not issue alike: goes to the current inner backend, uncounted.
+  // For operations that not all ranks issue: goes to the current inner backend, uncounted.
   Ticket uncounted() {
     Ticket ticket(this, Ticket::Kind::kUncounted);
     issuing_.fetch_add(kActive);
@@ -140,10 +141,10 @@ class SwitchPoint {
     return ticket;
   }
 
-  // A collective that follows others into the inner backend that they have: numbered only.
+  // Counts a collective that goes to the inner backend of the ones before it.
   void count_collective() { issuing_.fetch_add(1); }
 
-  // Transfers stay where they are, from the next switch on.
+  // From the next switch on, transfers stay with their inner backend.
   void keep_transfers() {
     const std::lock_guard<std::mutex> lock(mutex_);
     count_.transfers_stay = true;
@@ -153,7 +154,7 @@ class SwitchPoint {
 
   // This rank's hold point: `margin` collectives from now, and no further transfer.
   // Operations that reach it wait, each for `limit` at most; then this switch is given up.
-  // Returns false where a switch is under way or the point is closed.
+  // Returns false if a switch is under way or the point is closed.
   bool arm(InnerPtr next, uint64_t margin, std::chrono::milliseconds limit, Counts* hold) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ != Phase::kIdle || next_ || passed_ || closed_) return false;
@@ -169,7 +170,7 @@ class SwitchPoint {
   }
 
   // `counts.transfers` holds the keys of this rank for which they differ from its hold point.
-  // Returns false where this rank has given the switch up.
+  // Returns false if this rank has given up the switch.
   bool decide(Counts counts) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ != Phase::kHolding) return false;
@@ -179,7 +180,7 @@ class SwitchPoint {
     return true;
   }
 
-  // Everything stays where it is, unless decided before. Returns what would have been next.
+  // Gives up a switch that is not decided. Returns the backend that would have been next.
   InnerPtr cancel() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ == Phase::kDecided) return nullptr;
@@ -187,9 +188,9 @@ class SwitchPoint {
     return std::move(next_);
   }
 
-  // Whether the next inner backend has become the current one, which it does once no operation of
-  // this rank will take the current one any more. True once a switch; `retired` is then what
-  // nothing is issued to any more, null where transfers stay with it.
+  // Makes the next inner backend the current one, once no operation of this rank will take the old
+  // one. Returns true once for each switch. Then nothing is issued to `retired` any more; it is
+  // null if transfers stay with the old one.
   bool finish(InnerPtr* retired) {
     const std::lock_guard<std::mutex> lock(mutex_);
     pass();
@@ -199,7 +200,7 @@ class SwitchPoint {
     return true;
   }
 
-  // The end: nobody waits here any more. Returns all inner backends, each once.
+  // Ends it: nobody waits here any more. Returns all inner backends, each once.
   std::vector<InnerPtr> close() {
     const std::lock_guard<std::mutex> lock(mutex_);
     closed_ = true;
@@ -213,7 +214,7 @@ class SwitchPoint {
     return all;
   }
 
-  // Whoever waits goes on with the current inner backend, unless the switch is decided.
+  // Threads that wait go on with the current inner backend, unless the switch is decided.
   void let_go() {
     const std::lock_guard<std::mutex> lock(mutex_);
     give_up();
@@ -288,7 +289,7 @@ class SwitchPoint {
     if (phase_ == Phase::kHolding && !hold_.transfers_stay) return nullptr;
     count_.transfers_stay = true;
     if (phase_ != Phase::kDecided || decided_.transfers_stay) return transfers_.get();
-    // What was sent before the switch lies there and must be received there.
+    // A message that was sent before the switch must be received on the same backend.
     for (const auto& [key, count] : decided_.transfers) {
       if (key.sends || key.tag != ticket.key_.tag) continue;
       if (count_.transfers[key] >= count) continue;
@@ -310,8 +311,8 @@ class SwitchPoint {
   }
 
   bool has_passed() const {
-    // While an operation is on its way it may still be refused, and its number given again. Both
-    // of one moment: an operation that entered between two looks would have the last number.
+    // An operation on its way may still be refused, and its number reused. Both values are read at
+    // the same moment, because an operation could enter between two reads with the last number.
     const uint64_t issuing = issuing_.load();
     if (issuing >= kActive || collectives_of(issuing) < decided_.collectives) return false;
     if (decided_.transfers_stay) return true;
@@ -361,7 +362,8 @@ class SwitchPoint {
       const auto found = count_.transfers.find(ticket.key_);
       if (found != count_.transfers.end() && found->second > 0) --found->second;
     }
-    // The last one out looks: whoever only looked from time to time might always find one inside.
+    // The last one out checks. A thread that checked from time to time might always find one
+    // inside.
     const uint64_t left = kActive + (gives_back ? 1 : 0);
     if (issuing_.fetch_sub(left) - left < kActive && armed_.load()) {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -369,12 +371,12 @@ class SwitchPoint {
     }
   }
 
-  // Operations on their way, times kActive, and collectives so far: one word, for has_passed().
+  // Operations on their way times kActive, plus collectives so far: one word, for has_passed().
   static constexpr uint64_t kActive = uint64_t{1} << 48;
   static uint64_t collectives_of(uint64_t issuing) noexcept { return issuing & (kActive - 1); }
   std::atomic<uint64_t> issuing_{0};
   std::atomic<bool> armed_{false};
-  std::atomic<Inner*> fast_;  // current_, for threads that see no switch
+  std::atomic<Inner*> fast_;  // current_, for threads while there is no switch
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -383,7 +385,7 @@ class SwitchPoint {
   InnerPtr current_;
   InnerPtr transfers_;
   InnerPtr next_;
-  InnerPtr retired_;  // until finish() gives it out
+  InnerPtr retired_;  // until finish() returns it
   bool passed_ = false;
   Counts count_;  // of transfers; issuing_ counts the rest
   Counts hold_;

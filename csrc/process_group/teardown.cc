@@ -11,7 +11,7 @@
 namespace crux {
 namespace {
 
-// Whether this is one of the threads that a ProcessGroupGloo joins when it is destroyed.
+// Whether this is a thread that a ProcessGroupGloo joins when it is destroyed.
 bool is_gloo_thread() {
   char name[16] = {};
   return pthread_getname_np(pthread_self(), name, sizeof(name)) == 0 &&

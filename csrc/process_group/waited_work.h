@@ -1,6 +1,5 @@
-// The handle of an operation whose backend tells nobody when it ends: the end is when wait()
-// returns. Gloo's send, recv and reduce_scatter are of this kind. Everything else is the inner
-// handle's.
+// The handle of an operation whose backend does not report its end, such as Gloo's send, recv and
+// reduce_scatter. Its end is when wait() returns. Everything else goes to the inner handle.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -12,7 +11,7 @@ namespace crux {
 
 class WaitedWork final : public c10d::Work {
  public:
-  // Without a recorder it only keeps the passage through the gate for so long.
+  // Without a recorder, it only holds the gate's ticket until then.
   WaitedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder* recorder, const Record& record,
              GateTicket&& gated);
   ~WaitedWork() override;

@@ -1,5 +1,5 @@
-// connect(), accept() and accept4() of this process: every TCP connection is recorded, and those
-// of collective libraries take the path, the class and the rate that their route asks for.
+// connect(), accept() and accept4() of this process. Every TCP connection is recorded. Those of
+// collective libraries get the path, the class and the rate of their route.
 #include <dlfcn.h>
 #include <errno.h>
 #include <link.h>
@@ -26,7 +26,7 @@
 namespace crux::transport {
 namespace {
 
-// Cancelling a thread in the middle of a search would unwind through code that does not expect it.
+// Cancelling a thread during a search would unwind through code that does not expect it.
 class NoCancellation {
  public:
   NoCancellation() { ::pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
@@ -44,8 +44,8 @@ class SavedErrno {
   int value_ = errno;
 };
 
-// While a source port is bound and until it is connected no other socket may share it: two
-// connections with the same four numbers can't be, and the second would fail.
+// From bind() to connect() no other socket may share the source port: two connections can't have
+// the same addresses and ports, and the second one would fail.
 class Exclusive {
  public:
   explicit Exclusive(int fd) : fd_(fd) {}
@@ -78,7 +78,7 @@ class Exclusive {
   std::array<bool, 2> cleared_{};
 };
 
-// The path of the object that `address` belongs to; null where that can't be told.
+// The path of the object that `address` belongs to, or null.
 const char* object_of(const void* address) {
 #if __GLIBC_PREREQ(2, 35)
   // Unlike dladdr() it takes no lock, so a library's constructor may wait for a connection that
@@ -134,7 +134,7 @@ int family_of(int fd) {
 // Binds `fd` to a source port that takes the route's path.
 void steer(int fd, const Endpoint& local, const Route& route, Transport& transport,
            Exclusive& exclusive, Record& record) {
-  record.error = route.vain->error();
+  record.error = route.failures->error();
   if (record.error != 0) return;
   const bool ipv6 = !record.peer.address.is_v4();
   // Automatic flow labels are random, and part of many switches' hash.
@@ -164,7 +164,7 @@ void steer(int fd, const Endpoint& local, const Route& route, Transport& transpo
   record.via = found.via;
   record.error = found.error;
   // Ports that are all in use now may be free in a moment.
-  if (found.port == 0 && found.error != EADDRINUSE) route.vain->remember(found.error);
+  if (found.port == 0 && found.error != EADDRINUSE) route.failures->remember(found.error);
 }
 
 void log(const Record& record, const Route& route) {
@@ -179,7 +179,7 @@ void log(const Record& record, const Route& route) {
             record.error != 0 ? ": " : "", record.error != 0 ? std::strerror(record.error) : "");
 }
 
-// Gives a connection that is about to be made what its route asks for.
+// Applies the route to a connection that is about to be made.
 void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclusive,
              Record& record) {
   const NoCancellation uncancelled;
@@ -224,14 +224,13 @@ int interposed_connect(int fd, const sockaddr* address, socklen_t size, const vo
     const SavedErrno unchanged;
     const auto inode = socket_inode(fd);
     const auto peer = Endpoint::from(address, size);
-    // Asking how an attempt stands, or trying again where nobody listened yet, is no new
+    // A repeated call, to ask for the state of an attempt or to try again, is no new
     // connection.
     if (inode && peer && is_tcp(fd) && !transport->registry.has(fd, *inode)) {
-      const char* const owner = current_owner();
       record.inode = *inode;
       record.peer = *peer;
-      record.owner = owner != nullptr ? to_name(owner) : library_of(caller);
-      const bool ours = owner != nullptr || transport->steer_all || is_collective(record.owner);
+      record.owner = library_of(caller);
+      const bool ours = transport->steer_all || is_collective(record.owner);
       if (ours && !transport->routes.skipped(peer->port)) {
         if (const auto route = transport->routes.to(peer->address)) {
           prepare(fd, *route, *transport, exclusive, record);
@@ -241,7 +240,7 @@ int interposed_connect(int fd, const sockaddr* address, socklen_t size, const vo
   }
   const int result = real(fd, address, size);
   const SavedErrno unchanged;
-  // A signal ends the wait, not the attempt.
+  // After a signal the attempt goes on.
   const bool under_way = result == 0 || errno == EINPROGRESS || errno == EINTR;
   if (record.inode != 0 && (under_way || record.how != CRUX_UNTOUCHED)) {
     transport->registry.add(fd, record);
@@ -256,11 +255,10 @@ int accepted(int fd, const void* caller) {
   const SavedErrno unchanged;
   const auto inode = socket_inode(fd);
   if (!inode || !is_tcp(fd)) return fd;
-  const char* const owner = current_owner();
   Record record;
   record.inode = *inode;
   if (const auto peer = peer_endpoint(fd)) record.peer = *peer;
-  record.owner = owner != nullptr ? to_name(owner) : library_of(caller);
+  record.owner = library_of(caller);
   record.accepted = true;
   transport->registry.add(fd, record);
   return fd;
@@ -270,7 +268,7 @@ int accepted(int fd, const void* caller) {
 
 }  // namespace crux::transport
 
-// The libc headers declare these without noexcept: each is a point where a thread may be cancelled.
+// The libc headers declare these without noexcept, because each is a cancellation point.
 #define CRUX_INTERPOSES extern "C" __attribute__((visibility("default"), noinline))
 
 CRUX_INTERPOSES int connect(int fd, const sockaddr* address, socklen_t size) {

@@ -1,4 +1,4 @@
-// The C face: checks what comes in, and lets no exception out.
+// The C interface: checks the arguments, and lets no exception out.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -79,9 +79,6 @@ int set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
 
 }  // namespace
 
-void push_owner(const char* owner);
-void pop_owner();
-
 __attribute__((weak)) bool sees_queue_pairs() { return false; }
 __attribute__((weak)) void list_queue_pairs(std::vector<crux_connection>&) {}
 
@@ -94,7 +91,7 @@ int crux_transport_abi(void) { return CRUX_TRANSPORT_ABI; }
 
 int crux_transport_sees_sockets(void) {
   if (transport() == nullptr || !transport()->enabled) return false;
-  // Another preloaded library may stand before this one and pass calls on.
+  // Another preloaded library may come before this one and pass calls on.
   return crux::transport::is_ours("connect") || transport()->called;
 }
 
@@ -127,13 +124,6 @@ int crux_transport_skip_ports(const uint16_t* ports, size_t count) {
   return 0;
 }
 
-void crux_transport_push_owner(const char* owner) try {
-  crux::transport::push_owner(owner);
-} catch (const std::bad_alloc&) {
-}
-
-void crux_transport_pop_owner(void) { crux::transport::pop_owner(); }
-
 size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
   const Guard guard;
   if (transport() == nullptr) return 0;
@@ -157,15 +147,11 @@ int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rat
   return ENOMEM;
 }
 
-// Answered by verbs/ where it is built.
+// verbs/ overrides these if it is built.
 extern "C" {
 
 __attribute__((weak)) int crux_transport_label(int32_t, const char*, int32_t) { return ENOSYS; }
-__attribute__((weak)) int crux_transport_follow_queue_pairs(int) { return ENOSYS; }
-__attribute__((weak)) int crux_transport_allow_reset(uint64_t, const char*, int) { return ENOSYS; }
-__attribute__((weak)) int crux_transport_hold(uint64_t, uint32_t, uint32_t) { return ENOSYS; }
-__attribute__((weak)) int crux_transport_release(uint64_t) { return ENOSYS; }
-__attribute__((weak)) int crux_transport_change_queue_pair(uint64_t, const crux_queue_pair_change*,
+__attribute__((weak)) int crux_transport_change_queue_pair(uint64_t, uint32_t, uint64_t,
                                                            crux_queue_pair_outcome*) {
   return ENOSYS;
 }

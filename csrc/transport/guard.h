@@ -1,10 +1,10 @@
-// Whether this thread is inside this library already.
+// Whether this thread is already inside this library.
 #pragma once
 
 namespace crux::transport {
 
-// A signal handler, or a library further down the line, may call connect() while this thread is in
-// the middle of one, or holds a lock: then the call goes straight through.
+// A signal handler, or a library that this one calls, may call connect() while this thread is
+// inside a call or holds a lock. Then the call goes straight through.
 class Guard {
  public:
   Guard() : outermost_(depth_++ == 0) {}

@@ -24,7 +24,7 @@ int until(Clock::time_point deadline) {
   return static_cast<int>(std::max<milliseconds::rep>(0, left.count()));
 }
 
-// Hands out the ports of a range once each; but for `never`, so that nobody connects to itself.
+// Hands out each port of a range once, except `never`, so that no socket connects to itself.
 class PortSupply {
  public:
   PortSupply(const Routes& routes, uint16_t start, uint16_t never)
@@ -54,8 +54,8 @@ class PortSupply {
 // A port on trial.
 struct Candidate {
   uint16_t port = 0;
-  size_t hop = 0;    // the route's hop that is asked now; it has passed those before
-  int attempts = 0;  // of asking it
+  size_t hop = 0;    // the hop that is probed now; the earlier hops were right
+  int attempts = 0;  // to probe this hop
   SynProbe probe;
 };
 
@@ -92,7 +92,7 @@ class Search {
   }
   bool is_last(const Candidate& candidate) const { return candidate.hop + 1 == hops_.size(); }
 
-  // Ports that have passed earlier hops, or went unanswered, go before new ones.
+  // Ports that passed earlier hops, or got no answer, come before new ones.
   void fill_burst() {
     burst_.clear();
     while (burst_.size() < width_ && !kept_.empty()) {
@@ -106,7 +106,7 @@ class Search {
     }
   }
 
-  // False where more than a port is amiss.
+  // False for an error that is not about this port alone.
   bool send() {
     for (Candidate& candidate : burst_) {
       const int ttl = hops_[candidate.hop].ttl;
@@ -122,7 +122,7 @@ class Search {
     return true;
   }
 
-  // Reads answers until all have come, one of them ends the search, or it has taken too long.
+  // Reads answers until all have arrived, one of them ends the search, or time is up.
   void collect() {
     const Clock::time_point deadline = std::min(end_, Clock::now() + wait_);
     std::vector<pollfd> waiting(burst_.size());
@@ -146,7 +146,7 @@ class Search {
     } while (!enough && Clock::now() < deadline);
   }
 
-  // True where the search has ended, with a port or without.
+  // True if the search has ended, with a port or without one.
   bool judge() {
     silent_ = 0;
     for (Candidate& candidate : burst_) {
@@ -179,7 +179,7 @@ class Search {
     return false;
   }
 
-  // Silence is a router's limit of ICMP errors, or a long way.
+  // Missing answers mean that a router limits its ICMP errors, or that the way is long.
   void adapt() {
     if (2 * silent_ <= burst_.size()) {
       width_ = std::min<size_t>(limits_.burst, 2 * width_);

@@ -1,4 +1,4 @@
-// Which source port leads over the wanted path.
+// Finds a source port that leads over the wanted path.
 #pragma once
 
 #include <chrono>
@@ -27,10 +27,10 @@ struct PathFound {
 // Looks for a source port whose SYN passes, at every TTL of `route`, one of the addresses listed
 // for it.
 //
-// Ports are tried in the range of `ports` from the `start`-th on. Routers limit the ICMP errors
-// that they send, so what is unanswered is tried again, in smaller bursts and after a pause.
-// `claim` is asked to take a port that was found; where it can't (someone else was faster), the
-// search goes on.
+// It tries the ports in the range of `ports`, from the `start`-th on. Routers limit the rate of
+// their ICMP errors, so it repeats unanswered probes in smaller bursts and after a pause. `claim`
+// has to take a port that was found. If it can't, because another socket was faster, the search
+// goes on.
 PathFound find_port(const ProbedConnection& connection, const Route& route, const Routes& ports,
                     uint16_t start, const ProbeLimits& limits,
                     const std::function<bool(uint16_t)>& claim);

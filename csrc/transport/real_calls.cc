@@ -7,7 +7,7 @@
 namespace crux::transport {
 namespace {
 
-// For where no other library has these calls.
+// Used if no other library defines these functions.
 int raw_connect(int fd, const sockaddr* address, socklen_t size) {
   return static_cast<int>(::syscall(SYS_connect, fd, address, size));
 }

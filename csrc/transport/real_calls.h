@@ -1,4 +1,4 @@
-// The calls that this library stands in front of, as the next library in line has them.
+// The functions that this library interposes, from the next library in the search order.
 #pragma once
 
 #include <sys/socket.h>
@@ -11,7 +11,7 @@ struct RealCalls {
   int (*accept4)(int, sockaddr*, socklen_t*, int);
 };
 
-// Found on the first call, which may come before this library was initialised.
+// Found by the first call, which may come before this library is initialised.
 const RealCalls& real_calls();
 
 }  // namespace crux::transport

@@ -14,7 +14,7 @@
 namespace crux::transport {
 namespace {
 
-// Which descriptor each socket of this process has now.
+// The current descriptor of each socket of this process.
 std::unordered_map<uint64_t, int> descriptors_by_inode() {
   std::unordered_map<uint64_t, int> found;
   const auto close = [](DIR* dir) { ::closedir(dir); };
@@ -115,7 +115,7 @@ std::vector<crux_connection> Registry::list() {
 }
 
 void Registry::move(int fd, const Record& record) {
-  // Whoever is given this number next records it later than this, if the number is still ours.
+  // If the number is still ours, the next owner of the number records it later than this.
   const std::lock_guard hold(mutex_);
   if (socket_inode(fd) != record.inode) return;
   if (Slot* const at = slot(fd, true)) *at = Slot{generation_, record};
@@ -133,7 +133,7 @@ Registry::Slot* Registry::slot(int fd, bool make) const {
   if (fd < 0 || fd >= kMaxDescriptors) return nullptr;
   Block*& block = blocks_[fd / kBlockSlots];
   if (block == nullptr && make) {
-    // Never unmapped; zero, and untouched pages cost nothing.
+    // Never unmapped. It is zero, and untouched pages cost nothing.
     void* const memory = ::mmap(nullptr, sizeof(Block), PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory != MAP_FAILED) block = static_cast<Block*>(memory);

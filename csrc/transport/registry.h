@@ -16,13 +16,13 @@ using Name = std::array<char, CRUX_NAME_CHARS>;
 
 Name to_name(const char* text);
 
-// What of a socket this library sets.
+// The options of a socket that this library sets.
 struct SocketOptions {
   int tos = -1;                    // -1: could not be read
   uint64_t rate_Bps = UINT64_MAX;  // UINT64_MAX: could not be read
 };
 
-// What is known of a connection beyond what the kernel tells of it.
+// What this library knows about a connection; the rest comes from the kernel.
 struct Record {
   uint64_t inode = 0;  // names the connection together with its descriptor
   Endpoint peer;
@@ -30,33 +30,33 @@ struct Record {
   bool accepted = false;
   crux_how how = CRUX_UNTOUCHED;
   int error = 0;
-  SocketOptions original;  // where `how` says that it was touched
+  SocketOptions original;  // valid if `how` says that it was changed
   uint32_t probes = 0;
   int via_ttl = 0;
   Address via;
 };
 
-// A descriptor has one record at most, so whoever closes and connects all day fills no memory: the
-// next connection takes the place of the last. Writing a record allocates nothing from the heap,
-// as connect() may be called where malloc() may not.
+// A descriptor has at most one record, and the next connection overwrites it. So a program that
+// connects and closes all day does not fill the memory. Writing a record does not use the heap,
+// because connect() may be called where malloc() may not.
 class Registry {
  public:
   // Descriptors above this are not recorded.
   static constexpr int kMaxDescriptors = 1 << 20;
 
   void add(int fd, const Record& record);
-  // Whether `fd` still stands for a recorded connection `inode`.
+  // Whether `fd` is still the recorded connection `inode`.
   bool has(int fd, uint64_t inode) const;
-  // What the connection had before it was first touched; `now` where it never was.
+  // The options before the first change; `now` if there was none.
   SocketOptions original(int fd, uint64_t inode, const SocketOptions& now) const;
-  // A live connection was set: 0 or the errno. It is recorded from then on if it was not.
+  // Notes that a live connection was changed, with 0 or the errno. Adds it if it was not recorded.
   void set_live(int fd, uint64_t inode, const Endpoint& peer, const SocketOptions& before,
                 int error);
-  // The connections that are open, asked of the kernel now. Records of others are dropped; one
-  // whose descriptor was duplicated and closed is found again.
+  // The open connections, as the kernel describes them now. Drops the records of closed ones. Finds
+  // a connection whose descriptor was duplicated and closed.
   std::vector<crux_connection> list();
 
-  // Around fork(); forget() in the child, whose inherited connections stay its parent's.
+  // Around fork(). The child calls forget(), because inherited connections stay the parent's.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
   void forget();
@@ -76,7 +76,7 @@ class Registry {
   };
 
   Slot* find(int fd, uint64_t inode) const;
-  // Null where there is none, or no memory to `make` it.
+  // Null if there is none, or if there is no memory to `make` it.
   Slot* slot(int fd, bool make) const;
   std::vector<Known> snapshot() const;
   void drop(int fd, uint64_t inode);

@@ -48,7 +48,7 @@ void add_hops(Route& route, const std::string& text) {
   for (const std::string& one : addresses) route.add_hop(ttl, address(one));
 }
 
-// Nothing for a line without a route.
+// False for a line without a route.
 bool parse_line(const std::string& line, Route& route) {
   std::istringstream words(line.substr(0, line.find('#')));
   std::string word, value;

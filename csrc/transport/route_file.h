@@ -1,4 +1,4 @@
-// Routes as text, for programs without a Python face.
+// Routes as text, for programs without Python.
 //
 //   # destination   what is wanted, in any order; the rest of a line after # is ignored
 //   10.1.0.2        via 2:10.100.0.2,10.100.16.2 dscp 40 rate 25000000 ports 49152,49153

@@ -16,9 +16,9 @@ int64_t now_ns() {
 
 }  // namespace
 
-int VainSearch::error() const { return now_ns() < until_ns_.load() ? error_.load() : 0; }
+int NegativeCache::error() const { return now_ns() < until_ns_.load() ? error_.load() : 0; }
 
-void VainSearch::remember(int error) {
+void NegativeCache::remember(int error) {
   error_.store(error);
   until_ns_.store(now_ns() + std::chrono::nanoseconds(kVainFor).count());
 }

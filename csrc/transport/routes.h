@@ -1,4 +1,4 @@
-// What the plan in force wants of this process's connections, by destination.
+// The current plan's routes for the connections of this process, by destination.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@
 
 namespace crux::transport {
 
-// One TTL at which the path is to be checked, and who may answer there.
+// A TTL at which the path is checked, and the addresses that may answer there.
 struct Hop {
   int ttl = 0;
   std::vector<Address> addresses;
@@ -21,11 +21,11 @@ struct Hop {
   bool accepts(const Address& address) const;
 };
 
-// The last search for a path that was in vain, shared by the copies of one route. Whoever connects
-// to many ports of one host does not wait for the same search each time.
-class VainSearch {
+// Remembers for a while that the search for a path failed. The copies of one route share it, so
+// that connections that are made meanwhile need not search again.
+class NegativeCache {
  public:
-  // Of a search that failed a short while ago; 0 where there was none.
+  // The error of a search that failed a short time ago, or 0.
   int error() const;
   void remember(int error);
 
@@ -40,7 +40,7 @@ struct Route {
   uint64_t rate_Bps = 0;  // 0: no limit
   std::vector<Hop> hops;  // ascending TTL, each at most once
   std::vector<uint16_t> udp_ports;
-  std::shared_ptr<VainSearch> vain = std::make_shared<VainSearch>();
+  std::shared_ptr<NegativeCache> failures = std::make_shared<NegativeCache>();
 
   // Adds one address that may answer at `ttl`.
   void add_hop(int ttl, const Address& address);
@@ -54,9 +54,9 @@ struct PortRange {
 
 class Routes {
  public:
-  // Of two routes to one destination the later counts.
+  // If two routes have the same destination, the later one counts.
   void replace(std::vector<Route> routes);
-  // The route to `destination`, null where there is none; it outlives its replacement.
+  // The route to `destination`, or null. It stays valid after replace().
   std::shared_ptr<const Route> to(const Address& destination) const;
 
   void set_ports(PortRange ports);

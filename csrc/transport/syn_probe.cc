@@ -23,8 +23,8 @@ bool set_option(int fd, int level, int option, const T& value) {
   return ::setsockopt(fd, level, option, &value, sizeof value) == 0;
 }
 
-// A SYN that should get past the last hop must not become a connection: a Linux host drops one that
-// bears an MD5 signature (RFC 2385) for which it has no key. Best effort.
+// A SYN that reaches the destination must not become a connection. A Linux host drops a SYN with an
+// MD5 signature (RFC 2385) for which it has no key. Best effort.
 void sign(int fd, const SocketAddress& peer) {
   tcp_md5sig signature{};
   std::memcpy(&signature.tcpm_addr, peer.get(), peer.size());
@@ -33,7 +33,7 @@ void sign(int fd, const SocketAddress& peer) {
   set_option(fd, IPPROTO_TCP, TCP_MD5SIG, signature);
 }
 
-// A socket whose packets live for `ttl` hops. Empty with errno where the kernel refuses.
+// A socket whose packets live for `ttl` hops. Empty, with errno, if the kernel refuses.
 Descriptor open_socket(const ProbedConnection& connection, int ttl, const SocketAddress& peer) {
   const bool ipv6 = !connection.peer.address.is_v4();
   const int level = ipv6 ? int{IPPROTO_IPV6} : int{IPPROTO_IP};
@@ -45,7 +45,7 @@ Descriptor open_socket(const ProbedConnection& connection, int ttl, const Socket
       !set_option(fd, level, ipv6 ? IPV6_RECVERR : IP_RECVERR, on)) {
     return Descriptor();
   }
-  // What else decides the way; where the kernel refuses these, the probe is as good as can be.
+  // Other fields that may decide the path. If the kernel refuses one, the probe goes without it.
   set_option(fd, level, ipv6 ? IPV6_TCLASS : IP_TOS, connection.tos);
   if (ipv6) set_option(fd, level, IPV6_AUTOFLOWLABEL, off);
   if (connection.device != 0) set_option(fd, SOL_SOCKET, SO_BINDTOIFINDEX, connection.device);
@@ -53,7 +53,7 @@ Descriptor open_socket(const ProbedConnection& connection, int ttl, const Socket
   return made;
 }
 
-// Who reported a SYN's death, where the error queue holds such a report.
+// The router that reported an expired SYN, if the error queue has such a report.
 std::optional<Address> expired_at(int fd) {
   char data[128], control[512];
   iovec part{data, sizeof data};

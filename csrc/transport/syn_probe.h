@@ -1,4 +1,4 @@
-// One SYN that dies on its way, and who saw it die.
+// Sends one SYN whose TTL ends on its way, and tells which router dropped it.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace crux::transport {
 
-// What the probes must have in common with the connection that they stand for.
+// The properties that a probe shares with the connection that it is for.
 struct ProbedConnection {
   Endpoint local;  // its port does not matter; the address may be any
   Endpoint peer;
@@ -16,25 +16,25 @@ struct ProbedConnection {
   int device = 0;  // interface index that it is bound to, 0 for none
 };
 
-// An ordinary non-blocking connect() with a small TTL: the router that drops its SYN names itself
-// in the socket's error queue. No privilege is needed.
+// An ordinary non-blocking connect() with a small TTL. The router that drops its SYN reports itself
+// in the socket's error queue. This needs no privilege.
 class SynProbe {
  public:
   enum class Answer {
     kNone,     // so far
-    kHop,      // from() saw it die
+    kHop,      // from() dropped it
     kReached,  // the destination itself answered
     kFailed    // error() was reported
   };
 
-  // Sends it from source port `port`. 0, EADDRINUSE where the port is taken, or the errno of what
-  // failed.
+  // Sends it from source port `port`. 0, EADDRINUSE if the port is taken, or the errno of the call
+  // that failed.
   int send(const ProbedConnection& connection, uint16_t port, int ttl);
-  // For poll(): the answer is there when it is readable, writable or in error. -1: nothing to wait
-  // for.
+  // For poll(): the answer has arrived when it is readable, writable or in error. -1: no answer is
+  // expected.
   int waits_on() const { return answer_ == Answer::kNone ? socket_.get() : -1; }
   void read_answer();
-  // Gives the port free; the answer stays.
+  // Frees the port and keeps the answer.
   void close() { socket_.reset(); }
 
   Answer answer() const { return answer_; }

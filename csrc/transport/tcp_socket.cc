@@ -34,7 +34,7 @@ void Descriptor::reset() {
 
 std::optional<uint64_t> socket_inode(int fd) {
   struct stat status;
-  // Other file systems number their inodes on their own.
+  // Inode numbers of other file systems could be the same.
   if (::fstat(fd, &status) != 0 || !S_ISSOCK(status.st_mode)) return std::nullopt;
   return status.st_ino;
 }

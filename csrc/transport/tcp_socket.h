@@ -1,4 +1,4 @@
-// Options and state of TCP sockets, other libraries' live ones included.
+// Options and state of TCP sockets, including live ones of other libraries.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +28,12 @@ class Descriptor {
 
 constexpr uint64_t kUnlimited_Bps = 0;
 
-// Of the socket behind `fd`; nothing where it is none.
+// The inode of the socket `fd`; nothing if it is no socket.
 std::optional<uint64_t> socket_inode(int fd);
 bool is_tcp(int fd);
-// A duplicate of the socket `inode`, which others may close at any time and whose number may have
-// been given to another since: therefore checked after it was made. It shares its status flags
-// with the original: leave them alone. Empty, with errno, where fd does not name it any more
-// (ENOENT) or no descriptor is left.
+// A duplicate of the socket `inode`. Its owner may close it at any time, and `fd` may then name
+// another socket, so the duplicate is checked. It shares its status flags with the original, so
+// don't change them. Empty, with errno, if fd is another file (ENOENT) or no descriptor is left.
 Descriptor borrow(int fd, uint64_t inode);
 
 std::optional<Endpoint> local_endpoint(int fd);
@@ -47,13 +46,13 @@ constexpr int with_dscp(int tos, int dscp) { return dscp << 2 | (tos & 3); }
 // 0 or an errno.
 int set_dscp(int fd, bool ipv6, int dscp);
 
-// SO_MAX_PACING_RATE; kUnlimited_Bps for none, UINT64_MAX with errno where it can't be read.
+// SO_MAX_PACING_RATE; kUnlimited_Bps for none, UINT64_MAX with errno if it can't be read.
 uint64_t pacing_Bps(int fd);
 // 0 or an errno.
 int set_pacing(int fd, uint64_t rate_Bps);
 
-// Fills in the live part of `out` (ends, class, rate, bytes); false where the connection has ended.
-// A connection that is still being made has no peer yet for the kernel: `out` keeps its own.
+// Fills in the live part of `out` (ends, class, rate, bytes); false if the connection has ended.
+// For a connection that is still being made, the kernel knows no peer; then `out` keeps its own.
 bool describe(int fd, crux_connection& out);
 
 }  // namespace crux::transport

@@ -34,7 +34,7 @@ bool is_true(const char* name) {
 
 bool is_off(const char* name) { return *setting(name) != '\0' && !is_true(name); }
 
-// The port at the end of "29500", "host:29500", "tcp://host:29500"; 0 where there is none.
+// The port at the end of "29500", "host:29500" or "tcp://host:29500"; 0 if there is none.
 uint16_t trailing_port(const std::string& text) {
   const std::string digits = text.substr(text.rfind(':') + 1);
   char* end = nullptr;
@@ -78,7 +78,7 @@ void read_environment(Transport& transport) {
   }
 }
 
-// A signal handler that forks while its own thread holds these locks would wait for itself.
+// If a signal handler forks while its own thread holds these locks, it must not wait for them.
 bool lock_for_fork() {
   if (Guard::inside()) return false;
   instance.load()->registry.lock();
@@ -97,7 +97,7 @@ void after_fork() {
 }
 
 void after_fork_in_child() {
-  // Whoever held a lock elsewhere does not exist here.
+  // Threads of the parent that held a lock do not exist here.
   instance.load()->registry.forget();
   after_fork();
 }

@@ -1,4 +1,4 @@
-// What this process knows: its connections and the routes in force.
+// The state of this process: its connections and the current routes.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,11 @@ struct Transport {
   bool steer_all = false;           // CRUX_TRANSPORT_STEER_ALL
   bool log = false;                 // CRUX_TRANSPORT_LOG
   ProbeLimits limits;               // CRUX_TRANSPORT_PROBE_MS
-  std::atomic<bool> called{false};  // a connect() has come through
+  std::atomic<bool> called{false};  // a connect() has gone through this library
 };
 
-// Null before this library was initialised; never destroyed, as connections are made until the
-// process has ended.
+// Null before this library is initialised. Never destroyed, because connections are made until the
+// process ends.
 Transport* transport();
-
-// The owner that this thread pushed last, null where there is none.
-const char* current_owner();
 
 }  // namespace crux::transport

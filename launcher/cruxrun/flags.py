@@ -1,4 +1,4 @@
-"""The ``--crux-*`` flags: made from the settings, turned into the environment of the workers."""
+"""The ``--crux-*`` flags: one for each setting, which sets a variable for the workers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _FLAGS: tuple[tuple[Setting, str], ...] = tuple((s, s.flag) for s in SETTINGS if
 def add_flags(parser: ArgumentParser) -> None:
     """Add the group "crux": one flag for each setting, with dashes or underscores.
 
-    A flag holds the text that its variable would hold, checked here so that a bad value stops the
-    launcher before anything starts.
+    The value of a flag is the text for its variable. It is checked here, so that a bad value stops
+    the launcher before anything starts.
     """
     group = parser.add_argument_group(
         "crux",
-        "Each flag beats the environment variable in brackets; every process of the job reads the "
-        "variable.",
+        "Each flag sets the environment variable in brackets for every process of the job. It wins "
+        "over a variable that is set already.",
     )
     for setting, flag in _FLAGS:
         names = (flag, "--" + flag[2:].replace("-", "_"))
-        switch = setting.switch is not None
-        default = f"; default {setting.default}" if setting.default and not switch else ""
-        meaning = f"do not {setting.meaning}" if setting.switch == "0" else setting.meaning
+        switch = isinstance(setting.default, bool)
+        default = f"; default {setting.default_text}" if setting.default_text and not switch else ""
+        meaning = f"do not {setting.meaning}" if setting.default is True else setting.meaning
         text = f"{meaning} [{setting.env}{default}]".replace("%", "%%")
         text = text[0].upper() + text[1:]
         dest = _dest(setting)
@@ -37,7 +37,7 @@ def add_flags(parser: ArgumentParser) -> None:
                 *names,
                 dest=dest,
                 action="store_const",
-                const=setting.switch,
+                const=f"{not setting.default:d}",
                 default=None,
                 help=text,
             )
@@ -49,10 +49,10 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def is_disabled(args: Namespace, env: Mapping[str, str]) -> bool:
-    """Whether the job asked for plain torchrun, by the flag or the variable.
+    """Whether the flag or the variable asks for plain torchrun.
 
     Raises:
-        SettingsError: where the variable is neither true nor false.
+        SettingsError: the variable is neither true nor false.
     """
     if args.crux_disable is not None:
         return True
@@ -63,10 +63,10 @@ def is_disabled(args: Namespace, env: Mapping[str, str]) -> bool:
 
 
 def environment(args: Namespace, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the given flags stand for, checked together with those in ``env``.
+    """The variables that the given flags set, checked together with those in ``env``.
 
     Raises:
-        SettingsError: for a value, or a combination, that can't be used; names the flag.
+        SettingsError: a value or a combination can't be used; the message names the flag.
     """
     given = {s.env: getattr(args, _dest(s)) for s, _ in _FLAGS}
     exports = {name: text for name, text in given.items() if text is not None}

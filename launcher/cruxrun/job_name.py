@@ -17,11 +17,11 @@ _LONGEST = 100
 
 
 def job_name(args: Namespace) -> str:
-    """A name that all nodes of the job make alike and no other job of the cluster makes.
+    """A name that all nodes of the job make alike and that no other job of the cluster makes.
 
-    Several nodes agree on nothing before the rendezvous but its id and its endpoint, so the name
-    is made from both: the id alone is often copied from one script to the next. A job of one node
-    has nobody to agree with and gets a random suffix.
+    Before the rendezvous, the nodes of a job share only its id and its endpoint. The name is made
+    from both, because people copy the id from one script to the next. The name of a job on one
+    node ends in a random suffix.
 
     Args:
         args: the parsed command line, before torchrun fills in what ``--standalone`` implies.

@@ -1,4 +1,4 @@
-"""The console script ``cruxrun``: torchrun's parser and agent, with Crux set up around them."""
+"""Launching a job: torchrun's parser and agent, with Crux set up around them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from crux_torch.apply import preload
 from crux_torch.errors import SettingsError
 from crux_torch.settings import Settings
-from cruxrun import autoload, flags, preload
+from cruxrun import autoload, flags, launched
 from cruxrun.job_name import job_name
 
 PROG = "cruxrun"
@@ -32,8 +33,8 @@ def get_args_parser() -> ArgumentParser:
     parser = torchrun.get_args_parser()
     parser.prog = PROG
     parser.description = (
-        "torchrun, with the job measured and its communication scheduled by Crux. Every argument "
-        "of torchrun works as it does there."
+        "Launch a training job as torchrun does, and let Crux measure it and schedule its "
+        "communication. Every argument of torchrun works as in torchrun."
     )
     flags.add_flags(parser)
     _name_completion(parser)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Launch a job as torchrun does.
 
     Args:
-        argv: the command line; by default this process's, and its variables ``PET_*``, ``CRUX_*``.
+        argv: the command line; default: this process's. ``PET_*`` and ``CRUX_*`` are read too.
 
     Raises:
         SystemExit: with code 2 for a command line or a setting that can't be used.
@@ -68,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _environment(exports):
         settings = Settings.from_env()
         _log_to_stderr(settings.log_level)
-        obstacle = autoload.obstacle(os.environ)
+        obstacle = launched.obstacle(os.environ)
         if obstacle:
             logger.warning(
                 "%s: the script runs on the stock backends, unless it calls crux_torch.attach()",
                 obstacle,
             )
         if args.run_path and args.start_method == "fork":
-            # A forked worker has torch already and would never reach the end of its import.
+            # A forked worker inherits torch, so no import of torch calls the entry point.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
         logger.info("job %s, store %s", settings.job, settings.store)
         with (
@@ -111,9 +112,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _hosted_store(endpoint: str) -> Iterator[None]:
-    """Host the embedded store for as long as the job runs, where nobody on this host does yet.
+    """Host the store while the job runs, if the endpoint is on this host and nobody hosts it yet.
 
-    A store that can't be hosted is no reason to stop a job: one warning, and the job goes on.
+    If the store can't be hosted, the job runs on with one warning.
     """
     host: Any = None
     if endpoint != "none":
@@ -138,7 +139,7 @@ def _hosted_store(endpoint: str) -> Iterator[None]:
 def _name_completion(parser: ArgumentParser) -> None:
     """Make ``--print-completion`` (torch >= 2.15) write a script for cruxrun.
 
-    The stock action calls the parser "torchrun" before it prints, as it may run under any name.
+    torch's own action renames the parser to "torchrun" before it prints.
     """
     action: Any = next((a for a in parser._actions if a.dest == "print_completion"), None)
     if action is None:
@@ -158,7 +159,3 @@ def _name_completion(parser: ArgumentParser) -> None:
                 parser.exit()
 
     action.__class__ = _Named
-
-
-if __name__ == "__main__":
-    main()

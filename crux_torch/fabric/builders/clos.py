@@ -52,9 +52,7 @@ def two_layer_clos(
         cabling: capacities and delays of the network's links; default: by the next argument.
         oversubscription: rate into a ToR from its hosts over its rate upwards.
     """
-    at_least("hosts", hosts, 1)
-    at_least("tors", tors, 1)
-    at_least("aggregations", aggregations, 1)
+    at_least(1, hosts=hosts, tors=tors, aggregations=aggregations)
     server = server or GpuServer()
     cabling = cabling or sized_cabling(
         below_tor_Bps=ceil(hosts / tors) * server.nics * server.nic_Bps,
@@ -68,9 +66,7 @@ def two_layer_clos(
     for i in range(hosts):
         tor = tor_names[i * tors // hosts]
         racks.host(f"h{i}", [(tor,)] * racks.server.nics)
-    for tor in tor_names:
-        for aggregation in aggregation_names:
-            racks.tor_to_aggregation(tor, aggregation)
+    racks.tors_to_aggregations(tor_names, aggregation_names)
     return racks.builder.build()
 
 
@@ -100,9 +96,8 @@ def double_sided(
         cabling: capacities and delays of the network's links; default: by the next argument.
         oversubscription: rate below a layer over the rate above it.
     """
-    at_least("hosts", hosts, 1)
-    at_least("pods", pods, 1)
-    at_least("tors_per_pod", tors_per_pod, 2)
+    at_least(1, hosts=hosts, pods=pods)
+    at_least(2, tors_per_pod=tors_per_pod)
     if tors_per_pod % 2:
         raise TopologyError(f"tors_per_pod is {tors_per_pod}; expected an even number")
     pairs = pods * tors_per_pod // 2
@@ -136,9 +131,12 @@ def grouped_clos(
         cores_per_group: core switches of a core group.
         oversubscription: rate below a layer over the rate above it, in the fullest group.
     """
-    at_least("tors_per_group", tors_per_group, 1)
-    at_least("aggregations_per_group", aggregations_per_group, 1)
-    at_least("cores_per_group", cores_per_group, 1)
+    at_least(
+        1,
+        tors_per_group=tors_per_group,
+        aggregations_per_group=aggregations_per_group,
+        cores_per_group=cores_per_group,
+    )
     hosts_below = Counter(tor_group for _, _, tor_group in places.values())
     groups_below = Counter(group for group, _ in {(a, t) for _, a, t in places.values()})
     cabling = cabling or sized_cabling(
@@ -162,16 +160,12 @@ def grouped_clos(
                 "aggregation",
                 [f"{aggregation_group}/agg{i}" for i in range(aggregations_per_group)],
             )
-            for aggregation in aggregations[aggregation_group]:
-                for core in cores[core_group]:
-                    racks.aggregation_to_core(aggregation, core)
+            racks.aggregations_to_cores(aggregations[aggregation_group], cores[core_group])
         if tor_group not in tors:
             tors[tor_group] = racks.switches(
                 "tor", [f"{tor_group}/tor{i}" for i in range(tors_per_group)]
             )
-            for tor in tors[tor_group]:
-                for aggregation in aggregations[aggregation_group]:
-                    racks.tor_to_aggregation(tor, aggregation)
+            racks.tors_to_aggregations(tors[tor_group], aggregations[aggregation_group])
         racks.host(host, [tuple(tors[tor_group])] * server.nics)
     return racks.builder.build()
 
@@ -187,7 +181,7 @@ def fat_tree(
         link_Bps: bytes per second between switches; default: all NICs of one host together,
             which gives the full bisection that the fat tree is for.
     """
-    at_least("k", k, 2)
+    at_least(2, k=k)
     if k % 2:
         raise TopologyError(f"k is {k}; expected an even number")
     server = server or GpuServer()
@@ -203,9 +197,7 @@ def fat_tree(
             for _ in range(half):
                 racks.host(f"h{host}", [(tor,)] * server.nics)
                 host += 1
-            for aggregation in upper:
-                racks.tor_to_aggregation(tor, aggregation)
+            racks.tors_to_aggregations([tor], upper)
         for i, aggregation in enumerate(upper):
-            for core in cores[i * half : (i + 1) * half]:
-                racks.aggregation_to_core(aggregation, core)
+            racks.aggregations_to_cores([aggregation], cores[i * half : (i + 1) * half])
     return racks.builder.build()

@@ -25,16 +25,12 @@ def rail_optimised(
         server: what a host holds; it has as many rails as NICs.
         cabling: capacities and delays of the network's links.
     """
-    at_least("hosts", hosts, 1)
-    at_least("hosts_per_group", hosts_per_group, 1)
-    at_least("spines", spines, 1)
+    at_least(1, hosts=hosts, hosts_per_group=hosts_per_group, spines=spines)
     racks = Racks(server, cabling or Cabling())
     spine_names = racks.switches("aggregation", [f"spine{i}" for i in range(spines)])
     for group in range(-(-hosts // hosts_per_group)):
         rails = racks.switches("tor", [f"group{group}/rail{i}" for i in range(server.nics)])
-        for tor in rails:
-            for spine in spine_names:
-                racks.tor_to_aggregation(tor, spine)
+        racks.tors_to_aggregations(rails, spine_names)
         first = group * hosts_per_group
         for i in range(first, min(first + hosts_per_group, hosts)):
             racks.host(f"h{i}", [(tor,) for tor in rails])

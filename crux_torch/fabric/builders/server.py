@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import ceil, isfinite
 
 from crux_torch.fabric.topology import Link, TopologyBuilder, TopologyError
@@ -38,9 +40,8 @@ class GpuServer:
     nvlink_Bps: float = NVLINK3_Bps
 
     def __post_init__(self) -> None:
-        at_least("server.gpus", self.gpus, 1)
-        at_least("server.nics", self.nics, 1)
-        at_least("server.pcie_switches", self.pcie_switches, 1)
+        for name in ("gpus", "nics", "pcie_switches"):
+            at_least(1, **{f"server.{name}": getattr(self, name)})
         if self.gpus % self.pcie_switches or self.nics % self.pcie_switches:
             raise TopologyError(
                 f"server: {self.gpus} GPUs and {self.nics} NICs do not divide evenly among "
@@ -54,7 +55,7 @@ class GpuServer:
     def add_to(self, builder: TopologyBuilder, host: str) -> tuple[str, ...]:
         """Add ``host`` and all that is in it; returns its NICs."""
         builder.node(host, "host")
-        # Costs above NVLink's: GPUs of one host talk over NVLink where there is any.
+        # Costs above NVLink's, so that GPUs of one host use NVLink if there is any.
         pcie = Link(self.pcie_Bps, cost=2)
         switches = [f"{host}/pcie{i}" for i in range(self.pcie_switches)]
         nics = tuple(f"{host}/nic{i}" for i in range(self.nics))
@@ -95,8 +96,8 @@ class Cabling:
     def __post_init__(self) -> None:
         positive("cabling.tor_aggregation_Bps", self.tor_aggregation_Bps)
         positive("cabling.aggregation_core_Bps", self.aggregation_core_Bps)
-        at_least("cabling.tor_aggregation_links", self.tor_aggregation_links, 1)
-        at_least("cabling.aggregation_core_links", self.aggregation_core_links, 1)
+        for name in ("tor_aggregation_links", "aggregation_core_links"):
+            at_least(1, **{f"cabling.{name}": getattr(self, name)})
         if not (isfinite(self.link_delay_s) and self.link_delay_s >= 0):
             raise TopologyError(
                 f"cabling.link_delay_s is {self.link_delay_s!r}; expected seconds, 0 or more"
@@ -157,23 +158,26 @@ class Racks:
         """Add switches of one kind."""
         return [self.builder.node(name, kind) for name in names]
 
-    def tor_to_aggregation(self, tor: str, aggregation: str) -> None:
-        """Join a ToR and an aggregation switch."""
+    def tors_to_aggregations(self, tors: Sequence[str], aggregations: Sequence[str]) -> None:
+        """Join every ToR to every aggregation switch."""
         c = self.cabling
         link = Link(c.tor_aggregation_Bps, c.link_delay_s)
-        self.builder.cable(tor, aggregation, link, c.tor_aggregation_links)
+        for tor, aggregation in product(tors, aggregations):
+            self.builder.cable(tor, aggregation, link, c.tor_aggregation_links)
 
-    def aggregation_to_core(self, aggregation: str, core: str) -> None:
-        """Join an aggregation and a core switch."""
+    def aggregations_to_cores(self, aggregations: Sequence[str], cores: Sequence[str]) -> None:
+        """Join every aggregation switch to every core switch."""
         c = self.cabling
         link = Link(c.aggregation_core_Bps, c.link_delay_s)
-        self.builder.cable(aggregation, core, link, c.aggregation_core_links)
+        for aggregation, core in product(aggregations, cores):
+            self.builder.cable(aggregation, core, link, c.aggregation_core_links)
 
 
-def at_least(name: str, value: int, least: int) -> None:
+def at_least(least: int, **counts: int) -> None:
     """Refuse a count below ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise TopologyError(f"{name} is {value!r}; expected a whole number, {least} or more")
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise TopologyError(f"{name} is {value!r}; expected a whole number, {least} or more")
 
 
 def positive(name: str, value: float) -> None:

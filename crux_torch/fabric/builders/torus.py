@@ -26,7 +26,7 @@ def torus(
     if not isinstance(shape, tuple | list) or len(shape) not in (2, 3):
         raise TopologyError(f"shape is {shape!r}; expected two or three lengths")
     for i, length in enumerate(shape):
-        at_least(f"shape[{i}]", length, 2)
+        at_least(2, **{f"shape[{i}]": length})
     positive("link_Bps", link_Bps)
     racks = Racks(server or GpuServer(), Cabling(link_delay_s=link_delay_s))
     places = list(product(*(range(length) for length in shape)))

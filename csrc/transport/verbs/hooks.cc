@@ -1,5 +1,5 @@
-// What the stand-in for libibverbs calls. Fails open: whatever goes wrong here, the real call is
-// made as it was given.
+// The functions that the stand-in for libibverbs calls. They fail open: whatever goes wrong here,
+// the real call is made with the caller's own arguments.
 #include <infiniband/verbs.h>
 #include <unistd.h>
 
@@ -9,7 +9,6 @@
 #include "../queue_pairs.h"
 #include "../standin/standin_abi.h"
 #include "../transport.h"
-#include "followed.h"
 #include "mlx5.h"
 #include "queue_pairs.h"
 
@@ -21,60 +20,23 @@ std::atomic<pid_t> attached_process{0};
 
 bool enabled() { return transport() != nullptr && transport()->enabled; }
 
-// Runs `watch` beside a call that has succeeded.
-template <typename Watch>
-void beside(Watch watch) {
-  if (!enabled()) return;
-  try {
-    watch();
-  } catch (const std::exception&) {
-    // Out of memory: what was called works, and is not followed.
-  }
-}
-
-ibv_context* open_device(const crux_verbs_calls* real, ibv_device* device) {
-  ibv_context* const context = real->open_device(device);
-  if (context != nullptr) beside([context] { followed().opened(context); });
-  return context;
-}
-
 int close_device(const crux_verbs_calls* real, ibv_context* context) {
-  beside([context] {
-    followed().closes(context);
-    mlx5::forget(context);
-  });
+  if (enabled()) mlx5::forget(context);
   return real->close_device(context);
-}
-
-ibv_cq* create_cq(const crux_verbs_calls* real, ibv_context* context, int cqe, void* cq_context,
-                  ibv_comp_channel* channel, int comp_vector) {
-  return followed().create_cq(*real, context, cqe, cq_context, channel, comp_vector);
-}
-
-int destroy_cq(const crux_verbs_calls* real, ibv_cq* cq) {
-  // A thread that collects from it ends first.
-  const auto known = followed().cq(cq);
-  if (!known) return real->destroy_cq(cq);
-  known->close();
-  const int result = real->destroy_cq(cq);
-  if (result == 0) {
-    followed().cq_closes(cq, known);
-  } else {
-    known->reopen();
-  }
-  return result;
 }
 
 ibv_qp* create_qp(const crux_verbs_calls* real, ibv_pd* pd, ibv_qp_init_attr* attributes) {
   ibv_qp* const handle = real->create_qp(pd, attributes);
-  // Where this fails, the first ibv_modify_qp() tries again.
-  if (handle != nullptr) {
-    beside([&] { followed().created(queue_pairs().add(*real, handle), *attributes); });
+  if (handle == nullptr || !enabled()) return handle;
+  try {
+    queue_pairs().add(*real, handle);
+  } catch (const std::exception&) {
+    // Out of memory. The first ibv_modify_qp() tries again.
   }
   return handle;
 }
 
-// Of datagram queue pairs each message has its own address.
+// A datagram queue pair has an address for each message, not one of its own.
 bool is_connected_type(ibv_qp_type type) { return type == IBV_QPT_RC || type == IBV_QPT_UC; }
 
 int modify_qp(const crux_verbs_calls* real, ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
@@ -96,8 +58,7 @@ int destroy_qp(const crux_verbs_calls* real, ibv_qp* qp) {
   return pair ? queue_pairs().destroy(pair) : real->destroy_qp(qp);
 }
 
-constexpr crux_verbs_hooks kHooks = {open_device, close_device, create_cq, destroy_cq,
-                                     create_qp,   modify_qp,    destroy_qp};
+constexpr crux_verbs_hooks kHooks = {close_device, create_qp, modify_qp, destroy_qp};
 
 }  // namespace
 }  // namespace crux::transport::verbs
@@ -107,7 +68,7 @@ namespace crux::transport {
 bool sees_queue_pairs() { return verbs::attached.load(); }
 
 void list_queue_pairs(std::vector<crux_connection>& out) {
-  // A forked child has none, and whoever held a lock does not exist there.
+  // A forked child has no queue pairs, and a lock that another thread held stays locked there.
   if (verbs::attached_process.load() != ::getpid()) return;
   for (const auto& pair : verbs::queue_pairs().all()) out.push_back(pair->describe());
 }

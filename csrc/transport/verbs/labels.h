@@ -1,5 +1,5 @@
-// Communicators by label: the traffic class that a communicator was given (NCCL's trafficClass)
-// arrives in the address vector of each of its queue pairs.
+// Finds the communicator of a queue pair. A communicator has its own traffic class (NCCL's
+// trafficClass), its label, which arrives in the address vector of each of its queue pairs.
 #pragma once
 
 #include <array>

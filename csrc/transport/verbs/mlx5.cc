@@ -10,7 +10,7 @@
 namespace crux::transport::verbs {
 namespace {
 
-// As in <infiniband/mlx5dv.h> of rdma-core since release 33, which may not be installed.
+// As in <infiniband/mlx5dv.h> since rdma-core 33. That header may not be installed.
 struct SchedulingAttributes {
   mlx5dv_sched_node* parent;
   uint32_t flags;
@@ -63,13 +63,17 @@ const Calls& calls() {
 
 uint32_t mbit_per_second(uint64_t rate_Bps) {
   if (rate_Bps == 0) return 0;
-  const uint64_t rounded = rate_Bps / kBytesPerSecondOfMbit;  // down: a limit is not exceeded
+  const uint64_t rounded = rate_Bps / kBytesPerSecondOfMbit;  // down, so as not to exceed it
   return static_cast<uint32_t>(std::clamp<uint64_t>(rounded, 1, UINT32_MAX));
+}
+
+bool drives(const ibv_context* context) {
+  return calls().is_supported != nullptr && calls().is_supported(context->device);
 }
 
 int failure() { return errno != 0 ? errno : EIO; }
 
-// The root of each context's scheduling elements, as long as a limit hangs below it.
+// The root of each context's scheduling elements. It exists while a limit hangs below it.
 class Roots {
  public:
   std::shared_ptr<mlx5dv_sched_node> of(ibv_context* context) {
@@ -115,10 +119,6 @@ int RateLimit::apply(ibv_qp* handle) {
 }
 
 namespace mlx5 {
-
-bool drives(const ibv_context* context) {
-  return calls().is_supported != nullptr && calls().is_supported(context->device);
-}
 
 int set_udp_port(ibv_qp* handle, uint16_t udp_port) {
   if (!drives(handle->context) || calls().modify_qp_udp_sport == nullptr) return EOPNOTSUPP;

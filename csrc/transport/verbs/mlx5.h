@@ -1,4 +1,4 @@
-// What only mlx5 devices can change of a live queue pair, through libmlx5 where it is installed.
+// Calls of libmlx5 that change a live queue pair. Without libmlx5 they return EOPNOTSUPP.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -11,7 +11,7 @@ struct mlx5dv_sched_node;
 
 namespace crux::transport::verbs {
 
-// A limit of one queue pair's rate, by a scheduling element of the device.
+// Limits the rate of one queue pair by a scheduling element of the device.
 class RateLimit {
  public:
   RateLimit(std::shared_ptr<mlx5dv_sched_node> root, mlx5dv_sched_leaf* leaf)
@@ -22,7 +22,7 @@ class RateLimit {
 
   // 0 or an errno. `rate_Bps` 0: no limit.
   int set(uint64_t rate_Bps);
-  // The queue pair sends by this limit; again after a reset.
+  // Makes the queue pair obey the limit. 0 or an errno.
   int apply(ibv_qp* handle);
 
  private:
@@ -32,13 +32,11 @@ class RateLimit {
 
 namespace mlx5 {
 
-// Whether libmlx5 drives this device.
-bool drives(const ibv_context* context);
-// 0; EOPNOTSUPP where library or device can't; another errno.
+// 0, EOPNOTSUPP if the library or the device has no such call, or another errno.
 int set_udp_port(ibv_qp* handle, uint16_t udp_port);
-// Limits a queue pair that had no limit. 0 or an errno.
+// Limits a queue pair that has no limit yet. 0 or an errno.
 int limit_rate(ibv_qp* handle, uint64_t rate_Bps, std::shared_ptr<RateLimit>& made);
-// The context is about to be closed.
+// To be called before the context is closed.
 void forget(const ibv_context* context);
 
 }  // namespace mlx5

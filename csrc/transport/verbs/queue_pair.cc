@@ -2,31 +2,13 @@
 
 #include <cstddef>
 #include <cstring>
-#include <thread>
 
 #include "flow_label.h"
-#include "live_work.h"
-#include "mlx5.h"
 
 namespace crux::transport::verbs {
 namespace {
 
 constexpr int kTrafficClassEcnBits = 2;
-
-// What a later call says of `to`, an earlier one that `mask` bits of it were part of.
-void merge(const Transition& call, Transition& to) {
-  const int both = call.mask & to.mask;
-  if (both & IBV_QP_ACCESS_FLAGS) to.attributes.qp_access_flags = call.attributes.qp_access_flags;
-  if (both & IBV_QP_MIN_RNR_TIMER) to.attributes.min_rnr_timer = call.attributes.min_rnr_timer;
-  if (both & IBV_QP_AV) to.attributes.ah_attr = call.attributes.ah_attr;
-  if (both & IBV_QP_RATE_LIMIT) to.attributes.rate_limit = call.attributes.rate_limit;
-  if (both & IBV_QP_TIMEOUT) to.attributes.timeout = call.attributes.timeout;
-  if (both & IBV_QP_RETRY_CNT) to.attributes.retry_cnt = call.attributes.retry_cnt;
-  if (both & IBV_QP_RNR_RETRY) to.attributes.rnr_retry = call.attributes.rnr_retry;
-  if (both & IBV_QP_MAX_QP_RD_ATOMIC) to.attributes.max_rd_atomic = call.attributes.max_rd_atomic;
-  if (both & IBV_QP_MAX_DEST_RD_ATOMIC)
-    to.attributes.max_dest_rd_atomic = call.attributes.max_dest_rd_atomic;
-}
 
 Address address_of(const ibv_gid& gid) { return Address::v6(gid.raw); }
 
@@ -59,24 +41,11 @@ QueuePair::QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle)
       device(to_name(handle->context->device->name)),
       state(handle->state) {}
 
-QueuePair::~QueuePair() = default;
-
 void QueuePair::remember(const Transition& call) {
   const ibv_qp_attr& given = call.attributes;
-  if (call.mask & (IBV_QP_ALT_PATH | IBV_QP_PATH_MIG_STATE)) has_alternate_path = true;
-  Transition* made = nullptr;
-  if (call.mask & IBV_QP_STATE) {
-    if (given.qp_state == IBV_QPS_INIT && state != IBV_QPS_INIT) made = &to_init;
-    if (given.qp_state == IBV_QPS_RTR) made = &to_rtr;
-    if (given.qp_state == IBV_QPS_RTS && state == IBV_QPS_RTR) made = &to_rts;
-    state = given.qp_state;
-  }
-  if (made != nullptr) {
-    *made = call;
-  } else {
-    for (Transition* earlier : {&to_init, &to_rtr, &to_rts}) merge(call, *earlier);
-  }
+  if (call.mask & IBV_QP_STATE) state = given.qp_state;
   if (!(call.mask & IBV_QP_AV)) return;
+  has_path = true;
   path = Path::of(given);
   if (call.mask & IBV_QP_DEST_QPN) peer_number = given.dest_qp_num;
   if (!given.ah_attr.is_global) return;
@@ -104,37 +73,10 @@ crux_connection QueuePair::describe() const {
   out.qpn = number;
   out.peer_qpn = peer_number;
   out.flow_label = path.flow_label;
-  out.dscp = to_rtr.mask == 0 ? -1 : path.traffic_class >> kTrafficClassEcnBits;
+  out.dscp = has_path ? path.traffic_class >> kTrafficClassEcnBits : -1;
   out.state = state;
   out.rate_Bps = rate_Bps;
-  if (live) {
-    out.bytes_sent = live->work.bytes_sent;
-    out.bytes_received = live->work.bytes_received;
-  }
   return out;
-}
-
-Exclusive::Exclusive(QueuePair& pair, For purpose) : pair_(pair) {
-  std::unique_lock lock(pair.mutex);
-  if (purpose == For::kChange) {
-    taken_ = !pair.is_busy && pair.callers_wait == 0;
-  } else {
-    ++pair.callers_wait;
-    while (pair.is_busy) {
-      lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-      lock.lock();
-    }
-    --pair.callers_wait;
-    taken_ = true;
-  }
-  if (taken_) pair.is_busy = true;
-}
-
-Exclusive::~Exclusive() {
-  if (!taken_) return;
-  const std::lock_guard lock(pair_.mutex);
-  pair_.is_busy = false;
 }
 
 }  // namespace crux::transport::verbs

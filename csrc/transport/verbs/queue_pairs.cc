@@ -5,8 +5,6 @@
 
 #include "../transport.h"
 #include "flow_label.h"
-#include "followed.h"
-#include "live_work.h"
 #include "mlx5.h"
 
 namespace crux::transport::verbs {
@@ -28,7 +26,6 @@ QueuePairs& queue_pairs() {
 QueuePairs::Shared QueuePairs::add(const crux_verbs_calls& real, ibv_qp* handle) {
   const std::lock_guard lock(mutex_);
   Shared pair = std::make_shared<QueuePair>(++last_id_, real, handle);
-  if (const char* owner = current_owner()) pair->owner = to_name(owner);
   by_handle_[handle] = pair;
   return pair;
 }
@@ -62,8 +59,8 @@ std::vector<QueuePairs::Shared> QueuePairs::all() const {
   return pairs;
 }
 
-// The n-th queue pair to a destination takes the n-th port of its route, and over again; one that
-// was destroyed leaves its port to the next.
+// Takes the port of the route that the fewest queue pairs to its destination use. So the n-th queue
+// pair takes the n-th port, and a destroyed one leaves its port to the next.
 uint16_t QueuePairs::take_port(const Route& route, QueuePair& pair) {
   std::vector<uint16_t> usable;
   for (uint16_t port : route.udp_ports) {
@@ -87,7 +84,7 @@ uint16_t QueuePairs::take_port(const Route& route, QueuePair& pair) {
 }
 
 int QueuePairs::connect(QueuePair& pair, const Transition& given) {
-  const Exclusive exclusive(pair, Exclusive::For::kCaller);
+  const std::lock_guard calls(pair.calls);
   const Address peer = Address::v6(given.attributes.ah_attr.grh.dgid.raw);
   const Path asked = Path::of(given.attributes);
   Path wanted = asked;
@@ -127,14 +124,13 @@ int QueuePairs::connect(QueuePair& pair, const Transition& given) {
 }
 
 int QueuePairs::modify(QueuePair& pair, const Transition& given) {
-  const Exclusive exclusive(pair, Exclusive::For::kCaller);
+  const std::lock_guard calls(pair.calls);
   Transition call = given;
   const int result = pair.real.modify_qp(pair.handle, &call.attributes, call.mask);
   if (result != 0) return result;
   {
     const std::lock_guard lock(pair.mutex);
     pair.remember(call);
-    if (pair.live && (call.mask & IBV_QP_STATE)) pair.live->entered(pair.handle, pair.state);
     if (pair.state != IBV_QPS_RTS || pair.route_rate_Bps == 0 || pair.rate_limit) return 0;
   }
   const int error = mlx5::limit_rate(pair.handle, pair.route_rate_Bps, pair.rate_limit);
@@ -146,18 +142,12 @@ int QueuePairs::modify(QueuePair& pair, const Transition& given) {
 }
 
 int QueuePairs::destroy(const Shared& pair) {
-  const Exclusive exclusive(*pair, Exclusive::For::kCaller);
-  // Forgotten first: once it is destroyed, its address may be another's.
+  const std::lock_guard calls(pair->calls);
+  // Removed before the call: afterwards another queue pair may have the same address.
   {
     const std::lock_guard lock(mutex_);
     const auto found = by_handle_.find(pair->handle);
     if (found != by_handle_.end() && found->second == pair) by_handle_.erase(found);
-  }
-  if (pair->live) {
-    // Nothing is posted to it any more, whatever waits.
-    const std::lock_guard lock(pair->mutex);
-    pair->live->entered(pair->handle, IBV_QPS_RESET);
-    pair->live->lost = "it is being destroyed";
   }
   const int result = pair->real.destroy_qp(pair->handle);
   if (result != 0) {
@@ -165,31 +155,10 @@ int QueuePairs::destroy(const Shared& pair) {
     by_handle_.try_emplace(pair->handle, pair);
     return result;
   }
-  followed().destroyed(*pair);
+  const std::lock_guard lock(pair->mutex);
+  pair->is_destroyed = true;
   pair->rate_limit.reset();
   return 0;
-}
-
-bool QueuePairs::allow_reset(uint64_t id, bool allow) {
-  const Shared pair = find(id);
-  if (!pair) return false;
-  const std::lock_guard lock(pair->mutex);
-  pair->may_reset = allow;
-  return true;
-}
-
-void QueuePairs::allow_reset(const char* owner, bool allow) {
-  const std::lock_guard lock(allowed_mutex_);
-  if (allow) {
-    allowed_.insert(to_name(owner));
-  } else {
-    allowed_.erase(to_name(owner));
-  }
-}
-
-bool QueuePairs::allows_reset(const QueuePair& pair) const {
-  const std::lock_guard lock(allowed_mutex_);
-  return pair.may_reset || allowed_.count(pair.owner) != 0 || allowed_.count(to_name("*")) != 0;
 }
 
 }  // namespace crux::transport::verbs

@@ -1,0 +1,67 @@
+"""The libraries of Crux that the processes of a job load, and the variables that name them.
+
+``LD_PRELOAD`` names the transport library first. The stand-in for libibverbs is added only on a
+host with RDMA devices, because elsewhere there are no queue pairs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+
+from crux_torch.apply import standin, transport
+from crux_torch.host.rdma import read_devices
+from crux_torch.settings import Settings
+
+logger = logging.getLogger("cruxrun")
+
+VARIABLE = "LD_PRELOAD"
+#: A sanitizer's runtime ends the process unless it is loaded before everything else.
+_SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
+
+
+def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make workers load the transport library, if the settings ask for it.
+
+    If it can't be loaded, one line says so. The job then runs without it, and its connections take
+    the paths that the network gives them.
+
+    Args:
+        settings: ``transport``.
+        env: what the workers inherit; libraries that it preloads already are kept.
+
+    Returns:
+        ``LD_PRELOAD``, and with RDMA devices the variable that makes NCCL load the stand-in.
+    """
+    if not settings.transport:
+        return {}
+    found = obstacle()
+    if found:
+        logger.info("paths of connections can't be chosen: %s", found)
+        return {}
+    variables = {VARIABLE: _with(str(transport.LIBRARY), env.get(VARIABLE, ""))}
+    if read_devices():
+        variables |= standin.environment({**env, **variables})
+    return variables
+
+
+def obstacle() -> str | None:
+    """Why the library can't be preloaded, or None."""
+    try:
+        transport.Transport.load()
+    except transport.TransportError as error:
+        return str(error)
+    if re.search(r"[\s:]", str(transport.LIBRARY)):
+        return f"{VARIABLE} can't name {transport.LIBRARY}: it has a space or a colon"
+    if not transport.LIBRARY.is_file():
+        return f"{transport.LIBRARY} is not there: build it with `pip install -e .`"
+    return None
+
+
+def _with(library: str, preloaded: str) -> str:
+    kept = [entry for entry in re.split(r"[\s:]+", preloaded) if entry and entry != library]
+    sanitizers = [entry for entry in kept if _SANITIZER.match(os.path.basename(entry))]
+    others = [entry for entry in kept if entry not in sanitizers]
+    return ":".join([*sanitizers, library, *others])

@@ -1,0 +1,1 @@
+"""The c10d backend: registers, creates, wraps and switches process groups."""

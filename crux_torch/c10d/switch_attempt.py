@@ -1,0 +1,308 @@
+"""One switch of one process group: makes the next inner backend and moves the group to it.
+
+It runs in a thread of its own: it makes the next inner backend, agrees with the group's other ranks
+on the operation counts from which it serves, waits until the current one is out of use, and closes
+it. docs/switching.md explains the protocol and its limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Literal
+
+from crux_torch.c10d import events
+from crux_torch.c10d.inner_backends import OWNED_SOCKETS
+from crux_torch.c10d.switch_agreement import (
+    MAX_REASON,
+    Agreement,
+    Ended,
+    Hold,
+    Says,
+    Verdict,
+    decide,
+    unanimous,
+)
+from crux_torch.c10d.switch_makers import make_next
+from crux_torch.c10d.switch_store import GroupStore, Rendezvous
+from crux_torch.errors import CruxError, StoreError
+from crux_torch.warn_once import WarnOnce
+
+_log = logging.getLogger(__name__)
+
+PREFIX = "crux/switch/"
+#: Seconds between two looks for a decision, at most, while operations may wait for it.
+HOLD_POLL_S = 0.004
+#: A rank may issue this many seconds' worth of collectives before it reaches its hold point.
+LOOKAHEAD_S = 0.25
+#: Seconds between two looks whether the current inner backend is out of use.
+DRAIN_POLL_S = 0.01
+
+#: Inner backends whose connections are queue pairs.
+ON_QUEUE_PAIRS = frozenset({"nccl"})
+
+State = Literal["idle", "making", "agreeing", "decided", "closing", "failed"]
+#: States in which connections are about to be replaced.
+UNDER_WAY = frozenset({"making", "agreeing", "decided", "closing"})
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStatus:
+    """The state of one group's inner backend.
+
+    Attributes:
+        group: its index in the recorder's table of groups.
+        device: type of device that the inner backend serves.
+        generation: of the last switch that was finished, by switching or because it was not needed.
+        state: ``decided``: the counts are known, and this rank has not reached them yet;
+            ``closing``: it has, and waits for the other ranks; ``failed``: the last switch did not
+            happen.
+        switched_at: number of the first collective on the newest inner backend; None before.
+        transfers_stay: point-to-point operations stayed with an earlier inner backend.
+        created_ms: how long making the newest inner backend took.
+        agreed_ms: how long the ranks took to agree on the counts.
+        held: operations that waited in the last switch.
+        held_ms: the longest such wait.
+        error: why the last switch did not happen.
+    """
+
+    group: int
+    device: str
+    generation: int = 0
+    state: State = "idle"
+    switched_at: int | None = None
+    transfers_stay: bool = False
+    created_ms: float | None = None
+    agreed_ms: float | None = None
+    held: int = 0
+    held_ms: float = 0.0
+    error: str | None = None
+
+
+class Member:
+    """One inner switch of this process, and the thread that works on it, if any.
+
+    Args:
+        switch: ``crux_torch._C.InnerSwitch``.
+        options: that the script gave for the first inner backend.
+        made_at_s: when the group was made.
+    """
+
+    def __init__(self, switch: Any, options: Any, made_at_s: float) -> None:
+        self.switch, self.options, self.made_at_s = switch, options, made_at_s
+        self.status = GroupStatus(switch.group, switch.device)
+        self.attempted = 0
+        self.thread: threading.Thread | None = None
+        # What earlier switches left in the store; deleted once all ranks are past them.
+        self.left: list[Agreement] = []
+        # The inner backends' stores, the newest last.
+        self.stores: list[Rendezvous] = []
+
+    def note(self, **changes: Any) -> None:
+        before, self.status = self.status, dataclasses.replace(self.status, **changes)
+        if self.status.state != before.state:
+            _log.debug("switch %d: %s", self.attempted, self.status)
+
+
+class Attempt:
+    """One switch of one group, from its beginning to the end of the old connections.
+
+    Args:
+        member: of the group.
+        generation: number of the switch.
+        pairs_moved: this process's queue pairs have what is wanted already.
+        patience_s: seconds that a rank waits for the others before it writes that nobody switches.
+        hold_s: seconds for which operations may wait for a decision.
+        stopping: set when the process exits.
+        warn: says a message once.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        generation: int,
+        *,
+        pairs_moved: bool,
+        patience_s: float,
+        hold_s: float,
+        stopping: threading.Event,
+        warn: WarnOnce,
+    ) -> None:
+        self._member, self._generation = member, generation
+        self._pairs_moved = pairs_moved
+        self._patience_s, self._hold_s = patience_s, hold_s
+        self._stopping, self._warn = stopping, warn
+        self._switch = member.switch
+        self._next: Any = None
+
+    def run(self, skipped: range) -> None:
+        """Never raises; the member's status says how it ended.
+
+        Args:
+            skipped: generations that this rank left out. Other ranks may wait for it in them.
+        """
+        try:
+            store, current = self._switch.store, self._switch.backend
+            if store is None:
+                raise CruxError("the group was made without a store")
+            self._store = GroupStore(store)
+            self._rank, self._size = current.rank(), current.size()
+            self._moved = self._pairs_moved and current.name() in ON_QUEUE_PAIRS
+            # Ranks that wait for this one in a collective must not time out.
+            if hasattr(getattr(current, "options", None), "_timeout"):
+                timeout_s = current.options._timeout.total_seconds()
+                self._hold_s = min(self._hold_s, timeout_s / 3)
+            # Hold nothing of the group while waiting: it must be able to end.
+            del store, current
+            for generation in skipped:
+                self._agree(generation).refuse("start", f"rank {self._rank} skipped it")
+            self._agreement = self._agree(self._generation)
+            self._follow()
+        except Ended:
+            self._switch.cancel()
+        except Exception as error:
+            self._switch.cancel()
+            reason = _reason(error)
+            self._member.note(state="failed", error=reason)
+            self._warn(
+                "switch", f"a process group keeps its connections, training goes on: {reason}"
+            )
+            _log.debug("details", exc_info=True)
+        finally:
+            self._next = None
+
+    def _ended(self) -> bool:
+        """Whether nobody needs this switch any more."""
+        return self._stopping.is_set() or self._switch.closed
+
+    def _agree(self, generation: int) -> Agreement:
+        agreement = Agreement(
+            self._store,
+            f"{PREFIX}{generation}/{self._switch.device}/",
+            self._rank,
+            self._size,
+            ended=self._ended,
+        )
+        self._member.left.append(agreement)
+        return agreement
+
+    def _follow(self) -> None:
+        member, patience_s = self._member, self._patience_s
+        since_s, seen = time.monotonic(), int(self._switch.collectives)
+        born = self._generation if self._moved else self._switch.born
+        says = Says(born=born, refusal=self._switch.refusal[:MAX_REASON])
+        start = self._agreement.round("start", says, self._needed, patience_s=patience_s)
+        if not start.go and not start.reason:
+            member.note(state="idle", generation=self._generation, error=None)
+            return
+        _expect(start)
+
+        member.note(state="making", error=None)
+        made = Says(refusal=self._make())
+        _expect(self._agreement.round("made", made, unanimous, patience_s=patience_s))
+
+        member.note(state="agreeing")
+        self._decide(self._margin(since_s, seen))
+
+        while not self._switch.finish():
+            if self._ended():
+                raise Ended("the process group has ended")
+            time.sleep(DRAIN_POLL_S)
+        held, held_s = self._switch.waits
+        member.note(state="closing", held=held, held_ms=1e3 * held_s)
+        self._agreement.round("drained", Says(), unanimous, patience_s=None)
+        self._switch.release()
+        member.note(state="idle", generation=self._generation)
+        self._tidy()
+
+    def _needed(self, says: list[Says]) -> Verdict:
+        """Whether the group lacks what this generation wants.
+
+        It has it if every rank made the group after it knew of this generation, or has changed the
+        live connections.
+        """
+        if all(one.born >= self._generation for one in says):
+            return Verdict(go=False)
+        return unanimous(says)
+
+    def _make(self) -> str:
+        """Make the next inner backend; returns why that failed, or nothing."""
+        began_s = time.monotonic()
+        try:
+            current = self._switch.backend
+            prefix = f"{PREFIX}{self._generation}/{self._switch.device}/inner/"
+            store = Rendezvous(self._store, prefix, self._ended)
+            self._member.stores.append(store)
+            timeout = timedelta(seconds=self._patience_s / 2)
+            with OWNED_SOCKETS.watching(store, current.rank(), current.size()):
+                self._next = make_next(current, store, timeout, self._member.options)
+        except Exception as error:
+            _log.debug("details", exc_info=True)
+            return _reason(error)
+        self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
+        events.connections_were_made()
+        return ""
+
+    def _margin(self, since_s: float, seen: int) -> int:
+        """Collectives that this rank may issue while the ranks agree.
+
+        The rate is the recent one, or that of the group's whole life if it is higher. A group at
+        rest gets none, so that it can switch at once.
+        """
+        now_s, collectives = time.monotonic(), int(self._switch.collectives)
+        # Over a shorter time than the lookahead, one burst would look like a rate.
+        recent = (collectives - seen) / max(now_s - since_s, LOOKAHEAD_S)
+        ever = collectives / max(now_s - self._member.made_at_s, LOOKAHEAD_S)
+        expected = max(recent, ever) * LOOKAHEAD_S
+        if recent == 0.0 and expected < 1.0:
+            return 0
+        return max(2, math.ceil(expected))
+
+    def _decide(self, margin: int) -> None:
+        """Agree on the operation counts from which the next inner backend serves."""
+        began_s = time.monotonic()
+        collectives, transfers, stay = self._switch.arm(
+            self._next, margin, timedelta(seconds=self._hold_s)
+        )
+        self._next = None
+        verdict = self._agreement.round(
+            "hold",
+            Hold(collectives=collectives, transfers=transfers, stay=stay),
+            decide,
+            # A store that fails is given up after twice this: still less than the hold.
+            patience_s=self._hold_s / 3,
+            longest_poll_s=HOLD_POLL_S,
+        )
+        _expect(verdict)
+        if not self._switch.decide(verdict.for_rank(self._rank)):
+            raise CruxError("operations waited too long for the decision, and go on as before")
+        self._member.note(
+            state="decided",
+            switched_at=verdict.collectives,
+            transfers_stay=verdict.stay,
+            agreed_ms=1e3 * (time.monotonic() - began_s),
+        )
+
+    def _tidy(self) -> None:
+        """Delete what this rank wrote in earlier switches: all ranks are past them now."""
+        *past, self._agreement = self._member.left
+        self._member.left = [self._agreement]
+        with contextlib.suppress(StoreError):
+            for agreement in past:
+                agreement.forget()
+            while len(self._member.stores) > 1 and not self._member.status.transfers_stay:
+                self._member.stores.pop(0).forget()
+
+
+def _expect(verdict: Verdict) -> None:
+    if not verdict.go:
+        raise CruxError(verdict.reason)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0][:MAX_REASON] or type(error).__name__

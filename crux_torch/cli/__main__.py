@@ -1,0 +1,5 @@
+"""``python -m crux_torch.cli`` is ``crux``."""
+
+from crux_torch.cli.main import main
+
+main()

@@ -1,0 +1,192 @@
+"""The command ``crux host``: what is inside this host, for a reader or for the topology file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from crux_torch.errors import CruxError
+from crux_torch.fabric.loaders import dump_yaml, load_topology
+from crux_torch.host import nvml
+from crux_torch.host.inside import Inside, as_entries, inside_of, join, usable_nics
+from crux_torch.host.machine import Host, read_cpu
+from crux_torch.host.nic import read_nics
+from crux_torch.host.nvml import NvmlReport
+from crux_torch.host.pcie import PcieTree
+
+#: Where the output is no terminal nothing should be cut off.
+PIPE_WIDTH = 200
+GIGABYTE = 1e9
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Print entries for the topology file.")
+@click.option(
+    "--join",
+    "cluster",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Print the topology in FILE with this host's inside in place of the bare host.",
+)
+@click.option("--name", help="Name of this host in the topology [default: CRUX_HOST].")
+@click.option(
+    "--nic",
+    "nics",
+    multiple=True,
+    metavar="NODE",
+    help="With --join: the NIC (HOST/eth0) at the end of the host's next cable; once a cable.",
+)
+def host(
+    as_json: bool, as_yaml: bool, cluster: Path | None, name: str | None, nics: tuple[str, ...]
+) -> None:
+    """GPUs, PCIe links, NVLinks and NICs of this host, and which NIC is next to which GPU.
+
+    PCIe comes from sysfs, GPUs from NVML; what is not there is said and left out.
+    """
+    if as_json + as_yaml + (cluster is not None) > 1:
+        raise click.UsageError("--json, --yaml and --join exclude each other")
+    if nics and cluster is None:
+        raise click.UsageError("--nic goes with --join")
+    report = nvml.bounded_report()
+    named = name or os.environ.get("CRUX_HOST") or os.uname().nodename
+    host = Host(named, report.gpus, read_cpu(), read_nics())
+    tree = PcieTree.read()
+    inside = inside_of(host, tree)
+    if cluster is not None:
+        click.echo(_joined(cluster, inside, nics or None), nl=False)
+    elif as_yaml:
+        for note in inside.notes:
+            click.echo(f"# {note}")
+        click.echo(yaml.safe_dump(as_entries(inside), sort_keys=False, width=100), nl=False)
+    elif as_json:
+        click.echo(json.dumps(as_dictionary(host, report, tree, inside), indent=2))
+    else:
+        render(host, report, tree, inside)
+
+
+def _joined(cluster: Path, inside: Inside, nics: Sequence[str] | None) -> str:
+    try:
+        return dump_yaml(join(load_topology(cluster), inside, nics))
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> dict[str, Any]:
+    """All that is known of a host, as plain values; fields have their units in their names."""
+    usable = usable_nics(host, tree)
+    return {
+        "host": host.name,
+        "driver": report.driver or None,
+        "nvml": report.error or "ok",
+        "gpus": [
+            asdict(gpu)
+            | {
+                "nic": nic.name if (nic := tree.nic_of(gpu.pci_address, usable)) else None,
+                "numa_node": _numa_node(tree, gpu.pci_address),
+            }
+            for gpu in host.gpus
+        ],
+        "pairs": [
+            asdict(pair) | {"distance": None if pair.distance is None else pair.distance.name}
+            for pair in report.pairs
+        ],
+        "nics": [asdict(nic) for nic in host.nics],
+        "distances": {
+            gpu: {
+                nic.name: tree.distance(gpu, nic.pci_address).name
+                for nic in usable
+                if nic.pci_address in tree.devices
+            }
+            for gpu in tree.of_kind("gpu")
+        },
+        "pcie_links": [
+            asdict(link)
+            | {"current": _text(link.current) or None, "most": _text(link.most) or None}
+            for link in tree.links()
+        ],
+        "notes": inside.notes,
+    }
+
+
+def render(
+    host: Host, report: NvmlReport, tree: PcieTree, inside: Inside, console: Console | None = None
+) -> None:
+    """Print a host as tables: GPUs, links of the PCIe tree, NICs, and what could not be told."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
+    cpu = host.cpu
+    cores = f"{cpu.model or 'CPU'}, {cpu.cores} cores" if cpu else "CPU unknown"
+    console.print(f"{host.name}: {cores}", markup=False)
+    usable = usable_nics(host, tree)
+    if host.gpus:
+        headings = ["GPU", "model", "PCI", "NUMA", "peak FLOP/s", "NVLink GB/s", "NIC"]
+        gpus = (
+            (
+                gpu.index,
+                gpu.name + (" (MIG)" if gpu.mig else ""),
+                gpu.pci_address,
+                _numa_node(tree, gpu.pci_address),
+                f"{gpu.peak_flops:.4g}" if gpu.peak_flops else "unknown",
+                _gigabytes(sum(link.capacity_Bps or 0.0 for link in gpu.nvlinks) or None),
+                _nearest(tree, gpu.pci_address, usable),
+            )
+            for gpu in host.gpus
+        )
+        console.print(_table(headings, gpus))
+    else:
+        console.print(f"no GPUs: {report.error or 'NVML lists none'}", markup=False)
+    if tree.links():
+        headings = ["PCIe link to", "device", "runs at", "can", "GB/s each way"]
+        device_of = {a: inside.node_of.get(a, device.kind) for a, device in tree.devices.items()}
+        links = (
+            (x.address, device_of[x.address], x.current, x.most, _gigabytes(x.capacity_Bps))
+            for x in tree.links()
+        )
+        console.print(_table(headings, links))
+    nics = (
+        (n.name, n.pci_address, n.numa_node, _gigabytes(n.speed_Bps), n.rdma_device)
+        for n in host.nics
+    )
+    console.print(_table(("NIC", "PCI", "NUMA", "GB/s each way", "RDMA"), nics))
+    for note in inside.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    table = Table(pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(value) for value in row))
+    return table
+
+
+def _nearest(tree: PcieTree, gpu: str, nics: Sequence[Any]) -> str:
+    nic = tree.nic_of(gpu, nics)
+    if nic is None or nic.pci_address is None:
+        return ""
+    return f"{nic.name} ({tree.distance(gpu, nic.pci_address).name})"
+
+
+def _numa_node(tree: PcieTree, address: str) -> int | None:
+    device = tree.devices.get(address)
+    return device.numa_node if device is not None else None
+
+
+def _gigabytes(rate_Bps: float | None) -> str:
+    return "" if rate_Bps is None else f"{rate_Bps / GIGABYTE:.4g}"
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,90 @@
+"""The command ``crux``, for whoever runs a cluster or one machine of it.
+
+A subcommand is imported when it is called. So ``crux --help`` is quick, and where an optional
+package is missing only the commands that need it fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import click
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """Where a subcommand lives (``module:attribute``) and its line in ``crux --help``."""
+
+    target: str
+    summary: str
+
+
+#: Every subcommand; one more line makes one more command.
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "status": Subcommand("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
+    "doctor": Subcommand("crux_torch.cli.doctor:doctor", "Check what Crux can use here."),
+    "host": Subcommand("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
+    "probe": Subcommand(
+        "crux_torch.cli.probe:probe_command", "Find which source port takes which path."
+    ),
+    "sim": Subcommand("crux_torch.cli.sim:sim", "Simulate jobs on a network, under any policy."),
+}
+
+
+#: The extra of crux-torch that installs a module.
+EXTRAS = {"scipy": "sim", "torch": "live"}
+
+
+def _missing(command: str, error: ModuleNotFoundError) -> click.ClickException:
+    module = (error.name or str(error)).split(".")[0]
+    if module in EXTRAS:
+        remedy = f"pip install 'crux-torch[{EXTRAS[module]}]'"
+    elif module == __name__.split(".")[0]:
+        remedy = "it is not part of this installation"
+    else:
+        remedy = f"pip install the package that provides {module!r}"
+    return click.ClickException(f"crux {command} needs {error.name or error}: {remedy}")
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def __init__(self, *args: object, subcommands: Mapping[str, Subcommand], **kwargs: object):
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.subcommands = subcommands
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.subcommands)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        subcommand = self.subcommands.get(name)
+        if subcommand is None:
+            return None
+        module, _, attribute = subcommand.target.partition(":")
+        try:
+            command: click.Command = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise _missing(name, error) from None
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise _missing(str(ctx.invoked_subcommand), error) from None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, s.summary) for name, s in self.subcommands.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    subcommands=SUBCOMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+def main() -> None:
+    """Crux: network scheduling for training jobs that share a cluster."""

@@ -1,0 +1,222 @@
+"""``crux probe``: which source ports lead over which path to a host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from crux_torch.cli.results import write_text
+from crux_torch.errors import CruxError
+from crux_torch.fabric.ecmp import ROCE_V2_PORT
+from crux_torch.fabric.loaders import load_topology
+from crux_torch.fabric.topology import Topology, TopologyError
+from crux_torch.probe.discovery import Discovery
+from crux_torch.probe.path_map import Transport
+from crux_torch.probe.prober import MAX_TTL, Rules, probe
+from crux_torch.report.path_table import PathTable, addresses_of, as_json_text, render
+
+
+def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -> range | None:
+    if text is None:
+        return None
+    first, _, last = text.partition("-")
+    try:
+        ports = range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise click.BadParameter("expected A-B, two port numbers") from None
+    if not ports or ports[0] < 1 or ports[-1] > 65535:
+        raise click.BadParameter("expected A-B with 1 <= A <= B <= 65535")
+    return ports
+
+
+@click.command(name="probe")
+@click.argument("destination")
+@click.option(
+    "--udp",
+    "protocol",
+    flag_value="udp",
+    default=True,
+    help="Probe for UDP, such as RoCEv2 [default].",
+)
+@click.option("--tcp", "protocol", flag_value="tcp", help="Probe for TCP; needs --port.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help=f"Destination port [default: {ROCE_V2_PORT}, RoCEv2's, for UDP].",
+)
+@click.option(
+    "--ports",
+    metavar="A-B",
+    callback=_port_range,
+    help="Source ports to try [default: 49152-65535 for RoCEv2, else this host's ephemeral ports].",
+)
+@click.option("--source", help="Address of this host to probe from [default: by its routes].")
+@click.option(
+    "--max-ttl",
+    type=click.IntRange(1, 64),
+    default=MAX_TTL,
+    show_default=True,
+    help="Look for this many routers at most.",
+)
+@click.option(
+    "--ttl",
+    "ttls",
+    type=click.IntRange(1, 64),
+    multiple=True,
+    help="Ask about this hop only; repeat it for several. With --tcp, a TTL that reaches "
+    "DESTINATION opens a connection to it.  [default: all routers on the way]",
+)
+@click.option(
+    "--confidence",
+    type=click.FloatRange(0.0, 0.999999),
+    default=0.99,
+    show_default=True,
+    help="Stop when, with this confidence, no path is missing.",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 65535),
+    default=1,
+    show_default=True,
+    help="Find at least this many ports of every path.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0.5, 1e5),
+    default=200.0,
+    show_default=True,
+    metavar="N",
+    help="Send at most this many probes a second; slow routers get fewer.",
+)
+@click.option(
+    "--time",
+    "time_limit_s",
+    type=click.FloatRange(0.1, 3600),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Stop after this time with what is known by then.",
+)
+@click.option(
+    "--topology",
+    "topology_path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Topology file; its addresses give the switches their names.",
+)
+@click.option(
+    "--via",
+    multiple=True,
+    metavar="NODE|ADDRESS",
+    help="List only ports whose path crosses this node; repeat it for several.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    help="Also write JSON to this file; - prints JSON in place of the table.",
+)
+def probe_command(
+    destination: str,
+    protocol: Transport,
+    port: int | None,
+    ports: range | None,
+    source: str | None,
+    max_ttl: int,
+    ttls: tuple[int, ...],
+    confidence: float,
+    count: int,
+    rate: float,
+    time_limit_s: float,
+    topology_path: Path | None,
+    via: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    """Find which source port takes which path to DESTINATION.
+
+    Switches choose one of several equal paths by a hash of a packet's addresses and ports. This
+    sends packets whose TTL expires on the way, from many source ports, and lists the routers that
+    answer. It needs no privilege, and no service at DESTINATION sees the packets.
+    """
+    if port is None and protocol == "tcp":
+        raise click.UsageError("--tcp needs --port: TCP has no port that is the same everywhere")
+    rules = Rules(confidence, rate, time_limit_s, ports_per_path=count)
+    try:
+        topology = _topology(topology_path)
+        for name in via:
+            _check_via(name, topology)
+        with _progress(rules) as watch:
+            found = probe(
+                destination,
+                port or ROCE_V2_PORT,
+                protocol,
+                source=source,
+                ports=ports,
+                ttls=ttls or None,
+                max_ttl=max_ttl,
+                rules=rules,
+                watch=watch,
+            )
+    except (CruxError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    report = PathTable(found, topology, via)
+    _show(report, json_path)
+    if via and not report.ports_via():
+        raise click.ClickException(
+            f"none of the {len(found.hops)} ports leads via {' and '.join(via)}; if there "
+            "is a path over it, a higher --confidence searches longer"
+        )
+
+
+def _topology(path: Path | None) -> Topology | None:
+    if path is None:
+        return None
+    topology = load_topology(path)
+    if not topology.addresses:
+        raise TopologyError(
+            f"{path} gives no node an address; add `addresses:` (docs/topology.md), or leave it out"
+        )
+    return topology
+
+
+def _check_via(name: str, topology: Topology | None) -> None:
+    for address in addresses_of(name, topology):
+        try:
+            ip_address(address)
+        except ValueError:
+            problem = "expected an address, or a node of the topology given by --topology"
+            if topology is not None and name in topology.nodes:
+                problem = "the topology gives this node no address"
+            raise TopologyError(f"--via {name}: {problem}") from None
+
+
+@contextmanager
+def _progress(rules: Rules) -> Iterator[Callable[[Discovery], None] | None]:
+    """A line on standard error while probing, at a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    console = Console(stderr=True)
+    with console.status("counting the routers on the way") as status:
+
+        def watch(search: Discovery) -> None:
+            status.update(
+                f"paths: {search.path_count}, probes: {search.sent}, answers: {search.answered}, "
+                f"confidence: {search.confidence:.3f} of {rules.confidence:g}"
+            )
+
+        yield watch
+
+
+def _show(report: PathTable, json_path: str | None) -> None:
+    if json_path == "-":
+        click.echo(as_json_text(report))
+        return
+    if json_path is not None:
+        write_text(Path(json_path), as_json_text(report) + "\n")
+    render(report)

@@ -1,0 +1,76 @@
+"""``crux sim``: the simulator's commands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from crux_torch.cli.results import write_text
+from crux_torch.cli.sim_compare import compare
+from crux_torch.cli.sim_options import json_option, numbers_table, scenario_argument
+from crux_torch.cli.sim_trace import trace
+from crux_torch.sim.run import Report, run_scenario
+from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
+
+
+@click.group()
+def sim() -> None:
+    """What would Crux do on a cluster, with its jobs?"""
+
+
+sim.add_command(compare)
+sim.add_command(trace)
+
+
+@sim.command()
+@scenario_argument
+@json_option
+@click.option(
+    "--skip-repeats/--no-skip-repeats",
+    default=True,
+    show_default=True,
+    help="Count stretches that provably repeat instead of playing them.",
+)
+@click.option(
+    "--repeat-tolerance",
+    type=click.FloatRange(0.0, 1.0, max_open=True),
+    default=1e-9,
+    show_default=True,
+    help="States are the same within this share of the period.",
+)
+def run(file: Path, json_path: Path | None, skip_repeats: bool, repeat_tolerance: float) -> None:
+    """Play the scenario in FILE to its horizon."""
+    try:
+        scenario = read_scenario(file)
+        report = run_scenario(
+            scenario, skip_repeats=skip_repeats, repeat_tolerance=repeat_tolerance
+        )
+    except ScenarioError as error:
+        raise click.ClickException(str(error)) from None
+    if json_path is not None:
+        write_text(json_path, json.dumps(asdict(report), indent=2) + "\n")
+    Console().print(_table(scenario, report))
+
+
+def _table(scenario: Scenario, report: Report) -> Table:
+    title = f"{report.horizon_s:g} s, GPU utilization {report.gpu_utilization:.1%}"
+    numbers = ("GPUs", "level", "iterations", "compute s", "comm s", "mean iteration s")
+    table = numbers_table(title, "job", *numbers)
+    for name, job in report.jobs.items():
+        spec = scenario.jobs[name]
+        mean = job.mean_iteration_s
+        table.add_row(
+            name,
+            f"{spec.gpus:g}",
+            str(spec.level),
+            str(job.completed),
+            f"{job.compute_s:.3f}",
+            f"{job.comm_s:.3f}",
+            "-" if mean is None else f"{mean:.4f}",
+        )
+    return table

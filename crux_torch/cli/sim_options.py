@@ -1,0 +1,56 @@
+"""Options that several simulator commands share, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+scenario_argument = click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+json_option = click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the results to this file as JSON.",
+)
+threads_option = click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
+
+
+def names_option(flag: str, name: str, known: Iterable[str], default: str) -> Callable[..., Any]:
+    """An option for a comma-separated list of ``known`` names; ``all`` stands for all of them."""
+    known = list(known)
+    return click.option(
+        flag,
+        name,
+        default=default,
+        show_default=True,
+        callback=lambda _context, _option, value: chosen(value, known),
+        help=f"Comma-separated: {', '.join(known)}; or all.",
+    )
+
+
+def chosen(value: str, known: list[str]) -> tuple[str, ...]:
+    """The names in a comma-separated list; ``all`` stands for all of ``known``.
+
+    Raises:
+        BadParameter: a name that is not known.
+    """
+    names = tuple(known) if value == "all" else tuple(value.split(","))
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is unknown; expected some of {', '.join(known)}")
+    return names
+
+
+def numbers_table(title: str, first: str, *headings: str) -> Table:
+    """An empty table whose ``first`` column has names, and the others numbers."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,212 @@
+"""``crux sim trace``: weeks of jobs on a whole cluster, under each scheduler."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from crux_torch.cli.results import Result
+from crux_torch.cli.sim_options import (
+    json_option,
+    names_option,
+    numbers_table,
+    threads_option,
+)
+from crux_torch.errors import CruxError
+from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.sim.placement import PLACEMENTS
+from crux_torch.sim.replay import ReplayOptions
+from crux_torch.sim.trace_rows import TOPOLOGIES, Run, Workload, run_rows, settings_of, topology_of
+
+#: A topology, a placement and a scheduler: what one row is about.
+Cell = tuple[str, str, str]
+Row = dict[str, Any]
+
+
+@click.command()
+@click.option(
+    "--trace",
+    "kind",
+    default=None,
+    help="hybrid, generated, lingjun, or a CSV name,model,gpus,submit_s,duration_s. "
+    "Default: hybrid with --data, else generated.",
+)
+@click.option(
+    "--data",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder of philly.csv.gz and lingjun_job_sizes.csv, or of job.csv and worker.csv.",
+)
+@click.option(
+    "--topology",
+    "topologies",
+    default="clos",
+    show_default=True,
+    help=f"Comma-separated: {', '.join(TOPOLOGIES)}, or topology files.",
+)
+@names_option("--schedulers", "schedulers", SCHEDULERS, "all")
+@names_option("--placement", "placements", PLACEMENTS, "none")
+@click.option("--jobs", type=click.IntRange(1), default=5000, show_default=True)
+@click.option("--days", type=click.IntRange(1), default=14, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--iterations-as-one",
+    type=click.IntRange(1),
+    default=200,
+    show_default=True,
+    help="So many iterations are simulated as one, as long as all of them; 1 is exact.",
+)
+@click.option(
+    "--levels", type=click.IntRange(1), default=8, show_default=True, help="Priority levels."
+)
+@click.option(
+    "--max-slowdown",
+    type=click.FloatRange(1.0),
+    help="What crux-fair is to guarantee: no job's mean iteration takes so many times its own.",
+)
+@click.option(
+    "--steady-tolerance",
+    type=click.FloatRange(0.0, 0.5),
+    default=0.0,
+    show_default=True,
+    help="Above 0: rates that have settled to this share are extrapolated.",
+)
+@click.option(
+    "--replan",
+    "replan_s",
+    type=click.FloatRange(0.0),
+    default=60.0,
+    show_default=True,
+    help="Least seconds between two plans.",
+)
+@threads_option
+@json_option
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write NAME.json and NAME.txt to this folder, anew after every row.",
+)
+@click.option("--name", default="trace", show_default=True, help="Name of the result.")
+def trace(
+    topologies: str, placements: tuple[str, ...], schedulers: tuple[str, ...], **how: Any
+) -> None:
+    """Weeks of jobs on a cluster: utilisation, completion times and slowdowns by scheduler."""
+    play_rows(list(product(topologies.split(","), placements, schedulers)), **how)
+
+
+def play_rows(
+    cells: Sequence[Cell],
+    *,
+    kind: str | None,
+    data: str | None,
+    jobs: int,
+    days: int,
+    seed: int,
+    iterations_as_one: int,
+    levels: int,
+    max_slowdown: float | None,
+    steady_tolerance: float,
+    replan_s: float,
+    threads: int,
+    json_path: Path | None,
+    out: Path | None,
+    name: str,
+    row_of: Callable[[Row], Row] = lambda row: row,
+    columns: Mapping[str, Callable[[Row], str]] | None = None,
+) -> None:
+    """Plays the cells, writes the result files after every one, and prints the tables.
+
+    Args:
+        cells: the rows.
+        row_of: what becomes of a row before it is written.
+        columns: further columns of the tables, after the utilisation: heading and content.
+
+    The other arguments are the options of :func:`trace`.
+    """
+    if kind is None:
+        kind = "hybrid" if data else "generated"
+        if not data:
+            click.echo("No --data: the trace is generated from the published marginals.", err=True)
+    workload = Workload(kind, data, jobs, days, seed)
+    options = ReplayOptions(
+        levels=tuple(range(levels)),
+        max_slowdown=max_slowdown,
+        seed=seed,
+        replan_s=replan_s,
+        grid_s=6 * 3600.0,
+        iterations_as_one=iterations_as_one,
+        steady_tolerance=steady_tolerance,
+    )
+    runs = [
+        Run(workload, topology, scheduler, replace(options, placement=placement))
+        for topology, placement, scheduler in cells
+    ]
+    bar = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    rows: list[Row] = []
+    try:
+        settings = settings_of(workload, options, workload.load())
+        for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
+            topology_of(topology)
+        with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
+            for row in progress.track(run_rows(runs, threads), total=len(runs)):
+                rows.append(row_of(row))
+                text = _text(settings, rows, columns or {})
+                Result(name, settings, rows).write(text, json_path, out)
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(text, nl=False)
+
+
+def _text(
+    settings: dict[str, Any], rows: list[Row], columns: Mapping[str, Callable[[Row], str]]
+) -> str:
+    """One table for each network and placement. Gains are over ECMP in the same table."""
+    found = settings["trace"]
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=132)
+    console.print(
+        f"{found['kind']} trace: {found['jobs']} jobs in {found['days']} days, which want "
+        f"{found['mean_gpus_wanted']:.0f} GPUs on average. It is not the paper's trace: compare "
+        "orderings and gaps.",
+        highlight=False,
+    )
+    for key in dict.fromkeys((row["topology"], row["placement"]) for row in rows):
+        mine = [row for row in rows if (row["topology"], row["placement"]) == key]
+        console.print(_table(mine, columns))
+    return buffer.getvalue()
+
+
+def _table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
+    first = rows[0]
+    base = next((row["held_utilization"] for row in rows if row["scheduler"] == "ecmp"), None)
+
+    def gain(row: Row) -> str:
+        return f"{row['held_utilization'] / base - 1:+.1%}" if base else "-"
+
+    shown: dict[str, Callable[[Row], str]] = {
+        "util.": lambda row: f"{row['gpu_utilization']:.3f}",
+        **columns,
+        "util. of held": lambda row: f"{row['held_utilization']:.3f}",
+        "vs ECMP": gain,
+        "network": lambda row: f"{row['network_utilization']:.3f}",
+        "JCT mean h": lambda row: f"{row['jct_mean_s'] / 3600:.2f}",
+        "p99 h": lambda row: f"{row['jct_p99_s'] / 3600:.1f}",
+        "queue h": lambda row: f"{row['queued_mean_s'] / 3600:.2f}",
+        "slowdown mean": lambda row: f"{row['slowdown_mean']:.3f}",
+        "worst": lambda row: f"{row['slowdown_worst']:.2f}",
+        "CPU s": lambda row: f"{row['cpu_s']:.1f}",
+        "RSS MiB": lambda row: f"{row['max_rss_MiB']:.0f}",
+    }
+    title = f"{first['topology']}, {first['gpus']} GPUs, placement {first['placement']}"
+    table = numbers_table(title, "scheduler", *shown)
+    for row in rows:
+        table.add_row(row["scheduler"], *(cell(row) for cell in shown.values()))
+    return table

@@ -1,0 +1,49 @@
+"""What one leader sees of the cluster, and for how long it has stood still."""
+
+from __future__ import annotations
+
+from crux_torch.control.planner import fingerprint
+from crux_torch.control.records import JobRecord
+
+#: A snapshot that never stands still is planned after this many debounce times.
+MAX_DEBOUNCES = 8
+
+
+class Snapshot:
+    """Job records and topology at one leader's last look.
+
+    Attributes:
+        jobs: the live records.
+        topology: the topology's bytes.
+        fingerprint: of both.
+        since_s: when they last changed.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: tuple[JobRecord, ...] = ()
+        self.topology: bytes | None = None
+        self.fingerprint = ""
+        self.since_s = float("-inf")
+        self._unplanned_since_s: float | None = None
+
+    def update(self, jobs: tuple[JobRecord, ...], topology: bytes | None, now: float) -> bool:
+        """Take in what was read at ``now``; return whether anything has changed."""
+        self.jobs, self.topology = jobs, topology
+        current = fingerprint(jobs, topology)
+        if current == self.fingerprint:
+            return False
+        self.fingerprint, self.since_s = current, now
+        if self._unplanned_since_s is None:
+            self._unplanned_since_s = now
+        return True
+
+    def was_planned(self) -> None:
+        """A plan for it is in force."""
+        self._unplanned_since_s = None
+
+    def stands_still(self, now: float, debounce_s: float) -> bool:
+        """Whether it is worth a plan: it has come to rest, or has been in motion for too long."""
+        if now - self.since_s >= debounce_s:
+            return True
+        since_s = self._unplanned_since_s
+        return since_s is not None and now - since_s >= MAX_DEBOUNCES * debounce_s

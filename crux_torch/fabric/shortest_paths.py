@@ -1,0 +1,277 @@
+"""Equal-cost shortest paths in a network with hosts, as tuples of link numbers.
+
+Distances are computed once for each destination. A path is found by its rank in the order of all
+paths, so that some of millions can be listed. benchmarks/shortest_paths.py compares this with
+networkx and rustworkx.
+
+Switches forward, hosts do not: a path may pass through any network switch, and through the inner
+nodes (PCIe switch, NIC, root complex, NVSwitch) of its two end hosts, but never through another
+host and never through a GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+#: Owner of the nodes that belong to no host.
+NETWORK = -1
+
+
+class LinkArrays(NamedTuple):
+    """A directed multigraph; a link is its index.
+
+    Attributes:
+        src: node that each link leaves.
+        dst: node that each link enters.
+        cost: metric of each link, 1 or more.
+        owner: host that each node belongs to, or ``NETWORK``.
+        forwards: whether a path may pass through each node.
+    """
+
+    src: Sequence[int]
+    dst: Sequence[int]
+    cost: Sequence[int]
+    owner: Sequence[int]
+    forwards: Sequence[bool]
+
+
+class ShortestPaths:
+    """Shortest paths between sets of nodes of one host each, in a fixed order.
+
+    The order is lexicographic in the order of the links of each node. So the same links in the same
+    order give the same paths on every machine. Distances through the network are cached by where a
+    path leaves it and what remains from there, because all GPUs behind one switch share that.
+    """
+
+    def __init__(self, links: LinkArrays) -> None:
+        self._links = links
+        nodes = len(links.owner)
+        self._out: list[list[int]] = [[] for _ in range(nodes)]
+        self._into_near: list[list[int]] = [[] for _ in range(nodes)]
+        self._exits: dict[int, list[int]] = {}
+        self._entries: dict[int, list[int]] = {}
+        for link, (u, v) in enumerate(zip(links.src, links.dst, strict=True)):
+            self._out[u].append(link)
+            if links.owner[u] == links.owner[v]:
+                self._into_near[v].append(link)
+            elif links.owner[u] == NETWORK:
+                self._entries.setdefault(links.owner[v], []).append(link)
+            else:
+                self._exits.setdefault(links.owner[u], []).append(link)
+        self._arrival = lru_cache(maxsize=1 << 14)(self._find_arrival)
+        self._network = lru_cache(maxsize=1 << 12)(self._find_network)
+        self._departure = lru_cache(maxsize=1 << 14)(self._find_departure)
+
+    def count(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> int:
+        """How many shortest paths lead from any of ``sources`` to any of ``targets``; 0: none."""
+        return self._dag(sources, targets).total
+
+    def paths(
+        self, sources: tuple[int, ...], targets: tuple[int, ...], limit: int | None = None
+    ) -> list[tuple[int, ...]]:
+        """The shortest paths as tuples of links; at most ``limit`` of them, evenly spread.
+
+        The first rank depends on the two ends, so that the pairs together use every link.
+        """
+        dag = self._dag(sources, targets)
+        start = zlib.crc32(f"{sources[0]} {targets[0]}".encode())
+        return [self._unrank(dag, rank) for rank in spread(dag.total, limit, start)]
+
+    def costs_inside(self, source: int) -> dict[int, int]:
+        """Cost from ``source`` to every node of its own host that is reached without leaving it."""
+        links = self._links
+        costs = {source: 0}
+        queue = [(0, source)]
+        while queue:
+            cost, u = heapq.heappop(queue)
+            if cost > costs[u] or (cost and not links.forwards[u]):
+                continue
+            for link in self._out[u]:
+                v, further = links.dst[link], cost + links.cost[link]
+                if links.owner[v] == links.owner[source] and further < costs.get(v, further + 1):
+                    costs[v] = further
+                    heapq.heappush(queue, (further, v))
+        return costs
+
+    def _dag(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Dag:
+        owner = self._links.owner
+        home, away = owner[sources[0]], owner[targets[0]]
+        arrival = self._arrival(targets)
+        network = self._network(arrival.remaining)
+        if home == away != NETWORK:
+            dag = _Dag(arrival.inside, arrival, network)
+        elif home == NETWORK:
+            dag = _Dag(network.distance, arrival, network)
+        else:
+            dag = _Dag(self._departure(home, arrival.remaining), arrival, network)
+        reached = [s for s in sources if s in dag.start_distance]
+        best = min((dag.start_distance[s] for s in reached), default=0)
+        dag.starts = [s for s in reached if dag.start_distance[s] == best]
+        dag.total = sum(self._count(s, dag) for s in dag.starts)
+        return dag
+
+    def _find_arrival(self, targets: tuple[int, ...]) -> _Arrival:
+        """What is left of a path from where it leaves the network."""
+        links = self._links
+        host = links.owner[targets[0]]
+        if host == NETWORK:
+            return _Arrival({}, {}, tuple((t, 0) for t in sorted(targets)))
+        inside = self._relax(dict.fromkeys(targets, 0))
+        remaining: dict[int, int] = {}
+        entries: dict[int, list[int]] = {}
+        for link in self._entries.get(host, ()):
+            u, v = links.src[link], links.dst[link]
+            if v not in inside or not (inside[v] == 0 or links.forwards[v]):
+                continue
+            cost = links.cost[link] + inside[v]
+            if cost < remaining.get(u, cost + 1):
+                remaining[u], entries[u] = cost, []
+            if cost == remaining[u]:
+                entries[u].append(link)
+        return _Arrival(inside, entries, tuple(sorted(remaining.items())))
+
+    def _find_network(self, remaining: tuple[tuple[int, int], ...]) -> _Network:
+        return _Network(self._relax(dict(remaining)))
+
+    def _find_departure(self, host: int, remaining: tuple[tuple[int, int], ...]) -> dict[int, int]:
+        """Distances from the nodes of the host that a path starts in."""
+        links, network = self._links, self._network(remaining)
+        nearest: dict[int, int] = {}
+        for link in self._exits.get(host, ()):
+            u, after = links.src[link], network.distance.get(links.dst[link])
+            if after is not None:
+                nearest[u] = min(after + links.cost[link], nearest.get(u, after + links.cost[link]))
+        return self._relax(nearest)
+
+    def _relax(self, distance: dict[int, int]) -> dict[int, int]:
+        """Dijkstra against the direction of the links, within one host or within the network."""
+        links = self._links
+        queue = [(d, v) for v, d in distance.items()]
+        heapq.heapify(queue)
+        while queue:
+            d, v = heapq.heappop(queue)
+            if d > distance[v] or (d > 0 and not links.forwards[v]):
+                continue
+            for link in self._into_near[v]:
+                u, candidate = links.src[link], d + links.cost[link]
+                if candidate < distance.get(u, candidate + 1):
+                    distance[u] = candidate
+                    heapq.heappush(queue, (candidate, u))
+        return distance
+
+    def _next_links(self, u: int, dag: _Dag) -> list[int]:
+        """The links of ``u`` on a shortest path: within where it is, out of it, or into the end."""
+        links, owner = self._links, self._links.owner
+        if owner[u] == NETWORK:
+            onward = self._network_links(u, dag.network)
+            if dag.leaves_at.get(u) == dag.network.distance[u]:
+                return sorted(onward + dag.arrival.entries[u])
+            return onward
+        ending = u in dag.arrival.inside
+        inside = dag.arrival.inside if ending else dag.start_distance
+        following = []
+        for link in self._out[u]:
+            v = links.dst[link]
+            if owner[v] == owner[u]:
+                after = inside.get(v)
+            else:
+                # Paths leave the host where they start, and never the one where they end.
+                after = None if ending else dag.network.distance.get(v)
+            if after == inside[u] - links.cost[link] and (after == 0 or links.forwards[v]):
+                following.append(link)
+        return following
+
+    def _network_links(self, u: int, network: _Network) -> list[int]:
+        if u not in network.onward:
+            links, distance = self._links, network.distance
+            network.onward[u] = [
+                link
+                for link in self._out[u]
+                if links.owner[links.dst[link]] == NETWORK
+                and distance.get(links.dst[link]) == distance[u] - links.cost[link]
+            ]
+        return network.onward[u]
+
+    def _count(self, u: int, dag: _Dag) -> int:
+        if u not in dag.counts:
+            following = dag.following[u] = self._next_links(u, dag)
+            dst = self._links.dst
+            # Every cost is positive, so that only an end has nothing to follow.
+            dag.counts[u] = sum(self._count(dst[link], dag) for link in following) or 1
+        return dag.counts[u]
+
+    def _unrank(self, dag: _Dag, rank: int) -> tuple[int, ...]:
+        """The path of that rank in lexicographic order, without listing the ones before it."""
+        dst, counts = self._links.dst, dag.counts
+        for u in dag.starts:
+            if rank < counts[u]:
+                break
+            rank -= counts[u]
+        path = []
+        while following := dag.following[u]:
+            for link in following:
+                if rank < counts[dst[link]]:
+                    break
+                rank -= counts[dst[link]]
+            path.append(link)
+            u = dst[link]
+        return tuple(path)
+
+
+class _Arrival(NamedTuple):
+    """The end of a path.
+
+    Attributes:
+        inside: distance from each node of the targets' host.
+        entries: for each switch beside that host, its links there that are on a shortest path.
+        remaining: (switch, distance from it into the host), sorted; a target switch has 0.
+    """
+
+    inside: dict[int, int]
+    entries: dict[int, list[int]]
+    remaining: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class _Network:
+    """The middle of a path: distance from each switch, and its links onward, as they are asked."""
+
+    distance: dict[int, int]
+    onward: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Dag:
+    """All shortest paths between two sets of nodes, with the paths counted from each node."""
+
+    start_distance: dict[int, int]
+    arrival: _Arrival
+    network: _Network
+    leaves_at: dict[int, int] = field(init=False)
+    starts: list[int] = field(default_factory=list)
+    following: dict[int, list[int]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.leaves_at = {u: d for u, d in self.arrival.remaining if u in self.arrival.entries}
+
+
+def spread(total: int, limit: int | None, start: int = 0) -> Iterable[int]:
+    """``limit`` ranks out of ``total``, ascending and spread over all of them, from ``start``.
+
+    An even stride would take the same branch at every switch whose fan-out divides it, so the
+    stride is near the golden section of ``total`` and coprime to it.
+    """
+    if limit is None or limit >= total:
+        return range(total)
+    step = max(1, round(total * 0.6180339887498949))
+    while gcd(step, total) != 1:
+        step += 1
+    return sorted((start + i * step) % total for i in range(limit))

@@ -1,0 +1,1 @@
+"""This machine: GPUs, PCIe, NICs, RDMA devices."""

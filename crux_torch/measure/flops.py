@@ -1,0 +1,263 @@
+"""Counts W of one iteration, the FLOPs of its operators, once for each set of input shapes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crux_torch.measure.iterations import IterationMarks
+
+log = logging.getLogger(__name__)
+
+#: At most so many signatures, outermost modules, calls of an iteration and tensors of a call are
+#: remembered.
+MAX_SIGNATURES = 256
+MAX_ROOTS = 32
+MAX_CALLS = 512
+MAX_TENSORS = 64
+#: Counting costs tens of microseconds an operator. While new signatures keep coming, the pause
+#: between two counts doubles, up to this many iterations.
+MAX_PAUSE = 1024
+
+#: Stands for every signature beyond ``MAX_SIGNATURES``.
+OTHER = -1
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCount:
+    """What was counted.
+
+    Attributes:
+        by_precision: FLOPs of an iteration on this rank by what they are computed in, means over
+            the iterations seen; an iteration whose signature was never counted is left out.
+        iterations: iterations that the mean is taken over.
+        left_out: iterations whose signature was never counted.
+        uncounted_ops: operators met that do tensor work and have no formula, by name.
+    """
+
+    by_precision: Mapping[str, float]
+    iterations: int
+    left_out: int
+    uncounted_ops: tuple[str, ...]
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of an iteration on this rank."""
+        return sum(self.by_precision.values())
+
+
+class FlopMeter:
+    """Counts FLOPs between two iteration marks, in the training thread.
+
+    It counts forward, backward, the optimizer, and what checkpointing computes again. The formulas
+    are torch's own (``torch.utils.flop_counter``) and those that torch lacks (``flop_formulas``).
+    Where torch knows every operator, the count equals ``FlopCounterMode``'s, except for the
+    gradients of grouped convolutions. ``FlopCounterMode`` itself can't run inside a training job:
+    it raises into the model if a formula rejects its arguments or a higher-order operator has none,
+    it makes ``torch.compile(fullgraph=True)`` fail, it hooks every module, and it counts the global
+    shape of a DTensor on every rank. This meter lets compiled code run compiled, and counts the
+    matrix products that the code calls. It does not see those that inductor generates as Triton
+    templates (``max-autotune``).
+
+    A signature is the shapes that entered the outermost modules in one iteration, in order. The
+    meter finds these modules while it counts an iteration, and gives each a forward pre-hook. The
+    hook does nothing under Dynamo. A module compiled in place gets no hook, and its shapes are not
+    part of the signature.
+
+    The mode is entered only if no other dispatch mode is active, and left only if it is the
+    innermost. Otherwise the meter gives the count up and retries later.
+
+    Args:
+        marks: where iterations end; :meth:`install` listens to it.
+    """
+
+    def __init__(self, marks: IterationMarks) -> None:
+        self._marks = marks
+        self._unlisten: Any = None
+        self._ids: dict[Signature, int] = {}
+        self._flops: dict[int, Mapping[str, int]] = {}
+        self._seen: Counter[int] = Counter()
+        self._uncounted: Counter[str] = Counter()
+        self._roots: list[weakref.ref[Any]] = []
+        self._hooks: list[Any] = []
+        self._calls: list[Any] = []
+        self._mode: Any = None
+        self._counted: Any = None
+        self._spoiled = False
+        self._thread: int | None = None
+        self._wanted = True
+        self._pause = 1
+        self._wait = 0
+        self._started = False
+        self._closing = False
+
+    def install(self) -> None:
+        """Listen to the marks; the count begins at the next one."""
+        self._closing = False
+        if self._unlisten is None:
+            self._unlisten = self._marks.add_listener(self._on_mark)
+
+    def remove(self) -> None:
+        """Stop listening and take the module hooks away.
+
+        Called in the training thread, it ends a count that is under way. Called in another thread,
+        it can't reach the mode, and the count ends at the training thread's next mark.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._roots = [], []
+        self._closing = True
+        if self._mode is None or self._leave():
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._unlisten is not None:
+            self._unlisten()
+            self._unlisten = None
+
+    def count(self) -> FlopCount | None:
+        """The mean over the iterations seen; None before the first count, or if all are zero."""
+        seen = Counter(self._seen)
+        counted = {s: n for s, n in seen.items() if s in self._flops}
+        iterations = sum(counted.values())
+        total: Counter[str] = Counter()
+        for signature, times in counted.items():
+            for name, flops in self._flops[signature].items():
+                total[name] += flops * times
+        if not any(total.values()):
+            return None
+        return FlopCount(
+            by_precision={name: flops / iterations for name, flops in total.items()},
+            iterations=iterations,
+            left_out=sum(seen.values()) - iterations,
+            uncounted_ops=tuple(sorted(self._uncounted)),
+        )
+
+    def _on_mark(self, mark_ns: int) -> None:
+        try:
+            if self._mode is not None and not self._leave():
+                self._spoiled = True
+            elif self._closing:
+                self._stop_listening()
+            else:
+                self._end_iteration()
+                self._begin_iteration()
+        except Exception:
+            self.remove()
+            log.warning("counting FLOPs failed; W comes from time instead", exc_info=True)
+
+    def _begin_iteration(self) -> None:
+        from crux_torch.measure.flop_mode import CountingMode
+
+        self._started = True
+        self._calls = []
+        if not self._wanted:
+            return
+        if self._wait > 0:
+            self._wait -= 1
+            return
+        if _top_of_stack() is not None:
+            self._back_off()
+            return
+        self._counted = None
+        self._spoiled = False
+        self._thread = threading.get_ident()
+        mode: Any = CountingMode(self._found_module)
+        mode.__enter__()
+        self._mode = mode
+
+    def _end_iteration(self) -> None:
+        if not self._started:
+            return
+        counted, self._counted = self._counted, None
+        if counted is not None:
+            self._back_off()
+            if self._spoiled:
+                # Its calls may be those of several iterations.
+                return
+        signature = self._id(tuple(self._calls))
+        self._seen[signature] += 1
+        if counted is not None and signature not in self._flops and signature != OTHER:
+            self._flops[signature] = dict(counted.by_precision)
+            self._uncounted.update(counted.uncounted)
+        self._wanted = len(self._flops) < len(self._ids)
+        if not self._wanted:
+            self._pause, self._wait = 1, 0
+
+    def _id(self, signature: Signature) -> int:
+        if signature not in self._ids and len(self._ids) >= MAX_SIGNATURES:
+            return OTHER
+        return self._ids.setdefault(signature, len(self._ids))
+
+    def _back_off(self) -> None:
+        self._wait = self._pause
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+
+    def _leave(self) -> bool:
+        """Leave the mode if it is this thread's innermost; whether it was."""
+        if self._thread != threading.get_ident() or _top_of_stack() is not self._mode:
+            return False
+        self._counted, self._mode = self._mode, None
+        self._counted.__exit__(None, None, None)
+        return True
+
+    def _found_module(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An outermost module was met while counting: watch its inputs from now on."""
+        if len(self._roots) >= MAX_ROOTS:
+            return
+        known = [root for ref in self._roots if (root := ref()) is not None]
+        # Recomputed blocks run outside their parent's call and are no roots.
+        if any(module is child for root in known for child in root.modules()):
+            return
+        self._roots.append(weakref.ref(module))
+        # A hook on a module compiled in place would cost it a recompilation and never run.
+        if getattr(module, "_compiled_call_impl", None) is None:
+            self._hooks.append(module.register_forward_pre_hook(self._pre_hook, with_kwargs=True))
+        self._note(module, args, kwargs)
+
+    def _pre_hook(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        try:
+            self._note(module, args, kwargs)
+        except Exception:
+            self._spoiled = True
+
+    def _note(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(self._calls) < MAX_CALLS:
+            index = next((i for i, ref in enumerate(self._roots) if ref() is module), -1)
+            self._calls.append((index, module.training, _shapes((args, kwargs))))
+
+
+def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the first tensors in nested tuples, lists and dicts."""
+    import torch
+
+    shapes: list[tuple[int, ...]] = []
+    pending = [value]
+    while pending and len(shapes) < MAX_TENSORS:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            shapes.append(tuple(item.shape))
+        elif isinstance(item, dict):
+            pending.extend(reversed(list(item.values())))
+        elif isinstance(item, (tuple, list)):
+            pending.extend(reversed(item))
+    return tuple(shapes)
+
+
+def _top_of_stack() -> Any:
+    import torch
+
+    depth = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None

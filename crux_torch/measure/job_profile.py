@@ -1,0 +1,104 @@
+"""What was measured of one job: the profile that its leader publishes and every schedule reads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0.0, le=1e30)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+#: Bounds of the schema: a record from another tenant is never larger than this.
+MAX_FLOWS = 4096
+MAX_BURSTS = 64
+
+
+class HostFlow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of one iteration from one host, or one part of a host, to another."""
+
+    src: Name
+    dst: Name
+    bytes: NonNegative
+
+
+class ProfileBurst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One burst of communication: when it may start and which share of the bytes it carries."""
+
+    at: Share
+    share: Share
+
+
+class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One iteration of a job.
+
+    Attributes:
+        period_s: seconds from one iteration to the next, as measured.
+        period_source: ``fourier`` (the communication signal), ``marks`` (optimizer steps), or
+            ``both`` where the two agree.
+        compute_s: seconds of an iteration in which the devices compute: period less exposed time.
+        flops: W_j over all devices of the job.
+        flops_source: ``counted`` from the operators, or ``time`` (device-busy time times rate).
+        flops_by_time: W_j from time, for comparison: device-busy time times the devices' rate; 0
+            where the rate is not known.
+        device_flops: FLOP/s that the devices together could do in the data types in use; 0 where
+            that is not known.
+        device_busy, tensor_busy: means over the devices of how busy they and their tensor cores
+            were, see :class:`~crux_torch.host.activity.DeviceActivity`; None where none tells.
+        uncounted_ops: operators met that have no FLOP formula and so count nothing.
+        gpus: devices of the job.
+        flows: bytes from host to host; bytes that stay on one host are not listed.
+        inside: bytes between GPUs and NICs, by their names in the topology, of hosts that the job
+            shares with others.
+        bursts: when in the iteration it communicates.
+        t_s: t_j, the time that one iteration's traffic needs on its slowest link.
+        t_source: ``topology`` (bytes over capacity) or ``measured`` (shortest transfers).
+        t_measured_s: seconds of transfer in an iteration, of each collective the fastest rank's.
+        overlap: share of the communication that computation hides.
+        exposed_s: seconds of an iteration in which the devices wait for communication.
+        iterations: iterations that the figures are taken over.
+        measured_alone: whether the job held the profiling class throughout.
+    """
+
+    period_s: NonNegative
+    period_source: Literal["fourier", "marks", "both"]
+    compute_s: NonNegative
+    flops: NonNegative
+    flops_source: Literal["counted", "time"]
+    flops_by_time: NonNegative = 0.0
+    device_flops: NonNegative = 0.0
+    device_busy: Share | None = None
+    tensor_busy: Share | None = None
+    uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+    flows: Annotated[tuple[HostFlow, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
+    inside: Annotated[tuple[HostFlow, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
+    bursts: Annotated[tuple[ProfileBurst, ...], msgspec.Meta(min_length=1, max_length=MAX_BURSTS)]
+    t_s: NonNegative
+    t_source: Literal["topology", "measured"]
+    t_measured_s: NonNegative
+    overlap: Share
+    exposed_s: NonNegative
+    iterations: Annotated[int, msgspec.Meta(ge=0)]
+    measured_alone: bool
+
+    @property
+    def achieved_flops(self) -> float:
+        """FLOP/s over whole iterations; 0 without a period."""
+        return self.flops / self.period_s if self.period_s > 0 else 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """Achieved FLOP/s as a share of what the devices could do (model FLOPs utilisation).
+
+        None where FLOPs were not counted, or the devices' rate is not known.
+        """
+        if self.flops_source != "counted" or not self.device_flops:
+            return None
+        return self.achieved_flops / self.device_flops
+
+    @property
+    def intensity(self) -> float:
+        """GPU intensity I_j = W_j / t_j in FLOP/s; infinite for a job without traffic (§3.2)."""
+        return self.flops / self.t_s if self.t_s > 0 else float("inf")

@@ -1,0 +1,220 @@
+"""One job's profile from the samples of its ranks."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from crux_torch.measure import timeline
+from crux_torch.measure.inside import DescribedHosts, inside_flows
+from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow, JobProfile
+from crux_torch.measure.sample import RankSample
+from crux_torch.measure.traffic import PER_RANK_OPS, HostPair, add_flows, flows
+from crux_torch.measure.work import work
+from crux_torch.schedule.alone import alone
+from crux_torch.schedule.model import Flow, Job
+
+log = logging.getLogger(__name__)
+
+#: Measured over computed t outside these bounds is worth a warning.
+T_RATIO_BOUNDS = (0.5, 2.0)
+
+
+class Network(Protocol):
+    """What t needs of a network."""
+
+    @property
+    def capacity_Bps(self) -> Mapping[str, float]:
+        """Bytes per second of every link."""
+
+    def candidate_paths(self, src_host: str, dst_host: str) -> tuple[tuple[str, ...], ...]:
+        """The alternative paths between two hosts, each the links it crosses."""
+
+
+def merge(
+    samples: Sequence[RankSample],
+    *,
+    topology: Network | None = None,
+    device_flops: float = 0.0,
+    measured_alone: bool = True,
+) -> JobProfile:
+    """The profile of a job from its ranks' samples.
+
+    Ranks may be missing: W and the devices are scaled to the world size, and a warning says how
+    many reported. The bytes of each collective come from the lowest rank of its group that did. A
+    collective of a rank whose host is unknown is left out, with a warning.
+
+    Args:
+        samples: one of each rank, in any order; the lowest rank's timeline is the job's.
+        topology: gives t = max_e M_e / B_e; without it t is the measured transfer time.
+        device_flops: FLOP/s of the device of a rank that does not tell its own; 0 if unknown.
+        measured_alone: whether the job held the profiling class throughout.
+
+    Raises:
+        ValueError: no samples, or samples of different jobs.
+    """
+    by_rank = {sample.rank: sample for sample in samples}
+    if not by_rank or len({sample.world_size for sample in samples}) > 1:
+        raise ValueError("a profile needs samples of one job, all of the same world size")
+    present = [by_rank[rank] for rank in sorted(by_rank)]
+    world = present[0].world_size
+    if len(present) < world:
+        log.warning("profile from %d of %d ranks, scaled to all", len(present), world)
+    lost = sum(sample.lost for sample in present)
+    if lost:
+        log.warning("%d records were dropped while measuring: bytes may be too few", lost)
+    period_s = statistics.median(s.period_s for s in present)
+    t_measured_s, line = transfers_without_waiting(present)
+    exposed_s = min(s.exposed_s for s in present)
+    if line is not None:
+        exposed_s = min(exposed_s, line.exposed_s)
+    compute_s = max(0.0, period_s - exposed_s)
+    done = work(present, period_s=period_s, compute_s=compute_s, device_flops=device_flops)
+    matrix = traffic_matrix(present)
+    described = topology if isinstance(topology, DescribedHosts) else None
+    t_s = t_measured_s
+    if topology is not None:
+        within = described and inside_flows(matrix, present, described, whole_hosts=True)
+        t_s = transfer_alone_s(matrix | (within or {}), topology)
+        low, high = T_RATIO_BOUNDS
+        if t_s > 0 and t_measured_s > 0 and not low <= t_measured_s / t_s <= high:
+            ratio = t_measured_s / t_s
+            log.warning("transfers took %.2f times what the topology says; is it right?", ratio)
+    shared = described and inside_flows(matrix, present, described, whole_hosts=False)
+    return JobProfile(
+        period_s=period_s,
+        period_source=Counter(s.period_source for s in present).most_common(1)[0][0],
+        compute_s=compute_s,
+        flops=done.flops,
+        flops_source=done.source,
+        flops_by_time=done.by_time,
+        device_flops=done.device_flops,
+        device_busy=done.busy,
+        tensor_busy=done.tensor,
+        uncounted_ops=tuple(sorted({op for s in present for op in s.uncounted_ops}))[:64],
+        gpus=world,
+        flows=_largest(matrix),
+        inside=_largest(shared or {}),
+        bursts=present[0].bursts if line is None else line.bursts,
+        t_s=t_s,
+        t_source="measured" if topology is None else "topology",
+        t_measured_s=t_measured_s,
+        overlap=min(1.0, max(0.0, 1.0 - exposed_s / t_measured_s)) if t_measured_s > 0 else 0.0,
+        exposed_s=exposed_s,
+        iterations=min(s.iterations for s in present),
+        measured_alone=measured_alone,
+    )
+
+
+def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
+    """Bytes of one iteration from host to host, every collective counted once.
+
+    Every rank of a group lists its collectives; those of the lowest group rank count. All-to-alls
+    and sends count from every rank's own row, which tells what that rank sends.
+    """
+    placement = {sample.rank: sample.host for sample in present}
+    witness: dict[str, int] = {}
+    for sample in present:
+        for group in sample.groups:
+            witness[group.name] = min(witness.get(group.name, group.my_rank), group.my_rank)
+    total: dict[HostPair, float] = {}
+    unplaced = 0
+    for sample in present:
+        for row in sample.traffic:
+            group = sample.groups[row.group]
+            if row.op not in PER_RANK_OPS and group.my_rank != witness[group.name]:
+                continue
+            try:
+                part = flows(
+                    row.op,
+                    row.bytes,
+                    group.ranks,
+                    placement,
+                    peer=row.peer,
+                    my_rank=group.my_rank,
+                )
+            except (KeyError, ValueError):
+                unplaced += 1
+                continue
+            add_flows(total, part, 1.0 / sample.iterations)
+    if unplaced:
+        log.warning("%d kinds of collectives have no known flows and are left out", unplaced)
+    return total
+
+
+def transfer_alone_s(matrix: Mapping[HostPair, float], topology: Network) -> float:
+    """t_j (§3.2) in seconds on ``topology``, with the job alone and on the paths chosen for it."""
+    moving = []
+    for (src, dst), moved in sorted(matrix.items()):
+        paths = topology.candidate_paths(src, dst)
+        if paths:
+            moving.append(Flow(moved, paths))
+    job = Job("", gpus=1, flops=0.0, compute_s=0.0, flows=tuple(moving))
+    return alone(job, topology.capacity_Bps).t_s
+
+
+def transfers_without_waiting(
+    present: Sequence[RankSample],
+) -> tuple[float, timeline.Timeline | None]:
+    """How the job communicates once waiting for stragglers is taken away.
+
+    A collective ends on all ranks at about the same time, and lasts longest on the rank that called
+    it first. So the shortest duration over the ranks is the transfer; the rest is waiting. On the
+    timeline of the first sample, the leader's, each collective begins that much before its end.
+    Sends count as the leader saw them. Receives do not count: they wait for their sender.
+
+    Returns:
+        The seconds of transfer in the median iteration, and the timeline of the transfers; None for
+        it if the leader's sample lists no transfers.
+    """
+    leader = present[0]
+    rows = leader.transfers
+    if not rows.begin or len(rows.bounds) < 2:
+        return leader.comm_s, None
+    shortest: dict[tuple[str, int], int] = {}
+    witnesses: Counter[tuple[str, int]] = Counter()
+    for sample in present:
+        column = sample.transfers
+        for group, sequence, begin, end in zip(
+            column.group, column.sequence, column.begin, column.end, strict=True
+        ):
+            # A rank that lost the duration tells a length of 0, which says nothing of the transfer.
+            if group < 0 or end <= begin:
+                continue
+            key = (sample.groups[group].name, sequence)
+            shortest[key] = min(shortest.get(key, end - begin), end - begin)
+            witnesses[key] += 1
+    end_ns = np.array(rows.end, dtype=np.int64)
+    seen_ns = np.array(rows.begin, dtype=np.int64)
+    begin_ns = seen_ns.copy()
+    shared = 0
+    for i, (group, sequence) in enumerate(zip(rows.group, rows.sequence, strict=True)):
+        if group >= 0:
+            key = (leader.groups[group].name, sequence)
+            begin_ns[i] = max(begin_ns[i], end_ns[i] - shortest.get(key, 0))
+            shared += witnesses[key] > 1
+    order = np.argsort(begin_ns, kind="stable")
+    size = np.array(rows.bytes, dtype=np.int64)[order]
+    bounds = np.array(rows.bounds, dtype=np.int64)
+    # A collective that queued behind another waits for the other's transfer too.
+    ready_ns = np.array(rows.ready, dtype=np.int64)
+    ready_ns = np.where(ready_ns < seen_ns, ready_ns, begin_ns)
+    reached = timeline.Reaches(ready_ns[order], np.array(rows.synchronous, dtype=bool)[order])
+    line = timeline.describe(begin_ns[order], end_ns[order], size, bounds, reached)
+    if line is None:
+        return leader.comm_s, None
+    if len(present) > 1 and not shared:
+        log.warning("no collective was seen by two ranks: t includes waiting for stragglers")
+    return line.comm_median_s, line
+
+
+def _largest(matrix: Mapping[HostPair, float]) -> tuple[HostFlow, ...]:
+    if len(matrix) > MAX_FLOWS:
+        log.warning("a job of %d flows: only the %d largest are told", len(matrix), MAX_FLOWS)
+    ranked = sorted(matrix.items(), key=lambda item: (-item[1], item[0]))[:MAX_FLOWS]
+    return tuple(HostFlow(src, dst, moved) for (src, dst), moved in sorted(ranked))

@@ -1,0 +1,75 @@
+"""The recorder's fixed-size record, as numpy sees the bytes that C++ wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: One collective: ``csrc/process_group/record.h`` is the same struct, 64 bytes, little endian.
+#: Times are nanoseconds of CLOCK_MONOTONIC (``time.monotonic_ns()``), -1 where unknown.
+RECORD = np.dtype(
+    [
+        ("sequence", "<u8"),  # of its process group, counted by the recorder from 0
+        ("issue_ns", "<i8"),  # the call entered the backend
+        ("start_ns", "<i8"),  # nothing on this rank held it back: issued, or reached by its stream
+        ("end_ns", "<i8"),  # it was complete on this rank
+        ("device_ns", "<i8"),  # duration by the device's own clock; it began so long before its end
+        ("bytes", "<i8"),  # payload: see ``docs/recorder.md`` for what each op counts
+        ("group", "<u4"),  # index into the recorder's table of process groups
+        ("world_size", "<u4"),  # ranks of that group
+        ("peer", "<i4"),  # group rank of the root or of the other end, -1 where there is none
+        ("op", "u1"),  # index into ``OPS``
+        ("device", "u1"),  # 0: CPU, 1: accelerator
+        ("status", "u1"),  # index into ``STATUSES``
+        ("flags", "u1"),  # bits of ``Flag``
+    ]
+)
+
+#: Operation names by their number in a record.
+OPS = (
+    "unknown",
+    "allreduce",
+    "allreduce_coalesced",
+    "allreduce_sparse",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_single",
+    "allgather_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_coalesced",
+    "alltoall",
+    "alltoall_single",
+    "send",
+    "recv",
+    "barrier",
+    "coalesced",
+)
+OP_NUMBER = {name: number for number, name in enumerate(OPS)}
+
+STATUSES = ("ok", "failed", "incomplete")
+
+
+class Flag:
+    """Bits of a record's ``flags``."""
+
+    END_AT_WAIT = 1  # the end is when the caller's wait() returned, an upper bound
+    COALESCED = 2  # part of a coalesced group: only the group's times are known
+    DEVICE_CLOCK = 4  # start_ns is when the device's stream came to it, by the device's clock
+    SYNCHRONOUS = 8  # the caller, or the stream that it issues on, waits for its end at once
+    UNTIMED = 16  # issued while the recorder did not time: nothing else is known of it
+
+
+Records = NDArray[np.void]
+
+
+def from_bytes(raw: bytes | memoryview) -> Records:
+    """The records in ``raw``, without copying.
+
+    Raises:
+        ValueError: ``raw`` is not a whole number of records.
+    """
+    return np.frombuffer(raw, dtype=RECORD)

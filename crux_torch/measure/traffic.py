@@ -1,0 +1,101 @@
+"""Bytes from host to host that one collective moves, by its algorithm. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+
+HostPair = tuple[str, str]
+
+#: How often the payload goes round the ring that these operations are assumed to run as. NCCL and
+#: gloo run large payloads so; NCCL takes trees for small and for very wide all-reduces, whose total
+#: is the same.
+RING_ROUNDS: Mapping[str, int] = {
+    "allreduce": 2,
+    "allreduce_coalesced": 2,
+    "allreduce_sparse": 2,
+    "allgather": 1,
+    "allgather_single": 1,
+    "allgather_coalesced": 1,
+    "reduce_scatter": 1,
+    "reduce_scatter_single": 1,
+    "reduce_scatter_coalesced": 1,
+}
+ALL_TO_ALL = frozenset({"alltoall", "alltoall_single"})
+#: Each rank's record of these tells only what that rank sends; of all others one record tells all.
+PER_RANK_OPS = ALL_TO_ALL | {"send"}
+#: Nothing to count: the sender counts a receive, a group's parts count the group.
+SILENT_OPS = frozenset({"recv", "barrier", "coalesced", "unknown"})
+
+
+def flows(
+    op: str,
+    bytes: float,
+    ranks: Sequence[int],
+    placement: Sequence[str] | Mapping[int, str],
+    *,
+    peer: int = -1,
+    my_rank: int = 0,
+) -> dict[HostPair, float]:
+    """Bytes from host to host of one collective; what stays on a host is left out.
+
+    With n ranks and payload S (``docs/recorder.md`` says which size that is): a ring's hop carries
+    2(n-1)/n S for an all-reduce, (n-1)/n S for all-gather and reduce-scatter. Broadcast and reduce
+    run as a chain, whose hops carry S. Gather and scatter send S/n between each rank and the root.
+    All-to-all sends S/n to every rank; a record does not tell uneven splits. Rings and chains are
+    in the order of the group's ranks.
+
+    Args:
+        op: a name of ``record.OPS``.
+        bytes: its payload.
+        ranks: global ranks of the group, by group rank.
+        placement: host of each global rank.
+        peer: group rank of the root, or of the receiver of a send.
+        my_rank: group rank whose record this is, for the operations in ``PER_RANK_OPS``.
+
+    Raises:
+        ValueError: the operation is unknown, or lacks its root or receiver.
+        KeyError: a rank has no host.
+    """
+    count = len(ranks)
+    if op in SILENT_OPS or bytes <= 0 or count < 2:
+        return {}
+    hosts = [placement[rank] for rank in ranks]
+    size = Fraction(bytes)
+    if op in RING_ROUNDS:
+        ring = ((i, (i + 1) % count) for i in range(count))
+        return _by_host(hosts, ring, RING_ROUNDS[op] * size * (count - 1) / count)
+    if op in ALL_TO_ALL:
+        return _by_host(hosts, ((my_rank, other) for other in range(count)), size / count)
+    if not 0 <= peer < count:
+        raise ValueError(f"{op} needs the group rank of its root or receiver, not {peer}")
+    others = [(peer + i) % count for i in range(1, count)]
+    if op == "send":
+        return _by_host(hosts, [(my_rank, peer)], size)
+    if op == "broadcast":
+        return _by_host(hosts, zip([peer, *others], others, strict=False), size)
+    if op == "reduce":  # the ring, cut behind the root
+        back = others[::-1]
+        return _by_host(hosts, zip(back, [peer, *back], strict=False), size)
+    if op == "gather":
+        return _by_host(hosts, ((other, peer) for other in others), size / count)
+    if op == "scatter":
+        return _by_host(hosts, ((peer, other) for other in others), size / count)
+    raise ValueError(f"no rule says what {op} moves")
+
+
+def add_flows(
+    total: dict[HostPair, float], part: Mapping[HostPair, float], factor: float = 1.0
+) -> None:
+    """Add ``part`` times ``factor`` to ``total``, in place."""
+    for pair, moved in part.items():
+        total[pair] = total.get(pair, 0.0) + moved * factor
+
+
+def _by_host(
+    hosts: Sequence[str], hops: Iterable[tuple[int, int]], each: Fraction
+) -> dict[HostPair, float]:
+    """The sum of hops between places in ``hosts``, rounded once."""
+    between = Counter((hosts[src], hosts[dst]) for src, dst in hops)
+    return {pair: float(each * n) for pair, n in between.items() if pair[0] != pair[1]}

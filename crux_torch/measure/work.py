@@ -1,0 +1,137 @@
+"""W of a job: what its ranks counted, or what their devices could do in the time they computed."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from crux_torch.host.activity import DeviceActivity
+from crux_torch.measure.device import DeviceUse
+from crux_torch.measure.sample import RankSample
+
+log = logging.getLogger(__name__)
+
+WorkSource = Literal["counted", "time"]
+
+#: A count may ask for so much more of a device than its activity allows before that is said:
+#: counters and marks do not cover the same microseconds.
+ACTIVITY_SHARE = 1.1
+ACTIVITY_SLACK = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the devices of a job do in one iteration.
+
+    Attributes:
+        flops: W_j; never more than the devices could do in a period, where their peak is known.
+        source: where it comes from.
+        by_time: W_j from time; 0 where the devices' rate is not known.
+        device_flops: FLOP/s that all devices together could do in the data types in use; 0 where
+            that is not known.
+        busy, tensor: means of the ranks' :class:`DeviceActivity`; None where none tells.
+    """
+
+    flops: float
+    source: WorkSource
+    by_time: float
+    device_flops: float
+    busy: float | None
+    tensor: float | None
+
+
+def work(
+    samples: Sequence[RankSample],
+    *,
+    period_s: float,
+    compute_s: float,
+    device_flops: float = 0.0,
+) -> Work:
+    """The work of a job from its ranks' samples, scaled to ranks that sent none.
+
+    Args:
+        samples: of one job, one of each rank.
+        period_s: seconds of an iteration.
+        compute_s: seconds of it in which the devices compute.
+        device_flops: FLOP/s of one device, for ranks that do not tell their own; 0: not known.
+    """
+    scale = samples[0].world_size / len(samples)
+    in_use = scale * _over_devices(samples, lambda device: device.flops, device_flops)
+    peak = scale * _over_devices(samples, lambda device: device.peak_flops, device_flops)
+    by_time = compute_s * in_use
+    counted = [s.flops for s in samples if s.flops is not None]
+    source: WorkSource = "counted" if counted else "time"
+    flops = by_time
+    if counted:
+        if len(counted) < len(samples):
+            log.warning("FLOPs counted on %d of %d ranks, scaled", len(counted), len(samples))
+        flops = sum(counted) * scale * len(samples) / len(counted)
+    if peak and flops > peak * period_s:
+        log.warning(
+            "counted %.3g FLOPs an iteration, and the devices can do %.3g in it: taking those",
+            flops,
+            peak * period_s,
+        )
+        flops = peak * period_s
+    for sample in samples:
+        _compare_with_activity(sample)
+    return Work(
+        flops=flops,
+        source=source,
+        by_time=by_time,
+        device_flops=in_use,
+        busy=_mean([a.busy for a in _activities(samples)]),
+        tensor=_mean([a.tensor for a in _activities(samples)]),
+    )
+
+
+def _over_devices(
+    samples: Sequence[RankSample], of: Callable[[DeviceUse], float], default: float
+) -> float:
+    """Sum over the ranks' devices; those that do not tell count as the mean of the others."""
+    told = [of(s.device) if s.device is not None else default for s in samples]
+    known = [rate for rate in told if rate > 0]
+    return sum(known) / len(known) * len(told) if known else 0.0
+
+
+def _activities(samples: Sequence[RankSample]) -> list[DeviceActivity]:
+    devices = [sample.device for sample in samples if sample.device is not None]
+    return [device.activity for device in devices if device.activity is not None]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _compare_with_activity(sample: RankSample) -> None:
+    """Say so where the counted FLOPs ask for more time than the device's counters saw at work.
+
+    Less is no contradiction: counters see every product at its own pace, other processes on the
+    device, and kernels that wait.
+    """
+    device = sample.device
+    if device is None or device.activity is None or sample.flops is None or not sample.period_s:
+        return
+    activity = device.activity
+    asked: list[tuple[str, float, float | None]] = []
+    if device.tensor_s is not None:
+        asked.append(("tensor cores", device.tensor_s, activity.tensor))
+    if device.flops:
+        asked.append(("device", sample.flops / device.flops, activity.busy))
+    for what, seconds, seen in asked:
+        needed = seconds / sample.period_s
+        if seen is not None and needed > ACTIVITY_SHARE * seen + ACTIVITY_SLACK:
+            log.warning(
+                "rank %d counts FLOPs that take its %s %.0f%% of the time at peak, but the %s "
+                "worked %.0f%%: is its W right?",
+                sample.rank,
+                what,
+                100 * needed,
+                what,
+                100 * seen,
+            )
+            return

@@ -1,0 +1,1 @@
+"""Which source port leads over which path."""

@@ -1,0 +1,368 @@
+"""The rules of probing: which port to ask about which hop, when to ask again, when to stop.
+
+The clock and the packets come from outside, so tests play both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Literal
+
+from crux_torch.probe.pacer import Pacer
+from crux_torch.probe.packets import Answer, Packets, Probe
+from crux_torch.probe.path_map import Hops, confidence_after, draws_needed, passes
+from crux_torch.probe.rules import Rules
+
+#: Ports that a hop leaves unanswered, having answered nobody, before it counts as silent.
+_SILENT_AFTER = 6
+_ATTEMPTS_UNHEARD = 3
+_LONGEST_BACKOFF_S = 2.0
+#: Ports under way at the same time, a socket each.
+_MOST_UNDER_WAY = 32
+#: Ports to start at a time when the paths are known and only more ports are wanted.
+_AT_ONCE = 8
+
+#: Of one port, at some TTLs.
+Answers = tuple["str | None", ...]
+Ended = Literal["confident", "found", "time", "ports"]
+
+
+@dataclass(slots=True)
+class _Port:
+    """One source port: what it has learned of each TTL, and what it waits for."""
+
+    number: int
+    answers: dict[int, str | None] = field(default_factory=dict)
+    asked_at: dict[int, list[float]] = field(default_factory=dict)
+    not_before: float = 0.0
+    waiting_for: Probe | None = None
+    deadline: float = 0.0
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The routers that answer at one TTL.
+
+    Attributes:
+        pacer: how fast to ask them.
+        addresses: of those that answered, with how many ports.
+        unheard: ports that were given up because nobody answered.
+        implied: of a slow layer, the address that follows from the answers at the TTLs before. The
+            layer is asked about a port only if they are not in here. None: asked about every port.
+    """
+
+    pacer: Pacer
+    addresses: Counter[str] = field(default_factory=Counter)
+    unheard: int = 0
+    implied: dict[Answers, str] | None = None
+
+    @property
+    def silent(self) -> bool:
+        return not self.addresses and self.unheard >= _SILENT_AFTER
+
+
+class Discovery:
+    """One search for the paths of source ports.
+
+    Each port is asked about every TTL, one at a time. The ports are a random sequence, and the
+    search stops when the last n of them showed no new path: see
+    :func:`~crux_torch.probe.path_map.draws_needed`. The order of the sequence counts, not the
+    order of the answers, because ports over a slow router would otherwise always come late.
+
+    A TTL that answers slowly is not asked about every port if its answers follow from those of
+    the TTLs before it, as for the last switch before the peer, which answers from the interface
+    that the packet came in by. That is believed once as many ports confirmed it as would have
+    shown a second possibility of an equal share, with the wanted confidence.
+
+    Args:
+        packets: how to send.
+        clock: seconds, monotonic.
+        ports: source ports in random order.
+        ttls: to ask about.
+        rules: pace, patience and confidence.
+        watch: called with this object whenever something was learned.
+
+    Attributes:
+        sent: probes.
+        answered: probes that were answered.
+        ended: why :meth:`run` stopped, as in :class:`~crux_torch.probe.path_map.PathMap`.
+    """
+
+    def __init__(
+        self,
+        packets: Packets,
+        clock: Callable[[], float],
+        ports: Iterable[int],
+        ttls: Sequence[int],
+        rules: Rules,
+        watch: Callable[[Discovery], None] | None = None,
+    ) -> None:
+        self.sent = self.answered = 0
+        self.ended: Ended = "ports"
+        self._packets, self._clock, self._rules, self._watch = packets, clock, rules, watch
+        self._supply: Iterator[int] = iter(ports)
+        self._exhausted = False
+        self._layers = {ttl: _Layer(Pacer(rules.rate_per_s)) for ttl in ttls}
+        self._overall = Pacer(rules.rate_per_s)
+        self._drawn: list[_Port] = []
+        self._under_way: list[_Port] = []
+        self._start_count()
+
+    def run(self, until: float) -> None:
+        """Search until the rules say stop, or the clock says ``until``."""
+        self._draw()
+        while not self._finished(until):
+            self._step(until)
+            self._draw()
+        for port in self._under_way:
+            if port.waiting_for is not None:
+                self._packets.forget(port.waiting_for)
+                port.waiting_for = None
+
+    def recheck(self, until: float) -> tuple[int, int]:
+        """Probe some ports a second time; say how many were, and how many changed their path."""
+        before = self.hops
+        complete = {port: hops for port, hops in before.items() if self._is_complete(hops)}
+        of_each_path = {hops: port for port, hops in reversed(complete.items())}
+        ports = list(dict.fromkeys([*reversed(of_each_path.values()), *complete]))
+        rules = replace(self._rules, ports_per_path=65535, via=(), via_ports=0)
+        again = Discovery(
+            self._packets, self._clock, ports[: rules.repeats], tuple(self._layers), rules
+        )
+        again._layers, again._overall = self._layers, self._overall
+        again.run(until)
+        self.sent += again.sent
+        self.answered += again.answered
+        repeated = changed = 0
+        for port in again._drawn:
+            answers = dict(before[port.number])
+            heard = [(answers[ttl], now) for ttl, now in port.answers.items() if now]
+            repeated += bool(heard)
+            changed += any(was and was != now for was, now in heard)
+        return repeated, changed
+
+    @property
+    def hops(self) -> dict[int, Hops]:
+        """What is known of each port that is done with, in the order in which they were drawn."""
+        return {p.number: self._hops(p) for p in self._drawn if not self._is_under_way(p)}
+
+    @property
+    def inferred(self) -> tuple[int, ...]:
+        """TTLs that answer slowly and were not asked of every port."""
+        return tuple(ttl for ttl, layer in self._layers.items() if layer.implied is not None)
+
+    @property
+    def path_count(self) -> int:
+        """Paths that are known so far."""
+        return len(self._paths)
+
+    @property
+    def confidence(self) -> float:
+        """That no path of an equal share is missing, among ports whose every hop answered."""
+        return confidence_after(len(self._paths), self._run)
+
+    def _finished(self, until: float) -> bool:
+        rules = self._rules
+        if rules.via_ports and self._via >= rules.via_ports:
+            self.ended = "found"
+        elif self._is_confident() and not self._under_way:
+            self.ended = "confident"
+        elif self._clock() >= until:
+            self.ended = "time"
+        elif self._exhausted and not self._under_way:
+            self.ended = "ports"
+        else:
+            return False
+        return True
+
+    def _is_confident(self) -> bool:
+        rules = self._rules
+        if not self._paths or self._run < draws_needed(len(self._paths), rules.confidence):
+            return False
+        if rules.via_ports and self._via:
+            return False
+        return min(self._paths.values()) >= rules.ports_per_path
+
+    def _draw(self) -> None:
+        """Start as many ports as the stopping rule still lacks, no more."""
+        if self._is_confident():
+            return
+        needed = draws_needed(max(1, len(self._paths)), self._rules.confidence)
+        lacking = needed - self._run
+        wanted = min(lacking if lacking > 0 else _AT_ONCE, _MOST_UNDER_WAY)
+        for _ in range(wanted - (len(self._drawn) - self._counted)):
+            number = next(self._supply, None)
+            if number is None:
+                self._exhausted = True
+                return
+            port = _Port(number)
+            self._drawn.append(port)
+            self._under_way.append(port)
+
+    def _step(self, until: float) -> None:
+        wake = min(self._send(), until)
+        for answer in self._packets.receive(max(0.0, wake - self._clock())):
+            self._take(answer)
+        self._give_up_late()
+        self._count()
+        if self._watch is not None:
+            self._watch(self)
+
+    def _send(self) -> float:
+        """Send what may be sent now; return when to look again."""
+        now, wake = self._clock(), inf
+        for port in list(self._under_way):
+            if port.waiting_for is not None:
+                wake = min(wake, port.deadline)
+                continue
+            asks = self._to_ask(port)
+            if not asks:
+                return now
+            ttl = min(asks, key=lambda t: self._layers[t].pacer.next_at)
+            pacer = self._layers[ttl].pacer
+            at = max(port.not_before, pacer.next_at, self._overall.next_at)
+            if at > now:
+                wake = min(wake, at)
+            elif self._packets.send(probe := Probe(port.number, ttl)):
+                self.sent += 1
+                pacer.sent(now)
+                self._overall.sent(now)
+                port.asked_at.setdefault(ttl, []).append(now)
+                port.waiting_for = probe
+                port.deadline = now + self._rules.answer_wait_s
+                wake = min(wake, port.deadline)
+            else:
+                # A connection of this host has it: no new one can, so it is not a draw either.
+                self._under_way.remove(port)
+                self._drawn.remove(port)
+                wake = now
+        return wake
+
+    def _take(self, answer: Answer) -> None:
+        port = next((p for p in self._under_way if p.waiting_for == answer.probe), None)
+        if port is None:
+            return
+        ttl = answer.probe.ttl
+        layer = self._layers[ttl]
+        port.waiting_for = None
+        self.answered += 1
+        *lost, arrived = port.asked_at[ttl]
+        for sent_at in lost:
+            layer.pacer.result(sent_at, False, self._clock())
+        layer.pacer.result(arrived, True, self._clock())
+        if answer.kind == "refusal":
+            port.answers[ttl] = None
+            return
+        if not layer.addresses:
+            self._ask_again(ttl)
+        port.answers[ttl] = answer.address
+        layer.addresses[answer.address] += 1
+        if layer.pacer.slowed or layer.implied is not None:
+            self._infer(ttl)
+
+    def _infer(self, ttl: int) -> None:
+        """Find out whether the answers at ``ttl`` follow from those at the TTLs before."""
+        layer, table, count = self._layers[ttl], dict[Answers, str](), 0
+        before = layer.implied is not None
+        layer.implied = None
+        for port in self._drawn:
+            given, address = self._before(port, ttl), port.answers.get(ttl)
+            if address is None or None in given:
+                continue
+            if table.setdefault(given, address) != address:
+                break
+            count += 1
+        else:
+            # If each entry were one of two equal ones, each confirmation would have shown it with
+            # probability 1/2.
+            if count - len(table) >= draws_needed(1, self._rules.confidence):
+                layer.implied = table
+        if before != (layer.implied is not None):
+            self._start_count()
+
+    def _give_up_late(self) -> None:
+        now, rules = self._clock(), self._rules
+        for port in list(self._under_way):
+            probe = port.waiting_for
+            if probe is None or port.deadline > now:
+                continue
+            self._packets.forget(probe)
+            port.waiting_for = None
+            layer, attempts = self._layers[probe.ttl], len(port.asked_at[probe.ttl])
+            # If nobody ever answered, perhaps nobody does: don't wait long to find out.
+            enough = layer.pacer.attempts if layer.addresses else _ATTEMPTS_UNHEARD
+            if attempts < min(enough, rules.retries + 1):
+                backoff = rules.answer_wait_s * 2.0 ** (attempts - 1)
+                port.not_before = now + min(backoff, _LONGEST_BACKOFF_S)
+                continue
+            port.answers[probe.ttl] = None
+            layer.unheard += 1
+            if layer.unheard == _SILENT_AFTER and layer.silent:
+                self._start_count()
+
+    def _ask_again(self, ttl: int) -> None:
+        """Somebody does answer here: ask for the ports that were given up before that showed."""
+        for port in self._drawn:
+            if port.answers.get(ttl, "") is None:
+                del port.answers[ttl], port.asked_at[ttl]
+        self._start_count()
+
+    def _start_count(self) -> None:
+        """Count anew, because what is known of ports that were counted has changed."""
+        self._counted = self._run = self._via = 0
+        self._paths: Counter[Hops] = Counter()
+        self._under_way = [port for port in self._drawn if self._is_under_way(port)]
+
+    def _count(self) -> None:
+        """Count the ports that are done with, up to the first that is not."""
+        self._under_way = [port for port in self._under_way if self._is_under_way(port)]
+        busy = {port.number for port in self._under_way}
+        for port in self._drawn[self._counted :]:
+            if port.number in busy:
+                return
+            hops = self._hops(port)
+            self._counted += 1
+            self._via += bool(self._rules.via) and passes(hops, self._rules.via)
+            if self._is_complete(hops):
+                self._run = self._run + 1 if hops in self._paths else 0
+                self._paths[hops] += 1
+
+    def _to_ask(self, port: _Port) -> list[int]:
+        layers = self._layers.items()
+        missing = [t for t, layer in layers if not (t in port.answers or layer.silent)]
+        told = [ttl for ttl in missing if self._layers[ttl].implied is None]
+        if told:
+            return told
+        given = {ttl: self._before(port, ttl) for ttl in missing}
+        return [
+            ttl
+            for ttl in missing
+            if None not in given[ttl] and given[ttl] not in (self._layers[ttl].implied or ())
+        ]
+
+    def _is_under_way(self, port: _Port) -> bool:
+        return port.waiting_for is not None or bool(self._to_ask(port))
+
+    def _is_complete(self, hops: Hops) -> bool:
+        return all(address or self._layers[ttl].silent for ttl, address in hops)
+
+    def _before(self, port: _Port, ttl: int) -> Answers:
+        """What answered for a port at the TTLs before ``ttl``, silent ones left out."""
+        hops = self._hops(port, ttl)
+        return tuple(address for t, address in hops if not self._layers[t].silent)
+
+    def _hops(self, port: _Port, end: int = 256) -> Hops:
+        """What is known of the TTLs before ``end``."""
+        hops: list[tuple[int, str | None]] = []
+        given: Answers = ()
+        for ttl, layer in self._layers.items():
+            if ttl >= end:
+                break
+            address = port.answers.get(ttl) or (layer.implied or {}).get(given)
+            hops.append((ttl, address))
+            if not layer.silent:
+                given += (address,)
+        return tuple(hops)

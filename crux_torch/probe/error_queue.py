@@ -1,0 +1,267 @@
+"""Packets with a small TTL from ordinary sockets, and the routers' answers from the error queue.
+
+It needs no raw socket and no privilege. A non-blocking ``connect()`` sends a SYN, and a UDP socket
+sends a datagram, with ``IP_TTL`` or ``IPV6_UNICAST_HOPS`` set. The router that drops the packet
+reports it by an ICMP error, which ``IP_RECVERR`` or ``IPV6_RECVERR`` puts on the socket's error
+queue: ip(7), ipv6(7).
+
+``csrc/transport/syn_probe.cc`` does the same for the connections of a job: there it runs inside
+``connect()``, where no Python may run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from crux_torch.probe.packets import Answer, Kind, Probe, ProbeError
+from crux_torch.probe.path_map import Transport
+
+#: Of linux/in.h and linux/in6.h; the socket module has no names for them.
+IP_RECVERR, IPV6_RECVERR = 11, 25
+#: By family: the level of its options, the option of the hop limit and that of the error queue.
+_OPTIONS = {
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TTL, IP_RECVERR),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS, IPV6_RECVERR),
+}
+_QUEUED = {(level, queue) for level, _, queue in _OPTIONS.values()}
+_ORIGIN_ICMP, _ORIGIN_ICMP6 = 2, 3
+#: struct sock_extended_err: errno, origin, type, code, pad, info, data.
+_EXTENDED_ERROR = struct.Struct("=IBBBBII")
+_TIME_EXCEEDED = {_ORIGIN_ICMP: 11, _ORIGIN_ICMP6: 3}
+_UNREACHABLE = {_ORIGIN_ICMP: 3, _ORIGIN_ICMP6: 1}
+#: RFC 792, RFC 1812 and RFC 4443.
+_REASONS = {
+    (_ORIGIN_ICMP, 3, 0): "network unreachable",
+    (_ORIGIN_ICMP, 3, 1): "host unreachable",
+    (_ORIGIN_ICMP, 3, 4): "packet too big",
+    (_ORIGIN_ICMP, 3, 9): "network administratively prohibited",
+    (_ORIGIN_ICMP, 3, 10): "host administratively prohibited",
+    (_ORIGIN_ICMP, 3, 13): "administratively prohibited",
+    (_ORIGIN_ICMP6, 1, 0): "no route to destination",
+    (_ORIGIN_ICMP6, 1, 1): "administratively prohibited",
+    (_ORIGIN_ICMP6, 1, 3): "address unreachable",
+}
+
+_PAYLOAD = struct.Struct("!8sBHI")
+_MARK = b"cruxprob"
+_NO_LINGER = struct.pack("ii", 1, 0)
+#: The probe is on its way, or lost in this host's queue as it could be in any other.
+_SENT_ANYWAY = (errno.EINPROGRESS, errno.EAGAIN, errno.ENOBUFS)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedError:
+    """One entry of an error queue: who reported it, how it reads, and what it quotes."""
+
+    kind: Kind
+    address: str
+    detail: str
+    quoted: bytes
+
+
+class ErrorQueue:
+    """Probes of one destination port that are on their way, a socket each.
+
+    A source port has one probe on its way at a time: two sockets can't have the same ends. Not
+    for use by several threads.
+
+    Args:
+        source: address of this host that probes leave from.
+        destination: where to.
+        protocol: ``tcp`` or ``udp``.
+        port: destination port.
+
+    Attributes:
+        sent: probes that left.
+    """
+
+    def __init__(self, source: str, destination: str, protocol: Transport, port: int) -> None:
+        self.sent = 0
+        self.source, self.destination = source, destination
+        self.protocol, self.port = protocol, port
+        self._family = family_of(destination)
+        self._flight: dict[int, tuple[socket.socket, Probe]] = {}
+        self._by_probe: dict[Probe, int] = {}
+        self._nonce = int.from_bytes(os.urandom(4), "big")
+        self._at_once: list[Answer] = []
+        self._poll = select.epoll()
+
+    def __enter__(self) -> ErrorQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for probe in list(self._by_probe):
+            self.forget(probe)
+        self._poll.close()
+
+    def send(self, probe: Probe) -> bool:
+        """Send ``probe``; False if its source port is taken, so that no new connection can use it.
+
+        Raises:
+            ProbeError: no route, not this host's address, forbidden by this host's firewall, or
+                no more sockets.
+        """
+        kind = socket.SOCK_STREAM if self.protocol == "tcp" else socket.SOCK_DGRAM
+        try:
+            sock = socket.socket(self._family, kind | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise ProbeError(error.errno, f"can't open a socket to probe: {error}") from None
+        try:
+            sent = self._bind(sock, probe) and self._emit(sock, probe)
+        except BaseException:
+            sock.close()
+            raise
+        if not sent:
+            sock.close()
+            return False
+        events = select.EPOLLERR | (select.EPOLLOUT if self.protocol == "tcp" else 0)
+        self._poll.register(sock.fileno(), events)
+        self._flight[sock.fileno()] = (sock, probe)
+        self._by_probe[probe] = sock.fileno()
+        self.sent += 1
+        return True
+
+    def receive(self, timeout_s: float) -> list[Answer]:
+        """The answers that are there, after at most ``timeout_s``; each ends its probe."""
+        answers, self._at_once = self._at_once, []
+        for fd, _ in self._poll.poll(0.0 if answers else max(0.0, timeout_s)):
+            answer = self._read(*self._flight[fd])
+            if answer is not None:
+                answers.append(answer)
+        for answer in answers:
+            self.forget(answer.probe)
+        return answers
+
+    def forget(self, probe: Probe) -> None:
+        """Wait no longer for the answer to ``probe``."""
+        fd = self._by_probe.pop(probe, None)
+        if fd is None:
+            return
+        sock, _ = self._flight.pop(fd)
+        self._poll.unregister(fd)
+        if self.protocol == "tcp":
+            # Were it accepted after all, this ends it at once and leaves no TIME_WAIT.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        sock.close()
+
+    def _bind(self, sock: socket.socket, probe: Probe) -> bool:
+        if self.protocol == "tcp":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        limit_hops(sock, probe.ttl)
+        queue_errors(sock)
+        try:
+            sock.bind((self.source, probe.port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise ProbeError(
+                error.errno,
+                f"can't send from {self.source} port {probe.port}: {error.strerror}; expected an "
+                "address of this host, and a port that it may use",
+            ) from None
+        return True
+
+    def _emit(self, sock: socket.socket, probe: Probe) -> bool:
+        try:
+            sock.connect((self.destination, self.port))
+            if self.protocol == "udp":
+                sock.send(_PAYLOAD.pack(_MARK, probe.ttl, probe.port, self._nonce))
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+                return False
+            if error.errno == errno.ECONNREFUSED:
+                self._at_once.append(Answer(probe, self.destination, "destination"))
+            elif error.errno not in _SENT_ANYWAY:
+                raise self._explain(error) from None
+        return True
+
+    def _explain(self, error: OSError) -> ProbeError:
+        to = f"{self.destination} port {self.port}"
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return ProbeError(
+                error.errno,
+                f"no route from {self.source} to {to}: see "
+                f"`ip route get {self.destination} from {self.source}`",
+            )
+        if error.errno in (errno.EPERM, errno.EACCES):
+            return ProbeError(
+                error.errno,
+                f"this host forbids {self.protocol} to {to}: see the output rules of its firewall",
+            )
+        return ProbeError(error.errno, f"can't send to {to}: {error.strerror}")
+
+    def _read(self, sock: socket.socket, probe: Probe) -> Answer | None:
+        queued = read_error(sock)
+        if queued is not None:
+            if self.protocol == "udp" and not self._is_mine(queued.quoted, probe):
+                return None
+            arrived = queued.kind == "hop" and queued.address == self.destination
+            kind = "destination" if arrived else queued.kind
+            return Answer(probe, queued.address, kind, queued.detail)
+        if self.protocol == "udp":
+            return None
+        status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if status in (0, errno.ECONNREFUSED):
+            return Answer(probe, self.destination, "destination")
+        return Answer(probe, self.source, "refusal", os.strerror(status))
+
+    def _is_mine(self, quoted: bytes, probe: Probe) -> bool:
+        """Whether a quoted datagram is ``probe``, not an earlier one from the same port.
+
+        A router may quote the header alone: then it is taken for the probe.
+        """
+        if len(quoted) < _PAYLOAD.size:
+            return True
+        expected = _PAYLOAD.pack(_MARK, probe.ttl, probe.port, self._nonce)
+        return quoted[: _PAYLOAD.size] == expected
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """The address family of an IP address."""
+    return socket.AF_INET if ip_address(address).version == 4 else socket.AF_INET6
+
+
+def limit_hops(sock: socket.socket, ttl: int) -> None:
+    """Let what ``sock`` sends pass at most ``ttl`` - 1 routers."""
+    level, hop_limit, _ = _OPTIONS[sock.family]
+    sock.setsockopt(level, hop_limit, ttl)
+
+
+def queue_errors(sock: socket.socket) -> None:
+    """Put the ICMP errors that ``sock`` provokes on its error queue, with who sent them."""
+    level, _, queue = _OPTIONS[sock.family]
+    sock.setsockopt(level, queue, 1)
+
+
+def read_error(sock: socket.socket) -> QueuedError | None:
+    """The next ICMP error on the queue of ``sock``; None if there is none."""
+    while True:
+        try:
+            quoted, control, _, _ = sock.recvmsg(512, 512, socket.MSG_ERRQUEUE)
+        except OSError:
+            return None
+        for level, kind, data in control:
+            if (level, kind) in _QUEUED and (found := _parse(data, quoted)) is not None:
+                return found
+
+
+def _parse(data: bytes, quoted: bytes) -> QueuedError | None:
+    _, origin, kind, code, _, _, _ = _EXTENDED_ERROR.unpack_from(data)
+    if origin not in _TIME_EXCEEDED:
+        return None
+    if origin == _ORIGIN_ICMP:
+        address, port_unreachable = socket.inet_ntop(socket.AF_INET, data[20:24]), 3
+    else:
+        address, port_unreachable = socket.inet_ntop(socket.AF_INET6, data[24:40]), 4
+    if kind == _TIME_EXCEEDED[origin]:
+        return QueuedError("hop", address, "", quoted)
+    if kind == _UNREACHABLE[origin] and code == port_unreachable:
+        return QueuedError("destination", address, "", quoted)
+    reason = _REASONS.get((origin, kind, code), "unreachable")
+    return QueuedError("refusal", address, f"{reason} (ICMP type {kind} code {code})", quoted)

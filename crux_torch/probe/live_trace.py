@@ -1,0 +1,248 @@
+"""Which path a live connection takes, found without touching it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import random
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import Literal
+
+from crux_torch.probe.depth import sound
+from crux_torch.probe.error_queue import (
+    ErrorQueue,
+    family_of,
+    limit_hops,
+    queue_errors,
+    read_error,
+)
+from crux_torch.probe.packets import Answer, PortTaken, Probe, ProbeError, ask
+from crux_torch.probe.path_map import Hops, Transport, WantedHop, passes
+
+Ends = tuple[str, int]
+
+_SO_ATTACH_FILTER = 26
+#: A classic BPF program of one instruction, "return 0": drop everything.
+_DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
+_TCP_ACK = 0x10
+_ATTEMPTS = 4
+
+_NEEDS_RAW = (
+    "it needs CAP_NET_RAW to send a packet with the ports of an open socket: run as root, or in a "
+    "container with NET_RAW, or give the capability to the program with "
+    "`setcap cap_net_raw+ep PROGRAM`"
+)
+_SILENT = (
+    "no router answered: they don't report expired packets, limit how many they report, or a "
+    "firewall drops the answers (ICMP time exceeded)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionTrace:
+    """The path of one connection, in the direction from ``local`` to ``peer``.
+
+    Attributes:
+        local: address and port at this end.
+        peer: address and port at the other end.
+        protocol: ``tcp`` or ``udp``.
+        hops: who answered at each TTL; empty if the path could not be found.
+        method: ``raw``: a packet with the connection's own ports from a raw socket; ``socket``: a
+            datagram from an ordinary socket on the same port; ``none``: see ``reason``.
+        reason: why the path could not be found, and what that would need; empty if it was found.
+    """
+
+    local: Ends
+    peer: Ends
+    protocol: Transport
+    hops: Hops = ()
+    method: Literal["raw", "socket", "none"] = "none"
+    reason: str = ""
+
+    def passes(self, hops: Sequence[WantedHop]) -> bool | None:
+        """Whether the connection passes ``hops``; None if some of them did not answer."""
+        answers = dict(self.hops)
+        if any(answers.get(ttl) is None for ttl, _ in hops):
+            return None
+        return passes(self.hops, hops)
+
+
+def trace_connection(
+    local: Ends,
+    peer: Ends,
+    protocol: Transport = "tcp",
+    *,
+    ttls: Sequence[int] | None = None,
+    max_ttl: int = 16,
+    answer_wait_s: float = 0.2,
+    time_limit_s: float = 5.0,
+) -> ConnectionTrace:
+    """Which path the packets of a live connection take.
+
+    For TCP, one segment for each hop leaves from a raw socket with the connection's own addresses
+    and ports, and a TTL that ends before the peer. It harms nothing: it carries no data, only an
+    ACK with random numbers, and its checksum is wrong. No router checks that; the peer, if the
+    segment did arrive, would drop it before it looked the connection up (with a right checksum it
+    would answer with a challenge ACK at most, RFC 5961). This host's own TCP ignores an ICMP error
+    for a sequence number that it has not sent.
+
+    For UDP (RoCEv2 too, whose source ports no socket holds) a datagram leaves from an ordinary
+    socket with the same ports. If a socket does hold the port, a raw socket is used as above.
+
+    Never raises for what the network or missing rights withhold: ``reason`` then says so.
+
+    Args:
+        local: address and port at this end.
+        peer: address and port at the other end.
+        protocol: ``tcp`` or ``udp``.
+        ttls: hops to ask about; by default all routers on the way, counted first.
+        max_ttl: hops to count at most.
+        answer_wait_s: for an answer to a first probe; twice as long for a second.
+        time_limit_s: for everything.
+
+    Raises:
+        ValueError: no addresses, or ports out of bounds.
+    """
+    here = (str(ip_address(local[0])), local[1])
+    there = (str(ip_address(peer[0])), peer[1])
+    if not (0 < here[1] < 65536 and 0 < there[1] < 65536):
+        raise ValueError(f"ports {here[1]} and {there[1]}; expected 1 to 65535")
+    until = time.monotonic() + time_limit_s
+    trace = ConnectionTrace(here, there, protocol)
+    try:
+        if ttls is None:
+            ttls = sound(here[0], there[0], max_ttl, answer_wait_s, until).ttls
+        if not ttls:
+            return replace(trace, method="socket", reason="no router is on the way")
+        method, answers = _ask_any(here, there, protocol, sorted(set(ttls)), answer_wait_s, until)
+    except PermissionError:
+        return replace(trace, reason=_NEEDS_RAW)
+    except OSError as error:
+        return replace(trace, reason=error.strerror or str(error))
+    addresses = {ttl: a.address for ttl, a in answers.items() if a.kind != "refusal"}
+    if not addresses:
+        return replace(trace, reason=_SILENT)
+    hops = tuple((ttl, addresses.get(ttl)) for ttl in sorted(set(ttls)))
+    return replace(trace, hops=hops, method=method)
+
+
+def _ask_any(
+    local: Ends,
+    peer: Ends,
+    protocol: Transport,
+    ttls: Sequence[int],
+    answer_wait_s: float,
+    until: float,
+) -> tuple[Literal["raw", "socket"], dict[int, Answer]]:
+    """Ask by an ordinary socket if the port is free, else by a raw one."""
+    if protocol == "udp":
+        answers: dict[int, Answer] = {}
+        try:
+            with ErrorQueue(local[0], peer[0], "udp", peer[1]) as packets:
+                # One after the other: two sockets can't have the same port.
+                for ttl in ttls:
+                    answers |= ask(packets, local[1], [ttl], answer_wait_s, until, _ATTEMPTS)
+            return "socket", answers
+        except PortTaken:
+            pass
+    with _RawPackets(local, peer, protocol) as raw:
+        return "raw", ask(raw, local[1], ttls, answer_wait_s, until, _ATTEMPTS)
+
+
+class _RawPackets:
+    """Packets with the addresses and ports of a connection that exists."""
+
+    def __init__(self, local: Ends, peer: Ends, protocol: Transport) -> None:
+        self._local, self._peer, self._protocol = local, peer, protocol
+        self._asked: dict[bytes, Probe] = {}
+        number = socket.IPPROTO_TCP if protocol == "tcp" else socket.IPPROTO_UDP
+        self._socket = socket.socket(family_of(peer[0]), socket.SOCK_RAW, number)
+
+    def __enter__(self) -> _RawPackets:
+        sock = self._socket
+        try:
+            sock.setblocking(False)
+            # A raw socket gets a copy of every segment from the peer: drop them unseen.
+            program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+            filter_ = struct.pack("@HP", 1, ctypes.addressof(program))
+            sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+            queue_errors(sock)
+            sock.bind((self._local[0], 0))
+            sock.connect((self._peer[0], 0))
+        except BaseException:
+            sock.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, probe: Probe) -> bool:
+        make = _segment if self._protocol == "tcp" else _datagram
+        packet = make(self._local, self._peer, probe.ttl)
+        self._asked[packet[:8]] = probe
+        limit_hops(self._socket, probe.ttl)
+        self._clear_error()
+        try:
+            self._socket.send(packet)
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EACCES):
+                raise ProbeError(
+                    error.errno,
+                    f"this host forbids packets like {self._socket!r}: see its firewall",
+                ) from None
+            if error.errno not in (errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.EAGAIN):
+                raise
+        return True
+
+    def receive(self, timeout_s: float) -> list[Answer]:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLERR)
+        poll.poll(timeout_s * 1000)
+        self._clear_error()
+        answers = []
+        while (queued := read_error(self._socket)) is not None:
+            probe = self._asked.get(queued.quoted[:8])
+            if probe is not None and queued.kind != "refusal":
+                answers.append(Answer(probe, queued.address, queued.kind))
+        return answers
+
+    def forget(self, probe: Probe) -> None:
+        """A late answer counts as well."""
+
+    def _clear_error(self) -> None:
+        """The kernel reports the error that a packet provoked to the next send too."""
+        self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+
+
+def _segment(local: Ends, peer: Ends, ttl: int) -> bytes:
+    """A TCP segment without data; its random sequence number tells it from others."""
+    sequence, acknowledged = random.getrandbits(32), random.getrandbits(32)
+    fields = (local[1], peer[1], sequence, acknowledged, 5 << 4, _TCP_ACK, 0)
+    checksum = _wrong_checksum(local, peer, socket.IPPROTO_TCP, struct.pack("!HHIIBBH4x", *fields))
+    return struct.pack("!HHIIBBHHH", *fields, checksum, 0)
+
+
+def _datagram(local: Ends, peer: Ends, ttl: int) -> bytes:
+    """A UDP datagram as long as its TTL, so that the quoted header tells which one it was."""
+    data = bytes(ttl)
+    header = struct.pack("!HHH", local[1], peer[1], 8 + len(data))
+    checksum = _wrong_checksum(local, peer, socket.IPPROTO_UDP, header + bytes(2) + data)
+    return header + struct.pack("!H", checksum) + data
+
+
+def _wrong_checksum(local: Ends, peer: Ends, protocol: int, packet: bytes) -> int:
+    """The internet checksum (RFC 1071) of ``packet`` with one bit wrong; never 0, UDP's "none"."""
+    ends = ip_address(local[0]).packed + ip_address(peer[0]).packed
+    data = ends + struct.pack("!II", len(packet), protocol) + packet
+    data += bytes(len(data) % 2)
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return (~total & 0xFFFF) ^ 1 or 2

@@ -1,0 +1,154 @@
+"""One rank follows its leader: the class of its connections, its host's links, its paths."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from crux_torch.apply.classes import SocketMark, TrafficClass
+from crux_torch.apply.link_routes import make_links
+from crux_torch.apply.nccl_labels import LABELS
+from crux_torch.c10d.ownership import Ownership
+from crux_torch.control.records import PathCounts
+from crux_torch.host.nvml_device import OwnDevice
+from crux_torch.measure.group import GroupInfo
+from crux_torch.measure.job_profile import JobProfile
+from crux_torch.runtime.order import Order
+from crux_torch.runtime.steer import make_steering
+from crux_torch.settings import Settings
+from crux_torch.warn_once import WarnOnce
+
+_log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Carries out the newest order in this process. One background thread owns it.
+
+    Args:
+        settings: of this process.
+        host: where it runs.
+        ownership: knows the inner backends' sockets.
+        store: of the job, whose connections are left alone.
+        device: that this process trains on.
+    """
+
+    def __init__(
+        self, settings: Settings, host: str, ownership: Ownership, store: Any, device: OwnDevice
+    ) -> None:
+        self._dscp_map = settings.dscp_map
+        self._traffic_class = TrafficClass(ownership)
+        self._steering = make_steering(settings, host, ownership, store)
+        self._links = make_links(settings, device)
+        self._warn = WarnOnce(_log)
+        #: What is in force; None before the first order, and after the leader fell silent.
+        self.order: Order | None = None
+        #: The job's profile, as the leader told it last.
+        self.profile: JobProfile | None = None
+        self._heard = ("", 0)
+        self._heard_at_s = float("-inf")
+
+    @property
+    def dscp(self) -> int | None:
+        """DSCP of the level that the plan gives this job; None before it does, and while measuring.
+
+        What keeps its class for life must not keep that of a measurement.
+        """
+        order = self.order
+        if order is None or order.measuring or order.level is None:
+            return None
+        return self._dscp_map[order.level] if order.level < len(self._dscp_map) else None
+
+    def hear(self, raw: bytes) -> Order | None:
+        """The order in ``raw``, if it is new; it is in force from now on.
+
+        Its class and its links are set. :meth:`steer` does the rest.
+        """
+        try:
+            order = Order.from_json(raw)
+        except ValueError as error:
+            self._warn("malformed", f"ignoring what the job's leader says: {error}")
+            return None
+        heard = order.incarnation, order.number
+        # An order that has ended may still lie in the store.
+        if heard == self._heard or order.number < self._heard[1]:
+            return None
+        before, self.order = self.order, order
+        self._heard, self._heard_at_s = heard, time.monotonic()
+        self.profile = order.profile or self.profile
+        if before is None or order.level != before.level:
+            if order.level is None:
+                self._traffic_class.revert()
+            else:
+                self._traffic_class.apply_level(order.level, self._dscp_map)
+        priority = order.entry.priority if order.entry is not None else 0.0
+        self._links.follow(order.incarnation, order.level, priority)
+        return order
+
+    def steer(self, order: Order) -> None:
+        """Follow the paths of ``order``.
+
+        Raises:
+            OSError, CruxError: the transport refuses.
+        """
+        self._steering.follow(order, self._dscp_map)
+
+    def check(self) -> None:
+        """Go back to the network's defaults if nothing was heard of the leader for too long."""
+        order = self.order
+        if order is not None and time.monotonic() - self._heard_at_s >= order.valid_s:
+            _log.warning("nothing heard from the job's leader: back to the network's default class")
+            self.order = None
+            self._traffic_class.revert()
+            self._steering.revert()
+            self._links.revert()
+        LABELS.set_dscp(self.dscp or 0)
+
+    def refresh(self) -> PathCounts | None:
+        """Apply what is in force to new connections; how many take their paths."""
+        self._traffic_class.refresh()
+        self._steering.tick()
+        return self._steering.counts()
+
+    def gate(self, groups: Sequence[GroupInfo]) -> None:
+        """Let the operations of ``groups`` give way on links that other jobs use, too."""
+        self._links.tick(groups)
+
+    def revert(self) -> None:
+        """Take everything back. Raises the first error, after it has tried the rest."""
+        try:
+            self._traffic_class.revert()
+        finally:
+            try:
+                self._steering.revert()
+            finally:
+                self._links.revert()
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for :func:`crux_torch.status`."""
+        report = self._traffic_class.status()
+        return {
+            "applied": {
+                "level": report.level,
+                "dscp": report.dscp,
+                "marked": report.applied,
+                "refused": report.refused,
+                "error": report.error or None,
+                "sockets": [_told(mark) for mark in report.marks],
+            },
+            "paths": self._steering.status(),
+            "links": self._links.status(),
+        }
+
+
+def _told(mark: SocketMark) -> dict[str, Any]:
+    """One connection as ``crux_torch.status()`` shows it."""
+    return {
+        "local": mark.local,
+        "peer": mark.peer,
+        "dscp": None if mark.tos is None else mark.tos >> 2,
+        "applied": mark.applied,
+        "error": os.strerror(mark.errno) if mark.errno else None,
+    }

@@ -1,0 +1,121 @@
+"""Joins the leading rank to its cluster: makes its parts from the settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from crux_torch.control.host import parse_endpoint
+from crux_torch.control.inputs import MAX_DEVICE_FLOPS
+from crux_torch.control.leader import Leader
+from crux_torch.control.planner import check_policy, compute_entries
+from crux_torch.control.records import JobRecord
+from crux_torch.control.slots import ProfilingSlot
+from crux_torch.control.tcp_store import TcpStore
+from crux_torch.control.topology_reader import TopologyReader
+from crux_torch.errors import CruxError
+from crux_torch.host.machine import this_host
+from crux_torch.runtime.lead import GRACE_S, Conductor, Routing
+from crux_torch.settings import Settings
+
+
+def make_conductor(
+    settings: Settings,
+    incarnation: str,
+    host: str,
+    world_size: int,
+    first_number: int,
+    warn: Callable[[str, str], None],
+) -> tuple[Conductor, TcpStore | None]:
+    """The leading rank's parts, and its connection to the shared store.
+
+    A part that can't be used is left out.
+
+    Args:
+        settings: of the job.
+        incarnation: of the job.
+        host: where the leader runs.
+        world_size: ranks of the job.
+        first_number: above that of every order that may still lie in the job's store.
+        warn: told what about, and in words, if a part is left out.
+    """
+    topologies = TopologyReader()
+    topology, published = None, None
+    if settings.topology:
+        try:
+            topology, published = topologies.load(Path(settings.topology))
+        except (OSError, ValueError) as error:
+            warn("topology", f"going on without the cluster's topology: {error}")
+    device_flops, bound_flops = _device_flops(settings, os.environ)
+    store, leader, slot, routing = None, None, None, None
+    if settings.store != "none":
+        try:
+            check_policy(settings.policy, settings.plan_levels)
+            store = TcpStore(*parse_endpoint(settings.store))
+        except CruxError as error:
+            warn("join", f"this job takes no part in the cluster's plan: {error}")
+    if store is not None:
+        record = JobRecord(
+            job=settings.job,
+            incarnation=incarnation,
+            hosts=(host,),
+            gpus=world_size,
+            state="starting",
+            peak_flops=bound_flops * world_size,
+        )
+        compute = partial(
+            compute_entries,
+            policy=settings.policy,
+            levels=settings.plan_levels,
+            max_slowdown=settings.max_slowdown or None,
+        )
+        leader = Leader(
+            store,
+            settings.cluster,
+            record,
+            compute,
+            topologies,
+            published,
+            policy=settings.policy,
+            lease_s=settings.lease_s,
+            plan_valid_s=settings.plan_valid_s,
+        )
+        slot = ProfilingSlot(
+            store,
+            settings.cluster,
+            settings.job,
+            incarnation,
+            lease_s=settings.profile_s + 2 * GRACE_S,
+        )
+        # A new generation comes with an order of its own, so its number is new to the store, too.
+        routing = Routing(first_generation=first_number) if settings.paths else None
+    conductor = Conductor(
+        settings,
+        incarnation,
+        leader,
+        slot,
+        topology,
+        routing=routing,
+        first_number=first_number,
+        device_flops=device_flops,
+    )
+    return conductor, store
+
+
+def _device_flops(settings: Settings, env: Mapping[str, str]) -> tuple[float, float]:
+    """FLOP/s of one of the job's devices, 0 if that is not known.
+
+    Returns:
+        the rate for a rank that says nothing of its device, because it computes on a CPU; and the
+        most that any of the job's devices could do, which bounds the job's claim.
+    """
+    if settings.device_flops:
+        return settings.device_flops, settings.device_flops
+    host = this_host()
+    # Ranks on a CPU share it, and none can do more than the whole host.
+    cpu = (host.cpu.peak_flops if host.cpu is not None else None) or 0.0
+    here = env.get("LOCAL_WORLD_SIZE", "")
+    share = int(here) if here.isdecimal() and int(here) else 1
+    return cpu / share, max([cpu, *(gpu.peak_flops or MAX_DEVICE_FLOPS for gpu in host.gpus)])

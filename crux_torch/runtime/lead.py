@@ -1,0 +1,392 @@
+"""The leading rank's side: take the slot, have the job measured, agree on a plan, give orders.
+
+    warming -> queueing -> measuring -> running -> queueing ... (when the job has changed)
+
+Nothing here waits: every step looks at the clock and at what has come in.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from crux_torch.control.job_channel import Samples
+from crux_torch.control.leader import Leader
+from crux_torch.control.records import PlanEntry
+from crux_torch.control.slots import ProfilingSlot
+from crux_torch.fabric.route import HostRoute, PlannedPath, Routes, routes_of
+from crux_torch.fabric.topology import Topology
+from crux_torch.measure.job_profile import JobProfile
+from crux_torch.measure.merge import merge
+from crux_torch.measure.sample import RankSample, SampleError
+from crux_torch.runtime.order import Order, heading
+from crux_torch.settings import Settings
+from crux_torch.warn_once import WarnOnce
+
+_log = logging.getLogger(__name__)
+
+Phase = Literal["warming", "queueing", "measuring", "running"]
+
+#: Seconds after which a job that can't reach the store is measured without the slot.
+WITHOUT_STORE_S = 5.0
+#: Seconds that slow ranks get beyond the time of a measurement.
+GRACE_S = 5.0
+#: Seconds between two looks at the slot, and at the ranks' answers.
+SLOT_POLL_S = 0.25
+COLLECT_POLL_S = 0.25
+#: Seconds from a measurement that saw nothing to the next one; the pause doubles up to the second.
+RETRY_S = 10.0
+MAX_RETRY_S = 600.0
+#: Seconds between two switches at least: jobs that come and go shift everyone's paths.
+SWITCH_PAUSE_S = 10.0
+#: Switches that are tried again because connections missed their paths; the pause doubles.
+MAX_RETRIES = 3
+
+_NO_ROUTES = Routes((), ())
+
+
+class Wanted(NamedTuple):
+    """What the ranks are told.
+
+    Attributes:
+        routes: of all hosts of the job; empty: the network decides.
+        generation: of the job's connections; 0 for those that it began with. When it grows,
+            connections are made anew.
+    """
+
+    routes: tuple[HostRoute, ...]
+    generation: int
+
+
+class Routing:
+    """Turns the plan's paths into routes, and counts generations of connections.
+
+    Connections are made anew only if the routes differ from those of the last switch. A change of
+    levels does not cause a switch, nor does a plan that was lost and comes back.
+
+    Args:
+        first_generation: above all generations that the job's store may know of.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, *, first_generation: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._warn = WarnOnce(_log)
+        self._of: object = None
+        self._found = _NO_ROUTES
+        self._switched: tuple[HostRoute, ...] = ()
+        self._generation = 0
+        self._next_generation = first_generation
+        self._retries = 0
+        self._not_before_s = float("-inf")
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why some of the plan's paths can't be taken."""
+        return self._found.problems
+
+    def follow(
+        self, paths: tuple[PlannedPath, ...], hosts: Sequence[str], topology: Topology | None
+    ) -> None:
+        """Want what a plan says.
+
+        Args:
+            paths: of the job; empty: the network decides.
+            hosts: of the job. A plan whose paths join others is another job's, and left alone.
+            topology: of the cluster, as the store has it.
+        """
+        if (paths, topology) == self._of:
+            return
+        self._of, self._found = (paths, topology), _NO_ROUTES
+        if not paths or topology is None:
+            return
+        try:
+            self._found = routes_of(paths, hosts, topology)
+        except ValueError as error:
+            self._warn("path", f"the plan's paths are not this job's: {error}")
+            self._found = Routes((), (str(error),))
+            return
+        if self._found.problems:
+            self._warn(
+                "addresses",
+                "paths of the plan that can't be taken, because the topology has "
+                + "; ".join(self._found.problems),
+            )
+
+    def forget(self) -> None:
+        """Want nothing: there is no plan."""
+        self._of, self._found = None, _NO_ROUTES
+
+    def wanted(self, *, may_switch: bool = True, missed: int = 0) -> Wanted:
+        """What the ranks are to be told now.
+
+        Args:
+            may_switch: whether connections may be made anew now; otherwise that waits.
+            missed: connections that were seen not to take their path although they might: a busy
+                host or lost probes cut their search for a port short.
+        """
+        routes, now = self._found.routes, self._clock()
+        if not routes or not may_switch or now < self._not_before_s:
+            return Wanted(routes, self._generation)
+        again = routes == self._switched
+        if not again or (missed and self._retries < MAX_RETRIES):
+            self._retries = self._retries + 1 if again else 0
+            self._switched = routes
+            self._generation, self._next_generation = (
+                self._next_generation,
+                self._next_generation + 1,
+            )
+            self._not_before_s = now + SWITCH_PAUSE_S * 2**self._retries
+        return Wanted(routes, self._generation)
+
+
+class Conductor:
+    """Drives one job's measurements and orders. The leading rank's background thread owns it.
+
+    Args:
+        settings: of this job.
+        incarnation: of this job.
+        leader: its part in agreeing on a plan; None without a shared store.
+        slot: its place in the line for measuring; None without a shared store.
+        topology: of the cluster, if this job knows it.
+        routing: turns the plan's paths into routes; None: the network decides.
+        first_number: above those of all orders that may still lie in the job's store.
+        device_flops: FLOP/s of one device, for W from time; 0 if it is not known.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        incarnation: str,
+        leader: Leader | None,
+        slot: ProfilingSlot | None,
+        topology: Topology | None = None,
+        *,
+        routing: Routing | None = None,
+        first_number: int = 1,
+        device_flops: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._incarnation = incarnation
+        self.leader = leader
+        self._slot = slot
+        self._topology = topology
+        self._routing = routing
+        self._clock = clock
+        self._warn = WarnOnce(_log)
+        self.phase: Phase = "warming"
+        self.profile: JobProfile | None = None
+        self.measurement = 0
+        self._since_s = clock()
+        self._slot_at_s = float("-inf")
+        self._alone = False
+        self._answers: dict[int, RankSample | None] = {}
+        self._collect_at_s = float("-inf")
+        self._failures = 0
+        self._not_before_s = float("-inf")
+        self._number = first_number - 1
+        self._device_flops = device_flops
+        self._order: Order | None = None
+        self._ordered_at_s = float("-inf")
+
+    def step(self, ready: bool, changed: bool, collect: Callable[[], Samples]) -> Order | None:
+        """Do what is due.
+
+        Args:
+            ready: whether the job has run for long enough to be measured.
+            changed: whether the job does other work than was measured.
+            collect: gives the samples that the ranks have sent.
+
+        Returns:
+            an order to publish; None if the last one stands and need not be renewed.
+        """
+        if self.leader is not None:
+            self.leader.tick()
+        if self.phase == "warming" and ready and self._clock() >= self._not_before_s:
+            self._enter("queueing")
+        if self.phase == "queueing" and self._may_measure():
+            self.measurement += 1
+            self._answers = {}
+            if self.leader is not None:
+                self.leader.update(state="profiling")
+            self._enter("measuring")
+        elif self.phase == "measuring":
+            self._measure(collect)
+        elif self.phase == "running" and changed:
+            self._enter("queueing")
+        return self._next_order()
+
+    def close(self) -> None:
+        """Give the slot back, and tell the other jobs that this one ends."""
+        try:
+            if self._slot is not None:
+                self._slot.release()
+        finally:
+            if self.leader is not None:
+                self.leader.close()
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self._since_s = self._clock()
+
+    def _may_measure(self) -> bool:
+        now = self._clock()
+        if self._slot is None or self.leader is None:
+            return True
+        if now >= self._slot_at_s:
+            self._slot_at_s = now + SLOT_POLL_S
+            if self._slot.acquire_step():
+                self._alone = True
+                return True
+        store_is_away = self.leader.store_state != "ok"
+        return store_is_away and now - self._since_s >= WITHOUT_STORE_S
+
+    def _measure(self, collect: Callable[[], Samples]) -> None:
+        """End the measurement when every rank has answered, or when its time is up."""
+        now = self._clock()
+        late = now - self._since_s >= self._settings.profile_s + GRACE_S
+        if now < self._collect_at_s and not late:
+            return
+        self._collect_at_s = now + COLLECT_POLL_S
+        samples = collect()
+        ranks = len(samples.by_rank) + len(samples.missing)
+        self._take_in(samples.by_rank, ranks)
+        if len(self._answers) == ranks or late:
+            alone = self._is_alone()
+            self._alone = False
+            if self._slot is not None:
+                self._slot.release()
+            self._conclude(ranks, alone)
+
+    def _take_in(self, by_rank: Mapping[int, bytes], ranks: int) -> None:
+        """Keep the answers to this measurement. A malformed one counts as an empty one."""
+        wanted = heading(self._incarnation, self.measurement)
+        for rank, raw in by_rank.items():
+            told, _, body = raw.partition(b"\n")
+            if rank in self._answers or told != wanted:
+                continue
+            sample = None
+            try:
+                if body:
+                    sample = RankSample.from_json(body)
+                    if (sample.rank, sample.world_size) != (rank, ranks):
+                        raise SampleError(f"it is of rank {sample.rank} of {sample.world_size}")
+            except Exception as error:
+                sample = None
+                self._warn(f"sample {rank}", f"the sample of rank {rank} is left out: {error}")
+            self._answers[rank] = sample
+
+    def _conclude(self, ranks: int, alone: bool) -> None:
+        """Make the job's profile of what the ranks answered."""
+        present = [s for _, s in sorted(self._answers.items()) if s is not None]
+        profile = self._merged(present, alone) if present else None
+        if not present:
+            self._warn(
+                "nothing",
+                f"{len(self._answers)} of {ranks} ranks answered and none saw whole iterations in "
+                f"{self._settings.profile_s:g} s; trying again from time to time. If an iteration "
+                "takes longer than a third of that, raise CRUX_PROFILE_S",
+            )
+        changes: dict[str, Any] = {}
+        if profile is not None:
+            self.profile = profile
+            self._failures = 0
+            changes["hosts"] = tuple(dict.fromkeys(sample.host for sample in present))
+        else:
+            pause_s = min(MAX_RETRY_S, RETRY_S * 2.0 ** min(self._failures, 30))
+            self._not_before_s = self._clock() + pause_s
+            self._failures += 1
+        if self.leader is not None:
+            changes["state"] = "starting" if self.profile is None else "running"
+            self.leader.update(profile=self.profile, **changes)
+        self._enter("running" if profile is not None else "warming")
+
+    def _merged(self, present: list[RankSample], alone: bool) -> JobProfile | None:
+        """The samples' profile; None if they contradict each other."""
+        try:
+            return merge(
+                present,
+                topology=self._known_topology(present),
+                device_flops=self._device_flops,
+                measured_alone=alone,
+            )
+        except Exception as error:
+            self._warn(
+                "merge", f"no profile from {len(present)} samples: {type(error).__name__}: {error}"
+            )
+            _log.debug("merge failed", exc_info=True)
+            return None
+
+    def _is_alone(self) -> bool:
+        """Whether this job still holds the slot that it took for this measurement."""
+        return self._alone and self._slot is not None and self._slot.held
+
+    def _known_topology(self, samples: list[RankSample]) -> Topology | None:
+        """The topology if it knows every host of the job; otherwise t can only be measured."""
+        topology = self._topology
+        known = topology is not None and {s.host for s in samples} <= set(topology.hosts)
+        return topology if known else None
+
+    def _next_order(self) -> Order | None:
+        now = self._clock()
+        order = self._wanted()
+        renew = now - self._ordered_at_s >= self._settings.plan_valid_s / 3
+        if order == self._order and not renew:
+            return None
+        self._order = order
+        self._ordered_at_s = now
+        self._number += 1
+        return msgspec.structs.replace(order, number=self._number)
+
+    def _wanted(self) -> Order:
+        measuring = self.phase == "measuring"
+        plan = self.leader.plan if self.leader is not None else None
+        entry = plan.entry(self._settings.job) if plan is not None else None
+        level = entry.level if entry is not None else None
+        if measuring and self._is_alone():
+            level = self._settings.profiling_level
+        wanted = self._routes(entry, measuring)
+        return Order(
+            incarnation=self._incarnation,
+            number=1,
+            level=level,
+            measurement=self.measurement,
+            measuring=measuring,
+            valid_s=self._settings.plan_valid_s,
+            plan_epoch=plan.epoch if plan is not None else 0,
+            entry=entry,
+            profile=self.profile,
+            routes=wanted.routes,
+            generation=wanted.generation,
+        )
+
+    def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
+        """The plan's paths as the ranks can take them."""
+        routing, leader = self._routing, self.leader
+        if routing is None or leader is None:
+            return Wanted((), 0)
+        if entry is None:
+            routing.forget()
+        else:
+            routing.follow(entry.paths, leader.record.hosts, leader.topology)
+        # New connections in the middle of a measurement would be part of what is measured.
+        seen = leader.record.paths
+        missed = seen.missed if seen is not None else 0
+        return routing.wanted(may_switch=not measuring, missed=missed)
+
+    def status(self) -> dict[str, Any]:
+        """What ``crux_torch.status()`` shows of the leader; plain values."""
+        status: dict[str, Any] = {"phase": self.phase, "measurements": self.measurement}
+        if self.leader is not None:
+            status |= self.leader.status()
+        if self._routing is not None:
+            status["unroutable"] = list(self._routing.problems)
+        return status

@@ -1,0 +1,41 @@
+"""Greedy placement of flows on candidate paths: the loop is C++ (``csrc/schedule/place.cc``)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from crux_torch import _schedule
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
+from crux_torch.schedule.intensity import per_second, solo_periods_s
+
+
+def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) -> IntArray:
+    """The candidate that each flow takes when jobs choose in ``order``.
+
+    Each flow of a job, the largest first, takes the candidate whose most utilised link is least
+    utilised once the flow is on it; then the one with the smallest sum over its links; then the
+    first. A link's utilisation is the share of its capacity that the jobs placed so far ask for
+    while they meet nobody: bytes of an iteration over the job's own period.
+
+    Args:
+        arrays: jobs and links.
+        order: job indices, first choice first.
+        t_s: t_j of every job, which tells its period.
+        sweeps: times that every flow then chooses again, in the same order, with all others in
+            place; fewer if none moves.
+    """
+    period_s = solo_periods_s(arrays, t_s)[arrays.flow_job]
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    flows = np.lexsort((-arrays.flow_bytes, rank[arrays.flow_job]))
+    choice = np.empty(len(flows), np.int64)
+    choice[flows] = _schedule.place(
+        set_start=arrays.set_start,
+        path_start=arrays.path_start,
+        path_links=arrays.path_links,
+        capacity_Bps=arrays.capacity_Bps,
+        flow_set=arrays.flow_set[flows],
+        rate_Bps=per_second(arrays.flow_bytes, period_s)[flows],
+        sweeps=sweeps,
+    )
+    return choice

@@ -1,0 +1,101 @@
+"""Candidate paths of many GPU pairs, composed of parts that the pairs share."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+from crux_torch.fabric.shortest_paths import spread
+from crux_torch.fabric.topology import Path, Topology
+
+#: Paths between two switches that are kept, spread over all; parallel links can make millions.
+MIDDLE_LIMIT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """A link between a NIC and a switch, with the links between it and the GPU."""
+
+    switch: str
+    cost: int
+    up: Path
+    down: Path
+
+
+class JoinedPaths:
+    """What :meth:`Topology.candidate_paths` gives for two GPUs, in about a tenth of the time.
+
+    If all NICs of a host lead to the same switches at the same cost, a GPU's shortest paths to
+    other hosts leave by its nearest NICs. Each is a path to a NIC, a path between two switches,
+    and a path from a NIC. Only the middle part is searched, once for each pair of switches. For
+    pairs of other hosts, and pairs within a host, the topology is asked.
+
+    Args:
+        topology: the network.
+        limit: the most paths of a pair, spread over all of them.
+    """
+
+    def __init__(self, topology: Topology, limit: int | None) -> None:
+        self._topology = topology
+        self._limit = limit
+        self._at: dict[str, list[tuple[str, str, int]]] = {}
+        self._from: dict[str, list[tuple[str, str, int]]] = {}
+        for edge in topology.edges:
+            src, dst = topology.nodes[edge.src], topology.nodes[edge.dst]
+            if src.host is not None and dst.host is None:
+                self._at.setdefault(edge.src, []).append((edge.name, edge.dst, edge.link.cost))
+            elif src.host is None and dst.host is not None:
+                self._from.setdefault(edge.dst, []).append((edge.name, edge.src, edge.link.cost))
+        self._middle = lru_cache(maxsize=None)(self._find_middle)
+        self._ports = lru_cache(maxsize=None)(self._find_ports)
+        self._uniform = lru_cache(maxsize=None)(self._is_uniform)
+
+    def __call__(self, src: str, dst: str) -> tuple[Path, ...]:
+        """The candidates from ``src`` to ``dst``, two GPUs."""
+        topology = self._topology
+        home, away = topology.host_of(src), topology.host_of(dst)
+        if home == away or not (home and away and self._uniform(home) and self._uniform(away)):
+            return topology.candidate_paths(src, dst, self._limit)
+        joints = []
+        for a in self._ports(src):
+            for b in self._ports(dst):
+                cost, middle = self._middle(a.switch, b.switch)
+                joints.append((a.cost + cost + b.cost, a, middle, b))
+        best = min(joint[0] for joint in joints)
+        joints = [joint for joint in joints if joint[0] == best]
+        total = sum(len(middle) for _, _, middle, _ in joints)
+        start = zlib.crc32(f"{src} {dst}".encode())
+        found = []
+        for rank in spread(total, self._limit, start):
+            for _, a, middle, b in joints:
+                if rank < len(middle):
+                    found.append(a.up + middle[rank] + b.down)
+                    break
+                rank -= len(middle)
+        return tuple(found)
+
+    def _find_middle(self, src: str, dst: str) -> tuple[int, tuple[Path, ...]]:
+        limit = None if self._limit is None else max(self._limit, MIDDLE_LIMIT)
+        paths = self._topology.candidate_paths(src, dst, limit)
+        links = self._topology.links
+        return sum(links[name].cost for name in paths[0]), paths
+
+    def _find_ports(self, gpu: str) -> tuple[_Port, ...]:
+        """The ways between a GPU and the switches beside its nearest NICs."""
+        topology, found = self._topology, []
+        for nic in topology.nearest_nics(gpu):
+            back = {(switch, cost): name for name, switch, cost in self._from[nic]}
+            for out in topology.candidate_paths(gpu, nic, None):
+                for into in topology.candidate_paths(nic, gpu, None):
+                    for name, switch, cost in self._at[nic]:
+                        down = (back[switch, cost], *into)
+                        found.append(_Port(switch, cost, (*out, name), down))
+        return tuple(found)
+
+    def _is_uniform(self, host: str) -> bool:
+        """All NICs lead to the same switches and back, and each has one way to its GPUs."""
+        nics = self._topology.inside(host, "nic")
+        out = [sorted((s, c) for _, s, c in self._at.get(nic, ())) for nic in nics]
+        back = [sorted((s, c) for _, s, c in self._from.get(nic, ())) for nic in nics]
+        return bool(nics and out[0]) and all(ports == out[0] for ports in out + back)
