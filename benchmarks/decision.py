@@ -39,22 +39,18 @@ from typing import Any
 
 import click
 
+from crux_torch.cli.results import Result, publish
 from crux_torch.schedule import correction
 from crux_torch.schedule.arrays import arrays_of, traffic_matrix
-from crux_torch.schedule.compression import compress_ranked
-from crux_torch.schedule.crux import crux
-from crux_torch.schedule.intensity import by_descending, intensities, unrouted_transfer_times_s
+from crux_torch.schedule.crux import assign_priorities, crux, levels_of, select_paths
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path
-from crux_torch.schedule.paths import place
-from crux_torch.schedule.priority import assign_priorities
-from crux_torch.sim.commands.publish import publish
-from crux_torch.sim.results import Result
+from crux_torch.schedule.options import SchedulerOptions
 
 HOSTS_PER_TOR = 16
 AGGREGATIONS = 16
 NICS = 4
 LINK_BPS = 25e9
-LEVELS = tuple(range(8))
+OPTIONS = SchedulerOptions()
 #: Goal for 5,000 jobs.
 GOAL_S = 0.5
 STEPS = ("read", "paths", "priorities", "compression")
@@ -129,21 +125,19 @@ def steps_s(cluster: Cluster) -> dict[str, float]:
 
     arrays = arrays_of(cluster)
     lap("read")
-    t_s = unrouted_transfer_times_s(arrays)
-    choice = place(arrays, by_descending(intensities(arrays, t_s)), t_s)
+    choice = select_paths(arrays)
     lap("paths")
     traffic = traffic_matrix(arrays, choice)
     priorities = assign_priorities(arrays, traffic)
     lap("priorities")
-    order = by_descending(priorities.priority)
-    compress_ranked(traffic[order], priorities.intensity[order], LEVELS, seed=0)
+    levels_of(traffic, priorities, OPTIONS)
     lap("compression")
     return laps
 
 
 def forget() -> None:
     """Drops what earlier decisions have left behind."""
-    correction._played.cache_clear()
+    correction._found.clear()
 
 
 def timed_s(work: Callable[[], object]) -> tuple[float, float]:
@@ -181,14 +175,14 @@ def row_of(jobs: int, nics: bool, repeats: int) -> dict[str, Any]:
     gc.freeze()
     before_MiB = resident_MiB("VmRSS")
     reset_peak()
-    first_s, _ = timed_s(lambda: crux(cluster, LEVELS))
+    first_s, _ = timed_s(lambda: crux(cluster, OPTIONS))
     added_MiB = resident_MiB("VmHWM") - before_MiB
     cold, warm, laps = [], [], []
     for repeat in range(repeats):
         forget()
-        cold.append(timed_s(lambda: crux(cluster, LEVELS)))
+        cold.append(timed_s(lambda: crux(cluster, OPTIONS)))
         later = one_job_later(cluster, repeat * 7919)
-        warm.append(timed_s(lambda later=later: crux(later, LEVELS)))
+        warm.append(timed_s(lambda later=later: crux(later, OPTIONS)))
         forget()
         laps.append(steps_s(cluster))
     flows = [flow for job in cluster.jobs for flow in job.flows]
@@ -254,7 +248,7 @@ def main(jobs: str, repeats: int, json_path: FilePath | None, out: FilePath | No
             with spawn.Pool(1) as alone:
                 rows.append(alone.apply(row_of, (count, nics, repeats)))
     text = table(rows)
-    settings = {"repeats": repeats, "levels": len(LEVELS), "threads": 1, "goal_s": GOAL_S}
+    settings = {"repeats": repeats, "levels": len(OPTIONS.levels), "threads": 1, "goal_s": GOAL_S}
     result = Result("decision", settings, rows)
     publish(result, text, json_path, out)
 

@@ -25,8 +25,7 @@ from typing import Any
 
 import click
 
-from crux_torch.sim.commands.publish import publish
-from crux_torch.sim.results import Result
+from crux_torch.cli.results import Result, publish
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (

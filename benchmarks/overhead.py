@@ -64,14 +64,14 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if mode == "crux":
         import crux_torch
-        import crux_torch.backend
+        import crux_torch.c10d.backend
 
         crux_torch.attach()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     recorder: Any = None
     if mode == "crux":
         assert crux_torch.status()["active"], crux_torch.status()
-        recorder = crux_torch.backend.recorder()
+        recorder = crux_torch.c10d.backend.recorder()
     made: dict[Any, Any] = {}
     while (command := pipe.recv()) is not None:
         what, repeats, timed = command
@@ -153,7 +153,8 @@ def _null_ns(pairs: int) -> Ratios:
     import torch
     from torch._C._distributed_c10d import FakeProcessGroup
 
-    from crux_torch import _C, backend
+    from crux_torch import _C
+    from crux_torch.c10d import backend
 
     recorder = backend.recorder()
     inner = FakeProcessGroup._create_internal(0, 2)

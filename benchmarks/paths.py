@@ -3,7 +3,7 @@
     python benchmarks/paths.py [--study two,four] [--steps 60] [--rounds 6] [--out DIR]
 
 Real DDP jobs over gloo in a leaf/spine network of network namespaces, which needs root. What a
-study does, and how the collision comes about, is said in examples/demo/paths.py. Steps "alone" and
+study does, and how the collision comes about, is said in lab/paths.py. Steps "alone" and
 "together" are those of torchrun with stock gloo; "Crux" those of cruxrun, all jobs together.
 """
 
@@ -22,13 +22,13 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crux_torch.sim.commands.publish import publish
-from crux_torch.sim.results import Result
-from examples.demo import netns
-from examples.demo.job import JobError
-from examples.demo.paths import PathStudy, Seen, Study, Workload, fabric_of
+from crux_torch.cli.results import Result, publish
+from lab import netns
+from lab.job import JobError
+from lab.paths import PathStudy, Seen, Study, fabric_of
+from lab.twins import Workload
 
-GPT, MLP = "train_gpt.py", "train_mlp.py"
+GPT, MLP = "gpt", "mlp"
 STUDIES = {
     "two": Study(
         "two",
@@ -55,7 +55,7 @@ CASES = ("alone", "together", "crux")
 def run(study: Study, steps: int, rounds: int, folder: Path, console: Console) -> Seen:
     """Plays one study from its network to its end."""
     with fabric_of(study) as fabric, console.status(study.name) as line:
-        playing = PathStudy(study, fabric, folder, lambda text: line.update(text))
+        playing = PathStudy(study, fabric, folder, lambda text, _: line.update(text))
         try:
             playing.start()
             playing.collide()

@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from workloads.ddp_step import ddp_step
 
-from crux_torch.sim.commands.publish import publish
-from crux_torch.sim.results import Result
+from crux_torch.cli.results import Result, publish
 
 WAIT_S = 30.0
 
@@ -41,7 +40,7 @@ def _worker(rank: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     import crux_torch
-    from crux_torch.apply.switch import GROUPS
+    from crux_torch.c10d.switch import GROUPS
 
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))

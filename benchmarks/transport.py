@@ -28,10 +28,9 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from crux_torch.apply.transport import LIBRARY
-from crux_torch.sim.commands.publish import publish
-from crux_torch.sim.results import Result
-from examples.demo import netns
-from examples.demo.fabric import Fabric, FabricSpec
+from crux_torch.cli.results import Result, publish
+from lab import netns
+from lab.fabric import Fabric, FabricSpec
 
 GOAL = 0.99
 #: Messages, exchanges and connections of one block: some milliseconds of work, so that both sides

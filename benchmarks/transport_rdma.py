@@ -20,16 +20,17 @@ from typing import Any
 
 import click
 
-from crux_torch.sim.commands.publish import publish
-from crux_torch.sim.results import Result
+from crux_torch.cli.results import Result, publish
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rdma"))
-from lab.guest import Guest
-from lab.play import play
-from lab.requirement import LabUnavailableError
-from lab.standin import environment
-from lab.step import Process
 from scenarios.speed import CASES, PROGRAMS
+
+from lab.rdma.guest import Guest
+from lab.rdma.play import play
+from lab.rdma.requirement import LabUnavailableError
+from lab.rdma.standin import environment
+from lab.rdma.step import Process
 
 #: The machine's start, and one program with its counterpart at their slowest.
 _START_S, _PROGRAM_S = 60, 5

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's own standard library, as bytes."""
+"""Text that every machine has: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def load(limit_bytes: int = 4_000_000) -> torch.Tensor:
-    """The library's modules in the order of their names, one after the other, as a uint8 tensor."""
+    """The library's modules, in the order of their names, as one uint8 tensor."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -21,7 +21,7 @@ def load(limit_bytes: int = 4_000_000) -> torch.Tensor:
 def sample(
     text: torch.Tensor, rows: int, length: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows`` random windows of ``length`` bytes, and the same shifted by one: what comes next."""
+    """``rows`` random windows of ``length`` bytes, and for each byte the one that follows it."""
     starts = torch.randint(len(text) - length - 1, (rows, 1), generator=generator)
     window = text[starts + torch.arange(length + 1)].long()
     return window[:, :-1], window[:, 1:]

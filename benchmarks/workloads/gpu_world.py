@@ -95,7 +95,7 @@ def _rank(
     os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR", **side.env)
     sys.path += [str(ROOT), str(ROOT / "tests")]
     if device == "cuda" and ranks > 1:
-        from examples.demo import nccl_ranks
+        from lab import nccl_ranks
 
         os.environ.update(nccl_ranks.environment(f"bench-{side.name}", rank, "lo"))
     import torch
@@ -107,7 +107,7 @@ def _rank(
     chosen = prepare(device, rank)
     if side.crux:
         import crux_torch
-        from crux_torch import backend
+        from crux_torch.c10d import backend
 
         backend.attach((BACKENDS[device],))
     dist.init_process_group(

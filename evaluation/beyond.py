@@ -1,0 +1,247 @@
+"""What goes beyond the paper beside Crux-full: bounded slowdown, bursts, further schedulers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from crux_torch.fabric.builders.clos import crux_testbed, two_layer_clos
+from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.arrays import FloatArray
+from crux_torch.schedule.fairness_bound import bounds
+from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.sim.collectives import build_job
+from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.placement import Allocation, Request, cells, place_random
+from crux_torch.sim.play import play
+from evaluation.paper_models import PAPER_MODELS
+from evaluation.single_bursts import single_bursts
+from evaluation.small_case import draw_case
+
+#: Bounds of the frontier; None: none.
+LIMITS: tuple[float | None, ...] = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, None)
+BASE = "crux"
+#: Gradients are reduced in this many bursts, as frameworks do in buckets.
+BUCKETS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cluster to be scheduled, and how it is played.
+
+    Attributes:
+        kind: the set that it belongs to.
+        seed: that it was drawn from.
+        options: levels and the default paths.
+        start_s: when each job starts.
+    """
+
+    kind: str
+    seed: int
+    cluster: Cluster
+    options: SchedulerOptions
+    start_s: Mapping[str, float]
+
+
+def _case(
+    kind: str, seed: int, cluster: Cluster, levels: int, default: Mapping[str, tuple[int, ...]]
+) -> Case:
+    rng = random.Random(f"{kind} start {seed}")
+    options = SchedulerOptions(levels=tuple(range(levels)), seed=seed, default_path=default)
+    start_s = {job.name: rng.uniform(0.0, 10.0) for job in cluster.jobs}
+    return Case(kind, seed, cluster, options, start_s)
+
+
+def small(seed: int) -> Case:
+    """A case of §4.4: five jobs, three levels."""
+    case = draw_case(seed)
+    return _case("small", seed, case.cluster, 3, case.default_path)
+
+
+def testbed(seed: int) -> Case:
+    """Eight jobs of 8 or 16 GPUs on the paper's testbed, eight levels."""
+    return _placed("testbed", seed, crux_testbed(), (8, 8, 8, 8, 16, 16, 16, 16))
+
+
+def clos(seed: int) -> Case:
+    """Forty jobs on 80 hosts of a two-layer Clos without oversubscription; eight levels."""
+    topology = two_layer_clos(hosts=80, tors=40, aggregations=8)
+    return _placed("clos", seed, topology, (8,) * 20 + (16,) * 15 + (32,) * 5)
+
+
+KINDS: dict[str, Callable[[int], Case]] = {"small": small, "testbed": testbed, "clos": clos}
+
+
+def _placed(kind: str, seed: int, topology: Topology, sizes: Sequence[int]) -> Case:
+    """Models of §6.3, drawn evenly of those whose layout fits, on GPUs drawn at random."""
+    rng = random.Random(f"{kind} {seed}")
+    allocation = Allocation(cells(topology))
+    jobs = []
+    for i, size in enumerate(sizes):
+        model = rng.choice([m for m in PAPER_MODELS if size % (m.tensor * m.pipeline) == 0])
+        request = Request(f"{i}-{model.name}", size)
+        gpus = place_random(request, allocation, rng)
+        assert gpus is not None, "the cluster is too small for its jobs"
+        allocation.take(request, gpus)
+        jobs.append(
+            build_job(
+                request.name,
+                model,
+                gpus,
+                topology,
+                buckets=BUCKETS,
+                paths=partial(topology.candidate_paths, limit=8),
+                alltoall_peers=4,
+            )
+        )
+    links = {link for job in jobs for f in job.flows for path in f.candidates for link in path}
+    capacity_Bps = {link: topology.capacity_Bps[link] for link in sorted(links)}
+    hashed = {job.name: hashed_paths(job, topology, seed=seed) for job in jobs}
+    return _case(kind, seed, Cluster(capacity_Bps, tuple(jobs)), 8, hashed)
+
+
+def _one_level(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Fair sharing on the paths that Crux-full selects."""
+    decision = SCHEDULERS[BASE](cluster, options)
+    return replace(decision, level=dict.fromkeys(decision.level, options.levels[-1]))
+
+
+def _one_burst(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Crux-full where every job shows it one burst an iteration."""
+    return SCHEDULERS[BASE](single_bursts(cluster), options)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A scheduler and what its options are changed to."""
+
+    name: str
+    scheduler: Callable[[Cluster, SchedulerOptions], Decision]
+    options: Mapping[str, Any]
+
+
+def plans() -> tuple[Plan, ...]:
+    """All that are compared; a scheduler that is not registered is left out."""
+
+    def registered(*names: str) -> list[Plan]:
+        return [Plan(name, SCHEDULERS[name], {}) for name in names if name in SCHEDULERS]
+
+    return (
+        *registered(BASE, "ecmp"),
+        Plan("crux paths, fair", _one_level, {}),
+        *(
+            Plan(fair_name(limit), SCHEDULERS["crux-fair"], {"max_slowdown": limit})
+            for limit in LIMITS
+        ),
+        Plan("crux, one burst", _one_burst, {}),
+        *registered("crux+", "ideal"),
+    )
+
+
+def fair_name(limit: float | None) -> str:
+    """What crux-fair with this bound is called in the results."""
+    return f"crux-fair {'none' if limit is None else limit}"
+
+
+def measure(case: Case, horizon_s: float) -> Iterator[dict[str, Any]]:
+    """One row for each plan.
+
+    ``worst_slowdown`` is the largest mean iteration of a job over its iteration alone on the paths
+    of Crux-full; it is None where a job ended no iteration. ``certified`` is the largest bound of
+    a job under the plan, None where a job has none, on the plan's own paths and for levels alone:
+    plans with time shifts have none.
+    """
+    base = SCHEDULERS[BASE](case.cluster, case.options)
+    alone_s = {name: b.alone_s for name, b in bounds(case.cluster, base).items()}
+    for plan in plans():
+        options = replace(case.options, **plan.options)
+        began = time.perf_counter()
+        decision = plan.scheduler(case.cluster, options)
+        decision_s = time.perf_counter() - began
+        report = play(case.cluster, decision, horizon_s, start_s=case.start_s)
+        slowdown = {
+            name: job.mean_iteration_s / alone_s[name]
+            for name, job in report.jobs.items()
+            if job.mean_iteration_s is not None
+        }
+        shifted = decision.shift_s or decision.grid_s or decision.isolated
+        certain = {} if shifted else bounds(case.cluster, decision)
+        certified = max((b.slowdown for b in certain.values()), default=np.inf)
+        yield {
+            "case": case.kind,
+            "seed": case.seed,
+            "plan": plan.name,
+            "gpu_utilization": report.gpu_utilization,
+            "flops_per_s": sum(
+                report.jobs[job.name].compute_s / job.compute_s * job.flops / horizon_s
+                for job in case.cluster.jobs
+            ),
+            "worst_slowdown": max(slowdown.values()) if len(slowdown) == len(alone_s) else None,
+            "certified": float(certified) if np.isfinite(certified) else None,
+            "decision_s": decision_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One plan on all cases of a kind, over Crux-full on the same case.
+
+    Attributes:
+        ratio: utilisation over Crux-full's, of each case.
+        flops_ratio: FLOPs done over Crux-full's, of each case.
+        worst: worst slowdown of each case; infinite where a job ended no iteration.
+        certified: bound of each case; infinite where there is none.
+        decision_s: median time of a decision.
+    """
+
+    kind: str
+    plan: str
+    ratio: FloatArray
+    flops_ratio: FloatArray
+    worst: FloatArray
+    certified: FloatArray
+    decision_s: float
+
+    @property
+    def better(self) -> float:
+        """Share of the cases in which it is better than Crux-full by more than 0.1%."""
+        return float((self.ratio > 1.001).mean())
+
+    @property
+    def worse(self) -> float:
+        """Share of the cases in which it is worse than Crux-full by more than 0.1%."""
+        return float((self.ratio < 0.999).mean())
+
+
+def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
+    """The rows of all cases, by kind and plan, in their order."""
+    base = {(r["case"], r["seed"]): r for r in rows if r["plan"] == BASE}
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["case"], row["plan"]), []).append(row)
+
+    def over(mine: Sequence[Mapping[str, Any]], key: str) -> FloatArray:
+        return np.array([row[key] / base[row["case"], row["seed"]][key] for row in mine])
+
+    def column(mine: Sequence[Mapping[str, Any]], key: str) -> Any:
+        return np.array([np.inf if row[key] is None else row[key] for row in mine])
+
+    return [
+        Summary(
+            kind,
+            plan,
+            over(mine, "gpu_utilization"),
+            over(mine, "flops_per_s"),
+            column(mine, "worst_slowdown"),
+            column(mine, "certified"),
+            float(np.median(column(mine, "decision_s"))),
+        )
+        for (kind, plan), mine in found.items()
+    ]

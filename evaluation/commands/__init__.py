@@ -1,0 +1,1 @@
+"""The commands of ``crux sim``, one a module."""

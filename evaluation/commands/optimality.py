@@ -1,0 +1,118 @@
+"""``python -m evaluation optimality``: each mechanism beside the optimum of small cases (§4.4)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from crux_torch.cli.results import Result, publish
+from crux_torch.cli.sim_options import json_option, numbers_table, threads_option
+from crux_torch.schedule.crux_plus import GROUP_PLAYS, REHEARSED
+from evaluation.optimality import (
+    JUDGED,
+    LEVELS,
+    MECHANISMS,
+    NEAR,
+    SCREENED,
+    Outcome,
+    judge,
+    summarise,
+)
+from evaluation.small_case import AGGREGATIONS, HOSTS, JOBS, RING_MODELS, TORS, draw_case
+
+TITLES = {
+    "paths": "Path selection (§4.1)",
+    "priority": "Priority assignment (§4.2)",
+    "compression": "Priority compression (§4.3)",
+}
+
+
+@click.command()
+@click.option("--cases", type=click.IntRange(1), default=1500, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first case."
+)
+@threads_option
+@json_option
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write optimality.json and optimality.txt to this folder.",
+)
+def optimality(
+    cases: int, seed: int, threads: int, json_path: Path | None, out: Path | None
+) -> None:
+    """Small cases whose optimum is enumerated, as in the paper's §4.4 and Figure 16."""
+    # The first case would pay for what is loaded or made on first use.
+    judge(draw_case(seed), threads=threads)
+    with _progress() as progress:
+        seeds = progress.track(range(seed, seed + cases), description="cases")
+        outcomes = [judge(draw_case(s), threads=threads) for s in seeds]
+    result = Result("optimality", _settings(cases, seed, outcomes), summarise(outcomes))
+    text = _text(result)
+    publish(result, text, json_path, out)
+
+
+def _progress() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _settings(cases: int, seed: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "cases": cases,
+        "seed": seed,
+        "jobs": JOBS,
+        "hosts": [HOSTS[0], HOSTS[-1]],
+        "tors": [TORS[0], TORS[-1]],
+        "aggregations": AGGREGATIONS,
+        "levels": len(LEVELS),
+        "models": [model.name for model in RING_MODELS],
+        "screened": asdict(SCREENED),
+        "near": NEAR,
+        "judged": asdict(JUDGED),
+        "rehearsed": asdict(REHEARSED),
+        "rehearsal_plays": GROUP_PLAYS,
+        "optimum_mean": float(np.mean([outcome.optimum for outcome in outcomes])),
+        "plays": sum(outcome.plays for outcome in outcomes),
+    }
+
+
+def _text(result: Result) -> str:
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=120, color_system=None)
+    settings = result.settings
+    console.print(
+        f"{settings['cases']} cases of {settings['jobs']} jobs and {settings['levels']} levels: "
+        f"share of the optimal GPU utilisation, which is {settings['optimum_mean']:.1%} on average"
+    )
+    for mechanism in MECHANISMS:
+        console.print(_table([row for row in result.rows if row["mechanism"] == mechanism]))
+    return buffer.getvalue()
+
+
+def _table(rows: Sequence[Any]) -> Table:
+    numbers = ("mean", "paper", "5th percentile", "worst", "decision ms", "CPU ms", "CPU p95")
+    table = numbers_table(TITLES[rows[0]["mechanism"]], "scheduler", *numbers)
+    for row in rows:
+        paper = row["paper_share"]
+        table.add_row(
+            row["scheduler"],
+            f"{row['share_mean']:.2%}",
+            "" if paper is None else f"{paper:.2%}",
+            f"{row['share_p5']:.2%}",
+            f"{row['share_min']:.2%}",
+            f"{row['decision_ms']['median']:.2f}",
+            f"{row['decision_cpu_ms']['median']:.2f}",
+            f"{row['decision_cpu_ms']['p95']:.2f}",
+        )
+    return table

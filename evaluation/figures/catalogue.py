@@ -1,0 +1,196 @@
+"""Which figure is drawn from which result file, and what its caption says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from evaluation.figures import optimality, testbed, trace
+from evaluation.figures.fields import Value, read_rows
+from evaluation.figures.style import SETTINGS
+
+Draw = Callable[[Value, list[Value]], "Figure | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plate:
+    """A figure that can be drawn.
+
+    Attributes:
+        name: of the PNG, without its ending.
+        number: in the paper.
+        title: what it shows.
+        benchmark: whose result file it is drawn from.
+        caption: how to read it.
+        paper: what the paper reports.
+        draw: from settings and rows; None if the rows that it needs are not there.
+        other: result files that are preferred to that of the benchmark's own name.
+    """
+
+    name: str
+    number: int
+    title: str
+    benchmark: str
+    caption: str
+    paper: str
+    draw: Draw
+    other: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A figure and the file it was drawn from."""
+
+    plate: Plate
+    figure: Figure
+    source: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A figure that was not drawn, and why."""
+
+    plate: Plate
+    reason: str
+
+
+def _testbed(number: int, settings: Value, rows: list[Value]) -> Figure | None:
+    return testbed.draw(rows, number)
+
+
+def _schedulers(settings: Value, rows: list[Value]) -> Figure | None:
+    return trace.draw_schedulers(rows)
+
+
+def _placements(settings: Value, rows: list[Value]) -> Figure | None:
+    return trace.draw_placements(rows)
+
+
+_TESTBED_CAPTION = (
+    "Left: GPU utilisation, medians over draws of ECMP's hash and of start phases, whiskers from "
+    "the 10th to the 90th percentile, and the gain of Crux over ECMP with fair sharing. Right: "
+    "change of completion time by kind of job. “Alone” bars are jobs without contention, on the "
+    "paths of ECMP's hash (as a job ran alone in the paper's testbed) and on paths that do not "
+    "collide among themselves."
+)
+_TRACE_CAPTION = (
+    "Bars: share of the time in which jobs held GPUs that these computed, which is what contention "
+    "takes from. Diamonds: the paper's, of its own trace and of all GPUs."
+)
+
+PLATES: tuple[Plate, ...] = (
+    Plate(
+        "figure16",
+        16,
+        "Error of each mechanism from the optimum",
+        "optimality",
+        "Small cases whose optimum is found by playing every choice; one mechanism decides, the "
+        "other two are at their optimum. Curves: the share of the cases whose GPU utilisation is "
+        f"at most so far below the optimum; errors below {optimality.SMALLEST_PCT}% are drawn "
+        "there. Diamonds: the mean that the paper reports, at half height.",
+        "On average 97.69% of the optimum for paths, 97.24% for priorities and 97.12% for "
+        "compression.",
+        optimality.draw,
+    ),
+    Plate(
+        "figure19",
+        19,
+        "GPT and several BERTs on shared network paths",
+        "testbed",
+        _TESTBED_CAPTION,
+        "Utilisation +8.3 to +12.9%; completion time of GPT −11 to −25%, of BERT 0 to +3%.",
+        partial(_testbed, 19),
+    ),
+    Plate(
+        "figure20",
+        20,
+        "GPT, two ResNets and two BERTs on shared network paths",
+        "testbed",
+        _TESTBED_CAPTION,
+        "Utilisation +13.9%; completion time of GPT −18%, of BERT −15%, of ResNet +2%.",
+        partial(_testbed, 20),
+    ),
+    Plate(
+        "figure21",
+        21,
+        "BERT and several ResNets on shared PCIe links",
+        "testbed",
+        _TESTBED_CAPTION,
+        "With Figure 22: utilisation +9.5 to +14.8%; completion time of BERT −7 to −33%, of ResNet "
+        "+1 to +3%.",
+        partial(_testbed, 21),
+    ),
+    Plate(
+        "figure22",
+        22,
+        "ResNet and a BERT of 8 to 24 GPUs on shared PCIe links",
+        "testbed",
+        _TESTBED_CAPTION,
+        "With Figure 21: utilisation +9.5 to +14.8%; completion time of BERT −7 to −33%, of ResNet "
+        "+1 to +3%.",
+        partial(_testbed, 22),
+    ),
+    Plate(
+        "figure23",
+        23,
+        "Schedulers on whole clusters",
+        "trace",
+        _TRACE_CAPTION,
+        "Two-layer: Sincronia 0.39, TACCL* 0.49, CASSINI 0.48, Crux-PA 0.51, Crux-PS-PA and "
+        "Crux-full 0.62. Double-sided: 0.43, 0.46, 0.45, 0.48, 0.51, 0.50.",
+        _schedulers,
+        ("trace_random",),
+    ),
+    Plate(
+        "figure24",
+        24,
+        "Whose data the layers carry, and utilisation, over time",
+        "trace",
+        "Shaded: the share of each layer's capacity in use, by the GPU intensity of the job whose "
+        "data it is, darker for higher; white is idle. Last row: GPU utilisation of the cluster.",
+        "More dark for Crux-PA than for the baselines (26, 14 and 5% more utilisation than "
+        "Sincronia, TACCL* and CASSINI on the first day), less white with path selection (+97% "
+        "network utilisation).",
+        trace.draw_over_time,
+        ("trace_random",),
+    ),
+    Plate(
+        "figure25",
+        25,
+        "Job schedulers alone and with Crux",
+        "trace",
+        _TRACE_CAPTION,
+        "None 0.39 and 0.62 with Crux, Muri 0.59 and 0.73, HiveD 0.64 and 0.75.",
+        _placements,
+    ),
+)
+
+
+def draw_all(results: Path) -> tuple[list[Drawn], list[LeftOut]]:
+    """Every figure for which ``results`` holds a file, and those for which it doesn't.
+
+    Raises:
+        ResultError: a file that is there can't be used: file, key, what was expected.
+    """
+    drawn: list[Drawn] = []
+    left_out: list[LeftOut] = []
+    for plate in PLATES:
+        source = next(
+            (file for name in plate.other if (file := results / f"{name}.json").exists()),
+            results / f"{plate.benchmark}.json",
+        )
+        if not source.exists():
+            left_out.append(LeftOut(plate, f"{source} is missing"))
+            continue
+        with matplotlib.rc_context(SETTINGS):
+            figure = plate.draw(*read_rows(source))
+        if figure is None:
+            left_out.append(LeftOut(plate, f"{source} has no rows for it"))
+        else:
+            drawn.append(Drawn(plate, figure, source))
+    return drawn, left_out

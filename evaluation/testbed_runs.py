@@ -1,0 +1,232 @@
+"""Plays the testbed's cases under every scheduler and compares them with plain ECMP."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from crux_torch import _fluid
+from crux_torch.schedule.alone import alone as without_others
+from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
+from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.play import engine_of
+from crux_torch.sim.run import Report, report_of
+from evaluation.testbed import CASES, Case, Setup, cluster_of, jobs_of
+
+#: What the others are compared with: "without Crux".
+WITHOUT = "ecmp"
+
+
+#: A case of each figure, that with the most contention.
+SENSITIVE_CASES = (
+    "GPT-32 + 4 BERT-8",
+    "GPT-48 + 2 ResNet-8 + 2 BERT-16",
+    "BERT-16 + 4 ResNet-4",
+    "ResNet-8 + BERT-24",
+)
+SENSITIVITY: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("batch_scale", (0.25, 0.5, 1.0, 2.0, 4.0)),
+    ("tor_aggregation_links", (1, 2, 4)),
+    ("nic_Gbps", (100.0, 200.0, 400.0)),
+    ("connections", (1, 2, 4, 8)),
+    ("gradient_start", (None, 0.5, 1.0)),
+    ("gradient_bytes_per_parameter", (None, 2, 4)),
+)
+
+
+def paths_only(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Crux's paths without its priorities: what path selection alone is worth."""
+    found = SCHEDULERS["crux"](cluster, options)
+    lowest = min(options.levels)
+    return Decision(path=found.path, level=dict.fromkeys(found.level, lowest))
+
+
+def alone(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Every job with the network to itself on ECMP's paths, as a job ran alone in the testbed."""
+    return replace(SCHEDULERS["ecmp"](cluster, options), isolated=True)
+
+
+#: Beside the registered ones.
+VARIANTS: dict[str, Scheduler] = {"paths-only": paths_only, "alone": alone}
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How often and how long each case is played.
+
+    Attributes:
+        count: draws of ECMP's hash and of the jobs' start phases.
+        seed: of the first draw.
+        horizon_s: seconds simulated of each.
+        threads: draws played at a time.
+    """
+
+    count: int = 100
+    seed: int = 0
+    horizon_s: float = 120.0
+    threads: int = 1
+
+
+def scheduler(name: str) -> Scheduler:
+    """The scheduler or variant of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return VARIANTS[name] if name in VARIANTS else SCHEDULERS[name]
+
+
+def evaluate(
+    case: Case,
+    schedulers: Sequence[str],
+    draws: Draws,
+    setup: Setup | None = None,
+) -> list[dict[str, Any]]:
+    """One row for each scheduler: utilisation, gain and completion times over all draws.
+
+    Args:
+        case: what runs.
+        schedulers: names; ``ecmp`` is played whether or not it is among them.
+        draws: the same hashes and start phases for every scheduler.
+        setup: default: the evaluation's.
+    """
+    setup = setup or Setup()
+    topology = setup.topology()
+    jobs = jobs_of(case, topology, setup)
+    cluster = cluster_of(jobs, topology)
+    seeds = range(draws.seed, draws.seed + draws.count)
+    options = [
+        SchedulerOptions(
+            seed=seed,
+            default_path={job.name: hashed_paths(job, topology, seed=seed) for job in jobs},
+        )
+        for seed in seeds
+    ]
+    starts = [_phases(cluster, seed) for seed in seeds]
+    wanted = list(dict.fromkeys((WITHOUT, *schedulers)))
+    reports = {
+        name: _play(cluster, [scheduler(name)(cluster, o) for o in options], starts, draws)
+        for name in wanted
+    }
+    return [
+        _row(case, cluster, name, reports[name], reports[WITHOUT])
+        for name in wanted
+        if name in schedulers
+    ]
+
+
+def communication_share(case: Case, setup: Setup | None = None) -> dict[str, float]:
+    """For each kind of job t_j over its iteration alone, on paths that do not collide."""
+    setup = setup or Setup()
+    topology = setup.topology()
+    found: dict[str, float] = {}
+    for job in jobs_of(case, topology, setup):
+        mine = without_others(job, topology.capacity_Bps)
+        found.setdefault(_kind(job.name), mine.t_s / mine.period_s)
+    return found
+
+
+def sensitivity(
+    draws: Draws, progress: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, Any]]:
+    """Gain of Crux over ECMP when one figure of the setup is another, everything else equal.
+
+    Args:
+        draws: of each.
+        progress: called after every case of every setup.
+    """
+    cases = [c for c in CASES if c.name in SENSITIVE_CASES]
+    for changed, values in SENSITIVITY:
+        for value in values:
+            setup = replace(Setup(), **{changed: value})
+            for case in cases:
+                rows = evaluate(case, ("crux", "paths-only"), draws, setup)
+                row, paths = ({r["scheduler"]: r for r in rows}[n] for n in ("crux", "paths-only"))
+                largest = max(case.parts, key=lambda part: part.gpus).kind
+                yield {
+                    "changed": changed,
+                    "value": value,
+                    "setup": asdict(setup),
+                    "figure": case.figure,
+                    "case": case.name,
+                    "largest_job": largest,
+                    "communication_share": communication_share(case, setup)[largest],
+                    "gain_pct": row["gain_pct"],
+                    "paths_only_gain_pct": paths["gain_pct"],
+                    "jct_pct": {kind: job["jct_pct"] for kind, job in row["jobs"].items()},
+                }
+                progress()
+
+
+def _phases(cluster: Cluster, seed: int) -> dict[str, float]:
+    """Every job starts at a point of its own first iteration."""
+    draw = random.Random(f"{seed}: phases")
+    return {job.name: draw.random() * job.compute_s for job in cluster.jobs}
+
+
+def _play(
+    cluster: Cluster,
+    decisions: Sequence[Decision],
+    starts: Sequence[Mapping[str, float]],
+    draws: Draws,
+) -> list[Report]:
+    engines = [engine_of(cluster, d, start_s=s) for d, s in zip(decisions, starts, strict=True)]
+    _fluid.run_all(engines, [draws.horizon_s] * len(engines), threads=draws.threads)
+    return [report_of(engine, draws.horizon_s) for engine in engines]
+
+
+def _row(
+    case: Case,
+    cluster: Cluster,
+    name: str,
+    reports: Sequence[Report],
+    without: Sequence[Report],
+) -> dict[str, Any]:
+    kinds: dict[str, list[str]] = {}
+    for job in cluster.jobs:
+        kinds.setdefault(_kind(job.name), []).append(job.name)
+    pairs = list(zip(reports, without, strict=True))
+    jobs = {
+        kind: {
+            "gpus": next(j.gpus for j in cluster.jobs if j.name in names),
+            "count": len(names),
+            "compute_s": next(j.compute_s for j in cluster.jobs if j.name in names),
+            "iteration_s": _spread(_iteration_s(r, n) for r in reports for n in names),
+            "jct_pct": _spread(
+                100 * (_iteration_s(a, n) / _iteration_s(b, n) - 1) for a, b in pairs for n in names
+            ),
+        }
+        for kind, names in kinds.items()
+    }
+    return {
+        "figure": case.figure,
+        "case": case.name,
+        "scheduler": name,
+        "utilization": _spread(r.gpu_utilization for r in reports),
+        "gain_pct": _spread(100 * (a.gpu_utilization / b.gpu_utilization - 1) for a, b in pairs),
+        "jobs": jobs,
+        "paper": {"gain_pct": case.paper.gain_pct, "jct_pct": case.paper.jct_pct},
+    }
+
+
+def _iteration_s(report: Report, name: str) -> float:
+    mean = report.jobs[name].mean_iteration_s
+    if mean is None:
+        raise ValueError(f"{name} ended no iteration in {report.horizon_s} s: a longer horizon")
+    return mean
+
+
+def _spread(values: Iterable[float]) -> dict[str, float]:
+    found = list(values)
+    low, high = np.percentile(found, (10, 90))
+    return {"median": statistics.median(found), "p10": float(low), "p90": float(high)}
+
+
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789")

@@ -1,0 +1,215 @@
+"""Crux on a torus: jobs of the catalogue whose rings cross routers that everybody's flows cross.
+
+On a torus a flow has many shortest paths, and almost every link of the network is an alternative
+to almost every other. A ring crosses many links and meets other jobs on each, where on a Clos it
+meets them at a few uplinks. That has two consequences, which the schedulers here tell apart:
+
+* Paths matter more. ``crux-paths`` are Crux's without its priorities; in ``crux-sweeps`` every
+  flow chooses again, ``SWEEPS`` times, with all others in place.
+* Strict priority can cost more than it gives: a ring moves at the pace of its slowest hop, so one
+  that meets two more intense jobs on two links moves only while both are silent, whereas with fair
+  sharing it always moves. Correction factors, which look at two jobs on one link, don't see that.
+  ``crux+`` plays its plans, with and without levels and sweeps among them, and sees it.
+
+A case is a torus of hosts and the jobs on them, drawn at random: a model of §6.3 and 2 to 16 whole
+hosts each, until hardly any host is free; iterations start at random times.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Literal
+
+from crux_torch.fabric.builders import torus
+from crux_torch.fabric.builders.server import GBPS
+from crux_torch.fabric.topology import Path, Topology
+from crux_torch.schedule.crux import crux
+from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.model import Cluster, Decision, Job
+from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.sim.catalogue import WorkloadError
+from crux_torch.sim.collectives import build_job
+from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.play import play
+from evaluation.paper_models import PAPER_MODELS
+
+Placement = Literal["scattered", "packed"]
+#: Hosts of a job: drawn from these, each as likely as any other.
+HOSTS = (2, 4, 8, 16)
+#: Seconds within which jobs start.
+STARTS_S = 5.0
+#: Times that flows choose again in ``crux-sweeps``.
+SWEEPS = 4
+LEVELS = tuple(range(8))
+#: What a case is played under, in the order of the tables.
+SCHEDULERS_PLAYED = (
+    "dimension-order",
+    "ecmp",
+    "taccl",
+    "crux-pa",
+    "crux-paths",
+    "crux",
+    "crux-sweeps",
+    "crux+",
+    "ideal",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TorusCase:
+    """Jobs on a torus.
+
+    Attributes:
+        topology: the torus.
+        cluster: jobs and links.
+        hashed: the candidates that ECMP's hash gives to each job.
+        start_s: when each job starts.
+    """
+
+    topology: Topology
+    cluster: Cluster
+    hashed: Mapping[str, tuple[int, ...]]
+    start_s: Mapping[str, float]
+
+
+def torus_case(
+    shape: tuple[int, ...],
+    placement: Placement,
+    seed: int,
+    *,
+    link_Bps: float = 100 * GBPS,
+    topology: Topology | None = None,
+) -> TorusCase:
+    """A case of this module's description.
+
+    Args:
+        shape: hosts along each dimension.
+        placement: ``scattered``, over hosts drawn at random; ``packed``, over hosts that follow
+            each other along the last dimension first, but for one job in four, which is scattered.
+        seed: of everything that is drawn.
+        link_Bps: bytes per second of a link between routers.
+        topology: the torus of this shape and rate, where it is at hand.
+
+    Raises:
+        WorkloadError: an unknown placement.
+    """
+    if placement not in ("scattered", "packed"):
+        raise WorkloadError(f"placement is {placement!r}; expected scattered or packed")
+    topology = topology or torus(shape, link_Bps=link_Bps)
+    draw = random.Random(f"{shape} {placement} {seed}")
+    free = list(topology.hosts)
+    jobs: list[Job] = []
+    while len(free) >= HOSTS[0]:
+        size = draw.choice([hosts for hosts in HOSTS if hosts <= len(free)])
+        apart = placement == "scattered" or draw.random() < 0.25
+        hosts = draw.sample(free, size) if apart else free[:size]
+        free = [host for host in free if host not in set(hosts)]
+        gpus = [gpu for host in hosts for gpu in topology.gpus(host)]
+        name = f"job-{len(jobs):02d}"
+        jobs.append(build_job(name, draw.choice(PAPER_MODELS), gpus, topology))
+    hashed = {job.name: hashed_paths(job, topology, seed=seed) for job in jobs}
+    start_s = {job.name: draw.uniform(0.0, STARTS_S) for job in jobs}
+    return TorusCase(topology, Cluster(topology.capacity_Bps, tuple(jobs)), hashed, start_s)
+
+
+def decide(case: TorusCase, scheduler: str) -> Decision:
+    """What ``scheduler``, one of ``SCHEDULERS_PLAYED``, makes of a case.
+
+    ``dimension-order`` is ECMP's fair sharing on the paths that a torus commonly routes by: one
+    dimension after the other. Schedulers that choose no paths have the hash's.
+
+    Raises:
+        WorkloadError: no such scheduler.
+    """
+    cluster = case.cluster
+    if scheduler == "crux-paths":
+        return crux(cluster, SchedulerOptions(LEVELS[:1]))
+    if scheduler == "crux-sweeps":
+        return crux(cluster, SchedulerOptions(LEVELS), sweeps=SWEEPS)
+    paths = case.hashed
+    if scheduler == "dimension-order":
+        paths = {job.name: dimension_ordered(case.topology, job) for job in cluster.jobs}
+        return ecmp(cluster, SchedulerOptions(default_path=paths))
+    if scheduler not in SCHEDULERS:
+        raise WorkloadError(f"scheduler {scheduler!r} is unknown on a torus")
+    return SCHEDULERS[scheduler](cluster, SchedulerOptions(LEVELS, default_path=paths))
+
+
+def dimension_ordered(topology: Topology, job: Job) -> tuple[int, ...]:
+    """For each flow the candidate that turns least; of equals the one that crosses the first
+    dimensions first, in the increasing direction."""
+
+    @cache
+    def order(path: Path) -> tuple[int, tuple[int, ...], Path]:
+        crossed = axes(topology, path)
+        return sum(one != other for one, other in pairwise(crossed)), crossed, path
+
+    @cache
+    def first(candidates: tuple[Path, ...]) -> int:
+        return min(range(len(candidates)), key=lambda c: order(candidates[c]))
+
+    return tuple(first(flow.candidates) for flow in job.flows)
+
+
+def axes(topology: Topology, path: Path) -> tuple[int, ...]:
+    """The dimension of each link between routers that ``path`` crosses."""
+    crossed = []
+    for link in path:
+        src, dst = topology.ends(link)
+        if topology.nodes[src].kind == topology.nodes[dst].kind == "router":
+            places = (name.removeprefix("router").split("_") for name in (src, dst))
+            differs = [a != b for a, b in zip(*places, strict=True)]
+            crossed.append(differs.index(True))
+    return tuple(crossed)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one scheduler did to a case.
+
+    Attributes:
+        gpu_utilization: of the GPUs of all jobs.
+        busiest: the highest utilisation of a link between routers over the whole run.
+        slowdown: of the job that suffered most: its mean iteration over its mean one in ``ideal``.
+        decision_s: seconds that the decision took.
+    """
+
+    gpu_utilization: float
+    busiest: float
+    slowdown: float
+    decision_s: float
+
+
+def outcomes(
+    case: TorusCase, horizon_s: float, schedulers: Sequence[str] = SCHEDULERS_PLAYED
+) -> dict[str, Outcome]:
+    """Plays a case under each of ``schedulers`` for ``horizon_s`` seconds."""
+    alone = play(case.cluster, decide(case, "ideal"), horizon_s, start_s=case.start_s)
+    found = {}
+    for scheduler in schedulers:
+        begin = time.perf_counter()
+        decision = decide(case, scheduler)
+        decision_s = time.perf_counter() - begin
+        report = play(case.cluster, decision, horizon_s, start_s=case.start_s)
+        busiest = max(
+            (
+                carried / (horizon_s * case.topology.capacity_Bps[link])
+                for link, carried in report.link_bytes.items()
+                if link in case.topology.links and case.topology.layer(link) == "router-router"
+            ),
+            default=0.0,
+        )
+        slowdowns = [
+            (report.jobs[name].mean_iteration_s or horizon_s) / job.mean_iteration_s
+            for name, job in alone.jobs.items()
+            if job.mean_iteration_s
+        ]
+        found[scheduler] = Outcome(
+            report.gpu_utilization, busiest, max(slowdowns, default=1.0), decision_s
+        )
+    return found

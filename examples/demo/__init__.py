@@ -1,1 +1,0 @@
-"""Two training jobs on one congested link: without Crux, and with it."""

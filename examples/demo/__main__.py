@@ -1,3 +1,0 @@
-from examples.demo.run import main
-
-main()

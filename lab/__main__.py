@@ -1,0 +1,5 @@
+"""``python -m lab``: the demo."""
+
+from lab.demo import main
+
+main()
