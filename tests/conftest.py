@@ -1,37 +1,62 @@
-"""Which tests may be tried a second time: those whose outcome is not this package's alone."""
+"""The tiers of the tests, what runs beside what, and which tests may be tried a second time.
+
+CONTRIBUTING.md describes the tiers. ``slow`` and ``full`` are the markers that divide them.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import hypothesis
 import pytest
+
+HERE = Path(__file__).parent
+
+# Every run of a tier draws the same examples, `make test-all` more of them; "new" draws others.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", deadline=None, derandomize=True, max_examples=500)
+hypothesis.settings.register_profile("new", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 #: Tests of real training processes. Stock Gloo and torchrun, which they start too, now and then
 #: abort a process that is being torn down or lose a race for a port; a test that fails because of
 #: this package fails twice. Every second try is listed in the summary.
 REAL_PROCESSES = (
     "test_absences.py",
-    "test_apply_",
     "test_backend.py",
-    "test_control_host.py",
-    "test_control_job_channel.py",
-    "test_control_store.py",
     "test_cruxrun_processes.py",
     "test_demo_job.py",
     "test_examples.py",
     "test_kill.py",
-    "test_links_processes.py",
     "test_nccl_sockets.py",
-    "test_netns_fabric.py",
     "test_runtime_agent.py",
-    "test_transport",
 )
-#: A fake device's times, kept by threads of a machine that does other things too.
-FAKE_TIMES = ("test_gpu_durations.py",)
+#: The fixture of an emulated machine, which the tests that use it share.
+EMULATED = "guest"
 
 
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(HERE.parent).as_posix()
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("slow", "full"))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    twice = REAL_PROCESSES if os.environ.get("CRUX_TEST_GPU") else REAL_PROCESSES + FAKE_TIMES
     for item in items:
-        if item.path.name.startswith(twice):
+        if EMULATED in getattr(item, "fixturenames", ()):
+            item.add_marker("full")
+            item.add_marker(pytest.mark.xdist_group(EMULATED))
+        elif item.path.parent.name == "gpu":
+            item.add_marker("full")
+        if item.path.name.startswith(REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1))
+        # A file's tests share fixtures, so one worker runs them all.
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_file(item)))
+    # The long ones first, so that no worker is left with one at the end.
+    long_files = {_file(item) for item in items if _is_long(item)}
+    items.sort(key=lambda item: _file(item) not in long_files)

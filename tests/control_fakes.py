@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
-import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from crux_torch.control.memory_store import MemoryStore
+from loopback import free_port
+
+from crux_torch.control.host import StoreHost
 from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.control.store import check_write
 from crux_torch.errors import StoreError
-from crux_torch.profile.job_profile import HostFlow, JobProfile, ProfileBurst
+from crux_torch.fabric.topology import Topology
+from crux_torch.measure.job_profile import HostFlow, JobProfile, ProfileBurst
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -28,10 +33,49 @@ class FakeClock:
         self.now += seconds
 
 
+class MemoryStore:
+    """The shared store inside one process, with leases by a clock that the test moves."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        #: Value and end of each key's lease.
+        self.entries: dict[str, tuple[bytes, float]] = {}
+
+    def get(self, key: str) -> bytes | None:
+        return self.list(key).get(key)
+
+    def put(self, key: str, value: bytes, lease_s: float | None = None) -> None:
+        check_write(key, value, lease_s)
+        self.write(key, value, lease_s)
+
+    def write(self, key: str, value: bytes, lease_s: float | None = None) -> None:
+        """Write also what :func:`check_write` refuses."""
+        ends_s = float("inf") if lease_s is None else self._clock() + lease_s
+        self.entries[key] = bytes(value), ends_s
+
+    def delete(self, key: str) -> None:
+        self.entries.pop(key, None)
+
+    def compare_and_swap(
+        self, key: str, expected: bytes | None, value: bytes, lease_s: float | None = None
+    ) -> bool:
+        with self._lock:
+            if self.get(key) != expected:
+                return False
+            self.put(key, value, lease_s)
+            return True
+
+    def list(self, prefix: str) -> dict[str, bytes]:
+        now, entries = self._clock(), dict(self.entries)
+        return {k: v for k, (v, ends_s) in entries.items() if k.startswith(prefix) and now < ends_s}
+
+    def close(self) -> None:
+        pass
+
+
 class FaultyStore:
     """A store that fails before or after the operation, or forgets everything, at random."""
-
-    pushes_changes = False
 
     def __init__(self, inner: MemoryStore, rng: random.Random) -> None:
         self.inner, self.rng = inner, rng
@@ -43,7 +87,7 @@ class FaultyStore:
 
         def faulty(*args: Any, **kwargs: Any) -> Any:
             if self.rng.random() < self.lose:
-                self.inner._entries.clear()
+                self.inner.entries.clear()
             if self.rng.random() < self.fail:
                 raise StoreError("injected: before")
             result = operation(*args, **kwargs)
@@ -87,7 +131,7 @@ def record(job: str, incarnation: str = "i0", **changes: Any) -> JobRecord:
     return JobRecord(job=job, incarnation=incarnation, **{**values, **changes})
 
 
-def by_name(records: Sequence[JobRecord], _topology: bytes | None) -> tuple[PlanEntry, ...]:
+def by_name(records: Sequence[JobRecord], _topology: Topology | None) -> tuple[PlanEntry, ...]:
     """A planner that needs no scheduler: levels in the order of the names."""
     named = sorted((r for r in records if r.profile is not None), key=lambda r: r.job)
     return tuple(
@@ -96,26 +140,15 @@ def by_name(records: Sequence[JobRecord], _topology: bytes | None) -> tuple[Plan
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0, what: str = "condition") -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0, what: str = "condition") -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.02)
 
 
-def host_until_killed(endpoint: str, states: Any) -> None:
+def _host_until_killed(endpoint: str, states: Any) -> None:
     """A process like ``cruxrun``: hosts the store if it can, and reports its state's changes."""
-    import os
-
-    from crux_torch.control.host import StoreHost
-
     host = StoreHost(endpoint, poll_s=0.1)
     host.start()
     last = ""
@@ -124,3 +157,48 @@ def host_until_killed(endpoint: str, states: Any) -> None:
             last = host.state
             states.put((os.getpid(), last))
         time.sleep(0.02)
+
+
+class Hosts:
+    """Processes on this machine of which one hosts the store; all of them end with the context."""
+
+    def __init__(self, count: int) -> None:
+        self.port = free_port()
+        self._states = SPAWN.Queue()
+        self._state: dict[int, str] = {}
+        args = (f"tcp://127.0.0.1:{self.port}", self._states)
+        self._processes = [
+            SPAWN.Process(target=_host_until_killed, args=args, daemon=True) for _ in range(count)
+        ]
+
+    def __enter__(self) -> Hosts:
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(10)
+
+    def wait_for_roles(self, count: int) -> None:
+        """Wait until of ``count`` processes one hosts and the others stand by."""
+
+        def as_wanted() -> bool:
+            while not self._states.empty():
+                pid, word = self._states.get()
+                self._state[pid] = word
+            return sorted(self._state.values()) == ["hosting"] + ["standby"] * (count - 1)
+
+        until(as_wanted, what=f"one host of {count}")
+
+    def hosting(self) -> int:
+        """The process that hosts."""
+        return next(pid for pid, word in self._state.items() if word == "hosting")
+
+    def kill_hosting(self) -> None:
+        pid = self.hosting()
+        process = next(p for p in self._processes if p.pid == pid)
+        process.kill()
+        process.join(10)
+        del self._state[pid]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import crux_torch
 
 #: Seconds after which it stops though nobody says so.
-LIMIT_S = 100.0
+LIMIT_S = 300.0
 
 
 def main() -> None:

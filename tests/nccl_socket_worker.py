@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from crux_torch.apply.classes import TrafficClass
-from crux_torch.apply.ownership import Ownership
-from crux_torch.apply.sockets import SocketTable
 from crux_torch.apply.transport import Route, Transport
+from crux_torch.c10d.ownership import Ownership
+from crux_torch.c10d.sockets import SocketTable
 
 MEET_S = 60.0
 THREADS, PER_THREAD = 2, 3

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from crux_torch.host.nvml import Gpu
+from crux_torch.host.pcie import PcieTree
 
 GEN4, GEN5 = "16.0 GT/s PCIe", "32.0 GT/s PCIe"
 BRIDGE, GPU, NIC, NVSWITCH, VGA = 0x060400, 0x030200, 0x020700, 0x068000, 0x030000
@@ -48,6 +52,20 @@ def write(sysfs: Path, devices: Iterable[Entry]) -> Path:
             (folder / name).write_text(f"{value}\n")
         (bus / entry.address).symlink_to(folder)
     return sysfs
+
+
+def read(sysfs: Path, devices: Iterable[Entry]) -> PcieTree:
+    """The tree that a host with these devices shows; it is written to ``sysfs`` first."""
+    return PcieTree.read(write(sysfs, devices))
+
+
+def gpus_at(tree: PcieTree, **changes: Any) -> tuple[Gpu, ...]:
+    """An H100 for each GPU on the bus, as NVML lists it."""
+    facts: dict[str, Any] = {"peak_flops": 1979e12, **changes}
+    return tuple(
+        Gpu(i, "NVIDIA H100 80GB HBM3", f"GPU-{i}", 80 << 30, address, **facts)
+        for i, address in enumerate(tree.of_kind("gpu"))
+    )
 
 
 def switch(place: str, bus: int, ports: int, **attributes: object) -> tuple[list[Entry], list[str]]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from crux_torch.fabric.error_queue import Answer, Probe
+from crux_torch.probe.packets import Answer, Probe
 
 LATENCY_S = 0.0005
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import strategies as st
+from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+from hypothesis import strategies as st
+from scipy import sparse
+
+from crux_torch.schedule import crux
+from crux_torch.schedule.arrays import arrays_of, paths_of
+from crux_torch.schedule.intensity import by_descending, unrouted_transfer_times_s
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job
+from crux_torch.schedule.placing import place
 
 LINKS = tuple(f"l{i}" for i in range(6))
 
@@ -45,3 +53,40 @@ def clusters(draw: st.DrawFn, max_jobs: int = 7) -> Cluster:
 def on_links(**links: str) -> dict[str, set[str]]:
     """Links of each job, written as one letter a link."""
     return {job: set(names) for job, names in links.items()}
+
+
+def select_paths(
+    cluster: Cluster, order: Sequence[str] | None = None, *, sweeps: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """Crux's paths by name, or those of jobs that choose in another order."""
+    arrays = arrays_of(cluster)
+    if order is None:
+        return paths_of(arrays, crux.select_paths(arrays, sweeps=sweeps))
+    index = {job.name: j for j, job in enumerate(arrays.jobs)}
+    ranked = np.array([index[name] for name in order], np.int64)
+    t_s = unrouted_transfer_times_s(arrays)
+    return paths_of(arrays, place(arrays, ranked, t_s, sweeps=sweeps))
+
+
+def compress(
+    priority: Mapping[str, float],
+    intensity: Mapping[str, float],
+    links: Mapping[str, Collection[str]],
+    levels: Sequence[int],
+    *,
+    seed: int = 0,
+    orders: int = crux.ORDERS,
+) -> dict[str, int]:
+    """Crux's compression by name; equal priorities rank in the order of names."""
+    names = sorted(priority)
+    names = [names[j] for j in by_descending(np.array([priority[n] for n in names]))]
+    known = sorted({link for used in links.values() for link in used})
+    member = np.array([[link in links[name] for link in known] for name in names], float)
+    level, _ = crux.compress_priorities(
+        sparse.csr_array(member.reshape(len(names), len(known))),
+        np.array([intensity[name] for name in names], np.float64),
+        levels,
+        seed=seed,
+        orders=orders,
+    )
+    return dict(zip(names, level.tolist(), strict=True))

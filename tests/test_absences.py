@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_fakes import free_port, until
+from control_fakes import until
+from loopback import free_port
 from training_job import BOUND_S, ROOT, Job, environment
 
 from crux_torch.apply import transport
+
+pytestmark = pytest.mark.slow
 
 REFUSE_OPTIONS = str(Path(__file__).with_name("refuse_options.py"))
 DOCTOR_TIMEOUT_S = 60
@@ -177,7 +180,7 @@ def examined(machine: Machine, folder: Path) -> dict[str, Any]:
     return {check["part"]: check for check in json.loads(done.stdout)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "place",
     [

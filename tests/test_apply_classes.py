@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from loopback import has_ipv6
 
 from crux_torch.apply.classes import ClassReport, TrafficClass
-from crux_torch.apply.ownership import Ownership
-from crux_torch.apply.sockets import SocketTable, TcpSocket
 from crux_torch.apply.transport import SocketSetting, Transport, TransportError
+from crux_torch.c10d.ownership import Ownership
+from crux_torch.c10d.sockets import SocketTable, TcpSocket
 from crux_torch.settings import CLASS_SELECTORS
 
 LEVEL = 5
@@ -67,14 +68,6 @@ def _pair(host: str = "127.0.0.1", mapped: bool = False) -> Iterator[list[socket
             yield [client, accepted]
 
 
-def _has_ipv6_loopback() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
 def _tos(sock: socket.socket) -> int:
     return sock.getsockopt(socket.IPPROTO_IP, socket.IP_TOS)
 
@@ -103,7 +96,7 @@ def test_marks_only_what_is_owned_and_reverts_it():
         assert traffic_class.status().level is None
 
 
-@pytest.mark.skipif(not _has_ipv6_loopback(), reason="::1 can't be bound on this machine")
+@pytest.mark.skipif(not has_ipv6(), reason="::1 can't be bound on this machine")
 def test_ipv6_gets_its_traffic_class():
     with _pair("::1") as (ours, _others):
         traffic_class = TrafficClass(FixedOwnership(ours))

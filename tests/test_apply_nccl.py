@@ -16,16 +16,18 @@ import torch.distributed as dist
 from nccl_stand_in import ProcessGroupNCCL
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch import inner_backends, runtime, stand_ins
+from crux_torch import runtime
 from crux_torch.apply import nccl
 from crux_torch.apply.ecn import Ecn
 from crux_torch.apply.nccl_labels import COUNT, ECN_BITS, NcclLabels, label_of
-from crux_torch.apply.switch_makers import like_nccl
 from crux_torch.apply.transport import TransportError
-from crux_torch.control.warn_once import WarnOnce
+from crux_torch.c10d import inner_backends, stand_ins
+from crux_torch.c10d.switch_makers import like_nccl
 from crux_torch.runtime.agent import Agent
+from crux_torch.runtime.follow import Follower
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
+from crux_torch.warn_once import WarnOnce
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 DSCP = 40
@@ -222,10 +224,13 @@ def test_a_communicator_does_not_keep_the_class_of_a_measurement(
     level: int | None, measuring: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = object.__new__(Agent)
-    agent.settings = Settings()
-    agent._order = None
+    agent._follower = follower = object.__new__(Follower)
+    follower._dscp_map = Settings().dscp_map
+    follower.order = None
     assert agent.planned_dscp is None
-    agent._order = Order(incarnation="i", turn=1, level=level, measuring=measuring, valid_s=15.0)
+    follower.order = Order(
+        incarnation="i", number=1, level=level, measuring=measuring, valid_s=15.0
+    )
     assert agent.planned_dscp == expected
     monkeypatch.setattr(Agent, "active", True)
     monkeypatch.setattr(runtime, "_agent", agent)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import multiprocessing
 import os
 import queue
@@ -21,11 +20,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from loopback import has_ipv6
 
 from crux_torch.apply.classes import TrafficClass
-from crux_torch.apply.ownership import Ownership
-from crux_torch.apply.sockets import SocketTable
+from crux_torch.c10d.ownership import Ownership
+from crux_torch.c10d.sockets import SocketTable
 from crux_torch.settings import CLASS_SELECTORS
+
+pytestmark = pytest.mark.slow
 
 TIMEOUT = datetime.timedelta(seconds=60)
 LEVEL = 6
@@ -81,14 +83,6 @@ class UserSockets:
 
     def classes(self) -> set[int]:
         return {s.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) for s in self.sockets}
-
-
-def _has_ipv6_loopback() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 def _kernel_class(inode: int) -> int:
@@ -186,11 +180,6 @@ def _one_group(rank: int, ranks: int, port: int, host: str, exact: bool) -> dict
         at_once = len(ownership.owned())
     user.open(2)
     _meet(store, "made", ranks)
-    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        prefixed.set(f"listeners/{rank}", json.dumps(ownership.own_listeners()))
-        names = [f"listeners/{r}" for r in range(ranks)]
-        peers = [json.loads(prefixed.get(name)) for name in names]
-        ownership.learn_peer_listeners((ip, p) for each in peers for ip, p in each)
     for _ in range(2):
         inner.allreduce([torch.ones(1000)]).wait()
     _meet(store, "reduced", ranks)
@@ -225,8 +214,8 @@ def _one_group(rank: int, ranks: int, port: int, host: str, exact: bool) -> dict
 def _check_one_group(results: list[dict[str, Any]], ranks: int) -> None:
     for result in results:
         assert result["report"] == (len(result["ends"]), 0, "")
-        assert result["classes"] == {TOS}
-        assert result["reverted"] == {0}
+        assert result["classes"] == ({TOS} if result["ends"] else set())
+        assert result["reverted"] == ({0} if result["ends"] else set())
         assert result["strangers"] == {0}
         assert (result["user_owned"], result["user_classes"]) == (0, {0})
         assert not set(result["listeners"]) & set(result["user_listeners"])
@@ -245,7 +234,7 @@ def test_owns_the_mesh_of_a_group_and_nothing_of_the_users(ranks, exact):
     assert [r["at_once"] for r in results] == [ranks - 1] * ranks
 
 
-@pytest.mark.skipif(not _has_ipv6_loopback(), reason="::1 can't be bound on this machine")
+@pytest.mark.skipif(not has_ipv6(), reason="::1 can't be bound on this machine")
 def test_owns_a_group_over_ipv6():
     results = _spawned(_one_group, 2, {}, "::1", True)
     _check_one_group(results, 2)
@@ -253,13 +242,13 @@ def test_owns_a_group_over_ipv6():
     assert {local[0] for r in results for local, _ in r["ends"]} == {"::1"}
 
 
-def test_owns_connections_that_a_lazy_group_makes_later():
+def test_owns_connections_that_a_lazy_group_accepts_later():
     results = _spawned(_one_group, 3, {"TORCH_GLOO_LAZY_INIT": "1"}, "127.0.0.1", False)
     _check_one_group(results, 3)
     assert [r["at_once"] for r in results] == [0, 0, 0]
-    every = [end for r in results for end in r["ends"]]
-    assert len(every) >= 4, "a ring of three ranks needs at least two connections"
-    assert {(peer, local) for local, peer in every} == set(every)
+    assert sum(len(r["ends"]) for r in results) >= 2, "a ring of three ranks has two connections"
+    for result in results:
+        assert {local for local, _ in result["ends"]} <= {tuple(e) for e in result["listeners"]}
 
 
 def _groups_come_and_go(rank: int, ranks: int, port: int) -> dict[str, Any]:
@@ -362,17 +351,3 @@ def test_a_store_that_fails_does_not_stop_the_group():
         made = True
     assert made
     assert ownership.owned() == []
-
-
-def test_learned_listeners_replace_those_learned_before():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as client,
-        socket.create_server(("127.0.0.1", 0)) as other,
-    ):
-        ownership = Ownership()
-        ownership.learn_peer_listeners([listener.getsockname()])
-        assert _ends(ownership.owned()) == [(client.getsockname(), listener.getsockname())]
-        ownership.learn_peer_listeners([other.getsockname()])
-        with socket.create_connection(listener.getsockname()) as unrelated:
-            assert unrelated.getsockname() not in [s.local for s in ownership.owned()]

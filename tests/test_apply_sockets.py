@@ -12,21 +12,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import has_ipv6
 
-from crux_torch.apply import gloo_rendezvous, sockets
-from crux_torch.apply.sockets import SocketTable, TcpSocket, borrow, endpoint
+from crux_torch.c10d import gloo_rendezvous, sockets
+from crux_torch.c10d.sockets import SocketTable, TcpSocket, borrow, endpoint
 
 
 def _inode(sock: socket.socket) -> int:
     return os.fstat(sock.fileno()).st_ino
-
-
-def _has_ipv6_loopback() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -83,7 +76,7 @@ def test_an_ipv4_mapped_connection_is_written_as_ipv4():
             assert not end.sends_ipv6
 
 
-@pytest.mark.skipif(not _has_ipv6_loopback(), reason="::1 can't be bound on this machine")
+@pytest.mark.skipif(not has_ipv6(), reason="::1 can't be bound on this machine")
 def test_an_ipv6_connection_sends_ipv6():
     with _connection("::1", socket.AF_INET6) as (_, client, _accepted):
         assert SocketTable().scan()[_inode(client)].sends_ipv6

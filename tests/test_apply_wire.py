@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 LEVEL = 5
 PORT = 29555
 ADDRESSES = {"ipv4": ("10.99.0.1", "10.99.0.2"), "ipv6": ("fd99::1", "fd99::2")}
@@ -80,7 +82,7 @@ def rank_main(rank: int, family: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from crux_torch.apply.classes import TrafficClass
-    from crux_torch.apply.ownership import Ownership
+    from crux_torch.c10d.ownership import Ownership
     from crux_torch.settings import CLASS_SELECTORS
 
     here, there = ADDRESSES[family][rank], ADDRESSES[family][0]

@@ -2,150 +2,81 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from programs import python
+from rig.identity import assert_same
+from rig.job import ATTACHED, CRUX, STOCK, Job, Outcomes
+from rig.kind import OLD_TORCH, gloo
+from rig.outcome import ERROR
+from rig.part import FOUR, PAIR, load
 
-WORKLOAD = Path(__file__).with_name("backend_workload.py")
-#: What stock Gloo itself refuses; everything else must give a value, or the comparison is empty.
-REFUSED = {
-    "all_reduce_avg_is_refused": False,
-    "wrong_shape_is_refused": True,
-}
+pytestmark = pytest.mark.slow
 
-
-OLD_TORCH = torch.__version__.startswith("2.11")
-#: torch 2.11 has sequence numbers for its own types of backend only, and its _set_pg_timeout knows
-#: them by class.
-UNLIKE_STOCK_ON_OLD_TORCH = {"sequence_numbers", "timeouts"}
+GLOO = gloo()
+PARTS = tuple(
+    name
+    for name, part in load().items()
+    if GLOO.name in part.kinds and PAIR in part.sizes and not (part.fatal or part.measures)
+)
 #: What stock Gloo itself refuses on torch 2.11 while collectives are checked.
 REFUSED_BY_OLD_WRAPPER = {
     "compiled_collectives",
     "device_mesh",
     "fsdp2",
     "functional_collectives",
+    "tensor_parallel",
 }
-
-
-def run(
-    mode: str, size: int, folder: Path, *parts: str, env: dict[str, str] | None = None
-) -> list[dict[str, tuple[str, Any]]]:
-    """The workload in ``size`` processes; the results of each rank."""
-    outs = [folder / f"{mode}.{rank}" for rank in range(size)]
-    errors = [(folder / f"{mode}.{rank}.err").open("w+b") for rank in range(size)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-X",
-                "faulthandler",
-                str(WORKLOAD),
-                mode,
-                str(rank),
-                str(size),
-                str(folder / f"store.{mode}"),
-                str(outs[rank]),
-                *parts,
-            ],
-            stderr=errors[rank],
-            env={**os.environ, "CRUX_STORE": "none", "OMP_NUM_THREADS": "1", **(env or {})},
-        )
-        for rank in range(size)
-    ]
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = []
-    for rank, error in enumerate(errors):
-        error.seek(0)
-        said.append(f"rank {rank} of {mode}, code {codes[rank]}: {error.read().decode()[-2000:]}")
-        error.close()
-    assert not any(codes), "\n".join(said)
-    return [pickle.loads(out.read_bytes()) for out in outs]
+CHECKED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, Any]]]:
-    return run("stock", 2, tmp_path_factory.mktemp("stock"))
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Job(GLOO, STOCK, PAIR, PARTS).run(tmp_path_factory.mktemp("stock"))
 
 
-def compare(
-    got: list[dict[str, tuple[str, Any]]], expected: list[dict[str, tuple[str, Any]]]
-) -> None:
-    known = UNLIKE_STOCK_ON_OLD_TORCH if OLD_TORCH else set()
-    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        assert mine.keys() == theirs.keys()
-        differing = [n for n in theirs if mine[n] != theirs[n] and n not in known]
-        assert not differing, f"rank {rank}: {[(mine[n], theirs[n]) for n in differing[:2]]}"
+def same(got: Outcomes, expected: Outcomes) -> None:
+    for name in got:
+        assert_same(got[name], expected[name], GLOO, name)
 
 
-def test_the_stock_backend_does_all_that_is_compared(stock: list[dict[str, Any]]) -> None:
-    # What torch 2.11 can't do with Gloo: there the error messages are compared.
-    refused = {"all_to_all", "split_group"} if OLD_TORCH else set()
-    for name, (kind, value) in stock[0].items():
-        expected = "error" if REFUSED.get(name) or name in refused else "value"
-        assert kind == expected, f"{name}: {value}"
+@pytest.mark.parametrize("mode", [CRUX, ATTACHED])
+def test_same_results_as_stock(mode: str, stock: Outcomes, tmp_path: Path) -> None:
+    same(Job(GLOO, mode, PAIR, PARTS).run(tmp_path), stock)
 
 
-@pytest.mark.parametrize("mode", ["crux", "attached"])
-def test_same_results_as_stock(mode: str, stock: list[dict[str, Any]], tmp_path: Path) -> None:
-    compare(run(mode, 2, tmp_path), stock)
-
-
-@pytest.mark.parametrize("mode", ["crux", "attached"])
-def test_same_results_while_collectives_are_checked(
-    mode: str, stock: list[dict[str, Any]], tmp_path: Path
-) -> None:
+@pytest.mark.full
+def test_same_results_while_collectives_are_checked(stock: Outcomes, tmp_path: Path) -> None:
     # Stock Gloo can't be asked here: DDP's logger crashes on it under DETAIL in torch 2.15.
-    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    left_out = {"wrong_shape_is_refused", "sequence_numbers"}
+    left_out = {"wrong_shapes_are_refused", "sequence_numbers"}
     left_out |= REFUSED_BY_OLD_WRAPPER if OLD_TORCH else set()
-    names = [n for n in stock[0] if n not in left_out]
-    got = run(mode, 2, tmp_path, *names, env=env)
-    compare(got, [{name: results[name] for name in names} for results in stock])
+    parts = tuple(name for name in PARTS if name not in left_out)
+    same(Job(GLOO, ATTACHED, PAIR, parts, env=CHECKED).run(tmp_path), stock)
 
 
+@pytest.mark.full
 def test_same_results_on_four_ranks(tmp_path: Path) -> None:
-    names = (
-        "all_reduce",
-        "all_to_all_single",
-        "send_and_receive",
-        "sub_groups",
-        "device_mesh",
-        "fsdp2",
-    )
-    results = {mode: run(mode, 4, tmp_path, *names) for mode in ("stock", "crux", "attached")}
-    for mode in ("crux", "attached"):
-        compare(results[mode], results["stock"])
+    parts = ("all_reduce", "scatters", "batched_point_to_point", "sub_groups", "device_mesh")
+    ours, stock = (Job(GLOO, mode, FOUR, parts).run(tmp_path / mode) for mode in (ATTACHED, STOCK))
+    same(ours, stock)
 
 
-def test_disabled_is_stock(stock: list[dict[str, Any]], tmp_path: Path) -> None:
-    names = ("all_reduce", "ddp", "names")
-    for mode in ("crux", "attached"):
-        got = run(mode, 2, tmp_path, *names, env={"CRUX_DISABLE": "1"})
-        compare(got, [{name: results[name] for name in names} for results in stock])
+@pytest.mark.parametrize("mode", [CRUX, ATTACHED])
+def test_disabled_is_stock(mode: str, stock: Outcomes, tmp_path: Path) -> None:
+    parts = ("all_reduce", "ddp", "names_and_timeouts")
+    same(Job(GLOO, mode, PAIR, parts, env={"CRUX_DISABLE": "1"}).run(tmp_path), stock)
 
 
 def test_a_late_rank_times_out_as_with_stock(tmp_path: Path) -> None:
-    results = {
-        mode: run(mode, 2, tmp_path, "late_rank_times_out")[0]["late_rank_times_out"]
-        for mode in ("stock", "crux", "attached")
-    }
-    # Which end notices first decides between several texts, with stock Gloo too.
-    for kind, message in results.values():
-        assert kind == "error"
-        assert message.startswith("RuntimeError: ")
-        assert re.search("Timed out|closed by peer|reset by peer", message), message
+    part = "a_late_rank_of_gloo_times_out"
+    for mode in (STOCK, ATTACHED):
+        outcome = Job(GLOO, mode, PAIR, (part,)).run(tmp_path / mode)[part][0]
+        assert outcome.kind == ERROR
+        # Which end notices first decides between several texts, with stock Gloo too.
+        assert outcome.value.startswith("RuntimeError: ")
+        assert re.search("Timed out|closed by peer|reset by peer", outcome.value), outcome.value
 
 
 MANY_WORLDS = """
@@ -167,30 +98,17 @@ print("alive")
 
 
 def test_worlds_come_and_go_in_one_process() -> None:
-    done = _python(MANY_WORLDS)
-    assert done.returncode == 0, done.stderr
-    assert "alive" in done.stdout
-
-
-def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "CRUX_STORE": "none", **env},
-    )
+    assert "alive" in python(MANY_WORLDS)
 
 
 def test_registering_is_idempotent_and_closed_on_a_collision() -> None:
-    done = _python(
+    python(
         "import torch, torch.distributed as dist, crux_torch\n"
-        "from crux_torch import backend\n"
+        "from crux_torch.c10d import backend\n"
         "backend.register(); backend.register(); crux_torch.attach(); crux_torch.attach()\n"
         "assert backend.is_attached()\n"
     )
-    assert done.returncode == 0, done.stderr
-    taken = _python(
+    taken = python(
         "import torch, torch.distributed as dist\n"
         "dist.Backend.register_backend('crux', lambda *a: None, devices=['cpu'])\n"
         "try:\n"
@@ -198,19 +116,17 @@ def test_registering_is_idempotent_and_closed_on_a_collision() -> None:
         "except Exception as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    assert taken.returncode == 0, taken.stderr
-    assert "CruxError" in taken.stdout
-    assert "is taken by" in taken.stdout
+    assert "CruxError" in taken
+    assert "is taken by" in taken
 
 
 def test_the_name_is_known_without_an_import_of_crux() -> None:
-    done = _python(
+    python(
         "import torch.distributed as dist\n"
         "dist.Backend._ensure_backend_registered('crux') if hasattr(dist.Backend,"
         " '_ensure_backend_registered') else __import__('crux_torch')\n"
         "assert 'crux' in dist.Backend.backend_list\n"
     )
-    assert done.returncode == 0, done.stderr
 
 
 ATTACHED_NAMES = """
@@ -236,10 +152,9 @@ dist.destroy_process_group()
     ("backend", "name"), [("'gloo'", "gloo"), ("None", None), ("'cpu:gloo'", None)]
 )
 def test_attached_backends_answer_to_their_own_name(backend: str, name: str | None) -> None:
-    done = _python(ATTACHED_NAMES.replace("BACKEND", backend))
-    assert done.returncode == 0, done.stderr
+    said = python(ATTACHED_NAMES.replace("BACKEND", backend))
     if name is not None:
-        assert done.stdout.strip() == name
+        assert said.strip() == name
 
 
 def test_a_backend_for_each_device_string() -> None:
@@ -250,8 +165,7 @@ def test_a_backend_for_each_device_string() -> None:
         'assert backend.name() == "gloo" and isinstance(backend, c10d.ProcessGroupGloo)',
         'assert backend.name() == "crux"',
     )
-    done = _python(code)
-    assert done.returncode == 0, done.stderr
+    python(code)
 
 
 def test_flight_recorder_sees_the_same(tmp_path: Path) -> None:
@@ -274,15 +188,7 @@ else:
 """
     seen = {}
     for mode in ("stock", "attached"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, mode],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "CRUX_STORE": "none", "TORCH_FR_BUFFER_SIZE": "100"},
-        )
-        assert done.returncode == 0, done.stderr
-        seen[mode] = done.stdout
+        seen[mode] = python(code, mode, TORCH_FR_BUFFER_SIZE="100")
     if seen["stock"].strip() == "absent":
         pytest.skip("this torch has no flight recorder for Gloo")
     assert seen["attached"] == seen["stock"]
@@ -312,6 +218,4 @@ thread.join(10)
 assert not thread.is_alive()
 print("alive")
 """
-    done = _python(code)
-    assert done.returncode == 0, done.stderr
-    assert "alive" in done.stdout
+    assert "alive" in python(code)

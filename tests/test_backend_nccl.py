@@ -6,10 +6,6 @@ classes, the names of creators) is torch's own.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,150 +13,71 @@ import fake_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from programs import python
+from rig.identity import assert_same
+from rig.job import ATTACHED, STOCK, Job
+from rig.kind import FLAVOUR, OLD_TORCH, Kind, fakes
+from rig.part import FOUR, PAIR
 
-WORKLOAD = Path(__file__).with_name("nccl_workload.py")
-OLD_TORCH = torch.__version__.startswith("2.11")
-#: Seconds that a run may take on a loaded machine.
-LIMIT_S = 240
-#: The order of a switch's two communicators: docs/switching.md.
-ALLOWED_IN_SWITCH = "work_synchronize"
+pytestmark = pytest.mark.slow
 
-ALL_PARTS = [
-    "collectives",
-    "asynchronous",
-    "point_to_point",
+#: On four ranks. What is not here runs in tests/gpu on one and two.
+PARTS = (
+    "all_reduce",
+    "all_reduce_async",
+    "gathers",
+    "scatters",
+    "all_to_all",
+    "batched_point_to_point",
     "coalesced",
-    "objects",
-    "ddp",
+    "ddp_with_hooks",
     "fsdp2",
     "tensor_parallel_in_fsdp2",
     "device_mesh",
-    "functional",
-    "compiled",
+    "functional_collectives",
+    "compiled_collectives",
     "new_groups",
-    "splits",
-    "checked",
-    "sequence_numbers",
-]
-#: torch 2.11 splits, gives sequence numbers and objects' devices to backends of CUDA only.
-NOT_FOR_OTHER_DEVICES_IN_OLD_TORCH = {"splits", "sequence_numbers", "objects"}
+    "attributes",
+)
+#: torch 2.11 gives the devices of objects and sequence numbers to its own backends only, and tells
+#: creators not what to split from.
+ONLY_NEWER = ("objects", "sequence_numbers")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fakes() -> None:
+def kind() -> Kind:
+    """The fakes, built before ranks that have to start in time."""
     ok, reason = fake_gpu.available()
     if not ok:
         pytest.skip(reason)
-    # Built once here, so that the ranks need not wait for each other.
-    done = subprocess.run(
-        [sys.executable, "-c", "import fake_gpu; fake_gpu.load()"],
-        cwd=WORKLOAD.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "CRUX_STORE": "none"},
+    python("import fake_gpu; fake_gpu.load()", limit_s=600)
+    return fakes()
+
+
+def same_as_stock(folder: Path, *job: Any, **options: Any) -> None:
+    kind, size, parts = job
+    ours, stock = (
+        Job(kind, mode, size, parts, **options).run(folder / mode) for mode in (ATTACHED, STOCK)
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    for part in parts:
+        assert_same(ours[part], stock[part], kind, part)
 
 
-def run(size: int, folder: Path, wanted: dict[str, list[str]], **env: str) -> list[dict[str, Any]]:
-    """The workload in ``size`` processes: each rank's report of each world."""
-    errors = [(folder / f"{rank}.err").open("w+") for rank in range(size)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKLOAD), str(rank), str(size), str(folder), json.dumps(wanted)],
-            stdout=errors[rank],
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "CRUX_STORE": "none",
-                "OMP_NUM_THREADS": "1",
-                "NCCL_WORKLOAD_LIMIT_S": str(LIMIT_S - 20),
-                **env,
-            },
-        )
-        for rank in range(size)
-    ]
-    try:
-        codes = [process.wait(timeout=LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for error in errors:
-            error.close()
-    said = [(folder / f"{rank}.err").read_text()[-3000:] for rank in range(size)]
-    assert not any(codes), "\n".join(said)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+@pytest.mark.parametrize(
+    ("flavour", "bound"), [("legacy", False), ("nccl2", not OLD_TORCH)], ids=["legacy", "nccl2"]
+)
+def test_same_results_as_the_stock_backend(
+    flavour: str, bound: bool, kind: Kind, tmp_path: Path
+) -> None:
+    """On four ranks, with communicators made at their first use, or bound to a device."""
+    parts = PARTS if OLD_TORCH else PARTS + ONLY_NEWER + ("splits",) * bound
+    same_as_stock(tmp_path, kind, FOUR, parts, eager=bound, env={FLAVOUR: flavour})
 
 
-def same_as_stock(reports: list[dict[str, Any]]) -> None:
-    for rank, report in enumerate(reports):
-        for title, got in report.items():
-            mode, world = title.split(" ", 1)
-            stock = report[f"stock {world}"]
-            if mode == "stock":
-                refused = {n: v for n, (kind, v) in got["results"].items() if kind == "error"}
-                assert not refused
-                assert not got["delegates"]
-                continue
-            assert got["delegates"], f"rank {rank}, {title}"
-            assert got["stock_groups"] == [], f"rank {rank}, {title}"
-            differing = {
-                n: (got["results"][n], theirs)
-                for n, theirs in stock["results"].items()
-                if got["results"][n] != theirs
-            }
-            assert not differing, f"rank {rank}, {title}: {str(differing)[:2000]}"
-            if mode == "attached":
-                assert (got["name"], got["backend"]) == (stock["name"], stock["backend"])
-            # What a record says is test_device_timing's to say.
-            assert got["recorded"] == got["records"] > 1, f"rank {rank}, {title}"
-
-
-@pytest.mark.parametrize("flavour", ["nccl2", "legacy"])
-def test_same_results_as_the_stock_backend(flavour: str, tmp_path: Path) -> None:
-    """On four ranks; once with communicators made at their first use, once bound to a device."""
-    parts = [p for p in ALL_PARTS if not (OLD_TORCH and p in NOT_FOR_OTHER_DEVICES_IN_OLD_TORCH)]
-    bound = ["collectives", "checked", "fsdp2"]
-    if not OLD_TORCH:
-        # Before, creators were not told what to split from, though others took part in a split.
-        bound += ["new_groups", "splits"]
-    # A communicator that is to be split must be there.
-    # And DTensor, in one process, does not see that a world's groups are another's now.
-    unbound = [p for p in parts if p != "splits"]
-    wanted = {f"{flavour}:unbound": unbound, f"{flavour}:bound": bound}
-    same_as_stock(run(4, tmp_path, wanted))
-
-
-def test_same_results_while_communicators_are_replaced(tmp_path: Path) -> None:
-    worlds = ["nccl2:unbound", "legacy:unbound"]
-    wanted = {one: ["switched"] for one in worlds + ["nccl2:bound"] * (not OLD_TORCH)}
-    reports = run(2, tmp_path, wanted)
-    same_as_stock(reports)
-    for report in reports:
-        for title, got in report.items():
-            unexpected = [v for v in got["violations"] if v[0] != ALLOWED_IN_SWITCH]
-            assert not unexpected, title
-
-
-def test_same_results_while_collectives_are_checked(tmp_path: Path) -> None:
-    parts = ["collectives", "asynchronous", "coalesced", "ddp"]
-    wanted = {"nccl2:unbound": [p for p in parts if not (OLD_TORCH and p == "coalesced")]}
-    same_as_stock(run(2, tmp_path, wanted, TORCH_DISTRIBUTED_DEBUG="DETAIL"))
-
-
-def python(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=WORKLOAD.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "CRUX_STORE": "none", **env},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+@pytest.mark.full
+def test_same_results_while_collectives_are_checked(kind: Kind, tmp_path: Path) -> None:
+    parts = ("all_reduce", "all_reduce_async", *(() if OLD_TORCH else ("coalesced",)), "ddp")
+    same_as_stock(tmp_path, kind, PAIR, parts, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
@@ -320,7 +237,7 @@ from torch.distributed import distributed_c10d as c10d
 import fake_gpu
 fake_gpu.load()
 import crux_torch
-from crux_torch import backend
+from crux_torch.c10d import backend
 backend.attach(also=[fake_gpu.NCCL])
 at = "file://" + tempfile.mktemp()
 dist.init_process_group(fake_gpu.NCCL, init_method=at, rank=0, world_size=1)
@@ -343,8 +260,8 @@ import tempfile, torch, torch.distributed as dist
 import fake_gpu
 fake_gpu.load()
 import crux_torch
-from crux_torch import backend
-from crux_torch.passed_on import default_switch
+from crux_torch.c10d import backend
+from crux_torch.c10d.passed_on import default_switch
 backend.attach(also=[fake_gpu.NCCL])
 at = "file://" + tempfile.mktemp()
 dist.init_process_group(fake_gpu.NCCL, init_method=at, rank=0, world_size=1)

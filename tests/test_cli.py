@@ -9,14 +9,17 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from loopback import free_port
 
-from crux_torch import cli, doctor
+from crux_torch import doctor
+from crux_torch.cli import main as cli
 from crux_torch.control.host import StoreHost
 from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry
 from crux_torch.control.registry import Registry, StoredPlan
 from crux_torch.control.tcp_store import TcpStore
-from crux_torch.profile.job_profile import JobProfile, ProfileBurst
+from crux_torch.measure.job_profile import JobProfile, ProfileBurst
 from crux_torch.report import cluster_status
+from crux_torch.settings import Settings
 
 
 @pytest.fixture
@@ -29,12 +32,6 @@ def crux(monkeypatch):
         return CliRunner(env=env).invoke(cli.main, argv, prog_name="crux")
 
     return run
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_help_lists_every_command_and_imports_none(crux, monkeypatch):
@@ -101,15 +98,26 @@ def test_doctor_finds_a_store_that_answers(crux):
     assert states(crux("doctor", "--json", CRUX_STORE="none"))["store"] == "missing"
 
 
-def test_doctor_fails_only_for_what_is_broken(crux, tmp_path):
+def test_doctor_fails_only_for_what_is_broken(crux):
     bad = crux("doctor", "--json", CRUX_LEVELS="many")
     assert bad.exit_code == 1
     assert states(bad)["settings"] == "broken"
     good = crux("doctor", "--json", CRUX_STORE="none")
     assert good.exit_code == (1 if "broken" in states(good).values() else 0)
     assert states(good)["settings"] == "ok"
-    absent = str(tmp_path / "no.yaml")
-    assert states(crux("doctor", "--json", CRUX_TOPOLOGY=absent))["topology"] == "broken"
+
+
+def test_doctor_reads_the_topology_file(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    for text, state, words in (
+        (None, "broken", "No such file"),
+        ("version: 1\nhosts: {a: \nlinks: []\n", "broken", "line 3"),
+        ("version: 1\nhosts: {a: }\nlinks: []\n", "ok", "1 hosts, 0 links"),
+    ):
+        if text is not None:
+            file.write_text(text)
+        (check,) = doctor.cluster.topology(Settings(topology=str(file)))
+        assert (check.state, words in check.finding) == (state, True), check.finding
 
 
 PROFILE = JobProfile(
@@ -241,6 +249,14 @@ def test_status_says_when_the_store_cannot_be_read(crux):
     store = f"tcp://127.0.0.1:{free_port()}"
     result = crux("status", "--store", store)
     assert result.exit_code == 1
-    assert f"the store {store} can't be read" in result.output
+    assert f"can't read the cluster's state: store {store}: " in result.output
     assert crux("status", "--store", "nowhere").exit_code == 2
     assert crux("status", "--store", "none").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.5e12, "2.5 T"), (7.0, "7"), (sys.float_info.max, "inf"), (float("inf"), "inf")],
+)
+def test_status_shows_a_job_without_network_time_as_boundless(value: float, text: str) -> None:
+    assert cluster_status._si(value) == text

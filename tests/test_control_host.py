@@ -7,29 +7,17 @@ import threading
 from typing import Any
 
 import pytest
-from control_fakes import SPAWN, free_port, host_until_killed, until
+from control_fakes import Hosts, until
+from loopback import free_port
 
 from crux_torch.control.host import StoreHost, parse_endpoint
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import SettingsError
 
+BAD = "none 127.0.0.1:1 tcp://:1 tcp://h tcp://h:0 tcp://h:99999 tcp://h:1/x udp://h:1 tcp://u@h:1"
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "",
-        "none",
-        "127.0.0.1:1",
-        "tcp://:1",
-        "tcp://h",
-        "tcp://h:0",
-        "tcp://h:99999",
-        "tcp://h:1/x",
-        "udp://h:1",
-        "tcp://u@h:1",
-        "tcp://[::1",
-    ],
-)
+
+@pytest.mark.parametrize("endpoint", ["", *BAD.split(), "tcp://[::1"])
 def test_an_endpoint_that_cannot_be_used_is_named(endpoint: str) -> None:
     with pytest.raises(SettingsError, match="expected"):
         StoreHost(endpoint)
@@ -130,33 +118,9 @@ def test_a_store_beyond_loopback_is_warned_of_once(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("no authorization") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_host_is_followed_by_another_process() -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    states = SPAWN.Queue()
-    processes = [
-        SPAWN.Process(target=host_until_killed, args=(endpoint, states), daemon=True)
-        for _ in range(3)
-    ]
-    state: dict[int, str] = {}
-
-    def roles(expected: list[str]) -> bool:
-        while not states.empty():
-            pid, word = states.get()
-            state[pid] = word
-        return sorted(state.values()) == expected
-
-    try:
-        for process in processes:
-            process.start()
+    with Hosts(3) as hosts:
         for left in (3, 2, 1):
-            until(lambda n=left: roles(["hosting"] + ["standby"] * (n - 1)), 60, f"{left} left")
-            hosting = next(pid for pid, word in state.items() if word == "hosting")
-            process = next(p for p in processes if p.pid == hosting)
-            process.kill()
-            process.join(10)
-            state.pop(hosting)
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join(10)
+            hosts.wait_for_roles(left)
+            hosts.kill_hosting()

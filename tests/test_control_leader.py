@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +13,9 @@ from control_fakes import (
     SPAWN,
     FakeClock,
     FaultyStore,
+    Hosts,
+    MemoryStore,
     by_name,
-    free_port,
-    host_until_killed,
     profile,
     record,
     until,
@@ -25,26 +24,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.control.leader import Leader
-from crux_torch.control.memory_store import MemoryStore
-from crux_torch.control.records import Plan
+from crux_torch.control.records import JobRecord, Plan, PlanEntry
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
-from crux_torch.control.store import Store
+from crux_torch.control.store import SharedStore
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import StoreError
+from crux_torch.fabric.route import PlannedPath
+from crux_torch.fabric.topology import Topology
 
 
-def leader_of(store: Store, job: str, clock: Any, seed: int = 0, **options: Any) -> Leader:
-    incarnation = options.pop("incarnation", "i0")
-    compute = options.pop("compute", by_name)
-    return Leader(
-        store,
-        "c",
-        record(job, incarnation),
-        compute,
-        clock=clock,
-        rng=random.Random(seed),
-        **options,
-    )
+def leader_of(
+    store: SharedStore, job: str, clock: Any, seed: int = 0, incarnation: str = "i0", **options: Any
+) -> Leader:
+    options = {"compute": by_name, "clock": clock, "rng": random.Random(seed), **options}
+    return Leader(store, "c", record(job, incarnation), **options)
+
+
+def leaders_of(store: SharedStore, count: int, clock: Any, **options: Any) -> list[Leader]:
+    return [leader_of(store, f"j{n}", clock, n, **options) for n in range(count)]
 
 
 def run(leaders: Sequence[Leader], clock: FakeClock, seconds: float, step_s: float = 0.1) -> None:
@@ -69,7 +66,7 @@ def clock() -> FakeClock:
 
 def test_all_leaders_reach_one_plan_and_keep_it(clock: FakeClock) -> None:
     store = MemoryStore(clock)
-    leaders = [leader_of(store, f"j{n}", clock, n) for n in range(5)]
+    leaders = leaders_of(store, 5, clock)
     run(leaders, clock, 5)
     plan = agreed(leaders)
     assert plan.epoch == 1
@@ -81,7 +78,7 @@ def test_all_leaders_reach_one_plan_and_keep_it(clock: FakeClock) -> None:
 
 def test_a_job_that_leaves_or_changes_is_replanned(clock: FakeClock) -> None:
     store = MemoryStore(clock)
-    leaders = [leader_of(store, f"j{n}", clock, n) for n in range(3)]
+    leaders = leaders_of(store, 3, clock)
     run(leaders, clock, 5)
     before = agreed(leaders)
     leaders[2].close()
@@ -91,14 +88,13 @@ def test_a_job_that_leaves_or_changes_is_replanned(clock: FakeClock) -> None:
     run(leaders[:2], clock, 2)
     after = agreed(leaders[:2])
     assert after.epoch == before.epoch + 1
-    leaders[0].set_profile(profile(t_s=0.9))
+    leaders[0].update(profile=profile(t_s=0.9))
     run(leaders[:2], clock, 2)
     assert agreed(leaders[:2]).epoch == after.epoch + 1
 
 
 def test_a_silent_job_is_replanned_when_its_lease_ends(clock: FakeClock) -> None:
-    store = MemoryStore(clock)
-    leaders = [leader_of(store, f"j{n}", clock, n, lease_s=6.0) for n in range(3)]
+    leaders = leaders_of(MemoryStore(clock), 3, clock, lease_s=6.0)
     run(leaders, clock, 5)
     agreed(leaders)
     run(leaders[:2], clock, 8)
@@ -130,14 +126,11 @@ def test_a_store_that_is_away_is_said_once_and_not_taken_for_back_between_two_lo
 
 def test_without_profiles_there_is_no_plan(clock: FakeClock) -> None:
     leader = leader_of(MemoryStore(clock), "a", clock)
-    leader.set_profile(None)
+    leader.update(profile=None)
     run([leader], clock, 5)
     assert leader.plan is None
     assert leader.state == "waiting"
-    assert leader.record.state == "starting"
-    leader.set_profiling(True)
-    assert leader.record.state == "profiling"
-    leader.set_profile(profile())
+    leader.update(profile=profile())
     run([leader], clock, 3)
     assert agreed([leader]).epoch == 1
 
@@ -164,11 +157,11 @@ def test_an_older_epoch_is_rejected_and_replaced_by_a_higher_one(clock: FakeCloc
     old = leader_of(store, "a", clock)
     for n in range(4):
         run([old], clock, 3)
-        old.set_profile(profile(t_s=0.2 + n / 10))
+        old.update(profile=profile(t_s=0.2 + n / 10))
     run([old], clock, 3)
     high = agreed([old]).epoch
     assert high == 5
-    store._entries.clear()
+    store.entries.clear()
     young = leader_of(store, "b", clock, 1)
     run([young], clock, 1)  # counts anew, before the other is back
     assert young.plan is not None
@@ -185,10 +178,10 @@ def test_an_older_epoch_is_rejected_and_replaced_by_a_higher_one(clock: FakeCloc
 
 def test_a_lost_plan_is_put_back_under_its_epoch(clock: FakeClock) -> None:
     store = MemoryStore(clock)
-    leaders = [leader_of(store, f"j{n}", clock, n) for n in range(3)]
+    leaders = leaders_of(store, 3, clock)
     run(leaders, clock, 5)
     plan = agreed(leaders)
-    store._entries.clear()
+    store.entries.clear()
     run(leaders, clock, 3)
     assert agreed(leaders) == plan
     assert Registry(store, "c").plan().stored is not None
@@ -235,6 +228,20 @@ def test_a_planner_that_fails_costs_only_its_own_plan(
     agreed([bad, good])
 
 
+def test_a_plan_over_the_limit_goes_without_paths_and_says_so_once(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = tuple(PlannedPath("s" * 250, "d" * 250, ()) for _ in range(4096))
+
+    def large(records: Sequence[JobRecord], topology: Topology | None) -> tuple[PlanEntry, ...]:
+        return tuple(msgspec.structs.replace(e, paths=paths) for e in by_name(records, topology))
+
+    leader = leader_of(MemoryStore(clock), "a", clock, compute=large)
+    run([leader], clock, 5)
+    assert agreed([leader]).entries[0].paths == ()
+    assert caplog.text.count("the network chooses the paths of the 1 jobs") == 1
+
+
 def test_the_older_of_two_jobs_of_one_name_yields(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,7 +272,7 @@ def test_leaders_never_raise_and_converge_when_the_store_heals(
     clock = FakeClock()
     rng = random.Random(seed)
     store = FaultyStore(MemoryStore(clock), rng)
-    leaders = [leader_of(store, f"j{n}", clock, seed + n) for n in range(count)]
+    leaders = leaders_of(store, count, clock)
     store.fail, store.lose = fail, lose
     highest = [0] * count
     for _ in range(150):
@@ -282,8 +289,6 @@ def test_leaders_never_raise_and_converge_when_the_store_heals(
 
 def test_a_store_that_raises_anything_is_survived(clock: FakeClock) -> None:
     class Absurd:
-        pushes_changes = False
-
         def __getattr__(self, name: str) -> Any:
             raise KeyError(name)
 
@@ -291,29 +296,6 @@ def test_a_store_that_raises_anything_is_survived(clock: FakeClock) -> None:
     run([leader], clock, 3)
     assert leader.plan is None
     assert leader.state == "waiting"
-
-
-def test_threads_racing_on_one_store_converge() -> None:
-    store = MemoryStore()
-    stop = threading.Event()
-    leaders = [
-        leader_of(store, f"j{n}", time.monotonic, n, poll_s=0.01, debounce_s=0.05) for n in range(6)
-    ]
-
-    def drive(leader: Leader) -> None:
-        while not stop.is_set():
-            leader.tick()
-            time.sleep(0.002)
-
-    threads = [threading.Thread(target=drive, args=(leader,)) for leader in leaders]
-    for thread in threads:
-        thread.start()
-    try:
-        until(lambda: _all_agree([lead.plan for lead in leaders], 6), what="agreement")
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(10)
 
 
 def _all_agree(plans: list[Plan | None], jobs: int) -> bool:
@@ -334,79 +316,52 @@ def _lead(port: int, job: str, seed: int, plans: Any, stop: Any) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_processes_agree_and_survive_the_death_of_the_storing_process() -> None:
-    port = free_port()
-    endpoint = f"tcp://127.0.0.1:{port}"
-    states, plans, stop = SPAWN.Queue(), SPAWN.Queue(), SPAWN.Event()
-    hosts = [
-        SPAWN.Process(target=host_until_killed, args=(endpoint, states), daemon=True)
-        for _ in range(2)
-    ]
     names = ["j0", "j1", "j2"]
-    leaders = [
-        SPAWN.Process(target=_lead, args=(port, name, n, plans, stop), daemon=True)
-        for n, name in enumerate(names)
-    ]
-    state: dict[int, str] = {}
+    plans, stop = SPAWN.Queue(), SPAWN.Event()
     latest: dict[str, Plan | None] = dict.fromkeys(names)
     epochs: dict[str, list[int]] = {name: [] for name in names}
 
-    def pump() -> None:
-        while not states.empty():
-            pid, word = states.get()
-            state[pid] = word
+    def settled() -> bool:
         while not plans.empty():
             job, raw = plans.get()
             latest[job] = None if raw is None else msgspec.json.decode(raw, type=Plan)
-            if latest[job] is not None:
-                epochs[job].append(latest[job].epoch)
-
-    def roles() -> bool:
-        pump()
-        return sorted(state.values()) == ["hosting", "standby"]
-
-    def settled() -> bool:
-        pump()
+            epochs[job] += [] if latest[job] is None else [latest[job].epoch]
         return _all_agree(list(latest.values()), len(names))
 
     def back_in_the_store() -> bool:
         try:
-            found = registry.plan().stored
-            return (
-                [r.job for r in registry.jobs()] == names
-                and found is not None
-                and found.plan == latest["j0"]
-                and settled()
-            )
+            jobs, found = registry.jobs(), registry.plan().stored
         except StoreError:
             return False
+        in_place = found is not None and found.plan == latest["j0"]
+        return settled() and in_place and [r.job for r in jobs] == names
 
-    processes = [*hosts, *leaders]
-    try:
-        for process in processes:
-            process.start()
-        until(roles, 60, "one host, one standby")
-        until(settled, 60, "agreement of the processes")
-        hosting = next(pid for pid, word in state.items() if word == "hosting")
-        dead = next(p for p in hosts if p.pid == hosting)
-        dead.kill()
-        dead.join(10)
-        state.pop(hosting)
-        until(lambda: pump() is None and list(state.values()) == ["hosting"], 60, "re-hosting")
-        store = TcpStore("127.0.0.1", port, timeout_s=2.0)
-        registry = Registry(store, "c")
-        until(back_in_the_store, 60, "records and plan rewritten by their owners")
-        assert all(seen == sorted(seen) for seen in epochs.values())
-        store.close()
-        stop.set()
-        for leader in leaders:
-            leader.join(20)
-            assert leader.exitcode == 0
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join(10)
+    with Hosts(2) as hosts:
+        leaders = [
+            SPAWN.Process(target=_lead, args=(hosts.port, name, n, plans, stop), daemon=True)
+            for n, name in enumerate(names)
+        ]
+        try:
+            for leader in leaders:
+                leader.start()
+            hosts.wait_for_roles(2)
+            until(settled, what="agreement of the processes")
+            hosts.kill_hosting()
+            hosts.wait_for_roles(1)
+            store = TcpStore("127.0.0.1", hosts.port, timeout_s=2.0)
+            registry = Registry(store, "c")
+            until(back_in_the_store, what="records and plan rewritten by their owners")
+            assert all(seen == sorted(seen) for seen in epochs.values())
+            store.close()
+            stop.set()
+            for leader in leaders:
+                leader.join(60)
+                assert leader.exitcode == 0
+        finally:
+            for leader in leaders:
+                leader.kill()
 
 
 def test_a_forged_epoch_out_of_bounds_is_ignored(clock: FakeClock) -> None:

@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
-from collections.abc import Mapping
+from pathlib import Path
 
+import msgspec
 import pytest
 from control_fakes import profile, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_core import shared_core
+from test_route import LEAF_SPINE
 
-from crux_torch.control.planner import (
+from crux_torch.control.inputs import (
     MAX_DEVICE_FLOPS,
     MAX_HOST_DEVICES,
     UNLOCATED,
-    Planner,
     claimed_devices,
     claimed_flops,
-    compute_entries,
-    fingerprint,
     plan_inputs,
 )
+from crux_torch.control.planner import compute_entries, fingerprint, within
+from crux_torch.control.records import PlanEntry, RecordError
+from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
-from crux_torch.fabric.loaders import dump_yaml
-from crux_torch.fabric.shared_core import shared_core
-from crux_torch.fabric.topology import Edge, Link, Node, Topology
-from crux_torch.profile.job_profile import HostFlow, ProfileBurst
-from crux_torch.schedule.intensity import link_traffic, transfer_time_s
-from crux_torch.schedule.live import PATH_POLICIES
+from crux_torch.fabric.loaders import dump_yaml, parse_yaml
+from crux_torch.fabric.route import PlannedHop, PlannedPath
+from crux_torch.fabric.topology import Link, TopologyBuilder
+from crux_torch.measure.job_profile import HostFlow, ProfileBurst
+from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.intensity import transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
-
-
-@dataclasses.dataclass
-class TwoPaths:
-    """a and b, joined by two links of different speed."""
-
-    hosts: tuple[str, ...] = ("a", "b")
-    capacity_Bps: Mapping[str, float] = dataclasses.field(
-        default_factory=lambda: {"fast": 2e9, "slow": 1e9}
-    )
-
-    def candidate_paths(self, src: str, dst: str) -> tuple[tuple[str, ...], ...]:
-        return (("fast",), ("slow",))
+from crux_torch.settings import PATH_POLICIES
 
 
 def t_of(cluster: Cluster, number: int = 0) -> float:
-    job = cluster.jobs[number]
-    return transfer_time_s(link_traffic(job, [0] * len(job.flows)), cluster.capacity_Bps)
+    arrays = arrays_of(cluster)
+    return float(transfer_times_s(arrays, traffic_matrix(arrays, choice_of(arrays, None)))[number])
 
 
 def test_without_a_topology_everyone_meets_and_t_is_the_measured_one() -> None:
@@ -75,47 +65,30 @@ def test_a_measured_t_scales_the_bytes_on_a_known_topology() -> None:
 
 
 def test_unknown_hosts_meet_each_other_and_nobody_else() -> None:
-    known = profile(flows=(HostFlow("a", "b", 1e9),), t_source="topology")
-    unknown = profile(flows=(HostFlow("x", "a", 1e9), HostFlow("y", "y", 5.0)), t_s=0.75)
-    cluster = plan_inputs([record("k", profile=known), record("u", profile=unknown)], TwoPaths())
-    assert cluster.jobs[0].flows[0].candidates == (("fast",), ("slow",))
+    topology = parse_yaml(LEAF_SPINE)
+    known = profile(flows=(HostFlow("h0", "h1", 1e9),), t_source="topology")
+    unknown = profile(flows=(HostFlow("x", "h0", 1e9), HostFlow("y", "y", 5.0)), t_s=0.75)
+    cluster = plan_inputs([record("k", profile=known), record("u", profile=unknown)], topology)
+    assert cluster.jobs[0].flows[0].candidates == topology.candidate_paths("h0", "h1")
     assert cluster.jobs[1].flows[0].candidates == ((UNLOCATED,),)
     assert cluster.jobs[1].flows[1].candidates == ((),)
     assert t_of(cluster, 1) == pytest.approx(0.75)
 
 
-def test_a_claim_is_clamped_to_what_the_devices_can_do() -> None:
-    boast = profile(flops=1e30, period_s=2.0)
-    assert claimed_flops(record("a", peak_flops=8e15, profile=boast), boast) == 16e15
-    assert claimed_flops(record("a", profile=boast), boast) == 2 * 8 * MAX_DEVICE_FLOPS
-    bigger = record("a", peak_flops=1e30, profile=boast)
-    assert claimed_flops(bigger, boast) == 2 * 8 * MAX_DEVICE_FLOPS
-    honest = profile(flops=1e15, period_s=2.0)
-    assert claimed_flops(record("a", peak_flops=8e15, profile=honest), honest) == 1e15
-
-
 def test_the_topology_bounds_devices_and_what_each_can_do() -> None:
-    topology = Topology(
-        {
-            **{host: Node("host", host) for host in ("h0", "h1", "h2")},
-            **{f"h0/gpu{i}": Node("gpu", "h0") for i in range(4)},
-            **{f"h1/gpu{i}": Node("gpu", "h1") for i in range(2)},
-            "tor": Node("tor"),
-        },
-        [
-            Edge(f"{a}->{b}", a, b, Link(1e9))
-            for host in ("h0", "h1", "h2")
-            for a, b in ((host, "tor"), ("tor", host))
-        ],
-        device_flops=1e15,
-    )
+    builder = TopologyBuilder(device_flops=1e15)
+    builder.node("tor", "tor")
+    for host, gpus in (("h0", 4), ("h1", 2), ("h2", 0)):
+        builder.cable(builder.node(host, "host"), "tor", Link(1e9))
+        for n in range(gpus):
+            builder.node(f"{host}/gpu{n}", "gpu", host)
+    topology = builder.build()
     boast = profile(flops=1e30, period_s=2.0)
     claims = record("a", hosts=("h0", "h1", "h0"), gpus=1 << 20, peak_flops=1e30, profile=boast)
     assert claimed_devices(claims, topology) == 6, "a host that is named twice counts once"
     assert claimed_flops(claims, boast, topology) == 6 * 1e15 * 2.0
     undescribed = record("b", hosts=("h0", "h2", "nobody's"), gpus=1 << 20, profile=boast)
     assert claimed_devices(undescribed, topology) == 4 + 2 * MAX_HOST_DEVICES
-    assert claimed_devices(undescribed) == 3 * MAX_HOST_DEVICES
     honest = record("c", hosts=("h0",), gpus=3, profile=boast)
     assert claimed_devices(honest, topology) == 3
     (job,) = plan_inputs([claims], topology).jobs
@@ -129,20 +102,15 @@ def test_the_topology_bounds_devices_and_what_each_can_do() -> None:
     flops=st.floats(0, 1e30),
     period_s=st.floats(0, 1e6),
 )
-def test_no_claim_is_above_what_the_hosts_devices_can_do(
+def test_a_claim_counts_up_to_what_the_hosts_devices_can_do(
     gpus: int, hosts: list[str], peak_flops: float, flops: float, period_s: float
 ) -> None:
     told = profile(flops=flops, period_s=period_s)
     claims = record("a", hosts=tuple(hosts), gpus=gpus, peak_flops=peak_flops, profile=told)
     (job,) = plan_inputs([claims], None).jobs
-    devices = MAX_HOST_DEVICES * len(set(hosts))
-    assert job.gpus == min(gpus, devices)
-    assert job.flops <= devices * MAX_DEVICE_FLOPS * period_s
-    assert job.flops <= flops
-    if peak_flops:
-        assert job.flops <= peak_flops * period_s
-    if flops <= min(peak_flops or flops, MAX_DEVICE_FLOPS) * period_s:
-        assert job.flops == flops, "an honest claim stands"
+    assert job.gpus == min(gpus, MAX_HOST_DEVICES * len(set(hosts)))
+    peak = job.gpus * MAX_DEVICE_FLOPS
+    assert job.flops == min(flops, min(peak_flops or peak, peak) * period_s)
 
 
 def test_unprofiled_jobs_have_no_entry_and_shares_are_normalised() -> None:
@@ -171,16 +139,13 @@ def test_the_more_intense_job_goes_first() -> None:
 
 @pytest.mark.parametrize("policy", sorted(LIVE))
 def test_every_policy_gives_usable_levels_and_finite_numbers(policy: str) -> None:
-    records = [record(f"j{n}", profile=profile(flops=1e14 * (n + 1))) for n in range(12)]
-    records.append(record("silent", profile=profile(flows=(), t_s=0.0)))
-    records.append(record("no time", profile=profile(t_s=0.0)))
-    records.append(
-        record(
-            "hostile",
-            hosts=("core/in",),
-            profile=profile(flows=(HostFlow("core/in", "core/out", 1.0),)),
-        )
-    )
+    hostile = profile(flows=(HostFlow("core/in", "core/out", 1.0),))
+    records = [
+        *(record(f"j{n}", profile=profile(flops=1e14 * (n + 1))) for n in range(12)),
+        record("silent", profile=profile(flows=(), t_s=0.0)),
+        record("no time", profile=profile(t_s=0.0)),
+        record("hostile", hosts=("core/in",), profile=hostile),
+    ]
     entries = compute_entries(records, None, policy=policy, levels=(1, 2, 4))
     assert [e.job for e in entries] == sorted(r.job for r in records)
     assert {e.level for e in entries} <= {1, 2, 4}
@@ -194,8 +159,8 @@ def test_a_bound_on_slowdown_brings_the_lower_job_up() -> None:
     ]
 
     def levels(max_slowdown: float | None) -> dict[str, int]:
-        planner = Planner("crux-fair", (1, 2, 3), max_slowdown=max_slowdown)
-        return {entry.job: entry.level for entry in planner(records, None)}
+        options = {"policy": "crux-fair", "levels": (1, 2, 3), "max_slowdown": max_slowdown}
+        return {entry.job: entry.level for entry in compute_entries(records, None, **options)}
 
     free, bound = levels(None), levels(1.2)
     assert free["intense"] > free["other"]
@@ -203,9 +168,37 @@ def test_a_bound_on_slowdown_brings_the_lower_job_up() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(LIVE))
-def test_only_policies_that_choose_paths_give_any(policy: str) -> None:
-    (entry,) = compute_entries([record("a")], None, policy=policy, levels=(0,))
-    assert entry.path == ((0, 0) if policy in PATH_POLICIES else ())
+def test_a_plan_names_the_routers_of_chosen_paths_if_its_policy_chooses_any(policy: str) -> None:
+    flows = tuple(HostFlow(*ends, 1e9) for ends in (("h0", "h1"), ("h0", "h2"), ("h0", "x")))
+    (entry,) = compute_entries(
+        [record("a", profile=profile(flows=flows, t_source="topology"))],
+        parse_yaml(LEAF_SPINE),
+        policy=policy,
+        levels=(0,),
+    )
+    # h0 and h2 are below one leaf: there is nothing to choose. Nobody knows where x is.
+    named = (PlannedPath("h0", "h1", (PlannedHop(2, 2, "spine0"),)),)
+    assert entry.paths == (named if policy in PATH_POLICIES else ())
+    (nowhere,) = compute_entries([record("a")], None, policy=policy, levels=(0,))
+    assert nowhere.paths == ()
+
+
+def test_a_plan_that_is_too_large_gives_up_the_paths_of_the_lowest_priorities() -> None:
+    hops = tuple(PlannedHop(n, n, f"router{n}") for n in range(1, 9))
+    paths = tuple(PlannedPath(f"h{n}", f"h{n + 1}", hops) for n in range(8))
+    entries = [
+        PlanEntry(job=f"j{n}", level=0, priority=p, intensity=1.0, correction=1.0, paths=paths)
+        for n, p in enumerate((3.0, 1.0, 2.0, 4.0))
+    ]
+    full = len(msgspec.json.encode(entries))
+    assert within(entries, full) == (tuple(entries), 0)
+    kept, without = within(entries, full - 1)
+    assert ([e.job for e in kept if not e.paths], without) == (["j1"], 1)
+    kept, without = within(entries, full // 2)
+    assert ([e.job for e in kept if e.paths], without) == (["j3"], 3)
+    assert len(msgspec.json.encode(kept)) <= full // 2
+    with pytest.raises(RecordError, match="over the limit"):
+        within(entries, 100)
 
 
 def test_levels_that_a_scheduler_made_up_are_squeezed_without_inversion() -> None:
@@ -229,7 +222,7 @@ def test_an_unknown_policy_names_the_known_ones() -> None:
         with pytest.raises(
             SettingsError, match=rf"'{re.escape(policy)}': only the simulator .*crux, .*ecmp"
         ):
-            Planner(policy, (0,))
+            compute_entries([], None, policy=policy, levels=(0,))
     with pytest.raises(SettingsError, match="level"):
         compute_entries([record("a")], None, policy="crux", levels=())
 
@@ -255,22 +248,41 @@ def test_the_fingerprint_sees_what_matters_and_only_that() -> None:
     assert fingerprint([record("a", "i1"), base[1]], None) != print_of
     assert fingerprint([record("a", profile=profile(t_s=0.2)), base[1]], None) != print_of
     assert fingerprint([record("a", gpus=9), base[1]], None) != print_of
+    assert fingerprint([record("a", hosts=("h0",)), base[1]], None) != print_of
     assert len({print_of, fingerprint(base, b""), fingerprint(base, b"x")}) == 3
     assert fingerprint(base[:1], None) != print_of
 
 
-def test_the_planner_reads_the_topology_and_plans_without_one_it_cannot_read(
+def test_a_topology_is_read_once_and_one_that_cannot_be_read_counts_as_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    records = [record("a", profile=profile(t_source="topology"))]
-    planner = Planner("crux", (0, 1))
-    topology = dump_yaml(shared_core(["h0", "h1"], 1e9)).encode()
-    (with_it,) = planner(records, topology)
-    assert with_it.intensity == pytest.approx(1e15 / 2.0)
-    (without,) = planner(records, None)
-    assert without.intensity == pytest.approx(1e15 / 0.1)
+    reader = TopologyReader()
+    raw = dump_yaml(shared_core(["h0", "h1"], 1e9)).encode()
+    topology = reader.read(raw)
+    assert topology is not None
+    assert topology.hosts == ("h0", "h1")
+    assert reader.read(bytes(bytearray(raw))) is topology
+    assert reader.read(None) is None
     for bad in (b"\xff", b"version: 9", b"[" * 50, b"a: b: c"):
-        assert planner(records, bad) == (without,)
+        assert reader.read(bad) is None
     assert caplog.text.count("planning without") == 1
-    with pytest.raises(SettingsError):
-        Planner("best", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("fabric.yaml", dump_yaml(shared_core(["h0", "h1"], 1e9))),
+        ("fabric.CSV", "ip,DSW,PSW,ASW\nh0,d,p,a\nh1,d,p,b\n"),
+    ],
+)
+def test_the_topology_in_a_jobs_file_is_not_parsed_again_when_the_store_has_it(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    reader = TopologyReader()
+    topology, raw = reader.load(file)
+    assert reader.read(raw) is topology
+    again = TopologyReader().read(raw)
+    assert again is not None
+    assert (again.hosts, again.edges) == (topology.hosts, topology.edges)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from control_fakes import FakeClock, FaultyStore
+from control_fakes import FakeClock, FaultyStore, MemoryStore
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from crux_torch.control.memory_store import MemoryStore
 from crux_torch.control.slots import ProfilingSlot
 
 LEASE_S = 10.0

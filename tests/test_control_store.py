@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from control_fakes import SPAWN, FakeClock, free_port, host_until_killed, until
+from control_fakes import FakeClock, Hosts, MemoryStore, until
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import free_port
 from torch.distributed import TCPStore
 
 from crux_torch.control.host import StoreHost
-from crux_torch.control.memory_store import MemoryStore
 from crux_torch.control.records import MAX_RECORD_BYTES
-from crux_torch.control.store import Store
+from crux_torch.control.store import SharedStore
 from crux_torch.control.tcp_store import GARBAGE_LEASES, Header, TcpStore, seal, unseal
 from crux_torch.errors import StoreError
 
@@ -38,21 +38,21 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture(params=["memory", "tcp"])
-def store(request: pytest.FixtureRequest, server: StoreHost, clock: FakeClock) -> Iterator[Store]:
-    made: Store
+def store(
+    request: pytest.FixtureRequest, server: StoreHost, clock: FakeClock
+) -> Iterator[SharedStore]:
+    made: SharedStore
     if request.param == "memory":
         made = MemoryStore(clock)
     else:
-        made = TcpStore(
-            server.host, server.port, timeout_s=10.0, watch_interval_s=0.02, clock=clock
-        )
+        made = TcpStore(server.host, server.port, timeout_s=10.0, clock=clock)
         for key in made.list(""):
             made.delete(key)
     yield made
     made.close()
 
 
-def test_values_are_bytes_and_come_back_whole(store: Store) -> None:
+def test_values_are_bytes_and_come_back_whole(store: SharedStore) -> None:
     value = bytes(range(256)) + b"\n\x00"
     assert store.get("a") is None
     store.put("a", value)
@@ -64,14 +64,14 @@ def test_values_are_bytes_and_come_back_whole(store: Store) -> None:
     assert store.get("a") is None
 
 
-def test_list_has_the_live_keys_of_a_prefix(store: Store) -> None:
+def test_list_has_the_live_keys_of_a_prefix(store: SharedStore) -> None:
     store.put("x/1", b"1")
     store.put("x/2", b"2")
     store.put("y/1", b"3")
     assert store.list("x/") == {"x/1": b"1", "x/2": b"2"}
 
 
-def test_compare_and_swap(store: Store) -> None:
+def test_compare_and_swap(store: SharedStore) -> None:
     assert not store.compare_and_swap("k", b"old", b"new")
     assert store.get("k") is None
     assert store.compare_and_swap("k", None, b"1")
@@ -83,7 +83,7 @@ def test_compare_and_swap(store: Store) -> None:
     assert store.compare_and_swap("p", b"put", b"swapped")
 
 
-def test_a_lease_ends_unless_it_is_renewed(store: Store, clock: FakeClock) -> None:
+def test_a_lease_ends_unless_it_is_renewed(store: SharedStore, clock: FakeClock) -> None:
     store.put("k", b"v", lease_s=6.0)
     assert store.get("k") == b"v"
     clock.advance(5.0)
@@ -102,23 +102,7 @@ def test_a_lease_ends_unless_it_is_renewed(store: Store, clock: FakeClock) -> No
     assert store.get("k") is None
 
 
-def test_a_watch_tells_of_puts_and_ends(store: Store) -> None:
-    seen: list[tuple[str, bytes | None]] = []
-    watch = store.watch("w/", lambda key, value: seen.append((key, value)))
-    store.put("other", b"0")
-    store.put("w/a", b"1")
-    until(lambda: ("w/a", b"1") in seen, what="put seen")
-    store.delete("w/a")
-    until(lambda: ("w/a", None) in seen, what="deletion seen")
-    watch.close()
-    watch.close()
-    store.put("w/a", b"2")
-    time.sleep(0.1)
-    assert {key for key, _ in seen} == {"w/a"}
-    assert ("w/a", b"2") not in seen
-
-
-def test_what_no_reader_would_accept_is_refused(store: Store) -> None:
+def test_what_no_reader_would_accept_is_refused(store: SharedStore) -> None:
     with pytest.raises(StoreError, match="over the limit"):
         store.put("k", b"x" * (MAX_RECORD_BYTES + 1))
     with pytest.raises(StoreError, match="lease"):
@@ -127,7 +111,7 @@ def test_what_no_reader_would_accept_is_refused(store: Store) -> None:
     assert len(store.get("k") or b"") == MAX_RECORD_BYTES
 
 
-def test_one_of_many_racing_swaps_wins(store: Store) -> None:
+def test_one_of_many_racing_swaps_wins(store: SharedStore) -> None:
     wins: list[int] = []
     for attempt in range(5):
         start = threading.Barrier(6)
@@ -246,20 +230,13 @@ def test_a_dead_endpoint_fails_quietly_and_at_once_while_backing_off(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_calls_end_while_the_server_is_stopped_and_work_when_it_goes_on() -> None:
-    port = free_port()
-    states = SPAWN.Queue()
-    process = SPAWN.Process(
-        target=host_until_killed, args=(f"tcp://127.0.0.1:{port}", states), daemon=True
-    )
-    process.start()
-    try:
-        while states.get(timeout=60)[1] != "hosting":
-            pass
-        store = TcpStore("127.0.0.1", port, timeout_s=0.5)
-        until(lambda: _works(store), 90.0, "first answer")
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+    with Hosts(1) as hosts:
+        hosts.wait_for_roles(1)
+        store = TcpStore("127.0.0.1", hosts.port, timeout_s=0.5)
+        until(lambda: _works(store), what="first answer")
+        os.kill(hosts.hosting(), signal.SIGSTOP)
         # The signal stops a process of several threads a moment after kill() returns.
         until(lambda: not _works(store), what="the server stands still")
         before = threading.active_count()
@@ -268,15 +245,12 @@ def test_calls_end_while_the_server_is_stopped_and_work_when_it_goes_on() -> Non
                 store.get("k")
             time.sleep(0.05)
         assert threading.active_count() <= before + 5
-        os.kill(process.pid, signal.SIGCONT)
-        until(lambda: _works(store), 90.0, "answer after SIGCONT")
+        os.kill(hosts.hosting(), signal.SIGCONT)
+        until(lambda: _works(store), what="answer after SIGCONT")
         store.close()
-    finally:
-        process.kill()
-        process.join(10)
 
 
-def _works(store: Store) -> bool:
+def _works(store: SharedStore) -> bool:
     try:
         store.put("k", b"v")
         return store.get("k") == b"v"

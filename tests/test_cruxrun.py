@@ -8,7 +8,7 @@ import sys
 import pytest
 from torch.distributed import run as torchrun
 
-from crux_torch.settings import SETTINGS
+from crux_torch.settings import SETTINGS, Settings
 from cruxrun import main as cruxrun
 from cruxrun.job_name import job_name
 
@@ -70,36 +70,28 @@ def value_for(action):
     return ["7"]
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        name
-        for action in stock_options()
-        for name in action.option_strings
-        if action.dest not in ("help", "print_completion")
-    ],
-)
-def test_every_torchrun_flag_parses_to_the_same_value(spelling):
-    action = next(a for a in stock_options() if spelling in a.option_strings)
-    argv = [spelling, *value_for(action), "train.py", "--crux-levels", "x", "-m"]
+def parsed_as_by_torchrun(*argv):
     stock = vars(torchrun.get_args_parser().parse_args(argv))
     ours = vars(cruxrun.get_args_parser().parse_args(argv))
     assert {k: v for k, v in ours.items() if not k.startswith("crux_")} == stock
     assert all(v is None for k, v in ours.items() if k.startswith("crux_"))
+    return stock
 
 
-def test_abbreviations_of_torchrun_still_work():
-    args = cruxrun.get_args_parser().parse_args(["--nn", "2", "--stand", "train.py"])
-    assert (args.nnodes, args.standalone) == ("2", True)
+def test_every_torchrun_flag_and_abbreviation_parses_to_the_same_value():
+    for action in stock_options():
+        for name in action.option_strings:
+            if action.dest not in ("help", "print_completion"):
+                argv = [name, *value_for(action), "train.py", "--crux-levels", "x", "-m"]
+                parsed_as_by_torchrun(*argv)
+    assert parsed_as_by_torchrun("--nn", "2", "--stand", "train.py")["nnodes"] == "2"
 
 
 @pytest.mark.parametrize("action", stock_options(), ids=lambda a: a.dest)
 def test_pet_variables_reach_every_flag_that_torchrun_reads_them_for(action, monkeypatch):
     text = "1" if action.nargs == 0 else value_for(action)[0]
     monkeypatch.setenv(f"PET_{action.dest.upper()}", text)
-    stock = vars(torchrun.get_args_parser().parse_args(["train.py"]))
-    ours = vars(cruxrun.get_args_parser().parse_args(["train.py"]))
-    assert {k: v for k, v in ours.items() if not k.startswith("crux_")} == stock
+    parsed_as_by_torchrun("train.py")
 
 
 def test_help_keeps_torchruns_and_documents_every_setting(monkeypatch):
@@ -114,8 +106,8 @@ def test_help_keeps_torchruns_and_documents_every_setting(monkeypatch):
         assert "--" + s.flag[2:].replace("-", "_") in group
         assert s.env in group
         assert s.meaning[1:] in group
-        if s.default and not s.switch:
-            assert f"[{s.env}; default {s.default}]" in group
+        if s.default_text and not isinstance(s.default, bool):
+            assert f"[{s.env}; default {s.default_text}]" in group
 
 
 def test_completion_is_for_cruxrun(monkeypatch, capsys):
@@ -136,21 +128,16 @@ def test_completion_is_for_cruxrun(monkeypatch, capsys):
 @pytest.mark.parametrize("setting", FLAGS, ids=lambda s: s.field)
 def test_each_flag_becomes_its_variable_and_beats_it(setting, underscores, launched, monkeypatch):
     flag = "--" + setting.flag[2:].replace("-", "_") if underscores else setting.flag
-    if setting.switch:
+    if isinstance(setting.default, bool):
         _, env = launched(flag)
-        assert env[setting.env] == setting.switch != setting.default
+        assert env[setting.env] == ("0" if setting.default else "1")
         return
-    monkeypatch.setenv(setting.env, setting.default)
+    monkeypatch.setenv(setting.env, setting.default_text)
     good = GOOD.get(setting.field, "2.5")
+    before = dict(os.environ)
     _, env = launched(flag, good)
     assert env[setting.env] == good
-    assert os.environ[setting.env] == setting.default
-
-
-def test_the_environment_of_the_caller_comes_back(launched):
-    before = dict(os.environ)
-    launched("--crux-levels", "4")
-    assert dict(os.environ) == before
+    assert dict(os.environ) == before, "the caller's environment comes back"
 
 
 @pytest.mark.parametrize(
@@ -233,8 +220,7 @@ def test_an_endpoint_on_loopback_is_told_apart_by_its_host(monkeypatch):
 @pytest.mark.parametrize("run_id", ["a b/c", "../../x", "ü", "x" * 500, "-"])
 def test_any_run_id_makes_a_usable_name(run_id, launched):
     _, env = launched(f"--rdzv-id={run_id}")
-    job = next(s for s in SETTINGS if s.field == "job")
-    assert job.parse(env["CRUX_JOB"]) == env["CRUX_JOB"]
+    assert Settings.from_env({"CRUX_JOB": env["CRUX_JOB"]}).job == env["CRUX_JOB"]
 
 
 def test_autoload_that_is_off_is_said(launched, monkeypatch, capsys):
@@ -251,22 +237,16 @@ def test_a_store_that_cannot_be_hosted_stops_nothing(broken, launched, monkeypat
     host = pytest.importorskip("crux_torch.control.host")
     calls = []
 
-    class Broken:
-        def __init__(self, endpoint):
-            self._do("__init__")
-
-        def start(self):
-            self._do("start")
-
-        def stop(self):
-            self._do("stop")
-
-        def _do(self, what):
+    def step(what):
+        def do(*_):
             calls.append(what)
             if what == broken:
                 raise OSError("no such luck")
 
-    monkeypatch.setattr(host, "StoreHost", Broken)
+        return do
+
+    steps = {name: step(name) for name in ("__init__", "start", "stop")}
+    monkeypatch.setattr(host, "StoreHost", type("Broken", (), steps))
     cruxrun.logger.handlers.clear()
     launched("--crux-store", "tcp://127.0.0.1:29410")
     assert calls[-1] == broken

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from fake_install import install_entry_point
 
+pytestmark = pytest.mark.slow
+
 LAUNCHER = Path(__file__).parent.parent / "launcher"
 FAKE = """
 import sys
@@ -22,6 +24,23 @@ def attach():
 ATTACHES = FAKE.format(then="pass")
 
 
+def new_python(code, *args, path=None, cwd=None, **env):
+    """Its output and errors; it knows nothing of Crux but what ``env`` says."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
+    if path:
+        inherited["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    done = subprocess.run(
+        [sys.executable, *args, "-c", code],
+        env={**inherited, **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
 @pytest.fixture
 def interpreter(tmp_path):
     """Runs code in a new python that finds the entry point and a stand-in for crux_torch."""
@@ -30,18 +49,7 @@ def interpreter(tmp_path):
     def run(code, package=ATTACHES, args=(), **env):
         (tmp_path / "crux_torch").mkdir(exist_ok=True)
         (tmp_path / "crux_torch" / "__init__.py").write_text(package)
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-        inherited["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(LAUNCHER)])
-        done = subprocess.run(
-            [sys.executable, *args, "-c", code],
-            env={**inherited, **env},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split(), done.stderr
+        return new_python(code, *args, path=[tmp_path, LAUNCHER], cwd=tmp_path, **env)
 
     return run
 
@@ -86,27 +94,16 @@ def test_a_script_that_imports_crux_torch_first_is_attached_once(interpreter):
 
 def test_a_package_that_is_imported_before_torch_registers_its_backend():
     code = "import crux_torch, torch; print('crux' in torch.distributed.Backend.backend_list)"
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["True"], done.stderr
+    assert new_python(code) == (["True"], "")
 
 
 @pytest.mark.parametrize(
-    "first", ["crux_torch", "crux_torch.backend", "crux_torch.apply.switch", "crux_torch.runtime"]
+    "first",
+    ["crux_torch", "crux_torch.c10d.backend", "crux_torch.c10d.switch", "crux_torch.runtime"],
 )
 def test_a_script_may_import_any_part_before_torch(first):
-    code = f"import {first}; from crux_torch import backend; print(backend.is_attached())"
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**env, "CRUX_ATTACH": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    code = f"import {first}; from crux_torch.c10d import backend; print(backend.is_attached())"
+    assert new_python(code, CRUX_ATTACH="1") == (["True"], "")
 
 
 def test_without_the_launcher_nothing_but_os_is_imported():
@@ -114,9 +111,5 @@ def test_without_the_launcher_nothing_but_os_is_imported():
         "import sys; before = set(sys.modules); import cruxrun.autoload as a; "
         "a.attach_if_launched(); print(*sorted(set(sys.modules) - before))"
     )
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-    env["PYTHONPATH"] = str(LAUNCHER)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == ["cruxrun", "cruxrun.autoload"], done.stderr
+    imported, _ = new_python(code, path=[LAUNCHER])
+    assert imported == ["cruxrun", "cruxrun.autoload", "cruxrun.launched"]

@@ -12,15 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+from control_fakes import free_port
 from fake_install import install_entry_point
 
 from crux_torch.apply import transport
+
+pytestmark = pytest.mark.slow
 
 WORKER = str(Path(__file__).with_name("cruxrun_worker.py"))
 CRUXRUN = [sys.executable, "-m", "cruxrun"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ROOT = Path(__file__).parent.parent
-BOUND_S = 120
+BOUND_S = 300
 
 
 @pytest.fixture
@@ -38,17 +41,12 @@ def start(tmp_path):
             "OMP_NUM_THREADS": "1",
             **env,
         }
-        process = subprocess.Popen(
-            [str(c) for c in command],
-            env=environment,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        words = [str(word) for word in command]
+        running.append(
+            subprocess.Popen(words, env=environment, cwd=tmp_path, start_new_session=True, **pipes)
         )
-        running.append(process)
-        return process
+        return running[-1]
 
     yield launch
     for process in running:
@@ -123,15 +121,8 @@ def test_a_failure_is_reported_as_by_torchrun(end, start, tmp_path):
     for name, launcher in (("stock", TORCHRUN), ("ours", CRUXRUN)):
         (folder,) = folders(tmp_path, name)
         error_file = tmp_path / f"{name}.error"
-        process = start(
-            *launcher,
-            "--standalone",
-            "--nproc-per-node=2",
-            WORKER,
-            folder,
-            end,
-            TORCHELASTIC_ERROR_FILE=str(error_file),
-        )
+        command = [*launcher, "--standalone", "--nproc-per-node=2", WORKER, folder, end]
+        process = start(*command, TORCHELASTIC_ERROR_FILE=str(error_file))
         results.append((process, error_file))
     reports = []
     for process, error_file in results:
@@ -156,12 +147,9 @@ def test_a_failure_is_reported_as_by_torchrun(end, start, tmp_path):
 def test_a_module_and_a_program_that_is_not_python(start, tmp_path):
     module, program = folders(tmp_path, "module", "program")
     path = os.pathsep.join([str(ROOT), str(ROOT / "launcher"), str(ROOT / "tests")])
-    as_module = start(
-        *CRUXRUN, "--standalone", "-m", "cruxrun_worker", module, "a", PYTHONPATH=path
-    )
-    as_program = start(
-        *CRUXRUN, "--standalone", "--no-python", sys.executable, WORKER, program, "b"
-    )
+    alone = [*CRUXRUN, "--standalone"]
+    as_module = start(*alone, "-m", "cruxrun_worker", module, "a", PYTHONPATH=path)
+    as_program = start(*alone, "--no-python", sys.executable, WORKER, program, "b")
     for process, folder, argument in ((as_module, module, "a"), (as_program, program, "b")):
         code, _, err = finish(process)
         assert code == 0, err
@@ -203,9 +191,7 @@ def test_elastic_restart_keeps_the_job_and_counts(start, tmp_path):
 
 def test_two_nodes_are_one_job(start, tmp_path):
     (folder,) = folders(tmp_path, "out")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     common = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     nodes = [
         start(*CRUXRUN, *common, "--rdzv-id=7", WORKER, folder, TEST_NODE=node) for node in "ab"
@@ -236,9 +222,7 @@ def test_a_signal_leaves_nothing_behind(sent, start, tmp_path):
 def test_the_store_is_hosted_while_the_job_runs(start, tmp_path):
     pytest.importorskip("crux_torch.control.host")
     (folder,) = folders(tmp_path, "out")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def listens():
         with socket.socket() as client:

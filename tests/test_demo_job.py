@@ -6,35 +6,39 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from loopback import free_port
 
-from examples.demo import netns, sockets
-from examples.demo.fabric import Fabric, FabricSpec
-from examples.demo.job import TORCHRUN, Job, JobError, JobSpec
-from examples.demo.phases import Phase, durations, measure
+from lab import netns, sockets
+from lab.fabric import Fabric, FabricSpec
+from lab.job import TORCHRUN, Job, JobError, JobSpec
+from lab.phases import Phase, durations, measure
+
+pytestmark = pytest.mark.slow
 
 _OK, _REASON = netns.available()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
 
 
 @contextmanager
 def _running(job: Job) -> Iterator[Job]:
+    def started() -> bool:
+        job.check()
+        return len(job.steps()) >= 2
+
     try:
-        deadline = time.monotonic() + 90
-        while len(job.steps()) < 2:
-            job.check()
-            assert time.monotonic() < deadline, job.tail()
-            time.sleep(0.05)
+        _until(started, 90)
         yield job
     finally:
         job.kill()
@@ -42,11 +46,11 @@ def _running(job: Job) -> Iterator[Job]:
 
 def _tiny(port: int, *flags: str) -> JobSpec:
     arguments = ("--steps", "100000", "--width", "64", "--accelerator-ms", "20", *flags)
-    return JobSpec("tiny", "Tiny", "train_mlp.py", arguments, port)
+    return JobSpec("tiny", "mlp", arguments, port)
 
 
 def test_is_steered_watched_and_ended_from_outside(tmp_path: Path) -> None:
-    with _running(Job(_tiny(_free_port()), tmp_path, TORCHRUN)) as job:
+    with _running(Job(_tiny(free_port()), tmp_path, TORCHRUN)) as job:
         workers = job.workers()
         assert len(workers) == 2
 
@@ -81,19 +85,14 @@ def test_is_steered_watched_and_ended_from_outside(tmp_path: Path) -> None:
 def test_kill_leaves_no_process(tmp_path: Path) -> None:
     # Launchers that ignore SIGTERM, and their workers.
     stubborn = "trap '' TERM; sleep 600 & echo started; wait"
-    job = Job(_tiny(_free_port()), tmp_path, ("sh", "-c", stubborn))
+    job = Job(_tiny(free_port()), tmp_path, ("sh", "-c", stubborn))
     try:
-        deadline = time.monotonic() + 10
-        while any(job.tail(r) != "started" for r in (0, 1)) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        _until(lambda: all(job.tail(r) == "started" for r in (0, 1)), 10)
         victims = job.processes()
         assert len(victims) == 4
     finally:
         job.kill(grace_s=0.3)
-    deadline = time.monotonic() + 5
-    while any(map(_alive, victims)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_alive, victims))
+    _until(lambda: not any(map(_alive, victims)), 5)
 
 
 def _alive(pid: int) -> bool:
@@ -104,7 +103,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
-    job = Job(_tiny(_free_port()), tmp_path, ("sh", "-c", "echo out of luck; exit 3"))
+    job = Job(_tiny(free_port()), tmp_path, ("sh", "-c", "echo out of luck; exit 3"))
     try:
         assert job.wait(10) == [3, 3]
         with pytest.raises(JobError, match="code 3\nout of luck"):
@@ -121,9 +120,6 @@ s.sendall(bytes(1000)); print("sent", flush=True); sys.stdin.read()
 """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        accepted: list[socket.socket] = []
-        thread = threading.Thread(target=lambda: accepted.append(server.accept()[0]))
-        thread.start()
         child = subprocess.Popen(
             [sys.executable, "-c", program, str(port)],
             stdin=subprocess.PIPE,
@@ -132,23 +128,20 @@ s.sendall(bytes(1000)); print("sent", flush=True); sys.stdin.read()
         )
         assert child.stdout is not None
         assert child.stdout.readline() == "sent\n"
-        thread.join(timeout=10)
+        accepted, _ = server.accept()
         try:
             assert sockets.connections(child.pid, [port]) == []
             [borrowed] = sockets.connections(child.pid)
             with borrowed:
                 assert borrowed.getpeername()[1] == port
-                deadline = time.monotonic() + 5
-                while sockets.bytes_acked(borrowed) < 1000 and time.monotonic() < deadline:
-                    time.sleep(0.01)
+                _until(lambda: sockets.bytes_acked(borrowed) >= 1000, 5)
                 # The kernel counts the SYN as a byte.
                 assert sockets.bytes_acked(borrowed) in (1000, 1001)
                 borrowed.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0xC0)
                 assert sockets.dscp(borrowed) == 48
         finally:
             child.communicate("", timeout=10)
-            for each in accepted:
-                each.close()
+            accepted.close()
 
 
 def _mark(job: Job, tos: int) -> None:
@@ -158,7 +151,7 @@ def _mark(job: Job, tos: int) -> None:
                 connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not _OK, reason=_REASON)
 def test_the_priority_that_crux_would_give_takes_the_harm_away(tmp_path: Path) -> None:
     """The effect that the demo shows, with the classes set by hand."""
@@ -166,14 +159,14 @@ def test_the_priority_that_crux_would_give_takes_the_harm_away(tmp_path: Path) -
         fabric = stack.enter_context(Fabric(FabricSpec(hosts_per_leaf=1)))
         hosts = [fabric.host(0, 0), fabric.host(1, 0)]
 
-        def launch(name: str, script: str, port: int, ms: int) -> Job:
+        def launch(name: str, port: int, ms: int) -> Job:
             flags = ("--steps", "100000", "--accelerator-ms", str(ms))
-            spec = JobSpec(name, name, script, flags, port)
+            spec = JobSpec(name, name, flags, port)
             return stack.enter_context(_running(Job(spec, tmp_path, TORCHRUN, fabric, hosts)))
 
-        gpt = launch("gpt", "train_gpt.py", 29501, 150)
+        gpt = launch("gpt", 29501, 150)
         gpt.pause()
-        jobs = {"gpt": gpt, "mlp": launch("mlp", "train_mlp.py", 29502, 100)}
+        jobs = {"gpt": gpt, "mlp": launch("mlp", 29502, 100)}
 
         def median(case: str, running: Sequence[str], tos: int) -> float:
             _mark(gpt, tos)

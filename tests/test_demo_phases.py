@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.demo.job import Step
-from examples.demo.measurement import Measurement, losses_equal
-from examples.demo.phases import (
-    Spread,
-    Window,
-    compute_seconds,
-    durations,
-    steps_within,
-    utilisation,
-)
+from lab.job import Step
+from lab.measurement import Measurement, losses_equal
+from lab.phases import Spread, Window, compute_seconds, durations, steps_within, utilisation
 
 
 def _steps(start: float, period: float, compute: float, count: int) -> list[Step]:

@@ -15,26 +15,26 @@ from typing import Any
 
 import fake_gpu
 import numpy as np
+import on_threads
 import pytest
 import torch
 import torch.distributed as dist
 from drained import DEADLINE_S, drain
-from torch.distributed import distributed_c10d as c10d
 
-from crux_torch.profile import record as rec
-from crux_torch.profile import timeline
-from crux_torch.profile.group import GroupInfo
-from crux_torch.profile.record import Flag
-from crux_torch.profile.sample import summarize
+from crux_torch.measure import record as rec
+from crux_torch.measure import timeline
+from crux_torch.measure.group import GroupInfo
+from crux_torch.measure.record import Flag
+from crux_torch.measure.sample import summarize
 
 _C = pytest.importorskip("crux_torch._C")
 
 available, why_not = fake_gpu.available()
-pytestmark = pytest.mark.skipif(not available, reason=why_not)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available, reason=why_not)]
 
 SIZE = 2
 #: What an injected delay makes an operation take; long against what this machine does meanwhile.
-KERNEL_S = 0.03
+KERNEL_S = 0.08
 
 
 @pytest.fixture
@@ -56,32 +56,19 @@ def recorder() -> Iterator[Any]:
 @pytest.fixture(params=["hooks", "polled"])
 def kind(request: pytest.FixtureRequest) -> str:
     """Who tells durations: completion hooks, as nccl2 has them, or handles that are asked."""
-    if request.param == "hooks" and not hasattr(c10d.Backend, "supports_completion_hooks"):
-        hooks = hasattr(fake_gpu.load().Nccl, "log_completions")
-        if not hooks:
-            pytest.skip("this torch has no completion hooks")
+    if request.param == "hooks" and not fake_gpu.has_completion_hooks():
+        pytest.skip("this torch has no completion hooks")
     return str(request.param)
 
 
-def both(body: Callable[[int], None]) -> None:
+def both(body: Callable[[int], object]) -> None:
     """``body(rank)`` on a thread for each rank, on its own device; raises what either raised."""
-    errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
-        try:
-            fake_gpu.load().set_device(rank)
-            body(rank)
-        except BaseException as error:
-            errors.append(error)
+    def on_its_device(rank: int) -> None:
+        fake_gpu.load().set_device(rank)
+        body(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+    on_threads.both(on_its_device)
 
 
 def make_inners(**settings: Any) -> list[Any]:
@@ -107,6 +94,24 @@ def make_pair(recorder: Any, kind: str, watchdog_period_s: float = 0.05) -> list
         backend.add_inner(fake_gpu.DEVICE, inner)
         backends.append(backend)
     return backends
+
+
+def connected_pair(recorder: Any, kind: str) -> list[Any]:
+    """The same, after their first operation."""
+    backends = make_pair(recorder, kind)
+    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
+    drain(recorder, SIZE)
+    return backends
+
+
+def slow_down(seconds: float) -> None:
+    """Every all-reduce takes so much longer from now on."""
+    fake_gpu.inject("delay", op="ALLREDUCE", seconds=seconds, count=1 << 20)
+
+
+def hold() -> None:
+    """No all-reduce ends from now on until ``fake_gpu.release()``."""
+    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
 
 
 def ones(rank: int, n: int = 1000) -> torch.Tensor:
@@ -144,12 +149,13 @@ def check_against(records: rec.Records, operations: list[dict[str, Any]]) -> Non
     assert np.abs(records["device_ns"] / took - 1).max() < 0.02
     assert (records["flags"] & Flag.DEVICE_CLOCK != 0).all()
     ends = np.array([op["end_ns"] for op in operations])
-    assert np.abs(records["end_ns"] - ends).max() < 0.3 * took.min()
+    # A busy host learns late how the device's clock stands.
+    assert np.abs(records["end_ns"] - ends).max() < 0.5 * took.min()
 
 
 def test_durations_and_places_are_the_devices(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    slow_down(KERNEL_S)
 
     def body(rank: int) -> None:
         tensor = ones(rank)
@@ -172,7 +178,7 @@ def test_durations_and_places_are_the_devices(recorder: Any, kind: str) -> None:
 
 def test_what_queues_up_begins_when_the_one_before_has_ended(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    slow_down(KERNEL_S)
 
     def body(rank: int) -> None:
         tensor = ones(rank)
@@ -196,10 +202,10 @@ def test_what_queues_up_begins_when_the_one_before_has_ended(recorder: Any, kind
 
 
 def test_a_late_report_changes_no_time(recorder: Any) -> None:
-    if not hasattr(fake_gpu.load().Nccl, "log_completions"):
+    if not fake_gpu.has_completion_hooks():
         pytest.skip("this torch has no completion hooks")
     backends = make_pair(recorder, "hooks", watchdog_period_s=1.0)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    slow_down(KERNEL_S)
 
     def body(rank: int) -> None:
         tensor = ones(rank)
@@ -242,7 +248,7 @@ def test_a_block_and_its_parts_have_the_blocks_times(recorder: Any, kind: str) -
 def test_without_timing_nothing_is_asked_of_the_device(recorder: Any, kind: str) -> None:
     recorder.timing = False
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    slow_down(KERNEL_S)
 
     def untimed(rank: int) -> None:
         tensor = ones(rank)
@@ -346,13 +352,13 @@ def test_what_is_captured_passes_through_and_is_counted(recorder: Any, kind: str
     def capture(rank: int) -> None:
         wait(allreduce(backends[rank], tensors[rank]))
         fake_gpu.load().drain(10.0)
-        in_capture.wait(30)
+        in_capture.wait(300)
         with fake_gpu.capture() as graphs[rank]:
             for _ in range(3):
                 wait(allreduce(backends[rank], tensors[rank]))
             # The thread that watches the device looks at it meanwhile.
             time.sleep(0.05)
-            in_capture.wait(30)
+            in_capture.wait(300)
 
     both(capture)
     assert recorder.captured - before == 3 * SIZE
@@ -374,10 +380,8 @@ def test_what_is_captured_passes_through_and_is_counted(recorder: Any, kind: str
 
 
 def test_operations_in_flight_at_the_end_are_recorded_as_such(recorder: Any, kind: str) -> None:
-    backends = make_pair(recorder, kind)
-    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-    drain(recorder, SIZE)
-    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+    backends = connected_pair(recorder, kind)
+    hold()
     both(lambda rank: allreduce(backends[rank], ones(rank)) and None)
     assert recorder.drain(1 << 30) == b""
     both(lambda rank: backends[rank].abort())
@@ -399,10 +403,8 @@ def asked() -> int:
 
 def test_a_communicator_that_ends_is_not_asked_any_more(recorder: Any) -> None:
     # ProcessGroupNCCL's handles ask their communicator, also one that was destroyed meanwhile.
-    backends = make_pair(recorder, "polled")
-    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-    drain(recorder, SIZE)
-    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+    backends = connected_pair(recorder, "polled")
+    hold()
     works: list[Any] = [None] * SIZE
 
     def body(rank: int) -> None:
@@ -420,10 +422,8 @@ def test_a_communicator_that_ends_is_not_asked_any_more(recorder: Any) -> None:
 
 
 def test_a_shutdown_waits_for_the_last_times(recorder: Any) -> None:
-    backends = make_pair(recorder, "polled")
-    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-    drain(recorder, SIZE)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    backends = connected_pair(recorder, "polled")
+    slow_down(KERNEL_S)
     both(lambda rank: (allreduce(backends[rank], ones(rank)), backends[rank].shutdown())[1])
     records = drain(recorder, SIZE)
     assert (records["device_ns"] > 0.9e9 * KERNEL_S).all()
@@ -431,7 +431,7 @@ def test_a_shutdown_waits_for_the_last_times(recorder: Any) -> None:
 
 def test_a_forked_process_leaves_the_parents_device_alone(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=0.2, count=1 << 20)
+    slow_down(0.2)
     both(lambda rank: allreduce(backends[rank], ones(rank)) and None)
     # In the child no thread of the parent runs: whoever waits for one waits for ever.
     child = os.fork()
@@ -446,7 +446,7 @@ def test_a_forked_process_leaves_the_parents_device_alone(recorder: Any, kind: s
 
 def test_times_go_on_across_a_switch(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=KERNEL_S, count=1 << 20)
+    slow_down(KERNEL_S)
     nexts = make_inners()
     switches = [backend.switches[0] for backend in backends]
     each = 8
@@ -480,7 +480,7 @@ def test_times_go_on_across_a_switch(recorder: Any, kind: str) -> None:
 
 def test_exposed_time_is_what_the_compute_stream_waited(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=0.01, count=1 << 20)
+    slow_down(0.01)
     iterations = 12
     waits: list[list[Any]] = [[], []]
 
@@ -521,13 +521,13 @@ def test_exposed_time_is_what_the_compute_stream_waited(recorder: Any, kind: str
         assert line is not None
         waited_s = sum(a.elapsed_time(b) for a, b in waits[rank][1:]) / 1e3
         waited_s += mine["device_ns"][7::4].sum() / 1e9
-        assert line.exposed_s == pytest.approx(waited_s, rel=0.05)
+        assert line.exposed_s == pytest.approx(waited_s, rel=0.2)
         assert summary.exposed_s == pytest.approx(waited_s / (iterations - 1), rel=0.2)
 
 
 def test_iterations_are_the_devices_where_the_host_is_ahead(recorder: Any, kind: str) -> None:
     backends = make_pair(recorder, kind)
-    fake_gpu.inject("delay", op="ALLREDUCE", seconds=0.005, count=1 << 20)
+    slow_down(0.005)
     iterations, every = 25, 5
     marks: list[list[int]] = [[], []]
     steps: list[list[Any]] = [[], []]
@@ -555,7 +555,7 @@ def test_iterations_are_the_devices_where_the_host_is_ahead(recorder: Any, kind:
         mine = of_rank(records, backend)
         found = summarize(
             mine,
-            {backend.group_index: GroupInfo("world", (0, 1), rank)},
+            [GroupInfo("world", (0, 1), rank)] * (backend.group_index + 1),
             rank=rank,
             world_size=SIZE,
             host="host",
@@ -566,13 +566,14 @@ def test_iterations_are_the_devices_where_the_host_is_ahead(recorder: Any, kind:
         period_s = first.elapsed_time(last) / 1e3 / (iterations - 2)
         assert np.median(np.diff(marks[rank])) < 0.5e9 * period_s, "the host is not ahead"
         assert found.iterations == iterations - 2
-        assert found.window_s / found.iterations == pytest.approx(period_s, rel=0.02)
+        iterations_s = np.diff(found.transfers.bounds) / 1e9
+        assert iterations_s.mean() == pytest.approx(period_s, rel=0.02)
         # Kernels and the second operation; where this machine is held up, that is a pause.
         assert 0.98 * 0.04 < found.period_s < 1.02 * period_s
         assert sum(row.bytes for row in found.traffic) == found.iterations * 4 * (1000 + 1001)
         # They queue up, and the stream waits from where it came to the second.
         waited = (mine["end_ns"] - mine["start_ns"])[3:-2:2]
-        assert found.exposed_s == pytest.approx(waited.mean() / 1e9, rel=0.05)
+        assert found.exposed_s == pytest.approx(waited.mean() / 1e9, rel=0.2)
 
 
 def memory_in_use() -> list[int]:
@@ -590,9 +591,7 @@ def becomes(wanted: list[int]) -> bool:
 
 
 def test_handles_are_kept_no_longer_than_the_device_takes(recorder: Any) -> None:
-    backends = make_pair(recorder, "polled")
-    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-    drain(recorder, SIZE)
+    backends = connected_pair(recorder, "polled")
     gc.collect()
     before = memory_in_use()
     both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
@@ -601,12 +600,10 @@ def test_handles_are_kept_no_longer_than_the_device_takes(recorder: Any) -> None
 
 
 def test_memory_that_the_script_gave_back_is_not_kept_for_a_time(recorder: Any) -> None:
-    backends = make_pair(recorder, "polled")
-    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-    drain(recorder, SIZE)
+    backends = connected_pair(recorder, "polled")
     gc.collect()
     before = memory_in_use()
-    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+    hold()
     both(lambda rank: wait(allreduce(backends[rank], ones(rank, 20 << 20))))
     # 80 MB each, of an operation that has not even begun: recorded without its time.
     records = drain(recorder, SIZE)
@@ -617,10 +614,8 @@ def test_memory_that_the_script_gave_back_is_not_kept_for_a_time(recorder: Any) 
 
 
 def test_handles_that_never_end_are_not_watched_for_ever(recorder: Any) -> None:
-    backends = make_pair(recorder, "polled")
-    both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-    drain(recorder, SIZE)
-    fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+    backends = connected_pair(recorder, "polled")
+    hold()
     watched, extra = 8192, 50
 
     def body(rank: int) -> None:
@@ -640,8 +635,8 @@ def test_handles_that_never_end_are_not_watched_for_ever(recorder: Any) -> None:
 def test_a_passage_is_left_when_the_device_is_done(
     recorder: Any, kind: str, tmp_path: Path
 ) -> None:
-    # The watchdog would report a second later.
-    backends = make_pair(recorder, kind, watchdog_period_s=5.0)
+    # The watchdog would report too late.
+    backends = make_pair(recorder, kind, watchdog_period_s=300.0)
     both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
     gate = _C.link_gate()
     link = gate.join(str(tmp_path), "test", "link", "job")
@@ -660,11 +655,11 @@ def test_a_passage_is_left_when_the_device_is_done(
         return passing() == count
 
     try:
-        fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+        hold()
         both(lambda rank: allreduce(backends[rank], ones(rank)) and None)
         assert passing() == SIZE
         fake_gpu.release()
-        assert settles(0, 3.0)
+        assert settles(0, 60.0)
 
         # A block passes once; a receive and a barrier don't.
         fake_gpu.inject("hold", count=1 << 20)
@@ -681,25 +676,25 @@ def test_a_passage_is_left_when_the_device_is_done(
         assert passing() == SIZE
         fake_gpu.release()
         both(lambda rank: backends[1].send([ones(1)], 0, 0) and None if rank == 1 else None)
-        assert settles(0, 3.0)
+        assert settles(0, 60.0)
 
         # Neither recording nor success is needed for it.
         recorder.enabled = False
         both(lambda rank: wait(allreduce(backends[rank], ones(rank))))
-        assert settles(0, 3.0)
+        assert settles(0, 60.0)
         fake_gpu.inject("refuse", op="ALLREDUCE", count=1, rank=0)
         with pytest.raises(RuntimeError):
             allreduce(backends[0], ones(0))
-        assert settles(0, 3.0)
+        assert settles(0, 60.0)
 
         # The end of the group ends what will never end.
-        fake_gpu.inject("hold", op="ALLREDUCE", count=1 << 20)
+        hold()
         both(lambda rank: allreduce(backends[rank], ones(rank)) and None)
         assert passing() == SIZE
         both(lambda rank: backends[rank].abort())
         backends.clear()
         gc.collect()
-        assert settles(0, 10.0)
+        assert settles(0, 60.0)
     finally:
         gate.install(False)
         gate.retire()

@@ -16,7 +16,7 @@ from crux_torch.apply.standin import StandinError
 from crux_torch.apply.transport import Transport, TransportError
 from crux_torch.doctor import privileges, rdma, sockets, software, transport
 from crux_torch.doctor.check import Check
-from crux_torch.fabric.rdma import Gid, Limits, RdmaDevice, RdmaPort
+from crux_torch.host.rdma import Gid, Limits, RdmaDevice, RdmaPort
 from crux_torch.settings import PortRange, Settings
 
 
@@ -45,15 +45,13 @@ def test_an_extension_for_another_torch_is_broken_and_an_absent_one_missing(
     assert (check.state, str(error) in check.finding) == (state, True)
 
 
-def test_a_socket_that_refuses_marks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(socket.socket):
-        def setsockopt(self, *args: Any) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(socket, "socket", Refusing)
-    checks = list(sockets.classes(Settings()))
-    assert [check.state for check in checks] == ["missing", "missing"]
-    assert "Operation not permitted" in checks[0].finding
+def proc(folder: Path, status: str, spaces: str = "0") -> Path:
+    """A /proc with the capabilities of this process and the limit of user namespaces."""
+    (folder / "self").mkdir()
+    (folder / "self/status").write_text(status)
+    (folder / "sys/user").mkdir(parents=True)
+    (folder / "sys/user/max_user_namespaces").write_text(spaces)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -63,34 +61,32 @@ def test_a_socket_that_refuses_marks_is_reported(monkeypatch: pytest.MonkeyPatch
 def test_namespaces_need_a_capability_or_user_namespaces(
     capabilities: str, spaces: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
-    (tmp_path / "sys/user").mkdir(parents=True)
-    (tmp_path / "sys/user/max_user_namespaces").write_text(spaces)
     monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
-    (check,) = privileges.namespaces(tmp_path)
-    assert check.state == state
+    told = proc(tmp_path, f"Name:\tx\nCapEff:\t{capabilities}\n", spaces)
+    assert only(privileges.namespaces(told)).state == state
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "state"), [("2000", "ok"), ("0000", "missing"), ("1000", "missing")]
+    ("capabilities", "state", "finding"),
+    [
+        ("CapEff:\t2000\n", "ok", "can be verified"),
+        ("CapEff:\t0000\n", "missing", "no CAP_NET_RAW"),
+        ("CapEff:\t1000\n", "missing", "no CAP_NET_RAW"),
+        ("", "missing", "unknown"),
+        ("CapEff:\n", "missing", "unknown"),
+        ("CapEff:\tmany\n", "missing", "unknown"),
+    ],
 )
 def test_paths_of_live_connections_need_net_raw(
-    capabilities: str, state: str, tmp_path: Path
+    capabilities: str, state: str, finding: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/status").write_text(f"CapEff:\t{capabilities}\n")
-    assert only(privileges.live_paths(tmp_path)).state == state
+    check = only(privileges.live_paths(proc(tmp_path, capabilities)))
+    assert (check.state, check.finding.startswith(finding)) == (state, True)
 
 
-@pytest.mark.parametrize("status", [None, "", "CapEff:\n", "CapEff:\tmany\n"])
-def test_capabilities_that_nobody_tells_are_missing(status: str | None, tmp_path: Path) -> None:
-    (tmp_path / "self").mkdir()
-    if status is not None:
-        (tmp_path / "self/status").write_text(status)
-    check = only(privileges.live_paths(tmp_path))
-    assert check.state == "missing"
-    assert check.finding.startswith("unknown")
+def test_without_proc_capabilities_are_unknown(tmp_path: Path) -> None:
+    for part in (privileges.live_paths, privileges.namespaces):
+        assert only(part(tmp_path)).finding.startswith("unknown")
 
 
 def sysctl(folder: Path, ephemeral: str, reserved: str = "") -> Path:
@@ -127,12 +123,17 @@ class Refusing(socket.socket):
         raise OSError(92, "Protocol not available")
 
 
-@pytest.mark.parametrize("probe", [sockets.pacing, sockets.probing])
-def test_a_kernel_without_the_options(probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("probe", "parts"),
+    [(sockets.pacing, 1), (sockets.probing, 1), (lambda: sockets.classes(Settings()), 2)],
+)
+def test_a_kernel_without_the_options(
+    probe: Any, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(socket, "socket", Refusing)
-    check = only(probe())
-    assert check.state == "missing"
-    assert "Protocol not available" in check.finding
+    checks = list(probe())
+    assert [check.state for check in checks] == ["missing"] * parts
+    assert all("Protocol not available" in only([check]).finding for check in checks)
 
 
 def test_loopback_answers_on_the_error_queue() -> None:

@@ -11,26 +11,18 @@ import pytest
 
 from crux_torch.doctor import gpu
 from crux_torch.doctor.check import Check
-from crux_torch.fabric.host import Host, Nic
-from crux_torch.fabric.nvml import Gpu, GpuPair, NvLink, NvmlReport
-from crux_torch.fabric.pcie import Distance, PcieTree
-from crux_torch.fabric.pcie_acs import redirecting_ports
+from crux_torch.host.machine import Host
+from crux_torch.host.nic import Nic
+from crux_torch.host.nvml import GpuPair, NvLink, NvmlReport
+from crux_torch.host.pcie import Distance, PcieTree
+from crux_torch.host.pcie_acs import redirecting_ports
 from crux_torch.settings import Settings
 
 SWITCH = NvLink("0000:07:00.0", "switch", 18, 450e9)
 
 
 def report_of(tree: PcieTree, **changes: Any) -> NvmlReport:
-    values: dict[str, Any] = {
-        "peak_flops": 1979e12,
-        "nvlinks": (SWITCH,),
-        "mig": False,
-        "gpm": True,
-    }
-    gpus = tuple(
-        Gpu(i, "NVIDIA H100 80GB HBM3", f"GPU-{i}", 80 << 30, a, **(values | changes))
-        for i, a in enumerate(tree.of_kind("gpu"))
-    )
+    gpus = layouts.gpus_at(tree, **({"nvlinks": (SWITCH,), "mig": False, "gpm": True} | changes))
     pairs = tuple(
         GpuPair(a.index, b.index, tree.distance(a.pci_address, b.pci_address), "ok")
         for i, a in enumerate(gpus)
@@ -55,7 +47,7 @@ def findings(
 
 @pytest.fixture
 def h100(tmp_path: Path) -> PcieTree:
-    return PcieTree.read(layouts.write(tmp_path, layouts.hgx_h100()))
+    return layouts.read(tmp_path, layouts.hgx_h100())
 
 
 def test_nothing_is_amiss_with_eight_h100s(h100: PcieTree) -> None:
@@ -123,15 +115,15 @@ def test_links_that_run_below_what_they_can(tmp_path: Path) -> None:
         gpu_entry: replace(gpu_entry, speed="2.5 GT/s PCIe", max_speed=layouts.GEN5),
         nic_entry: replace(nic_entry, speed=layouts.GEN4, max_speed=layouts.GEN5),
     }
-    tree = PcieTree.read(layouts.write(tmp_path, [changed.get(e, e) for e in entries]))
+    tree = layouts.read(tmp_path, [changed.get(e, e) for e in entries])
     found = findings(tree, report_of(tree))
     assert found["PCIe link"].finding == (
-        f"link to {nic_entry.address} runs at 16 GT/s x16, both ends can 32 GT/s x16"
+        f"link to {nic_entry.address} runs at 16 GT/s x16; both ends support 32 GT/s x16"
     )
 
 
 def test_a_virtual_machine(tmp_path: Path) -> None:
-    tree = PcieTree.read(layouts.write(tmp_path, layouts.azure_vm()))
+    tree = layouts.read(tmp_path, layouts.azure_vm())
     found = findings(tree, report_of(tree))
     assert found["PCIe tree"].state == "missing"
     assert "NICs beside GPUs" not in found
@@ -185,7 +177,7 @@ def test_acs_is_read_from_the_configuration(
 
 
 def test_a_configuration_that_is_absent_is_not_known(tmp_path: Path) -> None:
-    tree = PcieTree.read(layouts.write(tmp_path, layouts.dgx_a100()))
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     assert redirecting_ports(tree, tree.of_kind("gpu"), tmp_path) is None
 
 

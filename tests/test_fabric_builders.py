@@ -47,15 +47,8 @@ def test_every_cable_is_the_same_in_both_directions(name: str) -> None:
 
 def test_testbed_is_figure_18() -> None:
     topology = crux_testbed()
-    assert kinds(topology) == {
-        "host": 12,
-        "gpu": 96,
-        "pcie": 48,
-        "nic": 48,
-        "nvswitch": 12,
-        "tor": 6,
-        "aggregation": 8,
-    }
+    inside = {"host": 12, "gpu": 96, "pcie": 48, "nic": 48, "nvswitch": 12}
+    assert kinds(topology) == {**inside, "tor": 6, "aggregation": 8}
     assert rates(topology, "nic-tor") == {200 * GBPS}
     assert rates(topology, "tor-aggregation") == {100 * GBPS}
     # Two links of 100 Gbps in each direction between each of 6 ToRs and 8 aggregation switches.
@@ -76,21 +69,18 @@ def test_every_two_gpus_of_the_testbed_share_a_pcie_link() -> None:
     assert shared == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_gpus_of_one_host_talk_over_nvlink() -> None:
-    topology = crux_testbed()
-    for peer in (1, 5):
-        assert topology.candidate_paths("h0/gpu0", f"h0/gpu{peer}") == (
-            ("h0/gpu0->h0/nvswitch", f"h0/nvswitch->h0/gpu{peer}"),
-        )
+def test_gpus_of_one_host_use_nvlink_if_there_is_any() -> None:
+    def path(topology: Topology, peer: str) -> tuple[str, ...]:
+        (only,) = topology.candidate_paths("h0/gpu0", peer)
+        return only
 
-
-def test_without_nvlink_gpus_talk_over_pcie() -> None:
-    topology = crux_testbed(server=GpuServer(nvlink_Bps=0))
-    assert topology.candidate_paths("h0/gpu0", "h0/gpu1") == (
-        ("h0/gpu0->h0/pcie0", "h0/pcie0->h0/gpu1"),
-    )
-    (path,) = topology.candidate_paths("h0/gpu0", "h0/gpu7")
-    assert path == ("h0/gpu0->h0/pcie0", "h0/pcie0->h0", "h0->h0/pcie3", "h0/pcie3->h0/gpu7")
+    testbed = crux_testbed()
+    for peer in ("h0/gpu1", "h0/gpu5"):
+        assert path(testbed, peer) == ("h0/gpu0->h0/nvswitch", f"h0/nvswitch->{peer}")
+    without = crux_testbed(server=GpuServer(nvlink_Bps=0))
+    assert path(without, "h0/gpu1") == ("h0/gpu0->h0/pcie0", "h0/pcie0->h0/gpu1")
+    far = ("h0/gpu0->h0/pcie0", "h0/pcie0->h0", "h0->h0/pcie3", "h0/pcie3->h0/gpu7")
+    assert path(without, "h0/gpu7") == far
 
 
 def test_two_layer_clos_is_the_papers() -> None:
@@ -117,21 +107,12 @@ def test_double_sided_is_the_papers() -> None:
 @pytest.mark.parametrize("oversubscription", [1.0, 2.0, 4.0])
 def test_oversubscription_is_met_at_every_layer(oversubscription: float) -> None:
     topology = double_sided(hosts=24, cores=8, oversubscription=oversubscription)
+    rate = Counter[tuple[str, str]]()
+    for e in topology.edges:
+        rate[e.src, topology.nodes[e.dst].kind] += e.link.capacity_Bps  # type: ignore[assignment]
     for kind, below, above in (("tor", "nic", "aggregation"), ("aggregation", "tor", "core")):
-        for name, node in topology.nodes.items():
-            if node.kind != kind:
-                continue
-            down = sum(
-                e.link.capacity_Bps
-                for e in topology.edges
-                if e.src == name and topology.nodes[e.dst].kind == below
-            )
-            up = sum(
-                e.link.capacity_Bps
-                for e in topology.edges
-                if e.src == name and topology.nodes[e.dst].kind == above
-            )
-            assert down / up == pytest.approx(oversubscription)
+        for name in (name for name, node in topology.nodes.items() if node.kind == kind):
+            assert rate[name, below] / rate[name, above] == pytest.approx(oversubscription)
 
 
 @pytest.mark.parametrize("k", [2, 4, 6])
@@ -139,17 +120,10 @@ def test_fat_tree_counts(k: int) -> None:
     topology = fat_tree(k, SMALL)
     count = kinds(topology)
     assert count["host"] == k**3 // 4
-    assert (count["tor"], count["aggregation"], count["core"]) == (
-        k * k // 2,
-        k * k // 2,
-        k * k // 4,
-    )
-    last = topology.hosts[-1]
-    assert topology.path_count("h0", last) == k * k // 4
-    for switch, node in topology.nodes.items():
-        if node.host is None:
-            ports = sum(e.src == switch for e in topology.edges)
-            assert ports == k
+    assert count["tor"] == count["aggregation"] == k * k // 2
+    assert count["core"] == topology.path_count("h0", topology.hosts[-1]) == k * k // 4
+    ports = Counter(e.src for e in topology.edges)
+    assert {ports[name] for name, node in topology.nodes.items() if node.host is None} == {k}
 
 
 def test_rail_optimised_keeps_rails_apart() -> None:
@@ -173,7 +147,6 @@ def test_rail_optimised_keeps_rails_apart() -> None:
 def test_torus_path_counts(shape: tuple[int, ...], far: str, count: int) -> None:
     topology = torus(shape, SMALL)
     assert topology.path_count("h0", far) == count
-    assert_symmetric(topology)
 
 
 def test_torus_link_count() -> None:

@@ -12,14 +12,16 @@ import yaml
 from click.testing import CliRunner
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.fabric import host_cli, nvml
+from crux_torch.cli import host as host_cli
 from crux_torch.fabric.builders.server import NVLINK3_Bps
-from crux_torch.fabric.host import Host, Nic
-from crux_torch.fabric.host_topology import Inside, as_entries, inside_of, join
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
-from crux_torch.fabric.nvml import Gpu, NvLink, read_nvml
-from crux_torch.fabric.pcie import Distance, LinkRate, PcieTree
 from crux_torch.fabric.topology import Topology, TopologyError
+from crux_torch.host import nvml
+from crux_torch.host.inside import Inside, as_entries, inside_of, join
+from crux_torch.host.machine import Host
+from crux_torch.host.nic import Nic
+from crux_torch.host.nvml import Gpu, NvLink, read_nvml
+from crux_torch.host.pcie import Distance, LinkRate, PcieTree
 
 CABLE = "{between: [h0, tor0], capacity_Bps: 50e9}"
 CLUSTER = """
@@ -32,23 +34,12 @@ addresses: {{h0: [10.0.0.1]}}
 """
 
 
-def gpus_at(tree: PcieTree, **changes: Any) -> tuple[Gpu, ...]:
-    return tuple(
-        Gpu(i, "NVIDIA H100 80GB HBM3", f"GPU-{i}", 80 << 30, address, 1979e12, **changes)
-        for i, address in enumerate(tree.of_kind("gpu"))
-    )
-
-
 def host_at(tree: PcieTree, gpus: tuple[Gpu, ...] = (), speed_Bps: float | None = 50e9) -> Host:
     nics = tuple(
         Nic(f"mlx5_{i}/1", speed_Bps, f"mlx5_{i}", address)
         for i, address in enumerate(tree.of_kind("nic"))
     )
     return Host("h0", gpus, None, nics)
-
-
-def read(tmp_path: Path, devices: list[layouts.Entry]) -> PcieTree:
-    return PcieTree.read(layouts.write(tmp_path, devices))
 
 
 def joined(inside: Inside, cables: int) -> Topology:
@@ -58,7 +49,7 @@ def joined(inside: Inside, cables: int) -> Topology:
 
 @pytest.mark.parametrize("layout", [layouts.hgx_h100, layouts.dgx_a100])
 def test_paths_in_the_topology_are_those_of_the_pcie_tree(layout: Any, tmp_path: Path) -> None:
-    tree = read(tmp_path, layout())
+    tree = layouts.read(tmp_path, layout())
     inside = inside_of(host_at(tree), tree)
     assert inside.notes == []
     topology = joined(inside, 8)
@@ -77,7 +68,7 @@ def test_paths_in_the_topology_are_those_of_the_pcie_tree(layout: Any, tmp_path:
 
 
 def test_gpus_of_two_jobs_meet_on_the_link_that_they_share(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.dgx_a100())
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     topology = joined(inside_of(host_at(tree), tree), 8)
     first = set(topology.candidate_paths("h0/gpu0", "h0/mlx5_0:1")[0])
     second = set(topology.candidate_paths("h0/gpu1", "h0/mlx5_1:1")[0])
@@ -90,9 +81,9 @@ def test_gpus_of_two_jobs_meet_on_the_link_that_they_share(tmp_path: Path) -> No
 
 
 def test_nvlink(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.hgx_h100())
+    tree = layouts.read(tmp_path, layouts.hgx_h100())
     links = tuple(NvLink(f"0000:0{3 + i}:00.0", "switch", 4, NVLINK3_Bps / 4) for i in range(4))
-    inside = inside_of(host_at(tree, gpus_at(tree, nvlinks=links)), tree)
+    inside = inside_of(host_at(tree, layouts.gpus_at(tree, nvlinks=links)), tree)
     topology = joined(inside, 8)
     (path,) = topology.candidate_paths("h0/gpu0", "h0/gpu7")
     assert [topology.layer(link) for link in path] == ["gpu-nvswitch", "gpu-nvswitch"]
@@ -100,9 +91,9 @@ def test_nvlink(tmp_path: Path) -> None:
 
 
 def test_nvlink_between_two_gpus_and_to_what_is_not_known(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.dgx_a100())
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     first, second, *others = tree.of_kind("gpu")
-    gpus = gpus_at(tree)
+    gpus = layouts.gpus_at(tree)
     linked = (
         Gpu(0, "A", "GPU-0", 1, first, None, (NvLink(second, "gpu", 2, 50e9),)),
         Gpu(1, "A", "GPU-1", 1, second, None, (NvLink(first, "gpu", 2, 50e9),)),
@@ -124,7 +115,7 @@ def test_two_ports_of_one_card_share_its_link(tmp_path: Path) -> None:
     port = "pci0000:00/0000:00:01.0"
     entries = [layouts.Entry(port, layouts.BRIDGE)]
     entries += [layouts.Entry(f"{port}/0000:01:00.{i}", layouts.NIC, 0x15B3) for i in range(2)]
-    tree = read(tmp_path, entries)
+    tree = layouts.read(tmp_path, entries)
     topology = joined(inside_of(host_at(tree), tree), 2)
     card = "h0/pcie-0000:01:00.0"
     assert {ends for ends in map(topology.ends, topology.links) if "h0" in ends} == {
@@ -135,7 +126,7 @@ def test_two_ports_of_one_card_share_its_link(tmp_path: Path) -> None:
 
 
 def test_a_virtual_machine_is_noted_and_still_usable(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.azure_vm())
+    tree = layouts.read(tmp_path, layouts.azure_vm())
     inside = inside_of(host_at(tree), tree)
     assert len([note for note in inside.notes if "can't be seen" in note]) == 3
     topology = joined(inside, 1)
@@ -145,7 +136,7 @@ def test_a_virtual_machine_is_noted_and_still_usable(tmp_path: Path) -> None:
 
 
 def test_nics_that_are_down_are_left_out_where_others_are_up(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.dgx_a100())
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     host = host_at(tree)
     up, *down = host.nics
     mixed = Host("h0", (), None, (up, *(Nic(n.name, None, None, n.pci_address) for n in down)))
@@ -154,7 +145,7 @@ def test_nics_that_are_down_are_left_out_where_others_are_up(tmp_path: Path) -> 
 
 
 def test_joining_keeps_the_cluster_and_moves_the_cables(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.dgx_a100())
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     topology = joined(inside_of(host_at(tree), tree), 8)
     assert topology.hosts == ("h0", "h1")
     assert topology.device_flops == 989e12
@@ -173,7 +164,7 @@ def test_joining_keeps_the_cluster_and_moves_the_cables(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_joined(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.dgx_a100())
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     inside = inside_of(host_at(tree), tree)
     with pytest.raises(TopologyError, match="8 NICs and 3 cables"):
         joined(inside, 3)
@@ -190,7 +181,7 @@ def test_what_can_not_be_joined(tmp_path: Path) -> None:
 
 
 def test_entries_fit_into_a_topology_file(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.hgx_h100())
+    tree = layouts.read(tmp_path, layouts.hgx_h100())
     entries: Any = yaml.safe_load(yaml.safe_dump(as_entries(inside_of(host_at(tree), tree))))
     document = {
         "version": 1,
@@ -209,7 +200,7 @@ def test_entries_fit_into_a_topology_file(tmp_path: Path) -> None:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PcieTree:
     """The command sees eight H100s in the manner of an HGX board."""
-    tree = read(tmp_path, layouts.hgx_h100())
+    tree = layouts.read(tmp_path, layouts.hgx_h100())
     fakes = [
         FakeGpu(address=f"0000{address.upper()}", uuid=f"GPU-{i}", peers={1: (40, 0)})
         for i, address in enumerate(tree.of_kind("gpu"))
@@ -221,7 +212,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PcieTree:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(host_cli.host_command, [*arguments, "--name", "h0"])
+    return CliRunner().invoke(host_cli.host, [*arguments, "--name", "h0"])
 
 
 def test_the_table(machine: PcieTree) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_core import shared_core
 
 from crux_torch.fabric.builders import BUILDERS, fat_tree
 from crux_torch.fabric.builders.server import GpuServer
 from crux_torch.fabric.loaders import dump_yaml, load_csv, load_topology, parse_yaml
-from crux_torch.fabric.shared_core import shared_core
 from crux_torch.fabric.topology import Link, Topology, TopologyBuilder, TopologyError
 
 REAL_CSV = Path(__file__).parents[2] / "shared" / "data" / "lingjun_topo.csv"
@@ -129,6 +129,7 @@ def test_yaml_errors_name_the_key(old: str, new: str, words: str) -> None:
             "version: 1\nbuilder: fat_tree\nparameters: {server: {gpus: x}}\n",
             "parameters.server: Expected `int`",
         ),
+        ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
     ],
 )
 def test_other_yaml_errors(text: str, words: str) -> None:
@@ -136,31 +137,19 @@ def test_other_yaml_errors(text: str, words: str) -> None:
         parse_yaml(text)
 
 
-def test_yaml_makes_no_objects() -> None:
-    with pytest.raises(TopologyError, match="could not determine a constructor"):
-        parse_yaml("!!python/object/apply:os.getcwd []")
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=r"none\.yaml.*No such file"):
         load_topology(tmp_path / "none.yaml")
 
 
-def write_csv(tmp_path: Path, text: str) -> Path:
-    file = tmp_path / "topo.csv"
-    file.write_text(text)
-    return file
-
-
 def test_csv_groups(tmp_path: Path) -> None:
+    file = tmp_path / "topo.csv"
     # S1 repeats in both PSW groups and is another switch there.
-    file = write_csv(tmp_path, "ip,DSW,PSW,ASW\na,G1,P1,S1\nb,G1,P1,S1\nc,G1,P1,S2\nd,G1,P2,S1\n")
+    file.write_text("ip,DSW,PSW,ASW\na,G1,P1,S1\nb,G1,P1,S1\nc,G1,P1,S2\nd,G1,P2,S1\n")
     topology = load_csv(file, tors_per_label=2, aggregations_per_group=3, cores_per_group=5)
     count = Counter(node.kind for node in topology.nodes.values())
     assert (count["tor"], count["aggregation"], count["core"]) == (6, 6, 5)
-    assert len(topology.candidate_paths("a", "b")[0]) == 2
-    assert len(topology.candidate_paths("a", "c")[0]) == 4
-    assert len(topology.candidate_paths("a", "d")[0]) == 6
+    assert [len(topology.candidate_paths("a", to)[0]) for to in "bcd"] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -176,19 +165,19 @@ def test_csv_groups(tmp_path: Path) -> None:
     ],
 )
 def test_csv_errors_name_the_line(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "topo.csv"
+    file.write_text(text)
     with pytest.raises(TopologyError, match=words):
-        load_topology(write_csv(tmp_path, text))
+        load_topology(file)
 
 
 @pytest.mark.skipif(not REAL_CSV.exists(), reason=f"the public topology is not at {REAL_CSV}")
 def test_the_published_topology() -> None:
     topology = load_topology(REAL_CSV)
     assert len(topology.hosts) == 847
-    tors = {name.rsplit("/", 1)[0] for name, n in topology.nodes.items() if n.kind == "tor"}
-    groups = {
-        name.rsplit("/", 1)[0] for name, n in topology.nodes.items() if n.kind == "aggregation"
-    }
-    assert (len(tors), len(groups)) == (119, 3)
+    groups = {(n.kind, name.rsplit("/", 1)[0]) for name, n in topology.nodes.items()}
+    counts = Counter(kind for kind, _ in groups)
+    assert (counts["tor"], counts["aggregation"]) == (119, 3)
 
 
 ADDRESSED = """

@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.fabric.nvml import LEVELS, NVLINK_KINDS, Gpu, NvLink, bounded, read_gpus, read_nvml
-from crux_torch.fabric.nvml_activity import GPM_METRICS, ActivityMeter, Choice
-from crux_torch.fabric.pcie import Distance
+from crux_torch.host.nvml import LEVELS, NVLINK_KINDS, Gpu, NvLink, bounded, read_gpus, read_nvml
+from crux_torch.host.nvml_activity import GPM_METRICS, ActivityMeter, Choice
+from crux_torch.host.pcie import Distance
 
 FUNCTIONS = sorted(name for name in vars(FakeNvml) if name.startswith("nvml"))
 SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
@@ -46,11 +47,9 @@ def test_a_gpu_with_its_nvlinks() -> None:
         (True, "00000000:2C:00.0", PEER),
     ]
     (gpu,) = read_gpus(FakeNvml([FakeGpu(nvlinks=links, gpm={})]))
-    assert (gpu.name, gpu.pci_address, gpu.memory_bytes) == (
-        "NVIDIA H100 80GB HBM3",
-        "0000:1b:00.0",
-        80 << 30,
-    )
+    assert (gpu.name, gpu.uuid) == ("NVIDIA H100 80GB HBM3", "GPU-0")
+    assert (gpu.pci_address, gpu.memory_bytes) == ("0000:1b:00.0", 80 << 30)
+    assert gpu.peak_flops == 1979e12
     assert gpu.nvlinks == (
         NvLink("0000:07:00.0", "switch", 5, 125e9),
         NvLink("0000:08:00.0", "switch", 4, 100e9),
@@ -121,10 +120,10 @@ def test_every_optional_function_may_be_broken_or_absent() -> None:
         assert fake.sessions == (1 if function == "nvmlShutdown" else 0)
 
 
-def test_a_gpu_whose_memory_nvml_does_not_tell() -> None:
-    """Of a GPU split by MIG, in a container that may not; and where it shares the host's memory."""
-    (gpu,) = read_gpus(FakeNvml([FakeGpu(memory_bytes=None)]))
-    assert gpu.memory_bytes is None
+def test_a_gpu_whose_memory_and_model_are_not_known() -> None:
+    """NVML may not tell the memory of a GPU that is split by MIG or shares the host's memory."""
+    (gpu,) = read_gpus(FakeNvml([FakeGpu("Quadro 1", memory_bytes=None)]))
+    assert (gpu.memory_bytes, gpu.peak_flops) == (None, None)
 
 
 def test_a_link_that_is_not_there_does_not_hide_the_later_ones() -> None:
@@ -160,15 +159,19 @@ def test_bounded_waits_no_longer_than_told_and_starts_no_second_call() -> None:
     assert bounded(lambda: 1, timeout_s=5.0) is None, "a call is overdue"
     assert threading.active_count() == before + 1
     fake.let_go.set()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_threads(before)
     assert bounded(lambda: 1, timeout_s=5.0) == 1
     assert bounded(lambda: 1 // 0, timeout_s=5.0) is None
 
 
 def first(gpus: Sequence[Gpu]) -> Gpu | None:
     return gpus[0]
+
+
+def wait_for_threads(count: int) -> None:
+    deadline = time.monotonic() + 10
+    while threading.active_count() > count and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 GPM = {
@@ -206,21 +209,15 @@ def test_counters_that_make_no_sense_are_left_out(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "gpu",
-    [
-        FakeGpu(busy_percent=60, pcie_KBps=2000),
-        FakeGpu(busy_percent=60, pcie_KBps=2000, gpm={}),
-        FakeGpu(
-            busy_percent=60,
-            pcie_KBps=2000,
-            gpm=GPM,
-            gpm_refuses=pynvml.NVML_ERROR_NO_PERMISSION,
-        ),
-    ],
+    "gpm",
+    [{}, {"gpm": {}}, {"gpm": GPM, "gpm_refuses": pynvml.NVML_ERROR_NO_PERMISSION}],
     ids=["no GPM", "no metric", "no permission"],
 )
-def test_activity_without_gpm_is_polled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crux_torch.fabric.nvml_activity.POLL_S", 0.01)
+def test_activity_without_gpm_is_polled(
+    gpm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crux_torch.host.nvml_activity.POLL_S", 0.01)
+    gpu = FakeGpu(busy_percent=60, pcie_KBps=2000, **gpm)
     fake = FakeNvml([gpu])
     meter = ActivityMeter(fake)
     meter.begin(first)
@@ -247,7 +244,7 @@ def test_activity_without_gpm_is_polled(gpu: FakeGpu, monkeypatch: pytest.Monkey
     ids=["split by MIG", "none is chosen", "choosing fails", "nothing supported"],
 )
 def test_no_activity(gpu: FakeGpu, choose: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crux_torch.fabric.nvml_activity.POLL_S", 0.01)
+    monkeypatch.setattr("crux_torch.host.nvml_activity.POLL_S", 0.01)
     fake = FakeNvml([gpu])
     meter = ActivityMeter(fake)
     meter.begin(choose)
@@ -266,8 +263,6 @@ def test_a_driver_that_hangs_costs_one_thread_and_no_time() -> None:
     assert meter.finish(0.01) is None
     assert threading.active_count() == before + 1
     fake.let_go.set()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_threads(before)
     meter.begin(first)
     assert meter.finish(10) is not None, "it goes on once the driver answers"

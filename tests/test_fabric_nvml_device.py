@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from crux_torch.fabric.nvml import Gpu
-from crux_torch.fabric.nvml_device import CudaDevice, current_device, own_gpu, visible_gpus
+from crux_torch.host.nvml import Gpu
+from crux_torch.host.nvml_device import CudaDevice, current_device, own_gpu, visible_gpus
 
 GPUS = tuple(
     Gpu(i, "NVIDIA A100-SXM4-80GB", f"GPU-{i}a-{i}", 80 << 30, f"0000:{i:02x}:00.0", 312e12)

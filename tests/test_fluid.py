@@ -266,6 +266,9 @@ def test_a_starved_job_does_not_move():
         (lambda e: Engine([("l", 0.0, 0.0)]), "capacity_Bps is 0"),
         (lambda e: Engine([("l", 1.0, 0.0), ("l", 1.0, 0.0)]), "appears twice"),
         (lambda e: run_all([e, e], [9.0, 9.0]), "appears twice"),
+        (lambda e: one_link(steady_tolerance=-0.1), "steady_tolerance"),
+        (lambda e: one_link(steady_tolerance=1.0), "steady_tolerance"),
+        (lambda e: one_link(steady_tolerance=math.nan), "steady_tolerance"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(call, message):

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from control_fakes import free_port, until
+from control_fakes import until
+from loopback import free_port
 from training_job import BOUND_S, Job
 
 from crux_torch.control.records import Plan
 from crux_torch.control.registry import Registry
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import StoreError
+
+pytestmark = pytest.mark.full
 
 LEASE_S = 2.0
 #: Steps of the undisturbed run: more than the disturbed one gets to while the test looks.
@@ -81,7 +84,6 @@ def listens(endpoint: str) -> bool:
         return client.connect_ex((host, int(port))) == 0
 
 
-@pytest.mark.slow
 def test_a_job_trains_on_and_is_planned_anew_whoever_dies(start, endpoint, cluster):
     crux = {
         "CRUX_STORE": endpoint,

@@ -15,16 +15,17 @@ from typing import Any
 import pcie_layouts as layouts
 import pytest
 
+from crux_torch.apply import link_routes
+from crux_torch.apply.link_routes import local_gpus, make_links
 from crux_torch.apply.links import HostLinks, PcieRoutes, StandInRoutes, nvlinked_with
 from crux_torch.doctor import links as doctor
 from crux_torch.doctor.check import Check
-from crux_torch.fabric.host import Nic
-from crux_torch.fabric.nvml import Gpu, NvLink
-from crux_torch.fabric.nvml_device import CudaDevice
-from crux_torch.fabric.pcie import PcieTree
-from crux_torch.profile.group import GroupInfo
-from crux_torch.runtime import link_routes
-from crux_torch.runtime.link_routes import OwnDevice, local_gpus, make_links
+from crux_torch.host import nvml_device
+from crux_torch.host.nic import Nic
+from crux_torch.host.nvml import Gpu, NvLink
+from crux_torch.host.nvml_device import CudaDevice, OwnDevice
+from crux_torch.host.pcie import PcieTree
+from crux_torch.measure.group import GroupInfo
 from crux_torch.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +155,7 @@ def test_ranks_on_this_host_as_torchrun_numbers_them() -> None:
 
 def test_the_device_is_the_training_threads_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[CudaDevice | None] = [None]
-    monkeypatch.setattr(link_routes, "current_device", lambda: chosen[0])
+    monkeypatch.setattr(nvml_device, "current_device", lambda: chosen[0])
     device = OwnDevice()
     assert device.device(1, {}) == CudaDevice(0, "", "")
     assert device.device(8, {"LOCAL_RANK": "3"}) == CudaDevice(3, "", "")
@@ -180,7 +181,7 @@ def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(link_routes, "current_device", lambda: None)
+    monkeypatch.setattr(nvml_device, "current_device", lambda: None)
     monkeypatch.setattr(link_routes, "bounded", lambda call: call())
     monkeypatch.setattr(link_routes, "read_gpus", lambda: gpus)
     monkeypatch.setattr(
@@ -214,7 +215,7 @@ def test_a_rank_on_a_gpu_finds_its_links(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_setting_decides(links: str, why_not: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = FakeGate()
     monkeypatch.setattr(link_routes, "_process_gate", lambda: gate)
-    made = make_links(Settings(links=links, link_wait_ms=250), OwnDevice())
+    made = make_links(Settings(links=tuple(links.split(",")), link_wait_ms=250), OwnDevice())
     assert "no order" in made.status()["why_not"]
     made.follow("job", 3)
     made.tick([WORLD])
@@ -466,7 +467,7 @@ def test_the_doctor_tries_to_take_a_place(tmp_path: Path, monkeypatch: pytest.Mo
     hgx = PcieTree.read(layouts.write(tmp_path / "sys", layouts.hgx_h100()))
 
     def found(setting: str) -> Check:
-        (check,) = doctor.semaphores(Settings(links=setting, cluster="c"))
+        (check,) = doctor.semaphores(Settings(links=(setting,), cluster="c"))
         assert (check.cost == "") == (check.state == "ok")
         return check
 
@@ -497,7 +498,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         gate.cross(1 << 20, [])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_deadlock_and_no_lost_place_through_random_deaths(tmp_path: Path) -> None:
     """Twenty seconds of what benchmarks/links.py does for ten minutes."""
     if shutil.which("g++") is None:

@@ -8,6 +8,7 @@ import pytest
 from links_model import Broken, Model, explore
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -26,6 +27,7 @@ def test_wakes_alone_lead_everybody_on(model: Model) -> None:
     assert not found.lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [Model((2, 1), rounds=2, kills=2), Model((3, 2, 1), kills=1), Model((2, 1, 1), kills=1)],

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_fakes import free_port
+from loopback import free_port
+
+pytestmark = pytest.mark.slow
 
 FOLDER = Path("/dev/shm")
 ROOT = Path(__file__).parents[1]
@@ -128,7 +130,7 @@ def until(condition: Callable[[], bool], jobs: list[Job], what: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_lower_of_two_jobs_gives_way(start: Jobs) -> None:
     jobs = [start("busy", 512, 0.002), start("calm", 256, 0.02)]
     until(lambda: all(job.planned() for job in jobs), jobs, "a plan")

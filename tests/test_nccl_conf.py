@@ -51,7 +51,7 @@ def nccls(file: Path) -> dict[str, str | None]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_")}
     env |= {"NCCL_CONF_FILE": str(file), "NCCL_SET": "environment", "NCCL_KEPT_OUT": ""}
     done = subprocess.run(
-        [sys.executable, nccl_wheel.__file__, "conf", *NAMES],
+        [sys.executable, nccl_wheel.__file__, *NAMES],
         env={**env, "NCCL_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,

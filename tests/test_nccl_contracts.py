@@ -7,10 +7,8 @@ backend that does it, and has to catch it.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import fake_gpu
@@ -21,19 +19,17 @@ import torch.distributed as dist
 from fake_gpu.ranks import (
     filled,
     fresh_device,
-    in_processes,
     in_threads,
     make_backend,
     until,
 )
 
 from crux_torch import _C
-from crux_torch.profile.record import RECORD
+from crux_torch.measure.record import RECORD
 
 _ok, _reason = fake_gpu.available()
-pytestmark = pytest.mark.skipif(not _ok, reason=_reason)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _ok, reason=_reason)]
 
-WORKLOAD = Path(__file__).parent / "fake_gpu" / "workload.py"
 DEFAULTS = {"legacy": False, "watchdog_period_s": 0.005, "timing": False, "strict_hooks": False}
 Wrap = Callable[[Any], Any]
 FLAVOURS = pytest.mark.parametrize("legacy", [False, True], ids=["nccl2", "legacy"])
@@ -47,7 +43,7 @@ def clean() -> Iterator[None]:
 
 
 def crux(inner: Any) -> Any:
-    """The backend under test over ``inner``, as crux_torch.backend makes it."""
+    """The backend under test over ``inner``, as crux_torch.c10d.backend makes it."""
     backend = _C.DelegatingBackend("nccl", inner.rank(), inner.size(), _C.process_recorder(1 << 14))
     backend.add_inner(fake_gpu.DEVICE, inner)
     return backend
@@ -397,32 +393,3 @@ def test_records_hold_the_device_s_durations_however_late_the_watchdog_is() -> N
         device_s = (operation["end_ns"] - operation["start_ns"]) / 1e9
         assert record["device_ns"] / 1e9 == pytest.approx(device_s, rel=0.1)
         assert record["device_ns"] >= 20e6
-
-
-# Training, in processes of its own.
-
-
-@FLAVOURS
-def test_training_over_crux_is_what_it_is_over_nccl(legacy: bool, tmp_path: Path) -> None:
-    """DDP, FSDP2, functional collectives, compile, splits, graphs: same values, same operations."""
-    flavour = "legacy" if legacy else "nccl2"
-    outs = {}
-    for mode in ("plain", "crux"):
-        folder = tmp_path / mode
-        folder.mkdir()
-        outs[mode] = [
-            json.loads(out) for out in in_processes(WORKLOAD, 2, mode, flavour, folder=folder)
-        ]
-    for stock, ours in zip(outs["plain"], outs["crux"], strict=True):
-        assert ours["values"] == stock["values"]
-        refused = [name for name, (kind, _) in stock["values"].items() if kind == "error"]
-        # Older torch splits groups of its own NCCL class only.
-        assert refused == ([] if fake_gpu.has_completion_hooks() else ["splits"])
-        assert ours["operations"] == stock["operations"]
-        assert stock["violations"] == []
-        # Where a capture can't be told, it is not left alone.
-        untold = () if fake_gpu.tells_captures() else ("timing_event_in_capture",)
-        assert [kind for kind, _ in ours["violations"] if kind not in untold] == []
-        # DDP asks for futures itself; nobody else may.
-        assert ours["calls"] == stock["calls"]
-        assert ours["recorded"] > 0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from crux_torch.apply import ecn, nccl_labels, nccl_profiler
+from crux_torch.apply import ecn, nccl_labels
 from crux_torch.apply.ecn import ECT0, Ecn
 from crux_torch.doctor import nccl as doctor
 from crux_torch.doctor.check import Check
-from crux_torch.fabric.rdma import RdmaDevice, RdmaPort
+from crux_torch.host.rdma import RdmaDevice, RdmaPort
 from crux_torch.settings import Settings
 
 
@@ -148,18 +148,3 @@ def test_ecn_is_told_and_so_is_an_operator_who_said_otherwise(host: Host, tmp_pa
     host.react("1")
     assert only(found(NCCL_IB_TC="106")).state == "ok"
     assert list(doctor.ecn_bits(env, Settings(), lambda: (), host.sysfs, host.configfs)) == []
-
-
-def test_the_plugin_is_only_spoken_of_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = {"NCCL_CONF_FILE": str(tmp_path / "none")}
-    library = tmp_path / "plugin.so"
-    library.touch()
-    monkeypatch.setattr(nccl_profiler, "LIBRARY", library)
-    assert list(doctor.profiler(env, Settings())) == []
-    wanted = Settings(nccl_profiler=True)
-    assert only(doctor.profiler(env, wanted)).state == "ok"
-    theirs = only(doctor.profiler({**env, "NCCL_PROFILER_PLUGIN": "theirs"}, wanted))
-    assert theirs.state == "missing"
-    assert "theirs" in theirs.finding

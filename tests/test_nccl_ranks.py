@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
-from examples.demo import nccl_ranks
-from examples.demo.job import Job, JobSpec
+from loopback import free_port
+
+from lab import nccl_ranks
+from lab.job import Job, JobSpec
 
 
 def test_ranks_take_one_another_for_other_hosts() -> None:
@@ -27,7 +28,7 @@ def test_nothing_but_sockets_of_one_interface_and_one_channel_is_left() -> None:
 
 def test_a_cpu_job_gets_none_of_it() -> None:
     def spec(device: str) -> JobSpec:
-        return JobSpec("name", "Name", "train_mlp.py", (), 0, device)
+        return JobSpec("name", "mlp", (), 0, device)
 
     assert not [key for key in spec("cpu").environment(0, "lo") if key.startswith("NCCL")]
     ours = [spec("cuda").environment(rank, "lo")["NCCL_HOSTID"] for rank in range(2)]
@@ -42,9 +43,7 @@ print(sys.argv[1:])
 
 
 def test_every_rank_of_a_job_is_started_in_its_own(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    spec = JobSpec("job", "Job", "train_mlp.py", (), port, "cuda")
+    spec = JobSpec("job", "mlp", (), free_port(), "cuda")
     job = Job(spec, tmp_path, (sys.executable, "-c", PRINT_ENVIRONMENT))
     assert job.wait(60.0) == [0, 0]
     for rank in range(2):

@@ -20,17 +20,18 @@ import nccl_wheel
 import pytest
 
 from crux_torch.apply import nccl_sockets
-from crux_torch.apply.nccl_profiler import LIBRARY as PLUGIN
 from crux_torch.apply.paths import routed
-from crux_torch.apply.sockets import TcpSocket
 from crux_torch.apply.transport import LIBRARY, Connection
+from crux_torch.c10d.sockets import TcpSocket
 from crux_torch.fabric.route import HostRoute
-from examples.demo import netns
-from examples.demo.fabric import Fabric, FabricSpec
+from lab import netns
+from lab.fabric import Fabric, FabricSpec
+
+pytestmark = pytest.mark.slow
 
 SOURCE = Path(__file__).parent / "fake_libnccl" / "net_socket.cc"
 JOB = Path(__file__).parent / "nccl_job.py"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 DATA = 2 * (worker.THREADS * worker.PER_THREAD + 1)
 BOOTSTRAP = 2
 
@@ -103,7 +104,7 @@ def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=2", str(JOB)]
     settings = {"CRUX_STORE": store, "CRUX_PROFILE_S": "2", "CRUX_JOB": "sockets"}
-    settings |= {"CRUX_NCCL_PROFILER": "1", "NCCL_CONF_FILE": str(tmp_path / "none")}
+    settings |= {"NCCL_CONF_FILE": str(tmp_path / "none")}
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "NCCL_"))}
     done = subprocess.run(
         [*command, str(tmp_path), str(fake_libnccl)],
@@ -116,9 +117,6 @@ def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
     for rank in range(2):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
         assert told["planned"], done.stderr
-        assert told["plugin"] == (str(PLUGIN) if PLUGIN.is_file() else None)
-        assert told["network"]["loaded"] is False
-        assert "no NCCL communicator" in told["network"]["why_not"] or told["plugin"] is None
         assert told["marked"], done.stderr
         assert told["connections"] == BOOTSTRAP + DATA
         assert told["sockets"] > told["connections"], "Gloo's are marked, too"

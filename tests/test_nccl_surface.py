@@ -6,10 +6,7 @@ fails here until somebody has said what becomes of it.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,16 @@ import nccl_stand_in
 import pytest
 import torch
 import torch.distributed as dist
+from programs import python
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch import _C, passed_on
-from crux_torch.apply import switch_makers
+from crux_torch import _C
+from crux_torch.c10d import passed_on, switch_makers
 from crux_torch.errors import CruxError
-from crux_torch.profile.record import from_bytes
+from crux_torch.measure.record import from_bytes
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
@@ -269,25 +269,12 @@ def test_no_switch_while_symmetric_memory_uses_nccls_communicators(
     _next(current)
 
 
-def python(code: str, limit_s: float = 120) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "tests",
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        env={**os.environ, "CRUX_STORE": "none"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 @needs_nccl
 def test_what_symmetric_memory_uses_is_asked_of_torch() -> None:
     python("""
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
-from crux_torch.apply import switch_makers
+from crux_torch.c10d import switch_makers
 assert switch_makers._symmetric_memory() != "NCCL"
 _SymmetricMemory.set_backend("NCCL")
 assert switch_makers._symmetric_memory() == "NCCL"
@@ -303,7 +290,7 @@ def test_gloo_beside_another_packages_backend(order: str, also: list[str]) -> No
 import torch, torch.distributed as dist
 import fake_gpu
 fake_gpu.load()
-from crux_torch import backend
+from crux_torch.c10d import backend
 backend.attach(also={also})
 dist.init_process_group("{order}", store=dist.HashStore(), rank=0, world_size=1)
 world = dist.group.WORLD
@@ -332,7 +319,7 @@ from torch.distributed import distributed_c10d as c10d
 import fake_gpu
 fake_gpu.load()
 fake_gpu.configure(legacy={legacy})
-from crux_torch import backend
+from crux_torch.c10d import backend
 backend.attach(also=[fake_gpu.NCCL])
 dist.init_process_group("fakenccl", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])

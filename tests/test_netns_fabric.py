@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import netns
-from examples.demo.fabric import Fabric, FabricSpec, Host
+from lab import netns
+from lab.fabric import Fabric, FabricSpec, Host
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 _OK, _REASON = netns.available()
@@ -142,7 +144,7 @@ def test_the_next_fabric_removes_what_a_killed_owner_left() -> None:
     program = textwrap.dedent(
         """
         import subprocess, time
-        from examples.demo.fabric import Fabric
+        from lab.fabric import Fabric
         with Fabric() as fabric:
             argv = ["sh", "-c", "echo ready; exec sleep 600"]
             sleeper = fabric.popen(fabric.host(0, 0), argv, stdout=subprocess.PIPE)
@@ -234,10 +236,10 @@ def test_works_in_an_unprivileged_user_namespace() -> None:
     program = textwrap.dedent(
         """
         import os, subprocess, sys
-        from examples.demo import netns
+        from lab import netns
         if netns.USER_NAMESPACE_ENV not in os.environ:
             netns.enter_user_namespace([sys.executable, "-c", sys.argv[1], sys.argv[1]])
-        from examples.demo.fabric import Fabric
+        from lab.fabric import Fabric
         with Fabric() as fabric:
             user = fabric.run(fabric.host(0, 0), ["id", "-u"]).strip()
             print(len(netns.named(fabric.prefix)), user)

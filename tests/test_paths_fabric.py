@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import netns
-from examples.demo.paths import PathStudy, Study, Workload, fabric_of, most_on_one
+from lab import netns
+from lab.paths import PathStudy, Study, fabric_of, most_on_one
+from lab.twins import Workload
 
 _OK, _REASON = netns.available()
-pytestmark = pytest.mark.skipif(not _OK, reason=_REASON)
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 TINY = ("--accelerator-ms", "30", "--width", "96", "--batch", "4")
 QUICK = {
@@ -24,7 +25,7 @@ QUICK = {
 }
 STUDY = Study(
     "test",
-    (Workload("A", "train_mlp.py", TINY), Workload("B", "train_mlp.py", (*TINY, "--seed", "1"))),
+    (Workload("A", "mlp", TINY), Workload("B", "mlp", (*TINY, "--seed", "1"))),
     rate_mbit=200.0,
     settings=QUICK,
 )
@@ -34,7 +35,7 @@ STUDY = Study(
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PathStudy]:
     folder: Path = tmp_path_factory.mktemp("paths")
     with fabric_of(STUDY) as fabric:
-        study = PathStudy(STUDY, fabric, folder, lambda _: None)
+        study = PathStudy(STUDY, fabric, folder, lambda *_: None)
         try:
             study.start()
             study.collide()
@@ -42,8 +43,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PathStudy]:
             study.compare(steps=10, rounds=1)
             study.count()
             deadline = time.monotonic() + 30
-            while not all(_verified(job) for job in study.seen.status["jobs"]):
-                assert time.monotonic() < deadline, study.seen.status["jobs"]
+            while not all(_verified(job) for job in study.status["jobs"]):
+                assert time.monotonic() < deadline, study.status["jobs"]
                 time.sleep(0.1)
             study.finish()
             yield study
@@ -60,8 +61,11 @@ def test_the_jobs_collided_and_the_plan_parts_them(played: PathStudy) -> None:
     spines = played.seen.spines
     assert most_on_one(spines["together"]) == most_on_one(spines["before"]) == 2
     assert set(spines["crux"].values()) == {0, 1}
-    plan = {entry["job"]: entry["path"] for entry in played.seen.status["plan"]["entries"]}
-    assert plan == {name: [spine, spine] for name, spine in spines["crux"].items()}
+    plan = {
+        entry["job"]: {router for _, _, hops in entry["paths"] for _, _, router in hops}
+        for entry in played.seen.status["plan"]["entries"]
+    }
+    assert plan == {name: {f"spine{spine}"} for name, spine in spines["crux"].items()}
 
 
 def test_the_spines_counters_say_the_same(played: PathStudy) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from drained import drain
+from on_threads import both
+from programs import python
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg
 
-from crux_torch.profile import record as rec
-from crux_torch.profile.record import Flag
+from crux_torch.measure import record as rec
+from crux_torch.measure.record import Flag
 
 _C = pytest.importorskip("crux_torch._C")
 
@@ -85,26 +85,6 @@ def gloo_pair(
     return backends, inners
 
 
-def both(body: Callable[[int], None]) -> None:
-    """``body(rank)`` for two ranks on two threads; raises what either raised."""
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            body(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
 def test_numpy_and_cpp_agree_on_the_record() -> None:
     assert rec.RECORD.itemsize == _C.RECORD_BYTES == 64
     assert rec.OPS == _C.OPS
@@ -138,102 +118,82 @@ def sparse() -> torch.Tensor:
     return torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (5,), check_invariants=True)
 
 
-#: name: operation, call, bytes by the convention of docs/recorder.md, peer.
-Case = tuple[str, Callable[[Any], Any], int, int]
+@dataclass(frozen=True)
+class Case:
+    """An operation's call, and its bytes and peer by the convention of docs/recorder.md."""
+
+    op: str
+    call: Callable[[Any], Any]
+    nbytes: int = NBYTES
+    peer: int = -1
+
+
 WHOLE = SIZE * NBYTES
-CASES: dict[str, Case] = {
-    "allreduce": ("allreduce", lambda g: g.allreduce([tensor()]), NBYTES, -1),
-    "allreduce of a sparse tensor": (
-        "allreduce",
-        lambda g: g.allreduce([sparse()]),
-        2 * 8 + 2 * 4,
-        -1,
+CASES = {
+    "allreduce": Case("allreduce", lambda g: g.allreduce([tensor()])),
+    "sparse": Case("allreduce", lambda g: g.allreduce([sparse()]), 2 * 8 + 2 * 4),
+    "allreduce_coalesced": Case(
+        "allreduce_coalesced", lambda g: g.allreduce_coalesced([tensor(), tensor(2)]), NBYTES + 8
     ),
-    "allreduce_coalesced": (
-        "allreduce_coalesced",
-        lambda g: g.allreduce_coalesced([tensor(), tensor(2)]),
-        NBYTES + 8,
-        -1,
+    "broadcast": Case(
+        "broadcast", lambda g: g.broadcast([tensor()], root(dist.BroadcastOptions(), 3)), peer=3
     ),
-    "broadcast": (
-        "broadcast",
-        lambda g: g.broadcast([tensor()], root(dist.BroadcastOptions(), 3)),
-        NBYTES,
-        3,
+    "reduce": Case("reduce", lambda g: g.reduce([tensor()], root(dist.ReduceOptions(), 2)), peer=2),
+    "allgather": Case("allgather", lambda g: g.allgather([lists(SIZE)], [tensor()]), WHOLE),
+    "allgather_single": Case(
+        "allgather_single", lambda g: g._allgather_base(tensor(SIZE * 6), tensor()), WHOLE
     ),
-    "reduce": ("reduce", lambda g: g.reduce([tensor()], root(dist.ReduceOptions(), 2)), NBYTES, 2),
-    "allgather": ("allgather", lambda g: g.allgather([lists(SIZE)], [tensor()]), WHOLE, -1),
-    "allgather_single": (
-        "allgather_single",
-        lambda g: g._allgather_base(tensor(SIZE * 6), tensor()),
-        WHOLE,
-        -1,
-    ),
-    "allgather_coalesced": (
+    "allgather_coalesced": Case(
         "allgather_coalesced",
         lambda g: g.allgather_coalesced([lists(2) for _ in range(SIZE)], lists(2)),
         2 * WHOLE,
-        -1,
     ),
-    "allgather_into_tensor_coalesced": (
+    "allgather_into_tensor_coalesced": Case(
         "allgather_coalesced",
         lambda g: g.allgather_into_tensor_coalesced(lists(2, SIZE * 6), lists(2)),
         2 * WHOLE,
-        -1,
     ),
-    "gather at the root": (
+    "gather at the root": Case(
         "gather",
         lambda g: g.gather([lists(SIZE)], [tensor()], root(dist.GatherOptions(), RANK)),
         WHOLE,
         RANK,
     ),
-    "gather elsewhere": (
-        "gather",
-        lambda g: g.gather([], [tensor()], root(dist.GatherOptions(), 0)),
-        WHOLE,
-        0,
+    "gather elsewhere": Case(
+        "gather", lambda g: g.gather([], [tensor()], root(dist.GatherOptions(), 0)), WHOLE, 0
     ),
-    "scatter at the root": (
+    "scatter at the root": Case(
         "scatter",
         lambda g: g.scatter([tensor()], [lists(SIZE)], root(dist.ScatterOptions(), RANK)),
         WHOLE,
         RANK,
     ),
-    "scatter elsewhere": (
-        "scatter",
-        lambda g: g.scatter([tensor()], [], root(dist.ScatterOptions(), 0)),
-        WHOLE,
-        0,
+    "scatter elsewhere": Case(
+        "scatter", lambda g: g.scatter([tensor()], [], root(dist.ScatterOptions(), 0)), WHOLE, 0
     ),
-    "reduce_scatter": (
-        "reduce_scatter",
-        lambda g: g.reduce_scatter([tensor()], [lists(SIZE)]),
-        WHOLE,
-        -1,
+    "reduce_scatter": Case(
+        "reduce_scatter", lambda g: g.reduce_scatter([tensor()], [lists(SIZE)]), WHOLE
     ),
-    "reduce_scatter_single": (
+    "reduce_scatter_single": Case(
         "reduce_scatter_single",
         lambda g: g._reduce_scatter_base(tensor(), tensor(SIZE * 6)),
         WHOLE,
-        -1,
     ),
-    "reduce_scatter_tensor_coalesced": (
+    "reduce_scatter_tensor_coalesced": Case(
         "reduce_scatter_coalesced",
         lambda g: g.reduce_scatter_tensor_coalesced(lists(2), lists(2, SIZE * 6)),
         2 * WHOLE,
-        -1,
     ),
-    "alltoall": ("alltoall", lambda g: g.alltoall(lists(SIZE), lists(SIZE)), WHOLE, -1),
-    "alltoall_single": (
+    "alltoall": Case("alltoall", lambda g: g.alltoall(lists(SIZE), lists(SIZE)), WHOLE),
+    "alltoall_single": Case(
         "alltoall_single",
         lambda g: g.alltoall_base(tensor(8), tensor(12), [2] * SIZE, [3] * SIZE),
         48,
-        -1,
     ),
-    "send": ("send", lambda g: g.send([tensor()], 3, 0), NBYTES, 3),
-    "recv": ("recv", lambda g: g.recv([tensor()], 2, 0), NBYTES, 2),
-    "recv from anyone": ("recv", lambda g: g.recv_anysource([tensor()], 0), NBYTES, -1),
-    "barrier": ("barrier", lambda g: g.barrier(), 0, -1),
+    "send": Case("send", lambda g: g.send([tensor()], 3, 0), peer=3),
+    "recv": Case("recv", lambda g: g.recv([tensor()], 2, 0), peer=2),
+    "recv from anyone": Case("recv", lambda g: g.recv_anysource([tensor()], 0)),
+    "barrier": Case("barrier", lambda g: g.barrier(), 0),
 }
 #: Gloo tells nobody when these end, so that wait() is their end.
 END_AT_WAIT = {
@@ -248,24 +208,24 @@ END_AT_WAIT = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_leaves_one_true_record(name: str, fake: Any, recorder: Any) -> None:
     group, backend = fake
-    op, call, nbytes, peer = CASES[name]
+    case = CASES[name]
     before, counted = time.monotonic_ns(), recorder.recorded
-    work = call(group)
+    work = case.call(group)
     work.wait()
     work.wait()
     del work
     (row,) = drain(recorder, 1)
     assert recorder.recorded == counted + 1
     into = "allgather_into_tensor_coalesced"
-    flags = rec.Flag.END_AT_WAIT if op in END_AT_WAIT or name == into else 0
+    flags = rec.Flag.END_AT_WAIT if case.op in END_AT_WAIT or name == into else 0
     told = {field: row[field].item() for field in rec.RECORD.names if not field.endswith("_ns")}
     assert told == {
         "sequence": 0,
-        "bytes": nbytes,
+        "bytes": case.nbytes,
         "group": backend.group_index,
         "world_size": SIZE,
-        "peer": peer,
-        "op": rec.OP_NUMBER[op],
+        "peer": case.peer,
+        "op": rec.OP_NUMBER[case.op],
         "device": 0,
         "status": rec.STATUSES.index("ok"),
         "flags": flags,
@@ -276,7 +236,7 @@ def test_an_operation_leaves_one_true_record(name: str, fake: Any, recorder: Any
 
 
 def test_every_operation_has_a_case() -> None:
-    untested = set(_C.OPS) - {op for op, *_ in CASES.values()}
+    untested = set(_C.OPS) - {case.op for case in CASES.values()}
     # Only sparse CUDA tensors reach the first; coalescing has its own test.
     assert untested == {"unknown", "allreduce_sparse", "coalesced"}
 
@@ -291,8 +251,7 @@ def test_collectives_and_transfers_are_counted_apart_and_by_group(fake: Any, rec
         g.allreduce([tensor()]).wait()
         g.send([tensor()], 0, 0).wait()
     for name in ("allreduce", "send"):
-        _, call, _, _ = CASES[name]
-        call(group).wait()
+        CASES[name].call(group).wait()
     records = drain(recorder, 10)
     for op in ("allreduce", "send"):
         rows = records[records["op"] == rec.OP_NUMBER[op]]
@@ -332,8 +291,8 @@ def test_a_disabled_recorder_records_nothing(fake: Any, recorder: Any) -> None:
     group, _ = fake
     recorder.enabled = False
     counted = recorder.recorded + recorder.dropped
-    for _, call, _, _ in CASES.values():
-        call(group).wait()
+    for case in CASES.values():
+        case.call(group).wait()
     assert recorder.recorded + recorder.dropped == counted
     recorder.enabled = True
     group.allreduce([tensor()]).wait()
@@ -344,11 +303,15 @@ def test_a_disabled_recorder_records_nothing(fake: Any, recorder: Any) -> None:
 def test_without_timing_an_operation_is_recorded_as_it_is_issued(fake: Any, recorder: Any) -> None:
     group, _ = fake
     recorder.timing = False
-    for name, (op, call, nbytes, peer) in CASES.items():
-        work = call(group)
+    for name, case in CASES.items():
+        work = case.call(group)
         # Nobody waited, and nothing is done with the handle.
         (row,) = drain(recorder, 1)
-        assert (rec.OPS[row["op"]], row["bytes"], row["peer"]) == (op, nbytes, peer), name
+        assert (rec.OPS[row["op"]], row["bytes"], row["peer"]) == (
+            case.op,
+            case.nbytes,
+            case.peer,
+        ), name
         assert row["flags"] & Flag.UNTIMED, name
         assert row["issue_ns"] == row["start_ns"] > 0, name
         assert row["end_ns"] == row["device_ns"] == -1, name
@@ -361,7 +324,7 @@ def test_without_timing_an_operation_is_recorded_as_it_is_issued(fake: Any, reco
     assert not row["flags"] & Flag.UNTIMED
     assert row["end_ns"] >= row["issue_ns"]
     # The numbers went on.
-    transfers = sum(op in ("send", "recv") for op, *_ in CASES.values())
+    transfers = sum(case.op in ("send", "recv") for case in CASES.values())
     assert row["sequence"] == len(CASES) - transfers
 
 
@@ -510,7 +473,8 @@ import json, torch
 from datetime import timedelta
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import ProcessGroupGloo
-from crux_torch import _C, backend
+from crux_torch import _C
+from crux_torch.c10d import backend
 recorder = backend.recorder()
 group = _C.DelegatingBackend("gloo", 0, 1, recorder)
 group.add_inner("cpu", ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=30)))
@@ -532,12 +496,7 @@ print(json.dumps({
 
 
 def test_a_full_ring_drops_new_records_and_blocks_nobody() -> None:
-    env = os.environ | {"CRUX_RECORDS": "8"}
-    child = subprocess.run(
-        [sys.executable, "-c", OVERFLOW], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert child.returncode == 0, child.stderr
-    told = json.loads(child.stdout.splitlines()[-1])
+    told = json.loads(python(OVERFLOW, CRUX_RECORDS="8").splitlines()[-1])
     assert told["capacity"] == 8
     assert told["totals"] == [4.0 * i for i in range(100)]
     assert told["recorded"] + told["dropped"] == 100

@@ -1,4 +1,4 @@
-"""From a plan's candidates to hops: properties on random networks, exact cases of small ones."""
+"""From a chosen path to a plan and to routes: properties on random networks, small exact cases."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from test_fabric_topology import networks
 
 from crux_torch.fabric.builders import BUILDERS, GpuServer
 from crux_torch.fabric.loaders import parse_yaml
-from crux_torch.fabric.route import MAX_HOP_ADDRESSES, HostRoute, Routes, routers, routes_of
+from crux_torch.fabric.route import (
+    MAX_HOP_ADDRESSES,
+    HostRoute,
+    PlannedHop,
+    PlannedPath,
+    Routes,
+    planned_paths,
+    routers,
+    routes_of,
+)
 from crux_torch.fabric.topology import Topology
-from crux_torch.profile.job_profile import HostFlow
 
 LEAF_SPINE = """
 version: 1
@@ -37,8 +45,12 @@ addresses:
 """
 
 
-def flow(src: str, dst: str) -> HostFlow:
-    return HostFlow(src, dst, 1.0)
+def routes(topology: Topology, *chosen: tuple[str, str, int]) -> Routes:
+    """The routes of a job whose pairs of hosts take the candidates of these numbers."""
+    paths = {(src, dst): topology.candidate_paths(src, dst)[n] for src, dst, n in chosen}
+    told = msgspec.json.encode(planned_paths(paths, topology))
+    planned = msgspec.json.decode(told, type=tuple[PlannedPath, ...])
+    return routes_of(planned, topology.hosts, topology)
 
 
 def address(node: int, interface: int) -> str:
@@ -77,18 +89,18 @@ def test_hops_tell_the_wanted_path_from_every_other(bare: Topology, data: st.Dat
     there = [c for c in candidates if topology.ends(c[-1])[1] == end]
     others = {routers(c, topology) for c in there} - {wanted}
 
-    routes, problems = routes_of([chosen], [flow("h0", "h1")], topology)
-    routes = tuple(route for route in routes if route.src == "h0")
+    found, problems = routes(topology, ("h0", "h1", chosen))
+    there_only = tuple(route for route in found if route.src == "h0")
 
     if not others:
-        assert routes == ()
-    elif not routes:
+        assert there_only == ()
+    elif not there_only:
         # Some other path goes by the same nodes wherever the wanted one has addresses.
         known = [t for t, node in enumerate(wanted, 1) if node not in silent]
         assert any(all(len(o) >= t and o[t - 1] == wanted[t - 1] for t in known) for o in others)
         assert any(name in problem for problem in problems for name in silent)
     else:
-        (route,) = routes
+        (route,) = there_only
         assert (route.src, route.dst) == ("h0", "h1")
         assert route.destinations == topology.addresses[end]
         taken = {routers(c, topology) for c in there if matches(route, c, topology)}
@@ -103,7 +115,7 @@ def test_hops_tell_the_wanted_path_from_every_other(bare: Topology, data: st.Dat
 @pytest.mark.parametrize(("chosen", "spine"), [(0, "spine0"), (1, "spine1")])
 def test_a_leaf_and_spine_network_differs_at_the_second_router(chosen: int, spine: str) -> None:
     topology = parse_yaml(LEAF_SPINE)
-    (there, back), problems = routes_of([chosen], [flow("h0", "h1")], topology)
+    (there, back), problems = routes(topology, ("h0", "h1", chosen))
     assert (there.src, there.dst, back.src, back.dst) == ("h0", "h1", "h1", "h0")
     assert there.destinations == ("10.1.0.2", "fd00::2")
     assert back.destinations == ("10.0.0.2",)
@@ -113,7 +125,7 @@ def test_a_leaf_and_spine_network_differs_at_the_second_router(chosen: int, spin
 
 def test_bytes_that_flow_back_have_a_path_of_their_own() -> None:
     topology = parse_yaml(LEAF_SPINE)
-    (there, back), _ = routes_of([0, 1], [flow("h0", "h1"), flow("h1", "h0")], topology)
+    (there, back), _ = routes(topology, ("h0", "h1", 0), ("h1", "h0", 1))
     assert there.hops == ((2, topology.addresses["spine0"]),)
     assert back.hops == ((2, topology.addresses["spine1"]),)
 
@@ -124,8 +136,7 @@ def test_the_way_back_passes_the_same_routers(bare: Topology, data: st.DataObjec
     topology = with_addresses(bare)
     candidates = topology.candidate_paths("h0", "h1")
     chosen = data.draw(st.integers(0, len(candidates) - 1))
-    routes, _ = routes_of([chosen], [flow("h0", "h1")], topology)
-    forward = {r.src: r for r in routes}
+    forward = {route.src: route for route in routes(topology, ("h0", "h1", chosen)).routes}
     if "h1" in forward:
         mirrored = routers(candidates[chosen], topology)[::-1]
         back = topology.candidate_paths("h1", "h0")
@@ -133,12 +144,24 @@ def test_the_way_back_passes_the_same_routers(bare: Topology, data: st.DataObjec
         assert mirrored in taken
 
 
-def test_pairs_without_a_choice_and_hosts_that_are_not_known_get_none() -> None:
-    topology = parse_yaml(LEAF_SPINE)
-    flows = [flow("h0", "h2"), flow("h0", "elsewhere"), flow("h1", "h1"), flow("h1", "h0")]
-    routes, problems = routes_of([0, 7, 3, 1], flows, topology)
-    assert [(r.src, r.dst) for r in routes] == [("h1", "h0"), ("h0", "h1")]
+def test_pairs_without_a_choice_get_none() -> None:
+    found, problems = routes(parse_yaml(LEAF_SPINE), ("h0", "h2", 0), ("h1", "h0", 1))
+    assert [(r.src, r.dst) for r in found] == [("h1", "h0"), ("h0", "h1")]
     assert problems == ()
+
+
+def test_the_way_back_is_looked_up_if_links_cost_more_in_one_direction() -> None:
+    """From h1 the only shortest path crosses spine1, so no bytes come back over spine0."""
+    topology = parse_yaml(
+        LEAF_SPINE.replace(
+            "{between: [leaf1, spine0], capacity_Bps: 1e8}",
+            "{from: spine0, to: leaf1, capacity_Bps: 1e8}\n"
+            "  - {from: leaf1, to: spine0, capacity_Bps: 1e8, cost: 2}",
+        )
+    )
+    assert not topology.is_symmetric
+    assert [r.src for r in routes(topology, ("h0", "h1", 0)).routes] == ["h0"]
+    assert [r.src for r in routes(topology, ("h1", "h0", 0)).routes] == ["h0"]
 
 
 @pytest.mark.parametrize(
@@ -150,20 +173,34 @@ def test_pairs_without_a_choice_and_hosts_that_are_not_known_get_none() -> None:
 )
 def test_what_lacks_addresses_is_named_and_left_to_the_network(gone: str, named: str) -> None:
     topology = parse_yaml(LEAF_SPINE.replace(gone, ""))
-    flows = [flow("h0", "h1"), flow("h2", "h1"), flow("h1", "h0")]
-    routes, problems = routes_of([0, 0, 1], flows, topology)
+    found, problems = routes(topology, ("h0", "h1", 0), ("h2", "h1", 0), ("h1", "h0", 1))
     assert problems == (named,)
-    assert [(r.src, r.dst) for r in routes if r.dst == "h0"] == [("h1", "h0")]
+    assert [(r.src, r.dst) for r in found if r.dst == "h0"] == [("h1", "h0")]
 
 
-def test_a_plan_that_is_not_of_these_flows_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (PlannedPath("h0", "h2", ()), "does not join hosts of the job"),
+        (PlannedPath("leaf0", "h1", ()), "does not join hosts of the job"),
+        (PlannedPath("h0", "elsewhere", ()), "unknown node 'elsewhere'"),
+    ],
+)
+def test_a_path_that_does_not_join_the_jobs_hosts_is_refused(
+    path: PlannedPath, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        routes_of([path], ("h0", "h1"), parse_yaml(LEAF_SPINE))
+
+
+def test_a_path_that_no_known_router_tells_is_named() -> None:
     topology = parse_yaml(LEAF_SPINE)
-    with pytest.raises(ValueError, match="1 paths for 2 flows"):
-        routes_of([0], [flow("h0", "h1"), flow("h1", "h0")], topology)
-    for chosen in (-1, 2):
-        with pytest.raises(ValueError, match=f"path {chosen} of 2 from h0 to h1"):
-            routes_of([chosen], [flow("h0", "h1")], topology)
-    assert routes_of([], [], topology) == Routes((), ())
+    untold = PlannedPath("h0", "h1", ())
+    assert routes_of([untold], ("h0", "h1"), topology) == Routes(
+        (), ("no router that tells a path from h0 to h1",)
+    )
+    unknown = PlannedPath("h0", "h1", (PlannedHop(2, 2, "gone"),))
+    assert routes_of([unknown], ("h0", "h1"), topology).problems == ("no addresses of gone",)
 
 
 def test_a_path_ends_at_the_nic_that_has_the_destination_address() -> None:
@@ -174,7 +211,7 @@ def test_a_path_ends_at_the_nic_that_has_the_destination_address() -> None:
     nics = {topology.ends(path[-1])[1] for path in candidates}
     assert len(nics) > 1
     for chosen, path in enumerate(candidates[:16]):
-        (route, _), problems = routes_of([chosen], [flow("h0", "h7")], topology)
+        (route, _), problems = routes(topology, ("h0", "h7", chosen))
         assert problems == ()
         assert route.destinations == topology.addresses[topology.ends(path[-1])[1]]
 
@@ -187,7 +224,7 @@ def test_a_three_layer_network_is_told_apart_at_the_layers_between() -> None:
     candidates = topology.candidate_paths(hosts[0], hosts[-1])
     assert len(candidates) == 4
     for chosen, path in enumerate(candidates):
-        (route, _), _ = routes_of([chosen], [flow(hosts[0], hosts[-1])], topology)
+        (route, _), _ = routes(topology, (hosts[0], hosts[-1], chosen))
         assert [ttl for ttl, _ in route.hops] == [2, 3, 4]
         assert [a for _, a in route.hops] == [
             topology.addresses[node] for node in routers(path, topology)[1:4]
@@ -208,13 +245,13 @@ def test_no_more_addresses_than_a_route_takes() -> None:
         return Topology(bare.nodes, bare.edges, addresses)
 
     # A core leads to one aggregation switch on either side, so these can be left out.
-    there, back = flow(hosts[0], hosts[-1]), flow(hosts[-1], hosts[0])
-    (route, _), problems = routes_of([0, 3], [there, back], topology({up: 9, down: 9}))
+    pairs = (hosts[0], hosts[-1], 0), (hosts[-1], hosts[0], 3)
+    (route, _), problems = routes(topology({up: 9, down: 9}), *pairs)
     assert [ttl for ttl, _ in route.hops] == [3, 4]
     assert problems == ()
-    (route, _), _ = routes_of([0, 3], [there, back], topology({core: MAX_HOP_ADDRESSES}))
+    (route, _), _ = routes(topology({core: MAX_HOP_ADDRESSES}), *pairs)
     assert [ttl for ttl, _ in route.hops] == [3]
-    (route,), (problem,) = routes_of([0, 3], [there, back], topology({core: 17}))
+    (route,), (problem,) = routes(topology({core: 17}), *pairs)
     assert route.src == hosts[-1]
     assert "17 addresses" in problem
     assert core in problem

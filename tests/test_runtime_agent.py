@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_fakes import free_port, until
+from control_fakes import until
+from loopback import free_port
 
 from crux_torch.control.host import StoreHost
 from crux_torch.control.registry import Registry
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.settings import CLASS_SELECTORS
 
+pytestmark = pytest.mark.slow
+
 WORKER = str(Path(__file__).with_name("runtime_worker.py"))
 ROOT = Path(__file__).parent.parent
-BOUND_S = 90
+BOUND_S = 300
 #: A 32-48-8 perceptron with ReLU: forward, the weights' gradients, and the hidden layer's.
 FLOPS_A_SAMPLE = 2 * (32 * 48 + 48 * 8) * 2 + 2 * 48 * 8
 QUICK = {

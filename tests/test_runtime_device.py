@@ -12,13 +12,13 @@ import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.control.planner import MAX_DEVICE_FLOPS
-from crux_torch.fabric.host import Cpu, Host
-from crux_torch.fabric.nvml import Gpu
-from crux_torch.fabric.nvml_device import CudaDevice
-from crux_torch.runtime import leadership, link_routes
-from crux_torch.runtime.device import DeviceMeter
-from crux_torch.runtime.link_routes import OwnDevice
+from crux_torch.control.inputs import MAX_DEVICE_FLOPS
+from crux_torch.host import nvml_device
+from crux_torch.host.machine import Cpu, Host
+from crux_torch.host.nvml import Gpu
+from crux_torch.host.nvml_device import CudaDevice, OwnDevice
+from crux_torch.measure.device import DeviceMeter
+from crux_torch.runtime import join
 from crux_torch.settings import Settings
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -49,7 +49,7 @@ def meter(
     torch: Any = None,
     env: Mapping[str, str] | None = None,
 ) -> DeviceMeter:
-    monkeypatch.setattr(link_routes, "current_device", lambda: chosen)
+    monkeypatch.setattr(nvml_device, "current_device", lambda: chosen)
     library = library or FakeNvml(gpus())
     return DeviceMeter(OwnDevice(), told, library, env or {}, torch or cuda())
 
@@ -57,7 +57,7 @@ def meter(
 def measured(made: DeviceMeter, by_dtype: dict[str, float]) -> Any:
     """A measurement, with all the time at its end that a busy machine may need."""
     made.begin()
-    made._activity._stop.set()
+    made._activity._watch.stop.set()
     if made._activity._thread is not None:
         made._activity._thread.join(10)
     return made.finish(by_dtype)
@@ -119,7 +119,7 @@ def test_a_torch_that_fails_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     broken = cuda()
     broken.cuda.device_count = fails
     made = meter(monkeypatch, None, torch=broken)
-    monkeypatch.setattr(link_routes, "current_device", fails)
+    monkeypatch.setattr(nvml_device, "current_device", fails)
     made.look()
     made.begin()
     assert made.finish({}) is None
@@ -142,13 +142,13 @@ def test_ranks_on_a_cpu_share_it_and_none_may_claim_less_than_a_gpu_does(
 ) -> None:
     cpu = Cpu("x", 8, 2e9, 32)
     found = [Host("h0", (), cpu, ())]
-    monkeypatch.setattr(leadership, "this_host", lambda: found[0])
+    monkeypatch.setattr(join, "this_host", lambda: found[0])
     env = {"LOCAL_WORLD_SIZE": here}
     whole = 8 * 2e9 * 32
-    assert leadership._device_flops(Settings(), env) == (whole / share, whole)
+    assert join._device_flops(Settings(), env) == (whole / share, whole)
     gpu = Gpu(0, H100, "GPU-0", 80 << 30, "0000:1b:00.0", 1979e12)
     found[0] = Host("h0", (gpu,), cpu, ())
-    assert leadership._device_flops(Settings(), env) == (whole / share, 1979e12)
+    assert join._device_flops(Settings(), env) == (whole / share, 1979e12)
     found[0] = Host("h0", (replace(gpu, name="new", peak_flops=None),), None, ())
-    assert leadership._device_flops(Settings(), env) == (0.0, MAX_DEVICE_FLOPS)
-    assert leadership._device_flops(Settings(device_flops=5.0), env) == (5.0, 5.0)
+    assert join._device_flops(Settings(), env) == (0.0, MAX_DEVICE_FLOPS)
+    assert join._device_flops(Settings(device_flops=5.0), env) == (5.0, 5.0)

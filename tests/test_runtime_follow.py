@@ -9,15 +9,17 @@ from datetime import timedelta
 import msgspec
 import pytest
 import torch
-from control_fakes import free_port, profile, until
-from test_runtime_steering import Rank, route
+from control_fakes import profile, until
+from loopback import free_port
+from test_runtime_steer import Rank, route
 from torch.distributed import HashStore
 
-from crux_torch.apply.ownership import Ownership
+from crux_torch.c10d.ownership import Ownership
 from crux_torch.control.job_channel import JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
-from crux_torch.profile.job_profile import MAX_FLOWS, HostFlow
+from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow
 from crux_torch.runtime import agent as agents
+from crux_torch.runtime import follow
 from crux_torch.runtime.agent import Agent
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
@@ -63,7 +65,7 @@ def start(store, monkeypatch):
 
 
 def order(**changes):
-    return Order(**{"incarnation": "i", "turn": 1, "level": 5, "valid_s": 30.0, **changes})
+    return Order(**{"incarnation": "i", "number": 1, "level": 5, "valid_s": 30.0, **changes})
 
 
 def warnings(caplog):
@@ -71,10 +73,10 @@ def warnings(caplog):
 
 
 def test_orders_of_an_earlier_world_give_way_to_the_new_leader(start, store):
-    earlier = order(turn=57, incarnation="earlier", measuring=True, measurement=4)
-    JobChannel(store, 0, 1).publish(57, earlier.to_json())
+    earlier = order(number=57, incarnation="earlier", measuring=True, measurement=4)
+    JobChannel(store, 0, 1).publish(earlier.to_json())
     agent = start()
-    until(lambda: (agent.status()["order"] or {}).get("turn", 0) > 57, what="the new orders")
+    until(lambda: (agent.status()["order"] or {}).get("number", 0) > 57, what="the new orders")
     assert agent.status()["order"]["incarnation"] != "earlier"
     assert agent.status()["errors"] == {}
 
@@ -83,8 +85,8 @@ def test_a_rank_answers_the_measurement_of_a_new_world_though_its_number_is_old(
     leader = JobChannel(store, 0, 2)
     start(rank=1, world=2)
     for turn, incarnation in ((1, "first"), (2, "second")):
-        new = order(turn=turn, incarnation=incarnation, measuring=True, measurement=1)
-        leader.publish(turn, new.to_json())
+        new = order(number=turn, incarnation=incarnation, measuring=True, measurement=1)
+        leader.publish(new.to_json())
         wanted = f"{incarnation} 1\n".encode()
         until(lambda wanted=wanted: leader.collect().by_rank.get(1) == wanted, what=str(wanted))
 
@@ -92,7 +94,7 @@ def test_a_rank_answers_the_measurement_of_a_new_world_though_its_number_is_old(
 def test_a_measurement_is_answered_though_the_leader_fell_silent_meanwhile(start, store):
     leader = JobChannel(store, 0, 2)
     agent = start(rank=1, world=2)
-    leader.publish(1, order(measuring=True, measurement=1, valid_s=0.1).to_json())
+    leader.publish(order(measuring=True, measurement=1, valid_s=0.1).to_json())
     until(lambda: 1 in leader.collect().by_rank, what="the answer")
     assert agent.status()["errors"] == {}
 
@@ -100,7 +102,7 @@ def test_a_measurement_is_answered_though_the_leader_fell_silent_meanwhile(start
 def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(start, store, caplog):
     leader = JobChannel(store, 0, 2)
     agent = start(rank=1, world=2)
-    leader.publish(1, order(valid_s=0.3, profile=profile()).to_json())
+    leader.publish(order(valid_s=0.3, profile=profile()).to_json())
     until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
     until(lambda: agent.status()["applied"]["level"] is None, what="the end of the order")
     # What lies in the store is still the order that has ended: it must not count again.
@@ -110,7 +112,7 @@ def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(start, store
     assert agent.status()["plan"] is None
     assert agent.profile() == profile()
     assert len(warnings(caplog)) == 1
-    leader.publish(2, order(turn=2, level=3).to_json())
+    leader.publish(order(number=2, level=3).to_json())
     until(lambda: agent.status()["applied"]["dscp"] == 24, what="the new level")
 
 
@@ -118,18 +120,18 @@ def test_routes_are_followed_and_taken_back_when_the_leader_falls_silent(
     start, store, monkeypatch, caplog
 ):
     fakes = Rank()
-    monkeypatch.setattr(agents, "make_steering", lambda *_: fakes.steering)
+    monkeypatch.setattr(follow, "make_steering", lambda *_: fakes.steering)
     leader = JobChannel(store, 0, 2)
     agent = start(rank=1, world=2)
-    leader.publish(1, order(valid_s=0.5, routes=(route(1),), switch=7).to_json())
+    leader.publish(order(valid_s=0.5, routes=(route(1),), generation=7).to_json())
     until(lambda: fakes.switch.requests == [7], what="the switch")
     (told,) = fakes.switch.routes_then[0]
     assert (told.destination, told.dscp) == ("10.1.0.2", 40)
-    assert json.loads(json.dumps(agent.status()))["paths"]["switch"] == 7
+    assert json.loads(json.dumps(agent.status()))["paths"]["generation"] == 7
     until(lambda: fakes.transport.routes == (), what="the end of the routes")
     assert fakes.switch.requests == [7]
     assert len(warnings(caplog)) == 1
-    leader.publish(2, order(turn=2, routes=(route(1),), switch=7).to_json())
+    leader.publish(order(number=2, routes=(route(1),), generation=7).to_json())
     until(lambda: len(fakes.transport.routes) == 1, what="the routes of the next order")
     assert fakes.switch.requests == [7]
 
@@ -137,16 +139,27 @@ def test_routes_are_followed_and_taken_back_when_the_leader_falls_silent(
 def test_malformed_orders_are_ignored_with_one_warning(start, store, caplog):
     leader = JobChannel(store, 0, 2)
     agent = start(rank=1, world=2)
-    leader.publish(1, order().to_json())
+    leader.publish(order().to_json())
     until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
-    for turn, raw in enumerate((b"\xff", b"{}", b"[" * 1000, order().to_json()[:-9]), start=2):
-        leader.publish(turn, raw)
+    for raw in (b"\xff", b"{}", b"[" * 1000, order().to_json()[:-9]):
+        leader.publish(raw)
         polled = agent._order_at_s
         until(lambda polled=polled: agent._order_at_s > polled + 0.05, what="a look")
     assert agent.status()["applied"]["level"] == 5
     assert len(warnings(caplog)) == 1
-    leader.publish(9, order(turn=9, level=2).to_json())
+    leader.publish(order(number=9, level=2).to_json())
     until(lambda: agent.status()["applied"]["level"] == 2, what="the next order")
+
+
+def test_an_order_that_is_older_than_the_last_is_ignored(start, store):
+    leader = JobChannel(store, 0, 2)
+    agent = start(rank=1, world=2)
+    leader.publish(order(number=9).to_json())
+    until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
+    leader.publish(order(number=8, level=2, incarnation="earlier").to_json())
+    polled = agent._order_at_s
+    until(lambda: agent._order_at_s > polled + 0.05, what="a look")
+    assert agent.status()["order"]["number"] == 9
 
 
 def test_an_order_that_is_too_long_goes_without_the_profile(start, store):
@@ -155,7 +168,7 @@ def test_an_order_that_is_too_long_goes_without_the_profile(start, store):
     large = profile(flows=tuple(HostFlow(name, name[::-1], 1.0) for name in names))
     until(lambda: agent.status()["order"] is not None, what="an order")
     order = msgspec.convert(agent.status()["order"], Order)
-    long = msgspec.structs.replace(order, turn=order.turn + 1000, level=4, profile=large)
+    long = msgspec.structs.replace(order, number=order.number + 1000, level=4, profile=large)
     assert len(long.to_json()) > MAX_RECORD_BYTES
     assert agent._publish(long)
     until(lambda: agent.status()["applied"]["level"] == 4, what="the long order")

@@ -1,19 +1,22 @@
-"""Compression: validity, the DP against enumeration, and the paper's figures."""
+"""Compression: validity, Algorithm 1 against enumeration, and the paper's figures."""
 
 from __future__ import annotations
 
+import math
 from itertools import combinations, permutations, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import on_links
+from schedule_cases import compress
 from scipy import sparse
 
-from crux_torch.schedule import compression
-from crux_torch.schedule.compression import best_cut, compress, compress_ranked, cut_weight
-from crux_torch.schedule.dag import ContentionDag
+from crux_torch.schedule import contention_dag, crux
+from crux_torch.schedule.contention_dag import Edges
+from crux_torch.schedule.crux import best_cuts, compress_priorities, crossing_weights
+from crux_torch.schedule.model import Cluster, Flow, Job
+from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.schedule.sincronia import compress_first
 from crux_torch.schedule.varys import compress_balanced
 
@@ -31,10 +34,10 @@ def contending(draw: st.DrawFn, max_jobs: int = 10):
     return priority, intensity, links, levels
 
 
-def assert_valid(level, priority, links) -> None:
-    for a, b in permutations(level, 2):
-        if links[a] & links[b] and priority[a] > priority[b]:
-            assert level[a] >= level[b]
+def cut_weight(level, names, intensity, links) -> float:
+    """Total intensity over contending pairs (the higher first in ``names``) that are set apart."""
+    pairs = [(a, b) for a, b in combinations(names, 2) if links[a] & links[b]]
+    return sum(intensity[a] for a, b in pairs if level[a] != level[b])
 
 
 def crossing(weights, groups) -> float:
@@ -42,34 +45,24 @@ def crossing(weights, groups) -> float:
     return sum(weights[u, v] for u in range(n) for v in range(u + 1, n) if groups[u] < groups[v])
 
 
-@settings(deadline=None)
-@given(contending())
-def test_never_inverts_and_uses_given_levels(case) -> None:
+@given(contending(), st.randoms())
+def test_uses_the_given_levels_inverts_nobody_and_ignores_the_order(case, random) -> None:
     priority, intensity, links, levels = case
-    level = compress(priority, intensity, links, levels)
+    level = compress(priority, intensity, links, levels, seed=3)
     assert set(level) == set(priority)
     assert set(level.values()) <= set(levels)
-    assert_valid(level, priority, links)
+    for a, b in permutations(level, 2):
+        if links[a] & links[b] and priority[a] > priority[b]:
+            assert level[a] >= level[b]
+    shuffled = random.sample(list(priority), len(priority))
+    assert compress({n: priority[n] for n in shuffled}, intensity, links, levels, seed=3) == level
 
 
-@settings(deadline=None)
-@given(contending(), st.randoms())
-def test_deterministic_and_independent_of_order(case, random) -> None:
-    priority, intensity, links, levels = case
-    names = list(priority)
-    random.shuffle(names)
-    shuffled = {n: priority[n] for n in names}
-    assert compress(priority, intensity, links, levels, seed=3) == compress(
-        shuffled, intensity, links, levels, seed=3
-    )
-
-
-@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.data())
-def test_dp_equals_enumeration_of_cuts(n, groups, data) -> None:
+def test_cuts_of_one_order_equal_enumeration(n, groups, data) -> None:
     numbers = data.draw(st.lists(st.integers(0, 9), min_size=n * n, max_size=n * n))
     weights = np.triu(np.array(numbers, float).reshape(n, n), 1)
-    value, cuts = best_cut(weights, groups)
+    value, cuts = best_cuts(crossing_weights(weights), groups)
     best = max(
         crossing(weights, np.searchsorted(cut, np.arange(n), side="right"))
         for count in range(min(groups, n))
@@ -77,26 +70,23 @@ def test_dp_equals_enumeration_of_cuts(n, groups, data) -> None:
     )
     assert value == best
     assert crossing(weights, np.searchsorted(cuts, np.arange(n), side="right")) == best
-    assert list(cuts) == sorted(set(cuts))
+    assert cuts.tolist() == sorted(set(cuts.tolist()))
     assert len(cuts) == min(groups, n) - 1
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(65, 110), st.integers(2, 8), st.integers(0, 2**32 - 1))
-def test_monotone_choice_loses_nothing(n, groups, seed) -> None:
+def test_the_monotone_choice_loses_nothing(n, groups, seed) -> None:
     rng = np.random.default_rng(seed)
     weights = np.triu(rng.integers(0, 9, (n, n)) * (rng.random((n, n)) < 0.2), 1).astype(float)
-    prefix = np.zeros((n + 1, n + 1))
-    prefix[1:, 1:] = weights.cumsum(0).cumsum(1)
+    c = crossing_weights(weights)
     best = np.zeros(n + 1)
     for _ in range(groups - 1):
-        best = np.array(
-            [max(best[j] + prefix[j, i] - prefix[j, j] for j in range(i + 1)) for i in range(n + 1)]
-        )
-    assert best_cut(weights, groups)[0] == best[n]
+        best = np.array([max(best[j] + c[j, i] for j in range(i + 1)) for i in range(n + 1)])
+    assert best_cuts(c, groups)[0] == best[n]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(contending(max_jobs=5))
 def test_enough_orders_reach_the_optimum(case) -> None:
     priority, intensity, links, levels = case
@@ -106,44 +96,47 @@ def test_enough_orders_reach_the_optimum(case) -> None:
     for assigned in product(levels, repeat=len(names)):
         level = dict(zip(names, assigned, strict=True))
         if all(level[a] >= level[b] for a, b in combinations(names, 2) if links[a] & links[b]):
-            optimum = max(optimum, cut_weight(level, priority, intensity, links))
-    assert cut_weight(found, priority, intensity, links) == optimum
+            optimum = max(optimum, cut_weight(level, names, intensity, links))
+    assert cut_weight(found, names, intensity, links) == optimum
 
 
-def test_figure_13() -> None:
-    assert compress(FOUR, FOUR, FIGURE_13, (0, 1)) == {"1": 1, "2": 0, "3": 1, "4": 0}
-    levels = np.array([0, 1])
-    assert compress_first(4, levels).tolist() == [1, 0, 0, 0]
-    assert compress_balanced(4, levels).tolist() == [1, 1, 0, 0]
+ONE_LINK = dict.fromkeys(FOUR, frozenset("x"))
+FIGURE_14 = {"1": {*"ab"}, "2": {*"ac"}, "5": {*"bd"}, "3": {*"ce"}, "4": {*"df"}}
 
 
-def test_baseline_compressions_on_more_levels() -> None:
-    levels = np.array([1, 4, 6])
-    assert compress_first(5, levels).tolist() == [6, 4, 1, 1, 1]
-    assert compress_balanced(6, levels).tolist() == [6, 6, 4, 4, 1, 1]
-    assert compress_balanced(2, levels).tolist() == [6, 4]
-    assert compress_balanced(0, levels).tolist() == []
+@pytest.mark.parametrize(
+    ("priority", "intensity", "links", "levels", "expected"),
+    [
+        (FOUR, FOUR, FIGURE_13, (0, 1), {"1": 1, "2": 0, "3": 1, "4": 0}),
+        (FOUR, FOUR | {"1": math.inf}, FIGURE_13, (0, 1), {"1": 1, "2": 0, "3": 1, "4": 0}),
+        # Job 1 high, 2 and 5 medium, 3 and 4 low: all edges are cut.
+        (
+            {"1": 5.0, "2": 4.0, "5": 3.5, "3": 3.0, "4": 2.0},
+            dict.fromkeys("12345", 1.0),
+            FIGURE_14,
+            (0, 1, 2),
+            {"1": 2, "2": 1, "5": 1, "3": 0, "4": 0},
+        ),
+        # The order is total, and two cuts of four jobs part all pairs but that of least weight.
+        (FOUR, FOUR, ONE_LINK, (0, 3, 5), {"1": 5, "2": 3, "3": 0, "4": 0}),
+        # Jobs that meet nobody share the highest level, and on one level all are.
+        (FOUR, FOUR, dict.fromkeys(FOUR, frozenset()), (2, 7), dict.fromkeys(FOUR, 7)),
+        (FOUR, FOUR, ONE_LINK, (4,), dict.fromkeys(FOUR, 4)),
+        ({}, {}, {}, (1,), {}),
+    ],
+)
+def test_figures_and_edge_cases(priority, intensity, links, levels, expected) -> None:
+    assert compress(priority, intensity, links, levels) == expected
 
 
-def test_figure_14_all_edges_cut() -> None:
-    # Job 1 high, 2 and 5 medium, 3 and 4 low.
-    priority = {"1": 5.0, "2": 4.0, "5": 3.5, "3": 3.0, "4": 2.0}
-    links = {"1": "ab", "2": "ac", "5": "bd", "3": "ce", "4": "df"}
-    sets = on_links(**links)
-    level = compress(priority, priority, sets, (0, 1, 2))
-    assert level == {"1": 2, "2": 1, "5": 1, "3": 0, "4": 0}
-
-
-def test_clique_is_cut_by_weight() -> None:
-    # One link for all: the order is total, and two cuts of four jobs part all but one pair.
-    one = {job: {"x"} for job in FOUR}
-    level = compress(FOUR, FOUR, one, (0, 3, 5))
-    assert level == {"1": 5, "2": 3, "3": 0, "4": 0}
-
-
-def test_jobs_that_meet_nobody_take_the_highest_level() -> None:
-    assert compress(FOUR, FOUR, dict.fromkeys(FOUR, ()), (2, 7)) == dict.fromkeys(FOUR, 7)
-    assert compress({}, {}, {}, (1,)) == {}
+def test_baselines_compress_by_rank_alone() -> None:
+    two, three = np.array([0, 1]), np.array([1, 4, 6])
+    assert compress_first(4, two).tolist() == [1, 0, 0, 0]
+    assert compress_first(5, three).tolist() == [6, 4, 1, 1, 1]
+    assert compress_balanced(4, two).tolist() == [1, 1, 0, 0]
+    assert compress_balanced(6, three).tolist() == [6, 6, 4, 4, 1, 1]
+    assert compress_balanced(2, three).tolist() == [6, 4]
+    assert compress_balanced(0, three).tolist() == []
 
 
 @pytest.mark.parametrize("levels", [(), (1, 1), (3, 2)])
@@ -152,15 +145,9 @@ def test_refuses_levels_that_do_not_ascend(levels) -> None:
         compress(FOUR, FOUR, FIGURE_13, levels)
 
 
-def test_infinite_intensity_does_not_spoil_the_sum() -> None:
-    intensity = {**FOUR, "1": float("inf")}
-    level = compress(FOUR, intensity, FIGURE_13, (0, 1))
-    assert level == {"1": 1, "2": 0, "3": 1, "4": 0}
-
-
-def test_random_orders_are_topological_and_reach_every_one() -> None:
-    # 0 above 2, 1 above 3, 4 alone: 30 of 120 orders are topological.
-    dag = ContentionDag(np.ones(5), np.array([0, 1]), np.array([2, 3]))
+def test_random_orders_are_topological_and_reach_all() -> None:
+    # 0 -> 2, 1 -> 3, and 4 free: 30 topological orders.
+    dag = Edges(np.ones(5), np.array([0, 1]), np.array([2, 3]))
     seen = set()
     for seed in range(60):
         start = dag.random_start_times(dag.depth(), 10, seed)
@@ -172,47 +159,68 @@ def test_random_orders_are_topological_and_reach_every_one() -> None:
     assert len(seen) == 30
 
 
-def large_case(jobs: int, links: int, seed: int = 0):
-    rng = np.random.default_rng(seed)
-    rows = np.repeat(np.arange(jobs), 3)
-    member = sparse.csr_array(
-        (np.ones(len(rows)), (rows, rng.integers(0, links, len(rows)))), shape=(jobs, links)
-    )
-    member.sum_duplicates()
-    return member, rng.random(jobs) + 0.1
+def test_the_first_order_is_breadth_first() -> None:
+    dag = Edges(np.ones(4), np.array([0, 1, 2]), np.array([1, 2, 3]))
+    assert dag.depth().tolist() == [0, 1, 2, 3]
+    wide = Edges(np.ones(6), np.array([0, 1, 0]), np.array([3, 4, 5]))
+    starts = wide.random_start_times(wide.depth(), 2, seed=1)[:, 0]
+    assert starts[:3].max() < 1.0
 
 
-def cut_of(member, weight, level) -> tuple[float, float]:
-    shared = np.triu((member @ member.T).toarray() > 0, 1)
-    inverted = shared & (level[:, None] < level[None, :])
-    assert not inverted.any()
-    parted = shared & (level[:, None] != level[None, :])
-    return float((parted * weight[:, None]).sum()), float((shared * weight[:, None]).sum())
-
-
-def test_large_component_is_valid_and_close_to_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    member, weight = large_case(600, 150)
+class TestLargeInputs:
     levels = tuple(range(4))
-    coarse = cut_of(member, weight, compress_ranked(member, weight, levels, seed=0))[0]
-    monkeypatch.setattr(compression, "_POSITIONS", 600)
-    exact = cut_of(member, weight, compress_ranked(member, weight, levels, seed=0))[0]
-    assert coarse >= 0.99 * exact
 
+    def case(self, jobs: int, links: int):
+        rng = np.random.default_rng(0)
+        rows = np.repeat(np.arange(jobs), 3)
+        member = sparse.csr_array(
+            (np.ones(len(rows)), (rows, rng.integers(0, links, len(rows)))), shape=(jobs, links)
+        )
+        member.sum_duplicates()
+        return member, rng.random(jobs) + 0.1
 
-def test_crowded_component_is_valid_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    member, weight = large_case(400, 20)
-    levels = tuple(range(8))
-    listed = cut_of(member, weight, compress_ranked(member, weight, levels, seed=0))[0]
-    monkeypatch.setattr(compression, "_PAIRS", 1)
-    runs = cut_of(member, weight, compress_ranked(member, weight, levels, seed=0))[0]
-    assert runs >= 0.9 * listed
+    def cut(self, member, weight, level) -> float:
+        shared = np.triu((member @ member.T).toarray() > 0, 1)
+        assert not (shared & (level[:, None] < level[None, :])).any()
+        return float(((shared & (level[:, None] != level[None, :])) * weight[:, None]).sum())
 
+    def both(self, monkeypatch, case, name: str, value: int) -> tuple[float, float, str]:
+        """The cut as it is and with a limit changed, and the notes of both."""
+        member, weight = case
+        level, before = compress_priorities(member, weight, self.levels, seed=0)
+        monkeypatch.setattr(contention_dag, name, value)
+        changed, after = compress_priorities(member, weight, self.levels, seed=0)
+        notes = " / ".join(("; ".join(before), "; ".join(after)))
+        return self.cut(member, weight, level), self.cut(member, weight, changed), notes
 
-def test_everyone_on_one_link_needs_no_pairs() -> None:
-    jobs = 20_000
-    member = sparse.csr_array(np.ones((jobs, 1)))
-    level = compress_ranked(member, np.ones(jobs), tuple(range(8)), seed=0)
-    # All pairs contend alike: the best cut is into equal parts.
-    sizes = np.bincount(level, minlength=8)
-    assert (np.diff(level) <= 0).all()
-    assert sizes.max() <= 1.05 * jobs / 8
+    def test_cuts_between_runs_come_close_to_exact_ones(self, monkeypatch) -> None:
+        coarse, exact, notes = self.both(monkeypatch, self.case(600, 150), "_POSITIONS", 600)
+        assert 0.99 * exact <= coarse <= exact
+        assert notes == "600 jobs contend: cut between 256 runs, then moved / "
+
+    def test_pairs_that_are_not_listed_cost_little(self, monkeypatch) -> None:
+        listed, runs, notes = self.both(monkeypatch, self.case(250, 20), "_PAIRS", 1)
+        assert runs >= 0.9 * listed
+        assert notes == " / 250 jobs over few links: one order, cut between runs"
+
+    def test_fewer_orders_where_pairs_are_many(self, monkeypatch) -> None:
+        ten, one, notes = self.both(monkeypatch, self.case(120, 40), "_VISITS", 1)
+        assert one <= ten
+        assert notes.endswith("contending pairs: 1 orders, not m = 10")
+
+    def test_everyone_on_one_link_needs_no_pairs(self) -> None:
+        jobs = 20_000
+        member = sparse.csr_array(np.ones((jobs, 1)))
+        level, _ = compress_priorities(member, np.ones(jobs), tuple(range(8)), seed=0)
+        # All pairs contend alike: the best cut is into equal parts.
+        assert (np.diff(level) <= 0).all()
+        assert np.bincount(level, minlength=8).max() <= 1.05 * jobs / 8
+
+    def test_a_decision_carries_the_notes(self, monkeypatch) -> None:
+        jobs = tuple(Job(f"j{i}", 1, 1.0 + i, 1.0, (Flow(1.0, (("x",),)),)) for i in range(4))
+        cluster = Cluster({"x": 1.0}, jobs)
+        options = SchedulerOptions(levels=(0, 1))
+        assert crux.crux(cluster, options).notes == ()
+        monkeypatch.setattr(contention_dag, "_VISITS", 12)
+        notes = ("6 contending pairs: 2 orders, not m = 10",)
+        assert crux.crux(cluster, options).notes == notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -10,28 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crux_torch.schedule.arrays import arrays_of, choice_of, row_max, traffic_matrix
+from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.contention import contending_pairs, contention_factors
-from crux_torch.schedule.correction import correction_factor, pair_factors, player
-from crux_torch.schedule.crux import crux_full
+from crux_torch.schedule.correction import correction_factors, pair_factors, player
+from crux_torch.schedule.crux import crux
 from crux_torch.schedule.crux_plus import (
     GROUP_PLAYS,
     PLAYED_JOBS,
     REHEARSED,
     SEARCHED_JOBS,
     crux_plus,
-    plus_compression,
-    plus_order,
 )
-from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.intensity import transfer_times_s
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
 from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.schedule.rehearsal import Rehearsal
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.schedule.search import (
-    Plan,
+    Assignment,
     alternatives,
     dense,
+    judge,
     level_moves,
     moves_of_plans,
     search,
@@ -75,31 +73,27 @@ def _busy(cluster: Cluster, decision: Decision, options: SchedulerOptions) -> fl
     rehearsal = Rehearsal(cluster, REHEARSED, seed=options.seed)
     routes = [rehearsal.route(j, decision.path[job.name]) for j, job in enumerate(rehearsal.jobs)]
     levels = np.array([[decision.level[job.name] for job in rehearsal.jobs]])
-    return float(rehearsal.busy_gpus(routes, levels)[0])
+    return float(rehearsal.busy_gpus([(routes, levels)])[0][0])
 
 
 def _factors(cluster: Cluster) -> dict[str, float]:
     arrays = arrays_of(cluster)
     traffic = traffic_matrix(arrays, choice_of(arrays, None))
-    k = contention_factors(arrays, traffic, row_max(traffic, 1.0 / arrays.capacity_Bps))
+    k = contention_factors(arrays, traffic, transfer_times_s(arrays, traffic))
     return dict(zip((job.name for job in arrays.jobs), k.tolist(), strict=True))
 
 
-def test_it_is_a_scheduler() -> None:
-    assert SCHEDULERS["crux+"] is crux_plus
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(clusters())
 def test_never_below_crux_in_its_own_rehearsal(cluster: Cluster) -> None:
-    ours, crux = crux_plus(cluster, OPTIONS), crux_full(cluster, OPTIONS)
+    ours, theirs = crux_plus(cluster, OPTIONS), crux(cluster, OPTIONS)
     assert set(ours.level.values()) <= set(OPTIONS.levels)
     choice_of(arrays_of(cluster), ours.path)  # raises if a path is not a candidate
     # Groups are rehearsed apart, with start times of their own: compare where there is one group.
     if all(job.flows and all(f.candidates[0] for f in job.flows) for job in cluster.jobs):
         pairs = combinations(cluster.jobs, 2)
         if all(_can_meet(one, other) for one, other in pairs):
-            assert _busy(cluster, ours, OPTIONS) >= _busy(cluster, crux, OPTIONS) * (1 - 1e-9)
+            assert _busy(cluster, ours, OPTIONS) >= _busy(cluster, theirs, OPTIONS) * (1 - 1e-9)
 
 
 def _can_meet(one: Job, other: Job) -> bool:
@@ -112,16 +106,6 @@ def _can_meet(one: Job, other: Job) -> bool:
     )
 
 
-@settings(max_examples=15, deadline=None)
-@given(clusters(), st.randoms(use_true_random=False))
-def test_equal_clusters_get_equal_plans_in_any_order_of_the_jobs(
-    cluster: Cluster, random: object
-) -> None:
-    jobs = list(cluster.jobs)
-    random.shuffle(jobs)  # type: ignore[attr-defined]
-    assert crux_plus(replace(cluster, jobs=tuple(jobs)), OPTIONS) == crux_plus(cluster, OPTIONS)
-
-
 def test_it_parts_two_jobs_that_crux_puts_on_one_link() -> None:
     """Three jobs, two links: the two whose data fit beside each other must share."""
     jobs = tuple(
@@ -130,12 +114,6 @@ def test_it_parts_two_jobs_that_crux_puts_on_one_link() -> None:
     )
     decision = crux_plus(Cluster({"x": 1.0, "y": 1.0}, jobs), OPTIONS)
     assert decision.path["b"] == decision.path["c"] != decision.path["a"]
-
-
-def test_an_empty_cluster_and_a_job_alone() -> None:
-    assert crux_plus(Cluster({}, ()), OPTIONS).level == {}
-    alone = Cluster({"x": 1.0}, (_job("a", 1.0, 1.0),))
-    assert crux_plus(alone, OPTIONS).path == {"a": (0,)}
 
 
 def test_groups_that_are_too_large_are_decided_without_plays(
@@ -147,8 +125,10 @@ def test_groups_that_are_too_large_are_decided_without_plays(
     def played(*_: object, **__: object) -> None:
         raise AssertionError("played")
 
-    monkeypatch.setattr(Rehearsal, "busy_gpus_of", played)
-    assert set(crux_plus(cluster, OPTIONS).level) == {job.name for job in jobs}
+    monkeypatch.setattr(Rehearsal, "busy_gpus", played)
+    decision = crux_plus(cluster, OPTIONS)
+    assert set(decision.level) == {job.name for job in jobs}
+    assert decision.notes == (f"{len(jobs)} jobs that can meet: no plan was played",)
 
 
 def test_the_budget_bounds_the_plays() -> None:
@@ -158,35 +138,32 @@ def test_the_budget_bounds_the_plays() -> None:
         for i, (c, t) in enumerate(rng.uniform(0.2, 1.0, (12, 2)).tolist())
     )
     rehearsal = Rehearsal(Cluster(dict.fromkeys(LINKS, 1.0), jobs), REHEARSED)
-    start = Plan(((0,),) * 12, (0,) * 12)
+    start = Assignment(((0,),) * 12, (0,) * 12)
     search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 3), GROUP_PLAYS)
     # A plan of the last step has at most one part a link.
     assert rehearsal.plays <= GROUP_PLAYS * len(LINKS)
 
 
-def test_plus_order_and_compression_keep_to_what_is_given() -> None:
+def test_the_search_leaves_its_starts_for_better_paths_and_levels() -> None:
+    # Both on x, and in the order that keeps fewer GPUs busy: y is free.
+    ways = (("x",), ("y",))
     jobs = tuple(
-        _job(f"j{i}", c, t, "x" if i < 4 else "y")
-        for i, (c, t) in enumerate([(1, 0.8), (0.4, 0.3), (2, 1.1), (0.7, 0.7), (1, 1), (0.5, 0.2)])
+        Job(name, gpus, 1.0, 1.0, (Flow(1.0, ways),), (Burst(1.0, 1.0),))
+        for name, gpus in (("few", 1), ("many", 64))
     )
-    cluster = Cluster({"x": 1.0, "y": 1.0}, jobs)
-    path = {job.name: (0,) for job in jobs}
-    order = plus_order(cluster, path, OPTIONS)
-    assert sorted(order) == [job.name for job in jobs]
-    for given_order in (order, order[::-1]):
-        level = plus_compression(cluster, path, given_order, OPTIONS)
-        assert set(level.values()) <= set(OPTIONS.levels)
-        links = {job.name: link_traffic(job, (0,)).keys() for job in jobs}
-        for above, below in combinations(given_order, 2):
-            if not links[above].isdisjoint(links[below]):
-                assert level[above] >= level[below]
+    rehearsal = Rehearsal(Cluster({"x": 1.0, "y": 1.0}, jobs), REHEARSED)
+    start = Assignment(((0,), (0,)), (1, 0))
+    best = search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 2), GROUP_PLAYS)
+    assert best.path[0] != best.path[1]
+    assert judge(rehearsal, [best])[best] > judge(rehearsal, [start])[start]
 
 
 class TestContentionFactors:
     def test_a_pair_of_jobs_gets_the_papers_factor(self) -> None:
         a, b = _job("a", 2.0, 2.0, at=1.0), _job("b", 1.0, 1.0, at=1.0)
         k = _factors(Cluster({"x": 1.0}, (a, b)))
-        assert k["b"] / k["a"] == pytest.approx(correction_factor(player(a, 2.0), player(b, 1.0)))
+        expected = correction_factors(player(a, 2.0), [player(b, 1.0)])[0]
+        assert k["b"] / k["a"] == pytest.approx(expected)
 
     def test_a_job_that_meets_nobody_keeps_its_intensity(self) -> None:
         jobs = (_job("a", 1.0, 1.0), _job("b", 0.3, 0.4), _job("c", 0.2, 0.9, "y"))
@@ -203,24 +180,19 @@ class TestContentionFactors:
         jobs = (_job("a", 1.0, 0.8), _job("b", 0.7, 0.4), _job("c", 0.4, 0.3), _job("d", 2.0, 1.5))
         arrays = arrays_of(Cluster({"x": 1.0}, jobs))
         traffic = traffic_matrix(arrays, choice_of(arrays, None))
-        t_s = row_max(traffic, 1.0 / arrays.capacity_Bps)
+        t_s = transfer_times_s(arrays, traffic)
         one, other, weight = contending_pairs(arrays, traffic, t_s)
         assert len(one) == 6
         players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
-        log_f = np.log(pair_factors([players[i] for i in one], [players[j] for j in other]))
+        log_f = np.log(
+            pair_factors([(players[i], players[j]) for i, j in zip(one, other, strict=True)])
+        )
         rows = np.zeros((6, 4))
         rows[np.arange(6), other], rows[np.arange(6), one] = 1.0, -1.0
         root = np.sqrt(weight)
         expected, *_ = np.linalg.lstsq(rows * root[:, None], log_f * root, rcond=None)
         log_k = np.log(contention_factors(arrays, traffic, t_s))
         assert log_k - log_k[0] == pytest.approx(expected - expected[0], abs=1e-3)
-
-    def test_pairs_are_played_as_one_by_one(self) -> None:
-        shapes = [player(_job("a", c, 1.0), t) for c, t in [(1, 0.5), (0.3, 0.4), (2, 1.9)]]
-        pairs = [(r, j) for r in shapes for j in shapes]
-        together = pair_factors([r for r, _ in pairs], [j for _, j in pairs])
-        apart = [correction_factor(r, j) for r, j in pairs]
-        assert together == pytest.approx(apart)
 
     def test_a_weight_is_the_smaller_demand_summed_over_common_links(self) -> None:
         path = (("x", "y"),)

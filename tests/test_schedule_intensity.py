@@ -6,16 +6,16 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from schedule_cases import clusters
 
+from crux_torch.schedule.alone import alone
 from crux_torch.schedule.arrays import ClusterError, arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.intensity import (
+    burst_times_s,
     intensities,
-    intensity,
     link_traffic,
     solo_periods_s,
-    transfer_time_s,
     transfer_times_s,
     unrouted_transfer_times_s,
 )
@@ -29,17 +29,20 @@ def job(name: str = "j", *flows: Flow, **fields) -> Job:
     return Job(name, **{"gpus": 1, "flops": 100.0, "compute_s": 1.0, **fields}, flows=flows)
 
 
-def test_traffic_time_and_intensity() -> None:
+def test_traffic_time_and_intensity_of_a_job() -> None:
     j = job("j", Flow(10.0, TWO_WAYS), Flow(20.0, TWO_WAYS))
-    traffic = link_traffic(j, (0, 1))
-    assert traffic == {"a": 10.0, "b": 20.0, "x": 30.0}
-    assert transfer_time_s(traffic, CAPACITY) == 4.0
-    assert intensity(j, 4.0) == 25.0
+    assert link_traffic(j, (0, 1)) == {"a": 10.0, "b": 20.0, "x": 30.0}
+    arrays = arrays_of(Cluster(CAPACITY, (j,)))
+    t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice_of(arrays, {"j": (0, 1)})))
+    assert t_s.tolist() == [4.0]
+    assert intensities(arrays, t_s).tolist() == [25.0]
 
 
-def test_no_traffic_is_infinite_intensity() -> None:
-    assert transfer_time_s({}, CAPACITY) == 0.0
-    assert intensity(job(), 0.0) == math.inf
+def test_a_job_alone_takes_the_paths_on_which_it_does_not_collide_with_itself() -> None:
+    # The larger flow takes a (10 B/s), the other b (5 B/s): 2 s each; computing 1 s comes before.
+    j = job("j", Flow(10.0, TWO_WAYS), Flow(20.0, TWO_WAYS))
+    assert alone(j, {**CAPACITY, "x": 1000.0, "unused": 1.0}) == ((1, 0), 2.0, 3.0, 50.0)
+    assert alone(job("idle"), {}) == ((), 0.0, 1.0, math.inf)
 
 
 def test_estimate_before_paths() -> None:
@@ -60,20 +63,34 @@ def test_paths_without_end_on_uncontended_links() -> None:
     j = job("j", Flow(20.0, ((), ("a",))), Flow(5.0, (("inf",),)))
     arrays = arrays_of(Cluster({**CAPACITY, "inf": math.inf}, (j,)))
     assert traffic_matrix(arrays, choice_of(arrays, None)).nnz == 0
-    assert transfer_times_s(arrays, choice_of(arrays, {"j": (1, 0)}))[0] == 2.0
+    traffic = traffic_matrix(arrays, choice_of(arrays, {"j": (1, 0)}))
+    assert transfer_times_s(arrays, traffic)[0] == 2.0
 
 
-@settings(deadline=None)
 @given(clusters())
-def test_arrays_agree_with_single_values(cluster: Cluster) -> None:
+def test_t_is_the_largest_of_bytes_over_capacity(cluster: Cluster) -> None:
     arrays = arrays_of(cluster)
     last = {j.name: tuple(len(f.candidates) - 1 for f in j.flows) for j in cluster.jobs}
-    t_s = transfer_times_s(arrays, choice_of(arrays, last))
-    all_intensities = intensities(arrays, t_s)
-    for index, j in enumerate(arrays.jobs):
-        alone_s = transfer_time_s(link_traffic(j, last[j.name]), cluster.capacity_Bps)
-        assert t_s[index] == pytest.approx(alone_s)
-        assert all_intensities[index] == pytest.approx(intensity(j, alone_s))
+    t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice_of(arrays, last)))
+    for j, found_s, value in zip(arrays.jobs, t_s, intensities(arrays, t_s), strict=True):
+        traffic = link_traffic(j, last[j.name])
+        slowest_s = max((m / cluster.capacity_Bps[e] for e, m in traffic.items()), default=0.0)
+        assert found_s == pytest.approx(slowest_s)
+        assert value == (pytest.approx(j.flops / slowest_s) if slowest_s else math.inf)
+
+
+@given(clusters())
+def test_an_iteration_alone_ends_with_its_last_burst_or_its_computation(cluster: Cluster) -> None:
+    arrays = arrays_of(cluster)
+    t_s = unrouted_transfer_times_s(arrays)
+    for j, t, period_s in zip(arrays.jobs, t_s, solo_periods_s(arrays, t_s), strict=True):
+        times_s = burst_times_s(j, t)
+        assert period_s == max(j.compute_s, times_s[-1][1])
+        for burst, (start, end), (before, _) in zip(
+            j.bursts, times_s, [(0.0, 0.0), *times_s], strict=False
+        ):
+            assert start >= max(burst.at * j.compute_s, before)
+            assert end - start == pytest.approx(burst.share * t)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from crux_torch.cli.sim_compare import compare
 from crux_torch.schedule.scheduler import SCHEDULERS
-from crux_torch.sim.commands.compare import compare
 
 
 def scenario(**changes: object) -> dict:
@@ -21,12 +23,16 @@ def scenario(**changes: object) -> dict:
     return {"links": links, "jobs": jobs, "horizon_s": 100}
 
 
-def test_all_schedulers_play_the_scenario(tmp_path) -> None:
-    file, out = tmp_path / "s.json", tmp_path / "out.json"
-    file.write_text(json.dumps(scenario()))
-    result = CliRunner().invoke(compare, [str(file), "--json", str(out)])
+def rows_of(file: Path, out: Path, *flags: str) -> dict[str, dict]:
+    result = CliRunner().invoke(compare, [str(file), "--json", str(out), *flags])
     assert result.exit_code == 0, result.output
-    rows = {row["scheduler"]: row for row in json.loads(out.read_text())["rows"]}
+    return {row["scheduler"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def test_all_schedulers_play_the_scenario(tmp_path) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(json.dumps(scenario()))
+    rows = rows_of(file, tmp_path / "out.json")
     assert set(rows) == set(SCHEDULERS)
     assert rows["ecmp"]["gpu_utilization"] == pytest.approx(1 / 3, abs=1e-3)
     assert rows["ecmp"]["jobs"]["a"]["slowdown"] == pytest.approx(1.5, abs=1e-2)
@@ -53,10 +59,17 @@ def test_what_a_cluster_cannot_hold_is_refused(tmp_path, changes, message) -> No
 
 
 def test_the_example_shows_what_crux_is_for(tmp_path) -> None:
-    file, out = Path(__file__).parents[1] / "examples" / "spines.json", tmp_path / "out.json"
-    chosen = "ecmp,crux,ideal"
-    result = CliRunner().invoke(compare, [str(file), "--schedulers", chosen, "--json", str(out)])
-    assert result.exit_code == 0, result.output
-    rows = {row["scheduler"]: row for row in json.loads(out.read_text())["rows"]}
+    file = Path(__file__).parents[1] / "examples" / "spines.json"
+    rows = rows_of(file, tmp_path / "out.json", "--schedulers", "ecmp,crux,ideal")
     assert rows["ecmp"]["gpu_utilization"] < 0.6 * rows["crux"]["gpu_utilization"]
     assert rows["crux"]["gpu_utilization"] <= rows["ideal"]["gpu_utilization"]
+
+
+def test_the_simulators_commands_load_neither_torch_nor_plots_nor_what_is_not_installed() -> None:
+    program = (
+        "import sys, crux_torch.cli.sim; "
+        "unwanted = {'torch', 'matplotlib', 'jinja2', 'networkx', 'evaluation', 'lab'}; "
+        "print(sorted(unwanted & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from crux_torch.sim.cli import sim
+from crux_torch.cli.sim import sim
 from crux_torch.sim.metrics import INTENSITY_EDGES
 from crux_torch.sim.replay import ReplayOptions
-from crux_torch.sim.trace_study import PAPER, Run, Workload, run_row
+from crux_torch.sim.trace_rows import Run, Workload, run_row
 
 TINY = """name,model,gpus,submit_s,duration_s
 a,bert,16,0,60
@@ -60,12 +60,6 @@ def test_rows_and_files(tiny: Path, tmp_path: Path) -> None:
             assert all(len(span) == len(INTENSITY_EDGES) + 1 for span in spans)
     assert result["rows"][1]["slowdown_worst"] == pytest.approx(1.0)
     assert "ecmp" in (out / "trace.txt").read_text()
-
-
-def test_a_row_says_which_figure_of_the_paper_it_stands_beside(tiny: Path) -> None:
-    assert row_of(tiny)["paper_gpu_utilization"] is None
-    assert PAPER["clos", "none", "crux"] == 0.62
-    assert PAPER["double-sided", "none", "sincronia"] == 0.43
 
 
 def test_the_network_is_seen_at_work(tiny: Path) -> None:

@@ -14,12 +14,13 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch import _C, backend
-from crux_torch.apply import switch, switch_makers
-from crux_torch.apply.switch import Groups, GroupStatus
+from crux_torch import _C
+from crux_torch.c10d import backend, switch_attempt, switch_makers
+from crux_torch.c10d.switch import Groups
+from crux_torch.c10d.switch_attempt import GroupStatus
 
 #: Seconds that anything here may take before the test fails.
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 
 class Failing(Store):
@@ -243,9 +244,8 @@ def test_a_group_that_was_moved_as_it_is_keeps_its_connections(
     world: World, groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inners = world.inners()
-    stock = groups.has_moved
-    # As if the inner backends were NCCL's.
-    monkeypatch.setattr(groups, "has_moved", lambda g, _: stock(g, "nccl"))
+    names = frozenset(inner.name() for inner in inners)
+    monkeypatch.setattr(switch_attempt, "ON_QUEUE_PAIRS", names)
     groups.request(1, pairs_moved=True)
     world.train_until(world.switched(1))
     assert [a is b for a, b in zip(inners, world.inners(), strict=True)] == [True] * 3
@@ -538,10 +538,3 @@ def test_generations_begin_anew_with_another_world(groups: Groups) -> None:
     world = World(2, groups)
     groups.request(1)
     world.train_until(world.switched(1))
-
-
-def test_the_module_has_one_registry() -> None:
-    assert switch.GROUPS.watching == backend.OWNED_SOCKETS.watching
-    assert switch.GROUPS.status() == [] or all(
-        isinstance(status, GroupStatus) for status in switch.GROUPS.status()
-    )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crux_torch.apply.switch_agreement import (
+from crux_torch.c10d.switch_agreement import (
     Agreement,
     Ended,
     Hold,

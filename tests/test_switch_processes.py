@@ -2,77 +2,54 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
+import re
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rig.job import ATTACHED, STOCK, Job
+from rig.kind import gloo
+from rig.outcome import VALUE, Outcome
+from rig.part import PAIR
 
-WORKLOAD = Path(__file__).with_name("switch_workload.py")
+pytestmark = pytest.mark.slow
+
+PART = "training_while_switching"
 #: Seconds that one run may take on a loaded machine.
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
-def start(
-    size: int, folder: Path, kind: str, switches: int, steps: int, name: str
-) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "CRUX_STORE": "none", "OMP_NUM_THREADS": "1"}
-    common = [str(size), str(port), kind, str(switches), str(steps)]
-    processes = []
-    for rank in range(size):
-        out = folder / f"{name}.{rank}"
-        with out.with_suffix(f".{rank}.err").open("wb") as errors:
-            command = [sys.executable, str(WORKLOAD), str(rank), *common, str(out)]
-            processes.append(subprocess.Popen(command, stderr=errors, env=env))
-    return processes
+def run(mode: str, size: int, folder: Path, **given: Any) -> list[Outcome]:
+    folder.mkdir()
+    given = {"switches": 0, "steps": 0, "seconds": LIMIT_S, "store": folder / "requests"} | given
+    arguments = {name: str(value) for name, value in given.items()}
+    job = Job(gloo(), mode, size, (PART,), limit_s=LIMIT_S, budget_s=LIMIT_S, arguments=arguments)
+    return job.run(folder / "job")[PART]
 
 
-def run(
-    size: int, folder: Path, kind: str, switches: int = 0, steps: int = 0
-) -> list[dict[str, Any]]:
-    name = f"{kind}.{switches}"
-    processes = start(size, folder, kind, switches, steps, name)
-    try:
-        codes = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = [(folder / f"{name}.{rank}.err").read_text()[-2000:] for rank in range(size)]
-    assert not any(codes), "\n".join(said)
-    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(size)]
+def values(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    for outcome in outcomes:
+        assert outcome.kind == VALUE, outcome.value
+    return [outcome.value for outcome in outcomes]
 
 
-@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
-    ("kind", "size", "switches"), [("ddp", 2, 200), ("ddp", 4, 40), ("fsdp2", 2, 60)]
+    ("model", "size", "switches"), [("ddp", 2, 200), ("ddp", 4, 40), ("fsdp2", 2, 60)]
 )
 def test_training_is_the_same_with_and_without_switches(
-    kind: str, size: int, switches: int, tmp_path: Path
+    model: str, size: int, switches: int, tmp_path: Path
 ) -> None:
-    switched = run(size, tmp_path, kind, switches=switches)
+    switched = values(run(ATTACHED, size, tmp_path / "a", switches=switches, model=model))
     steps = switched[0]["steps"]
-    assert {rank["steps"] for rank in switched} == {steps}
-    reference = run(size, tmp_path, kind, steps=steps)
-    for with_switches, without in zip(switched, reference, strict=True):
+    stock = values(run(STOCK, size, tmp_path / "b", steps=steps, model=model))
+    for with_switches, without in zip(switched, stock, strict=True):
         assert with_switches["losses"] == without["losses"]
-        assert with_switches["sum"] == without["sum"]
         assert with_switches["weights"] == without["weights"]
         assert with_switches["errors"] == []
-        # The world's group and the pair's, one of which may have been made after the first request.
-        counts = sorted(with_switches["switched"].values())
-        assert len(counts) == 3
-        assert all(switches - 1 <= count <= switches for count in counts)
+        assert with_switches["switched"] == with_switches["requested"] == switches
         leaks_nothing(with_switches["resources"])
 
 
@@ -92,18 +69,7 @@ def leaks_nothing(seen: list[dict[str, int]]) -> None:
 
 
 def test_a_rank_that_dies_in_a_switch_ends_the_others_as_without(tmp_path: Path) -> None:
-    processes = start(2, tmp_path, "ddp", 100_000, 0, "killed")
-    try:
-        deadline = time.monotonic() + 120.0
-        # Rank 0 has bound the port, trained and switched by then.
-        time.sleep(15.0)
-        assert all(process.poll() is None for process in processes)
-        processes[1].send_signal(signal.SIGKILL)
-        assert processes[1].wait(10.0) == -signal.SIGKILL
-        assert processes[0].wait(deadline - time.monotonic()) != 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = (tmp_path / "killed.0.err").read_text()
-    assert "RuntimeError" in said or "DistBackendError" in said or "DistNetworkError" in said
+    survivor, dead = run(ATTACHED, PAIR, tmp_path / "job", switches=100_000, dies_at=30)
+    assert "code -9" in dead.value
+    assert survivor.kind != VALUE
+    assert re.search("(Runtime|DistBackend|DistNetwork)Error", survivor.value), survivor.value

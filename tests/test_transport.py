@@ -20,6 +20,8 @@ import pytest
 from crux_torch.apply import transport
 from crux_torch.apply.transport import LIBRARY, Route, Transport, TransportError, store_ports
 
+pytestmark = pytest.mark.slow
+
 HEADER = Path(__file__).parents[1] / "csrc/transport/crux_transport.h"
 BOUND_S = 60
 
@@ -89,30 +91,6 @@ tell(sees=t.sees_sockets, before=before, tos=tos(c), errno=done.errno, how=known
         "how": "live_option",
         "rate": 5_000_000,
         "originals": [0, None],
-    }
-
-
-def test_only_owned_connections_are_steered_and_stores_never() -> None:
-    told, _ = run(
-        """
-t = Transport.load(); l, store, told = serve(), serve(), serve()
-t.set_routes([Route("127.0.0.1", dscp=40, rate_Bps=7_000_000)])
-t.skip_ports(told.getsockname()[1])
-plain = socket.create_connection(l.getsockname())
-with t.owner("ring 3"):
-    owned = socket.create_connection(l.getsockname())
-    skipped = [socket.create_connection(s.getsockname()) for s in (told,)]
-after = socket.create_connection(l.getsockname())
-k = known(owned)
-tell(tos=[tos(s) for s in (plain, owned, *skipped, after)], owner=k.owner, how=k.how,
-     rate=k.rate_Bps)
-""",
-    )
-    assert told == {
-        "tos": [0, 160, 0, 0],
-        "owner": "ring 3",
-        "how": "at_connect",
-        "rate": 7_000_000,
     }
 
 

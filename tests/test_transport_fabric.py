@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from crux_torch.apply.transport import LIBRARY
-from examples.demo import netns
-from examples.demo.fabric import Fabric, FabricSpec, Host
+from lab import netns
+from lab.fabric import Fabric, FabricSpec, Host
 
 _OK, _REASON = netns.available()
-pytestmark = pytest.mark.skipif(not _OK, reason=_REASON)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 PORT, STORE = 5001, 29500
 SENT = 60_000

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from crux_torch.apply import standin, transport
+from crux_torch.apply import preload, standin, transport
 from crux_torch.apply.transport import LIBRARY, TransportError
-from crux_torch.fabric.rdma import RdmaDevice
+from crux_torch.host.rdma import RdmaDevice
 from crux_torch.settings import Settings
-from cruxrun import preload
+
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import ctypes, json, os
@@ -133,7 +134,7 @@ def test_workers_of_a_job_have_it_unless_switched_off(tmp_path: Path) -> None:
     }
     told = {}
     for name, run in runs.items():
-        out, err = run.communicate(timeout=120)
+        out, err = run.communicate(timeout=300)
         assert run.returncode == 0, err
         told[name] = json.loads(out.splitlines()[-1])
     assert told == {"default": [str(LIBRARY), 1], "off": [None, None], "disabled": [None, None]}

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shared_core import shared_core
 
 from crux_torch.fabric.builders import GpuServer, double_sided, two_layer_clos
-from crux_torch.fabric.shared_core import shared_core
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.placement import (
     LEVELS,
@@ -19,7 +19,6 @@ from crux_torch.sim.placement import (
     Request,
     cells,
     interleaving_efficiency,
-    muri_groups,
     place_hived,
     place_muri,
     place_random,
@@ -35,16 +34,16 @@ def hosts(gpus: tuple[str, ...] | None) -> Counter[str]:
     return Counter(gpu.split("/")[0] for gpu in gpus)
 
 
-def place_all(policy: str, sizes: list[int]) -> tuple[Allocation, list[tuple[str, ...] | None]]:
-    allocation, rng = Allocation(CELLS), random.Random(1)
-    placed = []
+def hived_in_turn(*sizes: int) -> list[tuple[str, ...]]:
+    """The GPUs of jobs that arrive one after the other."""
+    allocation, placed = Allocation(CELLS), []
     for i, size in enumerate(sizes):
         request = Request(f"j{i}", size)
-        gpus = PLACEMENTS[policy](request, allocation, rng)
-        if gpus is not None:
-            allocation.take(request, gpus)
+        gpus = place_hived(request, allocation, random.Random(0))
+        assert gpus is not None
+        allocation.take(request, gpus)
         placed.append(gpus)
-    return allocation, placed
+    return placed
 
 
 def test_cells_follow_the_topology() -> None:
@@ -99,16 +98,15 @@ def test_random_is_seeded_and_scatters() -> None:
 
 
 def test_hived_takes_the_narrowest_cell() -> None:
-    rng = random.Random(0)
-    pair = place_hived(Request("j", 2), Allocation(CELLS), rng)
-    assert pair == ("h0/gpu0", "h0/gpu1"), "two GPUs of one PCIe switch"
-    assert len(hosts(place_hived(Request("j", 8), Allocation(CELLS), rng))) == 1
-    assert hosts(place_hived(Request("j", 16), Allocation(CELLS), rng)) == {"h0": 8, "h1": 8}
+    assert hived_in_turn(2) == [("h0/gpu0", "h0/gpu1")], "two GPUs of one PCIe switch"
+    assert len(hosts(hived_in_turn(8)[0])) == 1
+    assert hosts(hived_in_turn(16)[0]) == {"h0": 8, "h1": 8}
+    assert sorted(hosts(hived_in_turn(20)[0]).values()) == [4, 8, 8], "whole racks first"
 
 
 def test_hived_keeps_hosts_whole() -> None:
     # First come small jobs, then wide ones: small ones share the first host.
-    _, placed = place_all("hived", [1, 1, 2, 4, 8, 16, 8, 8])
+    placed = hived_in_turn(1, 1, 2, 4, 8, 16, 8, 8)
     assert {h for gpus in placed[:4] for h in hosts(gpus)} == {"h0"}
     assert all(set(hosts(gpus).values()) == {8} for gpus in placed[4:])
 
@@ -123,74 +121,26 @@ def test_a_host_that_is_split_already_is_filled_first(policy: str, held: int, si
     assert hosts(gpus) == {"h4": size}
 
 
-def test_a_job_wider_than_a_rack_takes_whole_racks_first() -> None:
-    _, placed = place_all("hived", [20])
-    assert sorted(hosts(placed[0]).values()) == [4, 8, 8]
-
-
-def test_muri_goes_beside_its_complement() -> None:
+def test_muri_prefers_an_empty_host_to_a_like_job_and_a_complement_to_both() -> None:
     allocation, rng = Allocation(CELLS), random.Random(0)
-    like = Request("like", 4, compute_s=3, network_s=1)
-    complement = Request("complement", 4, compute_s=1, network_s=3)
-    allocation.take(like, CLUSTER.gpus("h0")[:4])
-    allocation.take(complement, CLUSTER.gpus("h1")[:4])
+    request = Request("new", 4, compute_s=3, network_s=1)
+    allocation.take(Request("like", 4, compute_s=3, network_s=1), CLUSTER.gpus("h0")[:4])
+    assert "h0" not in hosts(place_muri(request, allocation, rng))
+    allocation.take(Request("complement", 4, compute_s=1, network_s=3), CLUSTER.gpus("h1")[:4])
     for host in CLUSTER.hosts[2:]:
         allocation.take(Request(f"wall {host}", 8, 1, 0), CLUSTER.gpus(host))
-    request = Request("new", 4, compute_s=3, network_s=1)
     assert hosts(place_muri(request, allocation, rng)) == {"h1": 4}
-
-
-def test_muri_prefers_an_empty_host_to_a_like_job() -> None:
-    allocation, rng = Allocation(CELLS), random.Random(0)
-    allocation.take(Request("like", 4, 3, 1), CLUSTER.gpus("h0")[:4])
-    assert "h0" not in hosts(place_muri(Request("new", 4, 3, 1), allocation, rng))
 
 
 def test_interleaving_efficiency() -> None:
     a, b = Request("a", 1, 3, 1), Request("b", 1, 1, 3)
-    assert interleaving_efficiency((a,)) == 0.5
-    assert interleaving_efficiency((a, b)) == 1.0, "perfect complements"
+    assert interleaving_efficiency(a, b) == 1.0, "perfect complements"
     # Two alike: max(3, 1) + max(1, 3) = 6 for 8 seconds of work on two resources.
-    assert interleaving_efficiency((a, a)) == pytest.approx(8 / 12)
-    assert interleaving_efficiency((Request("x", 1, 0, 0),)) == 1.0
-    with pytest.raises(WorkloadError, match="a group of 3 jobs"):
-        interleaving_efficiency((a, a, a))
+    assert interleaving_efficiency(a, a) == pytest.approx(8 / 12)
+    idle = Request("idle", 1, 0, 0)
+    assert interleaving_efficiency(idle, idle) == 1.0
 
 
-def best_total(requests: list[Request]) -> float:
-    """The highest sum of efficiencies of pairs, by trying all."""
-    if len(requests) < 2:
-        return 0.0
-    first, rest = requests[0], requests[1:]
-    best = best_total(rest)
-    for i, other in enumerate(rest):
-        if other.gpus == first.gpus:
-            pair = interleaving_efficiency((first, other))
-            best = max(best, pair + best_total(rest[:i] + rest[i + 1 :]))
-    return best
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.integers(1, 2), st.floats(0.01, 9), st.floats(0.01, 9)), max_size=7))
-def test_muri_groups_are_the_best_matching(jobs: list[tuple[int, float, float]]) -> None:
-    requests = [Request(f"j{i}", *job) for i, job in enumerate(jobs)]
-    groups = muri_groups(requests)
-    assert sorted(r.name for g in groups for r in g) == sorted(r.name for r in requests)
-    assert all(len({r.gpus for r in g}) == 1 for g in groups)
-    total = sum(interleaving_efficiency(g) for g in groups if len(g) == 2)
-    assert total == pytest.approx(best_total(requests))
-
-
-def test_errors() -> None:
-    allocation = Allocation(CELLS)
-    allocation.take(Request("a", 1), ("h0/gpu0",))
-    for name, gpus in (
-        ("a", ("h0/gpu1",)),
-        ("b", ("h0/gpu0",)),
-        ("b", ("h0/gpu1", "h0/gpu1")),
-        ("b", ("h9/gpu0",)),
-    ):
-        with pytest.raises(WorkloadError):
-            allocation.take(Request(name, len(gpus)), gpus)
+def test_a_network_without_gpus_has_none_to_give() -> None:
     with pytest.raises(WorkloadError, match="no GPUs"):
         cells(shared_core(["a", "b"], 1e9))

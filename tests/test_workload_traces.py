@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from trace_data import PHILLY, SIZES, needs_data
 
 from crux_torch.sim.catalogue import MODELS, WorkloadError
@@ -18,7 +15,6 @@ from crux_torch.sim.traces import (
     Trace,
     TraceJob,
     catalogue_name,
-    dump_csv,
     generate,
     load_csv,
     load_hybrid,
@@ -83,11 +79,10 @@ def test_hybrid_takes_times_from_one_and_sizes_from_the_other(tmp_path: Path) ->
 
 def test_hybrid_limits(tmp_path: Path) -> None:
     arrivals, sizes = write(tmp_path, "p.csv", ARRIVALS), write(tmp_path, "s.csv", KINDS)
-    trace = load_hybrid(arrivals, sizes, jobs=1, largest=64)
-    assert [(j.model, j.gpus) for j in trace.jobs] == [("llama-30b", 48)]
-    assert trace.dropped["larger than the limit"] == trace.dropped["not drawn"] == 1
-    with pytest.raises(WorkloadError, match="nothing left in 14 days from 2020-01-01"):
-        load_hybrid(arrivals, sizes, start="2020-01-01")
+    trace = load_hybrid(arrivals, sizes, jobs=1)
+    assert len(trace.jobs) == trace.dropped["not drawn"] == 1
+    with pytest.raises(WorkloadError, match="nothing left in 0 days from 2017-11-01"):
+        load_hybrid(arrivals, sizes, days=0)
 
 
 @needs_data
@@ -105,42 +100,22 @@ def test_the_real_hybrid_trace() -> None:
 
 def test_lingjun(tmp_path: Path) -> None:
     jobs, workers = write(tmp_path, "job.csv", JOBS), write(tmp_path, "worker.csv", WORKERS)
-    trace = load_lingjun(jobs, workers, hosts={"h0", "h1"})
+    trace = load_lingjun(jobs, workers)
     assert trace.dropped == {"never ran": 1, "no GPU": 1, "impossible times": 1}
     assert trace.jobs == (
-        TraceJob("early", "resnet", 16, 0.0, 59 * 60, (("h0", 8), ("h1", 8))),
-        # Its host is not in the topology.
+        TraceJob("early", "resnet", 16, 0.0, 59 * 60),
         TraceJob("late", "gpt-13b", 4, 600.0, 110 * 60),
-        # It still ran when the recording ended, at 02:00; two workers shared its host.
-        TraceJob("open", "llama-7b", 4, 1200.0, 60 * 60, (("h0", 4),)),
+        # It still ran when the recording ended, at 02:00; it has two workers.
+        TraceJob("open", "llama-7b", 4, 1200.0, 60 * 60),
     )
 
 
-def test_lingjun_keeps_places_without_a_topology(tmp_path: Path) -> None:
-    jobs, workers = write(tmp_path, "job.csv", JOBS), write(tmp_path, "worker.csv", WORKERS)
-    assert all(job.hosts for job in load_lingjun(jobs, workers).jobs)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(sorted(MODELS)),
-            st.integers(1, 512),
-            st.floats(0, 1e7),
-            st.floats(1e-3, 1e7),
-        ),
-        max_size=8,
+def test_own_csv_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
+    text = 'name,model,gpus,submit_s,duration_s\n"b, c",bert,8,7.5,1\na,gpt,512,0,1e7\n'
+    trace = load_csv(write(tmp_path, "own.csv", text))
+    assert trace == Trace(
+        "csv", (TraceJob("a", "gpt", 512, 0.0, 1e7), TraceJob("b, c", "bert", 8, 7.5, 1.0))
     )
-)
-def test_own_csv_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, int, float, float]]
-) -> None:
-    file = tmp_path_factory.mktemp("trace") / "own.csv"
-    jobs = [TraceJob(f"job, {i}", *row) for i, row in enumerate(rows)]
-    trace = Trace("csv", tuple(sorted(jobs, key=lambda j: (j.submit_s, j.name))))
-    dump_csv(trace, file)
-    assert load_csv(file) == trace
 
 
 @pytest.mark.parametrize(
@@ -192,7 +167,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_generated_marginals_are_those_of_the_paper(seed: int) -> None:
     trace = generate(seed)
-    assert trace == generate(seed)
+    assert trace == generate(seed) != generate(seed + 1)
     assert len(trace.jobs) == 5000
     large = [j for j in trace.jobs if j.gpus >= 128]
     assert len(large) / 5000 > 0.10
@@ -207,17 +182,6 @@ def test_generated_marginals_are_those_of_the_paper(seed: int) -> None:
 def test_generated_shares_sum_to_one() -> None:
     assert sum(share for share, _, _ in GENERATED_SIZES) == pytest.approx(1.0)
     assert {m for _, _, models in GENERATED_SIZES for m in models} <= set(MODELS)
-
-
-def test_seeds_differ() -> None:
-    one, two = generate(1, jobs=20), generate(2, jobs=20)
-    assert one != replace(two, kind=one.kind)
-
-
-@pytest.mark.parametrize(("jobs", "days"), [(0, 14), (1, 0)])
-def test_generator_errors(jobs: int, days: float) -> None:
-    with pytest.raises(WorkloadError, match="expected 1 or more"):
-        generate(jobs=jobs, days=days)
 
 
 def test_names_of_the_published_list_have_entries() -> None:

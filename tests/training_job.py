@@ -19,7 +19,7 @@ from crux_torch.control.records import Plan
 
 SCRIPT = str(Path(__file__).with_name("kill_job.py"))
 ROOT = Path(__file__).parent.parent
-BOUND_S = 60
+BOUND_S = 300
 SEED = 3
 #: c10d's word, which only a log level for the whole process could silence.
 C10D_TRACE = re.compile(

@@ -20,24 +20,22 @@ SOURCES = Path(__file__).parent / "cpp"
 #: Before each script: the client, under whatever stands in for libibverbs.
 PREAMBLE = """
 import ctypes, errno, os, sys
-from crux_torch.apply.queue_pairs import ALL_OWNERS, QueuePairs
+from crux_torch.apply.queue_pairs import QueuePairs
 from crux_torch.apply.transport import Route, Transport, TransportError
 client = ctypes.CDLL(os.environ["VERBS_CLIENT"])
-for name in ("pair", "send", "close"):
+for name in ("pair", "close"):
     getattr(client, "client_" + name).restype = ctypes.c_bool
 client.client_number.restype = ctypes.c_uint32
 device = ctypes.CDLL(os.environ["FAKE_IBVERBS"])
 mlx5 = ctypes.CDLL(os.environ["FAKE_MLX5"]) if "FAKE_MLX5" in os.environ else None
 for name in ("port", "class"):
     getattr(device, "fake_wire_" + name).restype = ctypes.c_uint32
-device.fake_start()
 def wire(end):
     number = client.client_number(end)
     return device.fake_wire_port(number), device.fake_wire_class(number)
 """
 EPILOGUE = """
 assert client.client_close()
-device.fake_stop()
 """
 
 

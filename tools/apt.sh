@@ -45,7 +45,7 @@ for package in $wanted; do
     iproute2) cost="no network namespaces: the demo runs on loopback, tests of the fabric skip" ;;
     g++) cost="the extension can't be built" status=1 ;;
     libibverbs-dev) cost="queue pairs are neither seen nor steered; sockets are" ;;
-    python3-pyverbs) cost="the lab's test of pyverbs skips" ;;
+    python3-pyverbs) cost="the lab does not test the limits of RDMA devices" ;;
     *) cost="the Soft-RoCE lab skips" ;;
   esac
   echo "  $package: without it $cost"

@@ -347,6 +347,12 @@ void a_moved_connection_is_found_again() {
   CHECK(listed(id)->fd == moved.get());
 }
 
+// While this exists, this program's connections are steered like those of a collective library.
+struct Steered {
+  Steered() { crux::transport::transport()->steer_all = true; }
+  ~Steered() { crux::transport::transport()->steer_all = false; }
+};
+
 void others_connections_are_left_alone() {
   crux_route route = route_to("127.0.0.1");
   route.dscp = 40;
@@ -357,37 +363,21 @@ void others_connections_are_left_alone() {
   // This program is no collective library.
   const Descriptor plain = listener.connected();
   CHECK(listed(inode(plain.get()))->how == CRUX_UNTOUCHED);
-  crux_transport_push_owner("group 0");
-  const Descriptor owned = listener.connected(), rendezvous = store.connected();
-  crux_transport_push_owner("group 1");
-  const Descriptor nested = listener.connected();
-  crux_transport_pop_owner();
-  const Descriptor after = listener.connected();
-  crux_transport_pop_owner();
-  crux_transport_pop_owner();
-  CHECK(listed(inode(owned.get()))->how == CRUX_AT_CONNECT);
-  CHECK(listed(inode(owned.get()))->dscp == 40);
-  CHECK(std::string(listed(inode(owned.get()))->owner) == "group 0");
-  CHECK(std::string(listed(inode(nested.get()))->owner) == "group 1");
-  CHECK(std::string(listed(inode(after.get()))->owner) == "group 0");
+  const Steered steered;
+  const Descriptor ours = listener.connected(), rendezvous = store.connected();
+  CHECK(listed(inode(ours.get()))->how == CRUX_AT_CONNECT);
+  CHECK(listed(inode(ours.get()))->dscp == 40);
   CHECK(listed(inode(rendezvous.get()))->how == CRUX_UNTOUCHED);
   CHECK(option(rendezvous.get(), IPPROTO_IP, IP_TOS) == 0);
   CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
-
-// Connections of a scope belong to a communicator, and so are steered.
-class Owned {
- public:
-  Owned() { crux_transport_push_owner("test"); }
-  ~Owned() { crux_transport_pop_owner(); }
-};
 
 void options_are_set_before_the_first_packet_and_taken_back() {
   crux_route route = route_to("127.0.0.1");
   route.dscp = 46;
   route.rate_Bps = 3000000;
   CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Owned owned;
+  const Steered steered;
   const Listener listener;
   const Descriptor client = listener.connected();
   const uint64_t id = inode(client.get());
@@ -442,11 +432,12 @@ void results_and_errno_come_through() {
   crux_route route = route_to("127.0.0.1");
   route.dscp = 40;
   CHECK(crux_transport_set_routes(&route, 1) == 0);
-  crux_transport_push_owner("test");
   const Descriptor patient(::socket(AF_INET, SOCK_STREAM, 0));
-  CHECK(::connect(patient.get(), reinterpret_cast<sockaddr*>(&nobody), sizeof nobody) == -1);
-  CHECK(errno == ECONNREFUSED && !listed(inode(patient.get())));
-  crux_transport_pop_owner();
+  {
+    const Steered steered;
+    CHECK(::connect(patient.get(), reinterpret_cast<sockaddr*>(&nobody), sizeof nobody) == -1);
+    CHECK(errno == ECONNREFUSED && !listed(inode(patient.get())));
+  }
   CHECK(crux_transport_set_routes(nullptr, 0) == 0);
   const Listener listener;
   CHECK(listener.try_connect(patient.get()) == 0);
@@ -471,7 +462,7 @@ void a_path_that_is_not_found_does_not_keep_a_connection_from_being_made() {
   transport()->limits.time = std::chrono::milliseconds(40);
   const crux_route route = unknown_path();
   CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Owned owned;
+  const Steered steered;
   const Listener listener;
   const Descriptor client = listener.connected();
   const auto mine = listed(inode(client.get()));
@@ -505,7 +496,7 @@ void a_path_that_is_not_found_does_not_keep_a_connection_from_being_made() {
 void what_the_program_has_bound_stays_bound() {
   const crux_route route = unknown_path();
   CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Owned owned;
+  const Steered steered;
   const Listener listener;
   Descriptor client(::socket(AF_INET, SOCK_STREAM, 0));
   const int on = 1;
@@ -525,7 +516,7 @@ void what_the_program_has_bound_stays_bound() {
 void sharing_options_are_put_back() {
   const crux_route route = unknown_path();
   CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Owned owned;
+  const Steered steered;
   const Listener listener;
   const Descriptor client(::socket(AF_INET, SOCK_STREAM, 0));
   const int on = 1;
@@ -541,7 +532,7 @@ void sharing_options_are_put_back() {
 void no_free_port_is_told() {
   const crux_route route = unknown_path();
   CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Owned owned;
+  const Steered steered;
   const Listener listener, taken;
   CHECK(crux_transport_set_port_range(taken.port(), taken.port()) == 0);
   const Descriptor client = listener.connected();
@@ -603,6 +594,7 @@ void a_signal_handler_may_connect_at_any_moment() {
 }
 
 void many_threads_at_once() {
+  const Steered steered;
   const Listener listener;
   crux_route route = route_to("127.0.0.1");
   route.dscp = 8;
@@ -627,7 +619,6 @@ void many_threads_at_once() {
   std::vector<std::thread> clients;
   for (int i = 0; i < 4; ++i) {
     clients.emplace_back([&] {
-      const Owned owned;
       for (int n = 0; n < 100; ++n) {
         const Descriptor client = listener.connected();
         const uint64_t id = inode(client.get());

@@ -57,8 +57,6 @@ and the calls.
 **Captures**: ``with capture() as graph: ...``, then ``graph.replay()`` any number of times. Within
 it the current stream runs nothing and keeps everything; streams that wait for it join, and have to
 be waited for before it ends. Not captured: what runs at the call (see above).
-
-**Broken on purpose**: ``with mutants("wait_does_not_block"): ...``; test_fake_gpu.py has them all.
 """
 
 from __future__ import annotations
@@ -93,7 +91,6 @@ __all__ = [
     "has_completion_hooks",
     "inject",
     "load",
-    "mutants",
     "nccl_options",
     "now_ns",
     "operations",
@@ -167,7 +164,7 @@ def _create_nccl(opts: Any, backend_options: Any) -> Any:
 
 def has_completion_hooks() -> bool:
     """Whether this torch has completion hooks; then nccl2's flavour has them too."""
-    return hasattr(load().Nccl, "log_completions")
+    return "-DFAKE_GPU_HAS_SUPPORTSCOMPLETIONHOOKS" in build.macros()
 
 
 def tells_captures() -> bool:
@@ -266,14 +263,3 @@ def capture() -> Iterator[Any]:
             native.end_capture(graph)
         raise
     native.end_capture(graph)
-
-
-@contextlib.contextmanager
-def mutants(*names: str) -> Iterator[None]:
-    """Breaks contracts of the fakes on purpose."""
-    native = load()
-    native.set_mutants(set(names))
-    try:
-        yield
-    finally:
-        native.set_mutants(set())

@@ -1,16 +1,13 @@
-"""Ranks of the fake NCCL: threads of this process, or processes of their own."""
+"""Ranks of the fake NCCL as threads of this process."""
 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ import torch.distributed as dist
 import fake_gpu
 
 #: No test waits longer for anything.
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def filled(value: float = 1.0, n: int = 4) -> torch.Tensor:
@@ -90,34 +87,3 @@ def in_threads(size: int, function: Callable[[int, Any], Any], **options: Any) -
         for backend in backends:
             backend.abort()
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def in_processes(script: Path, size: int, *arguments: str, folder: Path) -> list[bytes]:
-    """Runs ``script RANK SIZE STORE_FILE OUT ARGUMENTS...`` for each rank; what each wrote to OUT.
-
-    Raises:
-        AssertionError: a rank failed; the message has its output.
-    """
-    store = folder / "store"
-    ranks: list[tuple[subprocess.Popen[str], Path]] = []
-    for rank in range(size):
-        out = folder / f"out-{rank}"
-        command: Sequence[str] = (
-            sys.executable, str(script), str(rank), str(size), str(store), str(out), *arguments,
-        )  # fmt: skip
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        ranks.append((process, out))
-    failed = []
-    try:
-        for process, out in ranks:
-            text = process.communicate(timeout=LIMIT_S)[0]
-            if process.returncode != 0 or not out.exists():
-                failed.append(f"rank ended with {process.returncode}:\n{text[-3000:]}")
-    finally:
-        for process, _ in ranks:
-            process.kill()
-            process.wait()
-    assert not failed, "\n".join(failed)
-    return [out.read_bytes() for _, out in ranks]

@@ -158,5 +158,5 @@ def _worlds(item: pytest.Function, kind: Kind) -> Iterator[World]:
         yield from (World(mode, PAIR, False) for mode in (STOCK, CRUX))
     elif "name" in chosen:
         each, size = load()[chosen["name"]], chosen["size"]
-        if kind.is_cuda or not each.needs_cuda:
+        if kind.name in each.kinds:
             yield from (World(mode, size, each.eager) for mode in (STOCK, ATTACHED))

@@ -44,7 +44,7 @@ def test_durations_are_those_of_events(
         ATTACHED,
         size,
         ("durations",),
-        limit_s=90.0,
+        limit_s=300.0,
         arguments={"sizes": ",".join(map(str, sizes))},
         env=LEAVE_RECORDS,
     )
@@ -80,7 +80,7 @@ def test_operations_of_one_communicator_are_recorded_one_after_another(
         ATTACHED,
         ALONE,
         ("overlap",),
-        limit_s=60.0,
+        limit_s=300.0,
         arguments={"nbytes": str(nbytes)},
         env=LEAVE_RECORDS,
     )

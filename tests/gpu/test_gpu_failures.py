@@ -40,7 +40,7 @@ def outcomes(
     chosen = {item.name.removeprefix("test_") for item in request.session.items}
 
     def run(part: str, mode: str) -> list[Outcome]:
-        job = Job(kind, mode, PAIR, (part,), limit_s=80.0, env=PARTS[part])
+        job = Job(kind, mode, PAIR, (part,), limit_s=300.0, env=PARTS[part])
         return job.run(tmp_path_factory.mktemp(part) / mode)[part]
 
     with ThreadPoolExecutor(at_once()) as pool:

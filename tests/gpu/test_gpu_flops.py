@@ -30,7 +30,7 @@ def test_w_is_what_arithmetic_gives(part: str, kind: Kind, report: Report, tmp_p
         ATTACHED,
         ALONE,
         (part,),
-        limit_s=90.0,
+        limit_s=300.0,
         arguments=SHAPES[kind.name],
         env=MEASURE_SOON,
     )

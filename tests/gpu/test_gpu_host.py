@@ -15,7 +15,7 @@ from rig.report import Report
 
 def _crux(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", "from crux_torch.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from crux_torch.cli.main import main; main()", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -36,7 +36,7 @@ def test_the_doctor_names_the_gpu(kind: Kind, report: Report) -> None:
 def test_this_host_is_what_torch_sees(kind: Kind, report: Report) -> None:
     if not kind.is_cuda:
         pytest.skip("not on a fake device: NVML knows nothing of it")
-    from crux_torch.fabric.host import this_host
+    from crux_torch.host.machine import this_host
 
     gpus = this_host().gpus
     report.figure("GPUs of this host", [repr(gpu) for gpu in gpus])
@@ -63,9 +63,9 @@ def test_the_counters_see_what_is_counted(kind: Kind, report: Report) -> None:
     """A device that multiplies all the time, by its own counters and by arithmetic."""
     if not kind.is_cuda:
         pytest.skip("not on a fake device: NVML knows nothing of it")
-    from crux_torch.fabric.nvml_activity import ActivityMeter
-    from crux_torch.fabric.nvml_device import current_device, own_gpu
-    from crux_torch.fabric.peak import tensor_seconds
+    from crux_torch.host.nvml_activity import ActivityMeter
+    from crux_torch.host.nvml_device import current_device, own_gpu
+    from crux_torch.host.peak import tensor_seconds
 
     size = 8192
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rig.job import ATTACHED, STOCK, Job
-from rig.kind import Kind
+from rig.kind import FLAVOUR, OLD_TORCH, Kind
 from rig.outcome import VALUE
+from rig.part import ALONE, PAIR
 from rig.report import Report
 
 #: Switches, by kind and ranks, and the seconds that there are for them: how long making NCCL's
@@ -24,12 +25,15 @@ MORE = "CRUX_GPU_SWITCHES"
 def _run(kind: Kind, mode: str, size: int, folder: Path, **arguments: float) -> list[Any]:
     folder.mkdir()
     given = {"switches": 0, "steps": 0, "store": folder / "requests"} | arguments
-    limit_s = max(120.0, 2.0 * given["switches"])
+    limit_s = max(600.0, 2.0 * given["switches"])
     job = Job(
         kind,
         mode,
         size,
         ("training_while_switching",),
+        # On fakes, both of torch's classes for NCCL, and communicators that are split.
+        eager=not kind.is_cuda and size == PAIR and not OLD_TORCH,
+        env={FLAVOUR: "legacy"} if size == ALONE else {},
         limit_s=limit_s,
         budget_s=limit_s + 60.0,
         arguments={name: str(value) for name, value in given.items()},

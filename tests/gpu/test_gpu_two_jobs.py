@@ -11,13 +11,12 @@ import pytest
 from rig.kind import ROOT, Kind
 from rig.report import Report
 
-from examples.demo import netns
+from lab import netns
 
 #: Seconds that the demo may take, and to end once it is asked to.
 LIMIT_S, GRACE_S = 220.0, 30.0
 
 
-@pytest.mark.slow
 def test_the_job_with_the_higher_intensity_goes_first(
     kind: Kind, pair: int, report: Report, tmp_path: Path
 ) -> None:
@@ -25,7 +24,7 @@ def test_the_job_with_the_higher_intensity_goes_first(
         pytest.skip("not on a fake device: `make run` is the same on CPUs")
     possible, why_not = netns.available()
     results = tmp_path / "results.json"
-    command = [sys.executable, "-m", "examples.demo", "--device", "cuda", "--steps", "9"]
+    command = [sys.executable, "-m", "lab", "--device", "cuda", "--steps", "9"]
     command += ["--json", str(results), "--out", str(tmp_path / "out")]
     # To a file: what it said is kept however it ends.
     with (tmp_path / "said").open("w+") as said:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
-from lab import program, standin
-from lab.guest import Guest
-from lab.live_change import CHANGES, TIMEOUT_S
-from lab.play import Outcome, play
-from lab.requirement import LabUnavailableError
+
+from lab.rdma import program, standin
+from lab.rdma.guest import Guest
+from lab.rdma.play import Outcome, play
+from lab.rdma.requirement import LabUnavailableError
 
 T = TypeVar("T")
 
@@ -39,9 +39,7 @@ def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iter
 @pytest.fixture(scope="session")
 def fabric(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Traffic through leaf and spine switches."""
-    live_change = _or_skip(lambda: program.build("live_change"))
-    args = (sys.executable, environment, str(live_change), str(CHANGES))
-    outcome = play(guest, "fabric", *args, timeout_s=TIMEOUT_S)
+    outcome = play(guest, "fabric", sys.executable, environment, timeout_s=200)
     yield outcome
     _remove(outcome, request)
 

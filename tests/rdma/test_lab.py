@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from lab import initramfs, requirement
-from lab.guest import Guest, GuestError
-from lab.kernel import Kernel
-from lab.requirement import LabUnavailableError
+
+from lab.rdma import initramfs, requirement
+from lab.rdma.guest import Guest, GuestError
+from lab.rdma.kernel import Kernel
+from lab.rdma.requirement import LabUnavailableError
 
 
 def fake_kernel(tmp_path: Path) -> Kernel:
@@ -71,7 +72,6 @@ def test_too_small_a_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         requirement.check(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_command_gives_back_what_it_did_and_leaves_the_host_alone(
     guest: Guest, tmp_path: Path
 ) -> None:
@@ -84,7 +84,6 @@ def test_a_command_gives_back_what_it_did_and_leaves_the_host_alone(
     shutil.rmtree(done.out)
 
 
-@pytest.mark.slow
 def test_a_command_without_an_end_is_stopped(guest: Guest) -> None:
     done = guest.run("sleep 1000", timeout_s=3)
     assert done.status is None
@@ -92,7 +91,6 @@ def test_a_command_without_an_end_is_stopped(guest: Guest) -> None:
     shutil.rmtree(done.out)
 
 
-@pytest.mark.slow
 def test_a_machine_that_breaks_down_is_told_from_a_command_that_fails(guest: Guest) -> None:
     with pytest.raises(GuestError, match="no status") as caught:
         guest.run("exec busybox poweroff -f", timeout_s=90)

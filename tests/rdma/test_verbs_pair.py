@@ -11,22 +11,21 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from lab.capture_file import PSNS, Packet
-from lab.play import Outcome
 from scenarios.pair import (
     MESSAGE_BYTES,
     MESSAGES,
     PLANNED_DSCP,
     PLANNED_PORTS,
-    PYVERBS,
     QUEUE_PAIRS,
 )
 
+from lab.rdma.capture_file import PSNS, Packet
+from lab.rdma.network import PAIR_ADDRESSES
+from lab.rdma.play import Outcome
+
 CASES = ("plain", "standin")
-NEEDS_PYVERBS = pytest.mark.skipif(
-    not PYVERBS.exists(), reason=f"not installed: python3-pyverbs ({PYVERBS})"
-)
-#: Programs with reliable connections, which is what collective libraries use.
+PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
+#: Programs with reliable connections, as collective libraries use them.
 CONNECTED = (
     "write_bw",
     "rc_pingpong",
@@ -36,9 +35,8 @@ CONNECTED = (
     "read_lat",
     "atomic_lat",
     "dl_client",
-    pytest.param("pyverbs", marks=NEEDS_PYVERBS),
 )
-#: Programs whose whole output says nothing but what the devices are.
+#: Programs whose output describes the devices and nothing else.
 TELLING = ("devices", "devinfo", "no such device")
 PACKETS_PER_MESSAGE = MESSAGE_BYTES // 4096
 
@@ -152,20 +150,19 @@ def test_a_client_that_opens_the_library_as_nccl_does_gets_the_stand_in(pair: Ou
     assert {Path(standin[name]).name for name in differ} == {"libibverbs.so"}
 
 
-@NEEDS_PYVERBS
-@pytest.mark.parametrize("case", CASES)
-def test_pyverbs_reads_the_settings_that_are_on_the_wire(pair: Outcome, case: str) -> None:
-    step = pair.steps[f"pyverbs {case}"]
-    found = json.loads(step.processes[0].stdout)
-    assert found["messages"] == 20
-    assert found["device"]["max_qp"] > 0
-    flows = by_queue_pair(pair.capture("pair", step))
-    for queue_pair, there in zip(found["queue_pairs"], ("10.77.0.2", "10.77.0.1"), strict=True):
-        (tos,) = {
-            packet.tos
-            for (address, _), packets in flows.items()
-            for packet in packets
-            if address == there
-        }
-        assert queue_pair["traffic_class"] == tos
-        assert (queue_pair["flow_label"] != 0) == (case == "standin")
+def test_each_device_is_listed_with_the_address_that_verbs_use(pair: Outcome) -> None:
+    (process,) = pair.steps["listed"].processes
+    assert process.status == 0, process
+    found = json.loads(process.stdout)
+    assert [device["name"] for device in found] == ["rxe0", "rxe1"]
+    for device, address in zip(found, PAIR_ADDRESSES, strict=True):
+        (port,) = device["ports"]
+        assert (port["number"], port["active"], port["link_layer"]) == (1, True, "Ethernet")
+        assert port["interface"]
+        routable = {gid["address"] for gid in port["gids"] if gid["kind"] == "RoCE v2"}
+        assert f"::ffff:{address}" in routable
+        assert {gid["interface"] for gid in port["gids"]} == {port["interface"]}
+        assert device["pci_address"] is None
+        if PYVERBS.exists():
+            assert device["limits"]["queue_pairs"] > 0
+            assert device["limits"]["rate_limit_Bps"] is None, "rxe can't pace"

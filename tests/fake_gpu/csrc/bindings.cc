@@ -129,9 +129,6 @@ void bind_controls(py::module_& module) {
       py::arg("kind"), py::kw_only(), py::arg("op") = "", py::arg("seconds") = 0.0,
       py::arg("count") = 1, py::arg("rank") = -1);
   module.def("release", [] { Controls::instance().release(); });
-  module.def("set_mutants", [](std::set<std::string> mutants) {
-    Controls::instance().set_mutants(std::move(mutants));
-  });
   module.def("operations", [] {
     py::list list;
     for (const Issued& issued : Controls::instance().issued()) list.append(as_dict(issued));
@@ -156,13 +153,8 @@ void bind_nccl(py::module_& module) {
   py::module_::import("torch._C._distributed_c10d");
   py::class_<NcclConfig>(module, "NcclConfig")
       .def(py::init<>())
-      .def_readwrite("blocking", &NcclConfig::blocking)
-      .def_readwrite("cga_cluster_size", &NcclConfig::cga_cluster_size)
       .def_readwrite("min_ctas", &NcclConfig::min_ctas)
-      .def_readwrite("max_ctas", &NcclConfig::max_ctas)
-      .def_readwrite("split_share", &NcclConfig::split_share)
-      .def_readwrite("traffic_class", &NcclConfig::traffic_class)
-      .def_readwrite("net_name", &NcclConfig::net_name);
+      .def_readwrite("traffic_class", &NcclConfig::traffic_class);
   py::class_<NcclOptions, c10d::Backend::Options, c10::intrusive_ptr<NcclOptions>>(module,
                                                                                    "NcclOptions")
       .def(py::init(

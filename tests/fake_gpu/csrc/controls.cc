@@ -56,18 +56,6 @@ void Controls::wait_for_release(uint64_t held, const std::atomic<bool>& aborted)
   while (releases_ <= held && !aborted) released_.wait_for(lock, std::chrono::milliseconds(5));
 }
 
-void Controls::set_mutants(std::set<std::string> mutants) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  mutants_ = std::move(mutants);
-  any_mutant_ = !mutants_.empty();
-}
-
-bool Controls::mutant(const char* name) const {
-  if (!any_mutant_) return false;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return mutants_.count(name) > 0;
-}
-
 size_t Controls::log(const Issued& issued) {
   const std::lock_guard<std::mutex> lock(mutex_);
   issued_.push_back(issued);

@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -74,10 +73,6 @@ class Controls {
   uint64_t holds() const;
   void wait_for_release(uint64_t held, const std::atomic<bool>& aborted);
 
-  // Breaks a contract on purpose.
-  void set_mutants(std::set<std::string> mutants);
-  bool mutant(const char* name) const;
-
   size_t log(const Issued& issued);
   void started(size_t index, int64_t ns);
   void ended(size_t index, int64_t ns);
@@ -87,10 +82,8 @@ class Controls {
  private:
   mutable std::mutex mutex_;
   std::condition_variable released_;
-  std::atomic<bool> any_mutant_{false};
   Settings settings_;
   std::vector<Fault> faults_;
-  std::set<std::string> mutants_;
   std::vector<Issued> issued_;
   size_t forgotten_ = 0;
   uint64_t releases_ = 0;

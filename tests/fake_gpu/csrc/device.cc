@@ -294,35 +294,6 @@ at::Tensor to_device(const at::Tensor& on, c10::Storage storage, int device) {
   return wrapped;
 }
 
-// torch does not dispatch convolutions of such a device to what the fallback could call.
-at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
-                       const std::optional<at::Tensor>& bias, c10::IntArrayRef stride,
-                       c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
-                       c10::IntArrayRef output_padding, int64_t groups) {
-  const int device = input.device().index();
-  wait_for_current(device);
-  const auto bias_on = bias ? std::optional<at::Tensor>(on_cpu(*bias)) : std::nullopt;
-  return to_device(at::convolution(on_cpu(input), on_cpu(weight), bias_on, stride, padding,
-                                   dilation, transposed, output_padding, groups),
-                   {}, device);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
-    c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed,
-    c10::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
-  const int device = input.device().index();
-  wait_for_current(device);
-  const std::vector<int64_t> bias{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
-  auto [of_input, of_weight, of_bias] =
-      at::convolution_backward(on_cpu(grad), on_cpu(input), on_cpu(weight), bias, stride, padding,
-                               dilation, transposed, output_padding, groups, mask);
-  const auto wrap = [device](const at::Tensor& on) {
-    return on.defined() ? to_device(on, {}, device) : on;
-  };
-  return {wrap(of_input), wrap(of_weight), wrap(of_bias)};
-}
-
 // Runs an operator on the CPU's view of its tensors, and gives its results the device's type.
 class Fallback {
  public:
@@ -474,8 +445,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_storage);
   library.impl("set_.source_Storage_storage_offset", &set_storage_offset);
   library.impl("record_stream", &record_stream_op);
-  library.impl("convolution_overrideable", &convolution);
-  library.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
 }  // namespace fake_gpu

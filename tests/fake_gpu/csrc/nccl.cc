@@ -17,7 +17,6 @@ namespace {
 using Started = Step::Started;
 
 constexpr auto kSlice = std::chrono::milliseconds(20);
-constexpr double kEstimatedBytesPerSecond = 1e10;
 
 thread_local bool in_completion_hook = false;
 
@@ -27,8 +26,6 @@ Nccl::GlooFactory& gloo_factory() {
   static auto* const factory = new Nccl::GlooFactory;
   return *factory;
 }
-
-bool mutant(const char* name) { return Controls::instance().mutant(name); }
 
 // What a rank gets that waits for nothing.
 class CompletedWork final : public c10d::Work {
@@ -122,7 +119,6 @@ void Communicator::wait(const Step::Works& works) {
 }
 
 void Communicator::abort() {
-  if (mutant("abort_is_ignored")) return;
   const std::lock_guard<std::mutex> lock(transfers_mutex_);
   aborted_ = true;
   for (const auto& transfer : transfers_) transfer->abort();
@@ -212,10 +208,6 @@ Nccl::WorkPtr Nccl::issue(Call call) {
   }
   connect(call.device);
   if (call.timeout == c10d::kUnsetTimeout) call.timeout = options_->timeout;
-  if (estimating_) {
-    estimated_bytes_ += call.bytes;
-    return c10::make_intrusive<CompletedWork>(call.outputs);
-  }
   const bool capturing = Streams::instance().current(call.device).capturing();
   if (!settings_.legacy && !capturing) {
     retire();
@@ -242,10 +234,10 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
   }
   Stream& current = Streams::instance().current(call.device);
   // Synchronous operations run on the current stream.
-  Stream& stream = call.async || mutant("sync_on_own_stream") ? *stream_ : current;
+  Stream& stream = call.async ? *stream_ : current;
 
   auto operation = std::make_shared<Operation>();
-  operation->key = mutant("keys_used_again") ? 1 : next_key++;
+  operation->key = next_key++;
   operation->sequence = ++sequence_;
   operation->type = call.type;
   operation->device = call.device;
@@ -276,14 +268,13 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
   issued.issue_ns = operation->issue_ns;
   operation->log_index = Controls::instance().log(issued);
 
-  if (call.async && !mutant("inputs_not_awaited")) stream.wait_for(current.record());
+  if (call.async) stream.wait_for(current.record());
   if (call.async) {
     Tensors kept = call.inputs;
     append(kept, call.outputs);
     operation->stash(std::move(kept));
   }
-  const MomentPtr before =
-      operation->captured || mutant("out_of_order") ? nullptr : communicator_->last;
+  const MomentPtr before = operation->captured ? nullptr : communicator_->last;
   const uint64_t held = Controls::instance().holds();
   // The task must not keep the moment that it itself brings about, nor tensors.
   const std::weak_ptr<Operation> weak = operation;
@@ -316,7 +307,7 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
     for (const Fault& fault : faults) {
       if (fault.kind == "late") sleep(fault.seconds);
     }
-    if (self && !error.empty() && !mutant("errors_are_lost")) self->fail(Status::kFailed, error);
+    if (self && !error.empty()) self->fail(Status::kFailed, error);
     if (self) Controls::instance().ended(self->log_index, now_ns());
   });
   if (!operation->captured) {
@@ -324,7 +315,6 @@ Nccl::WorkPtr Nccl::launch(Call call, bool coalesced) {
     const std::lock_guard<std::mutex> lock(queue_mutex_);
     queues_[&stream].push_back(operation);
   }
-  if (mutant("wrong_stream")) Streams::instance().exchange(call.device, stream.id());
 
   auto work = c10::make_intrusive<Work>(rank_, operation, call.outputs, call.host_blocking);
   if (settings_.legacy && coalesced) work->forget_outputs();
@@ -424,7 +414,7 @@ Nccl::BackendPtr Nccl::split(const StorePtr& store, const std::vector<int>& rank
   int64_t color = 0;
   for (const int rank : ranks) color = (color * 31 + rank + 1) % 1'000'003;
   const auto key = static_cast<int64_t>(mine - ranks.begin());
-  const auto members = split_on(mutant("split_ignores_color") ? 0 : color, key);
+  const auto members = split_on(color, key);
   TORCH_CHECK(members == ranks, "fakenccl: the ranks of a split don't agree on its members");
   auto options = c10::dynamic_intrusive_pointer_cast<NcclOptions>(opts);
   if (!options) options = c10::make_intrusive<NcclOptions>(*options_);
@@ -435,18 +425,6 @@ Nccl::BackendPtr Nccl::split(const StorePtr& store, const std::vector<int>& rank
   child->connect(device_);
   return child;
 }
-
-#ifdef FAKE_GPU_HAS_STARTTIMEESTIMATE
-void Nccl::startTimeEstimate() {
-  estimating_ = true;
-  estimated_bytes_ = 0;
-}
-
-float Nccl::endTimeEstimate() {
-  estimating_ = false;
-  return static_cast<float>(static_cast<double>(estimated_bytes_) / kEstimatedBytesPerSecond * 1e6);
-}
-#endif
 
 void Nccl::setTimeout(std::chrono::milliseconds timeout) { options_->timeout = timeout; }
 
@@ -535,8 +513,7 @@ at::Tensor Nccl::allocateTensor(long size, at::TensorOptions options) {
 }
 
 void Nccl::report(const OperationPtr& operation) {
-  if (operation->status() != Status::kCompleted && !mutant("hook_on_failure")) return;
-  const bool twice = mutant("hook_fires_twice");
+  if (operation->status() != Status::kCompleted) return;
 #ifdef FAKE_GPU_HAS_SUPPORTSCOMPLETIONHOOKS
   c10d::CompletionHookArgs args;
   args.completionKey = operation->key;
@@ -546,12 +523,9 @@ void Nccl::report(const OperationPtr& operation) {
   if (settings_.strict_hooks && !PyGILState_Check()) held.emplace();
   const std::lock_guard<std::mutex> lock(hooks_mutex_);
   in_completion_hook = true;
-  for (int i = 0; i < (twice ? 2 : 1); ++i) {
-    for (const auto& [id, hook] : completion_hooks_) hook(args);
-  }
+  for (const auto& [id, hook] : completion_hooks_) hook(args);
   in_completion_hook = false;
 #endif
-  (void)twice;
   if (onCompletionHook_) {
     onCompletionHook_(std::make_shared<c10d::WorkInfo>(
         operation->type, operation->sequence, operation->issued_at,

@@ -35,14 +35,8 @@ struct NcclConfig {
   // NCCL_CONFIG_UNDEF_INT of <nccl.h>.
   static constexpr int kUndefined = std::numeric_limits<int>::min();
 
-  int blocking = kUndefined;
-  int cga_cluster_size = kUndefined;
   int min_ctas = kUndefined;
-  int max_ctas = kUndefined;
-  int split_share = kUndefined;
   int traffic_class = kUndefined;
-  int comm_name_set = 0;
-  std::string net_name;
 };
 
 struct NcclOptions final : c10d::Backend::Options {
@@ -155,11 +149,6 @@ class Nccl final : public c10d::Backend {
   // This rank's part of a split that it is no member of.
   void perform_nocolor_split();
 
-  bool supportsTimeEstimation() const override { return true; }
-#ifdef FAKE_GPU_HAS_STARTTIMEESTIMATE
-  void startTimeEstimate() override;
-  float endTimeEstimate() override;
-#endif
   void setTimeout(std::chrono::milliseconds timeout) override;
 #ifdef FAKE_GPU_HAS_ADDEPHEMERALTIMEOUT
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
@@ -202,24 +191,33 @@ class Nccl final : public c10d::Backend {
  private:
   // An operation on its way to the stream.
   struct Call {
+    Call(c10d::OpType of, Step step, Tensors given, Tensors results, int64_t size)
+        : type(of),
+          steps{std::move(step)},
+          inputs(std::move(given)),
+          outputs(std::move(results)),
+          bytes(size) {}
+
+    // What the script said beside the tensors.
+    template <typename GivenOptions>
+    Call with(const GivenOptions& opts, int64_t root = -1) && {
+      timeout = opts.timeout;
+      async = opts.asyncOp;
+      peer = static_cast<int>(root);
+      return std::move(*this);
+    }
+
     c10d::OpType type;
     std::vector<Step> steps;
     Tensors inputs;
     Tensors outputs;
-    int64_t bytes = 0;
+    int64_t bytes;
     std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
     bool async = true;
     int peer = -1;
     int tag = 0;
     bool host_blocking = false;
     int device = -1;
-
-    // What the script said beside the tensors.
-    template <typename GivenOptions>
-    void take(const GivenOptions& opts) {
-      timeout = opts.timeout;
-      async = opts.asyncOp;
-    }
   };
   // What was issued since startCoalescing: nccl2 issues collectives at once and transfers at the
   // end, the legacy class everything at the end.
@@ -257,8 +255,6 @@ class Nccl final : public c10d::Backend {
   std::atomic<bool> timing_;
   std::atomic<uint64_t> sequence_{0};
   std::optional<Block> block_;
-  bool estimating_ = false;
-  int64_t estimated_bytes_ = 0;
   std::vector<std::chrono::milliseconds> ephemeral_;
   std::map<std::string, int64_t> counters_;
 

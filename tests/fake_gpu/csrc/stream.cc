@@ -94,14 +94,9 @@ MomentPtr Stream::keep(const std::shared_ptr<Capture>& capture, Task task) {
 
 MomentPtr Stream::enqueue(Task task) {
   if (const auto capture = this->capture()) {
-    if (task && Controls::instance().mutant("captures_run")) task();
     return keep(capture, std::move(task));
   }
   auto moment = std::make_shared<Moment>();
-  if (!task && Controls::instance().mutant("events_are_reached_at_once")) {
-    moment->reach(now_ns());
-    return moment;
-  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!task && (!last_ || last_->reached())) {

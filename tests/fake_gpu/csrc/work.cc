@@ -18,8 +18,6 @@ namespace {
 
 bool terminal(Status status) { return status != Status::kRunning; }
 
-bool mutant(const char* name) { return Controls::instance().mutant(name); }
-
 }  // namespace
 
 Operation::Operation() : result(c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get())) {}
@@ -31,7 +29,7 @@ Status Operation::check(std::optional<std::chrono::milliseconds> limit) {
     return status_;
   }
   const auto waited = std::chrono::nanoseconds(now_ns() - issue_ns);
-  if (!captured && waited >= limit.value_or(timeout) && !mutant("timeout_ignored")) {
+  if (!captured && waited >= limit.value_or(timeout)) {
     fail(Status::kTimedOut, "NCCL operation timed out");
   }
   return status_;
@@ -67,7 +65,6 @@ float Operation::duration_ms() const {
 }
 
 void Operation::stash(std::vector<at::Tensor> tensors) {
-  if (mutant("inputs_dropped")) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   stash_ = std::move(tensors);
 }
@@ -87,7 +84,6 @@ Work::Work(int rank, OperationPtr operation, std::vector<at::Tensor> outputs, bo
 bool Work::isCompleted() {
   FAKE_GPU_CALL("is_completed", "");
   with_torch_errors([] { Streams::instance().unsafe_call("a handle is queried"); });
-  if (mutant("complete_at_once")) return true;
   return terminal(operation_->check());
 }
 
@@ -111,11 +107,8 @@ void Work::forget_outputs() {
 void Work::block() {
   if (terminal(operation_->status()) && operation_->status() != Status::kCompleted) return;
   Stream& current = Streams::instance().current(operation_->device);
-  if (!mutant("wait_does_not_block")) {
-    with_torch_errors([&] { current.wait_for(operation_->end); });
-  }
-  const bool blocks_host = host_blocking_ || mutant("wait_blocks_host");
-  if (blocks_host && !current.capturing()) with_torch_errors([&] { current.synchronize(); });
+  with_torch_errors([&] { current.wait_for(operation_->end); });
+  if (host_blocking_ && !current.capturing()) with_torch_errors([&] { current.synchronize(); });
   operation_->unstash();
 }
 
@@ -145,7 +138,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   FAKE_GPU_CALL("get_future", operation_->legacy ? "" : "work_get_future");
   const std::lock_guard<std::mutex> lock(future_mutex_);
   if (future_) return future_;
-  if (!mutant("future_does_not_block")) block();
+  block();
   std::vector<c10::Device> devices;
   for (const at::Tensor& output : outputs_) {
     if (output.device().type() == c10::DeviceType::PrivateUse1) {
@@ -177,12 +170,8 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFutureResult() {
 float Work::getDuration() const {
   FAKE_GPU_CALL("get_duration", "");
   with_torch_errors([] { Streams::instance().unsafe_call("a duration is asked for"); });
-  if (!mutant("duration_without_timing")) {
-    TORCH_CHECK(operation_->timing, "getDuration only works if timing was enabled");
-  }
-  if (!mutant("duration_before_the_end")) {
-    TORCH_CHECK(operation_->has_ended(), "getDuration only works after the work has completed");
-  }
+  TORCH_CHECK(operation_->timing, "getDuration only works if timing was enabled");
+  TORCH_CHECK(operation_->has_ended(), "getDuration only works after the work has completed");
   return operation_->duration_ms();
 }
 

@@ -1,7 +1,6 @@
 """Leaf and spine switches between two devices: which spine RoCEv2 takes, and what foretells it.
 
-Usage: fabric.py PYTHON ENVIRONMENT LIVE_CHANGE CHANGES    (the Python that has crux_torch; JSON as
-for pair.py; the program of programs/live_change.cc and how often it is to change a queue pair)
+Usage: fabric.py PYTHON ENVIRONMENT    (the Python that has crux_torch; JSON as for pair.py)
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lab.capture_file import read_capture
-from lab.network import FABRIC_ADDRESSES, SPINE_ADDRESSES, SPINES, connect_fabric
-from lab.recorder import Capture, Recorder
+from lab.rdma.capture_file import read_capture
+from lab.rdma.network import FABRIC_ADDRESSES, SPINE_ADDRESSES, SPINES, connect_fabric
+from lab.rdma.recorder import Capture, Recorder
 
 #: As many queue pairs as ports are foretold.
 QUEUE_PAIRS = 24
@@ -27,13 +26,10 @@ STEERED_SPINE = 1
 STEERED_QUEUE_PAIRS = 4
 #: By the address that packets go to.
 PLANNED_DSCP = dict(zip(FABRIC_ADDRESSES, (10, 34), strict=True))
-FAULTY_CHANGES = 60
-#: Steps of a change that fail, and every how-manieth time: see csrc/transport/verbs/fault.h.
-FAULTS = "drain:19,query:23,reset:11,init:13,repost:17,rtr:7,rts:9"
 _PROBE = str(Path(__file__).with_name("probe_spines.py"))
 
 
-def main(python: str, environment: str, live_change: str, changes: str) -> None:
+def main(python: str, environment: str) -> None:
     out = Path.cwd()
     recorder = Recorder()
     start = time.monotonic()
@@ -69,25 +65,6 @@ def main(python: str, environment: str, live_change: str, changes: str) -> None:
             },
         )
         write_bw(recorder, "planned spine", STEERED_QUEUE_PAIRS, steered)
-        here, there = FABRIC_ADDRESSES
-        argv = [live_change, "rxe0", "1", "rxe1", "1"]
-        ports = [alternating(spines[there]), alternating(spines[here])]
-        for name, count, faults in (
-            ("live change", changes, ""),
-            ("live change with faults", str(FAULTY_CHANGES), FAULTS),
-        ):
-            recorder.run(
-                name,
-                [*argv, count, *(",".join(map(str, some)) for some in ports)],
-                {**steered, "CRUX_TRANSPORT_FAULT": faults},
-                timeout_s=60 + 0.5 * int(count),
-            )
-
-
-def alternating(spines: Mapping[int, str]) -> list[int]:
-    """Ports of which each leads over another spine than the one before."""
-    by_spine = [[port for port in PROBED_PORTS if spines[port] == spine] for spine in SPINES]
-    return [port for ports in zip(*by_spine, strict=False) for port in ports]
 
 
 def write_routes(file: Path, ports: Mapping[str, Sequence[int]]) -> None:

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from lab.network import PAIR_ADDRESSES, connect_pair
-from lab.recorder import Capture, Recorder
+from lab.rdma.network import PAIR_ADDRESSES, connect_pair
+from lab.rdma.recorder import Capture, Recorder
 
 QUEUE_PAIRS = 4
 MESSAGES = 25
@@ -25,10 +25,14 @@ PLANNED_PORTS = dict(
 )
 #: Devices and their indices of IPv4 GIDs, for programs that use both.
 _ENDS = ("rxe0", "1", "rxe1", "1")
-#: Debian's, which has pyverbs.
+#: Debian's Python, for which python3-pyverbs is.
 _PYTHON = "/usr/bin/python3"
-PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
-_PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
+_ROOT = Path(__file__).resolve().parents[3]
+_LIST_DEVICES = """
+import dataclasses, json
+from crux_torch.host.rdma import rdma_devices
+print(json.dumps([dataclasses.asdict(device) for device in rdma_devices()]))
+"""
 
 
 def main(environment: str, dl_client: str) -> None:
@@ -37,6 +41,8 @@ def main(environment: str, dl_client: str) -> None:
     start = time.monotonic()
     connect_pair()
     recorder.note("network", seconds=time.monotonic() - start)
+    env = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT / 'launcher'}"}
+    recorder.run("listed", [_PYTHON, "-B", "-c", _LIST_DEVICES], env)
     routes = out / "routes"
     routes.write_text(
         "".join(
@@ -72,7 +78,6 @@ def programs(recorder: Recorder, case: str, env: dict[str, str], dl_client: str)
         ("devinfo", ["ibv_devinfo", "-v"]),
         ("no such device", ["ibv_devinfo", "-d", "none"]),
         ("dl_client", [dl_client, *_ENDS]),
-        ("pyverbs", [_PYTHON, "-B", str(_PROGRAMS / "pyverbs_client.py"), *_ENDS]),
     ):
         recorder.run(f"{name} {case}", argv, env)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 
-from crux_torch.fabric.probe import ROCE_V2_PORT, Rules, probe
+from crux_torch.fabric.ecmp import ROCE_V2_PORT
+from crux_torch.probe.prober import Rules, probe
 
 #: The spine is the second router on the way.
 SPINE_TTL = 2

@@ -9,8 +9,8 @@ import json
 import os
 import sys
 
-from lab.network import PAIR_ADDRESSES, connect_pair
-from lab.recorder import Recorder
+from lab.rdma.network import PAIR_ADDRESSES, connect_pair
+from lab.rdma.recorder import Recorder
 
 #: Of each program: arguments that make a run long enough to be timed, and short enough for many.
 PROGRAMS = {

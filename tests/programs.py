@@ -1,0 +1,28 @@
+"""Short programs, each run in a Python of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def python(code: str, *arguments: str, limit_s: float = 300.0, **env: str) -> str:
+    """What ``code`` prints; it may import the tests' modules, and joins no cluster.
+
+    Raises:
+        AssertionError: it failed; the message is its error output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env={**os.environ, "CRUX_STORE": "none", **env},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -1,1 +1,0 @@
-"""A virtual machine with Soft-RoCE: verbs and RoCEv2 packets without RDMA hardware."""

@@ -1,0 +1,270 @@
+"""What Crux measured, against the truth: durations by events, W by arithmetic."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from drained import drain
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rig.part import ALONE, Rank, part
+
+TIMES = 15
+#: Operations in which the recorder finds out what the device's clock says, on a busy host too.
+SETTLING = 10
+#: Longer than issuing an operation and two events takes, s.
+ISSUE_S = 0.003
+
+
+def _drain(count: int) -> Any:
+    """``count`` records of the recorder by the order of issue."""
+    from crux_torch.c10d import backend
+
+    return np.sort(drain(backend.recorder(), count), order="issue_ns")
+
+
+def _forget() -> None:
+    from crux_torch.c10d import backend
+
+    time.sleep(1.5)
+    backend.recorder().drain(1 << 30)
+
+
+def _operation(rank: Rank, nbytes: int, blocking: bool = True) -> Any:
+    """An operation that takes time, and makes what follows on the stream wait for its end.
+
+    A world of one moves only what is copied: its all-reduce does nothing at all.
+    """
+    whole = torch.ones(nbytes // 4, device=rank.device)
+    out = torch.empty_like(whole) if rank.size == ALONE else None
+
+    def call() -> None:
+        if out is not None:
+            work = dist.all_gather_into_tensor(out, whole, async_op=not blocking)
+        else:
+            work = dist.all_reduce(whole, async_op=not blocking)
+        if not blocking:
+            work.wait()
+
+    return call
+
+
+@part(measures=True)
+def durations(rank: Rank) -> Any:
+    """Pairs of recorded and true nanoseconds of each operation, by how it is issued and by size.
+
+    The truth: events right before and after one collective on a stream with nothing else on the
+    device, and all ranks at the start at about the same time. The device first sleeps for longer
+    than issuing takes, or the time between two calls of the host would count as the operation's.
+    """
+    sizes = [int(size) for size in rank.arguments["sizes"].split(",")]
+    truth: dict[str, list[Any]] = {}
+    for nbytes in sizes:
+        for how in ("blocking", "asynchronous"):
+            call = _operation(rank, nbytes, how == "blocking")
+            stream = torch.Stream(rank.device)
+            pairs = [(rank.event(), rank.event()) for _ in range(TIMES)]
+            with stream:
+                for _ in range(3):
+                    call()
+                rank.synchronize()
+                if rank.crux:
+                    _forget()
+                for before, after in pairs:
+                    rank.kind.sleep(ISSUE_S)
+                    before.record()
+                    call()
+                    after.record()
+                    rank.synchronize()
+            true = [1e6 * before.elapsed_time(after) for before, after in pairs]
+            recorded = _drain(TIMES)["device_ns"].tolist() if rank.crux else true
+            truth[f"{how} {nbytes}"] = list(zip(map(int, recorded), true, strict=True))
+    return truth
+
+
+@part(measures=True)
+def overlap(rank: Rank) -> Any:
+    """Recorded device intervals of operations that queue on one communicator: none overlap, and
+    together they last as long as events say the queue did."""
+    nbytes = int(rank.arguments["nbytes"])
+    call = _operation(rank, nbytes)
+    begin, end = rank.event(), rank.event()
+    for _ in range(SETTLING):
+        call()
+        rank.synchronize()
+    if rank.crux:
+        _forget()
+    rank.kind.sleep(ISSUE_S)
+    begin.record()
+    for _ in range(TIMES):
+        call()
+    end.record()
+    rank.synchronize()
+    true_ns = 1e6 * begin.elapsed_time(end)
+    if not rank.crux:
+        return {"true_ns": true_ns}
+    rows = np.sort(_drain(TIMES), order="start_ns")
+    gaps = rows["start_ns"][1:] - rows["end_ns"][:-1]
+    return {
+        "true_ns": true_ns,
+        "busy_ns": int(np.sum(rows["end_ns"] - rows["start_ns"])),
+        "span_ns": int(rows["end_ns"][-1] - rows["start_ns"][0]),
+        "overlapping_ns": int(-np.minimum(gaps, 0).sum()),
+    }
+
+
+class Attention(nn.Module):
+    """Causal self-attention in four products, so that every device computes the same FLOPs."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        split = (rows, length, 3, self.heads, width // self.heads)
+        q, k, v = self.qkv(x).view(split).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) / (width // self.heads) ** 0.5
+        mask = torch.ones(length, length, device=x.device).triu(1).bool()
+        mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+
+
+class GPT(nn.Module):
+    """A GPT over bytes with a head of its own."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.attention = nn.ModuleList(Attention(width, heads) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.position
+        width = x.shape[-1:]
+        for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
+            x = x + attention(F.layer_norm(x, width))
+            x = x + down(F.gelu(up(F.layer_norm(x, width))))
+        return self.head(x)
+
+
+def gpt_flops(layers: int, width: int, length: int, rows: int) -> int:
+    """FLOPs of a training step of :class:`GPT`: 2 for each multiply-add, backward twice forward."""
+    tokens = rows * length
+    weights = layers * 12 * width * width + width * 256
+    scores = layers * 2 * tokens * length * width
+    return 3 * 2 * (tokens * weights + scores)
+
+
+class Residual(nn.Module):
+    """ResNet's basic block (He et al. 2016, Figure 2)."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for _ in range(2))
+        self.short = (
+            nn.Conv2d(before, after, 1, stride, bias=False)
+            if stride != 1 or before != after
+            else nn.Identity()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.norms[1](self.second(found)) + self.short(x))
+
+
+#: Blocks of ResNet-18 by channels and stride, for images of 32 by 32 with a 3 by 3 stem.
+RESNET = tuple((c, s) for c, first in ((64, 1), (128, 2), (256, 2), (512, 2)) for s in (first, 1))
+
+
+def resnet(width: int) -> nn.Sequential:
+    """ResNet-18 for small images, ``width`` channels for its 64."""
+    channels = [width] + [c * width // 64 for c, _ in RESNET]
+    blocks = [
+        Residual(a, b, s) for a, b, (_, s) in zip(channels, channels[1:], RESNET, strict=False)
+    ]
+    stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], 10)]
+    return nn.Sequential(*stem, *blocks, *head)
+
+
+def resnet_flops(width: int, rows: int, side: int = 32) -> int:
+    """FLOPs of a training step; nobody asks for the gradient of the images."""
+    stem = side * side * 9 * 3 * width
+    forward, before = stem, width
+    for c, stride in RESNET:
+        after = c * width // 64
+        side //= stride
+        forward += side * side * 9 * after * (before + after)
+        forward += side * side * before * after * (stride != 1 or before != after)
+        before = after
+    forward += before * 10
+    return 2 * rows * (3 * forward - stem)
+
+
+def _profiled(rank: Rank, net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """The job's profile, once Crux has measured training of ``net``."""
+    import crux_torch
+
+    wrapped = DistributedDataParallel(net.to(rank.device))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+    inputs, targets = (each.to(rank.device) for each in batch)
+    done = torch.zeros(1, device=rank.device)
+    begin = time.monotonic()
+    seconds: list[float] = []
+    while not done.item() and time.monotonic() < begin + 40:
+        start = time.monotonic()
+        for _ in range(5):
+            optimizer.zero_grad()
+            logits = wrapped(inputs)
+            F.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
+            optimizer.step()
+        done.fill_(crux_torch.profile() is not None)
+        # All ranks do the same number of steps.
+        dist.all_reduce(done, dist.ReduceOp.MIN)
+        rank.synchronize()
+        seconds.append((time.monotonic() - start) / 5)
+    profile = crux_torch.profile()
+    assert profile is not None, crux_torch.status()
+    return profile, statistics.median(seconds)
+
+
+def _w(profile: Any, per_rank: int, rank: Rank, step_s: float) -> dict[str, Any]:
+    return {
+        "analytic": per_rank * rank.size,
+        "step_s": step_s,
+        "utilization": profile.utilization,
+        "profile": msgspec.to_builtins(profile),
+    }
+
+
+@part(measures=True)
+def w_of_a_gpt(rank: Rank) -> Any:
+    layers, width, length, rows = (int(v) for v in rank.arguments["gpt"].split(","))
+    net = GPT(layers, width, 4, length)
+    tokens = torch.randint(0, 256, (rows, length))
+    profile, step_s = _profiled(rank, net, (tokens, tokens.roll(1, 1)))
+    return _w(profile, gpt_flops(layers, width, length, rows), rank, step_s)
+
+
+@part(measures=True)
+def w_of_a_resnet(rank: Rank) -> Any:
+    width, rows = (int(v) for v in rank.arguments["resnet"].split(","))
+    images, labels = torch.randn(rows, 3, 32, 32), torch.randint(0, 10, (rows,))
+    profile, step_s = _profiled(rank, resnet(width), (images, labels))
+    return _w(profile, resnet_flops(width, rows), rank, step_s)

@@ -1,0 +1,544 @@
+"""One rank's half of path selection against a transport, a switch and a network of the test's."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from control_fakes import FakeClock, until
+
+from crux_torch.apply.paths import routes_from
+from crux_torch.apply.queue_pairs import READY_TO_SEND, Change, QueuePairs
+from crux_torch.apply.transport import Connection, Route, TransportError
+from crux_torch.c10d.sockets import TcpSocket
+from crux_torch.c10d.switch_attempt import GroupStatus, State
+from crux_torch.control.records import PathCounts
+from crux_torch.fabric.ecmp import ROCE_V2_PORT
+from crux_torch.fabric.route import HostRoute
+from crux_torch.probe.path_map import PathMap
+from crux_torch.probe.path_map import Transport as Protocol
+from crux_torch.probe.port_search import SEARCH_S, TOTAL_S, PortSearch
+from crux_torch.probe.prober import ConnectionTrace, ProbeError
+from crux_torch.runtime import steer
+from crux_torch.runtime.order import Order
+from crux_torch.runtime.steer import LOOK_S, MAX_LOOKED_AT, SETTLE_S, Steering
+
+DSCP_MAP = tuple(8 * level for level in range(8))
+SPINES = (("10.100.0.2", "10.100.16.2"), ("10.100.1.2", "10.100.17.2"))
+
+
+def route(spine: int, src: str = "h0", dst: str = "h1") -> HostRoute:
+    address = f"10.{dst[1:]}.0.2"
+    return HostRoute(src, dst, (address,), ((2, SPINES[spine]),))
+
+
+def order(*routes: HostRoute, **changes: Any) -> Order:
+    values: dict[str, Any] = {"incarnation": "i", "number": 1, "valid_s": 30.0, "level": 5}
+    return Order(**{**values, **changes}, routes=routes)
+
+
+def socket_to(peer: str, inode: int, local_port: int = 20001) -> TcpSocket:
+    return TcpSocket(7, inode, 2, ("10.0.0.2", local_port), (peer, 5000))
+
+
+def connection(inode: int, **changes: Any) -> Connection:
+    values: dict[str, Any] = dict.fromkeys(Connection.__dataclass_fields__, 0)
+    text = dict.fromkeys(("owner", "device", "local", "peer", "via"), "")
+    return Connection(
+        **{**values, **text, "id": inode, "kind": "tcp", "how": "untouched", **changes}
+    )
+
+
+class FakeTransport:
+    def __init__(self) -> None:
+        self.sees_sockets, self.sees_queue_pairs = True, False
+        self.routes: Sequence[Route] = ()
+        self.tellings = 0
+        self.ports: tuple[int, int] | None = None
+        self.skipped: tuple[int, ...] = ()
+        self.known: list[Connection] = []
+        self.refuse = False
+
+    def set_routes(self, routes: Sequence[Route]) -> None:
+        if self.refuse:
+            raise TransportError(errno.ENOMEM, "no")
+        self.routes = routes
+        self.tellings += 1
+
+    def set_port_range(self, first: int, last: int) -> None:
+        self.ports = first, last
+
+    def skip_ports(self, *ports: int) -> None:
+        self.skipped = ports
+
+    def connections(self) -> list[Connection]:
+        return self.known
+
+
+class FakeSwitch:
+    def __init__(self, transport: FakeTransport) -> None:
+        self.requests: list[int] = []
+        self.moved: list[bool] = []
+        self.routes_then: list[Sequence[Route]] = []
+        self._transport = transport
+
+    def request(self, generation: int, *, pairs_moved: bool = False) -> None:
+        self.requests.append(generation)
+        self.moved.append(pairs_moved)
+        self.routes_then.append(self._transport.routes)
+
+    state: State = "idle"
+
+    def status(self) -> list[GroupStatus]:
+        return [GroupStatus(0, "cpu", generation=g, state=self.state) for g in self.requests[-1:]]
+
+
+class FakePairs(QueuePairs):
+    """Devices that can change a live queue pair, but for those in ``stubborn``."""
+
+    def __init__(self, transport: FakeTransport) -> None:
+        self._fake = transport
+        self.changes: list[tuple[int, int]] = []
+        self.stubborn: set[int] = set()
+
+    def list(self) -> list[Connection]:
+        return [one for one in self._fake.known if one.kind == "qp"]
+
+    def change(self, id: int, *, udp_port: Any = None, rate_Bps: Any = None) -> Change:
+        if id in self.stubborn:
+            return Change("needs_switch", errno.EOPNOTSUPP, "its device has no such call")
+        self.changes.append((id, udp_port))
+        return Change("live_device", 0, "")
+
+
+class FakeOwnership:
+    def __init__(self) -> None:
+        self.sockets: list[TcpSocket] = []
+        self.listeners: list[tuple[str, int]] = []
+
+    def owned(self) -> list[TcpSocket]:
+        return self.sockets
+
+    def own_listeners(self) -> list[tuple[str, int]]:
+        return self.listeners
+
+
+class FakeNetwork:
+    """Answers as the spines do, from the spine that each local port leads over."""
+
+    def __init__(self) -> None:
+        self.spine: dict[int, int] = {}
+        self.reason = ""
+        self.searched: list[str] = []
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+        self.let_go = threading.Event()
+        self.let_go.set()
+
+    def __call__(
+        self,
+        local: tuple[str, int],
+        peer: tuple[str, int],
+        protocol: Protocol,
+        *,
+        ttls: Sequence[int],
+    ) -> ConnectionTrace:
+        self.let_go.wait(30)
+        self.asked.append((protocol, tuple(ttls)))
+        if self.reason:
+            return ConnectionTrace(local, peer, protocol, reason=self.reason)
+        spine = SPINES[self.spine[local[1]]][0]
+        return ConnectionTrace(local, peer, protocol, tuple((ttl, spine) for ttl in ttls), "raw")
+
+    def search(self, destination: str, route: HostRoute) -> PathMap:
+        """Every other port leads over each spine."""
+        self.let_go.wait(30)
+        self.searched.append(destination)
+        if self.reason:
+            raise ProbeError(errno.ETIMEDOUT, self.reason)
+        hops = {port: ((2, SPINES[port % 2][0]),) for port in range(49152, 49160)}
+        return PathMap(
+            version=1, source="10.0.0.2", destination=destination, protocol="udp",
+            port=ROCE_V2_PORT, hops=hops,
+        )  # fmt: skip
+
+
+class Rank:
+    """A steering and all that it touches."""
+
+    def __init__(self) -> None:
+        self.transport, self.ownership = FakeTransport(), FakeOwnership()
+        self.switch, self.network = FakeSwitch(self.transport), FakeNetwork()
+        self.clock = FakeClock()
+        self.pairs = FakePairs(self.transport)
+        self.loads = 0
+        self.absent = False
+        self.steering = Steering(
+            "h0",
+            self.ownership,  # type: ignore[arg-type]
+            load=self.load,
+            switch=self.switch,
+            trace=self.network,
+            search=PortSearch(self.network.search),
+            pairs=lambda: self.pairs,
+            ports=(20000, 20999),
+            skipped_ports=(29400, 29500),
+            clock=self.clock,
+        )
+
+    def load(self) -> FakeTransport:
+        self.loads += 1
+        if self.absent:
+            raise TransportError("it is not there: build it")
+        return self.transport
+
+    def follow(self, told: Order) -> None:
+        self.steering.follow(told, DSCP_MAP)
+
+    def look(self) -> dict[str, Any]:
+        """The status after a look at the connections."""
+        before = len(self.network.asked)
+        self.steering.tick()
+        self.clock.advance(LOOK_S + SETTLE_S)
+        self.steering.tick()
+        until(lambda: len(self.network.asked) >= before + 1, what="a look")
+        assert self.steering._looking is not None
+        self.steering._looking.join(30)
+        status: dict[str, Any] = json.loads(json.dumps(self.steering.status()))
+        return status
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+def test_routes_of_this_host_are_told_with_the_class_of_the_level(rank):
+    rank.follow(order(route(1), route(0, "h1", "h0"), route(0, "h0", "h2"), level=3))
+    assert rank.transport.routes == (
+        Route("10.1.0.2", hops=tuple((2, a) for a in SPINES[1]), dscp=24),
+        Route("10.2.0.2", hops=tuple((2, a) for a in SPINES[0]), dscp=24),
+    )
+    assert (rank.transport.ports, rank.transport.skipped) == ((20000, 20999), (29400, 29500))
+
+
+def test_without_a_level_new_connections_keep_the_networks_class(rank):
+    rank.follow(order(route(1), level=None))
+    assert [r.dscp for r in rank.transport.routes] == [None]
+    rank.follow(order(route(1), level=63, number=2))
+    assert [r.dscp for r in rank.transport.routes] == [None]
+
+
+def test_a_switch_is_asked_for_once_after_the_routes_are_set(rank):
+    for turn in (1, 2, 3):
+        rank.follow(order(route(1), number=turn, generation=1))
+    assert rank.switch.requests == [1]
+    rank.follow(order(route(1), number=4, generation=1, level=2))
+    assert rank.switch.requests == [1]
+    before = rank.transport.tellings
+    rank.follow(order(route(1), number=4, generation=2, level=2))
+    assert (rank.switch.requests, rank.transport.tellings) == ([1, 2], before + 1)
+    rank.follow(order(route(0), number=5, generation=3, level=2))
+    assert rank.switch.requests == [1, 2, 3]
+    assert [routes[0].hops[0][1] for routes in rank.switch.routes_then] == [
+        SPINES[1][0],
+        SPINES[1][0],
+        SPINES[0][0],
+    ]
+
+
+def test_a_rank_without_a_choice_of_its_own_switches_with_the_others(rank):
+    rank.follow(order(route(1, "h1", "h0"), generation=1))
+    assert rank.transport.routes == ()
+    assert rank.switch.requests == [1]
+
+
+def test_nothing_is_loaded_or_switched_where_no_path_is_planned(rank):
+    rank.follow(order(generation=0))
+    rank.steering.tick()
+    rank.steering.revert()
+    assert (rank.loads, rank.switch.requests) == (0, [])
+    assert rank.steering.counts() is None
+
+
+@pytest.mark.parametrize("missing", ["library", "preload"])
+def test_without_the_transport_there_is_one_warning_and_no_switch(missing, rank, caplog):
+    rank.absent = missing == "library"
+    rank.transport.sees_sockets = missing != "preload"
+    for turn in (1, 2, 3):
+        rank.follow(order(route(turn % 2), number=turn, generation=turn))
+    rank.steering.tick()
+    assert (rank.switch.requests, rank.transport.tellings) == ([], 0)
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
+    status = rank.steering.status()
+    assert not status["available"]
+    assert "cruxrun's transport" in status["why_not"]
+
+
+def test_a_transport_that_refuses_is_asked_again_and_nothing_switches_before(rank):
+    rank.transport.refuse = True
+    with pytest.raises(TransportError):
+        rank.follow(order(route(1), generation=1))
+    assert rank.switch.requests == []
+    rank.transport.refuse = False
+    rank.follow(order(route(1), number=2, generation=1))
+    assert rank.switch.requests == [1]
+
+
+def test_the_end_of_the_order_takes_the_routes_back_and_leaves_connections(rank):
+    rank.follow(order(route(1), generation=3))
+    rank.steering.revert()
+    assert rank.transport.routes == ()
+    assert rank.steering.counts() is None
+    rank.follow(order(route(1), number=2, generation=3))
+    assert len(rank.transport.routes) == 1
+    assert rank.switch.requests == [3]
+
+
+def test_switches_are_counted_anew_in_a_new_incarnation(rank):
+    rank.follow(order(route(1), generation=4))
+    rank.follow(order(route(0), incarnation="another", generation=1))
+    assert rank.switch.requests == [4, 1]
+
+
+def test_live_connections_are_looked_at_from_both_ends(rank):
+    rank.ownership.listeners = [("10.0.0.2", 6000)]
+    rank.ownership.sockets = [
+        socket_to("10.1.0.2", 1, 20001),
+        socket_to("10.1.0.2", 2, 6000),
+        socket_to("10.1.0.2", 3, 20003),
+        socket_to("10.9.0.2", 4, 20004),
+    ]
+    rank.network.spine = {20001: 1, 6000: 1, 20003: 0}
+    rank.transport.known = [connection(1, how="at_connect", probes=3, via="10.100.1.2", via_ttl=2)]
+    rank.follow(order(route(1), generation=1))
+    status = rank.look()
+    assert (status["as_planned"], status["elsewhere"], status["unknown"]) == (2, 1, 0)
+    first, accepted, third = status["connections"]
+    assert (first["side"], first["steered"], first["probes"]) == ("connected", True, 3)
+    assert (accepted["side"], accepted["steered"]) == ("accepted", False)
+    assert [c["as_planned"] for c in (first, accepted, third)] == [True, True, False]
+    assert third["taken"] == [[2, "10.100.0.2"]]
+    assert {c["verified"] for c in status["connections"]} == {"live"}
+    assert rank.network.asked == [("tcp", (2,))] * 3
+
+
+def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
+    rank.network.reason = "it needs CAP_NET_RAW"
+    rank.ownership.sockets = [socket_to("10.1.0.2", inode, 20000 + inode) for inode in (1, 2, 3)]
+    rank.transport.known = [
+        connection(1, how="at_connect", probes=2, via_ttl=2, via="10.100.17.2"),
+        connection(2, how="refused", probes=40, via_ttl=2, via="10.100.0.2"),
+    ]
+    rank.follow(order(route(1)))
+    status = rank.look()
+    probed, refused, unseen = status["connections"]
+    assert (probed["verified"], probed["as_planned"]) == ("connect", True)
+    assert (refused["verified"], refused["as_planned"]) == ("no", None)
+    assert (refused["steered"], refused["probes"]) == (False, 40)
+    assert (unseen["verified"], unseen["error"]) == ("no", "it needs CAP_NET_RAW")
+    assert rank.steering.counts() == PathCounts(1, 0, 2, 2)
+
+
+def test_what_a_switch_is_about_to_replace_is_not_tried_again(rank):
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1, 20001)]
+    rank.network.spine = {20001: 0}
+    rank.follow(order(route(1), generation=1))
+    rank.look()
+    rank.switch.state = "closing"
+    assert rank.steering.counts() == PathCounts(0, 1, 0, 0)
+    rank.switch.state = "idle"
+    assert rank.steering.counts() == PathCounts(0, 1, 0, 1)
+
+
+def test_a_look_is_bounded_and_holds_nobody_up(rank):
+    rank.network.let_go.clear()
+    count = MAX_LOOKED_AT + 10
+    rank.ownership.sockets = [socket_to("10.1.0.2", n, 20000 + n) for n in range(1, count)]
+    rank.network.spine = {20000 + n: 0 for n in range(1, count)}
+    rank.follow(order(route(0)))
+    for _ in range(5):
+        rank.steering.tick()
+        rank.clock.advance(LOOK_S)
+    looking = [t for t in threading.enumerate() if t.name == "crux-paths"]
+    assert len(looking) == 1
+    rank.network.let_go.set()
+    looking[0].join(30)
+    assert rank.steering.counts() == PathCounts(MAX_LOOKED_AT, 0, 0)
+
+
+def test_a_look_that_takes_too_long_asks_no_more(rank, monkeypatch):
+    monkeypatch.setattr(steer, "LOOK_LIMIT_S", 0.0)
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
+    rank.follow(order(route(0)))
+    rank.steering.tick()
+    rank.clock.advance(SETTLE_S)
+    rank.steering.tick()
+    until(lambda: rank.steering.counts() == PathCounts(0, 0, 1, 1), what="the look")
+    assert rank.network.asked == []
+    assert "no time" in rank.steering.status()["connections"][0]["error"]
+
+
+def test_new_connections_are_looked_at_soon_and_old_ones_now_and_then(rank):
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
+    rank.network.spine = {20001: 0, 20002: 1}
+    rank.follow(order(route(0)))
+    assert rank.look()["as_planned"] == 1
+    rank.ownership.sockets = [socket_to("10.1.0.2", 2, 20002)]
+    rank.steering.tick()
+    rank.clock.advance(SETTLE_S)
+    rank.steering.tick()
+    until(
+        lambda: rank.steering.counts() == PathCounts(0, 1, 0, 1),
+        what="a look at the new connection",
+    )
+
+
+def test_a_failing_look_is_said_once(rank, caplog):
+    def fail(*_: object, **__: object) -> ConnectionTrace:
+        raise RuntimeError("no")
+
+    rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
+    rank.steering._trace = fail
+    rank.follow(order(route(0)))
+    for _ in range(4):
+        rank.steering.tick()
+        rank.clock.advance(LOOK_S)
+        if rank.steering._looking is not None:
+            rank.steering._looking.join(30)
+    assert len(caplog.records) == 1
+
+
+def test_queue_pairs_get_ports_that_were_searched_for_before_the_switch(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.network.let_go.clear()
+    rank.follow(order(route(1), route(0, dst="h2"), generation=1))
+    rank.follow(order(route(1), route(0, dst="h2"), generation=1, number=2))
+    # Connections over TCP are steered meanwhile.
+    assert [r.udp_ports for r in rank.transport.routes] == [(), ()]
+    assert rank.switch.requests == []
+    rank.network.let_go.set()
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    odd, even = tuple(range(49153, 49160, 2)), tuple(range(49152, 49160, 2))
+    assert [r.udp_ports for r in rank.switch.routes_then[0]] == [odd, even]
+    rank.follow(order(route(1), route(0, dst="h2"), generation=1, level=2, number=3))
+    assert [r.udp_ports for r in rank.transport.routes] == [odd, even]
+    assert sorted(rank.network.searched) == ["10.1.0.2", "10.2.0.2"]
+
+
+def test_other_routes_are_searched_for_anew_and_switched_to(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.follow(order(route(1), generation=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    rank.steering._searching.join(30)
+    rank.follow(order(route(0), generation=2, number=2))
+    until(lambda: rank.switch.requests == [1, 2], what="the next switch")
+    assert rank.network.searched == ["10.1.0.2"] * 2
+
+
+def pair(id: int, **changes: Any) -> Connection:
+    ends = {"local": "10.0.0.2", "peer": "10.1.0.2", "local_port": 49152}
+    return connection(id, **{"kind": "qp", "state": READY_TO_SEND, **ends, **changes})
+
+
+def test_live_queue_pairs_are_moved_and_the_switch_is_told(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.transport.known = [
+        pair(1),
+        pair(2),
+        pair(3, local_port=49157),
+        pair(4, peer="10.9.0.2"),
+        pair(5, state=6),
+    ]
+    rank.follow(order(route(1), generation=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    # The third leads over the path already, nothing is planned for the fourth, the fifth is broken.
+    assert rank.pairs.changes == [(1, 49153), (2, 49155)]
+    assert rank.switch.moved == [True]
+
+
+@pytest.mark.parametrize("known", [[], [pair(1), pair(2)], [pair(4, peer="10.9.0.2")]])
+def test_the_switch_makes_anew_what_could_not_be_moved(rank, known):
+    rank.transport.sees_queue_pairs = True
+    rank.transport.known = known
+    rank.pairs.stubborn = {2}
+    rank.follow(order(route(1), generation=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    assert rank.switch.moved == [False]
+
+
+def test_queue_pairs_are_moved_by_a_new_switch_over_paths_that_are_known(rank):
+    rank.transport.sees_queue_pairs = True
+    rank.follow(order(route(1), generation=1))
+    until(lambda: rank.switch.requests == [1], what="the switch")
+    rank.steering._searching.join(30)
+    rank.transport.known = [pair(1)]
+    rank.follow(order(route(1), generation=2, number=2))
+    until(lambda: rank.switch.requests == [1, 2], what="the next switch")
+    assert rank.switch.moved == [False, True]
+    assert rank.network.searched == ["10.1.0.2"]
+
+
+def test_a_search_over_many_destinations_ends_in_time(caplog):
+    network, clock = FakeNetwork(), FakeClock()
+
+    def slow(destination: str, wanted: HostRoute) -> PathMap:
+        clock.advance(SEARCH_S)
+        return network.search(destination, wanted)
+
+    routes = [route(0, dst=f"h{n}") for n in range(1, 9)]
+    searching = PortSearch(slow, clock=clock)
+    searching.run(routes)
+    in_time = round(TOTAL_S / SEARCH_S)
+    assert network.searched == [r.destinations[0] for r in routes[:in_time]]
+    found = searching.found(routes)
+    assert [bool(found[r.destinations[0]]) for r in routes] == [True] * in_time + [False] * 5
+    assert searching.is_done(routes)
+    assert len(caplog.records) == 5
+
+
+def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rank, caplog):
+    rank.transport.sees_queue_pairs = True
+    rank.network.reason = "no router answered"
+    for turn in (1, 2, 3):
+        rank.follow(order(route(1), generation=1, number=turn))
+        until(lambda: rank.switch.requests == [1], what="the switch")
+        rank.steering._searching.join(30)
+    assert [r.udp_ports for r in rank.transport.routes] == [()]
+    assert (rank.network.searched, len(caplog.records)) == (["10.1.0.2"], 1)
+
+
+def test_connections_of_other_libraries_that_were_steered_are_looked_at_too(rank):
+    ends = {"local": "10.0.0.2", "peer": "10.1.0.2", "peer_port": 6000}
+    rank.transport.known = [
+        connection(1, **ends, local_port=20001, probes=2, via_ttl=2, via=SPINES[1][0]),
+        connection(2, **ends, local_port=40000),
+    ]
+    rank.network.spine = {20001: 1}
+    rank.follow(order(route(1)))
+    (told,) = rank.look()["connections"]
+    assert (told["local"], told["steered"], told["as_planned"]) == (["10.0.0.2", 20001], True, True)
+
+
+def test_queue_pairs_are_looked_at_where_their_port_is_known(rank):
+    rank.transport.known = [
+        connection(1, kind="qp", local="10.0.0.2", local_port=49153, peer="10.1.0.2"),
+        connection(2, kind="qp", local="10.0.0.2", local_port=0, peer="10.1.0.2"),
+        connection(3, kind="qp", local="10.0.0.2", local_port=49152, peer="10.9.0.2"),
+    ]
+    rank.network.spine = {49153: 1}
+    rank.follow(order(route(1)))
+    (told,) = rank.look()["connections"]
+    assert (told["local"], told["peer"]) == (["10.0.0.2", 49153], ["10.1.0.2", ROCE_V2_PORT])
+    assert (told["as_planned"], rank.network.asked) == (True, [("udp", (2,))])
+
+
+def test_a_route_is_told_for_each_address_of_the_other_host():
+    both = HostRoute("h0", "h1", ("10.1.0.2", "fd00::2"), ((1, ("10.0.0.1",)), (2, SPINES[0])))
+    told = routes_from([both], None)
+    assert [r.destination for r in told] == ["10.1.0.2", "fd00::2"]
+    assert told[0].hops == ((1, "10.0.0.1"), (2, SPINES[0][0]), (2, SPINES[0][1]))

@@ -1,0 +1,118 @@
+"""Builds one wheel for this CPython that works with several releases of torch, and tries it.
+
+Each extension is built from an sdist in a virtual environment of its own. The wheel holds them all,
+and ``crux_torch/_C.py`` chooses at import. The wheel is then installed into a new environment, and
+tried there without torch and with each torch in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "wheels"
+TRIAL = """
+import os, tempfile, torch, torch.distributed as dist
+import crux_torch
+from crux_torch import _C
+store = "file://" + os.path.join(tempfile.mkdtemp(), "store")
+dist.init_process_group("crux", init_method=store, rank=0, world_size=1)
+ones = torch.ones(4)
+dist.all_reduce(ones)
+assert ones.tolist() == [1.0] * 4, ones
+recorder = crux_torch.status()["recorder"]
+assert recorder["recorded"] >= 1, recorder
+dist.destroy_process_group()
+print("torch", torch.__version__, "trained through", _C.__name__)
+"""
+
+
+UV = (sys.executable, "-m", "uv", "--quiet")
+
+
+def run(*command: str | Path, **env: str) -> str:
+    print("+", *("..." if "\n" in str(word) else word for word in command), flush=True)
+    options = {"check": True, "env": {**os.environ, **env}, "cwd": WORK, "text": True}
+    return subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, **options).stdout
+
+
+def environment(name: str) -> Path:
+    """The Python of a new virtual environment."""
+    run(*UV, "venv", "--clear", "--seed", "--python", sys.executable, WORK / name)
+    return WORK / name / "bin/python"
+
+
+def install(python: Path, torch: str | None, *packages: str) -> None:
+    """Install packages, and one release of torch in place of any other."""
+    version = "3.10" if sys.version_info < (3, 11) else "3.11"
+    pins = [ROOT / f"constraints/python-{version}.txt", ROOT / f"constraints/torch-{torch}.txt"]
+    pinned = [argument for file in pins if file.exists() for argument in ("-c", file)]
+    wanted = [*packages, f"torch=={torch}"] if torch else packages
+    run(*UV, "pip", "install", "--python", python, *pinned, *wanted)
+
+
+def build(sdist: Path, torch: str) -> Path:
+    """The wheel for one torch."""
+    python, folder = environment(f"torch-{torch}"), WORK / f"dist-{torch}"
+    install(python, torch, "setuptools", "pybind11", "ninja", "numpy")
+    shutil.rmtree(folder, ignore_errors=True)
+    flags = ["--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir", folder]
+    # torch looks for ninja on the path.
+    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
+    run(python, "-m", "pip", "wheel", *flags, sdist, PATH=path)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def merge(wheels: list[Path], out: Path) -> Path:
+    """The first wheel with the extensions of all."""
+    for wheel in wheels:
+        run(sys.executable, "-m", "wheel", "unpack", "--dest", wheel.parent, wheel)
+    unpacked = [next(p for p in wheel.parent.iterdir() if p.is_dir()) for wheel in wheels]
+    for other in unpacked[1:]:
+        for extension in (other / "crux_torch").glob("_C_torch*.so"):
+            extension.rename(unpacked[0] / "crux_torch" / extension.name)
+    out.mkdir(parents=True, exist_ok=True)
+    run(sys.executable, "-m", "wheel", "pack", "--dest-dir", out, unpacked[0])
+    return out / wheels[0].name
+
+
+def try_out(wheel: Path, torches: list[str]) -> None:
+    """Install the wheel without torch, then beside each torch, and use it each time."""
+    python = environment("trial")
+    crux = python.parent / "crux"
+    scenario = ROOT / "examples/spines.json"
+    install(python, None, f"{wheel}[sim]")
+    run(crux, "sim", "run", scenario)
+    print("without torch: crux sim runs", flush=True)
+    for torch in torches:
+        install(python, torch, f"{wheel}[live]")
+        print(run(python, "-c", TRIAL), flush=True)
+        run(crux, "sim", "run", scenario)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel")
+    parser.add_argument("sdist", type=Path)
+    parser.add_argument("torches", nargs="+", metavar="TORCH", help="a release, as 2.15.0")
+    args = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    started_s, wheels = time.monotonic(), []
+    for torch in args.torches:
+        wheels.append(build(args.sdist.resolve(), torch))
+        print(f"torch {torch}: built after {time.monotonic() - started_s:.0f} s", flush=True)
+    wheel = merge(wheels, args.out.resolve())
+    try_out(wheel, args.torches)
+    size = wheel.stat().st_size / 1e6
+    print(f"{wheel}: {size:.1f} MB, tried after {time.monotonic() - started_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
