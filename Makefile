@@ -1,4 +1,5 @@
-# Two commands do everything: `make run` (set up, then the demo) and `make test` (set up, then all tests).
+# Two commands do everything: `make run` (set up, then the demo) and `make test` (set up, lint, tests).
+# CONTRIBUTING.md describes the other tiers of tests: test-quick, test-all, coverage.
 # TORCH=2.11.0 does the same against another torch, in a copy of this tree under build/;
 # PYTHON=python3.10 by another Python.
 PYTHON ?= python3
@@ -12,17 +13,20 @@ BIN := $(VENV)/bin
 CONSTRAINTS := constraints/python-$(PYVER).txt $(wildcard constraints/torch-$(TORCH).txt)
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.map')
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
+# One more worker than there are processors: many tests wait for something.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 PYTEST_ARGS ?=
 # Set to anything it makes each of the many processes that tests start compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-rdma test-gpu bench-gpu lint format asan tsan bench evaluation clean \
-  apt apt-lab
+.PHONY: setup sdist wheels run test test-quick test-all test-rdma test-gpu fakes coverage mutation \
+  bench-gpu lint format asan tsan bench evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
 COPY := build/torch-$(TORCH)$(if $(filter 3.10,$(PYVER)),-python3.10)
-setup run test test-rdma test-gpu bench-gpu lint bench evaluation:
+setup run test test-quick test-all test-rdma test-gpu coverage bench-gpu lint bench evaluation:
 	mkdir -p $(COPY)
 	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
 	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
@@ -66,16 +70,35 @@ apt-lab:
 	@sh tools/apt.sh lab
 
 run: setup
-	$(BIN)/python -m examples.demo $(RUN_ARGS)
+	$(BIN)/python -m lab $(RUN_ARGS)
 
-# What test_cpp.py runs is compiled in what the other tests leave of the processors.
-BESIDE := for s in asan tsan; do nice -n 19 sh tests/cpp/run.sh $$s build; done >/dev/null 2>&1 &
-test: apt-lab setup lint
-	$(if $(PYTEST_ARGS),,$(BESIDE)) \
-	$(BIN)/python -m pytest $(PYTEST_ARGS); passed=$$?; wait; exit $$passed
+# What finds most bugs for its time. PYTEST_ARGS="FILE -k NAME" runs a part, long tests included.
+test: setup
+	$(MAKE) --no-print-directory -j2 lint fakes
+	$(PYTEST) $(or $(PYTEST_ARGS),-m "not full")
 
-# The Soft-RoCE lab alone, with more changes of a live queue pair than `make test` has time for.
-test-rdma: export RDMA_CHANGES ?= 1000
+# The fake device and the fake NCCL, so that no test waits for a compiler.
+fakes: $(VENV)/.built
+	cd tests && ../$(BIN)/python -c 'from fake_gpu import build; build.ahead()'
+
+# For the inner loop: no root, no set-up, nothing that starts jobs.
+test-quick: $(VENV)/.built
+	$(PYTEST) -q -m "not slow and not full" $(PYTEST_ARGS)
+
+# What `make test` leaves out: sanitizers, emulated RDMA, long jobs; and more examples for the
+# properties. The second part runs even if the first one fails.
+test-all: apt-lab setup
+	$(PYTEST) -m full --timeout 1200; first=$$?; \
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" && exit $$first
+
+# Lines and branches that the tests of `make test` reach, by package; processes they start count.
+coverage: setup
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(BIN)/coverage run -m $(subst $(BIN)/python -m ,,$(PYTEST)) $(or $(PYTEST_ARGS),-m "not full"); \
+	passed=$$?; $(BIN)/coverage combine --quiet; $(BIN)/python tools/coverage_by_package.py; exit $$passed
+
+# The Soft-RoCE lab alone.
 test-rdma: apt-lab setup
 	$(BIN)/python -m pytest tests/rdma $(PYTEST_ARGS)
 
@@ -91,6 +114,7 @@ bench-gpu: setup
 lint: $(VENV)/.built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 ifeq ($(PYVER),3.10)
 	@echo "mypy: not run; what numpy and scipy say of their types for Python 3.10 is older and wider"
 else
@@ -103,8 +127,19 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+# One wheel for this Python and several releases of torch, tried in a new environment (docs/install.md).
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+sdist: $(VENV)/.installed
+	$(BIN)/python -m uv --quiet build --sdist --out-dir dist
+wheels: sdist
+	$(BIN)/python tools/wheels.py dist/crux_torch-$$($(BIN)/python setup.py --version).tar.gz $(TORCHES)
+
 asan tsan:
 	sh tests/cpp/run.sh $@
+
+# Changes the code at random places, and counts for how many of the changes a test fails.
+mutation: setup
+	$(BIN)/python tools/mutation_sample.py $(MUTATION_ARGS)
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
@@ -112,21 +147,23 @@ bench: setup
 # The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/trace.md).
 RESULTS ?= out/results
 evaluation: setup
-	$(BIN)/python benchmarks/optimality.py --seed 10000 --threads 2 --out $(RESULTS)
-	$(BIN)/python benchmarks/testbed.py --schedulers all --out $(RESULTS)
-	$(BIN)/python benchmarks/testbed.py --sensitivity --draws 50 --horizon 60 --out $(RESULTS)
-	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --placement hived,muri \
+	$(EVALUATE) optimality --seed 10000 --threads 2 --out $(RESULTS)
+	$(EVALUATE) testbed --schedulers all --out $(RESULTS)
+	$(EVALUATE) testbed --sensitivity --draws 50 --horizon 60 --out $(RESULTS)
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --placement hived,muri \
 	  --schedulers $(TRACED) --threads 2 --out $(RESULTS)
-	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
 	  --topology clos,double-sided,non-blocking --schedulers $(TRACED),crux-fair --max-slowdown 2 \
 	  --name trace_random --out $(RESULTS)
-	$(BIN)/python benchmarks/trace.py $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
 	  --topology clos,double-sided --schedulers crux --levels 1 --name trace_one_level --out $(RESULTS)
-	$(BIN)/python benchmarks/torus.py --seeds 4 --out $(RESULTS)
-	$(BIN)/python benchmarks/beyond.py --small 50 --testbed 4 --out $(RESULTS)
+	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
+	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
+	$(EVALUATE) variants --out $(RESULTS)
 	$(BIN)/python benchmarks/decision.py --out $(RESULTS)
 	$(BIN)/python benchmarks/sim_speed.py --out $(RESULTS)
-	$(BIN)/crux sim figures $(RESULTS) --out $(RESULTS)/figures
+	$(EVALUATE) figures $(RESULTS) --out $(RESULTS)/figures
+EVALUATE := $(BIN)/python -m evaluation
 TRACED := ecmp,sincronia,varys,taccl,cassini,crux-pa,crux-ps-pa,crux,ideal
 
 endif
