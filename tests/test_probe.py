@@ -316,6 +316,25 @@ def test_a_peer_that_limits_its_answers_is_not_taken_for_a_router(
     assert depth.distance == 5
 
 
+def test_a_router_before_the_peer_that_answers_late_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = network(3)
+    net = Played({ttl: answer for ttl, answer in answers.items() if ttl != 3})
+    receive = net.receive
+
+    def limited(timeout_s: float) -> list[Answer]:
+        # Where answers are limited to one a second, the first three attempts may all be lost.
+        if net.sent > 6:
+            net.answers = answers
+        return receive(timeout_s)
+
+    monkeypatch.setattr(net, "receive", limited)
+    depth = played_depth(monkeypatch, net)
+    assert depth.ttls == (1, 2, 3)
+    assert depth.distance == 4
+
+
 def test_silent_routers_in_between_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = network(5)
     del answers[2], answers[4]

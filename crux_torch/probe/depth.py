@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from crux_torch.probe.error_queue import ErrorQueue, family_of
-from crux_torch.probe.packets import ProbeError, ask
+from crux_torch.probe.packets import Answer, ProbeError, ask
 
 #: Where traceroute sends its datagrams: hardly anyone listens there, so the peer itself answers.
 _CLOSED_PORT = 33434
 _ATTEMPTS = 3
+_ATTEMPTS_MORE = 2
 #: TTLs that are asked about at once. If all of them stay silent, nobody is looked for beyond.
 _STRIDE = 4
 
@@ -64,12 +65,17 @@ def sound(source: str, destination: str, max_ttl: int, answer_wait_s: float, unt
         for first in range(1, max_ttl + 1, _STRIDE):
             ttls = range(first, min(first + _STRIDE, max_ttl + 1))
             answers = ask(packets, 0, ttls, answer_wait_s, until, _ATTEMPTS)
+            depth.routers |= _of_kind("hop", answers)
+            if ends := _of_kind("destination", answers):
+                # Either routers that answer once a second, as Linux does by default, or the peer's
+                # own lost answers: only patience tells.
+                silent = range(max(depth.routers, default=0) + 1, min(ends))
+                answers |= ask(packets, 0, silent, 4 * answer_wait_s, until, _ATTEMPTS_MORE)
             refusal = next((a for a in answers.values() if a.kind == "refusal"), refusal)
             heard = {ttl: a for ttl, a in answers.items() if a.kind != "refusal"}
             depth.answered += len(heard)
-            ends = [ttl for ttl, answer in heard.items() if answer.kind == "destination"]
-            depth.distance = min(ends, default=None)
-            depth.routers |= {ttl: a.address for ttl, a in heard.items() if a.kind == "hop"}
+            depth.distance = min(_of_kind("destination", answers), default=None)
+            depth.routers |= _of_kind("hop", answers)
             if ends or not heard or time.monotonic() >= until:
                 break
         depth.sent = packets.sent
@@ -87,6 +93,10 @@ def sound(source: str, destination: str, max_ttl: int, answer_wait_s: float, unt
         "report expired packets, or a firewall drops the answers (ICMP time exceeded, and "
         "port unreachable from the peer). If only the peer is silent, give the hops (--ttl)",
     )
+
+
+def _of_kind(kind: str, answers: dict[int, Answer]) -> dict[int, str]:
+    return {ttl: answer.address for ttl, answer in answers.items() if answer.kind == kind}
 
 
 def resolve(name: str) -> str:
