@@ -137,8 +137,10 @@ def _losses(row: dict[str, Any]) -> str:
 
 
 @click.command()
-@click.option("--study", "names", default="two,four", show_default=True, help="With commas.")
-@click.option("--steps", default=60, show_default=True, help="Of each job in each case, at least.")
+@click.option(
+    "--study", "names", default="two,four", show_default=True, help="Networks: two, four."
+)
+@click.option("--steps", default=60, show_default=True, help="Least steps of each job and case.")
 @click.option("--rounds", default=6, show_default=True, help="Turns that the cases take.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/paths.{json,txt}.")

@@ -31,8 +31,8 @@ def _runtime() -> Listener:
 
 events.listen(_runtime)
 
-# A program that uses only the simulator or the command line does without torch. Where torch is
-# imported later, its entry points register the backend: see ``cruxrun.autoload``.
+# The simulator and the command line do not need torch. If a program imports torch later, torch's
+# entry points register the backend: see ``cruxrun.autoload``.
 if "torch" in sys.modules:
     from crux_torch.c10d import backend as _backend
 
@@ -42,8 +42,9 @@ if "torch" in sys.modules:
 def attach() -> None:
     """Make the script's own ``init_process_group("nccl" | "gloo" | None)`` use Crux.
 
-    What ``cruxrun`` does for a script that does not know Crux. Idempotent, and nothing at all where
-    ``CRUX_DISABLE`` is set; process groups that exist already are left as they are.
+    ``cruxrun`` calls it in each process of a job, so scripts that it starts need not. A second call
+    changes nothing. With ``CRUX_DISABLE`` set it does nothing. It leaves process groups alone that
+    exist already.
     """
     from crux_torch.c10d import backend
 
@@ -51,9 +52,9 @@ def attach() -> None:
 
 
 def profile() -> JobProfile | None:
-    """What was measured of this job, or None before the first measurement is complete.
+    """The profile of the whole job, or None before the first measurement is complete.
 
-    The leader rank has the profile of the whole job, and every rank gets it from its leader.
+    Every rank gets the same profile, from the job's leader (rank 0).
     """
     from crux_torch import runtime
 
@@ -63,16 +64,22 @@ def profile() -> JobProfile | None:
 def status() -> dict[str, Any]:
     """What Crux sees and does in this process, as plain values.
 
-    ``settings`` in force, ``recorder`` counters, ``job`` and ``leader``, ``profile``, the ``plan``
-    in force, under ``applied`` how each setting was applied to each connection, or why not, under
-    ``paths`` which way each goes that the plan has a path for (``docs/paths.md``), and under
-    ``links`` what gives way on links of the host (``docs/pcie.md``).
+    Some of the keys:
+
+    - ``active``, ``why_not``: whether Crux works in this process, and if not, why.
+    - ``settings``, ``recorder``: the settings in force, and the recorder's counters.
+    - ``profile``, ``plan``: the job's profile, and its entry in the plan.
+    - ``applied``: the class of each connection, or why it was refused.
+    - ``paths``: the path that each connection takes (docs/paths.md).
+    - ``links``: operations that waited on links of the host (docs/pcie.md).
+    - ``leader``: on rank 0, its part in the plan.
     """
     from crux_torch import runtime
 
     return runtime.status()
 
 
-# What attaches must not find a module of this package half imported: so torch comes before them.
+# Under cruxrun, ``import torch`` attaches Crux at its end, which imports modules of this package.
+# If one of them had imported torch, it would be only half imported then. So import torch here.
 if is_launched():
     import_module("torch")

@@ -44,9 +44,9 @@ DscpMap = Annotated[
 _LINKS = f"auto, none, or different names of links separated by commas, each {_WORD}"
 Links = Annotated[tuple[Name, ...], Meta(min_length=1, title=_LINKS)]
 Port = Annotated[int, Meta(ge=1024, le=65535)]
-#: The schedulers that a running cluster can carry out: they decide candidate paths and the given
-#: levels. The others need what no network offers (``ideal``), what the processes of a job can't do
-#: yet (time shifts), or more time than a training process should give (``crux+``).
+#: The schedulers that a running cluster can carry out. They choose among the candidate paths and
+#: the given levels. The others need what no network offers (``ideal``), what the processes of a job
+#: can't do yet (time shifts), or too much time for a training process (``crux+``).
 LIVE_POLICIES = ("crux", "crux-fair", "ecmp", "sincronia", "taccl", "varys")
 #: Those that choose paths. Under the others, the network's own hash does.
 PATH_POLICIES = ("crux", "crux-fair", "taccl")
@@ -77,8 +77,8 @@ class Settings:
     """What Crux reads from its environment.
 
     Raises:
-        SettingsError: for values that don't fit each other, and by :meth:`from_env` for a value
-            that can't be used.
+        SettingsError: values don't fit each other. :meth:`from_env` also raises it for a value that
+            can't be used.
     """
 
     disable: bool = _says(False, "use the stock backends and leave every connection alone")
@@ -101,38 +101,31 @@ class Settings:
     )
     max_slowdown: NotNegative = _says(
         0.0,
-        "with the policy crux-fair, the most that an iteration may be slowed down, on average, as "
-        "a multiple of its time alone; 0 means no bound",
+        "with the policy crux-fair, a job's mean iteration may take at most this many times as "
+        "long as alone; 0 means no bound",
     )
     topology: str = _says(
         "", "file with the cluster's topology (YAML); without it, all hosts share one core link"
     )
     transport: bool = _says(
-        True,
-        "preload libcrux_transport.so in every process of the job, to set source ports and queue "
-        "pairs",
+        True, "preload libcrux_transport.so, which sets source ports and settings of queue pairs"
     )
-    paths: bool = _says(True, "apply the plan's paths, and not only its priorities")
+    paths: bool = _says(True, "apply the paths of the plan")
     ports: Ports = _says(
         PortRange(20000, 28999),
-        "TCP source ports that choose paths, FIRST-LAST; Crux leaves out those that the kernel or "
-        "another socket holds",
+        "TCP source ports that Crux may bind to choose paths: FIRST-LAST; it leaves out those that "
+        "the kernel or another socket holds",
     )
-    nccl_class: bool = _says(
-        True,
-        "give each new NCCL communicator its traffic class, unless NCCL_IB_TC or the script sets "
-        "one",
-    )
+    nccl_class: bool = _says(True, "set the traffic class of each new NCCL communicator")
     roce_ecn: Literal["auto", "0", "1", "2"] = _says(
         "auto",
-        "ECN bits beside the DSCP of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or "
-        "auto: as the host's RoCE devices are configured",
+        "ECN bits of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or auto: as the host's "
+        "RoCE devices are configured",
     )
     links: Links = _says(
         ("auto",),
-        "links of the host on which operations of lower levels wait for higher ones: auto (PCIe "
-        "links that another job of this user also crosses), none, or names of stand-in links that "
-        "this process crosses",
+        "links of the host on which operations of lower levels wait for higher ones: auto (the "
+        "PCIe links that this process crosses), none, or names of stand-in links",
     )
     link_wait_ms: WaitMs = _says(
         500.0,
@@ -158,7 +151,7 @@ class Settings:
     timing: Literal["measuring", "always"] = _says(
         "measuring",
         "when the recorder times operations: measuring (while the job is measured, or with a "
-        "trace) or always; otherwise it logs only the call, at a third of the cost",
+        "trace) or always; at other times it records only the call, at a third of the cost",
     )
     lease_s: Positive = _says(
         6.0, "seconds after which a job that gives no sign of life counts as gone"
@@ -223,7 +216,7 @@ class Settings:
 
 
 class Setting(NamedTuple):
-    """One field of :class:`Settings`, as its user meets it; ``meaning`` has no full stop."""
+    """One field of :class:`Settings`, as users see it. ``meaning`` has no full stop."""
 
     field: str
     kind: Any
@@ -239,7 +232,7 @@ class Setting(NamedTuple):
     def flag(self) -> str | None:
         """The flag of ``cruxrun``, or None for what only ``cruxrun`` itself sets.
 
-        The flag of a switch takes no value, and turns the default around.
+        A flag without a value sets the opposite of the default.
         """
         name = self.field.replace("_", "-")
         return None if name == "attach" else f"--crux-{'no-' if self.default is True else ''}{name}"
@@ -269,7 +262,7 @@ class Setting(NamedTuple):
 
 
 def _builtin(kind: Any, text: str) -> Any:
-    """What msgspec makes a ``kind`` of."""
+    """``text`` as the plain value that msgspec converts to ``kind``."""
     if kind is bool:
         return {"yes": "1", "on": "1", "no": "0", "off": "0"}.get(text.lower(), text)
     if kind in (int, float):

@@ -1,4 +1,4 @@
-"""The command ``crux host``: what is inside this host, for a reader or for the topology file."""
+"""``crux host``: what is inside this host, as tables or for the topology file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from crux_torch.host.nic import read_nics
 from crux_torch.host.nvml import NvmlReport
 from crux_torch.host.pcie import PcieTree
 
-#: Where the output is no terminal nothing should be cut off.
+#: Wide enough that nothing is cut off where the output is no terminal.
 PIPE_WIDTH = 200
 GIGABYTE = 1e9
 
@@ -44,14 +44,14 @@ GIGABYTE = 1e9
     "nics",
     multiple=True,
     metavar="NODE",
-    help="With --join: the NIC (HOST/eth0) at the end of the host's next cable; once a cable.",
+    help="With --join: the NIC (HOST/eth0) of one cable of this host. Repeat it for each cable.",
 )
 def host(
     as_json: bool, as_yaml: bool, cluster: Path | None, name: str | None, nics: tuple[str, ...]
 ) -> None:
-    """GPUs, PCIe links, NVLinks and NICs of this host, and which NIC is next to which GPU.
+    """Show GPUs, PCIe links, NVLinks and NICs of this host, and the nearest NIC of each GPU.
 
-    PCIe comes from sysfs, GPUs from NVML; what is not there is said and left out.
+    PCIe is read from sysfs, GPUs from NVML. A note names what can't be seen.
     """
     if as_json + as_yaml + (cluster is not None) > 1:
         raise click.UsageError("--json, --yaml and --join exclude each other")

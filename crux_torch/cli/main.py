@@ -25,12 +25,12 @@ class Subcommand:
 #: Every subcommand; one more line makes one more command.
 SUBCOMMANDS: dict[str, Subcommand] = {
     "status": Subcommand("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
-    "doctor": Subcommand("crux_torch.cli.doctor:doctor", "Check what Crux can use here."),
+    "doctor": Subcommand("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
     "host": Subcommand("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
     "probe": Subcommand(
         "crux_torch.cli.probe:probe_command", "Find which source port takes which path."
     ),
-    "sim": Subcommand("crux_torch.cli.sim:sim", "Simulate jobs on a network, under any policy."),
+    "sim": Subcommand("crux_torch.cli.sim:sim", "Simulate jobs on a network under a scheduler."),
 }
 
 

@@ -20,7 +20,7 @@ from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
 
 @click.group()
 def sim() -> None:
-    """What would Crux do on a cluster, with its jobs?"""
+    """Simulate jobs on a network under Crux and other schedulers."""
 
 
 sim.add_command(compare)
@@ -34,14 +34,14 @@ sim.add_command(trace)
     "--skip-repeats/--no-skip-repeats",
     default=True,
     show_default=True,
-    help="Count stretches that provably repeat instead of playing them.",
+    help="Count repetitions of the same state instead of playing them.",
 )
 @click.option(
     "--repeat-tolerance",
     type=click.FloatRange(0.0, 1.0, max_open=True),
     default=1e-9,
     show_default=True,
-    help="States are the same within this share of the period.",
+    help="Two states count as the same if they differ by at most this share of the period.",
 )
 def run(file: Path, json_path: Path | None, skip_repeats: bool, repeat_tolerance: float) -> None:
     """Play the scenario in FILE to its horizon."""

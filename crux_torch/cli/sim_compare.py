@@ -28,7 +28,9 @@ from crux_torch.sim.scenario_cluster import cluster_of
 @click.command()
 @scenario_argument
 @names_option("--schedulers", "schedulers", SCHEDULERS, "all")
-@click.option("--levels", default=8, show_default=True, type=click.IntRange(1, 64))
+@click.option(
+    "--levels", default=8, show_default=True, type=click.IntRange(1, 64), help="Priority levels."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the schedulers' random draws.")
 @json_option
 def compare(

@@ -18,7 +18,13 @@ json_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the results to this file as JSON.",
 )
-threads_option = click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Runs that are played at the same time.",
+)
 
 
 def names_option(flag: str, name: str, known: Iterable[str], default: str) -> Callable[..., Any]:

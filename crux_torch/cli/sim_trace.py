@@ -37,8 +37,8 @@ Row = dict[str, Any]
     "--trace",
     "kind",
     default=None,
-    help="hybrid, generated, lingjun, or a CSV name,model,gpus,submit_s,duration_s. "
-    "Default: hybrid with --data, else generated.",
+    help="hybrid, generated, lingjun, or a CSV file with the columns "
+    "name,model,gpus,submit_s,duration_s.  [default: hybrid with --data, else generated]",
 )
 @click.option(
     "--data",
@@ -54,15 +54,33 @@ Row = dict[str, Any]
 )
 @names_option("--schedulers", "schedulers", SCHEDULERS, "all")
 @names_option("--placement", "placements", PLACEMENTS, "none")
-@click.option("--jobs", type=click.IntRange(1), default=5000, show_default=True)
-@click.option("--days", type=click.IntRange(1), default=14, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=5000,
+    show_default=True,
+    help="Jobs that arrive, at most.",
+)
+@click.option(
+    "--days",
+    type=click.IntRange(1),
+    default=14,
+    show_default=True,
+    help="Length of the trace. Later jobs are left out.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed of everything that is drawn at random.",
+)
 @click.option(
     "--iterations-as-one",
     type=click.IntRange(1),
     default=200,
     show_default=True,
-    help="So many iterations are simulated as one, as long as all of them; 1 is exact.",
+    help="Simulate this many iterations as one that is as long as all of them; 1 is exact.",
 )
 @click.option(
     "--levels", type=click.IntRange(1), default=8, show_default=True, help="Priority levels."
@@ -70,14 +88,14 @@ Row = dict[str, Any]
 @click.option(
     "--max-slowdown",
     type=click.FloatRange(1.0),
-    help="What crux-fair is to guarantee: no job's mean iteration takes so many times its own.",
+    help="With crux-fair, a job's mean iteration takes at most this many times as long as alone.",
 )
 @click.option(
     "--steady-tolerance",
     type=click.FloatRange(0.0, 0.5),
     default=0.0,
     show_default=True,
-    help="Above 0: rates that have settled to this share are extrapolated.",
+    help="Above 0: extrapolate rates that have settled to within this share.",
 )
 @click.option(
     "--replan",
@@ -85,20 +103,23 @@ Row = dict[str, Any]
     type=click.FloatRange(0.0),
     default=60.0,
     show_default=True,
-    help="Least seconds between two plans.",
+    help="Seconds between two plans, at least.",
 )
 @threads_option
 @json_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write NAME.json and NAME.txt to this folder, anew after every row.",
+    help="Write NAME.json and NAME.txt to this folder, again after every row.",
 )
 @click.option("--name", default="trace", show_default=True, help="Name of the result.")
 def trace(
     topologies: str, placements: tuple[str, ...], schedulers: tuple[str, ...], **how: Any
 ) -> None:
-    """Weeks of jobs on a cluster: utilisation, completion times and slowdowns by scheduler."""
+    """Play weeks of arriving jobs on a cluster.
+
+    Prints utilisation, completion times and slowdowns for each scheduler.
+    """
     play_rows(list(product(topologies.split(","), placements, schedulers)), **how)
 
 

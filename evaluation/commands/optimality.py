@@ -39,7 +39,7 @@ TITLES = {
 @click.command()
 @click.option("--cases", type=click.IntRange(1), default=1500, show_default=True)
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first case."
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of case 1."
 )
 @threads_option
 @json_option

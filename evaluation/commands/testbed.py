@@ -50,7 +50,7 @@ SHOWN = ("ecmp", "crux", "paths-only", "crux-pa", "alone", "ideal")
     show_default=True,
     help="Draws of ECMP's hash and of start phases, the same for every scheduler.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="First seed.")
 @click.option(
     "--horizon",
     "horizon_s",

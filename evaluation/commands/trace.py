@@ -55,7 +55,7 @@ def trace(
     paper: bool,
     **how: Any,
 ) -> None:
-    """Weeks of jobs on a cluster, with the bars of Figures 23 and 25 beside them."""
+    """Play weeks of arriving jobs, with the bars of Figures 23 and 25 beside the rows."""
     cells = list(product(topologies.split(","), placements, schedulers))
     if paper:
         cells = paper_cells(schedulers)
