@@ -18,7 +18,7 @@ from crux_torch.schedule.fairness_bound import bounds
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
 from crux_torch.sim.collectives import build_job
-from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.placement import Allocation, Request, cells, place_random
 from crux_torch.sim.play import play
 from evaluation.paper_models import PAPER_MODELS

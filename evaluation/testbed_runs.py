@@ -14,9 +14,8 @@ from crux_torch import _fluid
 from crux_torch.schedule.alone import alone as without_others
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
-from crux_torch.sim.hashed import hashed_paths
-from crux_torch.sim.play import engine_of
-from crux_torch.sim.run import Report, report_of
+from crux_torch.sim.placed import hashed_paths
+from crux_torch.sim.play import Report, engine_of, report_of
 from evaluation.testbed import CASES, Case, Setup, cluster_of, jobs_of
 
 #: What the others are compared with: "without Crux".

@@ -34,7 +34,7 @@ from crux_torch.schedule.model import Cluster, Decision, Job
 from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.collectives import build_job
-from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.play import play
 from evaluation.paper_models import PAPER_MODELS
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from crux_torch.measure.group import GroupInfo
 from crux_torch.measure.job_profile import ProfileBurst
-from crux_torch.measure.record import OP_NUMBER, RECORD
+from crux_torch.measure.record import OP_NUMBER, RECORD, GroupInfo
 from crux_torch.measure.sample import RankSample, summarize
 
 

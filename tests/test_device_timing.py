@@ -23,8 +23,7 @@ from drained import DEADLINE_S, drain
 
 from crux_torch.measure import record as rec
 from crux_torch.measure import timeline
-from crux_torch.measure.group import GroupInfo
-from crux_torch.measure.record import Flag
+from crux_torch.measure.record import Flag, GroupInfo
 from crux_torch.measure.sample import summarize
 
 _C = pytest.importorskip("crux_torch._C")

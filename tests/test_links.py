@@ -25,7 +25,7 @@ from crux_torch.host.nic import Nic
 from crux_torch.host.nvml import Gpu, NvLink
 from crux_torch.host.nvml_device import CudaDevice, OwnDevice
 from crux_torch.host.pcie import PcieTree
-from crux_torch.measure.group import GroupInfo
+from crux_torch.measure.record import GroupInfo
 from crux_torch.settings import Settings
 
 ROOT = Path(__file__).parents[1]

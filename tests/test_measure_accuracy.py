@@ -35,6 +35,9 @@ class Line:
     def candidate_paths(self, src_host: str, dst_host: str) -> tuple[tuple[str, ...], ...]:
         return ((f"{src_host}:up", f"{dst_host}:down"),)
 
+    def gpus(self, host: str) -> tuple[str, ...]:
+        return ()
+
 
 def profile_of(stream: Stream, *, marks: bool = True, topology: bool = False) -> JobProfile:
     samples = samples_of(stream, marks=marks, flops=FLOPS)

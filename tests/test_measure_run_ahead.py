@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure_stream import JOBS, MB, ONE_BURST, Burst, JobSpec, Stream, generate
 
-from crux_torch.measure.group import GroupInfo
 from crux_torch.measure.iteration_ends import iteration_ends
 from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.merge import merge
-from crux_torch.measure.record import OP_NUMBER, RECORD, Flag
+from crux_torch.measure.record import OP_NUMBER, RECORD, Flag, GroupInfo
 from crux_torch.measure.sample import RankSample, summarize
 from crux_torch.measure.trace import chrome_trace
 

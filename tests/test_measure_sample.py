@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from measure_stream import MB, ONE_BURST, Burst, JobSpec, generate, sample_of
 
-from crux_torch.measure.group import GroupInfo
 from crux_torch.measure.merge import merge
-from crux_torch.measure.record import OP_NUMBER
+from crux_torch.measure.record import OP_NUMBER, GroupInfo
 from crux_torch.measure.sample import MAX_TRANSFERS, GroupRow, RankSample, SampleError
 
 

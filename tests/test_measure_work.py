@@ -35,7 +35,7 @@ def test_flops_by_time_are_each_devices_own_rate_while_it_computes() -> None:
         sample(1, 2, device=device(name="NVIDIA L4", flops=1e14, peak_flops=2e14)),
     ]
     found = work_of(samples)
-    assert (found.flops, found.source) == (0.75 * 1.1e15, "time")
+    assert (found.flops, found.flops_source) == (0.75 * 1.1e15, "time")
     assert found.device_flops == 1.1e15
 
 
@@ -86,7 +86,7 @@ def test_no_mix_of_samples_claims_more_than_its_devices_can_do(
     most = best * len(ranks) * period_s * (1 + 1e-9)
     if best:
         assert found.flops <= most
-    assert found.by_time <= most
+    assert found.flops_by_time <= most
     assert found.flops >= 0
 
 
@@ -116,7 +116,7 @@ def test_a_count_is_held_against_the_counters(
         found = work_of([sample(flops=flops, device=device(tensor_s=tensor_s, activity=activity))])
     assert ("is its W right?" in caplog.text) == warns
     if activity is not None:
-        assert (found.busy, found.tensor) == (activity.busy, activity.tensor)
+        assert (found.device_busy, found.tensor_busy) == (activity.busy, activity.tensor)
 
 
 def test_the_rate_in_use_is_that_of_the_mix() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.cli.sim import sim
-from crux_torch.sim.run import run_scenario
+from crux_torch.sim.play import run_scenario
 from crux_torch.sim.scenario import ScenarioError, parse_scenario, read_scenario
 
 

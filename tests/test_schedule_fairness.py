@@ -15,9 +15,10 @@ from crux_torch import _fluid
 from crux_torch.schedule.crux import crux
 from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.fairness_bound import bounds
+from crux_torch.schedule.intensity import burst_traffic, link_traffic
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
 from crux_torch.schedule.options import SchedulerOptions
-from crux_torch.sim.play import burst_traffic, job_traffic, play
+from crux_torch.sim.play import play
 
 ITERATIONS = 12
 
@@ -94,7 +95,7 @@ def iteration_ends_s(
             engine.add_job(
                 job.name,
                 compute_s=job.compute_s,
-                bursts=burst_traffic(job.bursts, job_traffic(job, decision.path[job.name])),
+                bursts=burst_traffic(job, link_traffic(job, decision.path[job.name])),
                 level=decision.level[job.name],
                 start_s=start_s[job.name],
                 iterations=n if job.name == who else None,
@@ -149,7 +150,7 @@ def assert_means_keep(
     ahead_s = 2 * sum(
         m / cluster.capacity_Bps[e]
         for job in cluster.jobs
-        for e, m in job_traffic(job, decision.path[job.name]).items()
+        for e, m in link_traffic(job, decision.path[job.name]).items()
     )
     for name, bound_s in mean_s.items():
         if bound_s < math.inf:

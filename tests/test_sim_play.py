@@ -12,10 +12,11 @@ from schedule_cases import clusters
 from crux_torch.schedule.cassini import cassini
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.ideal import ideal
+from crux_torch.schedule.intensity import burst_traffic, link_traffic
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
 from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
-from crux_torch.sim.play import burst_traffic, job_traffic, play
+from crux_torch.sim.play import play
 
 OPTIONS = SchedulerOptions(levels=(0, 1, 2))
 
@@ -32,10 +33,10 @@ def one_level(cluster: Cluster, **more: object) -> Decision:
 def test_traffic_adds_up_over_flows_that_share_a_link() -> None:
     flows = (Flow(2.0, (("x",), ("y", "z"))), Flow(3.0, (("z",),)), Flow(0.0, (("w",),)))
     job = Job("a", 1, 1.0, 1.0, flows)
-    assert job_traffic(job, (0, 0, 0)) == {"x": 2.0, "z": 3.0}
-    assert job_traffic(job, (1, 0, 0)) == {"y": 2.0, "z": 5.0}
-    bursts = (Burst(0.25, 0.25), Burst(0.5, 0.75))
-    assert burst_traffic(bursts, {"x": 4.0}) == [(0.25, {"x": 1.0}), (0.5, {"x": 3.0})]
+    assert link_traffic(job, (0, 0, 0)) == {"x": 2.0, "z": 3.0}
+    assert link_traffic(job, (1, 0, 0)) == {"y": 2.0, "z": 5.0}
+    job = replace(job, bursts=(Burst(0.25, 0.25), Burst(0.5, 0.75)))
+    assert burst_traffic(job, {"x": 4.0}) == [(0.25, {"x": 1.0}), (0.5, {"x": 3.0})]
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,7 +51,7 @@ def test_links_carry_what_iterations_moved_and_no_job_runs_faster_than_alone(clu
     for link, carried in report.link_bytes.items():
         least = most = 0.0
         for job in jobs:
-            moved = job_traffic(job, decision.path[job.name]).get(link, 0.0)
+            moved = link_traffic(job, decision.path[job.name]).get(link, 0.0)
             least += report.jobs[job.name].completed * moved
             most += (report.jobs[job.name].completed + 1) * moved
         assert least - 1e-6 <= carried <= most + 1e-6

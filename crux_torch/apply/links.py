@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from crux_torch.host.nvml import Gpu
 from crux_torch.host.pcie import PcieTree
-from crux_torch.measure.group import GroupInfo
+from crux_torch.measure.record import GroupInfo
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)

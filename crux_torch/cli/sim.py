@@ -14,7 +14,7 @@ from crux_torch.cli.results import write_text
 from crux_torch.cli.sim_compare import compare
 from crux_torch.cli.sim_options import json_option, numbers_table, scenario_argument
 from crux_torch.cli.sim_trace import trace
-from crux_torch.sim.run import Report, run_scenario
+from crux_torch.sim.play import Report, run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
 
 

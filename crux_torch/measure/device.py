@@ -51,9 +51,7 @@ class DeviceMeter:
     Args:
         own: the CUDA device that this process trains on.
         device_flops: FLOP/s of the device, if the user gave it; 0: look it up.
-        library: stands in for the module ``pynvml``.
-        env: of this process.
-        torch: stands in for the module.
+        library, env, torch: stand in for ``pynvml``, this process's environment and ``torch``.
 
     Attributes:
         last: result of the last measurement; None before it, and on a CPU.

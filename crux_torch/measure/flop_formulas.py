@@ -13,9 +13,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-Shape = Sequence[int]
 Formula = Callable[..., int]
 
 #: Formulas of torch that read offsets from the device, to tell how long each sequence is.
@@ -59,20 +59,17 @@ def precision(name: str, args: Sequence[Any]) -> str:
     return _FLOATS.get(tensor.dtype, "")
 
 
-def _first_tensor(args: Sequence[Any]) -> torch.Tensor | None:
+def _first_tensor(args: Sequence[Any]) -> Tensor | None:
     for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg
-        if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor):
-            return arg[0]
+        first = arg[0] if isinstance(arg, list | tuple) and arg else arg
+        if isinstance(first, Tensor):
+            return first
     return None
 
 
 def _tf32(name: str) -> bool:
     backends: Any = torch.backends
-    convolves = "conv" in name
-    chosen = backends.cudnn.conv if convolves else backends.cuda.matmul
-    own: str = chosen.fp32_precision
+    own: str = (backends.cudnn.conv if "conv" in name else backends.cuda.matmul).fp32_precision
     return (backends.fp32_precision if own == "none" else own) == "tf32"
 
 
@@ -87,24 +84,24 @@ def _unless_capturing(reads_values: Formula) -> Formula:
     return guarded
 
 
-def _depth(a: torch.Tensor) -> int:
+def _depth(a: Tensor) -> int:
     """The dimension that a product of ``a`` and another contracts."""
     return a.shape[-1] * (2 if a.dtype == _PACKED else 1)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * prod(a.shape[:-1]) * _depth(a) * b.shape[-1]
 
 
-def _product_and_sum(_: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    return _product(*args, **kwargs)
+def _product_and_sum(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
+    return _product(a, b)
 
 
-def _products(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
-    return sum(_product(x, y) for x, y in zip(a, b, strict=True))
+def _products(a: Sequence[Tensor], b: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    return sum(map(_product, a, b))
 
 
-def _grouped_product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+def _grouped_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """Groups part the rows of ``a`` (2d, 3d), the columns of ``b`` (3d, 2d) or the contracted
     dimension (2d, 2d), and in none of them change the number of products; where both are 3d there
     is one product for each. Rows beyond the last group's end count as well: where it ends is known
@@ -113,38 +110,32 @@ def _grouped_product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> in
     return 2 * groups * a.shape[-2] * _depth(a) * b.shape[-1]
 
 
-def _matrix_vector(a: torch.Tensor, *_: Any, **__: Any) -> int:
+def _matrix_vector(a: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
-def _sum_and_matrix_vector(_: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    return _matrix_vector(*args, **kwargs)
+def _sum_and_matrix_vector(_: Tensor, a: Tensor, *__: Any, **___: Any) -> int:
+    return _matrix_vector(a)
 
 
-def _convolution(
-    x: torch.Tensor, weight: torch.Tensor, *_: Any, out_val: torch.Tensor, **__: Any
-) -> int:
+def _convolution(_: Tensor, weight: Tensor, *__: Any, out_val: Tensor, **___: Any) -> int:
     """Each output takes one product for each weight of its filter."""
     return 2 * out_val.numel() * prod(weight.shape[1:])
 
 
-def _transposed_convolution(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+def _transposed_convolution(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
     """Each input goes into one product for each weight of its filter."""
     return 2 * x.numel() * prod(weight.shape[1:])
 
 
-def _convolution_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any
-) -> int:
+def _convolution_gradients(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
     """Each gradient, of the input and of the weight, takes the products of the forward once."""
     transposed, wanted = rest[4], rest[7]
     each = (x if transposed else grad).numel() * prod(weight.shape[1:])
     return 2 * each * sum(map(bool, wanted[:2]))
 
 
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Scores and outputs, (batch, heads, length, width); a causal mask saves nothing, as torch has
     it. With grouped queries there are as many products as the query has heads."""
     pairs = prod(query.shape[:-1]) * key.shape[-2]
@@ -152,12 +143,7 @@ def _attention(
 
 
 def _attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: Any,
-    **__: Any,
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
 ) -> int:
     """Scores again, and two products each for the gradients of scores and values, queries and
     keys."""
@@ -165,56 +151,47 @@ def _attention_backward(
     return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-_ATTENTION = ("flash", "flash_for_cpu", "efficient", "cudnn", "fused")
+def _named(names: str, count: Formula) -> dict[str, Formula]:
+    return {f"aten::{name}": count for name in names.split()}
 
 
-def _attention_name(kind: str, backward: bool) -> str:
-    flavour, _, device = kind.partition("_for_")
-    tail = f"_for_{device}" if device else "_overrideable" if kind == "fused" else ""
-    end = "_backward" if backward else ""
-    return f"aten::_scaled_dot_product_{flavour}_attention{tail}{end}"
-
+_ATTENTION = [
+    f"_scaled_dot_product_{kind}"
+    for kind in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+]
 
 #: Attention over whole tensors: torch's formulas of 2.11 reject grouped queries. Gradients of
 #: convolutions: torch's formula counts a weight's once for each pair of groups.
 PREFERRED: dict[str, Formula] = {
-    "aten::convolution_backward": _convolution_gradients,
-} | {
-    _attention_name(kind, backward): _attention_backward if backward else _attention
-    for kind in _ATTENTION
-    for backward in (False, True)
+    **_named("convolution_backward", _convolution_gradients),
+    **_named(" ".join(_ATTENTION), _attention),
+    **_named(" ".join(f"{name}_backward" for name in _ATTENTION), _attention_backward),
 }
 
 #: What torch's registry lacks, in some release or in all.
 OWN: dict[str, Formula] = {
-    "aten::_grouped_mm": _grouped_product,
-    "aten::_scaled_grouped_mm": _grouped_product,
-    "aten::_scaled_grouped_mm_v2": _grouped_product,
-    "aten::_scaled_mm": _product,
-    "aten::_scaled_mm_v2": _product,
-    "aten::_scaled_addmm": _product_and_sum,
-    "aten::_int_mm": _product,
-    "aten::_addmm_activation": _product_and_sum,
-    "aten::addbmm": _product_and_sum,
-    "aten::_foreach_mm": _products,
-    "aten::mv": _matrix_vector,
-    "aten::dot": _matrix_vector,
-    "aten::vdot": _matrix_vector,
-    "aten::addmv": _sum_and_matrix_vector,
-    "aten::cudnn_convolution_relu": _convolution,
-    "aten::cudnn_convolution_add_relu": _convolution,
-    "aten::mkldnn_convolution": _convolution,
-    "aten::miopen_convolution": _convolution,
-    "aten::miopen_convolution_relu": _convolution,
-    "aten::miopen_convolution_add_relu": _convolution,
-    "aten::miopen_depthwise_convolution": _convolution,
-    "aten::_conv_depthwise2d": _convolution,
-    "aten::conv_depthwise3d": _convolution,
-    "aten::slow_conv3d_forward": _convolution,
-    "aten::slow_conv_dilated2d": _convolution,
-    "aten::slow_conv_dilated3d": _convolution,
-    "aten::cudnn_convolution_transpose": _transposed_convolution,
-    "aten::miopen_convolution_transpose": _transposed_convolution,
-    "aten::slow_conv_transpose2d": _transposed_convolution,
-    "aten::slow_conv_transpose3d": _transposed_convolution,
+    **_named("_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2", _grouped_product),
+    **_named("_scaled_mm _scaled_mm_v2 _int_mm", _product),
+    **_named("_scaled_addmm _addmm_activation addbmm", _product_and_sum),
+    **_named("_foreach_mm", _products),
+    **_named("mv dot vdot", _matrix_vector),
+    **_named("addmv", _sum_and_matrix_vector),
+    **_named(
+        "cudnn_convolution_relu cudnn_convolution_add_relu mkldnn_convolution miopen_convolution "
+        "miopen_convolution_relu miopen_convolution_add_relu miopen_depthwise_convolution "
+        "_conv_depthwise2d conv_depthwise3d slow_conv3d_forward slow_conv_dilated2d "
+        "slow_conv_dilated3d",
+        _convolution,
+    ),
+    **_named(
+        "cudnn_convolution_transpose miopen_convolution_transpose slow_conv_transpose2d "
+        "slow_conv_transpose3d",
+        _transposed_convolution,
+    ),
 }

@@ -117,12 +117,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_for_module(self) -> None:
         try:
             frame = _outermost_call(sys._getframe(2))
-            if frame is None:
-                return
             # The call's own arguments: _wrapped_call_impl(self, *args, **kwargs).
-            values = frame.f_locals
-            module = values["self"]
-            if module is not self._last_module:
+            values = {} if frame is None else frame.f_locals
+            module = values.get("self")
+            if module is not None and module is not self._last_module:
                 self._last_module = module
                 self._found_module(module, values.get("args", ()), values.get("kwargs", {}))
         except Exception:

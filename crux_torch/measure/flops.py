@@ -163,16 +163,15 @@ class FlopMeter:
             return
         if self._wait > 0:
             self._wait -= 1
-            return
-        if _top_of_stack() is not None:
+        elif _top_of_stack() is not None:
             self._back_off()
-            return
-        self._counted = None
-        self._spoiled = False
-        self._thread = threading.get_ident()
-        mode: Any = CountingMode(self._found_module)
-        mode.__enter__()
-        self._mode = mode
+        else:
+            self._counted = None
+            self._spoiled = False
+            self._thread = threading.get_ident()
+            mode: Any = CountingMode(self._found_module)
+            mode.__enter__()
+            self._mode = mode
 
     def _end_iteration(self) -> None:
         if not self._started:

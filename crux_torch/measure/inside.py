@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
+from crux_torch.fabric.topology import Topology
 from crux_torch.measure.sample import RankSample
 from crux_torch.measure.traffic import HostPair
-
-
-@runtime_checkable
-class DescribedHosts(Protocol):
-    """A topology that tells what is inside a host."""
-
-    def gpus(self, host: str | None = None) -> tuple[str, ...]:
-        """The GPUs of ``host``, in the order of their PCI addresses."""
-
-    def nearest_nics(self, node: str) -> tuple[str, ...]:
-        """The NICs that a GPU reaches at the least cost."""
 
 
 def inside_flows(
     matrix: Mapping[HostPair, float],
     samples: Sequence[RankSample],
-    topology: DescribedHosts,
+    topology: Topology,
     *,
     whole_hosts: bool,
 ) -> dict[HostPair, float]:
@@ -36,7 +25,7 @@ def inside_flows(
     Args:
         matrix: bytes from host to host.
         samples: of the job's ranks.
-        topology: with the insides of the hosts.
+        topology: of the cluster; a host whose inside it does not describe has no flows.
         whole_hosts: also those whose GPUs all belong to the job; nobody else is met there.
     """
     found: dict[HostPair, float] = {}
@@ -61,7 +50,7 @@ def _gpu(sample: RankSample, gpus: Sequence[str]) -> str | None:
     return gpus[number] if number is not None and number < len(gpus) else None
 
 
-def _nics(gpus: Sequence[str], topology: DescribedHosts) -> list[tuple[str, str]]:
+def _nics(gpus: Sequence[str], topology: Topology) -> list[tuple[str, str]]:
     """Each GPU with its NIC."""
     taken: dict[tuple[str, ...], int] = {}
     pairs = []

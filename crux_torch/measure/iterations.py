@@ -99,16 +99,14 @@ class IterationMarks:
             return
         try:
             elected = self._elected() if self._elected is not None else None
-            if elected is optimizer:
-                self._others = 0
-                self._armed = True
-                return
-            self._others += 1
-            if elected is None or self._others > SILENT_STEPS:
+            if elected is not optimizer:
+                self._others += 1
+                if elected is not None and self._others <= SILENT_STEPS:
+                    return
                 self._elected = weakref.ref(optimizer)
-                self._others = 0
-                self._armed = True
                 self._marks.clear()
+            self._others = 0
+            self._armed = True
         except Exception:
             self._warn()
 

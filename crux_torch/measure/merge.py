@@ -6,12 +6,12 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
+from crux_torch.fabric.topology import Topology
 from crux_torch.measure import timeline
-from crux_torch.measure.inside import DescribedHosts, inside_flows
+from crux_torch.measure.inside import inside_flows
 from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow, JobProfile
 from crux_torch.measure.sample import RankSample
 from crux_torch.measure.traffic import PER_RANK_OPS, HostPair, add_flows, flows
@@ -25,21 +25,10 @@ log = logging.getLogger(__name__)
 T_RATIO_BOUNDS = (0.5, 2.0)
 
 
-class Network(Protocol):
-    """What t needs of a network."""
-
-    @property
-    def capacity_Bps(self) -> Mapping[str, float]:
-        """Bytes per second of every link."""
-
-    def candidate_paths(self, src_host: str, dst_host: str) -> tuple[tuple[str, ...], ...]:
-        """The alternative paths between two hosts, each the links it crosses."""
-
-
 def merge(
     samples: Sequence[RankSample],
     *,
-    topology: Network | None = None,
+    topology: Topology | None = None,
     device_flops: float = 0.0,
     measured_alone: bool = True,
 ) -> JobProfile:
@@ -76,30 +65,24 @@ def merge(
     compute_s = max(0.0, period_s - exposed_s)
     done = work(present, period_s=period_s, compute_s=compute_s, device_flops=device_flops)
     matrix = traffic_matrix(present)
-    described = topology if isinstance(topology, DescribedHosts) else None
-    t_s = t_measured_s
+    t_s, shared = t_measured_s, {}
     if topology is not None:
-        within = described and inside_flows(matrix, present, described, whole_hosts=True)
-        t_s = transfer_alone_s(matrix | (within or {}), topology)
+        shared = inside_flows(matrix, present, topology, whole_hosts=False)
+        within = inside_flows(matrix, present, topology, whole_hosts=True)
+        t_s = transfer_alone_s(matrix | within, topology)
         low, high = T_RATIO_BOUNDS
         if t_s > 0 and t_measured_s > 0 and not low <= t_measured_s / t_s <= high:
             ratio = t_measured_s / t_s
             log.warning("transfers took %.2f times what the topology says; is it right?", ratio)
-    shared = described and inside_flows(matrix, present, described, whole_hosts=False)
     return JobProfile(
         period_s=period_s,
         period_source=Counter(s.period_source for s in present).most_common(1)[0][0],
         compute_s=compute_s,
-        flops=done.flops,
-        flops_source=done.source,
-        flops_by_time=done.by_time,
-        device_flops=done.device_flops,
-        device_busy=done.busy,
-        tensor_busy=done.tensor,
+        **done._asdict(),
         uncounted_ops=tuple(sorted({op for s in present for op in s.uncounted_ops}))[:64],
         gpus=world,
         flows=_largest(matrix),
-        inside=_largest(shared or {}),
+        inside=_largest(shared),
         bursts=present[0].bursts if line is None else line.bursts,
         t_s=t_s,
         t_source="measured" if topology is None else "topology",
@@ -129,32 +112,26 @@ def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
             group = sample.groups[row.group]
             if row.op not in PER_RANK_OPS and group.my_rank != witness[group.name]:
                 continue
+            ends = {"peer": row.peer, "my_rank": group.my_rank}
             try:
-                part = flows(
-                    row.op,
-                    row.bytes,
-                    group.ranks,
-                    placement,
-                    peer=row.peer,
-                    my_rank=group.my_rank,
-                )
+                part = flows(row.op, row.bytes, group.ranks, placement, **ends)
             except (KeyError, ValueError):
                 unplaced += 1
-                continue
-            add_flows(total, part, 1.0 / sample.iterations)
+            else:
+                add_flows(total, part, 1.0 / sample.iterations)
     if unplaced:
         log.warning("%d kinds of collectives have no known flows and are left out", unplaced)
     return total
 
 
-def transfer_alone_s(matrix: Mapping[HostPair, float], topology: Network) -> float:
+def transfer_alone_s(matrix: Mapping[HostPair, float], topology: Topology) -> float:
     """t_j (§3.2) in seconds on ``topology``, with the job alone and on the paths chosen for it."""
-    moving = []
-    for (src, dst), moved in sorted(matrix.items()):
-        paths = topology.candidate_paths(src, dst)
-        if paths:
-            moving.append(Flow(moved, paths))
-    job = Job("", gpus=1, flops=0.0, compute_s=0.0, flows=tuple(moving))
+    moving = tuple(
+        Flow(moved, paths)
+        for (src, dst), moved in sorted(matrix.items())
+        if (paths := topology.candidate_paths(src, dst))
+    )
+    job = Job("", gpus=1, flops=0.0, compute_s=0.0, flows=moving)
     return alone(job, topology.capacity_Bps).t_s
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,6 +66,21 @@ class Flag:
 
 
 Records = NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """One process group of this rank; a record's ``group`` is its index in the recorder's table.
+
+    Attributes:
+        name: the group's name in c10d, the same on all its ranks.
+        ranks: global ranks in the order of their group ranks.
+        my_rank: this process's rank within the group.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    my_rank: int
 
 
 def from_bytes(raw: bytes | memoryview) -> Records:

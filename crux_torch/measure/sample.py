@@ -7,16 +7,15 @@ from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from crux_torch.errors import CruxError
 from crux_torch.measure import period as periods
 from crux_torch.measure import timeline
 from crux_torch.measure.device import DeviceUse
-from crux_torch.measure.group import GroupInfo
-from crux_torch.measure.iteration_ends import iteration_ends
+from crux_torch.measure.iteration_ends import Ints, iteration_ends
 from crux_torch.measure.job_profile import MAX_BURSTS, Name, NonNegative, ProfileBurst
-from crux_torch.measure.record import OP_NUMBER, OPS, STATUSES, Records
+from crux_torch.measure.record import OP_NUMBER, OPS, STATUSES, GroupInfo, Records
 from crux_torch.measure.traffic import SILENT_OPS
 
 MAX_SAMPLE_BYTES = 4 << 20
@@ -149,13 +148,11 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             sample = msgspec.json.decode(raw, type=cls)
         except msgspec.DecodeError as error:
             raise SampleError(f"not a sample: {error}") from None
-        columns = sample.transfers
-        names = ("group", "sequence", "begin", "end", "ready", "synchronous", "bytes")
-        if len({len(getattr(columns, name)) for name in names}) > 1:
+        *columns, _bounds = msgspec.structs.astuple(sample.transfers)
+        if len({len(column) for column in columns}) > 1:
             raise SampleError("the columns of the transfers differ in length")
-        if any(
-            g >= len(sample.groups) for g in (*columns.group, *(r.group for r in sample.traffic))
-        ):
+        named = (*sample.transfers.group, *(row.group for row in sample.traffic))
+        if any(group >= len(sample.groups) for group in named):
             raise SampleError("a row names a group that the sample does not list")
         return sample
 
@@ -196,7 +193,8 @@ def summarize(
     records, begin, end = records[order], begin[order], end[order]
     reached = timeline.reaches(records)
     size = records["bytes"].astype(np.int64)
-    kinds = _kinds(records)
+    keys = _columns(records, "op", "bytes", "group", "peer")
+    kinds = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     marked = iteration_ends(marks_ns, records)
     period = periods.estimate_period(begin, end, size, kinds, marked.ends_ns)
     if period is None:
@@ -231,21 +229,13 @@ def summarize(
     )
 
 
-def _kinds(records: Records) -> NDArray[np.int64]:
-    keys = np.stack([records[f].astype(np.int64) for f in ("op", "bytes", "group", "peer")], axis=1)
-    _, which = np.unique(keys, axis=0, return_inverse=True)
-    labels: NDArray[np.int64] = which.reshape(-1).astype(np.int64)
-    return labels
+def _columns(records: Records, *names: str) -> Ints:
+    return np.stack([records[name].astype(np.int64) for name in names], axis=1)
 
 
 def _bounds(
-    begin: NDArray[np.int64],
-    end: NDArray[np.int64],
-    size: NDArray[np.int64],
-    kinds: NDArray[np.int64],
-    marked_ns: NDArray[np.int64],
-    period: periods.Period,
-) -> NDArray[np.int64]:
+    begin: Ints, end: Ints, size: Ints, kinds: Ints, marked_ns: Ints, period: periods.Period
+) -> Ints:
     """Ends of the whole iterations within the window: the marked ones if the period is theirs."""
     if period.source != "fourier":
         return marked_ns
@@ -261,7 +251,7 @@ def _traffic(
     inside: Records, groups: Sequence[GroupInfo]
 ) -> tuple[tuple[TrafficRow, ...], tuple[GroupRow, ...]]:
     """Payload by group, operation and peer, of the operations of whole iterations."""
-    keys = np.stack([inside[f].astype(np.int64) for f in ("group", "op", "peer")], axis=1)
+    keys = _columns(inside, "group", "op", "peer")
     unique, which, calls = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
     totals = np.zeros(len(unique), dtype=np.int64)
     np.add.at(totals, which.reshape(-1), inside["bytes"].astype(np.int64))
@@ -293,17 +283,16 @@ def _group_row(info: GroupInfo) -> GroupRow:
 
 def _transfers(
     records: Records,
-    begin: NDArray[np.int64],
-    end: NDArray[np.int64],
+    begin: Ints,
+    end: Ints,
     reached: timeline.Reaches,
-    bounds: NDArray[np.int64],
+    bounds: Ints,
     table: Sequence[GroupRow],
     groups: Sequence[GroupInfo],
 ) -> Transfers:
     """The newest whole iterations that fit into ``MAX_TRANSFERS`` rows."""
     names = {row.name: index for index, row in enumerate(table)}
-    silent = [OP_NUMBER[op] for op in SILENT_OPS]
-    moves = ~np.isin(records["op"], silent)
+    moves = ~np.isin(records["op"], [OP_NUMBER[op] for op in SILENT_OPS])
     issued = begin[moves]
     counts = len(issued) - np.searchsorted(issued, bounds, "left")
     counts = counts - counts[-1]

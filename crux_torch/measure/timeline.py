@@ -139,13 +139,12 @@ def exposed(spans: Stretches, end_ns: Ints, reached: Reaches) -> tuple[Ints, Int
     own = reached.synchronous & (end_ns > came)
     begin, end = np.concatenate((begin, came[own])), np.concatenate((end, end_ns[own]))
     cuts = np.unique(np.concatenate((begin, end, spans.begin_ns, spans.end_ns)))[:-1]
-    waits = np.searchsorted(np.sort(begin), cuts, "right") > np.searchsorted(
-        np.sort(end), cuts, "right"
-    )
-    flies = np.searchsorted(spans.begin_ns, cuts, "right") > np.searchsorted(
-        spans.end_ns, cuts, "right"
-    )
-    pieces = np.flatnonzero(waits & flies)
+
+    def open_at_cuts(begin: Ints, end: Ints) -> NDArray[np.bool_]:
+        begun, ended = (np.searchsorted(np.sort(ns), cuts, "right") for ns in (begin, end))
+        return np.asarray(begun > ended)
+
+    pieces = np.flatnonzero(open_at_cuts(begin, end) & open_at_cuts(spans.begin_ns, spans.end_ns))
     ends = np.append(cuts[1:], spans.end_ns[-1])
     return cuts[pieces], ends[pieces]
 
@@ -175,11 +174,7 @@ def bounds_from_period(begin_ns: Ints, end_ns: Ints, period_s: float) -> Ints:
 
 
 def describe(
-    begin_ns: Ints,
-    end_ns: Ints,
-    bytes: Ints,
-    bounds_ns: Ints,
-    reached: Reaches,
+    begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints, reached: Reaches
 ) -> Timeline | None:
     """The timeline of the iterations between ``bounds_ns``.
 
@@ -195,16 +190,14 @@ def describe(
     """
     if len(bounds_ns) < 2:
         return None
-    count = len(bounds_ns) - 1
     spans = stretches(begin_ns, end_ns, reached.ready_ns)
     waits = exposed(spans, end_ns, reached)
     comm = _within(spans.begin_ns, spans.end_ns, bounds_ns)
-    waited = _within(*waits, bounds_ns)
     return Timeline(
-        iterations=count,
+        iterations=len(bounds_ns) - 1,
         comm_s=float(comm.mean()) / 1e9,
         comm_median_s=float(np.median(comm)) / 1e9,
-        exposed_s=float(waited.mean()) / 1e9,
+        exposed_s=float(_within(*waits, bounds_ns).mean()) / 1e9,
         bursts=_bursts(spans, waits, bytes, bounds_ns),
     )
 
@@ -245,15 +238,12 @@ def _bursts(
         return (ProfileBurst(1.0, 1.0),)
     usual = int(np.bincount(numbers).argmax())
     kept = np.array([bursts for bursts in found if len(bursts) == usual])
-    elapsed, shares = kept[:, :, 0].mean(axis=0), kept[:, :, 1].mean(axis=0)
-    exposed_ns = _within(*waits, bounds_ns).mean()
-    compute_ns = max(1.0, period_ns - exposed_ns)
+    elapsed, shares = kept.mean(axis=0).T
+    compute_ns = max(1.0, period_ns - _within(*waits, bounds_ns).mean())
     at = np.clip(elapsed / compute_ns, 0.0, 1.0)
     total = shares.sum()
-    shares = shares / total if total > 0 else np.full(usual, 1.0 / usual)
-    return tuple(
-        ProfileBurst(float(a), float(min(s, 1.0))) for a, s in zip(at, shares, strict=True)
-    )
+    shares = np.minimum(shares / total if total > 0 else np.full(usual, 1.0 / usual), 1.0)
+    return tuple(map(ProfileBurst, at.tolist(), shares.tolist()))
 
 
 def _bursts_of_one(
@@ -272,10 +262,9 @@ def _bursts_of_one(
     if len(quiet) >= MAX_BURSTS:
         gap = max(gap, float(np.sort(quiet)[-(MAX_BURSTS - 1)]))
     parts = np.split(inside, np.flatnonzero(quiet > gap) + 1)
-    bursts, idle = [], 0.0
+    bursts, idle_ns = [], 0.0
     for part in parts:
-        bursts.append(
-            (float(spans.begin_ns[part[0]] - begin_ns) - idle, float(carried[part].sum()))
-        )
-        idle += float(waited[part].sum())
+        computed_ns = float(spans.begin_ns[part[0]] - begin_ns) - idle_ns
+        bursts.append((computed_ns, float(carried[part].sum())))
+        idle_ns += float(waited[part].sum())
     return bursts

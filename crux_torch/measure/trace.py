@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
-from crux_torch.measure.group import GroupInfo
 from crux_torch.measure.iteration_ends import Ints, iteration_ends
-from crux_torch.measure.record import OPS, STATUSES, Records
+from crux_torch.measure.record import OPS, STATUSES, GroupInfo, Records
 from crux_torch.measure.timeline import intervals
 
 #: c10d's names of the operations that torch-tb-profiler's Distributed view knows; the others
@@ -39,6 +38,8 @@ _STEP_TRACK = 1
 _STEP_NAME = {"name": "steps"}
 _HOST_TRACK = 100
 _DEVICE_TRACK = 1000
+
+Span = tuple[int, int]
 
 
 def chrome_trace(
@@ -69,27 +70,31 @@ def chrome_trace(
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": _STEP_TRACK, "args": _STEP_NAME},
     ]
+
+    def add(name: str, category: str, span: Span, pid: int, track: int, args: Any) -> None:
+        times = {"ts": (span[0] + clock_offset_ns) / 1e3, "dur": (span[1] - span[0]) / 1e3}
+        about = {"name": name, "cat": category, "pid": pid, "tid": track}
+        events.append({"ph": "X", **about, **times, "args": args})
+
     begin, end = intervals(records)
     ended = (records["end_ns"] >= 0) & (end >= begin)
     finished = np.flatnonzero(ended & (records["status"] == STATUSES.index("ok")))
     order = finished[np.argsort(begin[finished], kind="stable")]
     records, begin, end = records[order], begin[order], end[order]
-    ends_ns = iteration_ends(marks_ns, records).ends_ns
-    events += _steps(begin, end, ends_ns, clock_offset_ns, pid)
-    lanes = {_HOST_TRACK: _Lanes(_HOST_TRACK), _DEVICE_TRACK: _Lanes(_DEVICE_TRACK)}
+    for number, span in enumerate(_steps(begin, end, iteration_ends(marks_ns, records).ends_ns)):
+        track = _STEP_TRACK + number % 2
+        add(f"ProfilerStep#{number}", "user_annotation", span, pid, track, {})
+    host, device = _Lanes(_HOST_TRACK), _Lanes(_DEVICE_TRACK)
     for index, record in enumerate(records):
-        on_device = record["device_ns"] >= 0
         base = {"External id": index + 1, "correlation": index + 1}
-        name = _event_name(record, backend)
+        op = OPS[record["op"]] if record["op"] < len(OPS) else OPS[0]
+        name = _C10D_NAME.get(op, op)
         span = (int(begin[index]), int(end[index]))
         args = base | _arguments(record, groups)
-        track = lanes[_HOST_TRACK].place(*span)
-        events.append(_event(name, "cpu_op", span, clock_offset_ns, pid, track, args))
-        if on_device:
-            kernel = base | {"device": 0, "stream": 0}
-            track = lanes[_DEVICE_TRACK].place(*span)
-            what = f"ncclDevKernel_{name.partition(':')[2]}"
-            events.append(_event(what, "kernel", span, clock_offset_ns, 0, track, kernel))
+        add(f"{backend}:{name}", "cpu_op", span, pid, host.place(*span), args)
+        if record["device_ns"] >= 0:
+            args = base | {"device": 0, "stream": 0}
+            add(f"ncclDevKernel_{name}", "kernel", span, 0, device.place(*span), args)
     return {
         "schemaVersion": 1,
         "deviceProperties": [],
@@ -139,10 +144,8 @@ class _Lanes:
         return lane
 
 
-def _steps(
-    begin: np.ndarray, end: np.ndarray, ends_ns: Ints, offset_ns: int, pid: int
-) -> list[dict[str, Any]]:
-    """``ProfilerStep#N`` of every iteration; each lasts until what began in it has ended.
+def _steps(begin: Ints, end: Ints, ends_ns: Ints) -> list[Span]:
+    """Begin and end of every iteration; each lasts until what began in it has ended.
 
     Every collective must lie within a step, or the Distributed view drops it.
     """
@@ -151,43 +154,11 @@ def _steps(
     inner = ends_ns[(ends_ns > begin[0]) & (ends_ns <= begin[-1])]
     opens = np.concatenate((begin[:1], inner))
     closes = np.concatenate((inner, end.max(keepdims=True)))
-    events = []
-    for number, (opened, closed) in enumerate(zip(opens, closes, strict=True)):
+    spans = []
+    for opened, closed in zip(opens, closes, strict=True):
         inside = (begin >= opened) & (begin < closed)
-        last = max(int(closed), int(end[inside].max(initial=0)))
-        name = f"ProfilerStep#{number}"
-        span = (int(opened), last)
-        events.append(
-            _event(name, "user_annotation", span, offset_ns, pid, _STEP_TRACK + number % 2, {})
-        )
-    return events
-
-
-def _event(
-    name: str,
-    category: str,
-    span: tuple[int, int],
-    offset_ns: int,
-    pid: int,
-    track: int,
-    args: dict[str, Any],
-) -> dict[str, Any]:
-    begin, end = span
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": pid,
-        "tid": track,
-        "ts": (begin + offset_ns) / 1e3,
-        "dur": (end - begin) / 1e3,
-        "args": args,
-    }
-
-
-def _event_name(record: Any, backend: str) -> str:
-    op = OPS[record["op"]] if record["op"] < len(OPS) else OPS[0]
-    return f"{backend}:{_C10D_NAME.get(op, op)}"
+        spans.append((int(opened), max(int(closed), int(end[inside].max(initial=0)))))
+    return spans
 
 
 def _arguments(record: Any, groups: Sequence[GroupInfo]) -> dict[str, Any]:

@@ -44,13 +44,9 @@ class RecordWindow:
             self._begin, self._end = 0, len(kept)
         self._buffer[self._end : self._end + len(records)] = records
         self._end += len(records)
-        self._trim()
-
-    def _trim(self) -> None:
-        excess = len(self) - self._capacity
-        if excess > 0:
-            self.dropped += excess
-            self._begin += excess
+        excess = max(0, len(self) - self._capacity)
+        self.dropped += excess
+        self._begin += excess
         if self._begin < self._end:
             issued = self._buffer["issue_ns"][self._begin : self._end]
             young = issued >= int(issued.max()) - self._max_age_ns

@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from crux_torch.host.activity import DeviceActivity
 from crux_torch.measure.device import DeviceUse
 from crux_torch.measure.sample import RankSample
 
 log = logging.getLogger(__name__)
-
-WorkSource = Literal["counted", "time"]
 
 #: A count may ask for so much more of a device than its activity allows before that is said:
 #: counters and marks do not cover the same microseconds.
@@ -22,25 +18,18 @@ ACTIVITY_SHARE = 1.1
 ACTIVITY_SLACK = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the devices of a job do in one iteration.
+class Work(NamedTuple):
+    """What the devices of a job do in one iteration: these fields of its ``JobProfile``.
 
-    Attributes:
-        flops: W_j; never more than the devices could do in a period, where their peak is known.
-        source: where it comes from.
-        by_time: W_j from time; 0 where the devices' rate is not known.
-        device_flops: FLOP/s that all devices together could do in the data types in use; 0 where
-            that is not known.
-        busy, tensor: means of the ranks' :class:`DeviceActivity`; None where none tells.
+    ``flops`` is never more than the devices could do in a period, where their peak is known.
     """
 
     flops: float
-    source: WorkSource
-    by_time: float
+    flops_source: Literal["counted", "time"]
+    flops_by_time: float
     device_flops: float
-    busy: float | None
-    tensor: float | None
+    device_busy: float | None
+    tensor_busy: float | None
 
 
 def work(
@@ -63,7 +52,6 @@ def work(
     peak = scale * _over_devices(samples, lambda device: device.peak_flops, device_flops)
     by_time = compute_s * in_use
     counted = [s.flops for s in samples if s.flops is not None]
-    source: WorkSource = "counted" if counted else "time"
     flops = by_time
     if counted:
         if len(counted) < len(samples):
@@ -78,13 +66,14 @@ def work(
         flops = peak * period_s
     for sample in samples:
         _compare_with_activity(sample)
+    activities = [s.device.activity for s in samples if s.device and s.device.activity]
     return Work(
         flops=flops,
-        source=source,
-        by_time=by_time,
+        flops_source="counted" if counted else "time",
+        flops_by_time=by_time,
         device_flops=in_use,
-        busy=_mean([a.busy for a in _activities(samples)]),
-        tensor=_mean([a.tensor for a in _activities(samples)]),
+        device_busy=_mean([activity.busy for activity in activities]),
+        tensor_busy=_mean([activity.tensor for activity in activities]),
     )
 
 
@@ -95,11 +84,6 @@ def _over_devices(
     told = [of(s.device) if s.device is not None else default for s in samples]
     known = [rate for rate in told if rate > 0]
     return sum(known) / len(known) * len(told) if known else 0.0
-
-
-def _activities(samples: Sequence[RankSample]) -> list[DeviceActivity]:
-    devices = [sample.device for sample in samples if sample.device is not None]
-    return [device.activity for device in devices if device.activity is not None]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -14,8 +14,8 @@ from crux_torch.apply.nccl_labels import LABELS
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.control.records import PathCounts
 from crux_torch.host.nvml_device import OwnDevice
-from crux_torch.measure.group import GroupInfo
 from crux_torch.measure.job_profile import JobProfile
+from crux_torch.measure.record import GroupInfo
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.steer import make_steering
 from crux_torch.settings import Settings

@@ -11,10 +11,9 @@ import numpy as np
 from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.device import DeviceMeter
 from crux_torch.measure.flops import FlopMeter
-from crux_torch.measure.group import GroupInfo
 from crux_torch.measure.iteration_ends import iteration_ends
 from crux_torch.measure.iterations import IterationMarks
-from crux_torch.measure.record import Records, from_bytes
+from crux_torch.measure.record import GroupInfo, Records, from_bytes
 from crux_torch.measure.sample import RankSample, summarize
 from crux_torch.measure.window import RecordWindow
 from crux_torch.settings import Settings

@@ -6,7 +6,7 @@ t_j is computed here and nowhere else: :func:`transfer_times_s` on chosen paths,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,17 @@ from crux_torch.schedule.model import Job, Link
 
 
 def link_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
-    """M_j: bytes of one iteration on each link, given the candidate that each flow takes."""
+    """M_j: bytes of one iteration on each link that carries any when flow i takes ``path[i]``."""
     traffic: dict[Link, float] = {}
     for flow, chosen in zip(job.flows, path, strict=True):
         for link in flow.candidates[chosen]:
             traffic[link] = traffic.get(link, 0.0) + flow.bytes
-    return traffic
+    return {link: amount for link, amount in traffic.items() if amount > 0}
+
+
+def burst_traffic(job: Job, traffic: Mapping[Link, float]) -> list[tuple[float, dict[Link, float]]]:
+    """The fluid engine's bursts of a job that moves ``traffic`` in an iteration."""
+    return [(b.at, {link: b.share * m for link, m in traffic.items()}) for b in job.bursts]
 
 
 def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:

@@ -22,7 +22,12 @@ import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, traffic_matrix
-from crux_torch.schedule.intensity import link_traffic, solo_periods_s, transfer_times_s
+from crux_torch.schedule.intensity import (
+    burst_traffic,
+    link_traffic,
+    solo_periods_s,
+    transfer_times_s,
+)
 from crux_torch.schedule.model import Cluster, Job, Link
 
 #: Bounds what a play costs where jobs' iterations differ by orders of magnitude.
@@ -123,7 +128,7 @@ class Rehearsal:
             traffic = {
                 link: moved
                 for link, moved in link_traffic(spec, path).items()
-                if moved > 0 and np.isfinite(self._capacity_Bps[link])
+                if np.isfinite(self._capacity_Bps[link])
             }
             choice = choice_of(self._arrays, {spec.name: path})
             t_s = transfer_times_s(self._arrays, traffic_matrix(self._arrays, choice))
@@ -233,10 +238,7 @@ class Rehearsal:
             engine.add_job(
                 job.name,
                 compute_s=job.compute_s,
-                bursts=[
-                    (b.at, {link: b.share * moved for link, moved in route.traffic.items()})
-                    for b in job.bursts
-                ],
+                bursts=burst_traffic(job, route.traffic),
                 gpus=job.gpus,
                 level=int(level[route.job]),
                 start_s=float(self._start[phase, route.job]) * route.period_s,

@@ -208,12 +208,17 @@ def summarise(tally: Tally, window_s: float) -> Summary:
     jct = [r.jct_s for r in records]
     slowdowns = [r.slowdown for r in records]
     weights = [r.gpus * r.iterations * r.alone_s for r in records]
-    carried = _carried(tally)
+    layers = [layer for layer in tally.layers if layer in NETWORK_LAYERS]
+    whole_Bps = sum(tally.capacity_Bps[layer] for layer in layers)
+    carried = np.zeros(len(series.gpu_utilization))
+    for layer in layers:
+        share = tally.capacity_Bps[layer] / whole_Bps
+        carried += share * np.array([sum(span) for span in series.carried[layer]])
     return Summary(
         jobs=len(records),
         gpu_utilization=series.mean(series.gpu_utilization, window_s),
         held_utilization=tally.compute_gpu_s / tally.held_gpu_s if tally.held_gpu_s else 0.0,
-        network_utilization=series.mean(carried, window_s),
+        network_utilization=series.mean(carried.tolist(), window_s),
         jct_mean_s=float(np.mean(jct)),
         jct_p99_s=float(np.percentile(jct, 99)),
         queued_mean_s=float(np.mean([r.queued_s for r in records])),
@@ -222,17 +227,6 @@ def summarise(tally: Tally, window_s: float) -> Summary:
         slowdown_mean=float(np.average(slowdowns, weights=weights)),
         makespan_s=max(r.end_s for r in records),
     )
-
-
-def _carried(tally: Tally) -> list[float]:
-    """The share of the network's capacity that was in use, for each span."""
-    layers = [layer for layer in tally.layers if layer in NETWORK_LAYERS]
-    whole = sum(tally.capacity_Bps[layer] for layer in layers)
-    total = np.zeros(len(tally.series.gpu_utilization))
-    for layer in layers:
-        share = tally.capacity_Bps[layer] / whole
-        total += share * np.array([sum(span) for span in tally.series.carried[layer]])
-    return total.tolist()
 
 
 def per_day(series: Series, values: Iterable[float]) -> list[float]:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from crux_torch import _fluid
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.intensity import burst_traffic
 from crux_torch.schedule.model import Decision, Link
 from crux_torch.sim.placed import PlacedJob
-from crux_torch.sim.play import DRIFT, burst_traffic
+from crux_torch.sim.play import DRIFT
 
 #: A job of this many simulated iterations or more may end half of one early or late.
 MANY = 20
@@ -113,17 +114,13 @@ class SharedNetwork:
             if decision.level[name] != now.level:
                 now.level = decision.level[name]
                 self._engine.set_level(name, now.level)
-            self._keep_time(name, now, decision)
-
-    def _keep_time(self, name: str, now: _Followed, decision: Decision) -> None:
-        """Grids have the start of the replay as their common origin, so that they stay valid."""
-        shift_s, grid_s = decision.shift_s.get(name, 0.0), decision.grid_s.get(name)
-        if (shift_s, grid_s) == (now.shift_s, now.grid_s):
-            return
-        size = now.grain.size
-        period_s = None if grid_s is None else grid_s * size
-        self._engine.set_pace(name, origin_s=shift_s * size, period_s=period_s, tolerance=DRIFT)
-        now.shift_s, now.grid_s = shift_s, grid_s
+            # Grids have the start of the replay as their common origin, so that they stay valid.
+            shift_s, grid_s = decision.shift_s.get(name, 0.0), decision.grid_s.get(name)
+            if (shift_s, grid_s) != (now.shift_s, now.grid_s):
+                now.shift_s, now.grid_s = shift_s, grid_s
+                origin_s = shift_s * now.grain.size
+                period_s = None if grid_s is None else grid_s * now.grain.size
+                self._engine.set_pace(name, origin_s=origin_s, period_s=period_s, tolerance=DRIFT)
 
     def run_until_end_of_any(self, until_s: float) -> list[str]:
         """Lets time pass until ``until_s`` or the end of a job. Returns the jobs that ended."""
@@ -178,14 +175,7 @@ def _bursts(
         for link in flow.candidates[chosen]:
             if link not in idle:
                 traffic[link] += moved
-    return burst_traffic(placed.job.bursts, traffic)
-
-
-@dataclass(slots=True)
-class _Alone:
-    placed: PlacedJob
-    start_s: float
-    grain: Grain
+    return burst_traffic(placed.job, traffic)
 
 
 @dataclass(slots=True)
@@ -198,12 +188,12 @@ class PrivateNetworks:
     now_s: float = 0.0
     events: int = 0
     meets: bool = False
-    _jobs: dict[str, _Alone] = field(default_factory=dict)
+    _jobs: dict[str, tuple[PlacedJob, Grain, float]] = field(default_factory=dict)
     _ends: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, placed: PlacedJob, grain: Grain, level: int) -> None:
         name = placed.job.name
-        self._jobs[name] = _Alone(placed, self.now_s, grain)
+        self._jobs[name] = placed, grain, self.now_s
         end_s = self.now_s + grain.count * grain.size * placed.alone_s
         heapq.heappush(self._ends, (end_s, name))
 
@@ -222,14 +212,13 @@ class PrivateNetworks:
         return ended
 
     def progress(self, name: str) -> Progress:
-        job = self._jobs[name]
-        alone_s = job.placed.alone_s * job.grain.size
-        compute_s = job.placed.job.compute_s * job.grain.size
-        passed_s = self.now_s - job.start_s
+        placed, grain, start_s = self._jobs[name]
+        alone_s, compute_s = placed.alone_s * grain.size, placed.job.compute_s * grain.size
+        passed_s = self.now_s - start_s
         # The end of the last iteration is a sum that carries rounding.
-        done = min(job.grain.count, int(passed_s / alone_s + 1e-9))
-        left_s = max(0.0, passed_s - done * alone_s) if done < job.grain.count else 0.0
-        return Progress(done * job.grain.size, done * compute_s + min(left_s, compute_s))
+        done = min(grain.count, int(passed_s / alone_s + 1e-9))
+        left_s = max(0.0, passed_s - done * alone_s) if done < grain.count else 0.0
+        return Progress(done * grain.size, done * compute_s + min(left_s, compute_s))
 
     def forget(self, name: str) -> None:
         del self._jobs[name]

@@ -110,65 +110,30 @@ def iteration(
         buckets: parts that the gradients are reduced in, evenly spread over what is left of the
             compute.
     """
-    return (
-        *_embedding(model, layout),
-        *_tensor(model, layout),
-        *_pipeline(model, layout),
-        *_data(model, layout, gradient_start, buckets),
-    )
-
-
-def _microbatch_bytes(model: Model, layout: Layout) -> float:
-    """Activations of one microbatch of a replica at a layer's boundary."""
+    found = []
+    if model.exchange_bytes_per_sample and layout.gpus > 1:
+        # Rows of sharded tables before the forward pass, their gradients after the backward one.
+        payload = model.exchange_bytes_per_sample * model.samples_per_gpu
+        everyone = (tuple(range(layout.gpus)),)
+        found += [Collective("alltoall", payload, everyone, at) for at in (0.0, 1.0)]
     samples = model.samples_per_gpu * layout.tensor * layout.pipeline / layout.microbatches
-    return model.activation_bytes_per_sample * samples
-
-
-def _data(
-    model: Model, layout: Layout, gradient_start: float, buckets: int
-) -> tuple[Collective, ...]:
-    """Every replica's gradients are summed; each rank holds a share of the parameters."""
-    if layout.data == 1:
-        return ()
-    share = model.gradient_bytes / (layout.tensor * layout.pipeline)
-    return tuple(
-        Collective(
-            "allreduce",
-            share / buckets,
-            layout.data_groups(),
-            gradient_start + (1 - gradient_start) * i / buckets,
-        )
-        for i in range(buckets)
-    )
-
-
-def _tensor(model: Model, layout: Layout) -> tuple[Collective, ...]:
-    """Two all-reduces of the activations a layer, forward and backward (Megatron-LM)."""
-    if layout.tensor == 1:
-        return ()
-    times = 4 * -(-model.layers // layout.pipeline) * layout.microbatches
-    payload = _microbatch_bytes(model, layout)
-    return (Collective("allreduce", payload, layout.tensor_groups(), 0.0, times),)
-
-
-def _pipeline(model: Model, layout: Layout) -> tuple[Collective, ...]:
-    """Activations to the next stage, and their gradients back.
-
-    Each rank of a tensor group sends its share (scatter/gather, Narayanan et al., SC '21, §4.1).
-    """
-    if layout.pipeline == 1:
-        return ()
-    payload = _microbatch_bytes(model, layout) / layout.tensor
-    forward = layout.stage_pairs()
-    backward = tuple((later, earlier) for earlier, later in forward)
-    times = layout.microbatches
-    return (Collective("send", payload, forward + backward, 0.0, times),)
-
-
-def _embedding(model: Model, layout: Layout) -> tuple[Collective, ...]:
-    """Rows of sharded tables before the forward pass, their gradients after the backward one."""
-    if not model.exchange_bytes_per_sample or layout.gpus == 1:
-        return ()
-    payload = model.exchange_bytes_per_sample * model.samples_per_gpu
-    everyone = (tuple(range(layout.gpus)),)
-    return tuple(Collective("alltoall", payload, everyone, at) for at in (0.0, 1.0))
+    # Of one microbatch of a replica at a layer's boundary.
+    activations = model.activation_bytes_per_sample * samples
+    if layout.tensor > 1:
+        # Two all-reduces of the activations a layer, forward and backward (Megatron-LM).
+        times = 4 * -(-model.layers // layout.pipeline) * layout.microbatches
+        found.append(Collective("allreduce", activations, layout.tensor_groups(), 0.0, times))
+    if layout.pipeline > 1:
+        # Activations to the next stage, and their gradients back. Each rank of a tensor group
+        # sends its share (scatter/gather, Narayanan et al., SC '21, §4.1).
+        forward = layout.stage_pairs()
+        both = forward + tuple((later, earlier) for earlier, later in forward)
+        payload = activations / layout.tensor
+        found.append(Collective("send", payload, both, 0.0, layout.microbatches))
+    if layout.data > 1:
+        # Every replica's gradients are summed; each rank holds a share of the parameters.
+        share = model.gradient_bytes / (layout.tensor * layout.pipeline)
+        for i in range(buckets):
+            at = gradient_start + (1 - gradient_start) * i / buckets
+            found.append(Collective("allreduce", share / buckets, layout.data_groups(), at))
+    return tuple(found)

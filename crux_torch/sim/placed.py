@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from crux_torch.fabric.ecmp import hashed_choice
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.alone import alone
 from crux_torch.schedule.intensity import link_traffic
 from crux_torch.schedule.model import Job
 from crux_torch.sim.catalogue import WorkloadError, model
 from crux_torch.sim.collectives import build_job
-from crux_torch.sim.hashed import hashed_paths
 from crux_torch.sim.joined import JoinedPaths
 from crux_torch.sim.placement import Allocation, Request, cells, place_hived
 
@@ -23,6 +23,8 @@ from crux_torch.sim.placement import Allocation, Request, cells, place_hived
 CANDIDATES = 16
 #: See :func:`crux_torch.sim.collectives.transfers`.
 ALLTOALL_PEERS = 4
+#: Source ports that a connection's own is drawn from (RFC 6335: the dynamic ones).
+EPHEMERAL_PORTS = range(49152, 65536)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,22 @@ class Placer:
         for link, moved in link_traffic(job, found.path).items():
             layer_bytes[self._layer(link)] += moved
         return PlacedJob(job, (), found.path, found.period_s, found.intensity, dict(layer_bytes))
+
+
+def hashed_paths(job: Job, topology: Topology, *, seed: int = 0) -> tuple[int, ...]:
+    """The candidate that ECMP chooses for each flow of ``job``; each flow is one connection.
+
+    Args:
+        job: on its GPUs.
+        topology: has its links.
+        seed: of the source ports, which have to differ between draws. Another start value of the
+            CRC would move all flows alike and leave the collisions as they are.
+    """
+    ports = random.Random(f"{seed}: ports of {job.name}")
+    chosen = []
+    for flow in job.flows:
+        port = ports.choice(EPHEMERAL_PORTS)
+        first = flow.candidates[0]
+        src, dst = topology.ends(first[0])[0], topology.ends(first[-1])[1]
+        chosen.append(hashed_choice(src, dst, port, len(flow.candidates)))
+    return tuple(chosen)

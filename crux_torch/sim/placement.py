@@ -118,7 +118,9 @@ class Allocation:
                 self.free_in[cell] += change
 
 
-Placement = Callable[[Request, Allocation, random.Random], "tuple[str, ...] | None"]
+#: The GPUs that a job gets; None where it finds no room.
+Chosen = tuple[str, ...] | None
+Placement = Callable[[Request, Allocation, random.Random], Chosen]
 
 
 def cells(topology: Topology) -> Cell:
@@ -147,7 +149,10 @@ def cells(topology: Topology) -> Cell:
         for cell in found:
             groups.setdefault(key(cell.gpus[0]), []).append(cell)
         if len(groups) < len(found):
-            found = [_join(level, children) for children in groups.values()]
+            found = [
+                Cell(level, tuple(gpu for child in below for gpu in child.gpus), tuple(below))
+                for below in groups.values()
+            ]
     return found[0]
 
 
@@ -158,9 +163,7 @@ def walk(cell: Cell) -> Iterable[Cell]:
         yield from walk(child)
 
 
-def place_random(
-    request: Request, allocation: Allocation, rng: random.Random
-) -> tuple[str, ...] | None:
+def place_random(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
     """Any free GPUs, each as likely as any other; ranks count up host by host."""
     free = allocation.free()
     if len(free) < request.gpus:
@@ -168,9 +171,7 @@ def place_random(
     return tuple(free[i] for i in sorted(rng.sample(range(len(free)), request.gpus)))
 
 
-def place_hived(
-    request: Request, allocation: Allocation, rng: random.Random
-) -> tuple[str, ...] | None:
+def place_hived(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
     """HiveD's buddy allocation: the lowest cell that holds the job, in the fullest surroundings.
 
     In that cell, whole children are taken first and the rest from the fullest child that has room,
@@ -184,9 +185,7 @@ def place_hived(
     return _take(best, request.gpus, allocation)
 
 
-def place_muri(
-    request: Request, allocation: Allocation, rng: random.Random
-) -> tuple[str, ...] | None:
+def place_muri(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
     """Beside the jobs that it interleaves with best, else as HiveD would.
 
     Muri (Zhao et al., SIGCOMM '22) puts jobs with complementary stages on the same GPUs in turns.
@@ -225,11 +224,6 @@ def interleaving_efficiency(a: Request, b: Request) -> float:
     period = max(a.compute_s, b.network_s) + max(a.network_s, b.compute_s)
     busy = a.compute_s + a.network_s + b.compute_s + b.network_s
     return busy / (2 * period) if period else 1.0
-
-
-def _join(level: int, children: Sequence[Cell]) -> Cell:
-    gpus = tuple(gpu for child in children for gpu in child.gpus)
-    return Cell(level, gpus, tuple(children))
 
 
 def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:

@@ -1,34 +1,106 @@
-"""Plays a cluster under a scheduler's decision in the fluid engine."""
+"""Plays scenarios, and clusters under a scheduler's decision, in the fluid engine."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from crux_torch import _fluid
-from crux_torch.schedule.model import Burst, Cluster, Decision, Job, Link
-from crux_torch.sim.run import Report, report_of
+from crux_torch.schedule.intensity import burst_traffic, link_traffic
+from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.sim.scenario import Scenario, ScenarioError
 
 #: Share of an iteration by which its start may leave the grid before it is held (CASSINI §4.2).
 DRIFT = 0.05
-#: What separates a link's name from that of the job which has it to itself.
-_OWN = "@"
 
 
-def job_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
-    """Bytes of one iteration on each link when flow i takes its candidate ``path[i]``."""
-    traffic: defaultdict[Link, float] = defaultdict(float)
-    for flow, chosen in zip(job.flows, path, strict=True):
-        for link in flow.candidates[chosen]:
-            traffic[link] += flow.bytes
-    return {link: amount for link, amount in traffic.items() if amount > 0}
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """What became of one job within the horizon.
+
+    Attributes:
+        completed: iterations that ended.
+        compute_s: seconds in which it computed.
+        comm_s: seconds that the data it sent would have taken alone.
+        mean_iteration_s: mean length of the iterations that ended; None if none did.
+    """
+
+    completed: int
+    compute_s: float
+    comm_s: float
+    mean_iteration_s: float | None
 
 
-def burst_traffic(
-    bursts: Sequence[Burst], traffic: Mapping[Link, float]
-) -> list[tuple[float, dict[Link, float]]]:
-    """The engine's bursts of a job that moves ``traffic`` in an iteration."""
-    return [(b.at, {link: b.share * m for link, m in traffic.items()}) for b in bursts]
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run shows.
+
+    Attributes:
+        horizon_s: seconds simulated.
+        gpu_utilization: sum of compute_s times GPUs over the jobs, by horizon times all GPUs.
+        jobs: by name.
+        link_bytes: bytes that each link carried.
+        events: that the engine handled; stretches it skipped have none.
+    """
+
+    horizon_s: float
+    gpu_utilization: float
+    jobs: dict[str, JobReport]
+    link_bytes: dict[str, float]
+    events: int
+
+
+def run_scenario(
+    scenario: Scenario, *, skip_repeats: bool = True, repeat_tolerance: float = 1e-9
+) -> Report:
+    """Plays one scenario to its horizon; Ctrl-C interrupts it.
+
+    Args:
+        scenario: what to simulate.
+        skip_repeats: count stretches that provably repeat instead of playing them.
+        repeat_tolerance: states are the same when no time in them differs by more than this share
+            of the period; a skip over T seconds displaces a job by at most this share of T.
+
+    Raises:
+        ScenarioError: the clock can't resolve the shortest iteration at the horizon, or a scenario
+            that was not read from a file can't be simulated.
+    """
+    try:
+        engine = _fluid.Engine(
+            [(name, link.capacity_Bps, link.delay_s) for name, link in scenario.links.items()],
+            skip_repeats=skip_repeats,
+            repeat_tolerance=repeat_tolerance,
+        )
+        for name, job in scenario.jobs.items():
+            engine.add_job(
+                name,
+                compute_s=job.compute_s,
+                bursts=[(burst.at, dict(burst.traffic)) for burst in job.sent],
+                gpus=job.gpus,
+                level=job.level,
+                weight=job.weight,
+                start_s=job.start_s,
+                iterations=job.iterations,
+            )
+        engine.run_until(scenario.horizon_s)
+    except _fluid.SpecError as error:
+        raise ScenarioError(str(error)) from None
+    return report_of(engine, scenario.horizon_s)
+
+
+def report_of(engine: _fluid.Engine, horizon_s: float) -> Report:
+    """What an engine that has been played to ``horizon_s`` shows."""
+    jobs = {
+        name: JobReport(r["completed"], r["compute_s"], r["comm_s"], r["mean_iteration_s"])
+        for name, r in engine.results().items()
+    }
+    return Report(
+        horizon_s=horizon_s,
+        gpu_utilization=engine.gpu_utilization(),
+        jobs=jobs,
+        link_bytes=engine.link_bytes(),
+        events=engine.events,
+    )
 
 
 def engine_of(
@@ -44,34 +116,28 @@ def engine_of(
     Raises:
         SpecError: a job or link that can't be simulated.
     """
-    traffic = {
-        job.name: _renamed(job, job_traffic(job, decision.path[job.name]), decision.isolated)
-        for job in cluster.jobs
-    }
-    capacity_Bps = {
-        name: cluster.capacity_Bps[link]
-        for mine in traffic.values()
-        for name, (link, _) in mine.items()
-    }
+    traffic: dict[str, dict[str, float]] = {}
+    capacity_Bps: dict[str, float] = {}
+    for job in cluster.jobs:
+        # Names a link that the job has to itself.
+        own = f"@{job.name}" if decision.isolated else ""
+        moved = link_traffic(job, decision.path[job.name])
+        traffic[job.name] = {link + own: amount for link, amount in moved.items()}
+        capacity_Bps |= {link + own: cluster.capacity_Bps[link] for link in moved}
     engine = _fluid.Engine([(link, c, 0.0) for link, c in sorted(capacity_Bps.items())])
     for job in cluster.jobs:
-        moved = {name: amount for name, (_, amount) in traffic[job.name].items()}
-        start = (start_s or {}).get(job.name, 0.0)
+        shift_s = decision.shift_s.get(job.name, 0.0)
         engine.add_job(
             job.name,
             compute_s=job.compute_s,
-            bursts=burst_traffic(job.bursts, moved),
+            bursts=burst_traffic(job, traffic[job.name]),
             gpus=job.gpus,
             level=decision.level[job.name],
-            start_s=start + decision.shift_s.get(job.name, 0.0),
+            start_s=(start_s or {}).get(job.name, 0.0) + shift_s,
         )
         if job.name in decision.grid_s:
-            engine.set_pace(
-                job.name,
-                origin_s=decision.shift_s.get(job.name, 0.0),
-                period_s=decision.grid_s[job.name],
-                tolerance=DRIFT,
-            )
+            period_s = decision.grid_s[job.name]
+            engine.set_pace(job.name, origin_s=shift_s, period_s=period_s, tolerance=DRIFT)
     return engine
 
 
@@ -86,11 +152,3 @@ def play(
     engine = engine_of(cluster, decision, start_s=start_s)
     engine.run_until(horizon_s)
     return report_of(engine, horizon_s)
-
-
-def _renamed(
-    job: Job, traffic: Mapping[Link, float], isolated: bool
-) -> dict[str, tuple[Link, float]]:
-    """For each link in the simulation the link that it stands for, and the job's bytes there."""
-    suffix = f"{_OWN}{job.name}" if isolated else ""
-    return {link + suffix: (link, amount) for link, amount in traffic.items()}

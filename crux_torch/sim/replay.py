@@ -111,7 +111,10 @@ class _Replay:
         self._queue: deque[TraceJob] = deque()
         self._running: dict[str, tuple[TraceJob, PlacedJob, Grain, float]] = {}
         self._tally = Tally(placer.topology)
-        self._network = self._make_network()
+        self._network: SharedNetwork | PrivateNetworks = PrivateNetworks()
+        # A scheduler that can't be carried out says so by isolating the jobs.
+        if not scheduler(Cluster({}, ()), SchedulerOptions(options.levels)).isolated:
+            self._network = SharedNetwork(placer.topology, options.steady_tolerance)
         self._plan_due_s = math.inf
         self._planned_s = -math.inf
         self._plans = 0
@@ -135,7 +138,8 @@ class _Replay:
             if now_s >= self._plan_due_s:
                 self._plan()
             if now_s >= span_end_s or not (self._arrivals or self._queue or self._running):
-                self._close_span()
+                progress = {name: self._network.progress(name) for name in self._running}
+                self._tally.close_span(now_s, progress, len(self._queue))
         return Outcome(
             summary=summarise(self._tally, self._window_s or math.inf),
             series=self._tally.series,
@@ -145,13 +149,6 @@ class _Replay:
             wall_s=time.perf_counter() - began,
             events=self._network.events,
         )
-
-    def _make_network(self) -> SharedNetwork | PrivateNetworks:
-        """Networks of their own for a scheduler that can't be carried out, else the topology."""
-        probe = self._scheduler(Cluster({}, ()), SchedulerOptions(self._options.levels))
-        if probe.isolated:
-            return PrivateNetworks()
-        return SharedNetwork(self._placer.topology, self._options.steady_tolerance)
 
     def _span_end_s(self) -> float:
         """The next point of the grid; the last arrival, where the window ends, is one too."""
@@ -184,16 +181,9 @@ class _Replay:
         job, placed, grain, start_s = self._running.pop(name)
         self._allocation.release(name)
         self._free += job.gpus
-        record = JobOutcome(
-            job.name,
-            job.model,
-            job.gpus,
-            job.submit_s,
-            start_s,
-            self._network.now_s,
-            grain.count * grain.size,
-            placed.alone_s,
-        )
+        asked = job.name, job.model, job.gpus, job.submit_s
+        times_s = start_s, self._network.now_s
+        record = JobOutcome(*asked, *times_s, grain.count * grain.size, placed.alone_s)
         self._tally.finish(record, self._network.progress(name))
         self._network.forget(name)
         self._changed(placed)
@@ -222,10 +212,6 @@ class _Replay:
         self._plan_wall_s += time.perf_counter() - began
         self._plans += 1
         self._network.apply(decision)
-
-    def _close_span(self) -> None:
-        progress = {name: self._network.progress(name) for name in self._running}
-        self._tally.close_span(self._network.now_s, progress, len(self._queue))
 
 
 def _check(trace: Trace, gpus: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 import math
 import os
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TextIO
 
 from crux_torch.sim.catalogue import MODELS, WorkloadError
 
@@ -32,19 +30,13 @@ GPU_RESOURCE = "nvidia.com/gpu"
 #: Catalogue entries for the names that the published list of jobs uses, lower case. Those of
 #: unknown kind train the nearest stand-in: a 256-GPU language model, and embeddings.
 MODEL_OF_NAME: Mapping[str, str] = {
-    "gpt": "gpt",
-    "gpt-3b": "gpt-3b",
-    "gpt-7b": "gpt-7b",
-    "gpt-13b": "gpt-13b",
+    **{name: name for name in ("gpt", "gpt-3b", "gpt-7b", "gpt-13b", "resnet", "bert", "nmt")},
     "llama": "llama-7b",
     "llama_30b": "llama-30b",
     "65b": "llama-65b",
     "66b": "llama-65b",
     "130b-infer": "llama-65b",
-    "resnet": "resnet",
     "mnist": "resnet",
-    "bert": "bert",
-    "nmt": "nmt",
     "dlm": "transformer-nlp",
     "word_embedding": "ctr",
     "ctr": "ctr",
@@ -185,19 +177,18 @@ def load_lingjun(jobs: str | os.PathLike[str], workers: str | os.PathLike[str]) 
     dropped: Counter[str] = Counter()
     kept: list[tuple[datetime, TraceJob]] = []
     for name, model, submitted, finished in rows:
-        begin = started.get(name)
-        gpus = gpus_of[name]
-        end = finished or last
+        begin, end = started.get(name), finished or last
         if begin is None:
             dropped["never ran"] += 1
-        elif not gpus:
+        elif not gpus_of[name]:
             dropped["no GPU"] += 1
         elif end <= begin or begin < submitted:
             dropped["impossible times"] += 1
         else:
-            duration_s = (end - begin).total_seconds()
-            made = TraceJob(name, catalogue_name(model), gpus, 0.0, duration_s)
-            kept.append((submitted, made))
+            ran_s = (end - begin).total_seconds()
+            kept.append(
+                (submitted, TraceJob(name, catalogue_name(model), gpus_of[name], 0.0, ran_s))
+            )
     if not kept:
         raise WorkloadError(f"{jobs}: no job ran; expected workers of its jobs in {workers}")
     kept.sort(key=lambda pair: (pair[0], pair[1].name))
@@ -289,7 +280,8 @@ def _rows(
     """(place for errors, row) of a CSV that has at least ``columns``."""
     file = Path(path)
     try:
-        with _opened(file) as lines:
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(file, "rt", newline="", encoding="utf-8") as lines:
             reader = csv.DictReader(lines)
             missing = [c for c in columns if c not in (reader.fieldnames or ())]
             if missing:
@@ -301,12 +293,6 @@ def _rows(
                 yield where, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"{file}: {error}") from None
-
-
-def _opened(file: Path) -> TextIO:
-    if file.suffix == ".gz":
-        return io.TextIOWrapper(gzip.GzipFile(file), encoding="utf-8", newline="")
-    return file.open(newline="", encoding="utf-8")
 
 
 def _number(where: str, column: str, text: str) -> float:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.options import SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
-from crux_torch.sim.hashed import hashed_paths
+from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.play import play
 from evaluation import testbed_runs
 from evaluation.__main__ import evaluation
