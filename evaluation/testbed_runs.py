@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from crux_torch import _fluid
-from crux_torch.schedule.alone import alone as without_others
 from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.placing import alone as without_others
 from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
 from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.play import Report, engine_of, report_of

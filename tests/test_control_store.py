@@ -181,6 +181,7 @@ def test_foreign_bytes_count_as_absent_and_can_be_replaced(
     store = TcpStore(server.host, server.port, timeout_s=10.0)
     raw = TCPStore(server.host, server.port, None, False, wait_for_workers=False)
     raw.set("hostile", hostile)
+    assert raw.get("hostile") == hostile, "a set is not acknowledged, a get is"
     assert store.get("hostile") is None
     assert store.list("hostile") == {}
     assert caplog.text.count("ignoring 'hostile'") == 1

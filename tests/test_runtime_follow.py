@@ -64,6 +64,29 @@ def start(store, monkeypatch):
         assert not agent.active
 
 
+class Led:
+    """A rank of two, and the channel of its leader, which the test is."""
+
+    def __init__(self, store, start):
+        self.leader = JobChannel(store, 0, 2)
+        self.agent = start(rank=1, world=2)
+
+    def says(self, **changes):
+        self.leader.publish(order(**changes).to_json())
+
+    def has_level(self, level):
+        until(lambda: self.agent.status()["applied"]["level"] == level, what=f"level {level}")
+
+    def looks_for(self, seconds):
+        began = self.agent._order_at_s
+        until(lambda: self.agent._order_at_s > began + seconds, what="more looks")
+
+
+@pytest.fixture
+def led(store, start):
+    return Led(store, start)
+
+
 def order(**changes):
     return Order(**{"incarnation": "i", "number": 1, "level": 5, "valid_s": 30.0, **changes})
 
@@ -81,39 +104,32 @@ def test_orders_of_an_earlier_world_give_way_to_the_new_leader(start, store):
     assert agent.status()["errors"] == {}
 
 
-def test_a_rank_answers_the_measurement_of_a_new_world_though_its_number_is_old(start, store):
-    leader = JobChannel(store, 0, 2)
-    start(rank=1, world=2)
+def test_a_rank_answers_the_measurement_of_a_new_world_though_its_number_is_old(led):
     for turn, incarnation in ((1, "first"), (2, "second")):
-        new = order(number=turn, incarnation=incarnation, measuring=True, measurement=1)
-        leader.publish(new.to_json())
+        led.says(number=turn, incarnation=incarnation, measuring=True, measurement=1)
         wanted = f"{incarnation} 1\n".encode()
-        until(lambda wanted=wanted: leader.collect().by_rank.get(1) == wanted, what=str(wanted))
+        until(lambda wanted=wanted: led.leader.collect().get(1) == wanted, what=str(wanted))
 
 
-def test_a_measurement_is_answered_though_the_leader_fell_silent_meanwhile(start, store):
-    leader = JobChannel(store, 0, 2)
-    agent = start(rank=1, world=2)
-    leader.publish(order(measuring=True, measurement=1, valid_s=0.1).to_json())
-    until(lambda: 1 in leader.collect().by_rank, what="the answer")
-    assert agent.status()["errors"] == {}
+def test_a_measurement_is_answered_though_the_leader_fell_silent_meanwhile(led):
+    led.says(measuring=True, measurement=1, valid_s=0.1)
+    until(lambda: 1 in led.leader.collect(), what="the answer")
+    assert led.agent.status()["errors"] == {}
 
 
-def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(start, store, caplog):
-    leader = JobChannel(store, 0, 2)
-    agent = start(rank=1, world=2)
-    leader.publish(order(valid_s=0.3, profile=profile()).to_json())
-    until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
-    until(lambda: agent.status()["applied"]["level"] is None, what="the end of the order")
+def test_silence_takes_the_class_back_and_a_new_order_sets_it_again(led, caplog):
+    led.says(valid_s=0.3, profile=profile())
+    led.has_level(5)
+    led.has_level(None)
     # What lies in the store is still the order that has ended: it must not count again.
-    looked = agent._order_at_s
-    until(lambda: agent._order_at_s > looked + 0.5, what="more looks")
-    assert agent.status()["applied"]["level"] is None
-    assert agent.status()["plan"] is None
-    assert agent.profile() == profile()
+    led.looks_for(0.5)
+    assert led.agent.status()["applied"]["level"] is None
+    assert led.agent.status()["plan"] is None
+    assert led.agent.profile() == profile()
     assert len(warnings(caplog)) == 1
-    leader.publish(order(number=2, level=3).to_json())
-    until(lambda: agent.status()["applied"]["dscp"] == 24, what="the new level")
+    led.says(number=2, level=3)
+    led.has_level(3)
+    assert led.agent.status()["applied"]["dscp"] == 24
 
 
 def test_routes_are_followed_and_taken_back_when_the_leader_falls_silent(
@@ -121,45 +137,38 @@ def test_routes_are_followed_and_taken_back_when_the_leader_falls_silent(
 ):
     fakes = Rank()
     monkeypatch.setattr(follow, "make_steering", lambda *_: fakes.steering)
-    leader = JobChannel(store, 0, 2)
-    agent = start(rank=1, world=2)
-    leader.publish(order(valid_s=0.5, routes=(route(1),), generation=7).to_json())
+    led = Led(store, start)
+    led.says(valid_s=0.5, routes=(route(1),), generation=7)
     until(lambda: fakes.switch.requests == [7], what="the switch")
     (told,) = fakes.switch.routes_then[0]
     assert (told.destination, told.dscp) == ("10.1.0.2", 40)
-    assert json.loads(json.dumps(agent.status()))["paths"]["generation"] == 7
+    assert json.loads(json.dumps(led.agent.status()))["paths"]["generation"] == 7
     until(lambda: fakes.transport.routes == (), what="the end of the routes")
     assert fakes.switch.requests == [7]
     assert len(warnings(caplog)) == 1
-    leader.publish(order(number=2, routes=(route(1),), generation=7).to_json())
+    led.says(number=2, routes=(route(1),), generation=7)
     until(lambda: len(fakes.transport.routes) == 1, what="the routes of the next order")
     assert fakes.switch.requests == [7]
 
 
-def test_malformed_orders_are_ignored_with_one_warning(start, store, caplog):
-    leader = JobChannel(store, 0, 2)
-    agent = start(rank=1, world=2)
-    leader.publish(order().to_json())
-    until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
+def test_malformed_orders_are_ignored_with_one_warning(led, caplog):
+    led.says()
+    led.has_level(5)
     for raw in (b"\xff", b"{}", b"[" * 1000, order().to_json()[:-9]):
-        leader.publish(raw)
-        polled = agent._order_at_s
-        until(lambda polled=polled: agent._order_at_s > polled + 0.05, what="a look")
-    assert agent.status()["applied"]["level"] == 5
+        led.leader.publish(raw)
+        led.looks_for(0.05)
+    assert led.agent.status()["applied"]["level"] == 5
     assert len(warnings(caplog)) == 1
-    leader.publish(order(number=9, level=2).to_json())
-    until(lambda: agent.status()["applied"]["level"] == 2, what="the next order")
+    led.says(number=9, level=2)
+    led.has_level(2)
 
 
-def test_an_order_that_is_older_than_the_last_is_ignored(start, store):
-    leader = JobChannel(store, 0, 2)
-    agent = start(rank=1, world=2)
-    leader.publish(order(number=9).to_json())
-    until(lambda: agent.status()["applied"]["level"] == 5, what="the level")
-    leader.publish(order(number=8, level=2, incarnation="earlier").to_json())
-    polled = agent._order_at_s
-    until(lambda: agent._order_at_s > polled + 0.05, what="a look")
-    assert agent.status()["order"]["number"] == 9
+def test_an_order_that_is_older_than_the_last_is_ignored(led):
+    led.says(number=9)
+    led.has_level(5)
+    led.says(number=8, level=2, incarnation="earlier")
+    led.looks_for(0.05)
+    assert led.agent.status()["order"]["number"] == 9
 
 
 def test_an_order_that_is_too_long_goes_without_the_profile(start, store):

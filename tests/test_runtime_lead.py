@@ -15,7 +15,6 @@ from control_fakes import FakeClock, FaultyStore, MemoryStore, by_name, profile
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from crux_torch.control.job_channel import Samples
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import compute_entries
 from crux_torch.control.records import JobRecord, PlanEntry
@@ -76,9 +75,8 @@ class Job:
             self.slot = ProfilingSlot(
                 store, "c", name, self.incarnation, lease_s=lease_s, clock=clock
             )
-        self.conductor = Conductor(
-            settings, self.incarnation, self.leader, self.slot, clock=clock, **options
-        )
+        options = {"world_size": WORLD, "clock": clock, **options}
+        self.conductor = Conductor(settings, self.incarnation, self.leader, self.slot, **options)
         self.ready, self.changed, self.answers_come = True, False, True
         self.answers: dict[int, bytes] = {}
         self.orders: list[Order] = []
@@ -87,11 +85,10 @@ class Job:
     def measured(self, rank: int) -> bytes:
         return answer(self.incarnation, self.conductor.measurement, sample(rank))
 
-    def collect(self) -> Samples:
+    def collect(self) -> dict[int, bytes]:
         if self.answers_come:
             self.answers = {rank: self.measured(rank) for rank in range(WORLD)}
-        missing = tuple(rank for rank in range(WORLD) if rank not in self.answers)
-        return Samples(dict(self.answers), missing)
+        return self.answers
 
     def step(self) -> Order | None:
         order = self.conductor.step(self.ready, self.changed, self.collect)
@@ -408,14 +405,13 @@ def test_the_topology_is_written_and_again_after_the_store_was_lost(store, clock
 
 def test_a_job_that_never_leaves_its_host_has_an_order_that_ranks_can_read(clock):
     """Without traffic between hosts the intensity is infinite, which JSON can't say."""
-    store = MemoryStore(clock)
-    job = Job("a", clock, store, compute=partial(compute_entries, policy="crux", levels=(0, 1)))
+    compute = partial(compute_entries, policy="crux", levels=(0, 1))
+    job = Job("a", clock, MemoryStore(clock), compute=compute, world_size=1)
     alone = sample(0, world_size=1, groups=(), traffic=(), comm_s=0.0)
     job.answers_come = False
     for _ in range(100):
         job.answers = {0: answer(job.incarnation, job.conductor.measurement, alone)}
-        job.conductor.step(True, False, lambda: Samples(dict(job.answers), ()))
-        clock.advance(TICK_S)
+        run(clock, TICK_S, job)
     assert job.conductor.profile is not None
     assert job.conductor.profile.intensity == float("inf")
     order = job.conductor._wanted()

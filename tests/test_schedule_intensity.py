@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from schedule_cases import clusters
 
-from crux_torch.schedule.alone import alone
 from crux_torch.schedule.arrays import ClusterError, arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.intensity import (
     burst_times_s,
@@ -20,6 +19,7 @@ from crux_torch.schedule.intensity import (
     unrouted_transfer_times_s,
 )
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job
+from crux_torch.schedule.placing import alone
 
 TWO_WAYS = (("a", "x"), ("b", "x"))
 CAPACITY = {"a": 10.0, "b": 5.0, "x": 20.0}

@@ -1,11 +1,4 @@
-"""The plan that one leader has adopted: it never goes back to an older one, and it expires.
-
-Epochs. A leader adopts a plan only if its epoch is above that of every plan it adopted before, or
-if it is the same plan. So no applier goes back to an older plan.
-
-Validity. A plan counts until ``valid_s`` after this leader last saw it change, by this leader's own
-clock. A renewal is a change.
-"""
+"""The plan that one leader has adopted: it never goes back to an older one, and it expires."""
 
 from __future__ import annotations
 
@@ -21,6 +14,10 @@ _log = logging.getLogger(__name__)
 
 class AdoptedPlan:
     """What one leader has adopted.
+
+    Its epoch is above that of every plan adopted before, so no applier goes back to an older plan.
+    It counts until ``valid_s`` after this leader last saw it change, by this leader's own clock. A
+    renewal is a change.
 
     Args:
         clock: seconds that never go back.

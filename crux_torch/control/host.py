@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 #: ``hosting``: this process does; ``standby``: another process of this host does; ``remote``: the
 #: address is not this host's; ``failed``: the port can't be used for another reason; ``stopped``.
 HostState = Literal["starting", "hosting", "standby", "remote", "failed", "stopped"]
+_TAKEN: dict[int | None, HostState] = {errno.EADDRINUSE: "standby", errno.EADDRNOTAVAIL: "remote"}
 
 POLL_S = 0.5
 BACKLOG = 1024
@@ -65,23 +66,19 @@ class StoreHost:
     def __init__(self, endpoint: str, *, poll_s: float = POLL_S) -> None:
         self.host, self.port = parse_endpoint(endpoint)
         self._poll_s = poll_s
-        self._state: HostState = "stopped"
+        #: What this process does for the store now.
+        self.state: HostState = "stopped"
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._server: TCPStore | None = None
         self._warn = WarnOnce(_log)
-
-    @property
-    def state(self) -> HostState:
-        """What this process does for the store now."""
-        return self._state
 
     def start(self) -> None:
         """Begin, unless it runs already."""
         if self._thread is not None:
             return
         self._stop.clear()
-        self._state = "starting"
+        self.state = "starting"
         self._thread = threading.Thread(target=self._run, name="crux-store-host", daemon=True)
         self._thread.start()
 
@@ -91,18 +88,18 @@ class StoreHost:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(5.0)
-        self._state = "stopped"
+        self.state = "stopped"
 
     def _run(self) -> None:
         while not self._stop.is_set() and self._server is None:
             try:
                 self._attempt()
-            except OSError as error:
-                self._failed(error)
             except Exception as error:
-                self._state = "failed"
-                first = str(error).partition("\n")[0]
-                self._warn("server", f"can't host the store at {self.host}:{self.port}: {first}")
+                self.state = _TAKEN.get(getattr(error, "errno", None), "failed")
+                if self.state == "failed":
+                    first = str(error).partition("\n")[0]
+                    about = f"can't host the store at {self.host}:{self.port}: {first}"
+                    self._warn("port" if isinstance(error, OSError) else "server", about)
             if self._server is None:
                 self._stop.wait(self._poll_s)
         self._stop.wait()
@@ -135,7 +132,7 @@ class StoreHost:
         except Exception:
             listener.close()
             raise
-        self._state = "hosting"
+        self.state = "hosting"
         _log.info("hosting the store at %s:%d", address, self.port)
 
     def _listen(self) -> socket.socket:
@@ -153,12 +150,3 @@ class StoreHost:
             listener.close()
             raise
         return listener
-
-    def _failed(self, error: OSError) -> None:
-        if error.errno == errno.EADDRINUSE:
-            self._state = "standby"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            self._state = "remote"
-        else:
-            self._state = "failed"
-            self._warn("port", f"can't host the store at {self.host}:{self.port}: {error}")

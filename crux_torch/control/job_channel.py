@@ -1,17 +1,14 @@
 """Leader and ranks of one job talk through the job's own c10d store.
 
-A rank puts its latest sample under its number, and the leader collects what there is. The leader
-puts its newest order, and the ranks look for it. Nothing waits: a key is checked before
-it is read, each operation is bounded, and a store that can't be reached gives nothing instead of an
-error.
+Nothing waits: a key is checked before it is read, each operation is bounded, and a store that can't
+be reached gives nothing instead of an error.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -33,14 +30,6 @@ PATIENCE_S = 5.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """What the leader collected: the latest sample of each rank, and the ranks without one."""
-
-    by_rank: Mapping[int, bytes]
-    missing: tuple[int, ...]
-
-
 class JobChannel:
     """One rank's end of the channel.
 
@@ -52,8 +41,7 @@ class JobChannel:
 
     Args:
         store: the job's store as its process group has it, prefixes included.
-        rank: of this process.
-        world_size: of the job.
+        rank, world_size: of this process in the job.
         timeout_s: seconds that one operation may take.
         clock: seconds that never go back.
     """
@@ -74,7 +62,8 @@ class JobChannel:
         self._rank, self._world_size = rank, world_size
         self._warn = WarnOnce(_log)
         self._clock = clock
-        self._error: str | None = None
+        #: What went wrong in the last operation; None if nothing did.
+        self.error: str | None = None
         self._failing_since_s: float | None = None
         self._last_put: bytes | None = None
         base = store
@@ -89,11 +78,6 @@ class JobChannel:
         else:
             self._shared = store
 
-    @property
-    def error(self) -> str | None:
-        """What went wrong in the last operation; None if nothing did."""
-        return self._error
-
     def put_sample(self, sample: bytes) -> bool:
         """Replace this rank's sample; return whether that succeeded.
 
@@ -102,10 +86,9 @@ class JobChannel:
         """
         return self._put(f"sample/{self._rank}", sample, MAX_SAMPLE_BYTES)
 
-    def collect(self) -> Samples:
-        """The samples that are there now; for the leader."""
-        found = self._of_ranks("sample", MAX_SAMPLE_BYTES)
-        return Samples(found, tuple(r for r in range(self._world_size) if r not in found))
+    def collect(self) -> dict[int, bytes]:
+        """The latest sample of each rank that has put one; for the leader."""
+        return self._of_ranks("sample", MAX_SAMPLE_BYTES)
 
     def put_paths(self, seen: bytes) -> bool:
         """Replace what this rank sees of its paths; return whether that succeeded."""
@@ -150,7 +133,7 @@ class JobChannel:
         found = {}
         for rank in range(self._world_size):
             value = self._get(f"{kind}/{rank}")
-            if self._error is not None:
+            if self.error is not None:
                 break
             if value is not None and len(value) <= limit_bytes:
                 found[rank] = value
@@ -162,7 +145,7 @@ class JobChannel:
         if len(value) > limit_bytes:
             raise ValueError(f"{key}: {len(value)} bytes; limit {limit_bytes}")
         self._do(lambda store: store.set(self._prefix + key, value))
-        return self._error is None
+        return self.error is None
 
     def _get(self, key: str) -> bytes | None:
         """The value of ``key``; None if there is none, or after a failure."""
@@ -184,16 +167,14 @@ class JobChannel:
             else:
                 raise StoreError("the channel is closed")
         except Exception as error:
-            self._failed(str(error).partition("\n")[0][:200] or type(error).__name__)
+            self.error = str(error).partition("\n")[0][:200] or type(error).__name__
+            now = self._clock()
+            if self._failing_since_s is None:
+                self._failing_since_s = now
+            if now - self._failing_since_s >= PATIENCE_S:
+                about = f"rank {self._rank} can't reach its job's leader: {self.error}"
+                self._warn("channel", about)
             return None
-        self._error = self._failing_since_s = None
+        self.error = self._failing_since_s = None
         self._warn.forget("channel")
         return result
-
-    def _failed(self, reason: str) -> None:
-        self._error = reason
-        now = self._clock()
-        if self._failing_since_s is None:
-            self._failing_since_s = now
-        if now - self._failing_since_s >= PATIENCE_S:
-            self._warn("channel", f"rank {self._rank} can't reach its job's leader: {reason}")

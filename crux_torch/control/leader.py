@@ -2,14 +2,7 @@
 
 Every leader writes its job's record under a lease and looks at all others. Whoever sees a change
 computes the plan from the snapshot, which gives the same plan on every leader, and writes it by
-compare-and-swap in place of the plan that it saw. The first one wins and the others adopt. A leader
-that agrees with the stored plan only renews it.
-
-If the store loses its content, its successor starts empty. A leader that still holds a valid plan
-for its snapshot puts it back under its old epoch. If somebody has counted anew in the meantime, a
-leader replaces that plan by one with ``max(stored, adopted) + 1``.
-
-docs/agreement.md explains the protocol.
+compare-and-swap in place of the plan that it saw. docs/agreement.md explains the protocol.
 """
 
 from __future__ import annotations
@@ -57,19 +50,16 @@ class Leader:
     tick makes a handful of store operations, each bounded, and sometimes one ``compute``.
 
     Args:
-        store: shared by the cluster's jobs.
-        cluster: its name.
+        store, cluster: where the cluster's jobs meet, and its name there.
         record: of this job, to begin with.
-        compute: the planner.
+        compute, policy: the planner, and its name for the plan.
         topologies: parses the stored topology.
         published: the topology that this job knows, for the store.
-        policy: name of the planner, for the plan.
         lease_s: seconds of silence after which this job counts as gone.
         plan_valid_s: seconds without renewal after which a plan of this leader is dropped.
         poll_s: seconds between two looks at the store.
         debounce_s: seconds for which the snapshot must stand still before it is planned.
-        clock: seconds that never go back.
-        rng: of the jitter between leaders.
+        clock, rng: seconds that never go back, and the jitter between leaders.
     """
 
     def __init__(
@@ -90,7 +80,8 @@ class Leader:
         rng: random.Random | None = None,
     ) -> None:
         self._registry = Registry(store, cluster)
-        self._record = record
+        #: What this leader publishes; :meth:`update` changes it.
+        self.record = record
         self._compute = compute
         self._topologies = topologies or TopologyReader()
         self._published = published
@@ -120,11 +111,6 @@ class Leader:
         self._patience_s = lease_s
 
     @property
-    def record(self) -> JobRecord:
-        """What this leader publishes."""
-        return self._record
-
-    @property
     def plan(self) -> Plan | None:
         """The plan in force; None if there is none or it was not renewed in time."""
         return None if self._closed or self._superseded else self._adopted.valid
@@ -152,9 +138,9 @@ class Leader:
 
     def update(self, **changes: Any) -> None:
         """Publish other values of these fields of the record with the next tick."""
-        record = msgspec.structs.replace(self._record, **changes)
-        if record != self._record:
-            self._record = record
+        record = msgspec.structs.replace(self.record, **changes)
+        if record != self.record:
+            self.record = record
             self._publish_at_s = float("-inf")
 
     def tick(self) -> None:
@@ -163,8 +149,9 @@ class Leader:
             return
         now = self._clock()
         try:
-            if now >= self._publish_at_s:
-                self._publish(now)
+            if now >= self._publish_at_s and not self._superseded:
+                self._registry.publish_job(self.record, self._lease_s)
+                self._publish_at_s = now + self._lease_s / 3 * self._random.uniform(0.8, 1.0)
             if not self._topology_is_there:
                 self._topology_is_there = self._publish_topology()
             if now >= self._look_at_s:
@@ -197,9 +184,9 @@ class Leader:
         self._closed = True
         try:
             if not self._superseded:
-                self._registry.remove_job(self._record.job)
+                self._registry.remove_job(self.record.job)
         except StoreError as error:
-            _log.debug("the record of %r ends with its lease: %s", self._record.job, error)
+            _log.debug("the record of %r ends with its lease: %s", self.record.job, error)
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of this leader; plain values."""
@@ -208,8 +195,8 @@ class Leader:
         return {
             "state": self.state,
             "store": self.store_state,
-            "job": self._record.job,
-            "incarnation": self._record.incarnation,
+            "job": self.record.job,
+            "incarnation": self.record.incarnation,
             "jobs": [record.job for record in self._snapshot.jobs],
             "snapshot": self._snapshot.fingerprint,
             "epoch": plan.epoch if plan is not None else None,
@@ -218,12 +205,6 @@ class Leader:
             "author": plan.author if plan is not None else None,
             "policy": plan.policy if plan is not None else None,
         }
-
-    def _publish(self, now: float) -> None:
-        if self._superseded:
-            return
-        self._registry.publish_job(self._record, self._lease_s)
-        self._publish_at_s = now + self._lease_s / 3 * self._random.uniform(0.8, 1.0)
 
     def _publish_topology(self) -> bool:
         """Write the topology, and again if the store may have lost it; return whether it is there.
@@ -249,15 +230,15 @@ class Leader:
 
     def _find_self(self, now: float) -> None:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
-        mine = next((r for r in self._snapshot.jobs if r.job == self._record.job), None)
+        mine = next((r for r in self._snapshot.jobs if r.job == self.record.job), None)
         if mine is None:
             self._publish_at_s = float("-inf")
             self._snapshot.since_s = now  # without this job it is not the cluster's
-        superseded = mine is not None and mine.incarnation != self._record.incarnation
+        superseded = mine is not None and mine.incarnation != self.record.incarnation
         if superseded and not self._superseded:
             self._warn(
                 "superseded",
-                f"another job publishes as {self._record.job!r}: this one goes on without a plan; "
+                f"another job publishes as {self.record.job!r}: this one goes on without a plan; "
                 "give each its own CRUX_JOB",
             )
         self._superseded = superseded
@@ -272,7 +253,12 @@ class Leader:
         if stored is not None and usable and stored.plan.fingerprint == snapshot.fingerprint:
             self._disagreed_since_s = None
             snapshot.was_planned()
-            self._check_policy(stored.plan)
+            if stored.plan.policy != self._policy:
+                self._warn(
+                    "policy",
+                    f"the plan in force was made by policy {stored.plan.policy!r}, this job asked "
+                    f"for {self._policy!r}: give all jobs of a cluster the same",
+                )
             if now >= adopted.renew_at_s:
                 self._swap(state, stored.plan, stored.renewal + 1, now)
             return
@@ -292,7 +278,7 @@ class Leader:
             epoch=max(stored.plan.epoch if stored is not None else 0, adopted.epoch) + 1,
             fingerprint=snapshot.fingerprint,
             valid_s=self._plan_valid_s,
-            author=self._record.job,
+            author=self.record.job,
             policy=self._policy,
             entries=entries,
         )
@@ -346,11 +332,3 @@ class Leader:
         if raw is not None:
             self._adopted.confirm(plan, raw)
         self._look_at_s = min(self._look_at_s, now + self._poll_s / 4)
-
-    def _check_policy(self, plan: Plan) -> None:
-        if plan.policy != self._policy:
-            self._warn(
-                "policy",
-                f"the plan in force was made by policy {plan.policy!r}, this job asked for "
-                f"{self._policy!r}: give all jobs of a cluster the same",
-            )

@@ -29,7 +29,6 @@ def compute_entries(
     *,
     policy: str,
     levels: Sequence[int],
-    seed: int = 0,
     max_slowdown: float | None = None,
     schedulers: Mapping[str, Scheduler] = LIVE,
 ) -> tuple[PlanEntry, ...]:
@@ -42,7 +41,6 @@ def compute_entries(
         topology: of the cluster; None if it is not known.
         policy: the scheduler, a key of ``schedulers``.
         levels: that may be assigned, ascending.
-        seed: of what the scheduler draws.
         max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
         schedulers: to choose from.
 
@@ -54,7 +52,7 @@ def compute_entries(
     cluster = plan_inputs(records, topology)
     if not cluster.jobs:
         return ()
-    options = SchedulerOptions(tuple(levels), seed, max_slowdown=max_slowdown)
+    options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
     decision = schedulers[policy](cluster, options)
     level = _usable_levels(decision, levels)
     profiles = {r.job: r.profile for r in records if r.profile is not None}

@@ -76,10 +76,6 @@ class Registry:
 
     Every method raises :class:`~crux_torch.errors.StoreError` if the store does. A record that
     can't be used is ignored, with one warning that gives its key and what is wrong with it.
-
-    Args:
-        store: shared by the cluster's jobs.
-        cluster: prefix of everything of this cluster.
     """
 
     def __init__(self, store: SharedStore, cluster: str) -> None:

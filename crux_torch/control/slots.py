@@ -42,10 +42,8 @@ class ProfilingSlot:
     falls silent loses its place.
 
     Args:
-        store: shared by the cluster's jobs.
-        cluster: prefix of the cluster.
-        job: name of this job.
-        incarnation: of this job.
+        store, cluster: where the cluster's jobs meet, and its name there.
+        job, incarnation: who this is.
         lease_s: seconds for which the slot is held at most.
         wait_lease_s: seconds of silence after which a waiting job loses its place.
         clock: seconds that never go back.
@@ -110,22 +108,27 @@ class ProfilingSlot:
             return
 
     def _try(self) -> bool:
-        line = self._line()
+        waiting = self._store.list(self._wait_prefix).items()
+        places = (self._read(key, raw, "a place in the line for profiling") for key, raw in waiting)
+        line = [place for place in places if place is not None]
         before = self._store.get(self._key)
-        holder = self._holder(before)
+        holder = None
+        if before is not None and before != FREE:
+            holder = self._read(self._key, before, "the holder of the profiling slot")
         if self._ticket is None:
-            tickets = [h.ticket for h in line] + ([holder.ticket] if holder is not None else [])
-            self._ticket = max(tickets, default=0) + 1
-        self._stay_in_line()
+            known = line if holder is None else [*line, holder]
+            self._ticket = max((h.ticket for h in known), default=0) + 1
+        me = Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
+        wanted = msgspec.json.encode(me)
+        now = self._clock()
+        if now >= self._waits_until_s - self._wait_lease_s * 2 / 3:
+            self._store.put(self._wait_key, wanted, self._wait_lease_s)
+            self._waits_until_s = now + self._wait_lease_s
         ahead = min(((h.ticket, h.job) for h in line if h.job != self._job), default=None)
-        mine = (self._ticket, self._job)
         if self._attempt is not None and before == self._attempt[0]:
             return self._take(*self._attempt)  # the swap that seemed to fail did happen
-        if holder is not None or (ahead is not None and ahead < mine):
+        if holder is not None or (ahead is not None and ahead < (me.ticket, me.job)):
             return False
-        wanted = msgspec.json.encode(
-            Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
-        )
         began_s = self._clock()
         self._attempt = (wanted, began_s)
         if not self._store.compare_and_swap(self._key, before, wanted, self._lease_s):
@@ -140,29 +143,9 @@ class ProfilingSlot:
         self._store.delete(self._wait_key)
         return self.held
 
-    def _stay_in_line(self) -> None:
-        now = self._clock()
-        if now < self._waits_until_s - self._wait_lease_s * 2 / 3:
-            return
-        assert self._ticket is not None
-        place = Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
-        self._store.put(self._wait_key, msgspec.json.encode(place), self._wait_lease_s)
-        self._waits_until_s = now + self._wait_lease_s
-
-    def _line(self) -> list[Holder]:
-        waiting = []
-        for key, raw in self._store.list(self._wait_prefix).items():
-            try:
-                waiting.append(decode(Holder, raw, key))
-            except RecordError as error:
-                self._warn(key, f"ignoring a place in the line for profiling: {error}")
-        return waiting
-
-    def _holder(self, raw: bytes | None) -> Holder | None:
-        if raw is None or raw == FREE:
-            return None
+    def _read(self, key: str, raw: bytes, what: str) -> Holder | None:
         try:
-            return decode(Holder, raw, self._key)
+            return decode(Holder, raw, key)
         except RecordError as error:
-            self._warn(self._key, f"ignoring the holder of the profiling slot: {error}")
+            self._warn(key, f"ignoring {what}: {error}")
             return None

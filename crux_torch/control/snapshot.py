@@ -10,13 +10,9 @@ MAX_DEBOUNCES = 8
 
 
 class Snapshot:
-    """Job records and topology at one leader's last look.
+    """The live job records and the topology's bytes at one leader's last look.
 
-    Attributes:
-        jobs: the live records.
-        topology: the topology's bytes.
-        fingerprint: of both.
-        since_s: when they last changed.
+    ``fingerprint`` is of both, and ``since_s`` tells when they last changed.
     """
 
     def __init__(self) -> None:

@@ -83,11 +83,11 @@ def unseal(raw: bytes) -> tuple[Header, bytes]:
 
 
 class TcpStore:
-    """A :class:`~crux_torch.control.store.SharedStore` on a TCPStore server.
+    """A TCPStore server as :class:`~crux_torch.control.store.SharedStore`, which says what each
+    method does.
 
     Args:
-        host: of the server.
-        port: of the server.
+        host, port: of the server.
         timeout_s: seconds that one call to the server may take.
         clock: seconds that never go back.
     """
@@ -109,27 +109,22 @@ class TcpStore:
         self._warn = WarnOnce(_log)
 
     def get(self, key: str) -> bytes | None:
-        """See :meth:`SharedStore.get`."""
-        raw = self._client.call(lambda client: _read(client, key))
-        return self._live(key, raw)
+        return self._live(key, self._client.call(lambda client: _read(client, key)))[0]
 
     def put(self, key: str, value: bytes, lease_s: float | None = None) -> None:
-        """See :meth:`SharedStore.put`."""
         check_write(key, value, lease_s)
         envelope = self._envelope(value, lease_s, swapped=False)
         self._client.call(lambda client: client.set(key, _text(envelope)))
 
     def delete(self, key: str) -> None:
-        """See :meth:`SharedStore.delete`."""
         self._client.call(lambda client: client.delete_key(key))
 
     def compare_and_swap(
         self, key: str, expected: bytes | None, value: bytes, lease_s: float | None = None
     ) -> bool:
-        """See :meth:`SharedStore.compare_and_swap`."""
         check_write(key, value, lease_s)
         raw = self._client.call(lambda client: _read(client, key))
-        if self._live(key, raw) != expected:
+        if self._live(key, raw)[0] != expected:
             return False
         envelope = self._envelope(value, lease_s, swapped=True)
         # Expecting an empty value creates an absent key: an envelope is never empty. Each envelope
@@ -139,8 +134,6 @@ class TcpStore:
         return bytes(after) == envelope
 
     def list(self, prefix: str) -> dict[str, bytes]:
-        """See :meth:`SharedStore.list`."""
-
         def read_all(client: TCPStore) -> dict[str, bytes | None]:
             keys = [k for k in client.list_keys() if k.startswith(prefix)][:MAX_KEYS]
             return {key: _read(client, key) for key in keys}
@@ -151,18 +144,14 @@ class TcpStore:
                 del self._seen[key]
         values: dict[str, bytes] = {}
         for key, raw in found.items():
-            opened = self._open(key, raw)
-            if opened is None:
-                continue
-            header, value, unchanged_s = opened
-            if header.lease_s is None or unchanged_s < header.lease_s:
+            value, garbage = self._live(key, raw)
+            if value is not None:
                 values[key] = value
-            elif not header.swapped and unchanged_s >= GARBAGE_LEASES * header.lease_s:
+            elif garbage:
                 self.delete(key)
         return values
 
     def close(self) -> None:
-        """See :meth:`SharedStore.close`."""
         self._client.close()
 
     def _envelope(self, value: bytes, lease_s: float | None, swapped: bool) -> bytes:
@@ -171,32 +160,30 @@ class TcpStore:
             n = self._writes
         return seal(Header(w=self._writer, n=n, lease_s=lease_s, swapped=swapped), value)
 
-    def _live(self, key: str, raw: bytes | None) -> bytes | None:
-        """The value in ``raw`` unless it is absent, expired or not an envelope."""
-        opened = self._open(key, raw)
-        if opened is None:
-            return None
-        header, value, unchanged_s = opened
-        return value if header.lease_s is None or unchanged_s < header.lease_s else None
+    def _live(self, key: str, raw: bytes | None) -> tuple[bytes | None, bool]:
+        """The value in ``raw`` unless it is absent, expired or not an envelope.
 
-    def _open(self, key: str, raw: bytes | None) -> tuple[Header, bytes, float] | None:
-        """Header, value, and seconds for which this reader has seen the envelope unchanged."""
+        Also whether it is garbage: its owner has left it for so long that it may be deleted.
+        """
         if raw is None:
             with self._lock:
                 self._seen.pop(key, None)
-            return None
+            return None, False
         try:
             header, value = unseal(raw)
         except (ValueError, msgspec.MsgspecError) as error:
             self._warn(key, f"ignoring {key!r} in the store: {error}")
-            return None
+            return None, False
         now = self._clock()
         digest = hashlib.blake2b(raw, digest_size=16).digest()
         with self._lock:
             seen = self._seen.get(key)
             if seen is None or seen[0] != digest:
                 seen = self._seen[key] = (digest, now)
-        return header, value, now - seen[1]
+        unchanged_s = now - seen[1]
+        if header.lease_s is None or unchanged_s < header.lease_s:
+            return value, False
+        return None, not header.swapped and unchanged_s >= GARBAGE_LEASES * header.lease_s
 
 
 def _read(client: TCPStore, key: str) -> bytes | None:

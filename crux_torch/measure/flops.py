@@ -57,15 +57,14 @@ class FlopCount:
 class FlopMeter:
     """Counts FLOPs between two iteration marks, in the training thread.
 
-    It counts forward, backward, the optimizer, and what checkpointing computes again. The formulas
-    are torch's own (``torch.utils.flop_counter``) and those that torch lacks (``flop_formulas``).
-    Where torch knows every operator, the count equals ``FlopCounterMode``'s, except for the
-    gradients of grouped convolutions. ``FlopCounterMode`` itself can't run inside a training job:
-    it raises into the model if a formula rejects its arguments or a higher-order operator has none,
-    it makes ``torch.compile(fullgraph=True)`` fail, it hooks every module, and it counts the global
-    shape of a DTensor on every rank. This meter lets compiled code run compiled, and counts the
-    matrix products that the code calls. It does not see those that inductor generates as Triton
-    templates (``max-autotune``).
+    It counts forward, backward, the optimizer, and what checkpointing computes again, with torch's
+    own formulas (``torch.utils.flop_counter``) and those that torch lacks (``flop_formulas``).
+    ``FlopCounterMode`` itself can't run inside a training job: it raises into the model if a
+    formula rejects its arguments or a higher-order operator has none, it makes
+    ``torch.compile(fullgraph=True)`` fail, it hooks every module, and it counts the global shape of
+    a DTensor on every rank. This meter lets compiled code run compiled, and counts the matrix
+    products that the code calls, but not those that inductor generates as Triton templates
+    (``max-autotune``).
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
     meter finds these modules while it counts an iteration, and gives each a forward pre-hook. The

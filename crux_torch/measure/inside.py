@@ -25,7 +25,7 @@ def inside_flows(
     Args:
         matrix: bytes from host to host.
         samples: of the job's ranks.
-        topology: of the cluster; a host whose inside it does not describe has no flows.
+        topology: a host whose inside it does not describe has no flows.
         whole_hosts: also those whose GPUs all belong to the job; nobody else is met there.
     """
     found: dict[HostPair, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,19 +18,14 @@ IN_STEP = 0.05
 MIN_USES = 3
 #: What ended so long before the last that is known has been reported: watchdogs look every second.
 REPORT_NS = 2 * 10**9
+LATEST = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True)
-class IterationEnds:
-    """The ends of the iterations within a window, as the host and as the device see them.
+class IterationEnds(NamedTuple):
+    """The ends of the iterations within a window, as the host and as the device see them."""
 
-    Attributes:
-        marks_ns: when the host had issued an iteration: these part operations by their issue.
-        ends_ns: when the device was done with it: these part the times of operations.
-    """
-
-    marks_ns: Ints
-    ends_ns: Ints
+    marks_ns: Ints  #: When the host had issued an iteration: these part operations by their issue.
+    ends_ns: Ints  #: When the device was done with it: these part the times of operations.
 
 
 def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnds:
@@ -50,7 +45,10 @@ def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnd
         As many marks as ends, both ascending, the ends strictly. Iterations without an operation
         share the time between those around them equally.
     """
-    marks = _marks_within(marks_ns, records["issue_ns"].astype(np.int64))
+    marks = np.asarray([] if marks_ns is None else marks_ns, dtype=np.int64)
+    # Those that have a record before and one after: no record is missing between two.
+    issued = records["issue_ns"].astype(np.int64)
+    marks = marks[(marks >= issued.min(initial=LATEST)) & (marks <= issued.max(initial=0))]
     # Placed on a device's clock from begin to end.
     placed = (records["flags"] & Flag.DEVICE_CLOCK) != 0
     timed = records[placed & (records["device_ns"] >= 0) & (records["end_ns"] >= 0)]
@@ -69,14 +67,6 @@ def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnd
     if behind <= IN_STEP * float(np.median(np.diff(ends))) and (done[told] <= marks[told]).all():
         return IterationEnds(marks, marks)
     return IterationEnds(marks[within], ends)
-
-
-def _marks_within(marks_ns: ArrayLike | None, issue_ns: Ints) -> Ints:
-    """The marks that have a record before and one after: no record is missing between two."""
-    marks = np.asarray([] if marks_ns is None else marks_ns, dtype=np.int64)
-    if not len(issue_ns):
-        return marks[:0]
-    return np.asarray(marks[(marks >= issue_ns.min()) & (marks <= issue_ns.max())])
 
 
 def _complete_until(marks_ns: Ints, timed: Records) -> float:

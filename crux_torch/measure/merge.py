@@ -16,8 +16,8 @@ from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow, JobProfile
 from crux_torch.measure.sample import RankSample
 from crux_torch.measure.traffic import PER_RANK_OPS, HostPair, add_flows, flows
 from crux_torch.measure.work import work
-from crux_torch.schedule.alone import alone
 from crux_torch.schedule.model import Flow, Job
+from crux_torch.schedule.placing import alone
 
 log = logging.getLogger(__name__)
 

@@ -60,8 +60,7 @@ def estimate_period(
     and only marks tell apart bursts that are alike in operation, size and distance.
 
     Args:
-        start_ns: when each collective began, in any order.
-        end_ns: when it was complete.
+        start_ns, end_ns: when each collective was in flight, in any order.
         bytes: payload of each.
         kinds: a number for each that is equal for equal operations (operation, size, group).
         marks_ns: ends of iterations, ascending, on the clock of ``start_ns``: a host that issues

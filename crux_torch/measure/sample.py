@@ -175,12 +175,8 @@ def summarize(
     Args:
         records: of this rank, in any order; those that failed or are incomplete are left out.
         groups: the recorder's table.
-        rank, world_size, host: who and where this rank is.
         marks_ns: iteration marks of the host, ascending; those outside the window do no harm.
-        flops: FLOPs of an iteration on this rank, where they were counted.
-        uncounted_ops: operators that count nothing.
-        device: what this rank computes on.
-        lost: records known to be missing.
+        rank, world_size, host, flops, uncounted_ops, device, lost: see :class:`RankSample`.
 
     Returns:
         None with fewer than ``MIN_ITERATIONS`` whole iterations.

@@ -176,17 +176,13 @@ def bounds_from_period(begin_ns: Ints, end_ns: Ints, period_s: float) -> Ints:
 def describe(
     begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints, reached: Reaches
 ) -> Timeline | None:
-    """The timeline of the iterations between ``bounds_ns``.
+    """The timeline of the iterations between ``bounds_ns``; None without a whole one.
 
     Args:
-        begin_ns: when each collective was issued, ascending; on a device, when it began.
-        end_ns: when it was complete.
+        begin_ns, end_ns: when each collective was in flight, ascending in ``begin_ns``.
         bytes: its payload, to weigh the bursts.
         bounds_ns: ascending ends of iterations, one more than there are iterations.
         reached: when computation came to it.
-
-    Returns:
-        None without a whole iteration.
     """
     if len(bounds_ns) < 2:
         return None

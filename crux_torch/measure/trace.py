@@ -57,7 +57,6 @@ def chrome_trace(
     Args:
         records: in any order; of a window that is bounded, hence no bound here.
         groups: the recorder's table.
-        rank, world_size: of the whole job.
         backend: ``nccl`` or ``gloo``: the library that the events are attributed to.
         marks_ns: iteration marks of the host; without them all records are one step.
         clock_offset_ns: what to add to CLOCK_MONOTONIC to get Unix time, so that the traces of

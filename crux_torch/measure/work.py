@@ -43,8 +43,7 @@ def work(
 
     Args:
         samples: of one job, one of each rank.
-        period_s: seconds of an iteration.
-        compute_s: seconds of it in which the devices compute.
+        period_s, compute_s: seconds of an iteration, and of it those in which the devices compute.
         device_flops: FLOP/s of one device, for ranks that do not tell their own; 0: not known.
     """
     scale = samples[0].world_size / len(samples)

@@ -32,15 +32,10 @@ _why_not = "no process group was made"
 
 
 def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -> None:
-    """Called on the training thread when a process group was made.
+    """Called on the training thread when a process group was made, with its ``store``.
 
     The first group of a world starts the agent. Raises nothing: if the agent can't be started,
     training goes on without it.
-
-    Args:
-        store: that the group was given.
-        rank, size: this process in the group.
-        devices: types of device that the group's backend serves.
     """
     global _agent, _why_not
     try:
@@ -68,8 +63,7 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
 
 def connections_were_made() -> None:
     """Called when a process group has new connections: they get the class at the next tick."""
-    agent = _agent
-    if agent is not None:
+    if (agent := _agent) is not None:
         agent.group_was_made()
 
 
@@ -138,12 +132,10 @@ def status() -> dict[str, Any]:
 
     agent = _agent
     active = agent is not None and agent.active
-    why_not = None
-    if not active:
-        why_not = _why_not if agent is None else "the process group was destroyed"
+    ended = _why_not if agent is None else "the process group was destroyed"
     report: dict[str, Any] = {
         "active": active,
-        "why_not": why_not,
+        "why_not": None if active else ended,
         "attached": backend.is_attached(),
         "settings": None,
         "recorder": None,
@@ -151,14 +143,9 @@ def status() -> dict[str, Any]:
     try:
         report["settings"] = dataclasses.asdict(Settings.from_env())
         recorder = backend.recorder()
-        report["recorder"] = {
-            "recorded": recorder.recorded,
-            "dropped": recorder.dropped,
-            "captured": recorder.captured,
-            "timing": recorder.timing,
-            "capacity": recorder.capacity,
-            "groups": len(recorder.groups()),
-        }
+        told = ("recorded", "dropped", "captured", "timing", "capacity")
+        report["recorder"] = {name: getattr(recorder, name) for name in told}
+        report["recorder"]["groups"] = len(recorder.groups())
     except Exception as error:
         report["why_not"] = f"{type(error).__name__}: {error}"
     return report | ({} if agent is None else agent.status())

@@ -7,6 +7,7 @@ under a millisecond.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -57,8 +58,7 @@ class Agent:
     Construct it on the training thread: it looks for the CUDA device that this thread uses.
 
     Args:
-        settings: of this process.
-        recorder: the process's recorder.
+        settings, recorder: of this process.
         ownership: knows the inner backends' sockets.
         store: the store of the job's first process group.
         rank, world_size: of this process in the job.
@@ -213,14 +213,8 @@ class Agent:
             earlier = self._channel.order()
             if self._channel.error is not None:
                 return
-            self._conductor, self._shared_store = make_conductor(
-                self.settings,
-                secrets.token_hex(8),
-                self.host,
-                self.world_size,
-                _number_of(earlier) + 1,
-                self._warn,
-            )
+            about = secrets.token_hex(8), self.host, self.world_size, _number_of(earlier) + 1
+            self._conductor, self._shared_store = make_conductor(self.settings, *about, self._warn)
         conductor = self._conductor
         order = conductor.step(
             conductor.phase == "warming" and self._meter.is_warm(),
@@ -288,13 +282,12 @@ class Agent:
         self._answered = order.incarnation, measurement
 
     def _close(self) -> None:
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._channel.close)
+            if self._shared_store is not None:
+                stack.callback(self._shared_store.close)
             if self._conductor is not None:
                 self._conductor.close()
-        finally:
-            if self._shared_store is not None:
-                self._shared_store.close()
-            self._channel.close()
 
     def _write_trace(self) -> None:
         if self._trace is None:
@@ -321,9 +314,5 @@ def _number_of(raw: bytes | None) -> int:
 
 def _profile_told(profile: JobProfile) -> dict[str, Any]:
     """A profile as ``crux_torch.status()`` shows it: with what follows from its fields."""
-    fields: dict[str, Any] = msgspec.to_builtins(profile)
-    return fields | {
-        "intensity": profile.intensity,
-        "achieved_flops": profile.achieved_flops,
-        "utilization": profile.utilization,
-    }
+    follows = ("intensity", "achieved_flops", "utilization")
+    return {**msgspec.to_builtins(profile), **{name: getattr(profile, name) for name in follows}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -28,11 +29,9 @@ class Follower:
     """Carries out the newest order in this process. One background thread owns it.
 
     Args:
-        settings: of this process.
-        host: where it runs.
+        settings, host, device: of this process.
         ownership: knows the inner backends' sockets.
         store: of the job, whose connections are left alone.
-        device: that this process trains on.
     """
 
     def __init__(
@@ -117,14 +116,10 @@ class Follower:
         self._links.tick(groups)
 
     def revert(self) -> None:
-        """Take everything back. Raises the first error, after it has tried the rest."""
-        try:
-            self._traffic_class.revert()
-        finally:
-            try:
-                self._steering.revert()
-            finally:
-                self._links.revert()
+        """Take everything back. Raises an error after it has tried the rest."""
+        with contextlib.ExitStack() as stack:
+            for part in (self._links, self._steering, self._traffic_class):
+                stack.callback(part.revert)
 
     def status(self) -> dict[str, Any]:
         """Plain values for :func:`crux_torch.status`."""

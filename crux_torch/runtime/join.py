@@ -34,10 +34,8 @@ def make_conductor(
     A part that can't be used is left out.
 
     Args:
-        settings: of the job.
-        incarnation: of the job.
+        settings, incarnation, world_size: of the job.
         host: where the leader runs.
-        world_size: ranks of the job.
         first_number: above that of every order that may still lie in the job's store.
         warn: told what about, and in words, if a part is left out.
     """
@@ -82,13 +80,8 @@ def make_conductor(
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,
         )
-        slot = ProfilingSlot(
-            store,
-            settings.cluster,
-            settings.job,
-            incarnation,
-            lease_s=settings.profile_s + 2 * GRACE_S,
-        )
+        lease_s = settings.profile_s + 2 * GRACE_S
+        slot = ProfilingSlot(store, settings.cluster, settings.job, incarnation, lease_s=lease_s)
         # A new generation comes with an order of its own, so its number is new to the store, too.
         routing = Routing(first_generation=first_number) if settings.paths else None
     conductor = Conductor(
@@ -97,6 +90,7 @@ def make_conductor(
         leader,
         slot,
         topology,
+        world_size=world_size,
         routing=routing,
         first_number=first_number,
         device_flops=device_flops,

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from crux_torch.control.job_channel import Samples
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import PlanEntry
 from crux_torch.control.slots import ProfilingSlot
@@ -30,6 +29,7 @@ from crux_torch.warn_once import WarnOnce
 _log = logging.getLogger(__name__)
 
 Phase = Literal["warming", "queueing", "measuring", "running"]
+Collect = Callable[[], Mapping[int, bytes]]
 
 #: Seconds after which a job that can't reach the store is measured without the slot.
 WITHOUT_STORE_S = 5.0
@@ -138,10 +138,8 @@ class Routing:
         if not again or (missed and self._retries < MAX_RETRIES):
             self._retries = self._retries + 1 if again else 0
             self._switched = routes
-            self._generation, self._next_generation = (
-                self._next_generation,
-                self._next_generation + 1,
-            )
+            self._generation = self._next_generation
+            self._next_generation += 1
             self._not_before_s = now + SWITCH_PAUSE_S * 2**self._retries
         return Wanted(routes, self._generation)
 
@@ -150,10 +148,9 @@ class Conductor:
     """Drives one job's measurements and orders. The leading rank's background thread owns it.
 
     Args:
-        settings: of this job.
-        incarnation: of this job.
-        leader: its part in agreeing on a plan; None without a shared store.
-        slot: its place in the line for measuring; None without a shared store.
+        settings, incarnation, world_size: of this job.
+        leader, slot: its part in agreeing on a plan, and its place in the line for measuring; None
+            without a shared store.
         topology: of the cluster, if this job knows it.
         routing: turns the plan's paths into routes; None: the network decides.
         first_number: above those of all orders that may still lie in the job's store.
@@ -169,6 +166,7 @@ class Conductor:
         slot: ProfilingSlot | None,
         topology: Topology | None = None,
         *,
+        world_size: int,
         routing: Routing | None = None,
         first_number: int = 1,
         device_flops: float = 0.0,
@@ -179,6 +177,7 @@ class Conductor:
         self.leader = leader
         self._slot = slot
         self._topology = topology
+        self._world_size = world_size
         self._routing = routing
         self._clock = clock
         self._warn = WarnOnce(_log)
@@ -197,13 +196,13 @@ class Conductor:
         self._order: Order | None = None
         self._ordered_at_s = float("-inf")
 
-    def step(self, ready: bool, changed: bool, collect: Callable[[], Samples]) -> Order | None:
+    def step(self, ready: bool, changed: bool, collect: Collect) -> Order | None:
         """Do what is due.
 
         Args:
             ready: whether the job has run for long enough to be measured.
             changed: whether the job does other work than was measured.
-            collect: gives the samples that the ranks have sent.
+            collect: gives the answers that ranks have sent, by rank.
 
         Returns:
             an order to publish; None if the last one stands and need not be renewed.
@@ -234,8 +233,7 @@ class Conductor:
                 self.leader.close()
 
     def _enter(self, phase: Phase) -> None:
-        self.phase = phase
-        self._since_s = self._clock()
+        self.phase, self._since_s = phase, self._clock()
 
     def _may_measure(self) -> bool:
         now = self._clock()
@@ -249,24 +247,22 @@ class Conductor:
         store_is_away = self.leader.store_state != "ok"
         return store_is_away and now - self._since_s >= WITHOUT_STORE_S
 
-    def _measure(self, collect: Callable[[], Samples]) -> None:
+    def _measure(self, collect: Collect) -> None:
         """End the measurement when every rank has answered, or when its time is up."""
         now = self._clock()
         late = now - self._since_s >= self._settings.profile_s + GRACE_S
         if now < self._collect_at_s and not late:
             return
         self._collect_at_s = now + COLLECT_POLL_S
-        samples = collect()
-        ranks = len(samples.by_rank) + len(samples.missing)
-        self._take_in(samples.by_rank, ranks)
-        if len(self._answers) == ranks or late:
+        self._take_in(collect())
+        if len(self._answers) == self._world_size or late:
             alone = self._is_alone()
             self._alone = False
             if self._slot is not None:
                 self._slot.release()
-            self._conclude(ranks, alone)
+            self._conclude(alone)
 
-    def _take_in(self, by_rank: Mapping[int, bytes], ranks: int) -> None:
+    def _take_in(self, by_rank: Mapping[int, bytes]) -> None:
         """Keep the answers to this measurement. A malformed one counts as an empty one."""
         wanted = heading(self._incarnation, self.measurement)
         for rank, raw in by_rank.items():
@@ -277,23 +273,23 @@ class Conductor:
             try:
                 if body:
                     sample = RankSample.from_json(body)
-                    if (sample.rank, sample.world_size) != (rank, ranks):
+                    if (sample.rank, sample.world_size) != (rank, self._world_size):
                         raise SampleError(f"it is of rank {sample.rank} of {sample.world_size}")
             except Exception as error:
                 sample = None
                 self._warn(f"sample {rank}", f"the sample of rank {rank} is left out: {error}")
             self._answers[rank] = sample
 
-    def _conclude(self, ranks: int, alone: bool) -> None:
+    def _conclude(self, alone: bool) -> None:
         """Make the job's profile of what the ranks answered."""
         present = [s for _, s in sorted(self._answers.items()) if s is not None]
         profile = self._merged(present, alone) if present else None
         if not present:
             self._warn(
                 "nothing",
-                f"{len(self._answers)} of {ranks} ranks answered and none saw whole iterations in "
-                f"{self._settings.profile_s:g} s; trying again from time to time. If an iteration "
-                "takes longer than a third of that, raise CRUX_PROFILE_S",
+                f"{len(self._answers)} of {self._world_size} ranks answered and none saw whole "
+                f"iterations in {self._settings.profile_s:g} s; trying again from time to time. If "
+                "an iteration takes longer than a third of that, raise CRUX_PROFILE_S",
             )
         changes: dict[str, Any] = {}
         if profile is not None:
@@ -311,29 +307,21 @@ class Conductor:
 
     def _merged(self, present: list[RankSample], alone: bool) -> JobProfile | None:
         """The samples' profile; None if they contradict each other."""
+        topology = self._topology
+        if topology is not None and not {s.host for s in present} <= set(topology.hosts):
+            topology = None  # t can only be measured
+        flops = self._device_flops
         try:
-            return merge(
-                present,
-                topology=self._known_topology(present),
-                device_flops=self._device_flops,
-                measured_alone=alone,
-            )
+            return merge(present, topology=topology, device_flops=flops, measured_alone=alone)
         except Exception as error:
-            self._warn(
-                "merge", f"no profile from {len(present)} samples: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            self._warn("merge", f"no profile from {len(present)} samples: {reason}")
             _log.debug("merge failed", exc_info=True)
             return None
 
     def _is_alone(self) -> bool:
         """Whether this job still holds the slot that it took for this measurement."""
         return self._alone and self._slot is not None and self._slot.held
-
-    def _known_topology(self, samples: list[RankSample]) -> Topology | None:
-        """The topology if it knows every host of the job; otherwise t can only be measured."""
-        topology = self._topology
-        known = topology is not None and {s.host for s in samples} <= set(topology.hosts)
-        return topology if known else None
 
     def _next_order(self) -> Order | None:
         now = self._clock()

@@ -10,7 +10,7 @@ import numpy as np
 
 from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.device import DeviceMeter
-from crux_torch.measure.flops import FlopMeter
+from crux_torch.measure.flops import FlopCount, FlopMeter
 from crux_torch.measure.iteration_ends import iteration_ends
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.measure.record import GroupInfo, Records, from_bytes
@@ -35,8 +35,8 @@ class RankMeter:
     Args:
         recorder: the process's recorder (``crux_torch._C.Recorder``).
         settings: how long a measurement may take.
-        rank, world_size, host: who and where this rank is.
-        device: the CUDA device that it trains on; default: what the calling thread has chosen.
+        device: the CUDA device that this rank trains on; default: what the calling thread has
+            chosen.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RankMeter:
         self._recorder.timing = self._always_times
         self.drain()
         self.window.forget_before(self._begin_ns)
-        count = self.flops.count()
+        count = self.flops.count() or FlopCount({}, 0, 0, ())
         return summarize(
             self.window.records(),
             self.groups(),
@@ -164,8 +164,8 @@ class RankMeter:
             world_size=self._world_size,
             host=self._host,
             marks_ns=self.marks.marks_ns(self._begin_ns),
-            flops=None if count is None else count.flops,
-            uncounted_ops=() if count is None else count.uncounted_ops,
-            device=self.device.finish({} if count is None else count.by_precision),
+            flops=count.flops or None,
+            uncounted_ops=count.uncounted_ops,
+            device=self.device.finish(count.by_precision),
             lost=self._recorder.dropped + self.window.dropped - self._dropped_before,
         )

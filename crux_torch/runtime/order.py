@@ -12,8 +12,9 @@ Each number says one thing:
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -97,11 +98,7 @@ def heading(incarnation: str, measurement: int) -> bytes:
 class PathReports:
     """How many connections take the planned path: from each rank to its leader.
 
-    One rank's end, owned by its background thread.
-
-    Args:
-        channel: to the job's store.
-        clock: seconds that never go back.
+    One rank's end, owned by its background thread; ``clock`` gives seconds that never go back.
     """
 
     def __init__(self, channel: JobChannel, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,17 +126,10 @@ class PathReports:
         now = self._clock()
         if now >= self._gather_at_s:
             self._gather_at_s = now + GATHER_S
-            self._gathered = _total(self._channel.paths())
+            reports = [PathCounts()]
+            for raw in self._channel.paths():
+                with contextlib.suppress(msgspec.MsgspecError, ValueError):
+                    reports.append(msgspec.json.decode(raw, type=PathCounts | None) or PathCounts())
+            each = zip(*map(msgspec.structs.astuple, reports), strict=True)
+            self._gathered = PathCounts(*map(sum, each))
         return self._gathered
-
-
-def _total(reports: Iterable[bytes]) -> PathCounts:
-    total = dict.fromkeys(PathCounts.__struct_fields__, 0)
-    for raw in reports:
-        try:
-            counts = msgspec.json.decode(raw, type=PathCounts | None)
-        except (msgspec.MsgspecError, ValueError):
-            continue
-        for name in total if counts is not None else ():
-            total[name] += getattr(counts, name)
-    return PathCounts(**total)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
 from crux_torch.apply.queue_pairs import QueuePairs
-from crux_torch.apply.transport import Connection, Route, Transport
+from crux_torch.apply.transport import Route, Transport
 from crux_torch.c10d import gloo_rendezvous
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import Endpoint
-from crux_torch.c10d.switch import GROUPS
-from crux_torch.c10d.switch_attempt import UNDER_WAY, GroupStatus
+from crux_torch.c10d.switch import GROUPS, Groups
+from crux_torch.c10d.switch_attempt import UNDER_WAY
 from crux_torch.control.host import parse_endpoint
 from crux_torch.control.records import PathCounts
 from crux_torch.errors import CruxError
@@ -44,43 +44,17 @@ MAX_LOOKED_AT = 64
 LOOK_LIMIT_S = 20.0
 
 
-class TransportFace(Protocol):
-    """The part of :class:`crux_torch.apply.transport.Transport` that steering needs."""
-
-    @property
-    def sees_sockets(self) -> bool: ...
-    @property
-    def sees_queue_pairs(self) -> bool: ...
-    def set_routes(self, routes: Sequence[Route], /) -> None: ...
-    def set_port_range(self, first: int, last: int, /) -> None: ...
-    def skip_ports(self, *ports: int) -> None: ...
-    def connections(self) -> Sequence[Connection]: ...
-
-
-class LivePairs(Protocol):
-    """The part of :class:`crux_torch.apply.queue_pairs.QueuePairs` that steering needs."""
-
-    def move(self, ports: Mapping[str, tuple[int, ...]], /) -> bool: ...
-
-
-class Switch(Protocol):
-    """The part of :class:`crux_torch.c10d.switch.Groups` that steering needs."""
-
-    def request(self, generation: int, /, *, pairs_moved: bool = False) -> None: ...
-    def status(self) -> Sequence[GroupStatus]: ...
-
-
 class Steering:
     """Follows the leader's routes. One background thread owns it; any may call :meth:`status`.
 
     Args:
         host: where this process runs, as the topology calls it.
         ownership: knows the inner backends' connections.
-        load: gives the transport, or raises a CruxError with the remedy.
+        load, pairs: give the transport, and what changes live queue pairs; they may raise a
+            CruxError with the remedy.
         switch: makes the inner backends' connections anew.
         trace: asks the hops of a live connection.
         search: finds UDP source ports for queue pairs.
-        pairs: gives what changes live queue pairs, or raises a CruxError.
         ports: TCP source ports to choose from, first and last.
         skipped_ports: destination ports that are never steered.
         clock: seconds that never go back.
@@ -91,11 +65,11 @@ class Steering:
         host: str,
         ownership: Ownership,
         *,
-        load: Callable[[], TransportFace],
-        switch: Switch,
+        load: Callable[[], Transport],
+        switch: Groups,
         trace: Tracer = trace_connection,
         search: PortSearch | None = None,
-        pairs: Callable[[], LivePairs] = QueuePairs,
+        pairs: Callable[[], QueuePairs] = QueuePairs,
         ports: tuple[int, int] | None = None,
         skipped_ports: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +84,7 @@ class Steering:
         self._ports, self._skipped_ports = ports, tuple(skipped_ports)
         self._clock = clock
         self._warn = WarnOnce(_log)
-        self._transport: TransportFace | None = None
+        self._transport: Transport | None = None
         self._why_not = ""
         self._routes: tuple[HostRoute, ...] = ()
         self._told: tuple[Route, ...] = ()
@@ -149,7 +123,8 @@ class Steering:
         if self._searching is not None and self._searching.is_alive():
             return
         due = self._generation > self._requested
-        if self._sees_queue_pairs() and (due or not self._search.is_done(mine)):
+        sees_queue_pairs = self._transport is not None and self._transport.sees_queue_pairs
+        if sees_queue_pairs and (due or not self._search.is_done(mine)):
             self._searching = threading.Thread(
                 target=self._prepare, args=(mine,), name="crux-ports", daemon=True
             )
@@ -167,7 +142,13 @@ class Steering:
         """Start a look at the connections if one is due; returns at once."""
         if not self._routes or (self._looking is not None and self._looking.is_alive()):
             return
-        connections = self._routed()
+        assert self._transport is not None
+        connections = routed(
+            self._ownership.owned(),
+            self._ownership.own_listeners(),
+            self._transport.connections(),
+            self._routes,
+        )[:MAX_LOOKED_AT]
         seen = frozenset(connection.id for connection in connections)
         if seen != self._seen:
             self._seen = seen
@@ -237,9 +218,6 @@ class Steering:
                 self._transport.set_routes(routes)
                 self._told = routes
 
-    def _sees_queue_pairs(self) -> bool:
-        return self._transport is not None and self._transport.sees_queue_pairs
-
     def _prepare(self, routes: tuple[HostRoute, ...]) -> None:
         """Find the queue pairs' source ports, then ask for the switch that is due."""
         try:
@@ -271,16 +249,6 @@ class Steering:
     def _look_soon(self) -> None:
         self._look_at_s = min(self._look_at_s, self._clock() + SETTLE_S)
 
-    def _routed(self) -> list[Routed]:
-        """The connections for which there is a route, up to a bound."""
-        assert self._transport is not None
-        return routed(
-            self._ownership.owned(),
-            self._ownership.own_listeners(),
-            self._transport.connections(),
-            self._routes,
-        )[:MAX_LOOKED_AT]
-
     def _look(self, connections: Sequence[Routed]) -> None:
         until_s = time.monotonic() + LOOK_LIMIT_S
         states = []
@@ -303,14 +271,7 @@ def _too_late(
 
 
 def make_steering(settings: Settings, host: str, ownership: Ownership, store: object) -> Steering:
-    """The steering of this process.
-
-    Args:
-        settings: of this process.
-        host: where it runs.
-        ownership: knows the inner backends' connections.
-        store: the job's, whose connections are never steered.
-    """
+    """The steering of this process; connections to ``store``, the job's, are never steered."""
     skipped = gloo_rendezvous.store_ports(store)
     if settings.store != "none":
         skipped.add(parse_endpoint(settings.store)[1])

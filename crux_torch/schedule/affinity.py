@@ -63,17 +63,12 @@ def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
             parent[job] = job = parent[parent[job]]
         return job
 
+    def rank(m: Meeting) -> tuple[object, ...]:
+        """Largest gain first; then by content, so that the order they came in decides nothing."""
+        return -round(m.gain, 9), sorted(m.shift.items()), sorted(m.demand.items()), -m.gain
+
     kept = []
-    # Largest gain first; then by content, so that the order they came in decides nothing.
-    for meeting in sorted(
-        meetings,
-        key=lambda m: (
-            -round(m.gain, 9),
-            sorted(m.shift.items()),
-            sorted(m.demand.items()),
-            -m.gain,
-        ),
-    ):
+    for meeting in sorted(meetings, key=rank):
         speaker: dict[int, int] = {}
         for job in sorted(meeting.shift, key=lambda j: (-meeting.demand[j], j)):
             speaker.setdefault(root(job), job)

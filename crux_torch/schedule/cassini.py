@@ -109,13 +109,11 @@ def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
     counts = peak[traffic.indices] > 1 + 1e-9
     if not counts.any():
         return []
-    demand = sparse.csr_array(
-        (share[counts], (rows[counts], traffic.indices[counts])), shape=traffic.shape
-    )
+    places = (rows[counts], traffic.indices[counts])
+    demand = sparse.csr_array((share[counts], places), shape=traffic.shape)
     demand.sort_indices()
-    component = components_of(demand)
     parts = []
-    for jobs in _groups(component):
+    for jobs in _groups(components_of(demand)):
         if len(jobs) < 2:
             continue
         mine = demand[jobs]
@@ -208,13 +206,9 @@ def _meetings(circles: _Circles, demand_of: Any, duty: FloatArray) -> list[Meeti
         rotation = best_rotation(own, background)
         gain = rotation.score - mean_score(own, background)
         if gain > 0:
-            meetings.append(
-                Meeting(
-                    dict(zip(jobs_here, rotation.angles, strict=True)),
-                    gain,
-                    dict(zip(jobs_here, demands.tolist(), strict=True)),
-                )
-            )
+            shift = dict(zip(jobs_here, rotation.angles, strict=True))
+            asked = dict(zip(jobs_here, demands.tolist(), strict=True))
+            meetings.append(Meeting(shift, gain, asked))
     return meetings
 
 

@@ -37,12 +37,7 @@ _SETTLED = 1e-6
 
 
 def contention_priorities(arrays: Arrays, traffic: Any) -> Priorities:
-    """P_j = k_j I_j with k_j of :func:`contention_factors`.
-
-    Args:
-        arrays: jobs and links.
-        traffic: bytes of each job (row) on each link (column), sparse CSR.
-    """
+    """P_j = k_j I_j with k_j of :func:`contention_factors`; ``traffic`` is M_{j,e} in bytes."""
     t_s = transfer_times_s(arrays, traffic)
     intensity = intensities(arrays, t_s)
     correction = contention_factors(arrays, traffic, t_s)
@@ -58,7 +53,7 @@ def contention_factors(arrays: Arrays, traffic: Any, t_s: FloatArray) -> FloatAr
     one, other, weight = contending_pairs(arrays, traffic, t_s)
     if not len(one):
         return np.ones(len(arrays.jobs))
-    players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
+    players = list(map(player, arrays.jobs, t_s.tolist()))
     games = zip(one.tolist(), other.tolist(), strict=True)
     factor = pair_factors([(players[r], players[j]) for r, j in games])
     log_k = _agree(one, other, weight, np.log(factor), components_of(traffic))
@@ -80,12 +75,10 @@ def contending_pairs(
     start = np.searchsorted(traffic.indices[by_link], np.arange(traffic.shape[1] + 1))
     # Pairs at distance d in every link's list of users, for all links at once.
     position = np.arange(len(by_link)) - start[traffic.indices[by_link]]
+    users = np.minimum(np.diff(start)[traffic.indices[by_link]], _ON_LINK)
     ones, others, weights = [], [], []
     for distance in range(1, _ON_LINK):
-        first = np.flatnonzero(
-            (position + distance < _ON_LINK)
-            & (position + distance < np.diff(start)[traffic.indices[by_link]])
-        )
+        first = np.flatnonzero(position + distance < users)
         if not len(first):
             break
         a, b = rows[by_link[first]], rows[by_link[first + distance]]
@@ -119,9 +112,8 @@ def _agree(
     """The log k that minimises the squares; its weighted mean is 0 in each group."""
     jobs = len(group)
     degree = np.bincount(one, weight, jobs) + np.bincount(other, weight, jobs)
-    pull = np.bincount(other, weight * log_factor, jobs) - np.bincount(
-        one, weight * log_factor, jobs
-    )
+    won = weight * log_factor
+    pull = np.bincount(other, won, jobs) - np.bincount(one, won, jobs)
     free = degree > 0
     scale = np.where(free, degree, 1.0)
     of_group = np.bincount(group, degree)

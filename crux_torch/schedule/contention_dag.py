@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -36,24 +36,6 @@ _VISITS = 1 << 22
 _LINKS_AT_ONCE = 1 << 13
 
 
-class Part(Protocol):
-    """A component of the DAG, with topological orders of its jobs."""
-
-    @property
-    def jobs(self) -> IntArray:
-        """Its jobs, by rank."""
-
-    @property
-    def orders(self) -> int:
-        """How many topological orders there are to try."""
-
-    def weights(self, order: int) -> FloatArray:
-        """Entry (u, v): weight of the edges from position u of that order to position v > u."""
-
-    def groups(self, order: int, cuts: IntArray) -> IntArray:
-        """The group of each job, 0 the highest, if that order is cut at these positions."""
-
-
 @dataclass(frozen=True, slots=True)
 class ContentionDag:
     """What is left for Algorithm 1 to decide.
@@ -65,7 +47,7 @@ class ContentionDag:
     """
 
     group: IntArray
-    parts: Sequence[Part]
+    parts: Sequence[_Listed | _Crowd]
     notes: tuple[str, ...]
 
 
@@ -86,7 +68,7 @@ def contention_dag(
     if groups < 2 or not member.nnz:
         return ContentionDag(group, (), ())
     component = components_of(member)
-    parts: list[Part] = []
+    parts: list[_Listed | _Crowd] = []
     listed = np.ones(len(weight), bool)
     for jobs in _crowded(member, component):
         parts.append(_Crowd(jobs, member[jobs], weight[jobs]))
@@ -234,6 +216,8 @@ class _Listed:
     """A part whose edges are listed.
 
     Attributes:
+        jobs: of the part, by rank.
+        orders: how many topological orders there are to try.
         position: of each job (column) in each order (row).
         above: upper job of each edge, by its place in ``jobs``; ``below`` the lower one.
         weight: of each edge.
@@ -247,6 +231,7 @@ class _Listed:
     weight: FloatArray
 
     def weights(self, order: int) -> FloatArray:
+        """Entry (u, v): weight of the edges from position u of that order to position v > u."""
         n = len(self.jobs)
         cells = min(n, _POSITIONS)
         row, column = (self.position[order, end] * cells // n for end in (self.above, self.below))
@@ -254,6 +239,7 @@ class _Listed:
         return np.asarray(summed.reshape(cells, cells), np.float64)
 
     def groups(self, order: int, cuts: IntArray) -> IntArray:
+        """The group of each job, 0 the highest, if that order is cut at these positions."""
         n, position = len(self.jobs), self.position[order]
         if n > _POSITIONS:
             coarse = -(-cuts * n // _POSITIONS)
@@ -293,7 +279,7 @@ def _crowded(member: Any, component: IntArray) -> list[IntArray]:
 
 
 class _Crowd:
-    """A part with too many edges to list: one order, that of priorities, in runs of jobs."""
+    """A :class:`_Listed` with too many edges to list: one order, by priority, in runs of jobs."""
 
     orders = 1
 

@@ -60,12 +60,8 @@ class Priorities(NamedTuple):
 def select_paths(arrays: Arrays, *, sweeps: int = 0) -> IntArray:
     """§4.1: jobs choose from the most GPU-intensive to the least, each the least congested path.
 
-    Args:
-        arrays: jobs and links.
-        sweeps: times that every flow then chooses again; the paper has none.
-
-    Returns:
-        The candidate that each flow takes.
+    Gives the candidate that each flow takes. In ``sweeps``, which the paper has none of, every flow
+    then chooses again.
     """
     t_s = unrouted_transfer_times_s(arrays)  # t_j needs paths: an estimate breaks the circle
     order = by_descending(intensities(arrays, t_s))  # "from the most GPU-intensive to the least"
@@ -75,9 +71,7 @@ def select_paths(arrays: Arrays, *, sweeps: int = 0) -> IntArray:
 def assign_priorities(arrays: Arrays, traffic: Any) -> Priorities:
     """§4.2: the intensity of each job, corrected by a game against the reference job.
 
-    Args:
-        arrays: jobs and links.
-        traffic: M_{j,e}, bytes of each job (row) on each link (column).
+    ``traffic`` is M_{j,e}, the bytes of each job (row) on each link (column).
     """
     t_s = transfer_times_s(arrays, traffic)  # t_j = max_e M_{j,e} / B_e (Definition 2)
     intensity = intensities(arrays, t_s)  # I_j = W_j / t_j (Equation 2)
@@ -221,7 +215,7 @@ def _unique_priorities(arrays: Arrays, choice: IntArray) -> Decision:
     order = by_descending(priorities.priority)
     level = np.empty(len(order), np.int64)
     level[order] = np.arange(len(order))[::-1]
-    return _decision(arrays, choice, priorities, level, ())
+    return _decision(arrays, choice, priorities, level)
 
 
 def _decision(
@@ -229,7 +223,7 @@ def _decision(
     choice: IntArray,
     priorities: Priorities,
     level: IntArray,
-    notes: tuple[str, ...],
+    notes: tuple[str, ...] = (),
 ) -> Decision:
     return Decision(
         path=paths_of(arrays, choice),

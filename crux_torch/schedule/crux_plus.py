@@ -28,13 +28,7 @@ import numpy as np
 from scipy import sparse
 
 from crux_torch import _fluid
-from crux_torch.schedule.arrays import (
-    Arrays,
-    IntArray,
-    arrays_of,
-    choice_of,
-    traffic_matrix,
-)
+from crux_torch.schedule.arrays import Arrays, IntArray, arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.contention_dag import components_of
 from crux_torch.schedule.crux import Priorities, crux, levels_of
@@ -85,15 +79,12 @@ def crux_plus(cluster: Cluster, options: SchedulerOptions) -> Decision:
             notes.append(f"{len(jobs)} jobs that can meet: no plan was played")
             continue
         rehearsal = Twice(Cluster(cluster.capacity_Bps, jobs), options.seed)
-        starts = list(
-            dict.fromkeys(
-                Assignment(
-                    tuple(paths[job.name] for job in jobs),
-                    dense([levels[job.name] for job in jobs]),
-                )
-                for paths, levels in candidates
-            )
+        names = [job.name for job in jobs]
+        plans = (
+            Assignment(tuple(paths[n] for n in names), dense([levels[n] for n in names]))
+            for paths, levels in candidates
         )
+        starts = list(dict.fromkeys(plans))
         moves = moves_of_plans(jobs, len(usable))
         budget = min(GROUP_PLAYS, left) if len(jobs) <= SEARCHED_JOBS else 0
         if not budget:
@@ -105,7 +96,7 @@ def crux_plus(cluster: Cluster, options: SchedulerOptions) -> Decision:
             continue
         finally:
             left -= rehearsal.plays
-        path.update(zip((job.name for job in jobs), best.path, strict=True))
+        path.update(zip(names, best.path, strict=True))
         level.update(on_levels(usable, jobs, best.level))
     return Decision(
         path=path,
@@ -165,17 +156,12 @@ def _groups(arrays: Arrays) -> Iterable[tuple[Job, ...]]:
 
     Groups of one are left out; those with the most GPUs come first.
     """
-    jobs, links = len(arrays.jobs), len(arrays.capacity_Bps)
     sets = len(arrays.set_start) - 1
-    shape = (jobs, sets)
-    on_set = sparse.csr_array(
-        (np.ones(len(arrays.flow_set), np.int32), arrays.flow_set, arrays.flow_start), shape=shape
-    )
-    entries = arrays.path_start[arrays.set_start]
-    per_set = sparse.csr_array(
-        (np.isfinite(arrays.capacity_Bps[arrays.path_links]), arrays.path_links, entries),
-        shape=(sets, links),
-    )
+    flows = (np.ones(len(arrays.flow_set), np.int32), arrays.flow_set, arrays.flow_start)
+    on_set = sparse.csr_array(flows, shape=(len(arrays.jobs), sets))
+    finite = np.isfinite(arrays.capacity_Bps[arrays.path_links])
+    links = (finite, arrays.path_links, arrays.path_start[arrays.set_start])
+    per_set = sparse.csr_array(links, shape=(sets, len(arrays.capacity_Bps)))
     per_set.sum_duplicates()
     per_set.eliminate_zeros()
     member = on_set @ per_set.astype(np.int32)

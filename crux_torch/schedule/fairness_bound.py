@@ -182,13 +182,14 @@ class Sharing:
         period_s = np.array([self._period_s(j, s) for s in stretched_s.tolist()])
         coarse_s = np.full(len(busy), np.inf)
         np.divide(period_s, 1.0 - busy, out=coarse_s, where=busy < 1.0)
-        found = [
-            self._bound(j, float(stretched_s[k]), np.concatenate((higher, peers[:k])), hold_s)
-            for k in {0, int(np.argmin(coarse_s)), len(peers)}
-        ]
-        return Bound(
-            alone_s, min(mean_s for mean_s, _ in found), min(longest_s for _, longest_s in found)
+        mean_s, longest_s = zip(
+            *(
+                self._bound(j, float(stretched_s[k]), np.concatenate((higher, peers[:k])), hold_s)
+                for k in {0, int(np.argmin(coarse_s)), len(peers)}
+            ),
+            strict=True,
         )
+        return Bound(alone_s, min(mean_s), min(longest_s))
 
     def _period_s(self, j: int, transfer_s: float) -> float:
         """Iteration time alone of j if its transfer took ``transfer_s``."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from crux_torch.schedule.alone import alone
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.placing import alone
 
 #: Times that a job's flows may reconsider their paths beside each other.
 _SWEEPS = 4

@@ -74,14 +74,11 @@ def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
 def solo_periods_s(arrays: Arrays, t_s: FloatArray) -> FloatArray:
     """Seconds of one iteration of every job that meets no other, from its t_j and its bursts."""
     compute_s = np.array([job.compute_s for job in arrays.jobs], np.float64)
-    bursts = [job.bursts for job in arrays.jobs]
-    end_s = np.zeros(len(bursts))
-    for b in range(max(map(len, bursts), default=0)):
-        having = np.array([j for j, mine in enumerate(bursts) if len(mine) > b], np.int64)
-        at = np.array([bursts[j][b].at for j in having.tolist()])
-        share = np.array([bursts[j][b].share for j in having.tolist()])
-        end_s[having] = np.maximum(end_s[having], at * compute_s[having]) + share * t_s[having]
-    return np.maximum(end_s, compute_s)
+    ends_s = [
+        times_s[-1][1] if (times_s := burst_times_s(job, t)) else 0.0
+        for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)
+    ]
+    return np.maximum(np.array(ends_s, np.float64), compute_s)
 
 
 def burst_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 
 from crux_torch import _schedule
-from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
-from crux_torch.schedule.intensity import per_second, solo_periods_s
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, arrays_of, traffic_matrix
+from crux_torch.schedule.intensity import (
+    intensities,
+    per_second,
+    solo_periods_s,
+    transfer_times_s,
+    unrouted_transfer_times_s,
+)
+from crux_torch.schedule.model import Cluster, Job, Link
 
 
 def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) -> IntArray:
@@ -21,8 +31,7 @@ def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) 
         arrays: jobs and links.
         order: job indices, first choice first.
         t_s: t_j of every job, which tells its period.
-        sweeps: times that every flow then chooses again, in the same order, with all others in
-            place; fewer if none moves.
+        sweeps: times that every flow then chooses again, all others in place; fewer if none moves.
     """
     period_s = solo_periods_s(arrays, t_s)[arrays.flow_job]
     rank = np.empty(len(order), np.int64)
@@ -39,3 +48,37 @@ def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) 
         sweeps=sweeps,
     )
     return choice
+
+
+class Alone(NamedTuple):
+    """What becomes of a job that meets no other.
+
+    Attributes:
+        path: the candidate that each of its flows takes.
+        t_s: t_j on these paths.
+        period_s: seconds of one iteration.
+        intensity: I_j in FLOP/s.
+    """
+
+    path: tuple[int, ...]
+    t_s: float
+    period_s: float
+    intensity: float
+
+
+def alone(job: Job, capacity_Bps: Mapping[Link, float], *, sweeps: int = 0) -> Alone:
+    """``job`` on the paths that path selection gives it in an empty network.
+
+    So it is not charged for colliding with itself where it need not. Links other than its own do no
+    harm; ``sweeps`` are those of :func:`place`.
+
+    Raises:
+        ClusterError: a job that contradicts itself, or a link without capacity.
+    """
+    arrays = arrays_of(Cluster(capacity_Bps, (job,)))
+    before_s = unrouted_transfer_times_s(arrays)
+    choice = place(arrays, np.zeros(1, np.int64), before_s, sweeps=sweeps)
+    t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice))
+    period_s = solo_periods_s(arrays, t_s)
+    intensity = intensities(arrays, t_s)
+    return Alone(tuple(choice.tolist()), float(t_s[0]), float(period_s[0]), float(intensity[0]))

@@ -34,12 +34,10 @@ def build_job(
     """The job that trains ``model`` on ``gpus``, as schedulers see it.
 
     Args:
-        name: of the job.
-        model: what is trained.
+        name, model: of the job.
         gpus: the GPU (or host) of each rank.
         topology: the network; gives each flow its candidate paths.
-        gradient_start: see :func:`crux_torch.sim.parallelism.iteration`.
-        buckets: likewise.
+        gradient_start, buckets: see :func:`crux_torch.sim.parallelism.iteration`.
         connections: flows that a hop is split into, each with a path of its own.
         alltoall_peers: see :func:`transfers`.
         paths: candidates of two ends; default: the topology's.

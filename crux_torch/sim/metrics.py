@@ -200,9 +200,7 @@ class Summary:
 def summarise(tally: Tally, window_s: float) -> Summary:
     """The summary of a replay that has ended.
 
-    Args:
-        tally: what was collected.
-        window_s: end of the window of the utilisations, a border of the series.
+    The window of the utilisations ends at ``window_s``, a border of the series.
     """
     records, series = tally.records, tally.series
     jct = [r.jct_s for r in records]

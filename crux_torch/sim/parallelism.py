@@ -100,11 +100,9 @@ def layout_of(model: Model, gpus: int) -> Layout:
 def iteration(
     model: Model, layout: Layout, *, gradient_start: float = 0.5, buckets: int = 1
 ) -> tuple[Collective, ...]:
-    """The collectives of one iteration of ``model``.
+    """The collectives of one iteration of ``model``, divided as ``layout`` says.
 
     Args:
-        model: what is trained.
-        layout: how it is divided.
         gradient_start: share of the compute that is done when the first gradients can be reduced;
             half, as the paper takes it (§4.2, Example 2).
         buckets: parts that the gradients are reduced in, evenly spread over what is left of the

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from crux_torch.fabric.ecmp import hashed_choice
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.alone import alone
 from crux_torch.schedule.intensity import link_traffic
 from crux_torch.schedule.model import Job
+from crux_torch.schedule.placing import alone
 from crux_torch.sim.catalogue import WorkloadError, model
 from crux_torch.sim.collectives import build_job
 from crux_torch.sim.joined import JoinedPaths
@@ -58,9 +58,6 @@ class Reference(NamedTuple):
 
 class Placer:
     """Builds placed jobs for one topology, and caches what depends on the model and GPUs only.
-
-    Args:
-        topology: the network.
 
     Attributes:
         reference: called with a model's name and a number of GPUs; see :class:`Reference`. Raises
@@ -110,11 +107,8 @@ class Placer:
 def hashed_paths(job: Job, topology: Topology, *, seed: int = 0) -> tuple[int, ...]:
     """The candidate that ECMP chooses for each flow of ``job``; each flow is one connection.
 
-    Args:
-        job: on its GPUs.
-        topology: has its links.
-        seed: of the source ports, which have to differ between draws. Another start value of the
-            CRC would move all flows alike and leave the collisions as they are.
+    ``seed`` is that of the source ports, which have to differ between draws. Another start value of
+    the CRC would move all flows alike and leave the collisions as they are.
     """
     ports = random.Random(f"{seed}: ports of {job.name}")
     chosen = []

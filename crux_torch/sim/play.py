@@ -33,12 +33,10 @@ class JobReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run shows.
+    """What a run of ``horizon_s`` simulated seconds shows: the jobs by name, and the network.
 
     Attributes:
-        horizon_s: seconds simulated.
         gpu_utilization: sum of compute_s times GPUs over the jobs, by horizon times all GPUs.
-        jobs: by name.
         link_bytes: bytes that each link carried.
         events: that the engine handled; stretches it skipped have none.
     """
@@ -56,7 +54,6 @@ def run_scenario(
     """Plays one scenario to its horizon; Ctrl-C interrupts it.
 
     Args:
-        scenario: what to simulate.
         skip_repeats: count stretches that provably repeat instead of playing them.
         repeat_tolerance: states are the same when no time in them differs by more than this share
             of the period; a skip over T seconds displaces a job by at most this share of T.

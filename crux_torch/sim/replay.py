@@ -55,14 +55,10 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a replay came to.
+    """What a replay came to: in a few numbers, over time, and for every job as they ended.
 
     Attributes:
-        summary: in a few numbers.
-        series: over time.
-        records: every job, in the order in which they ended.
-        plans: how often the scheduler was asked.
-        plan_wall_s: real seconds that it took for that.
+        plans, plan_wall_s: how often the scheduler was asked, and the real seconds that it took.
         wall_s: real seconds of the whole replay.
         events: of the engine.
     """
@@ -85,10 +81,8 @@ def replay(
     """Plays ``trace`` until its last job has ended.
 
     Args:
-        trace: the jobs.
         placer: of the topology to run on; replays of one topology may share it.
         scheduler: asked whenever a job that uses the network starts or ends.
-        options: see there.
 
     Raises:
         WorkloadError: a job that the cluster can never hold, or no jobs.

@@ -147,10 +147,6 @@ def load_lingjun(jobs: str | os.PathLike[str], workers: str | os.PathLike[str]) 
     A job starts when its first worker does and ends at its own end; one that still ran when the
     recording ended is cut there. Its size is the sum of its workers' GPUs.
 
-    Args:
-        jobs: ``job.csv``.
-        workers: ``worker.csv``.
-
     Raises:
         WorkloadError: the file and line, what is wrong, and what was expected.
     """
@@ -247,12 +243,7 @@ def generate(seed: int = 0, jobs: int = 5000, days: float = 14.0) -> Trace:
     5,000 jobs in two weeks, of which more than 30 run at once and hold 1,000 and more GPUs in the
     peak hour. Arrivals are a Poisson process with a daily wave; durations are log-normal, their
     mean such that ``MEAN_RUNNING`` jobs run on average. Figure 6, the share of jobs that meet
-    others, is not an input: it follows from placement.
-
-    Args:
-        seed: the same seed gives the same trace.
-        jobs: how many arrive.
-        days: within how many days.
+    others, is not an input: it follows from placement. The same seed gives the same trace.
     """
     rng = random.Random(seed)
     sigma = 1.5
