@@ -50,11 +50,6 @@ def clusters(draw: st.DrawFn, max_jobs: int = 7) -> Cluster:
     return Cluster(capacity, jobs)
 
 
-def on_links(**links: str) -> dict[str, set[str]]:
-    """Links of each job, written as one letter a link."""
-    return {job: set(names) for job, names in links.items()}
-
-
 def select_paths(
     cluster: Cluster, order: Sequence[str] | None = None, *, sweeps: int = 0
 ) -> dict[str, tuple[int, ...]]:

@@ -126,17 +126,6 @@ def test_unprofiled_jobs_have_no_entry_and_shares_are_normalised() -> None:
     assert compute_entries([records[0]], None, policy="crux", levels=(0, 1)) == ()
 
 
-def test_the_more_intense_job_goes_first() -> None:
-    records = [
-        record("light", profile=profile(flops=1e14, t_s=0.3)),
-        record("heavy", profile=profile(flops=1e16, t_s=0.1)),
-    ]
-    entries = {e.job: e for e in compute_entries(records, None, policy="crux", levels=(2, 5))}
-    assert entries["heavy"].level == 5
-    assert entries["light"].level == 2
-    assert entries["heavy"].intensity == pytest.approx(1e17)
-
-
 @pytest.mark.parametrize("policy", sorted(LIVE))
 def test_every_policy_gives_usable_levels_and_finite_numbers(policy: str) -> None:
     hostile = profile(flows=(HostFlow("core/in", "core/out", 1.0),))
@@ -152,19 +141,21 @@ def test_every_policy_gives_usable_levels_and_finite_numbers(policy: str) -> Non
     assert all(abs(e.priority) < float("inf") and abs(e.intensity) < float("inf") for e in entries)
 
 
-def test_a_bound_on_slowdown_brings_the_lower_job_up() -> None:
+def test_the_more_intense_job_goes_first_and_a_bound_on_slowdown_brings_the_lower_one_up() -> None:
+    shape = {"t_s": 0.6, "compute_s": 0.5, "period_s": 1.1}
     records = [
-        record("intense", profile=profile(flops=9e12, t_s=0.6, compute_s=0.5, period_s=1.1)),
-        record("other", profile=profile(flops=1e12, t_s=0.6, compute_s=0.5, period_s=1.1)),
+        record("intense", profile=profile(flops=9e12, **shape)),
+        record("other", profile=profile(flops=1e12, **shape)),
     ]
 
-    def levels(max_slowdown: float | None) -> dict[str, int]:
+    def told(max_slowdown: float | None) -> list[PlanEntry]:
         options = {"policy": "crux-fair", "levels": (1, 2, 3), "max_slowdown": max_slowdown}
-        return {entry.job: entry.level for entry in compute_entries(records, None, **options)}
+        return list(compute_entries(records, None, **options))
 
-    free, bound = levels(None), levels(1.2)
-    assert free["intense"] > free["other"]
-    assert bound["intense"] == bound["other"]
+    intense, other = told(None)
+    assert intense.level > other.level
+    assert intense.intensity == pytest.approx(9e12 / 0.6)
+    assert len({entry.level for entry in told(1.2)}) == 1
 
 
 @pytest.mark.parametrize("policy", sorted(LIVE))
@@ -245,10 +236,9 @@ def test_the_fingerprint_sees_what_matters_and_only_that() -> None:
     print_of = fingerprint(base, None)
     assert fingerprint([*base, record("c", profile=None)], None) == print_of
     assert fingerprint([record("a", state="profiling"), base[1]], None) == print_of
-    assert fingerprint([record("a", "i1"), base[1]], None) != print_of
-    assert fingerprint([record("a", profile=profile(t_s=0.2)), base[1]], None) != print_of
-    assert fingerprint([record("a", gpus=9), base[1]], None) != print_of
-    assert fingerprint([record("a", hosts=("h0",)), base[1]], None) != print_of
+    other = {"incarnation": "i1", "profile": profile(t_s=0.2), "gpus": 9, "hosts": ("h0",)}
+    for name, value in other.items():
+        assert fingerprint([record("a", **{name: value}), base[1]], None) != print_of, name
     assert len({print_of, fingerprint(base, b""), fingerprint(base, b"x")}) == 3
     assert fingerprint(base[:1], None) != print_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from control_fakes import FakeClock, FaultyStore, MemoryStore
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,28 +19,34 @@ def slot(store: MemoryStore, job: str, clock: FakeClock) -> ProfilingSlot:
     return ProfilingSlot(store, "c", job, "i0", lease_s=LEASE_S, clock=clock)
 
 
-def test_who_asks_first_goes_first() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    slots = [slot(store, name, clock) for name in ("c", "a", "b")]
-    assert slots[0].acquire_step()
-    assert not slots[1].acquire_step()
-    assert not slots[2].acquire_step()
-    assert slots[0].acquire_step()
-    slots[0].release()
-    assert not slots[0].acquire_step()
-    assert not slots[2].acquire_step()
-    assert slots[1].acquire_step()
-    slots[1].release()
-    assert not slots[0].acquire_step()
-    assert slots[2].acquire_step()
-    slots[2].release()
-    assert slots[0].acquire_step()
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def test_a_crashed_holder_frees_the_slot_when_its_lease_ends() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+@pytest.fixture
+def store(clock: FakeClock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+def test_who_asks_first_goes_first(store: MemoryStore, clock: FakeClock) -> None:
+    first, second, third = (slot(store, name, clock) for name in ("c", "a", "b"))
+
+    def got_by(*asking: ProfilingSlot) -> list[bool]:
+        return [one.acquire_step() for one in asking]
+
+    assert got_by(first, second, third, first) == [True, False, False, True]
+    first.release()
+    assert got_by(first, third, second) == [False, False, True]
+    second.release()
+    assert got_by(first, third) == [False, True]
+    third.release()
+    assert got_by(first) == [True]
+
+
+def test_a_crashed_holder_frees_the_slot_when_its_lease_ends(
+    store: MemoryStore, clock: FakeClock
+) -> None:
     crashed, next_one = slot(store, "a", clock), slot(store, "b", clock)
     assert crashed.acquire_step()
     clock.advance(LEASE_S - 0.1)
@@ -53,9 +60,9 @@ def test_a_crashed_holder_frees_the_slot_when_its_lease_ends() -> None:
     assert not third.acquire_step()
 
 
-def test_a_waiting_job_that_falls_silent_loses_its_place() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+def test_a_waiting_job_that_falls_silent_loses_its_place(
+    store: MemoryStore, clock: FakeClock
+) -> None:
     holder, silent, patient = (slot(store, name, clock) for name in "abc")
     assert holder.acquire_step()
     assert not silent.acquire_step()
@@ -66,24 +73,23 @@ def test_a_waiting_job_that_falls_silent_loses_its_place() -> None:
     assert patient.acquire_step()
 
 
-def test_foreign_bytes_block_nobody() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+def test_foreign_bytes_block_nobody(store: MemoryStore, clock: FakeClock) -> None:
     store.put("crux/c/slot", b"junk")
     store.put("crux/c/waiting/evil", b"\xff")
     assert slot(store, "a", clock).acquire_step()
 
 
-def test_without_a_store_nothing_is_held_and_nothing_raised() -> None:
-    clock = FakeClock()
-    store = FaultyStore(MemoryStore(clock), random.Random(0))
-    one = slot(store, "a", clock)  # type: ignore[arg-type]
-    store.fail = 1.0
+def test_without_a_store_nothing_is_held_and_nothing_raised(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    faulty = FaultyStore(store, random.Random(0))
+    one = slot(faulty, "a", clock)  # type: ignore[arg-type]
+    faulty.fail = 1.0
     assert not one.acquire_step()
     one.release()
-    store.fail = 0.0
+    faulty.fail = 0.0
     assert one.acquire_step()
-    store.fail = 1.0
+    faulty.fail = 1.0
     one.release()
     assert not one.held
 

@@ -15,69 +15,84 @@ from crux_torch._fluid import Engine, SpecError, run_all
 GB = 1e9
 
 
+LINK = [("l", GB, 0.0)]
+
+
 def one_link(**options: object) -> Engine:
-    return Engine([("l", GB, 0.0)], **options)  # type: ignore[arg-type]
+    return Engine(LINK, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("first", "utilization", "sent_s"),
-    [("1", 9 / 24, (6.0, 3.0)), ("2", 10 / 24, (4.0, 6.0))],
-)
-def test_example_1_of_the_crux_paper(first, utilization, sent_s):
-    """Figure 11, from where both start to communicate: 37.5% of 12 s with job 1 first, or 41.7%."""
+def in_12_s(first: str, *jobs: tuple[float, float, float]) -> dict[str, list[float]]:
+    """Seconds in which two jobs (compute seconds, share of them before it sends, bytes) compute and
+    send, from where both start to communicate, if the one named goes first."""
     engine = one_link()
-    for name, seconds, start_s in (("1", 2.0, 0.0), ("2", 1.0, 1.0)):
-        engine.add_job(
-            name,
-            compute_s=seconds,
-            bursts=[(1.0, {"l": seconds * GB})],
-            gpus=10,
-            level=int(name == first),
-            start_s=start_s,
-        )
+    for name, (compute_s, at, sent) in zip("12", jobs, strict=True):
+        bursts, start_s = [(at, {"l": sent})], 1.0 if name == "2" else 0.0
+        level = int(name == first)
+        engine.add_job(name, compute_s=compute_s, bursts=bursts, level=level, start_s=start_s)
     engine.run_until(2.0)
     before = engine.results()
     engine.run_until(14.0)
     after = engine.results()
-    busy = [after[name]["compute_s"] - before[name]["compute_s"] for name in "12"]
-    assert sum(busy) / 24 == utilization
-    assert tuple(after[n]["comm_s"] - before[n]["comm_s"] for n in "12") == sent_s
+    return {key: [after[n][key] - before[n][key] for n in "12"] for key in ("compute_s", "comm_s")}
+
+
+@pytest.mark.parametrize(
+    ("first", "utilization", "sent_s"),
+    [("1", 9 / 24, [6.0, 3.0]), ("2", 10 / 24, [4.0, 6.0])],
+)
+def test_example_1_of_the_crux_paper(first, utilization, sent_s):
+    """Figure 11: 37.5% with job 1 first, or 41.7%."""
+    seen = in_12_s(first, (2.0, 1.0, 2 * GB), (1.0, 1.0, GB))
+    assert sum(seen["compute_s"]) / 24 == utilization
+    assert seen["comm_s"] == sent_s
 
 
 @pytest.mark.parametrize(("first", "idle_s"), [("1", 7.0), ("2", 6.0)])
 def test_example_2_of_the_crux_paper(first, idle_s):
-    """Figure 12: communication from half of the compute on; seconds that job 2 idles in 12 s."""
-    engine = one_link()
-    for name, compute_s, sent, start_s in (("1", 4.0, GB, 0.0), ("2", 2.0, 3 * GB, 1.0)):
-        engine.add_job(
-            name,
-            compute_s=compute_s,
-            bursts=[(0.5, {"l": sent})],
-            level=int(name == first),
-            start_s=start_s,
-        )
-    engine.run_until(2.0)
-    before = engine.result("2")["compute_s"]
-    engine.run_until(14.0)
-    assert 12.0 - (engine.result("2")["compute_s"] - before) == idle_s
+    """Figure 12: communication from half of the compute on; job 2 idles."""
+    seen = in_12_s(first, (4.0, 0.5, GB), (2.0, 0.5, 3 * GB))
+    assert 12.0 - seen["compute_s"][1] == idle_s
 
 
-def test_water_filling_freezes_at_the_first_full_link_and_goes_on():
-    engine = Engine([("a", 3 * GB, 0.0), ("b", 2 * GB, 0.0)])
-    engine.add_job("both", compute_s=0, bursts=[(1, {"a": GB, "b": GB})], iterations=1)
-    engine.add_job("a", compute_s=0, bursts=[(1, {"a": 2 * GB})], iterations=1)
-    engine.add_job("b", compute_s=0, bursts=[(1, {"b": GB})], iterations=1)
+def once(compute_s: float, *bursts: tuple[float, dict[str, float]], **more: float) -> dict:
+    return {"compute_s": compute_s, "bursts": list(bursts), "iterations": 1, **more}
+
+
+@pytest.mark.parametrize(
+    ("links", "jobs", "end_s"),
+    [
+        # b is full at 1 GB/s each; `a` takes the other 2 GB/s of link a.
+        (
+            [("a", 3 * GB, 0.0), ("b", 2 * GB, 0.0)],
+            [
+                once(0, (1, {"a": GB, "b": GB})),
+                once(0, (1, {"a": 2 * GB})),
+                once(0, (1, {"b": GB})),
+            ],
+            [1.0, 1.0, 1.0],
+        ),
+        # Shares follow weights.
+        (LINK, [once(0, (1, {"l": GB})), once(0, (1, {"l": 3 * GB}), weight=3)], [4.0, 4.0]),
+        # The delay of the path comes before the transfer.
+        (
+            [("a", GB, 0.25), ("b", GB, 0.25), ("unused", GB, 7.0)],
+            [once(1, (1.0, {"a": GB, "b": GB, "unused": 0.0}), iterations=2)],
+            [5.0],
+        ),
+        # Bursts are sent in order.
+        (LINK, [once(1, (0.0, {"l": GB}), (0.25, {"l": GB}))], [2.0]),
+        # An iteration waits for computation and communication.
+        (LINK, [once(1, (0.5, {"l": 0.25 * GB}), iterations=4)], [4.0]),
+    ],
+    ids=["water filling", "weights", "delay", "order", "hidden"],
+)
+def test_when_jobs_end(links, jobs, end_s):
+    engine = Engine(links)
+    for number, job in enumerate(jobs):
+        engine.add_job(f"{number}", **job)
     engine.run_until(10)
-    # b is full at 1 GB/s each; `a` takes the other 2 GB/s of link a.
-    assert [engine.result(n)["end_s"] for n in ("both", "a", "b")] == [1.0, 1.0, 1.0]
-
-
-def test_shares_follow_weights():
-    engine = one_link()
-    engine.add_job("light", compute_s=0, bursts=[(1, {"l": GB})], weight=1, iterations=1)
-    engine.add_job("heavy", compute_s=0, bursts=[(1, {"l": 3 * GB})], weight=3, iterations=1)
-    engine.run_until(10)
-    assert engine.result("light")["end_s"] == engine.result("heavy")["end_s"] == 4.0
+    assert [engine.result(f"{n}")["end_s"] for n in range(len(jobs))] == end_s
 
 
 def test_a_transfer_moves_at_the_pace_of_its_slowest_hop():
@@ -86,30 +101,6 @@ def test_a_transfer_moves_at_the_pace_of_its_slowest_hop():
     engine.run_until(10)
     assert engine.result("ring")["completed"] == 5
     assert engine.link_bytes() == {"fast": 20 * GB, "slow": 10 * GB}
-
-
-def test_delay_of_the_path_comes_before_the_transfer():
-    engine = Engine([("a", GB, 0.25), ("b", GB, 0.25), ("unused", GB, 7.0)])
-    engine.add_job(
-        "j", compute_s=1, bursts=[(1.0, {"a": GB, "b": GB, "unused": 0.0})], iterations=2
-    )
-    engine.run_until(10)
-    assert engine.result("j")["end_s"] == 5.0
-    assert engine.result("j")["mean_iteration_s"] == 2.5
-
-
-def test_bursts_are_sent_in_order():
-    engine = one_link()
-    engine.add_job("j", compute_s=1, bursts=[(0.0, {"l": GB}), (0.25, {"l": GB})], iterations=1)
-    engine.run_until(10)
-    assert engine.result("j")["end_s"] == 2.0
-
-
-def test_iteration_waits_for_compute_and_communication():
-    engine = one_link()
-    engine.add_job("hidden", compute_s=1, bursts=[(0.5, {"l": 0.25 * GB})], iterations=4)
-    engine.run_until(4)
-    assert engine.result("hidden")["end_s"] == 4.0
 
 
 def test_level_change_takes_effect_in_mid_transfer():

@@ -83,12 +83,14 @@ def train(model: nn.Module, make_input: Callable[[], torch.Tensor], steps: int) 
     return losses
 
 
+#: Of ``mlp``: forward, weights' gradients, and inputs' gradients of all but the first layer.
+OF_16_ROWS = 2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8
+
+
 def test_mlp(meter: FlopMeter) -> None:
     train(mlp(), lambda: torch.randn(16, 32), 4)
     count = counted(meter)
-    # Forward, weights' gradients, and inputs' gradients of all but the first layer.
-    forward = 2 * 16 * (32 * 64 + 64 * 8)
-    assert count.flops == 2 * forward + 2 * 16 * 64 * 8
+    assert count.flops == OF_16_ROWS
     assert count.iterations == 3
     assert count.left_out == 0
     assert count.uncounted_ops == ()
@@ -182,15 +184,13 @@ def test_resnet50(meter: FlopMeter) -> None:
     assert count.uncounted_ops == ()
 
 
+class To(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16)
+
+
 def test_data_types_are_told_apart(meter: FlopMeter) -> None:
-    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8).to(torch.bfloat16))
-
-    class Mixed(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return model[1](model[0](x).to(torch.bfloat16))
-
-    mixed = Mixed()
-    mixed.model = model
+    mixed = nn.Sequential(nn.Linear(32, 64), To(), nn.Linear(64, 8).to(torch.bfloat16))
     train(mixed, lambda: torch.randn(16, 32), 3)
     count = counted(meter)
     assert count.by_precision == {"fp32": 2 * 2 * 16 * 32 * 64, "bf16": 3 * 2 * 16 * 64 * 8}
@@ -208,21 +208,14 @@ def test_equals_torchs_own_counter(meter: FlopMeter) -> None:
 
 
 def test_checkpointing_counts_what_is_computed_again(meter: FlopMeter) -> None:
-    inner = mlp()
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
+    class Checkpointed(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
+            return checkpoint(super().forward, x, use_reentrant=False)
 
-    train(Checkpointed(), lambda: torch.randn(16, 32), 4)
+    train(Checkpointed(*mlp()), lambda: torch.randn(16, 32), 4)
     count = counted(meter)
-    forward = 2 * 16 * (32 * 64 + 64 * 8)
     # The second forward stops early: nothing needs the last layer's output.
-    assert count.flops == 2 * forward + 2 * 16 * 64 * 8 + 2 * 16 * 32 * 64
+    assert count.flops == OF_16_ROWS + 2 * 16 * 32 * 64
     assert count.left_out == 0
 
 
@@ -231,10 +224,9 @@ def test_mean_over_signatures(meter: FlopMeter) -> None:
     sizes = iter([16, 16, 16, 8] * 30)
     train(mlp(), lambda: torch.randn(next(sizes), 32), 81)
     count = counted(meter)
-    each = 2 * 2 * (32 * 64 + 64 * 8) + 2 * 64 * 8
     assert count.left_out == 0, "both signatures were met while counting"
     # 80 whole iterations after the first mark: 60 of 16 rows and 20 of 8.
-    assert count.flops == pytest.approx(each * (60 * 16 + 20 * 8) / 80, rel=1e-9)
+    assert count.flops == pytest.approx(OF_16_ROWS * (60 + 20 / 2) / 80, rel=1e-9)
 
 
 def test_gradient_accumulation_is_one_iteration(meter: FlopMeter) -> None:
@@ -245,8 +237,7 @@ def test_gradient_accumulation_is_one_iteration(meter: FlopMeter) -> None:
             model(torch.randn(16, 32)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    count = counted(meter)
-    assert count.flops == 3 * (2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8)
+    assert counted(meter).flops == 3 * OF_16_ROWS
 
 
 def test_training_is_the_same_bit_for_bit() -> None:
@@ -278,8 +269,7 @@ def test_compiled_in_full(meter: FlopMeter, backend: str, in_place: bool) -> Non
         model = torch.compile(model, backend=backend, fullgraph=True)
     train(model, lambda: torch.randn(16, 32), 6)
     count = counted(meter)
-    assert count.flops == 2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8
-    assert count.left_out == 0
+    assert (count.flops, count.left_out) == (OF_16_ROWS, 0)
 
 
 def test_names_what_it_can_not_count(meter: FlopMeter) -> None:
@@ -349,8 +339,7 @@ def test_a_mode_over_a_mark_spoils_that_count_only(meter: FlopMeter) -> None:
     for _ in range(8):
         step()
     assert torch._C._len_torch_dispatch_stack() == 0
-    count = counted(meter)
-    assert count.flops == 2 * 2 * 16 * (32 * 64 + 64 * 8) + 2 * 16 * 64 * 8
+    assert counted(meter).flops == OF_16_ROWS
 
 
 def test_removed_while_counting_leaves_nothing(meter: FlopMeter) -> None:

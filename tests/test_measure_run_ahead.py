@@ -21,14 +21,8 @@ MS = 10**6
 
 
 def sample_of(records: np.ndarray, marks_ns: np.ndarray, rank: int = 0) -> RankSample:
-    found = summarize(
-        records,
-        [GroupInfo("0", (0, 1), rank)],
-        rank=rank,
-        world_size=2,
-        host=f"h{rank}",
-        marks_ns=marks_ns,
-    )
+    who = {"rank": rank, "world_size": 2, "host": f"h{rank}"}
+    found = summarize(records, [GroupInfo("0", (0, 1), rank)], marks_ns=marks_ns, **who)
     assert found is not None
     return found
 
@@ -297,17 +291,10 @@ def test_iterations_that_a_group_has_not_reported_yet_do_not_count(pace: float) 
 def test_steps_of_a_trace_are_the_devices() -> None:
     stream = generate(JobSpec((Burst(0.05, (MB, 2 * MB)),), iterations=20))
     records, marks = ahead(stream.records[0], stream.marks_ns[0], [0.1], every(5))
-    trace = chrome_trace(
-        records,
-        stream.groups[0],
-        rank=0,
-        world_size=2,
-        backend="nccl",
-        marks_ns=marks,
-        clock_offset_ns=0,
-    )
-    steps = [e for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")]
-    found = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
+    who = {"rank": 0, "world_size": 2, "backend": "nccl", "clock_offset_ns": 0}
+    events = chrome_trace(records, stream.groups[0], marks_ns=marks, **who)["traceEvents"]
+    steps = [e for e in events if e["name"].startswith("ProfilerStep")]
+    found = [e for e in events if e.get("cat") == "kernel"]
     assert len(steps) == 20
     for step in steps[1:-1]:
         assert step["dur"] == pytest.approx(stream.truth.period_s * 1e6, rel=1e-6)

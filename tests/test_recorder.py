@@ -328,33 +328,17 @@ def test_without_timing_an_operation_is_recorded_as_it_is_issued(fake: Any, reco
     assert row["sequence"] == len(CASES) - transfers
 
 
-def test_what_was_issued_with_timing_is_timed_when_it_ends_without(
-    fake: Any, recorder: Any
+@pytest.mark.parametrize("switch", ["timing", "enabled"])
+def test_what_was_issued_before_it_was_switched_off_is_recorded_in_full(
+    switch: str, fake: Any, recorder: Any
 ) -> None:
     work = fake[0].send([tensor()], 0, 0)
-    recorder.timing = False
+    setattr(recorder, switch, False)
     work.wait()
     (row,) = drain(recorder, 1)
+    assert row["op"] == rec.OP_NUMBER["send"]
     assert not row["flags"] & Flag.UNTIMED
     assert row["end_ns"] >= row["issue_ns"]
-
-
-def test_a_refused_call_is_recorded_without_timing_too(recorder: Any) -> None:
-    recorder.timing = False
-    group, _ = group_over(
-        _C.DelegatingBackend("fake", RANK, SIZE, recorder), fake_backend(error_on_collective=True)
-    )
-    with pytest.raises(RuntimeError, match="error"):
-        group.allreduce([tensor()])
-    (row,) = drain(recorder, 1)
-    assert rec.STATUSES[row["status"]] == "failed"
-
-
-def test_what_was_issued_before_disabling_is_still_recorded(fake: Any, recorder: Any) -> None:
-    work = fake[0].send([tensor()], 0, 0)
-    recorder.enabled = False
-    work.wait()
-    assert drain(recorder, 1)["op"].tolist() == [rec.OP_NUMBER["send"]]
 
 
 def error_of(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
@@ -364,7 +348,11 @@ def error_of(call: Callable[[], Any]) -> tuple[type[BaseException], str]:
     return type(caught.value), str(caught.value).split("\nException raised from")[0]
 
 
-def test_a_refused_call_is_recorded_as_failed_and_raised_unchanged(recorder: Any) -> None:
+@pytest.mark.parametrize("timing", [True, False])
+def test_a_refused_call_is_recorded_as_failed_and_raised_unchanged(
+    timing: bool, recorder: Any
+) -> None:
+    recorder.timing = timing
     plain = fake_backend(error_on_collective=True)
     group, _ = group_over(
         _C.DelegatingBackend("fake", RANK, SIZE, recorder), fake_backend(error_on_collective=True)
@@ -456,16 +444,12 @@ class TestGloo:
 
     def test_the_monitored_barrier_is_a_barrier(self, recorder: Any) -> None:
         backends, _ = gloo_pair(recorder)
-        both(lambda rank: backends[rank].monitored_barrier(timedelta(seconds=30), True))
-        records = drain(recorder, 2)
-        assert records["op"].tolist() == [rec.OP_NUMBER["barrier"]] * 2
-        assert (records["end_ns"] >= records["issue_ns"]).all()
-
-    def test_a_disabled_recorder_does_not_record_the_monitored_barrier(self, recorder: Any) -> None:
-        backends, _ = gloo_pair(recorder)
-        recorder.enabled = False
-        both(lambda rank: backends[rank].monitored_barrier(timedelta(seconds=30), True))
-        assert recorder.drain(1 << 30) == b""
+        for enabled, count in ((True, 2), (False, 0)):
+            recorder.enabled = enabled
+            both(lambda rank: backends[rank].monitored_barrier(timedelta(seconds=30), True))
+            records = drain(recorder, count)
+            assert records["op"].tolist() == [rec.OP_NUMBER["barrier"]] * count
+            assert (records["end_ns"] >= records["issue_ns"]).all()
 
 
 OVERFLOW = """

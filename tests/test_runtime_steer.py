@@ -211,10 +211,27 @@ class Rank:
         status: dict[str, Any] = json.loads(json.dumps(self.steering.status()))
         return status
 
+    def has_switched(self, *generations: int) -> None:
+        until(lambda: self.switch.requests == list(generations), what="the switch")
+        assert self.steering._searching is not None
+        self.steering._searching.join(30)
+
+    def soon(self) -> None:
+        """Let a look that is due after a change begin."""
+        self.steering.tick()
+        self.clock.advance(SETTLE_S)
+        self.steering.tick()
+
 
 @pytest.fixture
 def rank() -> Rank:
     return Rank()
+
+
+@pytest.fixture
+def rdma_rank(rank: Rank) -> Rank:
+    rank.transport.sees_queue_pairs = True
+    return rank
 
 
 def test_routes_of_this_host_are_told_with_the_class_of_the_level(rank):
@@ -244,11 +261,8 @@ def test_a_switch_is_asked_for_once_after_the_routes_are_set(rank):
     assert (rank.switch.requests, rank.transport.tellings) == ([1, 2], before + 1)
     rank.follow(order(route(0), number=5, generation=3, level=2))
     assert rank.switch.requests == [1, 2, 3]
-    assert [routes[0].hops[0][1] for routes in rank.switch.routes_then] == [
-        SPINES[1][0],
-        SPINES[1][0],
-        SPINES[0][0],
-    ]
+    over = [routes[0].hops[0][1] for routes in rank.switch.routes_then]
+    assert over == [SPINES[1][0], SPINES[1][0], SPINES[0][0]]
 
 
 def test_a_rank_without_a_choice_of_its_own_switches_with_the_others(rank):
@@ -375,9 +389,7 @@ def test_a_look_that_takes_too_long_asks_no_more(rank, monkeypatch):
     monkeypatch.setattr(steer, "LOOK_LIMIT_S", 0.0)
     rank.ownership.sockets = [socket_to("10.1.0.2", 1)]
     rank.follow(order(route(0)))
-    rank.steering.tick()
-    rank.clock.advance(SETTLE_S)
-    rank.steering.tick()
+    rank.soon()
     until(lambda: rank.steering.counts() == PathCounts(0, 0, 1, 1), what="the look")
     assert rank.network.asked == []
     assert "no time" in rank.steering.status()["connections"][0]["error"]
@@ -389,13 +401,8 @@ def test_new_connections_are_looked_at_soon_and_old_ones_now_and_then(rank):
     rank.follow(order(route(0)))
     assert rank.look()["as_planned"] == 1
     rank.ownership.sockets = [socket_to("10.1.0.2", 2, 20002)]
-    rank.steering.tick()
-    rank.clock.advance(SETTLE_S)
-    rank.steering.tick()
-    until(
-        lambda: rank.steering.counts() == PathCounts(0, 1, 0, 1),
-        what="a look at the new connection",
-    )
+    rank.soon()
+    until(lambda: rank.steering.counts() == PathCounts(0, 1, 0, 1), what="a look at the new one")
 
 
 def test_a_failing_look_is_said_once(rank, caplog):
@@ -413,8 +420,8 @@ def test_a_failing_look_is_said_once(rank, caplog):
     assert len(caplog.records) == 1
 
 
-def test_queue_pairs_get_ports_that_were_searched_for_before_the_switch(rank):
-    rank.transport.sees_queue_pairs = True
+def test_queue_pairs_get_ports_that_were_searched_for_before_the_switch(rdma_rank):
+    rank = rdma_rank
     rank.network.let_go.clear()
     rank.follow(order(route(1), route(0, dst="h2"), generation=1))
     rank.follow(order(route(1), route(0, dst="h2"), generation=1, number=2))
@@ -422,7 +429,7 @@ def test_queue_pairs_get_ports_that_were_searched_for_before_the_switch(rank):
     assert [r.udp_ports for r in rank.transport.routes] == [(), ()]
     assert rank.switch.requests == []
     rank.network.let_go.set()
-    until(lambda: rank.switch.requests == [1], what="the switch")
+    rank.has_switched(1)
     odd, even = tuple(range(49153, 49160, 2)), tuple(range(49152, 49160, 2))
     assert [r.udp_ports for r in rank.switch.routes_then[0]] == [odd, even]
     rank.follow(order(route(1), route(0, dst="h2"), generation=1, level=2, number=3))
@@ -430,14 +437,12 @@ def test_queue_pairs_get_ports_that_were_searched_for_before_the_switch(rank):
     assert sorted(rank.network.searched) == ["10.1.0.2", "10.2.0.2"]
 
 
-def test_other_routes_are_searched_for_anew_and_switched_to(rank):
-    rank.transport.sees_queue_pairs = True
-    rank.follow(order(route(1), generation=1))
-    until(lambda: rank.switch.requests == [1], what="the switch")
-    rank.steering._searching.join(30)
-    rank.follow(order(route(0), generation=2, number=2))
-    until(lambda: rank.switch.requests == [1, 2], what="the next switch")
-    assert rank.network.searched == ["10.1.0.2"] * 2
+def test_other_routes_are_searched_for_anew_and_switched_to(rdma_rank):
+    rdma_rank.follow(order(route(1), generation=1))
+    rdma_rank.has_switched(1)
+    rdma_rank.follow(order(route(0), generation=2, number=2))
+    rdma_rank.has_switched(1, 2)
+    assert rdma_rank.network.searched == ["10.1.0.2"] * 2
 
 
 def pair(id: int, **changes: Any) -> Connection:
@@ -445,42 +450,36 @@ def pair(id: int, **changes: Any) -> Connection:
     return connection(id, **{"kind": "qp", "state": READY_TO_SEND, **ends, **changes})
 
 
-def test_live_queue_pairs_are_moved_and_the_switch_is_told(rank):
-    rank.transport.sees_queue_pairs = True
-    rank.transport.known = [
-        pair(1),
-        pair(2),
-        pair(3, local_port=49157),
-        pair(4, peer="10.9.0.2"),
-        pair(5, state=6),
-    ]
-    rank.follow(order(route(1), generation=1))
-    until(lambda: rank.switch.requests == [1], what="the switch")
-    # The third leads over the path already, nothing is planned for the fourth, the fifth is broken.
-    assert rank.pairs.changes == [(1, 49153), (2, 49155)]
-    assert rank.switch.moved == [True]
+STUBBORN = 2
+#: The third leads over the path already, nothing is planned for the fourth, the fifth is broken.
+OTHERS = [pair(3, local_port=49157), pair(4, peer="10.9.0.2"), pair(5, state=6)]
 
 
-@pytest.mark.parametrize("known", [[], [pair(1), pair(2)], [pair(4, peer="10.9.0.2")]])
-def test_the_switch_makes_anew_what_could_not_be_moved(rank, known):
-    rank.transport.sees_queue_pairs = True
-    rank.transport.known = known
-    rank.pairs.stubborn = {2}
-    rank.follow(order(route(1), generation=1))
-    until(lambda: rank.switch.requests == [1], what="the switch")
-    assert rank.switch.moved == [False]
+@pytest.mark.parametrize(
+    ("known", "changes", "moved"),
+    [
+        ([pair(1), pair(6), *OTHERS], [(1, 49153), (6, 49155)], True),
+        ([], [], False),
+        ([pair(1), pair(STUBBORN)], [(1, 49153)], False),
+        ([pair(4, peer="10.9.0.2")], [], False),
+    ],
+)
+def test_live_queue_pairs_are_moved_and_the_switch_is_told(rdma_rank, known, changes, moved):
+    rdma_rank.transport.known = known
+    rdma_rank.pairs.stubborn = {STUBBORN}
+    rdma_rank.follow(order(route(1), generation=1))
+    rdma_rank.has_switched(1)
+    assert (rdma_rank.pairs.changes, rdma_rank.switch.moved) == (changes, [moved])
 
 
-def test_queue_pairs_are_moved_by_a_new_switch_over_paths_that_are_known(rank):
-    rank.transport.sees_queue_pairs = True
-    rank.follow(order(route(1), generation=1))
-    until(lambda: rank.switch.requests == [1], what="the switch")
-    rank.steering._searching.join(30)
-    rank.transport.known = [pair(1)]
-    rank.follow(order(route(1), generation=2, number=2))
-    until(lambda: rank.switch.requests == [1, 2], what="the next switch")
-    assert rank.switch.moved == [False, True]
-    assert rank.network.searched == ["10.1.0.2"]
+def test_queue_pairs_are_moved_by_a_new_switch_over_paths_that_are_known(rdma_rank):
+    rdma_rank.follow(order(route(1), generation=1))
+    rdma_rank.has_switched(1)
+    rdma_rank.transport.known = [pair(1)]
+    rdma_rank.follow(order(route(1), generation=2, number=2))
+    rdma_rank.has_switched(1, 2)
+    assert rdma_rank.switch.moved == [False, True]
+    assert rdma_rank.network.searched == ["10.1.0.2"]
 
 
 def test_a_search_over_many_destinations_ends_in_time(caplog):
@@ -501,15 +500,13 @@ def test_a_search_over_many_destinations_ends_in_time(caplog):
     assert len(caplog.records) == 5
 
 
-def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rank, caplog):
-    rank.transport.sees_queue_pairs = True
-    rank.network.reason = "no router answered"
+def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rdma_rank, caplog):
+    rdma_rank.network.reason = "no router answered"
     for turn in (1, 2, 3):
-        rank.follow(order(route(1), generation=1, number=turn))
-        until(lambda: rank.switch.requests == [1], what="the switch")
-        rank.steering._searching.join(30)
-    assert [r.udp_ports for r in rank.transport.routes] == [()]
-    assert (rank.network.searched, len(caplog.records)) == (["10.1.0.2"], 1)
+        rdma_rank.follow(order(route(1), generation=1, number=turn))
+        rdma_rank.has_switched(1)
+    assert [r.udp_ports for r in rdma_rank.transport.routes] == [()]
+    assert (rdma_rank.network.searched, len(caplog.records)) == (["10.1.0.2"], 1)
 
 
 def test_connections_of_other_libraries_that_were_steered_are_looked_at_too(rank):

@@ -145,14 +145,15 @@ def test_nobody_does_better_than_on_an_empty_network(testbed: Placer, placement:
 
 
 def test_the_same_replay_gives_the_same_result(testbed: Placer) -> None:
-    trace = busy_trace(30, seed=4)
+    trace, options = busy_trace(30, seed=4), ReplayOptions(seed=5)
     first, second = (
-        replay(trace, Placer(crux_testbed()), SCHEDULERS["crux"], ReplayOptions(seed=5))
-        for _ in range(2)
+        replay(trace, Placer(crux_testbed()), SCHEDULERS["crux"], options) for _ in range(2)
     )
-    assert first.records == second.records
-    assert first.series == second.series
-    assert first.summary == second.summary
+    assert (first.records, first.series, first.summary) == (
+        second.records,
+        second.series,
+        second.summary,
+    )
 
 
 def test_without_shared_links_all_schedulers_are_the_same() -> None:

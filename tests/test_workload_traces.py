@@ -185,7 +185,5 @@ def test_generated_shares_sum_to_one() -> None:
 
 
 def test_names_of_the_published_list_have_entries() -> None:
-    assert catalogue_name("GPT-13B") == "gpt-13b"
-    assert catalogue_name("llama_30b") == "llama-30b"
-    assert catalogue_name("gpt-7b") == "gpt-7b"
-    assert catalogue_name("something new") == "bert"
+    published = ("GPT-13B", "llama_30b", "gpt-7b", "something new")
+    assert [*map(catalogue_name, published)] == ["gpt-13b", "llama-30b", "gpt-7b", "bert"]

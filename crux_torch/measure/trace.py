@@ -21,16 +21,9 @@ from crux_torch.measure.timeline import intervals
 #: c10d's names of the operations that torch-tb-profiler's Distributed view knows; the others
 #: appear under the recorder's own names.
 _C10D_NAME = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_single": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_coalesced": "reduce_scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), "all_reduce"),
+    **dict.fromkeys(("allgather", "allgather_single", "allgather_coalesced"), "all_gather"),
+    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_coalesced"), "reduce_scatter"),
 }
 #: Tracks of the trace. Chrome's format wants the events of one track nested or apart, so
 #: collectives in flight together get tracks of their own, from here on.

@@ -12,15 +12,9 @@ HostPair = tuple[str, str]
 #: gloo run large payloads so; NCCL takes trees for small and for very wide all-reduces, whose total
 #: is the same.
 RING_ROUNDS: Mapping[str, int] = {
-    "allreduce": 2,
-    "allreduce_coalesced": 2,
-    "allreduce_sparse": 2,
-    "allgather": 1,
-    "allgather_single": 1,
-    "allgather_coalesced": 1,
-    "reduce_scatter": 1,
-    "reduce_scatter_single": 1,
-    "reduce_scatter_coalesced": 1,
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "allreduce_sparse"), 2),
+    **dict.fromkeys(("allgather", "allgather_single", "allgather_coalesced"), 1),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_single", "reduce_scatter_coalesced"), 1),
 }
 ALL_TO_ALL = frozenset({"alltoall", "alltoall_single"})
 #: Each rank's record of these tells only what that rank sends; of all others one record tells all.
@@ -71,18 +65,17 @@ def flows(
     if not 0 <= peer < count:
         raise ValueError(f"{op} needs the group rank of its root or receiver, not {peer}")
     others = [(peer + i) % count for i in range(1, count)]
-    if op == "send":
-        return _by_host(hosts, [(my_rank, peer)], size)
-    if op == "broadcast":
-        return _by_host(hosts, zip([peer, *others], others, strict=False), size)
-    if op == "reduce":  # the ring, cut behind the root
-        back = others[::-1]
-        return _by_host(hosts, zip(back, [peer, *back], strict=False), size)
-    if op == "gather":
-        return _by_host(hosts, ((other, peer) for other in others), size / count)
-    if op == "scatter":
-        return _by_host(hosts, ((peer, other) for other in others), size / count)
-    raise ValueError(f"no rule says what {op} moves")
+    back = others[::-1]
+    moved = {
+        "send": ([(my_rank, peer)], size),
+        "broadcast": (zip([peer, *others], others, strict=False), size),
+        "reduce": (zip(back, [peer, *back], strict=False), size),  # the ring, cut behind the root
+        "gather": (((other, peer) for other in others), size / count),
+        "scatter": (((peer, other) for other in others), size / count),
+    }
+    if op not in moved:
+        raise ValueError(f"no rule says what {op} moves")
+    return _by_host(hosts, *moved[op])
 
 
 def add_flows(

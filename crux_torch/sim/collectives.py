@@ -114,7 +114,7 @@ def _counted(op: str, size: float, members: Sequence[str], **how: object) -> Tra
 
 
 def _rings(size: float, members: Sequence[str], topology: Topology) -> Transfers:
-    hosts = _by_host(members, topology)
+    hosts = list(_by_host(members, topology).values())
     # One ring for each NIC of the host that has the fewest in use.
     channels = min(len(_by_nic(local, topology)) for local in hosts)
     total: Transfers = {}
@@ -131,15 +131,13 @@ def _alltoall(
 
     All ranks of a host send the same to every other host, so one rank is counted for all of them.
     """
-    hosts = _by_host(members, topology)
+    local = _by_host(members, topology)
     homes = [topology.host_of(gpu) or gpu for gpu in members]
-    first = {home: i for i, home in reversed(list(enumerate(homes)))}
-    local = dict(zip(dict.fromkeys(homes), hosts, strict=True))
     names = list(local)
     total: Transfers = {}
     for i, home in enumerate(names):
         if peers is None or len(names) - 1 <= peers:
-            given = _counted("alltoall", size, homes, my_rank=first[home])
+            given = _counted("alltoall", size, homes, my_rank=homes.index(home))
         else:
             away = size * (len(homes) - len(local[home])) / len(homes)
             others = len(names) - 1
@@ -150,19 +148,19 @@ def _alltoall(
             pairs = [(ours[0], theirs[0]) for ours, theirs in zip(*nics, strict=False)]
             share = moved * len(local[home]) / len(pairs)
             traffic.add_flows(total, dict.fromkeys(pairs, share))
-    for gpus in hosts:
+    for gpus in local.values():
         for gpu in gpus:
             within = {(gpu, other): size / len(members) for other in gpus if other != gpu}
             traffic.add_flows(total, within)
     return total
 
 
-def _by_host(members: Sequence[str], topology: Topology) -> list[tuple[str, ...]]:
+def _by_host(members: Sequence[str], topology: Topology) -> dict[str, tuple[str, ...]]:
     """The members of each host, in order of appearance."""
     hosts: dict[str, list[str]] = {}
     for gpu in members:
         hosts.setdefault(topology.host_of(gpu) or gpu, []).append(gpu)
-    return [tuple(local) for local in hosts.values()]
+    return {host: tuple(local) for host, local in hosts.items()}
 
 
 def _ring_order(

@@ -236,16 +236,11 @@ def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
 
 
 def _take(cell: Cell, wanted: int, allocation: Allocation) -> tuple[str, ...]:
-    """``wanted`` free GPUs of ``cell``, in its order."""
-    chosen = set(_fill(cell, wanted, allocation))
-    return tuple(gpu for gpu in cell.gpus if gpu in chosen)
-
-
-def _fill(cell: Cell, wanted: int, allocation: Allocation) -> list[str]:
-    """``wanted`` free GPUs of ``cell``: whole children, then the fullest that holds the rest."""
+    """``wanted`` free GPUs of ``cell``, in its order: whole children, then the fullest that holds
+    the rest."""
     if wanted == len(cell.gpus):
-        return list(cell.gpus)
-    taken: list[str] = []
+        return cell.gpus
+    taken: set[str] = set()
     left = [child for child in cell.children if allocation.free_in[child]]
     while wanted:
         free = {child: allocation.free_in[child] for child in left}
@@ -253,7 +248,7 @@ def _fill(cell: Cell, wanted: int, allocation: Allocation) -> list[str]:
         # A child that holds the rest, the fullest; otherwise the emptiest one as a whole.
         best = min(enough, key=free.__getitem__) if enough else max(left, key=free.__getitem__)
         part = min(wanted, free[best])
-        taken += _fill(best, part, allocation)
+        taken.update(_take(best, part, allocation))
         wanted -= part
         left.remove(best)
-    return taken
+    return tuple(gpu for gpu in cell.gpus if gpu in taken)

@@ -1,4 +1,4 @@
-// The fluid engine without Python: exact cases, and a random churn of jobs for the sanitizers.
+// The fluid engine without Python: a random churn of jobs for the sanitizers.
 
 #include <cmath>
 #include <cstdio>
@@ -48,20 +48,6 @@ void queue_gives_times_in_order_and_ties_by_id() {
     time = queue.next_time();
     id = queue.next_id();
     queue.remove(id);
-  }
-}
-
-void paper_example_1() {
-  for (const auto& [level, busy] : {std::pair{1, 9.0}, std::pair{-1, 10.0}}) {
-    Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
-    const JobId a = engine.add_job(job("1", 2, {burst(1, {{0, Bytes(2 * kGB)}})}, level));
-    JobSpec second = job("2", 1, {burst(1, {{0, Bytes(kGB)}})}, 0);
-    second.start = Seconds(1);
-    const JobId b = engine.add_job(second);
-    engine.run_until(Seconds(2));
-    const double before = engine.result(a).compute_s + engine.result(b).compute_s;
-    engine.run_until(Seconds(14));
-    CHECK(engine.result(a).compute_s + engine.result(b).compute_s - before == busy);
   }
 }
 
@@ -163,7 +149,6 @@ void churn(unsigned seed, const Options& options) {
 
 int main() {
   queue_gives_times_in_order_and_ties_by_id();
-  paper_example_1();
   refuses_what_it_cannot_simulate();
   // Two at a time: engines share nothing.
   const Options played{false, 1e-9, 0.0};

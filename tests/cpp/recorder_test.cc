@@ -221,22 +221,11 @@ void group_keeps_what_a_renaming_does_not_tell() {
   CHECK(refused);
 }
 
-void clock_does_not_go_back() {
-  int64_t before = monotonic_ns();
-  CHECK(before > 0);
-  for (int i = 0; i < 1000; ++i) {
-    const int64_t now = monotonic_ns();
-    CHECK(now >= before);
-    before = now;
-  }
-}
-
 }  // namespace
 }  // namespace crux
 
 int main() {
   using namespace crux;
-  clock_does_not_go_back();
   ring_is_first_in_first_out_and_refuses_when_full();
   ring_gives_exactly_what_it_took();
   recorder_drains_or_counts_every_record(2);
