@@ -1,9 +1,10 @@
-"""A training loop of your own under Crux, without cruxrun: choose the backend, read the profile.
+"""Use Crux in your own training loop, without cruxrun: choose the backend, read the profile.
 
     torchrun --nproc-per-node 2 examples/own_loop.py
 
 ``import crux_torch`` registers the backend "crux", which wraps gloo on CPUs and NCCL on GPUs. The
-loop ends once the job has been measured, and prints what Crux measured of it.
+loop ends once the job has been measured, and prints its profile. Without a store (``cruxrun`` hosts
+one) Crux warns once and goes on; ``CRUX_STORE=none`` says that there is none.
 """
 
 from __future__ import annotations

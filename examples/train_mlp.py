@@ -2,8 +2,8 @@
 
     cruxrun --nproc-per-node 2 examples/train_mlp.py
 
-Nothing in the script is about Crux, and ``torchrun`` starts it just as well. While it runs,
-``crux status`` in another shell shows what Crux measured of the job, after half a minute or so.
+Nothing in the script is about Crux; ``torchrun`` starts it, too. After half a minute,
+``crux status`` in another shell shows what Crux measured of the job.
 """
 
 from __future__ import annotations
