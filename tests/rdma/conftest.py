@@ -8,7 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from lab.rdma import program, standin
+from lab.nccl import library
+from lab.nccl.library import NcclUnavailableError
+from lab.rdma import standin
 from lab.rdma.guest import Guest
 from lab.rdma.play import Outcome, play
 from lab.rdma.requirement import LabUnavailableError
@@ -30,8 +32,11 @@ def environment(guest: Guest) -> str:
 @pytest.fixture(scope="session")
 def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
     """Programs on two devices with a cable between them, without and with the stand-in."""
-    dl_client = _or_skip(lambda: program.build("dl_client"))
-    outcome = play(guest, "pair", environment, str(dl_client), timeout_s=200)
+    try:
+        libnccl = str(library.installed())
+    except NcclUnavailableError:
+        libnccl = ""
+    outcome = play(guest, "pair", environment, libnccl, timeout_s=250)
     yield outcome
     _remove(outcome, request)
 

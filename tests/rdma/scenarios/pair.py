@@ -1,7 +1,7 @@
 """Unmodified programs of verbs over a cable between two devices, without and with the stand-in.
 
-Usage: pair.py ENVIRONMENT DL_CLIENT    (JSON: variables that put the stand-in before a program;
-the program of programs/dl_client.cc)
+Usage: pair.py ENVIRONMENT LIBNCCL    (JSON: variables that put the stand-in before a program;
+"" for LIBNCCL: there is none)
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ PLANNED_DSCP = dict(zip(PAIR_ADDRESSES, (46, 26), strict=True))
 PLANNED_PORTS = dict(
     zip(PAIR_ADDRESSES, ((50001, 52003, 54005, 65535), (49152, 51002, 53004, 60006)), strict=True)
 )
-#: Devices and their indices of IPv4 GIDs, for programs that use both.
-_ENDS = ("rxe0", "1", "rxe1", "1")
+#: A communicator of this group is asked to send with this class.
+GROUP, GROUP_DSCP = "data_parallel", 34
+#: NCCL's variables: so many queue pairs for a connection, and each message over all of them.
+NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_MERGE_NICS": "0",
+    "NCCL_IB_QPS_PER_CONNECTION": str(QUEUE_PAIRS),
+    "NCCL_IB_SPLIT_DATA_ON_QPS": "1",
+}
 #: Debian's Python, for which python3-pyverbs is.
 _PYTHON = "/usr/bin/python3"
 _ROOT = Path(__file__).resolve().parents[3]
+_NCCL_NET = Path(__file__).with_name("nccl_net.py")
 _LIST_DEVICES = """
 import dataclasses, json
 from crux_torch.host.rdma import rdma_devices
@@ -35,7 +43,7 @@ print(json.dumps([dataclasses.asdict(device) for device in rdma_devices()]))
 """
 
 
-def main(environment: str, dl_client: str) -> None:
+def main(environment: str, libnccl: str) -> None:
     out = Path.cwd()
     recorder = Recorder()
     start = time.monotonic()
@@ -54,10 +62,15 @@ def main(environment: str, dl_client: str) -> None:
     steered = {**json.loads(environment), "CRUX_TRANSPORT_ROUTES": str(routes)}
     with Capture(out / "pair.pcap", "v0"):
         for case, more in (("plain", {}), ("standin", steered)):
-            programs(recorder, case, {**os.environ, **more}, dl_client)
+            programs(recorder, case, {**os.environ, **more})
+            if libnccl:
+                nccl = [_PYTHON, "-B", "-S", str(_NCCL_NET), libnccl]
+                found = {**env, **NCCL, **more}
+                recorder.run(f"nccl {case}", nccl, found)
+                recorder.run(f"nccl group {case}", [*nccl, GROUP, str(GROUP_DSCP)], found)
 
 
-def programs(recorder: Recorder, case: str, env: dict[str, str], dl_client: str) -> None:
+def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
     def both(name: str, *argv: str) -> None:
         client = [*argv, "-d", "rxe1", PAIR_ADDRESSES[0]]
         recorder.exchange(f"{name} {case}", [*argv, "-d", "rxe0"], client, env)
@@ -77,7 +90,6 @@ def programs(recorder: Recorder, case: str, env: dict[str, str], dl_client: str)
         ("devices", ["ibv_devices"]),
         ("devinfo", ["ibv_devinfo", "-v"]),
         ("no such device", ["ibv_devinfo", "-d", "none"]),
-        ("dl_client", [dl_client, *_ENDS]),
     ):
         recorder.run(f"{name} {case}", argv, env)
 
