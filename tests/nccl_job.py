@@ -1,12 +1,11 @@
-"""A training script under ``cruxrun`` in whose processes a fake libnccl opens connections late.
+"""A training script under ``cruxrun`` in whose processes NCCL opens connections late.
 
-``cruxrun … nccl_job.py FOLDER LIBRARY`` writes ``FOLDER/RANK.json``: which classes the library's
+``cruxrun … nccl_job.py FOLDER`` writes ``FOLDER/RANK.json``: which classes NCCL's
 connections and the program's own ones have, once the job has a level and at the end.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import socket
 import sys
@@ -21,9 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crux_torch
+from crux_torch.apply.transport import Transport
+from lab.nccl import communicator, library
+from lab.nccl.library import Library
 
 sys.path.insert(0, str(Path(__file__).parent))
-from nccl_socket_worker import Communicator, Meeting, classes
+from nccl_socket_worker import Meeting, classes, joined
 
 LIMIT_S = 300.0
 
@@ -40,7 +42,7 @@ def until_all(condition: Callable[[], bool], step: Callable[[], None], limit_s: 
             return bool(told[0] == 2)
 
 
-def main(folder: Path, library: Path) -> None:
+def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Linear(64, 8))
@@ -61,14 +63,14 @@ def main(folder: Path, library: Path) -> None:
         return bool(status["plan"] and order and not order["measuring"] and applied()["dscp"])
 
     told: dict[str, Any] = {"planned": until_all(planned, step, LIMIT_S)}
-    communicator = Communicator(ctypes.CDLL(str(library)), Meeting(rank, folder), "late")
+    nccl = Library(library.installed())
+    communicator.prepare(nccl, rank, "lo")
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as stranger,
     ):
-        communicator.initialize()
-        communicator.first_operation()
-        descriptors = communicator.descriptors()
+        late = joined(nccl, Meeting(rank, 2, folder), "late")
+        descriptors = [c.fd for c in Transport.load().connections() if c.owner == "libnccl.so.2"]
 
         def marked() -> bool:
             return set(classes(descriptors)) == {applied()["dscp"] << 2}
@@ -84,8 +86,9 @@ def main(folder: Path, library: Path) -> None:
         while set(classes(descriptors)) != {0} and time.monotonic() < until:
             time.sleep(0.05)
         told["reverted"] = sorted(set(classes(descriptors)))
+        late.abort()
     (folder / f"{rank}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -1,14 +1,14 @@
-"""One of two ranks whose connections a fake libnccl makes; prints what became of them.
+"""One of some ranks whose connections the installed libnccl makes; prints what became of them.
 
-``python nccl_socket_worker.py RANK FOLDER LIBRARY [ADDRESS ROUTES]``, with the transport library in
-``LD_PRELOAD``. The ranks meet by files in FOLDER. With ROUTES, as JSON, they only make connections
-and move data over them; without, they go through the life of two communicators on loopback.
+``python nccl_socket_worker.py RANK SIZE FOLDER [ADDRESS ROUTES]``, with the transport library in
+``LD_PRELOAD``. The ranks meet by files in FOLDER. With ROUTES, as JSON, two of them only connect
+NCCL's network code and move data over it; without, they go through the life of communicators on
+loopback.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
@@ -19,11 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from crux_torch.apply.classes import TrafficClass
+from crux_torch.apply.nccl_sockets import made_by_nccl
 from crux_torch.apply.transport import Route, Transport
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import SocketTable
+from lab.nccl import communicator, library
+from lab.nccl.communicator import Communicator
+from lab.nccl.library import Library, NcclError
+from lab.nccl.net import Net, finished
 
 MEET_S = 60.0
+MISSING_S = 1.0
 THREADS, PER_THREAD = 2, 3
 BYTES = 6 << 20
 LEVELS = (0, 8, 16, 24, 32, 40, 48, 56)
@@ -32,60 +38,29 @@ ROUTE_DSCP = 46
 
 
 class Meeting:
-    def __init__(self, rank: int, folder: Path) -> None:
-        self.rank, self.folder = rank, folder
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
 
-    def exchange(self, name: str, value: object) -> Any:
-        """Tell the other rank ``value``, and what it told."""
+    def exchange(self, name: str, value: object) -> list[Any]:
+        """Tell the other ranks ``value``; what all have told, by rank."""
         mine = self.folder / f"{name}.{self.rank}"
         part = self.folder / f"{name}.{self.rank}.part"
         part.write_text(json.dumps(value))
         part.rename(mine)
-        theirs = self.folder / f"{name}.{1 - self.rank}"
+        everyone = [self.folder / f"{name}.{rank}" for rank in range(self.size)]
         until = time.monotonic() + MEET_S
-        while not theirs.exists():
+        while missing := [file.name for file in everyone if not file.exists()]:
             if time.monotonic() > until:
-                raise TimeoutError(f"rank {1 - self.rank} did not come to {name}")
+                raise TimeoutError(f"these ranks did not come: {missing}")
             time.sleep(0.002)
-        return json.loads(theirs.read_text())
+        return [json.loads(file.read_text()) for file in everyone]
 
 
-class Communicator:
-    """A communicator of the fake library, as a group has one: made late, connected later."""
-
-    def __init__(
-        self, library: ctypes.CDLL, meeting: Meeting, name: str, own: str = "127.0.0.1"
-    ) -> None:
-        self._library, self._meeting, self._name, self._own = library, meeting, name, own
-        library.fake_nccl_new.restype = ctypes.c_void_p
-        made = library.fake_nccl_new(own.encode(), THREADS, PER_THREAD)
-        assert made is not None
-        self._handle = ctypes.c_void_p(made)
-
-    def initialize(self) -> None:
-        port = self._library.fake_nccl_bootstrap_port(self._handle)
-        self._reach("initialize", port)
-
-    def first_operation(self) -> None:
-        port = self._library.fake_nccl_data_port(self._handle)
-        self._reach("connect", port)
-        self.operation()
-
-    def _reach(self, how: str, port: int) -> None:
-        address, peer = self._meeting.exchange(f"{self._name}-{how}", (self._own, port))
-        reach = getattr(self._library, f"fake_nccl_{how}")
-        error = reach(self._handle, address.encode(), peer)
-        assert error == 0, os.strerror(error)
-
-    def operation(self) -> None:
-        assert self._library.fake_nccl_transfer(self._handle, ctypes.c_size_t(BYTES)) == 0
-
-    def descriptors(self) -> list[int]:
-        found = (ctypes.c_int * 256)()
-        return found[: self._library.fake_nccl_descriptors(self._handle, found, 256)]
-
-    def destroy(self) -> None:
-        self._library.fake_nccl_delete(self._handle)
+def joined(nccl: Library, meeting: Meeting, name: str) -> Communicator:
+    """A communicator of all ranks, its rings connected."""
+    told = communicator.identity(nccl).hex() if meeting.rank == 0 else ""
+    identity = bytes.fromhex(meeting.exchange(name, told)[0])
+    return Communicator(nccl, identity, meeting.size, meeting.rank)
 
 
 @contextlib.contextmanager
@@ -111,92 +86,102 @@ def classes(descriptors: list[int]) -> list[int]:
     return found
 
 
-def inodes(descriptors: list[int]) -> list[int]:
-    return sorted(os.fstat(descriptor).st_ino for descriptor in descriptors)
-
-
-def main(rank: int, folder: Path, library: Path) -> dict[str, Any]:
-    meeting = Meeting(rank, folder)
+def main(meeting: Meeting) -> dict[str, Any]:
+    rank = meeting.rank
     transport = Transport.load()
-    ownership, table = Ownership(), SocketTable()
+    # Not by way of torch, which can't be loaded beside another release of NCCL.
+    ownership = Ownership(made_by_nccl=made_by_nccl)
     traffic_class = TrafficClass(ownership)
-    nccl = ctypes.CDLL(str(library))
-    result: dict[str, Any] = {"sees": transport.sees_sockets}
+    nccl = Library(library.installed())
+    communicator.prepare(nccl, rank, "lo")
+    result: dict[str, Any] = {"version": nccl.version, "sees": transport.sees_sockets}
 
     def owned() -> list[int]:
         return sorted(s.inode for s in ownership.owned())
 
+    def connected(others: list[socket.socket]) -> dict[int, int]:
+        """Descriptors by inode of this process's connections, without the program's own."""
+        theirs = {os.fstat(other.fileno()).st_ino for other in others}
+        return {i: s.fd for i, s in SocketTable().scan().items() if s.peer and i not in theirs}
+
     with strangers() as others:
         traffic_class.apply_level(6, LEVELS)
         result["before"] = owned()
-        first = Communicator(nccl, meeting, "first")
-        first.initialize()
-        result["bootstrap"] = (owned() == inodes(first.descriptors()), len(owned()))
-        traffic_class.refresh()
-
-        first.first_operation()
-        result["data"] = (owned() == inodes(first.descriptors()), len(owned()))
-        report = traffic_class.refresh()
-        result["marked"] = (report.applied, report.refused, classes(first.descriptors()))
-
-        # Another group comes: its connections have the class of the route from their first packet.
-        transport.set_routes([Route("127.0.0.1", dscp=ROUTE_DSCP, rate_Bps=RATE_BPS)])
-        second = Communicator(nccl, meeting, "second")
-        second.initialize()
-        second.first_operation()
-        of_second = set(inodes(second.descriptors()))
-        known = [c for c in transport.connections() if c.id in of_second]
-        result["routed"] = sorted((c.accepted, c.how, c.dscp, c.rate_Bps) for c in known)
+        first = joined(nccl, meeting, "first")
+        of_first = connected(others)
+        result["owned"] = owned() == sorted(of_first)
+        known = [c for c in transport.connections() if c.id in of_first]
         result["owners"] = sorted({c.owner for c in known})
+        report = traffic_class.refresh()
+        result["marked"] = report.applied == len(of_first), report.refused
+        result["high"] = sorted(set(classes([*of_first.values()])))
+        meeting.exchange("marked", None)
+
+        # Another comes: its connections have the class of the route from their first packet.
+        transport.set_routes([Route("127.0.0.1", dscp=ROUTE_DSCP, rate_Bps=RATE_BPS)])
+        second = first.split(rank // 2, rank)
+        both = connected(others)
+        new = [c for c in transport.connections() if c.id in both.keys() - of_first.keys()]
+        result["routed"] = [
+            sorted({(c.how, c.dscp, c.rate_Bps) for c in new if c.accepted == side})
+            for side in (False, True)
+        ]
         meeting.exchange("routed", None)
         transport.set_routes([])
         report = traffic_class.apply_level(2, LEVELS)
-        both = first.descriptors() + second.descriptors()
-        result["level"] = (report.applied, report.refused, classes(both))
+        result["low"] = report.applied == len(both), sorted(set(classes([*both.values()])))
         report = traffic_class.apply_rate(RATE_BPS)
-        result["paced"] = (report.applied, sorted({str(m.rate_Bps) for m in report.marks}))
+        result["paced"] = sorted({str(m.rate_Bps) for m in report.marks})
         traffic_class.apply_rate(None)
-        first.operation()
-        second.operation()
 
         meeting.exchange("closing", None)
-        first.destroy()
+        second.destroy()
         with strangers() as reusing:
             report = traffic_class.refresh()
-            result["closed"] = (owned() == inodes(second.descriptors()), report.refused)
+            left = connected([*others, *reusing])
+            result["closed"] = owned() == sorted(left), len(left) < len(both), report.refused
             result["strangers"] = classes([s.fileno() for s in (*others, *reusing)])
         traffic_class.revert()
-        result["reverted"] = classes(second.descriptors())
-        result["sockets"] = len(table.scan()) > len(second.descriptors())
+        result["reverted"] = classes([*left.values()])
         meeting.exchange("end", None)
-        second.destroy()
+        # One tears down as a job does, the other as a job that has failed.
+        first.destroy() if rank == 0 else first.abort()
+
+        begun_s = time.monotonic()
+        try:
+            Communicator(nccl, communicator.identity(nccl), 2, 0, limit_s=MISSING_S)
+        except NcclError:
+            result["missing_s"] = time.monotonic() - begun_s
         result["left"] = owned()
     return result
 
 
-def steered(
-    rank: int, folder: Path, library: Path, own: str, routes: list[Any]
-) -> list[dict[str, Any]]:
-    """The connections of one communicator that is made where there are routes already."""
-    meeting = Meeting(rank, folder)
+def steered(meeting: Meeting, own: str, routes: list[Any]) -> dict[str, Any]:
+    """The connections of NCCL's network code where there are routes already."""
     transport = Transport.load()
     transport.set_routes([Route(to, tuple(map(tuple, hops)), dscp) for to, hops, dscp in routes])
-    communicator = Communicator(ctypes.CDLL(str(library)), meeting, "steered", own)
-    communicator.initialize()
-    communicator.first_operation()
+    threads = {"NCCL_SOCKET_NTHREADS": THREADS, "NCCL_NSOCKS_PERTHREAD": PER_THREAD}
+    os.environ.update({name: str(count) for name, count in threads.items()})
+    os.environ["NCCL_SOCKET_IFNAME"] = "^lo"
+    net = Net(Library(library.installed()), "ncclNetSocket")
+    handle, listener = net.listen(0)
+    theirs = bytes.fromhex(meeting.exchange("handle", handle.hex())[1 - meeting.rank])
+    sender, receiver = finished(net.connector(0, theirs), net.acceptor(listener))
+    sent = os.urandom(BYTES)
+    _, received = finished(net.send(sender, sent), net.receive(receiver, BYTES))
     told = [
         {name: getattr(c, name) for name in ("how", "accepted", "via", "local_port", "dscp")}
         for c in transport.connections()
+        if c.peer != own
     ]
+    # Seldom are two random parts the same.
+    whole = meeting.exchange("sent", sent[:64].hex())[1 - meeting.rank] == received[:64].hex()
     meeting.exchange("end", None)
-    communicator.destroy()
-    return told
+    net.close(sender, receiver, listener)
+    return {"whole": whole and len(received) == BYTES, "connections": told}
 
 
 if __name__ == "__main__":
-    number, shared, built, *fabric = sys.argv[1:]
-    arguments = int(number), Path(shared), Path(built)
-    if fabric:
-        print(json.dumps(steered(*arguments, fabric[0], json.loads(fabric[1]))))
-    else:
-        print(json.dumps(main(*arguments)))
+    number, count, shared, *fabric = sys.argv[1:]
+    ranks = Meeting(int(number), int(count), Path(shared))
+    print(json.dumps(steered(ranks, fabric[0], json.loads(fabric[1])) if fabric else main(ranks)))

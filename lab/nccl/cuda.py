@@ -111,7 +111,7 @@ class HostCuda:
         for symbol in library.symbols:
             if re.fullmatch(r"cuda[A-Z]\w+", symbol) and not symbol.endswith(("_ptsz", "_ptds")):
                 library.detour(symbol, *answers.get(symbol, self._refused(symbol, _NOT_SUPPORTED)))
-            elif match := re.match(r"_Z\d+(ncclNvml[A-Za-z0-9]+?)(?:P|v|j|i)\w*$", symbol):
+            elif re.match(r"_Z\d+ncclNvml", symbol) and "." not in symbol:
                 name = next((n for n in nvml if symbol.startswith(f"_Z{len(n)}{n}")), None)
                 answer = nvml[name] if name else self._refused(symbol, _NVML_NOT_SUPPORTED)
                 library.detour(symbol, *answer)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import mmap
 import os
 import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 #: A file with another libnccl than the installed one.
 LIBRARY_ENV = "CRUX_LAB_LIBNCCL"
+_CACHE = Path(__file__).resolve().parents[2] / "build" / "nccl"
+_WHEEL = "nvidia-nccl-cu"
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SHT_SYMTAB = 2
@@ -35,9 +41,35 @@ def installed() -> Path:
     """The libnccl that torch loads, or the one that ``CRUX_LAB_LIBNCCL`` names.
 
     Raises:
-        NcclUnavailableError: there is none, or its symbols were stripped.
+        NcclUnavailableError: there is none that the lab can drive.
     """
-    path = Path(os.environ.get(LIBRARY_ENV) or _of_the_wheel())
+    return _drivable(Path(os.environ.get(LIBRARY_ENV) or _of_the_wheel()))
+
+
+def released(version: str) -> Path:
+    """The libnccl of that release: the installed one, or one that pip downloads once.
+
+    Raises:
+        NcclUnavailableError: there is none to be had.
+    """
+    wheels = (one for one in importlib.metadata.distributions() if one.name.startswith(_WHEEL))
+    wheel = next(wheels, None)
+    if wheel is None or wheel.version == version:
+        return installed()
+    folder = _CACHE / version
+    if not folder.is_dir():
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
+            wanted = f"{wheel.name}=={version}"
+            argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            done = subprocess.run([*argv, f"{scratch}/all", wanted], capture_output=True, text=True)
+            if done.returncode:
+                raise NcclUnavailableError(f"pip gives no {wanted}: {done.stderr[-200:]}")
+            Path(scratch, "all").rename(folder)
+    return _drivable(folder / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
+
+
+def _drivable(path: Path) -> Path:
     if os.uname().machine != "x86_64":
         raise NcclUnavailableError("detours are written for x86_64")
     if not path.is_file():
