@@ -14,24 +14,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from crux_torch.apply.transport import SocketSetting, Transport, TransportError
+from crux_torch.apply.transport import Transport, TransportError
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import Endpoint, TcpSocket
 
 DSCP_MASK = 0xFC
 ECN_MASK = 0x03
-#: What :meth:`SocketSetter.set_socket` takes for no limit.
+#: What :meth:`Transport.set_socket` takes for no limit.
 UNLIMITED = 0
-
-
-class SocketSetter(Protocol):
-    """What is needed of :class:`crux_torch.apply.transport.Transport`."""
-
-    def set_socket(
-        self, fd: int, inode: int, dscp: int | None = None, rate_Bps: int | None = None
-    ) -> SocketSetting: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +103,7 @@ class TrafficClass:
     """
 
     def __init__(
-        self, ownership: Ownership, transport: Callable[[], SocketSetter] = Transport.load
+        self, ownership: Ownership, transport: Callable[[], Transport] = Transport.load
     ) -> None:
         self._ownership = ownership
         self._transport = transport
@@ -215,14 +206,12 @@ class TrafficClass:
             if mark is not None:
                 marks[sock.inode] = (sock, mark)
         self._marks = marks
-        self._report = replace(
-            self._report, marks=tuple(mark for _, mark in marks.values()), error=""
-        )
+        self._report = replace(self._report, marks=tuple(m for _, m in marks.values()), error="")
         return self._report
 
 
 def _set(
-    setter: SocketSetter,
+    setter: Transport,
     sock: TcpSocket,
     dscp: int | None,
     rate_Bps: int | None,
@@ -250,7 +239,7 @@ def _set(
     )
 
 
-def _restore(setter: SocketSetter, sock: TcpSocket, mark: SocketMark) -> SocketMark | None:
+def _restore(setter: Transport, sock: TcpSocket, mark: SocketMark) -> SocketMark | None:
     """Undo one mark; None if nothing is left to undo."""
     now = setter.set_socket(sock.fd, sock.inode)
     if now.errno:

@@ -8,38 +8,25 @@ reads, and it finds version nodes through section headers, which the written fil
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from pathlib import Path
 
 from crux_torch.errors import CruxError
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_SONAME = 0, 1, 5, 10, 14
-_DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = (
-    0x6FFFFFFC,
-    0x6FFFFFFD,
-    0x6FFFFFFE,
-    0x6FFFFFFF,
-)
+_DT_VERDEF, _DT_VERDEFNUM = 0x6FFFFFFC, 0x6FFFFFFD
 _VER_FLG_BASE = 1
+#: Indices of added version nodes begin here: far above those that a linker gives to a library's
+#: own nodes and to the ones that it needs, which share their numbers.
+_FIRST_ADDED = 256
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 _DYNAMIC = struct.Struct("<qQ")
 _VERDEF = struct.Struct("<HHHHIII")
 _VERDAUX = struct.Struct("<II")
-_VERNEED = struct.Struct("<HHIII")
-_VERNAUX = struct.Struct("<IHHII")
 
 
 class ElfError(CruxError, ValueError):
     """The file is no shared library that can be read here."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    offset: int
-    address: int
-    file_size: int
 
 
 class SharedObject:
@@ -61,99 +48,66 @@ class SharedObject:
         except (struct.error, IndexError, UnicodeDecodeError) as error:
             raise ElfError(f"{name} is cut off or damaged: {error}") from error
 
-    @classmethod
-    def read(cls, path: Path) -> SharedObject:
-        """The library at ``path``; raises OSError too."""
-        return cls(path.read_bytes(), str(path))
-
     def _read_headers(self) -> None:
         if self.image[:6] != b"\x7fELF\x02\x01":
             raise ElfError(f"{self.name} is no 64-bit little-endian ELF file")
         header = _ELF_HEADER.unpack_from(self.image)
         self.machine: int = header[2]
         table, entry_size, count = header[5], header[9], header[10]
-        self._segments: list[_Segment] = []
-        dynamic: _Segment | None = None
+        # (offset in the file, address, size in the file)
+        self._segments: list[tuple[int, int, int]] = []
+        self._dynamic = range(0)
         for i in range(count):
             kind, _, offset, address, _, file_size, _, _ = _PROGRAM_HEADER.unpack_from(
                 self.image, table + i * entry_size
             )
-            segment = _Segment(offset, address, file_size)
             if kind == _PT_LOAD:
-                self._segments.append(segment)
+                self._segments.append((offset, address, file_size))
             elif kind == _PT_DYNAMIC:
-                dynamic = segment
-        if dynamic is None:
+                self._dynamic = range(offset, offset + file_size, _DYNAMIC.size)
+        if not self._dynamic:
             raise ElfError(f"{self.name} has no dynamic section")
-        self._dynamic = dynamic
-        # The first of each tag. There are several DT_NEEDED; those are found by position.
-        self._tags: dict[int, int] = {}
-        self._end = dynamic.offset
-        for offset in range(dynamic.offset, dynamic.offset + dynamic.file_size, _DYNAMIC.size):
+        # The place and value of the first of each tag.
+        self._tags: dict[int, tuple[int, int]] = {}
+        for offset in self._dynamic:
             tag, value = _DYNAMIC.unpack_from(self.image, offset)
             self._end = offset
             if tag == _DT_NULL:
                 break
-            self._tags.setdefault(tag, value)
+            self._tags.setdefault(tag, (offset, value))
+
+    def _value(self, tag: int) -> int:
+        return self._tags[tag][1]
 
     def file_offset(self, address: int) -> int:
         """The place in the file of what is loaded at ``address``."""
-        for segment in self._segments:
-            if segment.address <= address < segment.address + segment.file_size:
-                return address - segment.address + segment.offset
+        for offset, start, size in self._segments:
+            if start <= address < start + size:
+                return address - start + offset
         raise ElfError(f"{self.name} has nothing at address {address:#x}")
 
     def address(self, file_offset: int) -> int:
         """The address at which that part of the file is loaded."""
-        for segment in self._segments:
-            if segment.offset <= file_offset < segment.offset + segment.file_size:
-                return file_offset - segment.offset + segment.address
+        for offset, start, size in self._segments:
+            if offset <= file_offset < offset + size:
+                return file_offset - offset + start
         raise ElfError(f"{self.name} does not load what is at offset {file_offset:#x}")
-
-    def _string(self, offset: int) -> str:
-        start = self.file_offset(self._tags[_DT_STRTAB]) + offset
-        return self.image[start : self.image.index(0, start)].decode()
-
-    @property
-    def soname(self) -> str | None:
-        offset = self._tags.get(_DT_SONAME)
-        return None if offset is None else self._string(offset)
-
-    @property
-    def needed(self) -> list[str]:
-        """The libraries that it needs, in order."""
-        entries = range(self._dynamic.offset, self._end, _DYNAMIC.size)
-        pairs = (_DYNAMIC.unpack_from(self.image, offset) for offset in entries)
-        return [self._string(value) for tag, value in pairs if tag == _DT_NEEDED]
 
     def versions(self) -> dict[str, int]:
         """The version nodes that it defines, without the base one: name to index."""
         found: dict[str, int] = {}
         if _DT_VERDEF not in self._tags:
             return found
-        offset = self.file_offset(self._tags[_DT_VERDEF])
-        for _ in range(self._tags[_DT_VERDEFNUM]):
+        offset = self.file_offset(self._value(_DT_VERDEF))
+        strings = self.file_offset(self._value(_DT_STRTAB))
+        for _ in range(self._value(_DT_VERDEFNUM)):
             _, flags, index, _, _, first, following = _VERDEF.unpack_from(self.image, offset)
             if not flags & _VER_FLG_BASE:
                 name, _ = _VERDAUX.unpack_from(self.image, offset + first)
-                found[self._string(name)] = index
+                start = strings + name
+                found[self.image[start : self.image.index(0, start)].decode()] = index
             offset += following
         return found
-
-    def _needed_version_indices(self) -> list[int]:
-        if _DT_VERNEED not in self._tags:
-            return []
-        indices = []
-        offset = self.file_offset(self._tags[_DT_VERNEED])
-        for _ in range(self._tags[_DT_VERNEEDNUM]):
-            _, count, _, first, following = _VERNEED.unpack_from(self.image, offset)
-            at = offset + first
-            for _ in range(count):
-                _, _, index, _, next_one = _VERNAUX.unpack_from(self.image, at)
-                indices.append(index)
-                at += next_one
-            offset += following
-        return indices
 
     def rename(
         self, soname: str, needed: list[str], versions: list[str], room: tuple[int, int]
@@ -170,19 +124,17 @@ class SharedObject:
         Raises:
             ElfError: there is not enough room, or the dynamic section has too few spare entries.
         """
-        old_start = self.file_offset(self._tags[_DT_STRTAB])
-        strings = bytearray(self.image[old_start : old_start + self._tags[_DT_STRSZ]])
+        old_start = self.file_offset(self._value(_DT_STRTAB))
+        strings = bytearray(self.image[old_start : old_start + self._value(_DT_STRSZ)])
 
         def add(text: str) -> int:
+            start = len(strings)
             strings.extend(text.encode() + b"\0")
-            return len(strings) - len(text.encode()) - 1
+            return start
 
         indices = self.versions()
-        unused = max([*indices.values(), *self._needed_version_indices(), 1]) + 1
-        for version in versions:
-            if version not in indices:
-                indices[version] = unused
-                unused += 1
+        added = [version for version in versions if version not in indices]
+        indices |= {version: index for index, version in enumerate(added, _FIRST_ADDED)}
         name = add(soname)
         nodes = [(_VER_FLG_BASE, 1, soname, name)]
         nodes += [(0, index, version, add(version)) for version, index in indices.items()]
@@ -208,17 +160,14 @@ class SharedObject:
         _ELF_HEADER.pack_into(self.image, 0, *header)
 
     def _set(self, tag: int, value: int) -> None:
-        for offset in range(self._dynamic.offset, self._end, _DYNAMIC.size):
-            if _DYNAMIC.unpack_from(self.image, offset)[0] == tag:
-                _DYNAMIC.pack_into(self.image, offset, tag, value)
-                self._tags[tag] = value
-                return
-        self._append(tag, value)
-        self._tags[tag] = value
+        if tag in self._tags:
+            _DYNAMIC.pack_into(self.image, self._tags[tag][0], tag, value)
+        else:
+            self._append(tag, value)
 
     def _append(self, tag: int, value: int) -> None:
         # A DT_NULL has to stay at the end.
-        if self._end + 2 * _DYNAMIC.size > self._dynamic.offset + self._dynamic.file_size:
+        if self._end + _DYNAMIC.size not in self._dynamic:
             raise ElfError(f"{self.name} has no spare entries in its dynamic section")
         _DYNAMIC.pack_into(self.image, self._end, tag, value)
         self._end += _DYNAMIC.size

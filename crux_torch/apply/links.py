@@ -1,6 +1,6 @@
 """Links of this host as semaphores: lower levels give way (paper §5, Figure 3b).
 
-A :class:`LinkRoutes` knows which links the operations of a process group cross. ``csrc/links``
+``LinkRoutes`` knows which links the operations of a process group cross. ``csrc/links``
 knows who is on a link and who waits for whom. This file says when: a process takes its places with
 the first order of its leader, and its operations look at a link only while another job has a place
 there, too. docs/pcie.md explains the protocol.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from crux_torch.host.nvml import Gpu
 from crux_torch.host.pcie import PcieTree
@@ -32,22 +32,13 @@ MAX_GROUPS = 4096
 LOOK_S = 5.0
 
 
-class LinkRoutes(Protocol):
-    """Which links of this host the operations of a process group cross, by name."""
-
-    def __call__(self, group: GroupInfo) -> tuple[str, ...]: ...
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why the links are not known, in words; None if they are."""
-
-
 @dataclass(frozen=True, slots=True)
 class StandInRoutes:
     """Links by agreement: every operation with another rank crosses all of them.
 
     Attributes:
         names: of the links; jobs that name the same one on a host share it.
+        obstacle: why the links are not known, in words; None if they are.
     """
 
     names: tuple[str, ...]
@@ -84,6 +75,7 @@ class PcieRoutes:
 
     @property
     def obstacle(self) -> str | None:
+        """Why the links are not known, in words; None if they are."""
         return self.tree.obstacle
 
     def __call__(self, group: GroupInfo) -> tuple[str, ...]:
@@ -108,6 +100,10 @@ class PcieRoutes:
         return tuple(sorted(found))
 
 
+#: Which links of this host the operations of a process group cross, by name.
+LinkRoutes = StandInRoutes | PcieRoutes
+
+
 def nvlinked_with(gpu: Gpu, gpus: Sequence[Gpu]) -> frozenset[str]:
     """PCI addresses of the GPUs that reach ``gpu`` without PCIe: by a link, or through NVSwitch."""
 
@@ -117,14 +113,6 @@ def nvlinked_with(gpu: Gpu, gpus: Sequence[Gpu]) -> frozenset[str]:
     direct = {link.peer for link in gpu.nvlinks if link.kind == "gpu"}
     others = {one.pci_address for one in gpus if switched(one)} if switched(gpu) else set()
     return frozenset((direct | others) - {gpu.pci_address})
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """A link that this process has a place on: its index, and whether another job has one."""
-
-    index: int
-    shared: bool
 
 
 class HostLinks:
@@ -162,7 +150,10 @@ class HostLinks:
         self._job = ""
         self._level: int | None = None
         self._priority = 0.0
-        self._joined: dict[str, _Joined] = {}
+        # The gate's index of each link that this process has a place on, and those links on which
+        # another job has one too.
+        self._joined: dict[str, int] = {}
+        self._shared: frozenset[str] = frozenset()
         self._crossed: dict[int, tuple[int, ...]] = {}
         self._errors: dict[str, str] = {}
         self._warn = WarnOnce(_log)
@@ -199,11 +190,10 @@ class HostLinks:
         self._join({name for route in routes for name in route})
         if self._gate is None:
             return
-        for name, joined in self._joined.items():
-            self._joined[name] = _Joined(joined.index, self._gate.shared(joined.index))
+        shared = (name for name, index in self._joined.items() if self._gate.shared(index))
+        self._shared = frozenset(shared)
         for group, route in enumerate(routes):
-            links = (self._joined[name] for name in route if name in self._joined)
-            crossed = tuple(link.index for link in links if link.shared)
+            crossed = tuple(self._joined[name] for name in route if name in self._shared)
             if self._crossed.get(group, ()) != crossed:
                 self._gate.cross(group, list(crossed))
                 self._crossed[group] = crossed
@@ -212,18 +202,18 @@ class HostLinks:
     def revert(self) -> None:
         """Leave all links: give way to nobody, and nobody gives way to this process."""
         self._job, self._level = "", None
-        self._joined, self._crossed, self._errors = {}, {}, {}
+        self._joined, self._shared, self._crossed, self._errors = {}, frozenset(), {}, {}
         if self._gate is not None:
             self._gate.install(False)
             self._gate.retire()
 
     def status(self) -> dict[str, Any]:
         """Plain values: ``active``, ``why_not``, ``waits`` and each of the ``links``."""
-        gate, routes, joined = self._gate, self._routes, self._joined
+        gate, joined, shared = self._gate, self._joined, self._shared
         waited, ran_out, total_ns, longest_ns = (0, 0, 0, 0) if gate is None else gate.waits
         return {
             "active": gate is not None and gate.installed,
-            "why_not": self._why_not(routes),
+            "why_not": self._why_not(self._routes),
             "level": self._level,
             "priority": self._priority,
             "wait_ms": self._wait_s * 1e3,
@@ -233,7 +223,10 @@ class HostLinks:
                 "total_s": total_ns / 1e9,
                 "longest_s": longest_ns / 1e9,
             },
-            "links": {name: self._link(gate, link) for name, link in sorted(joined.items())},
+            "links": {
+                name: {"shared": name in shared, "holders": _holders(gate, index)}
+                for name, index in sorted(joined.items())
+            },
             "refused": dict(self._errors),
         }
 
@@ -244,9 +237,7 @@ class HostLinks:
             return "not known yet which links this process crosses"
         if routes.obstacle is not None:
             return routes.obstacle
-        if not any(link.shared for link in self._joined.values()):
-            return "no other job is on this process's links"
-        return None
+        return None if self._shared else "no other job is on this process's links"
 
     def _join(self, names: set[str]) -> None:
         for name in sorted(names - self._joined.keys()):
@@ -261,7 +252,7 @@ class HostLinks:
                 self._warn(name, f"operations do not give way on link {name}: {error}")
                 continue
             self._errors.pop(name, None)
-            self._joined[name] = _Joined(index, shared=False)
+            self._joined[name] = index
         self._set_level()
 
     def _set_level(self) -> None:
@@ -269,18 +260,16 @@ class HostLinks:
             level = NO_LEVEL if self._level is None else self._level
             self._gate.set_level(level, self._priority)
 
-    def _link(self, gate: Any, link: _Joined) -> dict[str, Any]:
-        now_ns = time.monotonic_ns()
-        return {
-            "shared": link.shared,
-            "holders": [
-                {
-                    "pid": holder.pid,
-                    "level": None if holder.level == NO_LEVEL else holder.level,
-                    "operations": holder.operations,
-                    "since_s": max(0, now_ns - holder.changed_ns) / 1e9,
-                    "same_job": holder.same_job,
-                }
-                for holder in gate.holders(link.index)
-            ],
+
+def _holders(gate: Any, link: int) -> list[dict[str, Any]]:
+    now_ns = time.monotonic_ns()
+    return [
+        {
+            "pid": holder.pid,
+            "level": None if holder.level == NO_LEVEL else holder.level,
+            "operations": holder.operations,
+            "since_s": max(0, now_ns - holder.changed_ns) / 1e9,
+            "same_job": holder.same_job,
         }
+        for holder in gate.holders(link)
+    ]

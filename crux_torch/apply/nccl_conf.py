@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ ENVIRONMENT = "environment"
 _MAX_BYTES = 1023
 #: Larger files are not NCCL's.
 _MAX_FILE_BYTES = 1 << 20
+_NUMBER = re.compile(r"[ \t\n\v\f\r]*([-+]?)(?:0[xX]([0-9a-fA-F]+)|(0[0-7]*)|([1-9][0-9]*))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +88,12 @@ class NcclVariables:
 
 def _strtoll(text: str) -> int:
     """The decimal, 0x… or 0… (octal) number at the beginning of the text; 0 if there is none."""
-    text = text.lstrip(" \t\n\v\f\r")
-    sign = -1 if text[:1] == "-" else 1
-    text = text[1:] if text[:1] in ("-", "+") else text
-    base, digits = 10, "0123456789"
-    if text[:2].lower() == "0x" and text[2:3].lower() in tuple("0123456789abcdef"):
-        base, digits, text = 16, "0123456789abcdef", text[2:]
-    elif text[:1] == "0":
-        base, digits = 8, "01234567"
-    number = 0
-    for character in text.lower():
-        if character not in digits:
-            break
-        number = number * base + digits.index(character)
-    return sign * number
+    found = _NUMBER.match(text)
+    if found is None:
+        return 0
+    sign, hexadecimal, octal, decimal = found.groups()
+    digits, base = (hexadecimal, 16) if hexadecimal else (octal, 8) if octal else (decimal, 10)
+    return int(sign + digits, base)
 
 
 def _home() -> Path | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from crux_torch.apply.transport import Connection, Route
 from crux_torch.c10d.sockets import Endpoint, TcpSocket
@@ -21,12 +21,8 @@ Side = Literal["connected", "accepted"]
 Verified = Literal["live", "connect", "no"]
 
 
-class Tracer(Protocol):
-    """:func:`crux_torch.probe.prober.trace_connection`."""
-
-    def __call__(
-        self, local: Endpoint, peer: Endpoint, protocol: IpProtocol, /, *, ttls: Sequence[int]
-    ) -> ConnectionTrace: ...
+#: :func:`crux_torch.probe.prober.trace_connection`.
+Tracer = Callable[..., ConnectionTrace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +64,7 @@ class PathState:
 
     def told(self) -> dict[str, Any]:
         """As ``crux_torch.status()`` shows it."""
-        return {
-            "local": self.local,
-            "peer": self.peer,
-            "side": self.side,
-            "wanted": [list(hop) for hop in self.wanted],
-            "taken": [list(hop) for hop in self.taken],
-            "as_planned": self.as_planned,
-            "verified": self.verified,
-            "steered": self.steered,
-            "probes": self.probes,
-            "error": self.error or None,
-        }
+        return asdict(self) | {"as_planned": self.as_planned, "error": self.error or None}
 
 
 def routes_from(
@@ -148,40 +133,21 @@ def routed(
     to = {address: route for route in routes for address in route.destinations}
     known = list(known)
     others = {c.id: c for c in known if c.kind == "tcp"}
-    accepted = {c.id for c in others.values() if c.accepted}
-    pairs = [c for c in known if c.kind == "qp" and c.peer in to and c.local_port]
-    found = [
-        Routed(
-            sock.inode,
-            sock.local,
-            sock.peer,
-            "accepted" if sock.local in listeners or sock.inode in accepted else "connected",
-            "tcp",
-            to[sock.peer[0]],
-            others.pop(sock.inode, None),
-        )
-        for sock in sockets
-        if sock.peer is not None and sock.peer[0] in to
-    ]
-    found += [
-        Routed(
-            c.id,
-            (c.local, c.local_port),
-            (c.peer, c.peer_port),
-            "connected",
-            "tcp",
-            to[c.peer],
-            c,
-        )
-        for c in others.values()
-        if c.probes and c.peer in to
-    ]
-    found += [
-        Routed(
-            c.id, (c.local, c.local_port), (c.peer, ROCE_V2_PORT), "connected", "udp", to[c.peer]
-        )
-        for c in pairs
-    ]
+    found = []
+    for sock in sockets:
+        if sock.peer is None or sock.peer[0] not in to:
+            continue
+        mine = others.pop(sock.inode, None)
+        accepted = sock.local in listeners or (mine is not None and mine.accepted)
+        side: Side = "accepted" if accepted else "connected"
+        route = to[sock.peer[0]]
+        found.append(Routed(sock.inode, sock.local, sock.peer, side, "tcp", route, mine))
+    for c in (c for c in others.values() if c.probes and c.peer in to):
+        local, peer = (c.local, c.local_port), (c.peer, c.peer_port)
+        found.append(Routed(c.id, local, peer, "connected", "tcp", to[c.peer], c))
+    for c in (c for c in known if c.kind == "qp" and c.peer in to and c.local_port):
+        local, peer = (c.local, c.local_port), (c.peer, ROCE_V2_PORT)
+        found.append(Routed(c.id, local, peer, "connected", "udp", to[c.peer]))
     return found
 
 

@@ -9,19 +9,22 @@ new connections.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
 
-from crux_torch.apply.transport import Connection, How, Transport, TransportError
+from crux_torch.apply.transport import (
+    HOWS,
+    LEAVE_RATE,
+    Connection,
+    How,
+    QueuePairOutcome,
+    Transport,
+)
 
 #: ``IBV_QPS_RTS``: connected, and may send.
 READY_TO_SEND = 3
-_HOWS: tuple[How, ...] = get_args(How)
-_LEAVE_RATE = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,6 @@ class Change:
         return self.error == 0
 
 
-class _Outcome(ctypes.Structure):
-    _fields_ = (
-        ("how", ctypes.c_int32),
-        ("error", ctypes.c_int32),
-        ("reason", ctypes.c_char * 96),
-    )
-
-
 class QueuePairs:
     """The queue pairs of this process; its methods may be called from any thread.
 
@@ -60,20 +55,11 @@ class QueuePairs:
         transport: the library; by default the one that is loaded.
 
     Raises:
-        TransportError: no library is loaded, or it is of another version.
+        TransportError: as :meth:`Transport.load`.
     """
 
     def __init__(self, transport: Transport | None = None) -> None:
         self._transport = transport or Transport.load()
-        library = self._transport.library
-        try:
-            for name, arguments in _FUNCTIONS:
-                function = getattr(library, name)
-                function.restype, function.argtypes = ctypes.c_int, arguments
-        except AttributeError as error:
-            raise TransportError(
-                f"libcrux_transport.so is incomplete ({error}): rebuild it"
-            ) from None
 
     @property
     def are_seen(self) -> bool:
@@ -96,11 +82,8 @@ class QueuePairs:
         Raises:
             TransportError: a value is out of range.
         """
-        error = self._transport.library.crux_transport_label(
-            traffic_class, owner.encode(), -1 if dscp is None else dscp
-        )
-        if error:
-            raise TransportError(error, f"crux_transport_label: {os.strerror(error)}")
+        dscp = -1 if dscp is None else dscp
+        self._transport.checked("label", traffic_class, owner.encode(), dscp)
 
     def change(
         self, id: int, *, udp_port: int | None = None, rate_Bps: int | None = None
@@ -112,15 +95,12 @@ class QueuePairs:
             udp_port: 49152 to 65535; None leaves it.
             rate_Bps: bytes per second at most, 0 for no limit; None leaves it.
         """
-        outcome = _Outcome()
-        error = self._transport.library.crux_transport_change_queue_pair(
-            id,
-            udp_port or 0,
-            _LEAVE_RATE if rate_Bps is None else rate_Bps,
-            ctypes.byref(outcome),
-        )
+        outcome = QueuePairOutcome()
+        rate_Bps = LEAVE_RATE if rate_Bps is None else rate_Bps
+        change = self._transport.library.crux_transport_change_queue_pair
+        error = change(id, udp_port or 0, rate_Bps, outcome)
         reason = outcome.reason.decode() or (os.strerror(error) if error else "")
-        return Change(_HOWS[outcome.how], error, reason)
+        return Change(HOWS[outcome.how], error, reason)
 
     def move(self, ports: Mapping[str, tuple[int, ...]]) -> bool:
         """Give each live queue pair a source port that leads over the planned path to its peer.
@@ -148,12 +128,3 @@ class QueuePairs:
             changed[pair.peer] += 1
             moved &= self.change(pair.id, udp_port=port).applied
         return moved
-
-
-_FUNCTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("crux_transport_label", (ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32)),
-    (
-        "crux_transport_change_queue_pair",
-        (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(_Outcome)),
-    ),
-)

@@ -184,7 +184,7 @@ def make(template: bytes, real: Path, transport: Path, name: str) -> bytes:
         ElfError: one of the files is no shared library, or lacks room.
     """
     standin = SharedObject(template, str(TEMPLATE))
-    library = SharedObject.read(real)
+    library = SharedObject(real.read_bytes(), str(real))
     if library.machine != standin.machine:
         raise StandinError(f"{real} is for another machine than {TEMPLATE}")
     start = template.find(_MAGIC)

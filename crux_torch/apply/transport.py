@@ -13,6 +13,7 @@ import functools
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_size_t, c_uint16, c_uint32, c_uint64
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,23 +25,16 @@ LIBRARY = Path(__file__).parents[1] / "libcrux_transport.so"
 
 Kind = Literal["tcp", "qp"]
 How = Literal[
-    "untouched",
-    "at_connect",
-    "at_rtr",
-    "live_option",
-    "live_device",
-    "needs_switch",
-    "refused",
+    "untouched", "at_connect", "at_rtr", "live_option", "live_device", "needs_switch", "refused"
 ]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+HOWS: tuple[How, ...] = get_args(How)
+#: The rate of a call that leaves the rate as it is.
+LEAVE_RATE = 2**64 - 1
 
 _ABI = 5
-_ADDRESS_CHARS = 46
-_NAME_CHARS = 64
 _MAX_HOPS = 16
 _MAX_PORTS = 64
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-_HOWS: tuple[How, ...] = get_args(How)
-_UINT64_MAX = 2**64 - 1
 
 
 class TransportError(CruxError, OSError):
@@ -75,7 +69,7 @@ class Route:
             raise ValueError("a TTL is from 1 to 255")
         if self.dscp is not None and not 0 <= self.dscp <= 63:
             raise ValueError("a DSCP value is from 0 to 63")
-        if self.rate_Bps is not None and not 0 < self.rate_Bps < _UINT64_MAX:
+        if self.rate_Bps is not None and not 0 < self.rate_Bps < LEAVE_RATE:
             raise ValueError("a rate is a positive number of bytes per second")
         if any(not 0 < port < 65536 for port in self.udp_ports):
             raise ValueError("a port is from 1 to 65535")
@@ -142,14 +136,11 @@ class SocketSetting:
 
     Attributes:
         errno: of the call that failed, 0 if none did, ENOENT if the socket is closed.
-        original_tos: TOS or IPv6 traffic class before the library first changed this socket, at
-            connect or live; None if it can't be read.
-        before_tos: before this call.
-        after_tos: as read back afterwards.
-        original_rate_Bps: pacing limit before the library first changed this socket, in bytes per
-            second; None for no limit, or if it can't be read.
-        before_rate_Bps: before this call.
-        after_rate_Bps: as read back afterwards.
+        original_tos, before_tos, after_tos: TOS or IPv6 traffic class before the library first
+            changed this socket (at connect or live), before this call, and as read back
+            afterwards; None if it can't be read.
+        original_rate_Bps, before_rate_Bps, after_rate_Bps: likewise the pacing limit in bytes per
+            second; None for no limit too.
     """
 
     errno: int = 0
@@ -161,59 +152,80 @@ class SocketSetting:
     after_rate_Bps: int | None = None
 
 
+_TYPES: dict[str, Any] = {
+    "int32": c_int32,
+    "uint16": c_uint16,
+    "uint32": c_uint32,
+    "uint64": c_uint64,
+    "address": ctypes.c_char * 46,
+    "name": ctypes.c_char * 64,
+    "reason": ctypes.c_char * 96,
+}
+
+
+def _fields(*declared: str) -> list[tuple[str, Any]]:
+    """The fields of a structure; each text begins with the type of the names that follow."""
+    split = (text.split() for text in declared)
+    return [(name, _TYPES[kind]) for kind, *names in split for name in names]
+
+
+# The structures of crux_transport.h.
 class _Hop(ctypes.Structure):
-    _fields_ = (("ttl", ctypes.c_int32), ("address", ctypes.c_char * _ADDRESS_CHARS))
+    _fields_ = _fields("int32 ttl", "address address")
 
 
 class _Route(ctypes.Structure):
     _fields_ = (
-        ("destination", ctypes.c_char * _ADDRESS_CHARS),
-        ("dscp", ctypes.c_int32),
-        ("rate_Bps", ctypes.c_uint64),
-        ("hop_count", ctypes.c_uint32),
+        *_fields("address destination", "int32 dscp", "uint64 rate_Bps", "uint32 hop_count"),
         ("hops", _Hop * _MAX_HOPS),
-        ("port_count", ctypes.c_uint32),
-        ("ports", ctypes.c_uint16 * _MAX_PORTS),
+        ("port_count", c_uint32),
+        ("ports", c_uint16 * _MAX_PORTS),
     )
 
 
 class _Connection(ctypes.Structure):
-    _fields_ = (
-        ("id", ctypes.c_uint64),
-        ("kind", ctypes.c_int32),
-        ("how", ctypes.c_int32),
-        ("error", ctypes.c_int32),
-        ("fd", ctypes.c_int32),
-        ("owner", ctypes.c_char * _NAME_CHARS),
-        ("device", ctypes.c_char * _NAME_CHARS),
-        ("local", ctypes.c_char * _ADDRESS_CHARS),
-        ("peer", ctypes.c_char * _ADDRESS_CHARS),
-        ("local_port", ctypes.c_uint16),
-        ("peer_port", ctypes.c_uint16),
-        ("qpn", ctypes.c_uint32),
-        ("peer_qpn", ctypes.c_uint32),
-        ("flow_label", ctypes.c_uint32),
-        ("dscp", ctypes.c_int32),
-        ("state", ctypes.c_int32),
-        ("rate_Bps", ctypes.c_uint64),
-        ("bytes_sent", ctypes.c_uint64),
-        ("bytes_received", ctypes.c_uint64),
-        ("probes", ctypes.c_uint32),
-        ("via_ttl", ctypes.c_int32),
-        ("via", ctypes.c_char * _ADDRESS_CHARS),
-        ("accepted", ctypes.c_int32),
+    _fields_ = _fields(
+        "uint64 id",
+        "int32 kind how error fd",
+        "name owner device",
+        "address local peer",
+        "uint16 local_port peer_port",
+        "uint32 qpn peer_qpn flow_label",
+        "int32 dscp state",
+        "uint64 rate_Bps bytes_sent bytes_received",
+        "uint32 probes",
+        "int32 via_ttl",
+        "address via",
+        "int32 accepted",
     )
 
 
 class _SocketSetting(ctypes.Structure):
-    _fields_ = (
-        ("original_tos", ctypes.c_int32),
-        ("before_tos", ctypes.c_int32),
-        ("after_tos", ctypes.c_int32),
-        ("original_rate_Bps", ctypes.c_uint64),
-        ("before_rate_Bps", ctypes.c_uint64),
-        ("after_rate_Bps", ctypes.c_uint64),
+    _fields_ = _fields(
+        "int32 original_tos before_tos after_tos",
+        "uint64 original_rate_Bps before_rate_Bps after_rate_Bps",
     )
+
+
+class QueuePairOutcome(ctypes.Structure):
+    """What changing a queue pair has led to: ``how`` is an index of ``HOWS``."""
+
+    _fields_ = _fields("int32 how error", "reason reason")
+
+
+#: The functions of the library: what each returns, and its arguments.
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "abi": (c_int,),
+    "sees_sockets": (c_int,),
+    "sees_queue_pairs": (c_int,),
+    "set_routes": (c_int, POINTER(_Route), c_size_t),
+    "set_port_range": (c_int, c_uint16, c_uint16),
+    "skip_ports": (c_int, POINTER(c_uint16), c_size_t),
+    "connections": (c_size_t, POINTER(_Connection), c_size_t),
+    "set_socket": (c_int, c_int, c_uint64, c_int32, c_uint64, POINTER(_SocketSetting)),
+    "label": (c_int, c_int32, c_char_p, c_int32),
+    "change_queue_pair": (c_int, c_uint64, c_uint32, c_uint64, POINTER(QueuePairOutcome)),
+}
 
 
 class Transport:
@@ -221,10 +233,9 @@ class Transport:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        for name, result, arguments in _FUNCTIONS:
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"crux_transport_{name}")
+            function.restype, function.argtypes = result, arguments
 
     @classmethod
     def load(cls) -> Transport:
@@ -255,7 +266,7 @@ class Transport:
             TransportError: the library refuses them; then the old routes stay.
         """
         array = (_Route * len(routes))(*map(_c_route, routes))
-        self._checked("set_routes", array, len(routes))
+        self.checked("set_routes", array, len(routes))
 
     def set_port_range(self, first: int, last: int) -> None:
         """Sets the TCP source ports to choose from, inclusive; default 20000 to 28999.
@@ -265,12 +276,12 @@ class Transport:
         """
         if not (0 <= first <= 65535 and 0 <= last <= 65535):
             raise TransportError(f"ports {first} to {last} are no port range")
-        self._checked("set_port_range", first, last)
+        self.checked("set_port_range", first, last)
 
     def skip_ports(self, *ports: int) -> None:
         """Adds destination ports that are never steered, because rendezvous stores use them."""
         numbers = [port for port in ports if 0 < port < 65536]
-        self._checked("skip_ports", (ctypes.c_uint16 * len(numbers))(*numbers), len(numbers))
+        self.checked("skip_ports", (c_uint16 * len(numbers))(*numbers), len(numbers))
 
     def connections(self) -> list[Connection]:
         """The open connections that the library saw being made, or whose settings it changed."""
@@ -296,24 +307,17 @@ class Transport:
             rate_Bps: limit in bytes per second, 0 for no limit; None leaves it.
         """
         read = _SocketSetting()
-        error = self.library.crux_transport_set_socket(
-            fd,
-            inode,
-            -1 if dscp is None else dscp,
-            _UINT64_MAX if rate_Bps is None else rate_Bps,
-            ctypes.byref(read),
-        )
+        dscp = -1 if dscp is None else dscp
+        rate_Bps = LEAVE_RATE if rate_Bps is None else rate_Bps
+        error = self.library.crux_transport_set_socket(fd, inode, dscp, rate_Bps, read)
         return SocketSetting(
             error,
-            _known(read.original_tos),
-            _known(read.before_tos),
-            _known(read.after_tos),
-            _limit(read.original_rate_Bps),
-            _limit(read.before_rate_Bps),
-            _limit(read.after_rate_Bps),
+            *map(_known, (read.original_tos, read.before_tos, read.after_tos)),
+            *map(_limit, (read.original_rate_Bps, read.before_rate_Bps, read.after_rate_Bps)),
         )
 
-    def _checked(self, name: str, *arguments: Any) -> None:
+    def checked(self, name: str, *arguments: Any) -> None:
+        """Calls a function of the library; raises TransportError if it refuses."""
         error = getattr(self.library, f"crux_transport_{name}")(*arguments)
         if error:
             raise TransportError(error, f"crux_transport_{name}: {os.strerror(error)}")
@@ -367,7 +371,7 @@ def _c_route(route: Route) -> _Route:
         len(hops),
         (_Hop * _MAX_HOPS)(*hops),
         len(ports),
-        (ctypes.c_uint16 * _MAX_PORTS)(*ports),
+        (c_uint16 * _MAX_PORTS)(*ports),
     )
 
 
@@ -375,8 +379,8 @@ def _connection(c: _Connection) -> Connection:
     values: dict[str, Any] = {name: getattr(c, name) for name, *_ in _Connection._fields_}
     for name in ("owner", "device", "local", "peer", "via"):
         values[name] = values[name].decode(errors="replace")
-    values["kind"] = _KINDS[c.kind - 1]
-    values["how"] = _HOWS[c.how]
+    values["kind"] = KINDS[c.kind - 1]
+    values["how"] = HOWS[c.how]
     values["dscp"] = _known(c.dscp)
     values["rate_Bps"] = _limit(c.rate_Bps)
     values["accepted"] = bool(c.accepted)
@@ -388,34 +392,4 @@ def _known(value: int) -> int | None:
 
 
 def _limit(rate_Bps: int) -> int | None:
-    return None if rate_Bps in (0, _UINT64_MAX) else rate_Bps
-
-
-_FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-    ("crux_transport_abi", ctypes.c_int, ()),
-    ("crux_transport_sees_sockets", ctypes.c_int, ()),
-    ("crux_transport_sees_queue_pairs", ctypes.c_int, ()),
-    ("crux_transport_set_routes", ctypes.c_int, (ctypes.POINTER(_Route), ctypes.c_size_t)),
-    ("crux_transport_set_port_range", ctypes.c_int, (ctypes.c_uint16, ctypes.c_uint16)),
-    (
-        "crux_transport_skip_ports",
-        ctypes.c_int,
-        (ctypes.POINTER(ctypes.c_uint16), ctypes.c_size_t),
-    ),
-    (
-        "crux_transport_connections",
-        ctypes.c_size_t,
-        (ctypes.POINTER(_Connection), ctypes.c_size_t),
-    ),
-    (
-        "crux_transport_set_socket",
-        ctypes.c_int,
-        (
-            ctypes.c_int,
-            ctypes.c_uint64,
-            ctypes.c_int32,
-            ctypes.c_uint64,
-            ctypes.POINTER(_SocketSetting),
-        ),
-    ),
-)
+    return None if rate_Bps in (0, LEAVE_RATE) else rate_Bps
