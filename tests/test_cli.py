@@ -116,7 +116,7 @@ def test_doctor_reads_the_topology_file(tmp_path):
     ):
         if text is not None:
             file.write_text(text)
-        (check,) = doctor.cluster.topology(Settings(topology=str(file)))
+        check = doctor.cluster.topology(Settings(topology=str(file)))
         assert (check.state, words in check.finding) == (state, True), check.finding
 
 

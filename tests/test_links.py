@@ -467,7 +467,7 @@ def test_the_doctor_tries_to_take_a_place(tmp_path: Path, monkeypatch: pytest.Mo
     hgx = PcieTree.read(layouts.write(tmp_path / "sys", layouts.hgx_h100()))
 
     def found(setting: str) -> Check:
-        (check,) = doctor.semaphores(Settings(links=(setting,), cluster="c"))
+        check = doctor.semaphores(Settings(links=(setting,), cluster="c"))
         assert (check.cost == "") == (check.state == "ok")
         return check
 

@@ -123,7 +123,7 @@ def test_who_gives_nccls_class(tmp_path: Path) -> None:
 
 def test_a_class_that_the_driver_forces_is_told(host: Host) -> None:
     def found() -> list[Check]:
-        return list(doctor.forced_classes(lambda: (device(),), host.sysfs))
+        return list(doctor.forced_classes((device(),), host.sysfs))
 
     assert found() == []
     file = host.force("0")
@@ -138,13 +138,13 @@ def test_ecn_is_told_and_so_is_an_operator_who_said_otherwise(host: Host, tmp_pa
     env = {"NCCL_CONF_FILE": str(tmp_path / "none")}
 
     def found(**more: str) -> list[Check]:
-        devices = (device(),)
-        told = {**env, **more}
-        return list(doctor.ecn_bits(told, Settings(), lambda: devices, host.sysfs, host.configfs))
+        return list(
+            doctor.ecn_bits({**env, **more}, Settings(), (device(),), host.sysfs, host.configfs)
+        )
 
     assert only(found()).finding.startswith("not ECN capable")
     told = only(found(NCCL_IB_TC="106"))
     assert (told.state, told.remedy) == ("missing", "set CRUX_ROCE_ECN=2")
     host.react("1")
     assert only(found(NCCL_IB_TC="106")).state == "ok"
-    assert list(doctor.ecn_bits(env, Settings(), lambda: (), host.sysfs, host.configfs)) == []
+    assert list(doctor.ecn_bits(env, Settings(), (), host.sysfs, host.configfs)) == []

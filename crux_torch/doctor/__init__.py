@@ -20,6 +20,7 @@ from crux_torch.doctor import (
 )
 from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import SettingsError
+from crux_torch.host.rdma import rdma_devices
 from crux_torch.settings import Settings
 
 __all__ = ["Check", "examine"]
@@ -38,29 +39,30 @@ def examine(env: Mapping[str, str]) -> list[Check]:
     except SettingsError as error:
         settings = Settings()
         first = part.broken(str(error), "correct the variable")
+    devices = rdma_devices()
     return [
         first,
-        *software.torch_release(),
-        *software.extension(),
+        software.torch_release(),
+        software.extension(),
         *software.backends(),
-        *software.autoload(env),
-        *transport.library(),
-        *transport.preload(env, settings),
+        software.autoload(env),
+        transport.library(),
+        transport.preload(env, settings),
         *sockets.classes(settings),
-        *sockets.source_ports(settings),
-        *sockets.pacing(),
-        *sockets.probing(),
-        *privileges.live_paths(),
+        sockets.source_ports(settings),
+        sockets.pacing(),
+        sockets.probing(),
+        privileges.live_paths(),
         *gpu.gpus(settings),
         *gpu.nccl_choices(env),
-        *rdma.verbs(),
+        rdma.verbs(),
         *rdma.stand_in(env),
-        *rdma.devices(),
+        *rdma.devices(devices),
         *nccl.traffic_class(env, settings),
-        *nccl.forced_classes(),
-        *nccl.ecn_bits(env, settings),
-        *links.semaphores(settings),
-        *cluster.store(settings),
-        *cluster.topology(settings),
-        *privileges.namespaces(),
+        *nccl.forced_classes(devices),
+        *nccl.ecn_bits(env, settings, devices),
+        links.semaphores(settings),
+        cluster.store(settings),
+        cluster.topology(settings),
+        privileges.namespaces(),
     ]

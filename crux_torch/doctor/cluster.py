@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from crux_torch.doctor.check import Check, Part
@@ -14,35 +13,30 @@ from crux_torch.settings import Settings
 CONNECT_TIMEOUT_S = 1.0
 
 
-def store(settings: Settings) -> Iterator[Check]:
+def store(settings: Settings) -> Check:
     """Whether the cluster's store accepts connections."""
     if settings.store == "none":
         part = Part("store", "jobs do not coordinate: each runs without a plan")
-        yield part.missing("switched off: CRUX_STORE=none", "unset CRUX_STORE")
-        return
+        return part.missing("switched off: CRUX_STORE=none", "unset CRUX_STORE")
     part = Part("store", "jobs here do not coordinate with others until the store can be reached")
     url = urlsplit(settings.store)
     try:
         socket.create_connection((url.hostname or "", url.port or 0), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         remedy = "the first cruxrun on the store's host starts it; open its port in firewalls"
-        yield part.missing(f"{settings.store}: {error}", remedy)
-    else:
-        yield part.ok(f"{settings.store} answers")
+        return part.missing(f"{settings.store}: {error}", remedy)
+    return part.ok(f"{settings.store} answers")
 
 
-def topology(settings: Settings) -> Iterator[Check]:
+def topology(settings: Settings) -> Check:
     """Whether there is a topology file, and whether it is valid."""
     cost = "Crux assumes that all hosts share one core link, and chooses no paths"
     part = Part("topology", cost)
     if not settings.topology:
         remedy = "write one (docs/topology.md) and set CRUX_TOPOLOGY to its name"
-        yield part.missing("none given", remedy)
-        return
+        return part.missing("none given", remedy)
     try:
         loaded = load_topology(settings.topology)
     except TopologyError as error:
-        yield part.broken(str(error), "correct CRUX_TOPOLOGY, or the file")
-    else:
-        hosts, links = len(loaded.hosts), len(loaded.edges)
-        yield part.ok(f"{settings.topology}: {hosts} hosts, {links} links")
+        return part.broken(str(error), "correct CRUX_TOPOLOGY, or the file")
+    return part.ok(f"{settings.topology}: {len(loaded.hosts)} hosts, {len(loaded.edges)} links")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 
 from crux_torch.apply.links import FOLDER
@@ -10,15 +9,15 @@ from crux_torch.doctor.check import Check, Part
 from crux_torch.host.pcie import PcieTree
 from crux_torch.settings import Settings
 
-COST = "jobs of lower levels do not give way to others on this host's PCIe links"
-PART = Part("host links", COST)
+PART = Part(
+    "host links", "jobs of lower levels do not give way to others on this host's PCIe links"
+)
 
 
-def semaphores(settings: Settings) -> Iterator[Check]:
+def semaphores(settings: Settings) -> Check:
     """Whether the semaphores of the links work, and which links ``CRUX_LINKS`` names here."""
     if settings.links == ("none",):
-        yield PART.missing("switched off: CRUX_LINKS=none", "unset CRUX_LINKS")
-        return
+        return PART.missing("switched off: CRUX_LINKS=none", "unset CRUX_LINKS")
     try:
         # The extension needs its libraries.
         import_module("torch")
@@ -28,18 +27,14 @@ def semaphores(settings: Settings) -> Iterator[Check]:
         finally:
             gate.retire()
     except ImportError as error:
-        yield PART.missing(f"no extension: {error}", "see the check `extension`")
-        return
+        return PART.missing(f"no extension: {error}", "see the check `extension`")
     except RuntimeError as error:
         remedy = f"make {FOLDER} writable for this user; remove other users' files there"
-        yield PART.missing(str(error), remedy)
-        return
+        return PART.missing(str(error), remedy)
     if settings.links != ("auto",):
-        yield PART.ok(f"stand-in links {', '.join(settings.links)}")
-        return
+        return PART.ok(f"stand-in links {', '.join(settings.links)}")
     tree = PcieTree.read()
     if tree.obstacle is not None:
         remedy = "nothing on hosts without GPUs; in a virtual machine, name the links in CRUX_LINKS"
-        yield PART.missing(tree.obstacle, remedy)
-    else:
-        yield PART.ok(f"{len(tree.links())} PCIe links above GPUs and NICs")
+        return PART.missing(tree.obstacle, remedy)
+    return PART.ok(f"{len(tree.links())} PCIe links above GPUs and NICs")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from crux_torch.apply import ecn, nccl
 from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables
 from crux_torch.doctor.check import Check, Part
-from crux_torch.host.rdma import RdmaDevice, read_devices
+from crux_torch.host.rdma import RdmaDevice
 from crux_torch.host.sysfs import SYSFS
 from crux_torch.settings import Settings
 
-Devices = Callable[[], tuple[RdmaDevice, ...]]
 ENV_PLUGIN = "NCCL_ENV_PLUGIN"
 ECN_NAMES = ("not ECN capable", "ECT(1)", "ECT(0)", "CE")
 
@@ -37,9 +36,9 @@ def traffic_class(env: Mapping[str, str], settings: Settings) -> Iterator[Check]
         yield Check(name, "ok", "Crux sets it when a communicator is made")
 
 
-def forced_classes(devices: Devices = read_devices, sysfs: Path = SYSFS) -> Iterator[Check]:
+def forced_classes(devices: Sequence[RdmaDevice], sysfs: Path = SYSFS) -> Iterator[Check]:
     """Whether a driver overrides the class of every queue pair."""
-    for device in devices():
+    for device in devices:
         for port in device.ports:
             file = sysfs / "class/infiniband" / device.name / f"tc/{port.number}/traffic_class"
             forced = ecn.class_in(file)
@@ -51,16 +50,15 @@ def forced_classes(devices: Devices = read_devices, sysfs: Path = SYSFS) -> Iter
 def ecn_bits(
     env: Mapping[str, str],
     settings: Settings,
-    devices: Devices = read_devices,
+    devices: Sequence[RdmaDevice],
     sysfs: Path = SYSFS,
     configfs: Path = ecn.CONFIGFS,
 ) -> Iterator[Check]:
     """Which ECN bits queue pairs get on RoCE, and whether NCCL_IB_TC contradicts them."""
     part = "ECN of queue pairs"
-    present = devices()
-    if not any(port.active for device in present for port in device.ports):
+    if not any(port.active for device in devices for port in device.ports):
         return
-    chosen = ecn.choose(settings.roce_ecn, present, sysfs, configfs)
+    chosen = ecn.choose(settings.roce_ecn, devices, sysfs, configfs)
     found = f"{ECN_NAMES[chosen.bits]}: {chosen.why}"
     operators = NcclVariables(env).integer("NCCL_IB_TC")
     said = chosen.bits if operators is None else operators & ecn.MASK

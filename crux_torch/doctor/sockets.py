@@ -40,13 +40,12 @@ def classes(settings: Settings) -> Iterator[Check]:
             yield part.ok(f"can be set to {', '.join(map(str, settings.dscp_map))}")
 
 
-def source_ports(settings: Settings, sysctl: Path = IPV4_SYSCTL) -> Iterator[Check]:
+def source_ports(settings: Settings, sysctl: Path = IPV4_SYSCTL) -> Check:
     """Whether source ports of ``CRUX_PORTS`` can be bound, and who else uses that range."""
     name, ports = "source ports", settings.ports
     if not settings.paths:
         part = Part(name, "connections do not follow the plan's paths")
-        yield part.missing("switched off: CRUX_PATHS=0", "unset CRUX_PATHS")
-        return
+        return part.missing("switched off: CRUX_PATHS=0", "unset CRUX_PATHS")
     part = Part(name, "TCP connections take the path that ECMP gives them")
     error = ""
     for port in range(ports.first, min(ports.last + 1, ports.first + PORTS_TRIED)):
@@ -59,17 +58,15 @@ def source_ports(settings: Settings, sysctl: Path = IPV4_SYSCTL) -> Iterator[Che
             break
     else:
         remedy = "set CRUX_PORTS to a range that is free"
-        yield part.missing(f"{ports}: none can be bound: {error}", remedy)
-        return
+        return part.missing(f"{ports}: none can be bound: {error}", remedy)
     shared = _overlap(ports, sysctl / "ip_local_port_range")
-    if shared:
-        part = Part(name, "fewer ports are free, so a port for a path is found later or not at all")
-        yield part.missing(
-            f"{ports} can be bound, but the kernel also assigns {shared} to other sockets",
-            f"change CRUX_PORTS, or sysctl net.ipv4.ip_local_reserved_ports={ports}",
-        )
-    else:
-        yield part.ok(f"{ports} can be bound")
+    if not shared:
+        return part.ok(f"{ports} can be bound")
+    part = Part(name, "fewer ports are free, so a port for a path is found later or not at all")
+    return part.missing(
+        f"{ports} can be bound, but the kernel also assigns {shared} to other sockets",
+        f"change CRUX_PORTS, or sysctl net.ipv4.ip_local_reserved_ports={ports}",
+    )
 
 
 def _overlap(ports: PortRange, file: Path) -> PortRange | None:
@@ -85,7 +82,7 @@ def _overlap(ports: PortRange, file: Path) -> PortRange | None:
     return PortRange(first, last) if first <= last else None
 
 
-def pacing() -> Iterator[Check]:
+def pacing() -> Check:
     """Whether the rate of a connection can be limited."""
     part = Part("SO_MAX_PACING_RATE", "the rates of connections can't be limited")
     try:
@@ -94,12 +91,11 @@ def pacing() -> Iterator[Check]:
             if probe.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE) != RATE_Bps:
                 raise OSError("the kernel ignores the rate")
     except OSError as error:
-        yield part.missing(str(error), "use a real Linux kernel, 3.13 or newer (not gVisor)")
-    else:
-        yield part.ok("the rates of live connections can be limited")
+        return part.missing(str(error), "use a real Linux kernel, 3.13 or newer (not gVisor)")
+    return part.ok("the rates of live connections can be limited")
 
 
-def probing() -> Iterator[Check]:
+def probing() -> Check:
     """Whether a socket's error queue reports an ICMP error, tried on loopback."""
     cost = "paths can't be probed, so connections do not follow the plan's paths"
     part = Part("error queue", cost)
@@ -117,9 +113,8 @@ def probing() -> Iterator[Check]:
                 raise OSError("the error queue is empty")
     except OSError as error:
         remedy = "allow setsockopt(IP_RECVERR) and ICMP in this container (seccomp, firewall)"
-        yield part.missing(str(error), remedy)
-    else:
-        yield part.ok("sockets receive the answers of routers (IP_RECVERR)")
+        return part.missing(str(error), remedy)
+    return part.ok("sockets receive the answers of routers (IP_RECVERR)")
 
 
 def _closed_port() -> int:

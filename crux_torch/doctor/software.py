@@ -11,35 +11,32 @@ from cruxrun.launched import obstacle
 OLDEST_TORCH = (2, 11)
 
 
-def torch_release() -> Iterator[Check]:
+def torch_release() -> Check:
     """Whether torch imports and is recent enough."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     remedy = f"pip install 'torch>={oldest}'"
     try:
         import torch
     except Exception as error:
-        yield Check("torch", "broken", f"does not import: {error}", "jobs do not start", remedy)
-        return
+        return Part("torch", "jobs do not start").broken(f"does not import: {error}", remedy)
+    part = Part("torch", "the crux backend does not load")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
-        found = f"{torch.__version__}, older than {oldest}"
-        yield Check("torch", "broken", found, "the crux backend does not load", remedy)
-    else:
-        yield Check("torch", "ok", torch.__version__)
+        return part.broken(f"{torch.__version__}, older than {oldest}", remedy)
+    return part.ok(torch.__version__)
 
 
-def extension() -> Iterator[Check]:
+def extension() -> Check:
     """Whether the C++ extension is built for this torch."""
     part = Part("extension", "jobs use the stock backends; Crux measures and steers nothing")
     try:
         import_module("crux_torch._C")
     except ModuleNotFoundError as error:
-        yield part.missing(str(error), "see docs/install.md")
+        return part.missing(str(error), "see docs/install.md")
     except Exception as error:
         remedy = "build it for this torch: pip install --no-build-isolation --no-deps ."
-        yield part.broken(f"does not load: {error}", remedy)
-    else:
-        yield part.ok("crux_torch._C loads")
+        return part.broken(f"does not load: {error}", remedy)
+    return part.ok("crux_torch._C loads")
 
 
 def backends() -> Iterator[Check]:
@@ -64,12 +61,11 @@ def backends() -> Iterator[Check]:
         yield part.ok(f"{torch.cuda.device_count()} GPUs")
 
 
-def autoload(env: Mapping[str, str]) -> Iterator[Check]:
+def autoload(env: Mapping[str, str]) -> Check:
     """Whether ``import torch`` in a worker of cruxrun attaches Crux."""
     part = Part("autoload", "scripts under cruxrun use the stock backends")
     found = obstacle(env)
     if found:
         remedy = "install the package, unset the variable, or call crux_torch.attach()"
-        yield part.missing(found, remedy)
-    else:
-        yield part.ok("import torch attaches Crux under cruxrun")
+        return part.missing(found, remedy)
+    return part.ok("import torch attaches Crux under cruxrun")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from crux_torch.apply import transport
 from crux_torch.apply.preload import environment, obstacle
@@ -20,7 +20,7 @@ _ASK = (
 )
 
 
-def library() -> Iterator[Check]:
+def library() -> Check:
     """Whether the library exists, loads, and has this package's version."""
     cost = "no connection follows the plan: no priorities, rates or paths"
     part = Part("transport library", cost)
@@ -28,22 +28,19 @@ def library() -> Iterator[Check]:
         Transport.load()
     except TransportError as error:
         finding = part.broken if transport.LIBRARY.exists() else part.missing
-        yield finding(str(error), "build it: pip install . (needs a C++17 compiler)")
-    else:
-        yield part.ok("loads")
+        return finding(str(error), "build it: pip install . (needs a C++17 compiler)")
+    return part.ok("loads")
 
 
-def preload(env: Mapping[str, str], settings: Settings) -> Iterator[Check]:
+def preload(env: Mapping[str, str], settings: Settings) -> Check:
     """Whether LD_PRELOAD puts the library into a process."""
     cost = "no paths, and no settings of queue pairs; priorities of sockets still work"
     part = Part("transport preload", cost)
     if not settings.transport:
-        yield part.missing("switched off: CRUX_TRANSPORT=0", "unset CRUX_TRANSPORT")
-        return
+        return part.missing("switched off: CRUX_TRANSPORT=0", "unset CRUX_TRANSPORT")
     found = obstacle()
     if found:
-        yield part.missing(found, "build it (pip install .) in a folder that the loader can read")
-        return
+        return part.missing(found, "build it (pip install .) in a folder that the loader can read")
     started = {**env, **environment(settings, env)}
     remedy = f"make {transport.LIBRARY} loadable: glibc, no noexec mount, no setuid program"
     try:
@@ -55,10 +52,8 @@ def preload(env: Mapping[str, str], settings: Settings) -> Iterator[Check]:
             timeout=START_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield part.missing(str(error), remedy)
-        return
+        return part.missing(str(error), remedy)
     if asked.returncode == 0 and asked.stdout.strip() == "1":
-        yield part.ok("processes under cruxrun load the library first")
-    else:
-        said = asked.stderr.strip().splitlines()[-1:] or ["the process does not use the library"]
-        yield part.missing(said[0], remedy)
+        return part.ok("processes under cruxrun load the library first")
+    said = asked.stderr.strip().splitlines()[-1:] or ["the process does not use the library"]
+    return part.missing(said[0], remedy)
