@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from probe_fakes import Network, Router, leaf_and_spines
 
 from crux_torch.fabric.topology import Link, Topology, TopologyBuilder
-from crux_torch.probe.discovery import Discovery
+from crux_torch.probe.discovery import Discovery, Rules
 from crux_torch.probe.pacer import FLOOR_per_s, Pacer
 from crux_torch.probe.path_map import Hops, PathMap, confidence_after, draws_needed
-from crux_torch.probe.rules import Rules
 
 TTLS = (1, 2, 3)
 

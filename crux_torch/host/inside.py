@@ -46,15 +46,12 @@ def inside_of(host: Host, tree: PcieTree, name: str | None = None) -> Inside:
     4.0 with 16 lanes is assumed (for a NIC: the rate of its network), and noted.
 
     Args:
-        host: its GPUs and NICs.
-        tree: its PCIe tree.
         name: the host's name in the topology; default: its own.
     """
     inside = Inside(name or host.name)
     if tree.obstacle:
         inside.notes.append(tree.obstacle)
-    rates = _add_ends(inside, host, tree)
-    _add_pcie(inside, tree, rates)
+    _add_pcie(inside, tree, _add_ends(inside, host, tree))
     _add_nvlinks(inside, host)
     return inside
 
@@ -66,7 +63,6 @@ def join(
 
     Args:
         topology: of the cluster, where the host is one node.
-        inside: of that host.
         nics_of_cables: the NIC at the end of each of the host's cables, in their order; default:
             the NICs one by one if there are as many, or the only NIC if there is one.
 
@@ -148,71 +144,56 @@ def _nics_of_cables(
 def _add_ends(inside: Inside, host: Host, tree: PcieTree) -> dict[str, float]:
     """Add GPUs and NICs. Returns the rate to assume for each if its link reports none."""
     rates: dict[str, float] = {}
-    gpus = [gpu.pci_address for gpu in host.gpus] or list(tree.of_kind("gpu"))
+
+    def add(name: str, kind: str, address: str, rate_Bps: float) -> None:
+        node = inside.node_of[address] = f"{inside.host}/{name}"
+        inside.nodes[node] = Node(kind, inside.host)
+        rates[address] = rate_Bps
+
+    gpus = [gpu.pci_address for gpu in host.gpus] or tree.of_kind("gpu")
     for number, address in enumerate(gpus):
-        _add_end(inside, f"gpu{number}", "gpu", address)
-        rates[address] = PCIE4_X16_Bps
-    nics = usable_nics(host, tree)
-    for nic in nics:
+        add(f"gpu{number}", "gpu", address, PCIE4_X16_Bps)
+    for nic in usable_nics(host, tree):
         address = nic.pci_address or ""
         if address in inside.node_of:
             inside.notes.append(f"{nic.name} is another port of {inside.node_of[address]}")
-            continue
-        _add_end(inside, nic.name.replace("/", ":"), "nic", address)
-        rates[address] = nic.speed_Bps or PCIE4_X16_Bps
+        else:
+            add(nic.name.replace("/", ":"), "nic", address, nic.speed_Bps or PCIE4_X16_Bps)
     return rates
-
-
-def _add_end(inside: Inside, name: str, kind: str, address: str) -> None:
-    node = f"{inside.host}/{name}"
-    inside.nodes[node] = Node(kind, inside.host)
-    inside.node_of[address] = node
 
 
 def _add_pcie(inside: Inside, tree: PcieTree, rates: Mapping[str, float]) -> None:
     """Add the links above every end, and a node for each place where several of them meet."""
     chains = {address: tree.links_above(address) for address in inside.node_of}
     for address in (a for a, chain in chains.items() if not chain):
-        inside.notes.append(f"the PCIe link of {inside.node_of[address]} can't be seen")
-        inside.cables.append((inside.node_of[address], inside.host, _pcie(rates[address])))
+        node = inside.node_of[address]
+        inside.notes.append(f"the PCIe link of {node} can't be seen")
+        inside.cables.append((node, inside.host, Link(rates[address], cost=PCIE_COST)))
     ends = [chain[0].name for chain in chains.values() if chain]
     lower: dict[str, str] = {}
     for address, chain in chains.items():
-        upper = inside.host
+        node, upper = inside.node_of[address], inside.host
         for link in reversed(chain):
-            last = link is chain[0]
             if link.name not in lower:
-                lower[link.name] = _lower_end(inside, link, address, last, ends)
-                rate = _rate(inside, link, rates[address])
-                inside.cables.append((lower[link.name], upper, _pcie(rate)))
+                # The device, or what several devices share the link through.
+                below = f"{inside.host}/{link.name}"
+                if link is chain[0] and ends.count(link.name) == 1:
+                    below = node
+                else:
+                    inside.nodes[below] = Node("pcie", inside.host)
+                lower[link.name] = below
+                inside.cables.append((below, upper, _pcie(inside, link, rates[address])))
             upper = lower[link.name]
-        if chain and inside.node_of[address] != upper:
-            rate = _rate(inside, chain[0], rates[address])
-            inside.cables.append((inside.node_of[address], upper, _pcie(rate)))
+        if chain and node != upper:
+            inside.cables.append((node, upper, _pcie(inside, chain[0], rates[address])))
 
 
-def _lower_end(
-    inside: Inside, link: PcieLink, address: str, last: bool, ends: Sequence[str]
-) -> str:
-    """The node at a link's lower end: the device, or what several devices share it through."""
-    if last and ends.count(link.name) == 1:
-        return inside.node_of[address]
-    node = f"{inside.host}/{link.name}"
-    inside.nodes[node] = Node("pcie", inside.host)
-    return node
-
-
-def _rate(inside: Inside, link: PcieLink, default_Bps: float) -> float:
-    if link.capacity_Bps is not None:
-        return link.capacity_Bps
+def _pcie(inside: Inside, link: PcieLink, default_Bps: float) -> Link:
+    """A link of the topology with the rate of a PCIe link, or ``default_Bps`` and a note."""
     note = f"{link.name} does not report its rate"
-    if note not in inside.notes:
+    if link.capacity_Bps is None and note not in inside.notes:
         inside.notes.append(note)
-    return default_Bps
-
-
-def _pcie(capacity_Bps: float) -> Link:
-    return Link(capacity_Bps, cost=PCIE_COST)
+    return Link(default_Bps if link.capacity_Bps is None else link.capacity_Bps, cost=PCIE_COST)
 
 
 def _add_nvlinks(inside: Inside, host: Host) -> None:

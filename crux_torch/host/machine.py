@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from crux_torch.host.nvml import Gpu, bounded, read_gpus
 from crux_torch.host.sysfs import SYSFS, number, text
 
 CPUINFO = Path("/proc/cpuinfo")
+_FIELD = re.compile(r"^\s*(.*?)\s*:[ \t]*(.*?)\s*$", re.MULTILINE)
 #: Single-precision FLOPs of one core in one cycle by instruction set, widest first: lanes x 2 (a
 #: multiply-add is two FLOPs) x 2 units, the most that such a core has (Intel 64 and IA-32
 #: optimization manual; Arm Neoverse guides). AMX counts its bfloat16 tiles: 16 x 16 x 32
@@ -69,15 +69,12 @@ def this_host() -> Host:
 
 def read_cpu(cpuinfo: Path = CPUINFO, sysfs: Path = SYSFS) -> Cpu | None:
     """The processors in ``cpuinfo``; None if it can't be read or lists none."""
-    processors = [dict(_fields(part)) for part in text(cpuinfo).split("\n\n")]
-    processors = [p for p in processors if "processor" in p]
+    parts = [_FIELD.findall(part) for part in text(cpuinfo).split("\n\n")]
+    processors = [p for p in map(dict, parts) if "processor" in p]
     if not processors:
         return None
-    cores = {
-        (p["physical id"], p["core id"])
-        for p in processors
-        if "physical id" in p and "core id" in p
-    }
+    places = ((p.get("physical id"), p.get("core id")) for p in processors)
+    cores = {place for place in places if None not in place}
     flags = set((processors[0].get("flags") or processors[0].get("Features") or "").split())
     per_cycle = (flops for needed, flops in SIMD_FLOPS_PER_CYCLE if flags.issuperset(needed))
     return Cpu(
@@ -90,19 +87,8 @@ def read_cpu(cpuinfo: Path = CPUINFO, sysfs: Path = SYSFS) -> Cpu | None:
 
 def _frequency_Hz(processors: list[dict[str, str]], sysfs: Path) -> float | None:
     """The highest of the limit in sysfs, the nominal clock in the name, and the clocks now."""
-    limit = sysfs / "devices" / "system" / "cpu" / "cpu0" / "cpufreq" / "cpuinfo_max_freq"
-    limit_kHz = number(text(limit))
+    limit = text(sysfs / "devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
     nominal = re.search(r"@ *([0-9.]+) *GHz", processors[0].get("model name", ""))
-    found = [
-        (limit_kHz or 0.0) * 1e3,
-        (number(nominal[1]) or 0.0) * 1e9 if nominal else 0.0,
-        *((number(p.get("cpu MHz", "")) or 0.0) * 1e6 for p in processors),
-    ]
-    return max(found) or None
-
-
-def _fields(text: str) -> Iterator[tuple[str, str]]:
-    for line in text.splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            yield key.strip(), value.strip()
+    figures = [(limit, 1e3), (nominal[1] if nominal else "", 1e9)]
+    figures += [(p.get("cpu MHz", ""), 1e6) for p in processors]
+    return max((number(figure) or 0.0) * unit_Hz for figure, unit_Hz in figures) or None

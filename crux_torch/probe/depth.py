@@ -50,9 +50,6 @@ def sound(source: str, destination: str, max_ttl: int, answer_wait_s: float, unt
     """Count the routers between two addresses, by datagrams with a TTL of 1, 2, ...
 
     Args:
-        source: address of this host.
-        destination: address of the peer.
-        max_ttl: TTLs to try at most.
         answer_wait_s: for an answer to a first probe; twice as long for a second.
         until: what time.monotonic() will be when all ends.
 
@@ -112,9 +109,8 @@ def resolve(name: str) -> str:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
-        raise ProbeError(
-            errno.ENOENT, f"{name!r} is no address and no known name: {error}"
-        ) from None
+        said = f"{name!r} is no address and no known name: {error}"
+        raise ProbeError(errno.ENOENT, said) from None
     return str(found[0][4][0])
 
 
@@ -128,9 +124,7 @@ def source_address(destination: str) -> str:
         try:
             sock.connect((destination, _CLOSED_PORT))
         except OSError as error:
-            raise ProbeError(
-                error.errno,
-                f"no route to {destination} ({os.strerror(error.errno or 0)}): see "
-                f"`ip route get {destination}`",
-            ) from None
+            why = os.strerror(error.errno or 0)
+            said = f"no route to {destination} ({why}): see `ip route get {destination}`"
+            raise ProbeError(error.errno, said) from None
         return str(sock.getsockname()[0])

@@ -22,12 +22,11 @@ from ipaddress import ip_address
 from crux_torch.probe.packets import Answer, Kind, Probe, ProbeError
 from crux_torch.probe.path_map import Transport
 
-#: Of linux/in.h and linux/in6.h; the socket module has no names for them.
-IP_RECVERR, IPV6_RECVERR = 11, 25
-#: By family: the level of its options, the option of the hop limit and that of the error queue.
+#: By family: the level of its options, the option of the hop limit and that of the error queue
+#: (IP_RECVERR and IPV6_RECVERR of linux/in.h and linux/in6.h).
 _OPTIONS = {
-    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TTL, IP_RECVERR),
-    socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS, IPV6_RECVERR),
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TTL, 11),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS, 25),
 }
 _QUEUED = {(level, queue) for level, _, queue in _OPTIONS.values()}
 _ORIGIN_ICMP, _ORIGIN_ICMP6 = 2, 3
@@ -73,9 +72,7 @@ class ErrorQueue:
 
     Args:
         source: address of this host that probes leave from.
-        destination: where to.
-        protocol: ``tcp`` or ``udp``.
-        port: destination port.
+        destination, protocol, port: where they go.
 
     Attributes:
         sent: probes that left.
@@ -85,7 +82,6 @@ class ErrorQueue:
         self.sent = 0
         self.source, self.destination = source, destination
         self.protocol, self.port = protocol, port
-        self._family = family_of(destination)
         self._flight: dict[int, tuple[socket.socket, Probe]] = {}
         self._by_probe: dict[Probe, int] = {}
         self._nonce = int.from_bytes(os.urandom(4), "big")
@@ -109,16 +105,16 @@ class ErrorQueue:
         """
         kind = socket.SOCK_STREAM if self.protocol == "tcp" else socket.SOCK_DGRAM
         try:
-            sock = socket.socket(self._family, kind | socket.SOCK_NONBLOCK)
+            sock = socket.socket(family_of(self.destination), kind | socket.SOCK_NONBLOCK)
         except OSError as error:
             raise ProbeError(error.errno, f"can't open a socket to probe: {error}") from None
+        sent = False
         try:
             sent = self._bind(sock, probe) and self._emit(sock, probe)
-        except BaseException:
-            sock.close()
-            raise
+        finally:
+            if not sent:
+                sock.close()
         if not sent:
-            sock.close()
             return False
         events = select.EPOLLERR | (select.EPOLLOUT if self.protocol == "tcp" else 0)
         self._poll.register(sock.fileno(), events)
@@ -184,17 +180,13 @@ class ErrorQueue:
     def _explain(self, error: OSError) -> ProbeError:
         to = f"{self.destination} port {self.port}"
         if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-            return ProbeError(
-                error.errno,
-                f"no route from {self.source} to {to}: see "
-                f"`ip route get {self.destination} from {self.source}`",
-            )
-        if error.errno in (errno.EPERM, errno.EACCES):
-            return ProbeError(
-                error.errno,
-                f"this host forbids {self.protocol} to {to}: see the output rules of its firewall",
-            )
-        return ProbeError(error.errno, f"can't send to {to}: {error.strerror}")
+            command = f"ip route get {self.destination} from {self.source}"
+            said = f"no route from {self.source} to {to}: see `{command}`"
+        elif error.errno in (errno.EPERM, errno.EACCES):
+            said = f"this host forbids {self.protocol} to {to}: see its firewall's output rules"
+        else:
+            said = f"can't send to {to}: {error.strerror}"
+        return ProbeError(error.errno, said)
 
     def _read(self, sock: socket.socket, probe: Probe) -> Answer | None:
         queued = read_error(sock)

@@ -15,15 +15,9 @@ from ipaddress import ip_address
 from typing import Literal
 
 from crux_torch.probe.depth import sound
-from crux_torch.probe.error_queue import (
-    ErrorQueue,
-    family_of,
-    limit_hops,
-    queue_errors,
-    read_error,
-)
+from crux_torch.probe.error_queue import ErrorQueue, family_of, limit_hops, queue_errors, read_error
 from crux_torch.probe.packets import Answer, PortTaken, Probe, ProbeError, ask
-from crux_torch.probe.path_map import Hops, Transport, WantedHop, passes
+from crux_torch.probe.path_map import Hops, Transport
 
 Ends = tuple[str, int]
 
@@ -32,6 +26,11 @@ _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)
 _TCP_ACK = 0x10
 _ATTEMPTS = 4
+#: Hops that are counted at most, seconds for an answer to a first probe (the second has twice as
+#: long), and for everything.
+_MAX_TTL = 16
+_ANSWER_WAIT_S = 0.2
+_TIME_LIMIT_S = 5.0
 
 _NEEDS_RAW = (
     "it needs CAP_NET_RAW to send a packet with the ports of an open socket: run as root, or in a "
@@ -65,13 +64,6 @@ class ConnectionTrace:
     method: Literal["raw", "socket", "none"] = "none"
     reason: str = ""
 
-    def passes(self, hops: Sequence[WantedHop]) -> bool | None:
-        """Whether the connection passes ``hops``; None if some of them did not answer."""
-        answers = dict(self.hops)
-        if any(answers.get(ttl) is None for ttl, _ in hops):
-            return None
-        return passes(self.hops, hops)
-
 
 def trace_connection(
     local: Ends,
@@ -79,9 +71,6 @@ def trace_connection(
     protocol: Transport = "tcp",
     *,
     ttls: Sequence[int] | None = None,
-    max_ttl: int = 16,
-    answer_wait_s: float = 0.2,
-    time_limit_s: float = 5.0,
 ) -> ConnectionTrace:
     """Which path the packets of a live connection take.
 
@@ -98,13 +87,9 @@ def trace_connection(
     Never raises for what the network or missing rights withhold: ``reason`` then says so.
 
     Args:
-        local: address and port at this end.
-        peer: address and port at the other end.
-        protocol: ``tcp`` or ``udp``.
+        local, peer: address and port at this end and at the other.
+        protocol: of the connection.
         ttls: hops to ask about; by default all routers on the way, counted first.
-        max_ttl: hops to count at most.
-        answer_wait_s: for an answer to a first probe; twice as long for a second.
-        time_limit_s: for everything.
 
     Raises:
         ValueError: no addresses, or ports out of bounds.
@@ -113,14 +98,14 @@ def trace_connection(
     there = (str(ip_address(peer[0])), peer[1])
     if not (0 < here[1] < 65536 and 0 < there[1] < 65536):
         raise ValueError(f"ports {here[1]} and {there[1]}; expected 1 to 65535")
-    until = time.monotonic() + time_limit_s
+    until = time.monotonic() + _TIME_LIMIT_S
     trace = ConnectionTrace(here, there, protocol)
     try:
         if ttls is None:
-            ttls = sound(here[0], there[0], max_ttl, answer_wait_s, until).ttls
+            ttls = sound(here[0], there[0], _MAX_TTL, _ANSWER_WAIT_S, until).ttls
         if not ttls:
             return replace(trace, method="socket", reason="no router is on the way")
-        method, answers = _ask_any(here, there, protocol, sorted(set(ttls)), answer_wait_s, until)
+        method, answers = _ask_any(here, there, protocol, sorted(set(ttls)), until)
     except PermissionError:
         return replace(trace, reason=_NEEDS_RAW)
     except OSError as error:
@@ -133,12 +118,7 @@ def trace_connection(
 
 
 def _ask_any(
-    local: Ends,
-    peer: Ends,
-    protocol: Transport,
-    ttls: Sequence[int],
-    answer_wait_s: float,
-    until: float,
+    local: Ends, peer: Ends, protocol: Transport, ttls: Sequence[int], until: float
 ) -> tuple[Literal["raw", "socket"], dict[int, Answer]]:
     """Ask by an ordinary socket if the port is free, else by a raw one."""
     if protocol == "udp":
@@ -147,12 +127,12 @@ def _ask_any(
             with ErrorQueue(local[0], peer[0], "udp", peer[1]) as packets:
                 # One after the other: two sockets can't have the same port.
                 for ttl in ttls:
-                    answers |= ask(packets, local[1], [ttl], answer_wait_s, until, _ATTEMPTS)
+                    answers |= ask(packets, local[1], [ttl], _ANSWER_WAIT_S, until, _ATTEMPTS)
             return "socket", answers
         except PortTaken:
             pass
     with _RawPackets(local, peer, protocol) as raw:
-        return "raw", ask(raw, local[1], ttls, answer_wait_s, until, _ATTEMPTS)
+        return "raw", ask(raw, local[1], ttls, _ANSWER_WAIT_S, until, _ATTEMPTS)
 
 
 class _RawPackets:
@@ -221,7 +201,7 @@ class _RawPackets:
         self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
-def _segment(local: Ends, peer: Ends, ttl: int) -> bytes:
+def _segment(local: Ends, peer: Ends, _ttl: int) -> bytes:
     """A TCP segment without data; its random sequence number tells it from others."""
     sequence, acknowledged = random.getrandbits(32), random.getrandbits(32)
     fields = (local[1], peer[1], sequence, acknowledged, 5 << 4, _TCP_ACK, 0)

@@ -71,12 +71,11 @@ def ask(
     until: float,
     attempts: int,
 ) -> dict[int, Answer]:
-    """Ask about each TTL until it answers; nobody is asked beyond the destination.
+    """Ask about all TTLs at once, until each answers; nobody is asked beyond the destination.
 
     Args:
         packets: how to send.
         port: source port; 0: any.
-        ttls: to ask about, all at the same time.
         answer_wait_s: for an answer to the first attempt; each later one waits twice as long.
         until: what time.monotonic() will be when all ends.
         attempts: at most, for each TTL.

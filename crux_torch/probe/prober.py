@@ -17,26 +17,13 @@ from pathlib import Path
 
 from crux_torch.fabric.ecmp import ROCE_V2_PORT
 from crux_torch.probe.depth import Depth, resolve, sound, source_address
-from crux_torch.probe.discovery import Discovery
+from crux_torch.probe.discovery import Discovery, Rules
 from crux_torch.probe.error_queue import ErrorQueue
 from crux_torch.probe.live_trace import ConnectionTrace, trace_connection
 from crux_torch.probe.packets import ProbeError
 from crux_torch.probe.path_map import PathMap, Transport
-from crux_torch.probe.rules import Rules
 
-__all__ = [
-    "MAX_TTL",
-    "ROCE_PORTS",
-    "ConnectionTrace",
-    "PathMap",
-    "ProbeError",
-    "Rules",
-    "default_ports",
-    "probe",
-    "resolve",
-    "source_address",
-    "trace_connection",
-]
+__all__ = ["ConnectionTrace", "PathMap", "Rules", "probe", "trace_connection"]
 
 #: The default; a Clos of five stages has six hops.
 MAX_TTL = 16
