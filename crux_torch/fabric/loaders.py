@@ -133,12 +133,9 @@ def dump_yaml(topology: Topology) -> str:
 
 def load_csv(
     path: str | os.PathLike[str],
-    server: GpuServer | None = None,
-    cabling: Cabling | None = None,
     tors_per_label: int = 2,
     aggregations_per_group: int = 4,
     cores_per_group: int = 32,
-    oversubscription: float = 1.0,
 ) -> Topology:
     """The cluster in a CSV of ``ip,DSW,PSW,ASW``: one host a line and the switches above it.
 
@@ -148,12 +145,9 @@ def load_csv(
 
     Args:
         path: the file; ASW labels repeat in every PSW group and are different switches there.
-        server: what a host holds; default: :class:`GpuServer`'s.
-        cabling: capacities and delays of the network's links; default: by ``oversubscription``.
         tors_per_label: ToR switches behind an ASW label; every NIC has a port to each.
         aggregations_per_group: aggregation switches of a PSW group.
         cores_per_group: core switches of a DSW group.
-        oversubscription: rate below a layer over the rate above it, where ``cabling`` is absent.
 
     Raises:
         TopologyError: the line, what is wrong with it, and what was expected.
@@ -174,15 +168,8 @@ def load_csv(
         places[host] = (dsw, f"{dsw}/{psw}", f"{dsw}/{psw}/{asw}")
     if not places:
         raise TopologyError(f"{file}: there is no host; expected a line for each")
-    return grouped_clos(
-        places,
-        server=server or GpuServer(),
-        cabling=cabling,
-        oversubscription=oversubscription,
-        tors_per_group=tors_per_label,
-        aggregations_per_group=aggregations_per_group,
-        cores_per_group=cores_per_group,
-    )
+    sizes = tors_per_label, aggregations_per_group, cores_per_group
+    return grouped_clos(places, GpuServer(), None, *sizes)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -190,17 +177,13 @@ class _UniqueKeys(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
-        for key_node, _ in node.value:
-            problem = None
-            if not isinstance(key_node, yaml.ScalarNode):
-                problem = "a key is a list or a mapping; expected text"
-            elif key_node.value in seen:
-                problem = f"key {key_node.value!r} is there twice"
-            if problem is not None:
-                raise yaml.constructor.ConstructorError(
-                    problem=problem, problem_mark=key_node.start_mark
-                )
-            seen.add(key_node.value)
+        for key, _ in node.value:
+            problem = "a key is a list or a mapping; expected text"
+            if isinstance(key, yaml.ScalarNode):
+                problem = f"key {key.value!r} is there twice" if key.value in seen else ""
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -262,33 +245,29 @@ def _call_builder(file: _BuilderFile) -> Topology:
     return Topology(built.nodes, built.edges, file.addresses, file.device_flops)
 
 
-def _default_name(edge: Edge, names: TopologyBuilder) -> bool:
-    """Whether a builder that has made the links so far would give ``edge`` the name it has."""
-    return names.next_name(edge.src, edge.dst) == edge.name
+def _own_name(edge: Edge, names: TopologyBuilder) -> str | None:
+    """The name of ``edge``, if a builder that has made the links so far would give it another."""
+    return None if names.next_name(edge.src, edge.dst) == edge.name else edge.name
 
 
 def _is_cable(pair: Sequence[Edge], names: TopologyBuilder) -> bool:
-    if len(pair) < 2:
+    """Whether two links are the directions of one cable, with names that need not be written."""
+    if len(pair) < 2 or any(_own_name(edge, names) is not None for edge in pair):
         return False
     there, back = pair
-    return (
-        (there.src, there.dst, there.link) == (back.dst, back.src, back.link)
-        and _default_name(there, names)
-        and _default_name(back, names)
-    )
+    return (there.src, there.dst, there.link) == (back.dst, back.src, back.link)
 
 
 def _link_entry(edge: Edge, both: bool, names: TopologyBuilder) -> _LinkEntry:
-    named = not _default_name(edge, names)
-    link = edge.link
+    name, link = _own_name(edge, names), edge.link
     entry = _LinkEntry(capacity_Bps=float(link.capacity_Bps), cost=link.cost)
     # msgspec leaves a float out only if it is the default itself, not if it equals it.
     if link.delay_s:
         entry.delay_s = float(link.delay_s)
-    names.arrow(edge.src, edge.dst, link, edge.name if named else None)
+    names.arrow(edge.src, edge.dst, link, name)
     if both:
         names.arrow(edge.dst, edge.src, link)
         entry.between = (edge.src, edge.dst)
     else:
-        entry.src, entry.dst, entry.name = edge.src, edge.dst, edge.name if named else None
+        entry.src, entry.dst, entry.name = edge.src, edge.dst, name
     return entry

@@ -27,8 +27,7 @@ class LinkArrays(NamedTuple):
     """A directed multigraph; a link is its index.
 
     Attributes:
-        src: node that each link leaves.
-        dst: node that each link enters.
+        src, dst: the nodes that each link leaves and enters.
         cost: metric of each link, 1 or more.
         owner: host that each node belongs to, or ``NETWORK``.
         forwards: whether a path may pass through each node.
@@ -65,7 +64,7 @@ class ShortestPaths:
             else:
                 self._exits.setdefault(links.owner[u], []).append(link)
         self._arrival = lru_cache(maxsize=1 << 14)(self._find_arrival)
-        self._network = lru_cache(maxsize=1 << 12)(self._find_network)
+        self._network = lru_cache(maxsize=1 << 12)(lambda rest: _Network(self._relax(dict(rest))))
         self._departure = lru_cache(maxsize=1 << 14)(self._find_departure)
 
     def count(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> int:
@@ -105,11 +104,12 @@ class ShortestPaths:
         arrival = self._arrival(targets)
         network = self._network(arrival.remaining)
         if home == away != NETWORK:
-            dag = _Dag(arrival.inside, arrival, network)
+            distance = arrival.inside
         elif home == NETWORK:
-            dag = _Dag(network.distance, arrival, network)
+            distance = network.distance
         else:
-            dag = _Dag(self._departure(home, arrival.remaining), arrival, network)
+            distance = self._departure(home, arrival.remaining)
+        dag = _Dag(distance, arrival, network)
         reached = [s for s in sources if s in dag.start_distance]
         best = min((dag.start_distance[s] for s in reached), default=0)
         dag.starts = [s for s in reached if dag.start_distance[s] == best]
@@ -135,9 +135,6 @@ class ShortestPaths:
             if cost == remaining[u]:
                 entries[u].append(link)
         return _Arrival(inside, entries, tuple(sorted(remaining.items())))
-
-    def _find_network(self, remaining: tuple[tuple[int, int], ...]) -> _Network:
-        return _Network(self._relax(dict(remaining)))
 
     def _find_departure(self, host: int, remaining: tuple[tuple[int, int], ...]) -> dict[int, int]:
         """Distances from the nodes of the host that a path starts in."""

@@ -17,6 +17,7 @@ from crux_torch.fabric.shortest_paths import NETWORK, LinkArrays, ShortestPaths
 HOST_KINDS = ("host", "gpu", "pcie", "nic", "nvswitch")
 #: Kinds of node in the network, which forward for everyone.
 NETWORK_KINDS = ("tor", "aggregation", "core", "router")
+KINDS = HOST_KINDS + NETWORK_KINDS
 
 #: Candidates of one pair unless asked otherwise: every one of the paper's testbed.
 CANDIDATE_LIMIT = 512
@@ -119,7 +120,15 @@ class Topology:
         for name, node in nodes.items():
             if node.host is not None:
                 self._inside[node.host].append(name)
-        self._search = ShortestPaths(_arrays(nodes, edges, self._number, self.hosts))
+        place = {None: NETWORK} | {host: i for i, host in enumerate(self.hosts)}
+        arrays = LinkArrays(
+            src=[self._number[e.src] for e in edges],
+            dst=[self._number[e.dst] for e in edges],
+            cost=[e.link.cost for e in edges],
+            owner=[place[node.host] for node in nodes.values()],
+            forwards=[node.kind != "gpu" for node in nodes.values()],
+        )
+        self._search = ShortestPaths(arrays)
         self._candidates = lru_cache(maxsize=1 << 16)(self._find_candidates)
         self._nearest_nics = lru_cache(maxsize=1 << 16)(self._find_nearest_nics)
         _check_connected(self.hosts, nodes, edges)
@@ -135,8 +144,7 @@ class Topology:
         machine, and are cached.
 
         Args:
-            src: a host or another node.
-            dst: a host or another node.
+            src, dst: a host or another node.
             limit: the most paths to return, spread over all of them. None: all, which may be
                 millions in a large three-layer network (see :meth:`path_count`).
 
@@ -188,9 +196,7 @@ class Topology:
 
     def layer(self, link: str) -> str:
         """Where ``link`` is, in either direction: ``nic-tor``, ``tor-aggregation`` and so on."""
-        order = (*HOST_KINDS, *NETWORK_KINDS)
-        kinds = sorted((self.nodes[n].kind for n in self.ends(link)), key=order.index)
-        return "-".join(kinds)
+        return "-".join(sorted((self.nodes[n].kind for n in self.ends(link)), key=KINDS.index))
 
     def _ends(self, name: str) -> tuple[int, ...]:
         node = self.nodes.get(name)
@@ -264,22 +270,6 @@ class TopologyBuilder:
         return Topology(self.nodes, self.edges, self.addresses, self.device_flops)
 
 
-def _arrays(
-    nodes: Mapping[str, Node],
-    edges: Sequence[Edge],
-    number: Mapping[str, int],
-    hosts: Sequence[str],
-) -> LinkArrays:
-    host_number = {host: i for i, host in enumerate(hosts)}
-    return LinkArrays(
-        src=[number[e.src] for e in edges],
-        dst=[number[e.dst] for e in edges],
-        cost=[e.link.cost for e in edges],
-        owner=[NETWORK if n.host is None else host_number[n.host] for n in nodes.values()],
-        forwards=[n.kind != "gpu" for n in nodes.values()],
-    )
-
-
 def _canonical(node: str, addresses: Sequence[str]) -> tuple[str, ...]:
     try:
         return tuple(str(ip_address(address)) for address in addresses)
@@ -301,54 +291,48 @@ def _node_at(nodes: Mapping[str, Node], addresses: Mapping[str, Sequence[str]]) 
 
 
 def _check_nodes(nodes: Mapping[str, Node]) -> None:
+    hosts = {name for name, node in nodes.items() if node.kind == "host"}
     for name, node in nodes.items():
+        problem = ""
         if not name or not isinstance(name, str):
-            raise TopologyError(f"node {name!r}: expected a name that is not empty")
-        if node.kind not in HOST_KINDS + NETWORK_KINDS:
-            expected = ", ".join(HOST_KINDS + NETWORK_KINDS)
-            raise TopologyError(f"node {name!r}: unknown kind {node.kind!r}; expected {expected}")
-        if node.kind in NETWORK_KINDS and node.host is not None:
-            raise TopologyError(f"node {name!r}: a {node.kind} belongs to no host")
-        if node.kind == "host" and node.host != name:
-            raise TopologyError(f"node {name!r}: a host belongs to itself, not to {node.host!r}")
-        host = nodes.get(node.host) if node.host is not None else None
-        if node.kind in HOST_KINDS and (host is None or host.kind != "host"):
-            raise TopologyError(
-                f"node {name!r}: a {node.kind} needs a host; {node.host!r} is not one"
-            )
-    if not any(node.kind == "host" for node in nodes.values()):
+            problem = "expected a name that is not empty"
+        elif node.kind not in KINDS:
+            problem = f"unknown kind {node.kind!r}; expected {', '.join(KINDS)}"
+        elif node.kind in NETWORK_KINDS and node.host is not None:
+            problem = f"a {node.kind} belongs to no host"
+        elif node.kind == "host" and node.host != name:
+            problem = f"a host belongs to itself, not to {node.host!r}"
+        elif node.kind in HOST_KINDS and node.host not in hosts:
+            problem = f"a {node.kind} needs a host; {node.host!r} is not one"
+        if problem:
+            raise TopologyError(f"node {name!r}: {problem}")
+    if not hosts:
         raise TopologyError("there is no host; expected one or more")
 
 
 def _check_edges(nodes: Mapping[str, Node], edges: Iterable[Edge]) -> None:
     seen: set[str] = set()
     for e in edges:
+        src, dst, link = nodes.get(e.src), nodes.get(e.dst), e.link
+        problem = ""
         if e.name in seen:
-            raise TopologyError(f"link {e.name!r} is there twice; names must be unique")
+            problem = " is there twice; names must be unique"
+        elif src is None or dst is None:
+            problem = f": unknown end {(e.dst if src else e.src)!r}"
+        elif e.src == e.dst:
+            problem = f": both ends are {e.src!r}"
+        elif src.host and dst.host and src.host != dst.host:
+            problem = " joins two hosts directly; put a switch or a router between them"
+        elif not 0 < link.capacity_Bps < inf:
+            expected = "expected bytes per second, more than 0"
+            problem = f": capacity {link.capacity_Bps!r}; {expected}"
+        elif not 0 <= link.delay_s < inf:
+            problem = f": delay {link.delay_s!r}; expected seconds, 0 or more"
+        elif isinstance(link.cost, bool) or not isinstance(link.cost, int) or link.cost < 1:
+            problem = f": cost {link.cost!r}; expected a whole number, 1 or more"
+        if problem:
+            raise TopologyError(f"link {e.name!r}{problem}")
         seen.add(e.name)
-        for end in (e.src, e.dst):
-            if end not in nodes:
-                raise TopologyError(f"link {e.name!r}: unknown end {end!r}")
-        if e.src == e.dst:
-            raise TopologyError(f"link {e.name!r}: both ends are {e.src!r}")
-        src, dst = nodes[e.src], nodes[e.dst]
-        if src.host and dst.host and src.host != dst.host:
-            raise TopologyError(
-                f"link {e.name!r} joins two hosts directly; put a switch or a router between them"
-            )
-        if not 0 < e.link.capacity_Bps < inf:
-            raise TopologyError(
-                f"link {e.name!r}: capacity {e.link.capacity_Bps!r}; "
-                "expected bytes per second, more than 0"
-            )
-        if not (isfinite(e.link.delay_s) and e.link.delay_s >= 0):
-            raise TopologyError(
-                f"link {e.name!r}: delay {e.link.delay_s!r}; expected seconds, 0 or more"
-            )
-        if isinstance(e.link.cost, bool) or not isinstance(e.link.cost, int) or e.link.cost < 1:
-            raise TopologyError(
-                f"link {e.name!r}: cost {e.link.cost!r}; expected a whole number, 1 or more"
-            )
 
 
 def _check_connected(
@@ -370,8 +354,5 @@ def _check_connected(
                     seen.add(n)
                     if nodes[n].host is None:
                         todo.append(n)
-        for host in hosts:
-            if host not in seen:
-                raise TopologyError(
-                    f"host {host!r} {words} {hosts[0]!r}; expected a connected network"
-                )
+        for host in (host for host in hosts if host not in seen):
+            raise TopologyError(f"host {host!r} {words} {hosts[0]!r}; expected a connected network")

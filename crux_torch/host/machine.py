@@ -12,7 +12,7 @@ from crux_torch.host.nvml import Gpu, bounded, read_gpus
 from crux_torch.host.sysfs import SYSFS, number, text
 
 CPUINFO = Path("/proc/cpuinfo")
-_FIELD = re.compile(r"^\s*(.*?)\s*:[ \t]*(.*?)\s*$", re.MULTILINE)
+_FIELD = re.compile(r"^[ \t]*(.*?)[ \t]*:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 #: Single-precision FLOPs of one core in one cycle by instruction set, widest first: lanes x 2 (a
 #: multiply-add is two FLOPs) x 2 units, the most that such a core has (Intel 64 and IA-32
 #: optimization manual; Arm Neoverse guides). AMX counts its bfloat16 tiles: 16 x 16 x 32

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal, TypeVar
 
 from crux_torch.host.pcie import Distance
@@ -40,15 +41,8 @@ NVLINK_Bps: dict[tuple[int, ...], float] = {
 }
 #: ``nvmlIntNvLinkDeviceType_t``.
 NVLINK_KINDS: dict[int | None, Literal["gpu", "switch"]] = {0: "gpu", 2: "switch"}
-#: ``nvmlGpuTopologyLevel_t``.
-LEVELS = {
-    0: Distance.LOC,
-    10: Distance.PIX,
-    20: Distance.PXB,
-    30: Distance.PHB,
-    40: Distance.NODE,
-    50: Distance.SYS,
-}
+#: ``nvmlGpuTopologyLevel_t``: 0, 10, ... 50.
+LEVELS = {10 * distance: distance for distance in Distance}
 #: ``nvmlGpuP2PStatus_t``, in words.
 PEER_STATUS = {
     0: "ok",
@@ -161,7 +155,7 @@ def session(library: Any = None) -> Iterator[Any]:
 
 
 def read_nvml(library: Any = None, *, pairs: bool = False) -> NvmlReport:
-    """What NVML says of this host; see :class:`NvmlReport`.
+    """What NVML says of this host.
 
     Args:
         library: stands in for the module ``pynvml``.
@@ -169,18 +163,9 @@ def read_nvml(library: Any = None, *, pairs: bool = False) -> NvmlReport:
     """
     try:
         with session(library) as nvml:
-            handles = [
-                _try(nvml.nvmlDeviceGetHandleByIndex, i) for i in range(nvml.nvmlDeviceGetCount())
-            ]
-            found = [
-                (gpu, handle)
-                for index, handle in enumerate(handles)
-                if handle is not None
-                and (gpu := _try(lambda i=index, h=handle: _gpu(nvml, i, h))) is not None
-            ]
-            joined = [
-                _pair(nvml, a, b) for i, a in enumerate(found) for b in found[i + 1 :] if pairs
-            ]
+            listed = (_try(_gpu, nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+            found = [each for each in listed if each is not None]
+            joined = [_pair(nvml, a, b) for a, b in combinations(found, 2) if pairs]
             driver = _str(_ask(nvml, "nvmlSystemGetDriverVersion") or "")
             return NvmlReport(driver, tuple(gpu for gpu, _ in found), tuple(joined))
     # NVML's errors are a class of its own, and an old library can lack any symbol.
@@ -227,28 +212,26 @@ def bounded_report() -> NvmlReport:
     return bounded(lambda: read_nvml(pairs=True)) or NvmlReport(error="NVML does not answer")
 
 
-def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
+def _gpu(nvml: Any, index: int) -> tuple[Gpu, Any]:
+    """A GPU and NVML's handle of it."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = _str(nvml.nvmlDeviceGetName(handle))
     mode = _ask(nvml, "nvmlDeviceGetMigMode", handle)
     support = _ask(nvml, "nvmlGpmQueryDeviceSupport", handle)
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
-    return Gpu(
+    gpu = Gpu(
         index=index,
         name=name,
         uuid=_str(nvml.nvmlDeviceGetUUID(handle)),
         memory_bytes=None if memory is None else int(memory.total),
-        pci_address=address_of(nvml, handle),
+        pci_address=as_sysfs_writes(_str(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         peak_flops=peak_flops(name),
         nvlinks=_nvlinks(nvml, handle),
         mig=None if mode is None else bool(mode[0]),
         mig_uuids=_mig_uuids(nvml, handle) if mode and mode[0] else (),
         gpm=bool(support and support.isSupportedDevice),
     )
-
-
-def address_of(nvml: Any, handle: Any) -> str:
-    """PCI address of a device as sysfs writes it."""
-    return as_sysfs_writes(_str(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    return gpu, handle
 
 
 def _nvlinks(nvml: Any, handle: Any) -> tuple[NvLink, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,9 +100,8 @@ def _run(library: Any, choose: Choice, watch: _Watch) -> None:
             if gpu is None or gpu.mig:
                 return
             handle = nvml.nvmlDeviceGetHandleByPciBusId(gpu.pci_address)
-            watch.activity = _by_gpm(nvml, handle, watch.stop) or _by_polling(
-                nvml, handle, watch.stop
-            )
+            by_gpm = _by_gpm(nvml, handle, watch.stop)
+            watch.activity = by_gpm or _by_polling(nvml, handle, watch.stop)
     except Exception as error:
         log.debug("no activity: %s", error)
 
@@ -148,27 +148,21 @@ def _metrics(nvml: Any, first: Any, second: Any) -> dict[str, float]:
 
 
 def _by_polling(nvml: Any, handle: Any, stop: threading.Event) -> DeviceActivity | None:
-    busy: list[float] = []
-    sent: list[float] = []
-    received: list[float] = []
+    counters = {
+        "pcie_sent_Bps": nvml.NVML_PCIE_UTIL_TX_BYTES,
+        "pcie_received_Bps": nvml.NVML_PCIE_UTIL_RX_BYTES,
+    }
+    polled = defaultdict[str, list[float]](list)
     while not stop.wait(POLL_S):
-        busy.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu * 0.01)
+        polled["busy"].append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu * 0.01)
         try:
-            for rates, counter in (
-                (sent, nvml.NVML_PCIE_UTIL_TX_BYTES),
-                (received, nvml.NVML_PCIE_UTIL_RX_BYTES),
-            ):
-                rates.append(nvml.nvmlDeviceGetPcieThroughput(handle, counter) * KILOBYTE)
+            for name, counter in counters.items():
+                rate_Bps = nvml.nvmlDeviceGetPcieThroughput(handle, counter) * KILOBYTE
+                polled[name].append(rate_Bps)
         except Exception as error:
             log.debug("no PCIe rates: %s", error)
-    if not busy:
-        return None
-    return DeviceActivity(
-        source="utilization",
-        busy=_fitting("busy", statistics.fmean(busy)),
-        pcie_sent_Bps=statistics.fmean(sent) if sent else None,
-        pcie_received_Bps=statistics.fmean(received) if received else None,
-    )
+    means = {name: _fitting(name, statistics.fmean(values)) for name, values in polled.items()}
+    return DeviceActivity(source="utilization", **means) if means else None
 
 
 def _fitting(field: str, value: float) -> float:

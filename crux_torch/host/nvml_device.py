@@ -24,15 +24,10 @@ class CudaDevice:
 
 
 def current_device(torch: Any = None) -> CudaDevice | None:
-    """The CUDA device that the calling thread has chosen.
+    """The CUDA device that the calling thread has chosen; None if CUDA has not been used yet.
 
     The choice belongs to the thread: call it on the one that trains. It never makes a CUDA context.
-
-    Args:
-        torch: stands in for the module.
-
-    Returns:
-        None if CUDA has not been used yet.
+    ``torch`` stands in for the module.
     """
     torch = torch or sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -58,12 +53,9 @@ class OwnDevice:
     def device(self, visible: int, env: Mapping[str, str]) -> CudaDevice | None:
         """The device; None if unknown.
 
-        A script may choose its device after its process group was made. Then it is the only one, or
-        the one with the number of its local rank, as every launcher's documentation has it.
-
-        Args:
-            visible: devices that CUDA shows this process.
-            env: of this process.
+        A script may choose its device after its process group was made. Then it is the only one of
+        the ``visible`` devices, or the one with the number of its local rank, as every launcher's
+        documentation has it.
         """
         if self._chosen is not None:
             return self._chosen
@@ -77,16 +69,12 @@ class OwnDevice:
 def own_gpu(
     gpus: Sequence[Gpu], ordinal: int, uuid: str = "", env: Mapping[str, str] | None = None
 ) -> Gpu | None:
-    """The GPU that CUDA calls ``ordinal`` in this process.
+    """The GPU that CUDA calls ``ordinal`` in this process; None if it is not certain.
 
     Args:
         gpus: all that NVML lists.
-        ordinal: CUDA's number of it.
         uuid: as CUDA reports it, with or without its prefix. If it is known, it decides.
         env: with CUDA_VISIBLE_DEVICES, in case no UUID is known.
-
-    Returns:
-        None if it is not certain.
     """
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
     if bare:
@@ -111,14 +99,12 @@ def visible_gpus(gpus: Sequence[Gpu], env: Mapping[str, str]) -> tuple[Gpu | Non
     found: list[Gpu | None] = []
     taken: set[int | str] = set()
     for token in (part.strip() for part in env[VISIBLE].split(",")):
-        chosen: Gpu | None
+        key: int | str = token
         if token.isdecimal() and int(token) < len(gpus):
-            key: int | str = int(token)
-            chosen = by_index[int(token)]
-        else:
-            chosen, key = _by_uuid(gpus, token), token
-            if chosen is None:
-                break
+            key = int(token)
+            chosen = by_index[key]
+        elif (chosen := _by_uuid(gpus, token)) is None:
+            break
         if key in taken:
             # CUDA shows nothing at all if a device is named twice.
             return ()
@@ -132,10 +118,8 @@ def _by_uuid(gpus: Sequence[Gpu], token: str) -> Gpu | None:
     if token.startswith("MIG-GPU-"):
         # MIG-GPU-UUID/INSTANCE/COMPUTE: how drivers before 470 name an instance.
         token = token.removeprefix("MIG-").partition("/")[0]
-    if token.startswith("GPU-") and len(token) > len("GPU-"):
-        fitting = [gpu for gpu in gpus if gpu.uuid.startswith(token)]
-    elif token.startswith("MIG-") and len(token) > len("MIG-"):
-        fitting = [gpu for gpu in gpus if any(u.startswith(token) for u in gpu.mig_uuids)]
-    else:
-        fitting = []
-    return fitting[0] if len(fitting) == 1 else None
+    if not token.startswith(("GPU-", "MIG-")) or len(token) == len("GPU-"):
+        return None
+    uuids = [(gpu, uuid) for gpu in gpus for uuid in (gpu.uuid, *gpu.mig_uuids)]
+    fitting = {gpu.index: gpu for gpu, uuid in uuids if uuid.startswith(token)}
+    return next(iter(fitting.values())) if len(fitting) == 1 else None

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,14 +23,8 @@ Kind = Literal["bridge", "gpu", "nic", "nvswitch", "other"]
 
 #: Bits of payload for each bit on the wire, by transfer rate in GT/s: 8b/10b, 128b/130b, and from
 #: 64 GT/s on 256-byte flits of which 14 bytes are CRC and FEC (PCI Express Base 6.0, §4.2.3).
-ENCODING = {
-    2.5: 8 / 10,
-    5.0: 8 / 10,
-    8.0: 128 / 130,
-    16.0: 128 / 130,
-    32.0: 128 / 130,
-    64.0: 242 / 256,
-}
+ENCODING = dict.fromkeys((2.5, 5.0), 8 / 10) | dict.fromkeys((8.0, 16.0, 32.0), 128 / 130)
+ENCODING |= {64.0: 242 / 256}
 #: Share of the rate after encoding that NCCL assumes as payload: 12 GB/s for PCIe 3.0 x16.
 PAYLOAD = 0.75
 #: Rate between sockets. NCCL assumes 6 to 40 GB/s, depending on the CPU; 10 for Skylake.
@@ -141,11 +136,8 @@ class PcieTree:
     switch's upstream port and so on: a link joins the first to the second, the third to the fourth,
     and the last to the device.
 
-    Args:
-        devices: every function by its address.
-
     Attributes:
-        devices: as given.
+        devices: every function by its address.
     """
 
     def __init__(self, devices: Mapping[str, PciDevice]) -> None:
@@ -209,14 +201,9 @@ class PcieTree:
         """The links that traffic between two devices crosses, from ``a`` to ``b``.
 
         Peer traffic turns at the lowest switch above both. Between two root ports, the path crosses
-        the root complex; links between sockets are not PCIe links and are not listed.
-
-        Args:
-            a, b: PCI addresses.
-
-        Returns:
-            Empty if an address is unknown, if both are functions of one device, or if no link
-            between them is known (see :attr:`obstacle`).
+        the root complex; links between sockets are not PCIe links and are not listed. Empty if a
+        PCI address is unknown, if both are functions of one device, or if no link between them is
+        known (see :attr:`obstacle`).
         """
         if a not in self.devices or b not in self.devices:
             return ()
@@ -240,11 +227,8 @@ class PcieTree:
             return Distance.NODE if same else Distance.SYS
         if a.rpartition(".")[0] == b.rpartition(".")[0]:
             return Distance.LOC
-        common = 0
-        for one, other in zip(first.bridges, second.bridges, strict=False):
-            if one != other:
-                break
-            common += 1
+        above = zip(first.bridges, second.bridges, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], above))
         if not common:
             return Distance.PHB
         below = sum((len(device.bridges) - common) // 2 for device in (first, second))
@@ -275,13 +259,7 @@ class PcieTree:
         """The NIC that a GPU's traffic leaves by: NCCL's choice unless a variable overrides it.
 
         GPUs that have the same nearest NICs share them evenly, in the order of their addresses.
-
-        Args:
-            gpu: its PCI address.
-            nics: to choose from, such as those that NCCL_IB_HCA allows.
-
-        Returns:
-            None if the GPU or all NICs are not in the tree.
+        None if the GPU or all NICs are not in the tree.
         """
         nearest = self.nics_of(gpu, nics)
         if len(nearest) < 2:
@@ -309,10 +287,8 @@ def _link(
 
 def _least(rates: Iterable[LinkRate | None]) -> LinkRate | None:
     """The most that ends with these rates support together."""
-    known = [rate for rate in rates if rate is not None]
-    if not known:
-        return None
-    return LinkRate(min(r.speed_GTps for r in known), min(r.lanes for r in known))
+    known = [(rate.speed_GTps, rate.lanes) for rate in rates if rate is not None]
+    return LinkRate(*map(min, zip(*known, strict=True))) if known else None
 
 
 def _device(entry: Path) -> PciDevice | None:
@@ -340,9 +316,8 @@ def _kind(class_code: int, vendor: int) -> Kind:
     group = class_code >> 8
     if group == 0x0604:
         return "bridge"
-    if group in (0x0302, 0x0380) or group >> 8 == 0x12:
-        return "gpu"
-    if group == 0x0300 and vendor in (NVIDIA, AMD):
+    display = group == 0x0300 and vendor in (NVIDIA, AMD)
+    if display or group in (0x0302, 0x0380) or group >> 8 == 0x12:
         return "gpu"
     if group >> 8 == 0x02:
         return "nic"

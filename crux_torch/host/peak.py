@@ -46,14 +46,11 @@ USUAL = ("bf16", "fp16", "fp32")
 
 
 def peak_flops(device_name: str, dtype: str | None = None) -> float | None:
-    """Peak FLOP/s of one device.
+    """Peak FLOP/s of one device; None for a model or a data type that is not in the table.
 
     Args:
         device_name: as the driver reports it, such as ``NVIDIA A100-SXM4-80GB``.
         dtype: a data type of :class:`PeakFlops`; None for the fastest, which bounds any claim.
-
-    Returns:
-        None for a model or a data type that is not in the table.
     """
     peaks = _peaks(device_name)
     return max(peaks.values(), default=None) if dtype is None else peaks.get(dtype)
@@ -63,12 +60,9 @@ def flops_in_use(device_name: str, by_dtype: Mapping[str, float]) -> float | Non
     """FLOP/s of one device at its peak, in the mix of data types that a job computes in.
 
     Args:
-        device_name: as the driver reports it.
+        device_name: as for :func:`peak_flops`; the result is None for the same models.
         by_dtype: FLOPs by data type; one without a figure counts at the fastest. Where there are
             none at all, the job is taken to train in the first of ``USUAL`` that the device has.
-
-    Returns:
-        None for a model that is not in the table.
     """
     peaks = _peaks(device_name)
     total = sum(by_dtype.values())
@@ -82,8 +76,7 @@ def flops_in_use(device_name: str, by_dtype: Mapping[str, float]) -> float | Non
 def tensor_seconds(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
     """Seconds for which FLOPs by data type keep all tensor cores busy at their peak.
 
-    Returns:
-        None for a model that is not in the table.
+    None for a model that is not in the table.
     """
     peaks = _peaks(device_name)
     if not peaks:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ KILOBIT_Bps = 1e3 / 8
 #: GID tables have some hundreds of entries, nearly all of them empty.
 MAX_GIDS = 4096
 MAX_PORTS = 255
+_NUMBER = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,6 @@ class RdmaDevice:
     Attributes:
         name: as verbs know it, such as ``mlx5_0``.
         driver: of the kernel, such as ``mlx5_core``; empty for a virtual device.
-        firmware: its release, if known.
         pci_address: as sysfs writes it; None for a virtual device.
         numa_node: that it is attached to, if known.
         ports: its ports, by number.
@@ -105,7 +106,6 @@ class RdmaDevice:
 
     name: str
     driver: str = ""
-    firmware: str = ""
     pci_address: str | None = None
     numa_node: int | None = None
     ports: tuple[RdmaPort, ...] = ()
@@ -137,7 +137,11 @@ def verbs_limits(load: Callable[[str], Any] = importlib.import_module) -> dict[s
     """
     try:
         device: Any = load("pyverbs.device")
-        enums: Any = _enums(load)
+        try:
+            enums: Any = load("pyverbs.enums")
+        except ImportError:
+            # From rdma-core 48 on.
+            enums = load("pyverbs.libibverbs_enums")
         names = [listed.name.decode() for listed in device.get_device_list()]
     # pyverbs raises its own errors, and a mismatch with the host's libibverbs shows as any.
     except Exception as error:
@@ -151,14 +155,6 @@ def verbs_limits(load: Callable[[str], Any] = importlib.import_module) -> dict[s
         except Exception as error:
             log.debug("%s can't be opened: %s", name, error)
     return found
-
-
-def _enums(load: Callable[[str], Any]) -> Any:
-    try:
-        return load("pyverbs.enums")
-    except ImportError:
-        # From rdma-core 48 on.
-        return load("pyverbs.libibverbs_enums")
 
 
 def _limits(context: Any, enums: Any) -> Limits:
@@ -175,7 +171,6 @@ def _device(entry: Path) -> RdmaDevice:
     return RdmaDevice(
         name=entry.name,
         driver=_link_name(place / "driver"),
-        firmware=text(entry / "fw_ver").strip(),
         pci_address=pci_address(place),
         numa_node=numa_node(place),
         ports=tuple(_ports(entry)),
@@ -189,9 +184,8 @@ def _ports(entry: Path) -> Iterator[RdmaPort]:
     """
     interfaces = [found.name for found in entries(entry / "device" / "net")]
     interfaces = interfaces or text(entry / "parent").split()
-    numbered = [(_index(found.name), found) for found in entries(entry / "ports")]
-    known = sorted((n, found) for n, found in numbered if n is not None and 1 <= n <= MAX_PORTS)
-    for i, (port_number, folder) in enumerate(known):
+    numbered = (port for port in _numbered(entry / "ports") if 1 <= port[0] <= MAX_PORTS)
+    for i, (port_number, folder) in enumerate(numbered):
         gids = tuple(_gids(folder))
         named = sorted({gid.interface for gid in gids if gid.interface})
         rate_Gbps = number(text(folder / "rate").split(" ", 1)[0])
@@ -206,8 +200,7 @@ def _ports(entry: Path) -> Iterator[RdmaPort]:
 
 
 def _gids(port: Path) -> Iterator[Gid]:
-    numbered = [(_index(found.name), found) for found in entries(port / "gids")[:MAX_GIDS]]
-    for index, file in sorted((n, found) for n, found in numbered if n is not None):
+    for index, file in _numbered(port / "gids")[:MAX_GIDS]:
         try:
             address = ipaddress.IPv6Address(text(file).strip())
         except ValueError:
@@ -218,20 +211,17 @@ def _gids(port: Path) -> Iterator[Gid]:
         attributes = port / "gid_attrs"
         yield Gid(
             index=index,
-            address=_written(address),
+            # One spelling for all releases of Python, which differ for mapped addresses.
+            address=f"::ffff:{address.ipv4_mapped}" if address.ipv4_mapped else str(address),
             kind=text(attributes / "types" / str(index)).strip(),
             interface=text(attributes / "ndevs" / str(index)).strip() or None,
         )
 
 
-def _written(address: ipaddress.IPv6Address) -> str:
-    """One spelling for all releases of Python, which differ in how they write mapped addresses."""
-    mapped = address.ipv4_mapped
-    return f"::ffff:{mapped}" if mapped else str(address)
-
-
-def _index(name: str) -> int | None:
-    return int(name) if name.isascii() and name.isdecimal() and len(name) < 6 else None
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """What is in ``folder`` under a number, in that order."""
+    found = [(file.name, file) for file in entries(folder)]
+    return sorted((int(name), file) for name, file in found if _NUMBER.fullmatch(name))
 
 
 def _link_name(link: Path) -> str:

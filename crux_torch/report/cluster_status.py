@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, JustifyMethod, OverflowMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -79,19 +79,12 @@ def read_status(endpoint: str, cluster: str, settle_s: float = 0.0) -> ClusterSt
 
 def as_json_text(status: ClusterStatus) -> str:
     """``status`` as JSON; records keep their schema, fields their units."""
-    fields = {
-        "store": status.store,
-        "cluster": status.cluster,
-        "jobs": msgspec.to_builtins(status.jobs),
-        "plan": msgspec.to_builtins(status.plan),
-        "plan_renewed": status.plan_renewed,
-    }
-    return json.dumps(fields, indent=2)
+    return json.dumps(msgspec.to_builtins(status), indent=2)
 
 
-def render(status: ClusterStatus, console: Console | None = None) -> None:
+def render(status: ClusterStatus) -> None:
     """Print ``status`` as a table, one row a job."""
-    console = console or Console()
+    console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
     console.print(Text(f"cluster {_safe(status.cluster)} at {status.store}: {_plan_line(status)}"))
@@ -101,12 +94,9 @@ def render(status: ClusterStatus, console: Console | None = None) -> None:
     rows = [_row(job, status.plan) for job in status.jobs]
     table = Table(pad_edge=False)
     for heading in rows[0]:
-        text = heading in TEXT
-        table.add_column(
-            heading,
-            justify="left" if text else "right",
-            overflow="fold" if text and heading != "state" else "ellipsis",
-        )
+        overflow: OverflowMethod = "fold" if heading in ("job", "hosts") else "ellipsis"
+        justify: JustifyMethod = "left" if heading in TEXT else "right"
+        table.add_column(heading, justify=justify, overflow=overflow)
     for row in rows:
         table.add_row(*map(Text, row.values()))
     console.print(table)
@@ -153,9 +143,8 @@ def _paths(paths: PathCounts | None) -> str:
     if paths is None:
         return ""
     total = paths.as_planned + paths.elsewhere + paths.unknown
-    return f"{paths.as_planned}/{total}" + (
-        f", {paths.elsewhere} astray" if paths.elsewhere else ""
-    )
+    astray = f", {paths.elsewhere} astray" if paths.elsewhere else ""
+    return f"{paths.as_planned}/{total}{astray}"
 
 
 def _si(value: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,44 +77,38 @@ def as_json_text(report: PathTable) -> str:
     return json.dumps(fields, indent=2)
 
 
-def render(report: PathTable, console: Console | None = None) -> None:
+def render(report: PathTable) -> None:
     """Print ``report``: a row for each path, what it rests on, and what to beware of."""
-    console = console or Console()
+    console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
     found = report.found
-    console.print(_title(report))
+    title = f"{found.source} to {found.destination}, {found.protocol} port {found.port}"
+    if found.distance is not None:
+        title += f", {found.distance - 1} routers on the way"
+    console.print(Text(title))
     table = Table(pad_edge=False)
-    table.add_column("path", justify="right")
-    table.add_column("hops")
-    table.add_column("ports", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("source ports")
+    for heading in ("path", "hops", "ports", "share", "source ports"):
+        numbers = heading in ("path", "ports", "share")
+        table.add_column(heading, justify="right" if numbers else "left")
     for number, hops, ports in report.rows():
         way = " > ".join(found.names(hops, report.topology)) or "no router on the way"
         share = f"{100 * len(ports) / len(found.hops):.0f}%"
-        table.add_row(number, Text(way), str(len(ports)), share, _examples(ports))
+        more = ["..."] if len(ports) > EXAMPLES else []
+        examples = ", ".join([*map(str, ports[:EXAMPLES]), *more])
+        table.add_row(number, Text(way), str(len(ports)), share, examples)
     console.print(table)
     for line in _footnotes(report):
         console.print(Text(line))
 
 
-def _title(report: PathTable) -> Text:
-    found = report.found
-    ends = f"{found.source} to {found.destination}, {found.protocol} port {found.port}"
-    if found.distance is not None:
-        ends += f", {found.distance - 1} routers on the way"
-    return Text(ends)
-
-
-def _examples(ports: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ports[:EXAMPLES]))
-    return listed + (", ..." if len(ports) > EXAMPLES else "")
-
-
 def _footnotes(report: PathTable) -> list[str]:
     found = report.found
-    lines = [_basis(found)]
+    lines = [
+        f"{len(found.hops)} ports, {found.sent} probes, {found.answered} answers, "
+        f"{found.seconds:.1f} s; the probability that a path with an equal share is missing is at "
+        f"most {1 - found.confidence:.1%}"
+    ]
     if found.ended == "time":
         lines.append("the time limit ended the search, so there may be more paths: see --time")
     if found.ended == "ports":
@@ -148,11 +141,3 @@ def _footnotes(report: PathTable) -> list[str]:
             f"{', '.join(map(str, ports[:PORTS_LISTED]))}{more}"
         )
     return lines
-
-
-def _basis(found: PathMap) -> str:
-    return (
-        f"{len(found.hops)} ports, {found.sent} probes, {found.answered} answers, "
-        f"{found.seconds:.1f} s; the probability that a path with an equal share is missing is at "
-        f"most {1 - found.confidence:.1%}"
-    )

@@ -1,4 +1,9 @@
-"""Trees of ToR, aggregation and core switches: the paper's three clusters, and fat trees."""
+"""Trees of ToR, aggregation and core switches: the paper's three clusters, and fat trees.
+
+What several builders take: ``server`` is what a host holds. ``cabling`` has the capacities and
+delays of the network's links; by default ``oversubscription`` sizes them, the rate below a layer
+over the rate above it, in the fullest group.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +51,7 @@ def two_layer_clos(
 
     Args:
         hosts: hosts ``h0``..., filled in ToR by ToR.
-        tors: ToR switches.
-        aggregations: aggregation switches.
-        server: what a host holds.
-        cabling: capacities and delays of the network's links; default: by the next argument.
-        oversubscription: rate into a ToR from its hosts over its rate upwards.
+        tors, aggregations: switches of each layer.
     """
     at_least(1, hosts=hosts, tors=tors, aggregations=aggregations)
     server = server or GpuServer()
@@ -61,11 +62,10 @@ def two_layer_clos(
         oversubscription=oversubscription,
     )
     racks = Racks(server, cabling)
-    tor_names = racks.switches("tor", [f"tor{i}" for i in range(tors)])
-    aggregation_names = racks.switches("aggregation", [f"agg{i}" for i in range(aggregations)])
+    tor_names = racks.switches("tor", "tor", tors)
+    aggregation_names = racks.switches("aggregation", "agg", aggregations)
     for i in range(hosts):
-        tor = tor_names[i * tors // hosts]
-        racks.host(f"h{i}", [(tor,)] * racks.server.nics)
+        racks.host(f"h{i}", [(tor_names[i * tors // hosts],)] * racks.server.nics)
     racks.tors_to_aggregations(tor_names, aggregation_names)
     return racks.builder.build()
 
@@ -92,9 +92,6 @@ def double_sided(
         tors_per_pod: ToR switches of a pod, an even number: they come in pairs.
         aggregations_per_pod: aggregation switches of a pod.
         cores: core switches, each joined to every aggregation switch.
-        server: what a host holds.
-        cabling: capacities and delays of the network's links; default: by the next argument.
-        oversubscription: rate below a layer over the rate above it.
     """
     at_least(1, hosts=hosts, pods=pods)
     at_least(2, tors_per_pod=tors_per_pod)
@@ -124,12 +121,8 @@ def grouped_clos(
 
     Args:
         places: for each host its core, aggregation and ToR group.
-        server: what a host holds; every NIC has a port to each ToR of the host's group.
-        cabling: capacities and delays of the network's links; default: by the last argument.
-        tors_per_group: ToR switches of a ToR group.
-        aggregations_per_group: aggregation switches of an aggregation group.
-        cores_per_group: core switches of a core group.
-        oversubscription: rate below a layer over the rate above it, in the fullest group.
+        server: every NIC has a port to each ToR of the host's group.
+        tors_per_group, aggregations_per_group, cores_per_group: switches of a group of each layer.
     """
     at_least(
         1,
@@ -152,19 +145,15 @@ def grouped_clos(
     tors: dict[str, list[str]] = {}
     for host, (core_group, aggregation_group, tor_group) in places.items():
         if core_group not in cores:
-            cores[core_group] = racks.switches(
-                "core", [f"{core_group}/core{i}" for i in range(cores_per_group)]
-            )
+            cores[core_group] = racks.switches("core", f"{core_group}/core", cores_per_group)
         if aggregation_group not in aggregations:
-            aggregations[aggregation_group] = racks.switches(
-                "aggregation",
-                [f"{aggregation_group}/agg{i}" for i in range(aggregations_per_group)],
+            group = racks.switches(
+                "aggregation", f"{aggregation_group}/agg", aggregations_per_group
             )
-            racks.aggregations_to_cores(aggregations[aggregation_group], cores[core_group])
+            aggregations[aggregation_group] = group
+            racks.aggregations_to_cores(group, cores[core_group])
         if tor_group not in tors:
-            tors[tor_group] = racks.switches(
-                "tor", [f"{tor_group}/tor{i}" for i in range(tors_per_group)]
-            )
+            tors[tor_group] = racks.switches("tor", f"{tor_group}/tor", tors_per_group)
             racks.tors_to_aggregations(tors[tor_group], aggregations[aggregation_group])
         racks.host(host, [tuple(tors[tor_group])] * server.nics)
     return racks.builder.build()
@@ -188,15 +177,13 @@ def fat_tree(
     rate = link_Bps or server.nic_Bps * server.nics
     racks = Racks(server, Cabling(tor_aggregation_Bps=rate, aggregation_core_Bps=rate))
     half = k // 2
-    cores = racks.switches("core", [f"core{i}" for i in range(half * half)])
-    host = 0
+    cores = racks.switches("core", "core", half * half)
     for pod in range(k):
-        edge = racks.switches("tor", [f"pod{pod}/tor{i}" for i in range(half)])
-        upper = racks.switches("aggregation", [f"pod{pod}/agg{i}" for i in range(half)])
-        for tor in edge:
-            for _ in range(half):
+        edge = racks.switches("tor", f"pod{pod}/tor", half)
+        upper = racks.switches("aggregation", f"pod{pod}/agg", half)
+        for i, tor in enumerate(edge, start=pod * half):
+            for host in range(i * half, (i + 1) * half):
                 racks.host(f"h{host}", [(tor,)] * server.nics)
-                host += 1
             racks.tors_to_aggregations([tor], upper)
         for i, aggregation in enumerate(upper):
             racks.aggregations_to_cores([aggregation], cores[i * half : (i + 1) * half])

@@ -27,9 +27,9 @@ def rail_optimised(
     """
     at_least(1, hosts=hosts, hosts_per_group=hosts_per_group, spines=spines)
     racks = Racks(server, cabling or Cabling())
-    spine_names = racks.switches("aggregation", [f"spine{i}" for i in range(spines)])
+    spine_names = racks.switches("aggregation", "spine", spines)
     for group in range(-(-hosts // hosts_per_group)):
-        rails = racks.switches("tor", [f"group{group}/rail{i}" for i in range(server.nics)])
+        rails = racks.switches("tor", f"group{group}/rail", server.nics)
         racks.tors_to_aggregations(rails, spine_names)
         first = group * hosts_per_group
         for i in range(first, min(first + hosts_per_group, hosts)):

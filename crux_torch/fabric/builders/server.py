@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import ceil, isfinite
+from math import ceil, inf
 
 from crux_torch.fabric.topology import Link, TopologyBuilder, TopologyError
 
@@ -47,10 +47,8 @@ class GpuServer:
                 f"server: {self.gpus} GPUs and {self.nics} NICs do not divide evenly among "
                 f"{self.pcie_switches} PCIe switches"
             )
-        positive("server.nic_Bps", self.nic_Bps)
-        positive("server.pcie_Bps", self.pcie_Bps)
-        if self.nvlink_Bps:
-            positive("server.nvlink_Bps", self.nvlink_Bps)
+        for name in ("nic_Bps", "pcie_Bps", *(["nvlink_Bps"] if self.nvlink_Bps else [])):
+            positive(f"server.{name}", getattr(self, name))
 
     def add_to(self, builder: TopologyBuilder, host: str) -> tuple[str, ...]:
         """Add ``host`` and all that is in it; returns its NICs."""
@@ -94,11 +92,10 @@ class Cabling:
     link_delay_s: float = 1e-6
 
     def __post_init__(self) -> None:
-        positive("cabling.tor_aggregation_Bps", self.tor_aggregation_Bps)
-        positive("cabling.aggregation_core_Bps", self.aggregation_core_Bps)
-        for name in ("tor_aggregation_links", "aggregation_core_links"):
-            at_least(1, **{f"cabling.{name}": getattr(self, name)})
-        if not (isfinite(self.link_delay_s) and self.link_delay_s >= 0):
+        for layer in ("tor_aggregation", "aggregation_core"):
+            positive(f"cabling.{layer}_Bps", getattr(self, f"{layer}_Bps"))
+            at_least(1, **{f"cabling.{layer}_links": getattr(self, f"{layer}_links")})
+        if not 0 <= self.link_delay_s < inf:
             raise TopologyError(
                 f"cabling.link_delay_s is {self.link_delay_s!r}; expected seconds, 0 or more"
             )
@@ -154,23 +151,25 @@ class Racks:
             for switch in switches:
                 self.builder.cable(nic, switch, link)
 
-    def switches(self, kind: str, names: list[str]) -> list[str]:
-        """Add switches of one kind."""
-        return [self.builder.node(name, kind) for name in names]
+    def switches(self, kind: str, name: str, count: int) -> list[str]:
+        """Add switches of one kind: ``name``0, ``name``1 and so on."""
+        return [self.builder.node(f"{name}{i}", kind) for i in range(count)]
 
     def tors_to_aggregations(self, tors: Sequence[str], aggregations: Sequence[str]) -> None:
         """Join every ToR to every aggregation switch."""
         c = self.cabling
-        link = Link(c.tor_aggregation_Bps, c.link_delay_s)
-        for tor, aggregation in product(tors, aggregations):
-            self.builder.cable(tor, aggregation, link, c.tor_aggregation_links)
+        self._mesh(tors, aggregations, c.tor_aggregation_Bps, c.tor_aggregation_links)
 
     def aggregations_to_cores(self, aggregations: Sequence[str], cores: Sequence[str]) -> None:
         """Join every aggregation switch to every core switch."""
         c = self.cabling
-        link = Link(c.aggregation_core_Bps, c.link_delay_s)
-        for aggregation, core in product(aggregations, cores):
-            self.builder.cable(aggregation, core, link, c.aggregation_core_links)
+        self._mesh(aggregations, cores, c.aggregation_core_Bps, c.aggregation_core_links)
+
+    def _mesh(
+        self, below: Sequence[str], above: Sequence[str], rate_Bps: float, links: int
+    ) -> None:
+        for a, b in product(below, above):
+            self.builder.cable(a, b, Link(rate_Bps, self.cabling.link_delay_s), links)
 
 
 def at_least(least: int, **counts: int) -> None:
@@ -182,7 +181,5 @@ def at_least(least: int, **counts: int) -> None:
 
 def positive(name: str, value: float) -> None:
     """Refuse what is not a positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TopologyError(f"{name} is {value!r}; expected a number")
-    if not (isfinite(value) and value > 0):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise TopologyError(f"{name} is {value!r}; expected a number above 0")

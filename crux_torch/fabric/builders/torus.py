@@ -30,8 +30,10 @@ def torus(
     positive("link_Bps", link_Bps)
     racks = Racks(server or GpuServer(), Cabling(link_delay_s=link_delay_s))
     places = list(product(*(range(length) for length in shape)))
-    names = ["router" + "_".join(map(str, place)) for place in places]
-    routers = dict(zip(places, racks.switches("router", names), strict=True))
+    routers = {
+        place: racks.builder.node("router" + "_".join(map(str, place)), "router")
+        for place in places
+    }
     for i, place in enumerate(places):
         racks.host(f"h{i}", [(routers[place],)] * racks.server.nics)
     for place in places:
