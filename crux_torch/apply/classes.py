@@ -133,9 +133,7 @@ class TrafficClass:
             return self.revert()
         with self._lock:
             if not 0 <= level < len(dscp_map) or not 0 <= dscp_map[level] <= 63:
-                error = f"level {level} has no DSCP value in {tuple(dscp_map)}"
-                self._report = replace(self._report, error=error)
-                return self._report
+                return self._failed(f"level {level} has no DSCP value in {tuple(dscp_map)}")
             rate_Bps = self._report.rate_Bps
             self._report = ClassReport(level, dscp_map[level], rate_Bps=rate_Bps)
             return self._mark(everything=True)
@@ -149,9 +147,7 @@ class TrafficClass:
         """
         with self._lock:
             if rate_Bps is not None and rate_Bps <= 0:
-                error = f"{rate_Bps} bytes per second is no rate"
-                self._report = replace(self._report, error=error)
-                return self._report
+                return self._failed(f"{rate_Bps} bytes per second is no rate")
             self._report = replace(self._report, rate_Bps=rate_Bps, marks=(), error="")
             return self._mark(everything=True)
 
@@ -165,23 +161,25 @@ class TrafficClass:
     def revert(self) -> ClassReport:
         """Give each connection back what it had, unless others have changed it since."""
         with self._lock:
-            left = {}
             error = ""
             try:
                 setter = self._transport() if self._marks else None
             except TransportError as failed:
-                setter, error, left = None, str(failed), self._marks
+                setter, error = None, str(failed)
             if setter is not None:
-                for inode, (sock, mark) in self._marks.items():
-                    undone = _restore(setter, sock, mark)
-                    if undone is not None:
-                        left[inode] = (sock, undone)
-            self._marks = left
-            self._report = ClassReport(marks=tuple(m for _, m in left.values()), error=error)
+                tried = {i: (s, _restore(setter, s, mark)) for i, (s, mark) in self._marks.items()}
+                self._marks = {i: (s, left) for i, (s, left) in tried.items() if left is not None}
+            marks = tuple(mark for _, mark in self._marks.values())
+            self._report = ClassReport(marks=marks, error=error)
             return self._report
 
     def status(self) -> ClassReport:
         """What the last call left in force."""
+        return self._report
+
+    def _failed(self, error: str) -> ClassReport:
+        """The report of before, with why the request could not be carried out."""
+        self._report = replace(self._report, error=error)
         return self._report
 
     def _mark(self, everything: bool) -> ClassReport:
@@ -190,11 +188,9 @@ class TrafficClass:
             setter = self._transport()
             owned = self._ownership.owned()
         except TransportError as error:
-            self._report = replace(self._report, error=str(error))
-            return self._report
+            return self._failed(str(error))
         except OSError as error:
-            self._report = replace(self._report, error=f"this process's sockets: {error}")
-            return self._report
+            return self._failed(f"this process's sockets: {error}")
         settled = not self._report.refused and not self._report.error
         if not everything and settled and self._marks.keys() == {s.inode for s in owned}:
             return self._report
@@ -254,14 +250,6 @@ def _restore(setter: Transport, sock: TcpSocket, mark: SocketMark) -> SocketMark
         wanted_rate_Bps = mark.before_rate_Bps or UNLIMITED
     dscp = None if wanted is None else wanted >> 2
     done = setter.set_socket(sock.fd, sock.inode, dscp, wanted_rate_Bps)
-    if done.errno == errno.ENOENT:
-        return None
-    undone = replace(
-        mark,
-        wanted=wanted,
-        tos=done.after_tos,
-        errno=done.errno,
-        wanted_rate_Bps=wanted_rate_Bps,
-        rate_Bps=done.after_rate_Bps,
-    )
-    return None if undone.applied else undone
+    undone = replace(mark, wanted=wanted, tos=done.after_tos, errno=done.errno)
+    undone = replace(undone, wanted_rate_Bps=wanted_rate_Bps, rate_Bps=done.after_rate_Bps)
+    return None if undone.applied or done.errno == errno.ENOENT else undone

@@ -45,19 +45,12 @@ def choose(
     sysfs: Path = SYSFS,
     configfs: Path = CONFIGFS,
 ) -> Ecn:
-    """The ECN bits for this host's queue pairs.
+    """The ECN bits for this host's queue pairs: ``setting``, unless it is ``auto``.
 
-    Args:
-        setting: ``auto``, or the bits.
-        devices: of this host.
-        sysfs: replaces ``/sys``.
-        configfs: replaces RDMA-CM's folder of configfs.
-
-    Returns:
-        With ``auto``, the first of these that an active RoCE port has: the bits of the class that
-        NVIDIA's driver forces (``tc/PORT/traffic_class``); those of RDMA-CM's default class; ECT(0)
-        if the port reacts to congestion notifications (``ecn/roce_rp/enable``). 0 if none has one,
-        or if an InfiniBand port is active.
+    With ``auto``, the first of these that an active RoCE port has: the bits of the class that
+    NVIDIA's driver forces (``tc/PORT/traffic_class``); those of RDMA-CM's default class; ECT(0) if
+    the port reacts to congestion notifications (``ecn/roce_rp/enable``). 0 if none has one, or if
+    an InfiniBand port is active.
     """
     ports = [(device, port) for device in devices for port in device.ports if port.active]
     if any(port.link_layer == "InfiniBand" for _, port in ports):

@@ -45,14 +45,11 @@ class NcclLabels:
         self._dscp = 0
 
     def give(self, owner: str, ecn: int = 0) -> int | None:
-        """The class for a new communicator of the group ``owner``.
+        """The class for a new communicator: a label, or None if the stand-in is not loaded.
 
         Args:
             owner: the group's name; names that share a label are listed together.
             ecn: the two ECN bits to send with.
-
-        Returns:
-            A label, or None if the stand-in is not loaded.
         """
         tell = self._load()
         if tell is None or not owner:

@@ -117,14 +117,9 @@ class QueuePairs:
         planned = [c for c in self.list() if c.state == READY_TO_SEND and c.peer in ports]
         moved = bool(planned)
         changed: Counter[str] = Counter()
-        for pair in planned:
+        for pair in (pair for pair in planned if pair.local_port not in ports[pair.peer]):
             good = ports[pair.peer]
-            if pair.local_port in good:
-                continue
-            if not good:
-                moved = False
-                continue
-            port = good[changed[pair.peer] % len(good)]
+            port = good[changed[pair.peer] % len(good)] if good else None
             changed[pair.peer] += 1
-            moved &= self.change(pair.id, udp_port=port).applied
+            moved &= port is not None and self.change(pair.id, udp_port=port).applied
         return moved

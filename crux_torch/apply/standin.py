@@ -85,44 +85,36 @@ def environment(existing: Mapping[str, str]) -> dict[str, str]:
         programs run as they would without Crux.
     """
     try:
-        real = find_real(existing)
+        real = nccl_real = find_real(existing)
         if real is None:
             return {}
-        for_programs = prepare(real, PROGRAM_NAME, existing)
         own = existing.get(NCCL_VARIABLE)
-        nccl_real = real
         if own and not _is_standin(own):
-            nccl_real = find_real(existing, own) or real
-        for_nccl = prepare(nccl_real, NCCL_NAME, existing)
+            nccl_real = find_real(existing, own)
+        for_programs = prepare(real, PROGRAM_NAME, existing)
+        for_nccl = prepare(nccl_real or real, NCCL_NAME, existing)
     except (CruxError, OSError) as error:
         logger.warning("queue pairs can't be steered: %s", error)
         return {}
     preloaded = [entry for entry in _preloaded(existing) if not _is_standin(entry)]
-    if str(TRANSPORT) not in preloaded:
-        preloaded.append(str(TRANSPORT))
-    preloaded += [str(for_programs), str(for_nccl)]
+    added = [str(path) for path in (TRANSPORT, for_programs, for_nccl)]
+    preloaded += [path for path in added if path not in preloaded]
     return {"LD_PRELOAD": ":".join(preloaded), NCCL_VARIABLE: str(for_nccl)}
 
 
 def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | None:
-    """The libibverbs that a program would load.
+    """The libibverbs that a program would load: its path without symbolic links, or None.
 
     Args:
         existing: the environment of that program.
         name: the name or path that it would load.
 
-    Returns:
-        Its path without symbolic links, or None.
-
     Raises:
         StandinError: the dynamic loader could not be asked.
     """
     env = {key: value for key, value in existing.items() if key != NCCL_VARIABLE}
-    env["LD_PRELOAD"] = ":".join(
-        entry
-        for entry in _preloaded(existing)
-        if not _is_standin(entry) and entry != str(TRANSPORT)
-    )
+    others = (entry for entry in _preloaded(existing) if entry != str(TRANSPORT))
+    env["LD_PRELOAD"] = ":".join(entry for entry in others if not _is_standin(entry))
     found = _python(_WHERE, name, env=env)
     if found.returncode or not found.stdout:
         return None
@@ -157,7 +149,7 @@ def prepare(
         if re.search(r"[\s:;]", str(path)):
             raise StandinError(f"{path} can't be named to the loader: a space, colon or semicolon")
     template = TEMPLATE.read_bytes()
-    image = make(template, real, TRANSPORT, name)
+    image = make(template, real, name)
     about = real.stat()
     identity = f"{real} {about.st_size} {about.st_mtime_ns} {about.st_ino} {TRANSPORT} ".encode()
     folder = _FOLDER_PREFIX + hashlib.sha256(identity + template).hexdigest()[:20]
@@ -170,13 +162,12 @@ def prepare(
     raise StandinError("no folder takes the stand-in: " + "; ".join(failures))
 
 
-def make(template: bytes, real: Path, transport: Path, name: str) -> bytes:
+def make(template: bytes, real: Path, name: str) -> bytes:
     """The stand-in's file, from the template's.
 
     Args:
         template: contents of libcrux_ibverbs.so.
         real: path of the real library, which is read for its version nodes.
-        transport: path of libcrux_transport.so.
         name: SONAME of the stand-in.
 
     Raises:
@@ -197,7 +188,7 @@ def make(template: bytes, real: Path, transport: Path, name: str) -> bytes:
     standin.image[path_start : path_start + len(path)] = path
     standin.rename(
         soname=name,
-        needed=[str(transport), str(real)],
+        needed=[str(TRANSPORT), str(real)],
         versions=list(library.versions()),
         room=(path_start + _PATH_BYTES, _TABLE_BYTES),
     )
@@ -208,11 +199,10 @@ def _store(root: Path, key: str, image: bytes, real: Path, name: str) -> Path:
     """Writes the stand-in below ``root`` and loads it once. Raises OSError if that fails."""
     if re.search(r"[\s:;]", str(root)):
         raise StandinError("the loader can't be told of it: a space, colon or semicolon")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(root)
     folder = root / key
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _check_private(folder)
+    for made in (root, folder):
+        made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(made)
     target = folder / name
     if target.is_file() and target.read_bytes() == image:
         return target
@@ -261,14 +251,11 @@ def _python(code: str, *arguments: str, env: Mapping[str, str]) -> subprocess.Co
 
 
 def _cache_roots(existing: Mapping[str, str]) -> list[Path]:
-    roots = []
-    caches = existing.get("XDG_CACHE_HOME", "")
-    home = existing.get("HOME", "")
-    if os.path.isabs(caches):
-        roots.append(Path(caches, "crux_torch"))
-    elif os.path.isabs(home):
-        roots.append(Path(home, ".cache", "crux_torch"))
-    roots.append(Path(tempfile.gettempdir(), f"crux_torch-{os.geteuid()}"))
+    caches, home = existing.get("XDG_CACHE_HOME", ""), existing.get("HOME", "")
+    roots = [Path(tempfile.gettempdir(), f"crux_torch-{os.geteuid()}")]
+    if os.path.isabs(caches) or os.path.isabs(home):
+        cache = Path(caches) if os.path.isabs(caches) else Path(home, ".cache")
+        roots.insert(0, cache / "crux_torch")
     return roots
 
 
