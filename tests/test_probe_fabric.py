@@ -8,18 +8,16 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from fabric_programs import Talker, add_ipv6, built, sysctl
 
 from crux_torch.probe.path_map import PathMap
 from lab import netns
-from lab.fabric import Fabric, FabricSpec, Host
+from lab.fabric import Fabric, Host
 
 _OK, _REASON = netns.available()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _OK, reason=_REASON)]
@@ -85,33 +83,6 @@ def probed(
 ) -> PathMap:
     argv = [sys.executable, "-c", _PROBE, to, str(port), protocol, options]
     return msgspec.json.decode(fabric.run(host, argv), type=PathMap)
-
-
-class Talker:
-    """A program on a host that answers every line with a line."""
-
-    def __init__(self, fabric: Fabric, host: Host, program: str, *args: object) -> None:
-        argv = [sys.executable, "-c", program, *map(str, args)]
-        self.process = fabric.popen(
-            host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._line() == "ready"
-
-    def __call__(self, line: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._line()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-
-@contextmanager
-def built(spines: int, **spec: Any) -> Iterator[tuple[Fabric, Host, Host]]:
-    with Fabric(FabricSpec(spines=spines, hosts_per_leaf=1, **spec)) as fabric:
-        yield fabric, fabric.host(0, 0), fabric.host(1, 0)
 
 
 def sent_over(fabric: Fabric, before: dict[str, int] | None = None) -> dict[str, int]:
@@ -220,42 +191,6 @@ def test_ipv6() -> None:
                     address = ip_address(str(dict(found.hops[port])[2]))
                     assert address == ip_address(f"fd00:10{spine[-1]}::2")
         assert json.loads(sink("?")) == [FLOW_BYTES] * 8
-
-
-def add_ipv6(fabric: Fabric) -> None:
-    """The fabric's IPv4 network once more in IPv6: two leaves, two spines, a host at each leaf."""
-    p = fabric.prefix
-    for name in netns.named(p):
-        sysctl(name, "ipv6/conf/all/forwarding=1 ipv6/conf/all/accept_dad=0 ipv6/icmp/ratelimit=0")
-    for i in (0, 1):
-        leaf, host = f"{p}leaf{i}", f"{p}h{i}-0"
-        sysctl(leaf, "ipv6/fib_multipath_hash_policy=3 ipv6/fib_multipath_hash_fields=51")
-        netns.run_batch(
-            "ip", f"addr add fd00:{i}::2/64 dev eth0 nodad\nroute add default via fd00:{i}::1\n",
-            host,
-        )  # fmt: skip
-        lines = [f"addr add fd00:{i}::1/64 dev host0 nodad"]
-        for j in (0, 1):
-            net = f"fd00:1{i}{j}:" if i else f"fd00:10{j}:"
-            lines.append(f"addr add {net}:1/64 dev up{j} nodad")
-            netns.run_batch(
-                "ip",
-                f"addr add {net}:2/64 dev down{i} nodad\n"
-                f"route add fd00:{i}::/64 via {net}:1 dev down{i}\n",
-                f"{p}spine{j}",
-            )
-        hops = " ".join(
-            f"nexthop via {f'fd00:1{i}{j}:' if i else f'fd00:10{j}:'}:2 dev up{j}" for j in (0, 1)
-        )
-        lines.append(f"route add fd00:{1 - i}::/64 {hops}")
-        netns.run_batch("ip", "\n".join(lines) + "\n", leaf)
-
-
-def sysctl(namespace: str, settings: str) -> None:
-    script = "\n".join(
-        "echo {1} > /proc/sys/net/{0}".format(*setting.split("=")) for setting in settings.split()
-    )
-    subprocess.run(["ip", "netns", "exec", namespace, "sh", "-ec", script], check=True)
 
 
 # Keeps one connection after the other busy, by far less than the links carry, and traces each.

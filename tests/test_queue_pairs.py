@@ -23,17 +23,19 @@ def test_routes_and_labels_reach_the_wire(fakes: Fakes, tmp_path: Path) -> None:
         assert transport.sees_queue_pairs and pairs.are_seen
         transport.set_routes([Route("10.9.0.2", dscp=26, udp_ports=(50001, 50002))])
         pairs.label(0x2a, "job/dp", 40)
-        assert client.client_pair(0) and client.client_pair(0x2a) and client.client_pair(0)
+        pairs.label(0x32, "job/tp")
+        assert all(map(client.client_pair, (0, 0x2a, 0, 0x32)))
         labelled = 40 << 2 | 2
         assert [wire(end) for end in (0, 2, 4)] == [
             (50001, 26 << 2), (50002, labelled), (50001, 26 << 2)
         ]
-        assert [wire(end) for end in (1, 3, 5)] == [(0, 0), (0, labelled), (0, 0)]
+        assert [wire(end) for end in (1, 3, 5, 7)] == [(0, 0), (0, labelled), (0, 0), (0, 0x32)]
         seen = pairs.list()
         assert {one.how for one in (seen[0], *seen[2:5])} == {"at_rtr"}
         assert seen[1].how == seen[5].how == "untouched"
-        assert [one.owner for one in seen] == ["", "", "job/dp", "job/dp", "", ""]
-        assert [one.local_port for one in seen] == [50001, 0, 50002, 0, 50001, 0]
+        owners = ["", "", "job/dp", "job/dp", "", "", "job/tp", "job/tp"]
+        assert [one.owner for one in seen] == owners
+        assert [one.local_port for one in seen[:6]] == [50001, 0, 50002, 0, 50001, 0]
         assert {one.device for one in seen} == {"fake0", "fake1"}
         assert seen[0].peer == "10.9.0.2" and seen[0].peer_port == 4791 and seen[0].state == 3
         """,

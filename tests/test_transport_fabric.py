@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -10,11 +9,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fabric_programs import Talker, add_ipv6, built
 
 from crux_torch.apply.transport import LIBRARY
 from lab import netns
@@ -42,9 +42,10 @@ def read(peer):
         if not data: return
         left -= len(data)
     peer.sendall(b".")
-listeners = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[3:]]
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+listeners = [socket.create_server((sys.argv[1], int(p)), family=family) for p in sys.argv[3:]]
 for listener in listeners: threading.Thread(target=serve, args=(listener,)).start()
-print("up", flush=True)
+print("ready", flush=True)
 """
 
 # For each line of input, a connection to the address and port in it; tells how it was made.
@@ -53,6 +54,7 @@ import json, os, socket, sys, time
 from crux_torch.apply.transport import Route, Transport
 t = Transport.load()
 held = []
+print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
     if "routes" in order:
@@ -61,10 +63,12 @@ for line in sys.stdin:
     family = socket.AF_INET6 if ":" in order["to"] else socket.AF_INET
     s = socket.socket(family); begin = time.perf_counter()
     s.connect((order["to"], order["port"])); taken_s = time.perf_counter() - begin
+    inode = os.fstat(s.fileno()).st_ino
+    if "live_dscp" in order: t.set_socket(s.fileno(), inode, dscp=order["live_dscp"])
     for _ in range(2):
-        s.sendall(bytes(order["bytes"] // 2))
+        s.sendall(bytes(int(sys.argv[1]) // 2))
     answered = s.recv(1) == b"."
-    [me] = [c for c in t.connections() if c.id == os.fstat(s.fileno()).st_ino]
+    [me] = [c for c in t.connections() if c.id == inode]
     held.append(s)
     print(json.dumps({"how": me.how, "error": me.error, "probes": me.probes, "via": me.via,
         "via_ttl": me.via_ttl, "local_port": me.local_port, "dscp": me.dscp, "peer": me.peer,
@@ -72,43 +76,23 @@ for line in sys.stdin:
 """
 
 
-class Client:
+class Client(Talker):
     """One program on one host whose every connection may be steered."""
 
     def __init__(self, fabric: Fabric, host: Host, **env: str) -> None:
         loaded = {"LD_PRELOAD": str(LIBRARY), "CRUX_TRANSPORT_STEER_ALL": "1"}
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-        self._process = fabric.popen(
-            host,
-            [sys.executable, "-c", _CLIENT],
-            env={**inherited, **loaded, **env},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__(fabric, host, _CLIENT, SENT, **loaded, **env)
 
-    def connect(self, to: str, port: int = PORT, nbytes: int = SENT, **order: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        order |= {"to": to, "port": port, "bytes": nbytes}
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        assert line, "the client has ended"
-        return json.loads(line)
+    def connect(self, to: str, port: int = PORT, **order: Any) -> Any:
+        return json.loads(self(json.dumps({**order, "to": to, "port": port})))
 
 
 def _serve(fabric: Fabric, host: Host, *ports: int) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", _SERVER, host.address, str(SENT), *map(str, ports)]
-    server = fabric.popen(host, argv, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    assert server.stdout.readline().strip() == "up"
-    return server
+    return Talker(fabric, host, _SERVER, host.address, SENT, *ports).process
 
 
-@contextlib.contextmanager
-def _fabric(spines: int) -> Iterator[tuple[Fabric, Host, Host]]:
-    with Fabric(FabricSpec(spines=spines, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
-        yield fabric, fabric.host(0, 0), fabric.host(1, 0)
+def _fabric(spines: int) -> AbstractContextManager[tuple[Fabric, Host, Host]]:
+    return built(spines, rate_mbit=1000)
 
 
 def _via(to: Host, spine: int, **more: Any) -> list[Any]:
@@ -152,6 +136,20 @@ def test_routes_of_a_file_steer_a_program_without_a_python_face(tmp_path: Path) 
             assert 30000 <= told["local_port"] <= 30999
             link = f"leaf0->spine{spine}"
             assert after[link][6] - before[link][6] >= SENT, "DSCP 48 is level 6"
+
+
+def test_a_live_connection_has_its_new_class_on_the_wire() -> None:
+    def at_level(fabric: Fabric, level: int) -> int:
+        return sum(c.bytes[level] for c in fabric.counters() if c.link.startswith("leaf0->"))
+
+    with _fabric(2) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        client = Client(fabric, a)
+        assert client.connect(to.address)["how"] == "untouched"
+        assert at_level(fabric, 0) >= SENT
+        assert at_level(fabric, 5) == 0
+        assert client.connect(to.address, live_dscp=40)["how"] == "live_option"
+        assert at_level(fabric, 5) >= SENT
 
 
 def test_other_destinations_and_stores_are_left_alone() -> None:
@@ -245,15 +243,11 @@ def test_many_processes_that_connect_at_once_all_get_their_path() -> None:
         ports = set()
         for round_ in range(6):
             spine = round_ % 2
-            order = json.dumps(
-                {"to": to.address, "port": PORT, "bytes": SENT, "routes": [_via(to, spine)]}
-            )
+            order = {"to": to.address, "port": PORT, "routes": [_via(to, spine)]}
             for client in clients:
-                assert client._process.stdin is not None
-                print(order, file=client._process.stdin, flush=True)
+                client.tell(json.dumps(order))
             for client in clients:
-                assert client._process.stdout is not None
-                told = json.loads(client._process.stdout.readline())
+                told = json.loads(client.hear())
                 assert (told["how"], told["via"]) == ("at_connect", f"10.100.{spine}.2")
                 ports.add(told["local_port"])
         assert len(ports) == 24, "each connection has a port of its own"
@@ -333,74 +327,20 @@ def test_a_ddp_pair_over_gloo_takes_the_planned_spine() -> None:
         assert sent[spine] > 20 * (sum(sent) - sent[spine])
 
 
-@contextlib.contextmanager
-def _ipv6_network() -> Iterator[tuple[Host, Host]]:
-    """Two routers side by side between two hosts; the first host's leaf hashes onto them."""
-    prefix = netns.owner_prefix(os.getpid(), 990)
-    source, leaf, to, *routers = names = [f"{prefix}{n}" for n in ("a", "leaf", "b", "r0", "r1")]
-    cables = [f"link add eth0 netns {source} type veth peer name host netns {leaf}"]
-    setup: dict[str, list[str]] = {name: ["link set lo up"] for name in names}
-
-    def port(name: str, device: str, address: str) -> None:
-        setup[name] += [f"addr add {address} dev {device} nodad", f"link set {device} up"]
-
-    port(source, "eth0", "fd00:a::2/64")
-    port(leaf, "host", "fd00:a::1/64")
-    setup[source].append("route add default via fd00:a::1")
-    setup[to].append("addr add fd00:b::2/128 dev lo nodad")
-    for j, router in enumerate(routers):
-        cables.append(f"link add up{j} netns {leaf} type veth peer name west netns {router}")
-        cables.append(f"link add east netns {router} type veth peer name eth{j} netns {to}")
-        port(leaf, f"up{j}", f"fd00:c{j}::1/64")
-        port(router, "west", f"fd00:c{j}::2/64")
-        port(router, "east", f"fd00:d{j}::1/64")
-        port(to, f"eth{j}", f"fd00:d{j}::2/64")
-        setup[router].append(f"route add fd00:a::/64 via fd00:c{j}::1")
-        setup[router].append(f"route add fd00:b::2/128 via fd00:d{j}::2")
-    hops = " ".join(f"nexthop via fd00:c{j}::2 dev up{j}" for j in range(2))
-    setup[leaf].append(f"route add fd00:b::2/128 {hops}")
-    setup[to].append("route add fd00:a::/64 via fd00:d0::1")
-    sysctls = {
-        "conf/all/forwarding": "1",
-        "fib_multipath_hash_policy": "3",
-        "fib_multipath_hash_fields": "0x33",
-        "icmp/ratelimit": "0",
-    }
-    script = "\n".join(f"echo {v} > /proc/sys/net/ipv6/{k}" for k, v in sysctls.items())
-    try:
-        netns.run_batch("ip", "".join(f"netns add {name}\n" for name in names))
-        for name in (leaf, *routers):
-            subprocess.run(["ip", "netns", "exec", name, "sh", "-ec", script], check=True)
-        netns.run_batch("ip", "\n".join(cables) + "\n")
-        for name, commands in setup.items():
-            netns.run_batch("ip", "\n".join(commands) + "\n", name)
-        yield Host(0, 0, source, "fd00:a::2"), Host(1, 0, to, "fd00:b::2")
-    finally:
-        netns.remove(names)
-
-
 _IPV6_HASH = Path("/proc/sys/net/ipv6/fib_multipath_hash_fields")
 
 
 @pytest.mark.skipif(not _IPV6_HASH.exists(), reason=f"no {_IPV6_HASH}")
 def test_an_ipv6_connection_is_steered() -> None:
-    server = _SERVER.replace("(port)))", "(port)), family=socket.AF_INET6)")
-    with _ipv6_network() as (source, to), contextlib.closing(Fabric()) as runner:
-        argv = [sys.executable, "-c", server, to.address, str(SENT), str(PORT)]
-        sink = runner.popen(to, argv, stdout=subprocess.PIPE, text=True)
-        assert sink.stdout is not None
-        assert sink.stdout.readline().strip() == "up"
+    with _fabric(2) as (fabric, a, b):
+        add_ipv6(fabric)
+        to = Host(1, 0, b.namespace, "fd00:1::2")
+        _serve(fabric, to, PORT)
         # Fresh interfaces take a second until they know their neighbours.
-        client = Client(runner, source, CRUX_TRANSPORT_PROBE_MS="5000")
-        for j in (0, 1, 1, 0, 0, 1):
-            before = _received(f"{source.namespace[:-1]}r{j}")
-            route = [to.address, [[2, f"fd00:c{j}::2"]], {"dscp": 40}]
-            told = client.connect(to.address, routes=[route])
-            assert (told["how"], told["via"], told["dscp"]) == ("at_connect", f"fd00:c{j}::2", 40)
-            assert _received(f"{source.namespace[:-1]}r{j}") - before >= SENT
-
-
-def _received(router: str) -> int:
-    argv = ["ip", "-n", router, "-s", "-j", "link", "show", "west"]
-    [link] = json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
-    return int(link["stats64"]["rx"]["bytes"])
+        client = Client(fabric, a, CRUX_TRANSPORT_PROBE_MS="5000")
+        for spine in (0, 1, 1, 0, 0, 1):
+            before = _carried(fabric, 0, 2)
+            via = f"fd00:10{spine}::2"
+            told = client.connect(to.address, routes=[[to.address, [[2, via]], {"dscp": 40}]])
+            assert (told["how"], told["via"], told["dscp"]) == ("at_connect", via, 40)
+            assert _carried(fabric, 0, 2)[spine] - before[spine] >= SENT

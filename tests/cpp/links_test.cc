@@ -503,51 +503,10 @@ void many_threads() {
   }
 }
 
-// Processes that enter and leave at random are killed at random, and others take their places.
-void many_deaths(int64_t seconds) {
-  const Folder folder;
-  constexpr size_t kProcesses = 8;
-  constexpr int64_t kWait = 200 * kMs;
-  Process watcher(folder, "watcher", -1);
-  std::minstd_rand random(7);
-  const auto start = [&](unsigned seed) {
-    return fork_to([&, seed] {
-      std::minstd_rand own(seed);
-      Process process(folder, "job" + std::to_string(seed % 5), static_cast<int>(seed % 4), kWait);
-      for (;;) {
-        const uint64_t ticket = process.enter();
-        // Neither wake nor look may be what lets it pass: the bound holds.
-        CHECK(process.gate.waits().longest_ns < kWait + 5'000 * kMs);
-        if (own() % 8 == 0) usleep(own() % 300);
-        process.leave(ticket);
-      }
-    });
-  };
-  std::vector<pid_t> running;
-  for (size_t i = 0; i < kProcesses; ++i) running.push_back(start(static_cast<unsigned>(i)));
-  const int64_t until_ns = monotonic_ns() + seconds * 1000 * kMs;
-  for (unsigned seed = 100; monotonic_ns() < until_ns; ++seed) {
-    usleep(static_cast<useconds_t>(random() % 5000));
-    pid_t& one = running[random() % kProcesses];
-    int status = 0;
-    CHECK(kill(one, SIGKILL) == 0);
-    CHECK(waitpid(one, &status, 0) == one);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-    one = start(seed);
-  }
-  for (const pid_t pid : running) end(pid, SIGKILL);
-  CHECK(!watcher.gate.shared(0));
-  CHECK(watcher.gate.holders(0).size() == 1);
-  // Every place can be taken anew.
-  watcher.gate.retire();
-  CHECK(folder.files() == 0);
-}
-
 }  // namespace
 }  // namespace crux
 
 int main() {
-  crux::many_deaths(2);
   crux::a_fork_takes_nothing_along();
 #ifdef CRUX_FORKS_AMONG_THREADS
   crux::a_fork_while_a_place_is_taken();

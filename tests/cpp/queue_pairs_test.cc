@@ -126,22 +126,6 @@ void the_nth_queue_pair_takes_the_nth_port() {
   CHECK(other.described().local_port == 0);
 }
 
-void labels_name_owner_and_class() {
-  CHECK(crux_transport_label(0, "x", 1) == EINVAL && crux_transport_label(256, "x", 1) == EINVAL);
-  CHECK(crux_transport_label(5, "", 1) == EINVAL && crux_transport_label(5, "x", 64) == EINVAL);
-  CHECK(crux_transport_label(0x2e, "job/dp", 40) == 0);
-  CHECK(crux_transport_label(0x32, "job/tp", -1) == 0);
-  const Routed routed("10.9.0.2", 10, {});
-  Pair labelled(0x2e), kept(0x32), plain;
-  CHECK(std::string(labelled.a.described().owner) == "job/dp");
-  CHECK(labelled.a.described().dscp == 40 && labelled.b.described().dscp == 40);
-  CHECK(std::string(kept.a.described().owner) == "job/tp" && kept.b.described().dscp == 0x32 >> 2);
-  CHECK(plain.a.described().dscp == 10 && plain.b.described().dscp == 0);
-  CHECK(std::string(plain.a.described().owner).empty());
-  // The label's ECN bits stay.
-  CHECK(fake_verbs::wire(labelled.a.qp->qp_num).traffic_class == (40 << 2 | 2));
-}
-
 void a_refused_path_is_replaced_by_the_callers_own() {
   const Routed routed("10.9.0.2", 26, {50001});
   fake_verbs::refuse_flow_labels(true);
@@ -213,7 +197,6 @@ int main() {
   hooks();
   CHECK(crux_transport_sees_queue_pairs());
   the_nth_queue_pair_takes_the_nth_port();
-  labels_name_owner_and_class();
   a_refused_path_is_replaced_by_the_callers_own();
   a_device_without_a_call_for_it_is_not_changed();
   a_destroyed_queue_pair_is_not_touched();

@@ -9,10 +9,8 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/un.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -299,44 +297,6 @@ int option(int fd, int level, int name) {
   return value;
 }
 
-void both_ends_are_recorded_until_they_are_closed() {
-  const Listener listener;
-  Descriptor client = listener.connected();
-  Descriptor server(::accept4(listener.fd(), nullptr, nullptr, SOCK_NONBLOCK));
-  CHECK(server);
-  const uint64_t id = inode(client.get()), other = inode(server.get());
-  CHECK(::send(client.get(), "hello", 5, 0) == 5);
-  const auto mine = listed(id), theirs = listed(other);
-  CHECK(mine && theirs);
-  CHECK(mine->kind == CRUX_TCP && mine->how == CRUX_UNTOUCHED && mine->fd == client.get());
-  CHECK(std::string(mine->peer) == "127.0.0.1" && mine->peer_port == listener.port());
-  CHECK(mine->local_port == local_port(client.get()) && theirs->peer_port == mine->local_port);
-  CHECK(mine->bytes_sent == 5 && mine->dscp == 0 && mine->rate_Bps == 0);
-  CHECK(std::string(mine->owner) == "transport_test");
-  CHECK(!listed(inode(listener.fd())));
-  const int number = client.get();
-  client.reset();
-  CHECK(!listed(id) && listed(other));
-  // The number goes to a file, then to another connection.
-  const Descriptor file(::open("/dev/null", O_RDONLY));
-  CHECK(file.get() == number);
-  CHECK(!listed(id));
-}
-
-void a_reused_number_is_another_connection() {
-  const Listener listener;
-  Descriptor first = listener.connected();
-  const int number = first.get();
-  const uint64_t before = inode(number);
-  first.reset();
-  const Descriptor second = listener.connected();
-  CHECK(second.get() == number);
-  CHECK(!listed(before) && listed(inode(second.get())));
-  crux_socket_setting setting;
-  CHECK(crux_transport_set_socket(number, before, 8, UINT64_MAX, &setting) == ENOENT);
-  CHECK(setting.before_tos == -1 && option(number, IPPROTO_IP, IP_TOS) == 0);
-}
-
 void a_moved_connection_is_found_again() {
   const Listener listener;
   Descriptor first = listener.connected();
@@ -542,22 +502,6 @@ void no_free_port_is_told() {
   CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
-void a_forked_child_starts_with_an_empty_registry() {
-  const Listener listener;
-  const Descriptor client = listener.connected();
-  const pid_t child = ::fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    if (!connections().empty()) ::_exit(1);
-    const Descriptor own = listener.connected();
-    ::_exit(connections().size() == 1 ? 0 : 2);
-  }
-  int status = -1;
-  CHECK(::waitpid(child, &status, 0) == child);
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  CHECK(listed(inode(client.get())));
-}
-
 const Listener* in_handler = nullptr;
 
 void connect_in_handler(int) {
@@ -647,8 +591,6 @@ int main() {
   malformed_lines_are_told_and_ignored();
   mutated_route_files_do_no_harm();
   routes_that_cannot_be_used_change_nothing();
-  both_ends_are_recorded_until_they_are_closed();
-  a_reused_number_is_another_connection();
   a_moved_connection_is_found_again();
   others_connections_are_left_alone();
   options_are_set_before_the_first_packet_and_taken_back();
@@ -658,7 +600,6 @@ int main() {
   what_the_program_has_bound_stays_bound();
   sharing_options_are_put_back();
   no_free_port_is_told();
-  a_forked_child_starts_with_an_empty_registry();
   a_signal_handler_may_connect_at_any_moment();
   many_threads_at_once();
   return 0;
