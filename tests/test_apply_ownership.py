@@ -10,17 +10,16 @@ import contextlib
 import datetime
 import multiprocessing
 import os
-import queue
 import socket
 import struct
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
-from loopback import has_ipv6
+from loopback import free_port, has_ipv6
 
 from crux_torch.apply.classes import TrafficClass
 from crux_torch.c10d.ownership import Ownership
@@ -96,42 +95,13 @@ def _kernel_class(inode: int) -> int:
 
 def _spawned(target: Callable[..., Any], ranks: int, env: dict[str, str], *args: Any) -> list[Any]:
     """What ``target(rank, ranks, port, *args)`` returned in each of ``ranks`` new processes."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        for name, value in env.items():
+    port = free_port()
+    spawn = multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(ranks, spawn) as pool:
+        for name, value in {"OMP_NUM_THREADS": "1", **env}.items():
             patch.setenv(name, value)
-        processes = [
-            context.Process(target=_run, args=(results, target, rank, ranks, port, *args))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-    try:
-        found: dict[int, Any] = {}
-        while len(found) < ranks:
-            rank, value, error = results.get(timeout=120)
-            assert error is None, f"rank {rank}: {error}"
-            found[rank] = value
-    except queue.Empty:
-        pytest.fail("a rank did not answer in time")
-    finally:
-        for process in processes:
-            process.join(15)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    return [found[rank] for rank in range(ranks)]
-
-
-def _run(results: Any, target: Callable[..., Any], rank: int, *args: Any) -> None:
-    try:
-        results.put((rank, target(rank, *args), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        started = [pool.submit(target, rank, ranks, port, *args) for rank in range(ranks)]
+        return [each.result(timeout=120) for each in started]
 
 
 def _meet(store: Any, name: str, ranks: int) -> None:

@@ -53,25 +53,6 @@ try:
 except OSError: pass
 """
 
-# For each source port, the router that reports the hop at which the paths differ.
-_PROBE = """
-import json, select, socket, struct, sys, time
-address, port, *sources = sys.argv[1], *map(int, sys.argv[2:])
-IP_RECVERR, answers = 11, {}
-for source in sources:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.bind(("", source)); s.setsockopt(0, IP_RECVERR, 1); s.setsockopt(0, socket.IP_TTL, 2)
-        s.connect((address, port))
-        for _ in range(5):
-            s.send(b"probe")
-            poll = select.poll(); poll.register(s, select.POLLERR)
-            if poll.poll(200):
-                _, control, _, _ = s.recvmsg(64, 512, socket.MSG_ERRQUEUE)
-                answers[source] = socket.inet_ntoa(control[0][2][20:24])
-                break
-print(json.dumps(answers))
-"""
-
 
 def _start(fabric: Fabric, host: Host, program: str, *args: object) -> subprocess.Popen[str]:
     argv = [sys.executable, "-c", program, *map(str, args)]
@@ -199,28 +180,6 @@ def test_the_rate_changes_while_traffic_runs() -> None:
         fabric.set_rate(10)
         slow = _transfer(fabric, {5002: (a, 0, 0)}, to, 1.0)[5002]
         assert fast > 3 * slow
-
-
-@needs_netns
-def test_the_source_port_decides_the_path_and_a_probe_foretells_it() -> None:
-    with Fabric(FabricSpec(spines=2, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
-        a, to = fabric.host(0, 0), fabric.host(1, 0)
-        ports = range(40000, 40016)
-        probe = [sys.executable, "-c", _PROBE, to.address, "5001", *map(str, ports)]
-        answers = json.loads(fabric.run(a, probe))
-        again = json.loads(fabric.run(a, probe))
-        assert answers == again
-        assert set(answers) == set(map(str, ports))
-        spine = {int(port): fabric.spine_of(address) for port, address in answers.items()}
-        assert set(spine.values()) == {0, 1}
-        with_spine = {j: next(p for p in ports if spine[p] == j) for j in (0, 1)}
-        for j, source_port in with_spine.items():
-            before = {c.link: c.bytes[0] for c in fabric.counters()}
-            # UDP and TCP differ in the protocol field, which the hash includes only as a whole.
-            moved = _transfer(fabric, {5001: (a, source_port, 0)}, to, 0.3)[5001]
-            after = {c.link: c.bytes[0] for c in fabric.counters()}
-            sent = {k: after[f"leaf0->spine{k}"] - before[f"leaf0->spine{k}"] for k in (0, 1)}
-            assert sent[j] >= moved > 10 * sent[1 - j]
 
 
 def test_a_spec_that_cannot_be_addressed_is_refused() -> None:

@@ -94,28 +94,6 @@ tell(sees=t.sees_sockets, before=before, tos=tos(c), errno=done.errno, how=known
     }
 
 
-def test_the_store_of_the_environment_is_left_alone() -> None:
-    for name, value in (
-        ("MASTER_PORT", "{}"),
-        ("PET_RDZV_ENDPOINT", "node7:{}"),
-        ("CRUX_STORE", "tcp://10.0.0.1:{}"),
-    ):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            told, _ = run(
-                f"""
-Transport.load().set_routes([Route("127.0.0.1", dscp=40)])
-with serve() as other:
-    store = socket.create_connection(("127.0.0.1", {port}))
-    peer = socket.create_connection(other.getsockname())
-    tell(tos=[tos(store), tos(peer)])
-""",
-                CRUX_TRANSPORT_STEER_ALL="1",
-                **{name: value.format(port)},
-            )
-            assert told["tos"] == [0, 160], name
-
-
 def test_ports_of_stores_in_the_environment() -> None:
     env = {"MASTER_PORT": "29500", "PET_RDZV_ENDPOINT": "[::1]:29400", "CRUX_STORE": "none"}
     assert store_ports(env) == {29500, 29400}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import os
 import subprocess
-import sys
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +16,7 @@ from fabric_programs import Talker, add_ipv6, built
 
 from crux_torch.apply.transport import LIBRARY
 from lab import netns
-from lab.fabric import Fabric, FabricSpec, Host
+from lab.fabric import Fabric, Host
 
 _OK, _REASON = netns.available()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _OK, reason=_REASON)]
@@ -251,80 +249,6 @@ def test_many_processes_that_connect_at_once_all_get_their_path() -> None:
                 assert (told["how"], told["via"]) == ("at_connect", f"10.100.{spine}.2")
                 ports.add(told["local_port"])
         assert len(ports) == 24, "each connection has a port of its own"
-
-
-_RANK = """
-import json, os, sys
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from crux_torch.apply.transport import Route, Transport
-rank, peer, hop = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
-t = Transport.load()
-t.set_routes([Route(peer, ((2, hop),), dscp=40)])
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-layers = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
-model = DistributedDataParallel(torch.nn.Sequential(*layers))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-torch.manual_seed(rank)
-losses = []
-for _ in range(6):
-    optimizer.zero_grad()
-    loss = model(torch.randn(32, 256)).square().mean()
-    loss.backward(); optimizer.step(); losses.append(loss.item())
-total = sum(p.double().sum().item() for p in model.parameters())
-store = int(os.environ["MASTER_PORT"])
-told = [(c.how, c.dscp, c.via, c.bytes_sent) for c in t.connections()
-        if store not in (c.peer_port, c.local_port) and c.owner.startswith("libtorch")]
-stores = [(c.how, c.dscp) for c in t.connections() if c.peer_port == store]
-dist.barrier()
-print(json.dumps({"total": total, "losses": losses, "gloo": told, "stores": stores}), flush=True)
-dist.destroy_process_group()
-"""
-
-
-def _train(fabric: Fabric, spine: int | None) -> list[Any]:
-    ranks = []
-    for rank in range(2):
-        host, peer = fabric.host(rank, 0), fabric.host(1 - rank, 0)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-        env |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": fabric.host(0, 0).address,
-            "MASTER_PORT": str(STORE),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        }
-        if spine is not None:
-            env["LD_PRELOAD"] = str(LIBRARY)
-        hop = f"10.100.{16 * rank + (spine or 0)}.2"
-        argv = [sys.executable, "-c", _RANK, peer.address, hop]
-        ranks.append(fabric.popen(host, argv, env=env, stdout=subprocess.PIPE, text=True))
-    return [json.loads(rank.communicate(timeout=90)[0].splitlines()[-1]) for rank in ranks]
-
-
-def test_a_ddp_pair_over_gloo_takes_the_planned_spine() -> None:
-    with Fabric(FabricSpec(spines=4, hosts_per_leaf=1, rate_mbit=1000)) as fabric:
-        stock = _train(fabric, None)
-        before = _carried(fabric, 1, 4)
-        spine = before.index(min(before))
-        told = _train(fabric, spine)
-        after = _carried(fabric, 1, 4)
-        assert [t["losses"] for t in told] == [t["losses"] for t in stock]
-        assert [t["total"] for t in told] == [t["total"] for t in stock]
-        # Gloo's higher rank connects; the lower one accepts.
-        [[how, dscp, via, _]] = told[1]["gloo"]
-        assert (how, dscp, via) == ("at_connect", 40, f"10.100.{16 + spine}.2")
-        assert [how for how, *_ in told[0]["gloo"]] == ["untouched"]
-        for rank in told:
-            assert rank["stores"]
-            assert all(s == ["untouched", 0] for s in rank["stores"])
-        sent = [now - then for now, then in zip(after, before, strict=True)]
-        assert sent[spine] > 5_000_000
-        assert sent[spine] > 20 * (sum(sent) - sent[spine])
 
 
 _IPV6_HASH = Path("/proc/sys/net/ipv6/fib_multipath_hash_fields")
