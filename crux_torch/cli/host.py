@@ -19,7 +19,7 @@ from crux_torch.fabric.loaders import dump_yaml, load_topology
 from crux_torch.host import nvml
 from crux_torch.host.inside import Inside, as_entries, inside_of, join, usable_nics
 from crux_torch.host.machine import Host, read_cpu
-from crux_torch.host.nic import read_nics
+from crux_torch.host.nic import Nic, read_nics
 from crux_torch.host.nvml import NvmlReport
 from crux_torch.host.pcie import PcieTree
 
@@ -63,7 +63,11 @@ def host(
     tree = PcieTree.read()
     inside = inside_of(host, tree)
     if cluster is not None:
-        click.echo(_joined(cluster, inside, nics or None), nl=False)
+        try:
+            joined = join(load_topology(cluster), inside, nics or None)
+        except CruxError as error:
+            raise click.ClickException(str(error)) from None
+        click.echo(dump_yaml(joined), nl=False)
     elif as_yaml:
         for note in inside.notes:
             click.echo(f"# {note}")
@@ -72,13 +76,6 @@ def host(
         click.echo(json.dumps(as_dictionary(host, report, tree, inside), indent=2))
     else:
         render(host, report, tree, inside)
-
-
-def _joined(cluster: Path, inside: Inside, nics: Sequence[str] | None) -> str:
-    try:
-        return dump_yaml(join(load_topology(cluster), inside, nics))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
 
 
 def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> dict[str, Any]:
@@ -102,11 +99,7 @@ def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside
         ],
         "nics": [asdict(nic) for nic in host.nics],
         "distances": {
-            gpu: {
-                nic.name: tree.distance(gpu, nic.pci_address).name
-                for nic in usable
-                if nic.pci_address in tree.devices
-            }
+            gpu: {nic.name: tree.distance(gpu, nic.pci_address or "").name for nic in usable}
             for gpu in tree.of_kind("gpu")
         },
         "pcie_links": [
@@ -118,11 +111,9 @@ def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside
     }
 
 
-def render(
-    host: Host, report: NvmlReport, tree: PcieTree, inside: Inside, console: Console | None = None
-) -> None:
+def render(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> None:
     """Print a host as tables: GPUs, links of the PCIe tree, NICs, and what could not be told."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
     cpu = host.cpu
@@ -172,11 +163,9 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     return table
 
 
-def _nearest(tree: PcieTree, gpu: str, nics: Sequence[Any]) -> str:
+def _nearest(tree: PcieTree, gpu: str, nics: Sequence[Nic]) -> str:
     nic = tree.nic_of(gpu, nics)
-    if nic is None or nic.pci_address is None:
-        return ""
-    return f"{nic.name} ({tree.distance(gpu, nic.pci_address).name})"
+    return f"{nic.name} ({tree.distance(gpu, nic.pci_address or '').name})" if nic else ""
 
 
 def _numa_node(tree: PcieTree, address: str) -> int | None:

@@ -6,34 +6,19 @@ package is missing only the commands that need it fail.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import click
 
-
-@dataclass(frozen=True, slots=True)
-class Subcommand:
-    """Where a subcommand lives (``module:attribute``) and its line in ``crux --help``."""
-
-    target: str
-    summary: str
-
-
-#: Every subcommand; one more line makes one more command.
-SUBCOMMANDS: dict[str, Subcommand] = {
-    "status": Subcommand("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
-    "doctor": Subcommand("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
-    "host": Subcommand("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
-    "probe": Subcommand(
-        "crux_torch.cli.probe:probe_command", "Find which source port takes which path."
-    ),
-    "sim": Subcommand("crux_torch.cli.sim:sim", "Simulate jobs on a network under a scheduler."),
+#: Every subcommand: where it is (``module:attribute``), and its line in ``crux --help``.
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "status": ("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
+    "doctor": ("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
+    "host": ("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
+    "probe": ("crux_torch.cli.probe:probe_command", "Find which source port takes which path."),
+    "sim": ("crux_torch.cli.sim:sim", "Simulate jobs on a network under a scheduler."),
 }
-
-
 #: The extra of crux-torch that installs a module.
 EXTRAS = {"scipy": "sim", "torch": "live"}
 
@@ -50,20 +35,15 @@ def _missing(command: str, error: ModuleNotFoundError) -> click.ClickException:
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called."""
-
-    def __init__(self, *args: object, subcommands: Mapping[str, Subcommand], **kwargs: object):
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.subcommands = subcommands
+    """The group of ``SUBCOMMANDS``, which are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.subcommands)
+        return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        subcommand = self.subcommands.get(name)
-        if subcommand is None:
+        if name not in SUBCOMMANDS:
             return None
-        module, _, attribute = subcommand.target.partition(":")
+        module, _, attribute = SUBCOMMANDS[name][0].partition(":")
         try:
             command: click.Command = getattr(import_module(module), attribute)
         except ModuleNotFoundError as error:
@@ -78,13 +58,9 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, s.summary) for name, s in self.subcommands.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in SUBCOMMANDS.items()])
 
 
-@click.group(
-    cls=LazyGroup,
-    subcommands=SUBCOMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Crux: network scheduling for training jobs that share a cluster."""

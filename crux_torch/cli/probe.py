@@ -147,7 +147,12 @@ def probe_command(
         raise click.UsageError("--tcp needs --port: TCP has no port that is the same everywhere")
     rules = Rules(confidence, rate, time_limit_s, ports_per_path=count)
     try:
-        topology = _topology(topology_path)
+        topology = None if topology_path is None else load_topology(topology_path)
+        if topology is not None and not topology.addresses:
+            raise TopologyError(
+                f"{topology_path} gives no node an address; add `addresses:` (docs/topology.md), "
+                "or leave it out"
+            )
         for name in via:
             _check_via(name, topology)
         with _progress(rules) as watch:
@@ -165,23 +170,17 @@ def probe_command(
     except (CruxError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report = PathTable(found, topology, via)
-    _show(report, json_path)
+    if json_path is not None and json_path != "-":
+        write_text(Path(json_path), as_json_text(report) + "\n")
+    if json_path == "-":
+        click.echo(as_json_text(report))
+    else:
+        render(report)
     if via and not report.ports_via():
         raise click.ClickException(
             f"none of the {len(found.hops)} ports leads via {' and '.join(via)}; if there "
             "is a path over it, a higher --confidence searches longer"
         )
-
-
-def _topology(path: Path | None) -> Topology | None:
-    if path is None:
-        return None
-    topology = load_topology(path)
-    if not topology.addresses:
-        raise TopologyError(
-            f"{path} gives no node an address; add `addresses:` (docs/topology.md), or leave it out"
-        )
-    return topology
 
 
 def _check_via(name: str, topology: Topology | None) -> None:
@@ -211,12 +210,3 @@ def _progress(rules: Rules) -> Iterator[Callable[[Discovery], None] | None]:
             )
 
         yield watch
-
-
-def _show(report: PathTable, json_path: str | None) -> None:
-    if json_path == "-":
-        click.echo(as_json_text(report))
-        return
-    if json_path is not None:
-        write_text(Path(json_path), as_json_text(report) + "\n")
-    render(report)

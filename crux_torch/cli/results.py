@@ -13,13 +13,7 @@ import click
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one benchmark measured.
-
-    Attributes:
-        benchmark: its name.
-        settings: the settings that it ran with.
-        rows: one for each measurement.
-    """
+    """What one benchmark measured: the settings that it ran with, and a row a measurement."""
 
     benchmark: str
     settings: Mapping[str, Any]

@@ -63,14 +63,7 @@ def _table(scenario: Scenario, report: Report) -> Table:
     table = numbers_table(title, "job", *numbers)
     for name, job in report.jobs.items():
         spec = scenario.jobs[name]
-        mean = job.mean_iteration_s
-        table.add_row(
-            name,
-            f"{spec.gpus:g}",
-            str(spec.level),
-            str(job.completed),
-            f"{job.compute_s:.3f}",
-            f"{job.comm_s:.3f}",
-            "-" if mean is None else f"{mean:.4f}",
-        )
+        mean = "-" if job.mean_iteration_s is None else f"{job.mean_iteration_s:.4f}"
+        counts = f"{spec.gpus:g}", str(spec.level), str(job.completed)
+        table.add_row(name, *counts, f"{job.compute_s:.3f}", f"{job.comm_s:.3f}", mean)
     return table

@@ -12,12 +12,7 @@ from rich.table import Table
 
 from crux_torch import _fluid
 from crux_torch.cli.results import write_text
-from crux_torch.cli.sim_options import (
-    json_option,
-    names_option,
-    numbers_table,
-    scenario_argument,
-)
+from crux_torch.cli.sim_options import json_option, names_option, numbers_table, scenario_argument
 from crux_torch.errors import CruxError
 from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
 from crux_torch.sim.play import play

@@ -15,12 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Table
 
 from crux_torch.cli.results import Result
-from crux_torch.cli.sim_options import (
-    json_option,
-    names_option,
-    numbers_table,
-    threads_option,
-)
+from crux_torch.cli.sim_options import json_option, names_option, numbers_table, threads_option
 from crux_torch.errors import CruxError
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.placement import PLACEMENTS
