@@ -41,13 +41,9 @@ _warn = WarnOnce(logging.getLogger(__name__))
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A variable of NCCL that overrides a communicator's class.
+    """A variable of NCCL that overrides a communicator's class, as ``what`` says.
 
-    Attributes:
-        name: of the variable.
-        value: as NCCL reads it, a number.
-        source: ``nccl_conf.ENVIRONMENT``, or the file that sets it.
-        what: its effect.
+    ``source``: ``nccl_conf.ENVIRONMENT``, or the file that sets it.
     """
 
     name: str
@@ -63,12 +59,12 @@ class Override:
 def overrides(env: Mapping[str, str]) -> list[Override]:
     """The variables in the environment ``env`` that override the class of communicators."""
     variables = NcclVariables(env)
-    found = []
-    for name, what in OVERRIDES.items():
-        value, said = variables.integer(name), variables.get(name)
-        if value is not None and said is not None:
-            found.append(Override(name, value, said.source, what))
-    return found
+    said = {name: (variables.integer(name), variables.get(name)) for name in OVERRIDES}
+    return [
+        Override(name, number, value.source, OVERRIDES[name])
+        for name, (number, value) in said.items()
+        if number is not None and value is not None
+    ]
 
 
 def with_class(
@@ -113,9 +109,8 @@ def with_class(
 def _with_class(options: Any, traffic_class: int, new: Any, env: Mapping[str, str]) -> Any:
     chosen = UNDEFINED if options is None else options.config.traffic_class
     if chosen != UNDEFINED:
-        _warn(
-            "chosen", f"the script's traffic_class={chosen} for NCCL stays, whatever level it has"
-        )
+        said = f"the script's traffic_class={chosen} for NCCL stays, whatever level it has"
+        _warn("chosen", said)
         return options
     found = overrides(env)
     for override in found:

@@ -55,8 +55,7 @@ def gpus(
 
 def driver(report: NvmlReport) -> Check:
     """Whether NVML answers, and which GPUs it lists."""
-    cost = "GPU activity, NVLink and the GPU's place in the host are unknown"
-    part = Part("NVIDIA driver", cost)
+    part = Part("NVIDIA driver", "GPU activity, NVLink and the GPU's place in the host are unknown")
     if report.gpus:
         names = [gpu.name for gpu in report.gpus]
         listed = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -105,19 +104,19 @@ def peers(report: NvmlReport, tree: PcieTree) -> Iterator[Check]:
         counts = sorted({sum(link.count for link in gpu.nvlinks) for gpu in report.gpus})
         yield part.ok(f"{'/'.join(map(str, counts))} links a GPU")
     else:
-        remedy = (
-            "nothing if the machine has no NVLink; else see nvidia-smi nvlink, nvidia-fabricmanager"
+        yield part.missing(
+            f"none on GPUs {_numbers(without)}",
+            "nothing if the machine has no NVLink; else see nvidia-smi nvlink, "
+            "nvidia-fabricmanager",
         )
-        yield part.missing(f"none on GPUs {_numbers(without)}", remedy)
     part = Part("peer access", "NCCL copies between these GPUs through host memory")
-    refused = [p for p in report.pairs if p.peer_access not in ("ok", None)]
+    refused = [p.peer_access for p in report.pairs if p.peer_access not in ("ok", None)]
     if refused:
-        reasons = ", ".join(sorted({str(p.peer_access) for p in refused}))
-        found = f"{len(refused)} of {len(report.pairs)} pairs have none: {reasons}"
-        remedy = (
-            "set the IOMMU to off or passthrough, ACS to off; consumer GPUs have no peer access"
+        reasons = ", ".join(sorted(set(map(str, refused))))
+        yield part.missing(
+            f"{len(refused)} of {len(report.pairs)} pairs have none: {reasons}",
+            "set the IOMMU to off or passthrough, ACS to off; consumer GPUs have no peer access",
         )
-        yield part.missing(found, remedy)
     elif any(p.peer_access == "ok" for p in report.pairs):
         yield part.ok("every GPU can access every other GPU's memory")
     yield from _agreement(report, tree)
@@ -132,7 +131,9 @@ def _agreement(report: NvmlReport, tree: PcieTree) -> Iterator[Check]:
         if pair.distance is None or a not in tree.devices or b not in tree.devices:
             continue
         seen = tree.distance(a, b)
-        if _class(seen) != _class(pair.distance):
+        # They do not agree on what one host bridge is, so PHB and NODE count as one.
+        same = seen == pair.distance or {seen, pair.distance} == {Distance.PHB, Distance.NODE}
+        if not same:
             differ.append(f"{pair.a}-{pair.b}: {pair.distance.name} and {seen.name}")
     if differ:
         found = f"NVML and sysfs differ for {len(differ)} pairs ({differ[0]})"
@@ -140,11 +141,6 @@ def _agreement(report: NvmlReport, tree: PcieTree) -> Iterator[Check]:
         yield part.missing(found, remedy)
     elif report.pairs:
         yield part.ok("NVML and sysfs agree")
-
-
-def _class(distance: Distance) -> Distance:
-    """NVML and sysfs do not agree on what one host bridge is, so PHB and NODE count as one."""
-    return Distance.PHB if distance == Distance.NODE else distance
 
 
 def pcie(tree: PcieTree, acs: Callable[..., tuple[str, ...] | None]) -> Iterator[Check]:
@@ -186,10 +182,9 @@ def affinity(report: NvmlReport, tree: PcieTree, host: Host) -> Iterator[Check]:
     far = []
     for gpu in report.gpus:
         nic = tree.nic_of(gpu.pci_address, nics)
-        if nic is not None and nic.pci_address is not None:
-            distance = tree.distance(gpu.pci_address, nic.pci_address)
-            if distance > Distance.PXB:
-                far.append(f"GPU {gpu.index} is {distance.name} from {nic.name}")
+        distance = tree.distance(gpu.pci_address, nic.pci_address or "") if nic else Distance.LOC
+        if nic and distance > Distance.PXB:
+            far.append(f"GPU {gpu.index} is {distance.name} from {nic.name}")
     if far:
         remedy = "move the NIC to a slot on the GPU's switch, if the machine has one"
         yield part.missing("; ".join(far), remedy)
@@ -209,11 +204,10 @@ def nccl_choices(
     for variable, what in NCCL_CHOICES.items():
         chosen = variables.get(variable)
         if chosen is not None:
+            part = Part("NCCL's choices", f"{what}, which may differ from what `crux host` shows")
             where = "" if chosen.source == ENVIRONMENT else f" in {chosen.source}"
-            said = f"{variable}={chosen.text}{where}"
-            cost = f"{what}, which may differ from what `crux host` shows"
             remedy = f"unset {variable}{where}, unless you want this"
-            yield Check("NCCL's choices", "missing", said, cost, remedy)
+            yield part.missing(f"{variable}={chosen.text}{where}", remedy)
 
 
 def _nccl_version() -> tuple[int, ...] | None:

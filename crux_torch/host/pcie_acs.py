@@ -20,15 +20,10 @@ CONFIG_BYTES = 4096
 def redirecting_ports(
     tree: PcieTree, ends: Iterable[str], sysfs: Path = SYSFS
 ) -> tuple[str, ...] | None:
-    """The bridges above ``ends`` that keep peer traffic from turning at their switch.
+    """The bridges above the PCI addresses ``ends`` that keep peer traffic from turning there.
 
-    Args:
-        tree: where the bridges are.
-        ends: PCI addresses.
-        sysfs: to read their configuration from, which needs CAP_SYS_ADMIN.
-
-    Returns:
-        Their addresses, ascending; None if the configuration of any can't be read.
+    Their addresses, ascending; None if the configuration of any can't be read, which needs
+    CAP_SYS_ADMIN.
     """
     bridges = {b for end in ends if end in tree.devices for b in tree.devices[end].bridges}
     found = {bridge: _redirects(sysfs / "bus/pci/devices" / bridge) for bridge in bridges}

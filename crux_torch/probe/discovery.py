@@ -120,16 +120,12 @@ class Discovery:
     shown a second possibility of an equal share, with the wanted confidence.
 
     Args:
-        packets: how to send.
         clock: seconds, monotonic.
         ports: source ports in random order.
-        ttls: to ask about.
-        rules: pace, patience and confidence.
         watch: called with this object whenever something was learned.
 
     Attributes:
-        sent: probes.
-        answered: probes that were answered.
+        sent, answered: probes, and those of them that were answered.
         ended: why :meth:`run` stopped, as in :class:`~crux_torch.probe.path_map.PathMap`.
     """
 
@@ -221,12 +217,11 @@ class Discovery:
         return True
 
     def _is_confident(self) -> bool:
-        rules = self._rules
-        if not self._paths or self._run < draws_needed(len(self._paths), rules.confidence):
+        rules, paths = self._rules, self._paths
+        if not paths or (rules.via_ports and self._via):
             return False
-        if rules.via_ports and self._via:
-            return False
-        return min(self._paths.values()) >= rules.ports_per_path
+        enough = self._run >= draws_needed(len(paths), rules.confidence)
+        return enough and min(paths.values()) >= rules.ports_per_path
 
     def _draw(self) -> None:
         """Start as many ports as the stopping rule still lacks, no more."""

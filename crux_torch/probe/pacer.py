@@ -21,7 +21,7 @@ _MEMORY = 32
 
 
 class Pacer:
-    """The pace of probes that die at one TTL, which routers of one layer answer.
+    """The pace of probes that die at one TTL, ``limit_per_s`` at most.
 
     Routers limit how many ICMP errors they send: Linux by default to one a second for each host
     after a burst of six, switches to what their control plane allows. A probe over the limit is
@@ -30,9 +30,6 @@ class Pacer:
 
     A probe counts as lost only if the same port got an answer later, because a router that never
     answers says nothing about how fast to ask the others.
-
-    Args:
-        limit_per_s: probes a second at most.
     """
 
     def __init__(self, limit_per_s: float) -> None:

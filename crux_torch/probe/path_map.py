@@ -121,11 +121,6 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The other ports: a hop that answered for some ports did not answer for these."""
         return self._grouped(complete=False)
 
-    @property
-    def decides(self) -> bool:
-        """Whether the source port alone decides the path, as far as repeated probes tell."""
-        return self.changed == 0
-
     def _grouped(self, complete: bool) -> Mapping[Hops, tuple[int, ...]]:
         found: dict[Hops, list[int]] = {}
         for port, hops in self.hops.items():
@@ -137,9 +132,7 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def ports_via(self, hops: Sequence[WantedHop]) -> tuple[int, ...]:
         """The source ports that pass all of ``hops``, in the order in which they were drawn.
 
-        Args:
-            hops: for each TTL one address, or several of which any will do. A port is left out if
-                one of these TTLs was not asked, or did not answer for it.
+        A port is left out if one of these TTLs was not asked, or did not answer for it.
         """
         return tuple(port for port, found in self.hops.items() if passes(found, hops))
 
@@ -152,9 +145,6 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def passes(hops: Hops, wanted: Sequence[WantedHop]) -> bool:
     """Whether ``hops`` has, at each TTL that is wanted, one of the addresses wanted there."""
     answers = dict(hops)
-    return all(answers.get(ttl) in _canonical(given) for ttl, given in wanted)
-
-
-def _canonical(given: str | Collection[str]) -> frozenset[str]:
-    """As error queues name them: the shortest form of an IPv6 address."""
-    return frozenset(str(ip_address(a)) for a in ([given] if isinstance(given, str) else given))
+    several = [(ttl, [given] if isinstance(given, str) else given) for ttl, given in wanted]
+    # As error queues name them: the shortest form of an IPv6 address.
+    return all(answers.get(ttl) in {str(ip_address(a)) for a in given} for ttl, given in several)

@@ -35,12 +35,7 @@ def search(destination: str, route: HostRoute) -> PathMap:
 
 
 class PortSearch:
-    """Finds ports, and keeps them while their route is wanted.
-
-    Args:
-        search: how.
-        clock: seconds that never go back.
-    """
+    """Finds ports by ``search``, and keeps them while their route is wanted."""
 
     def __init__(
         self, search: Search = search, *, clock: Callable[[], float] = time.monotonic

@@ -113,7 +113,7 @@ def _footnotes(report: PathTable) -> list[str]:
         lines.append("the time limit ended the search, so there may be more paths: see --time")
     if found.ended == "ports":
         lines.append("every source port was probed")
-    if not found.decides:
+    if found.changed:
         lines.append(
             f"do not rely on this table: {found.changed} of {found.repeated} ports took another "
             "path when they were probed again, so the source port does not decide the path here "
