@@ -321,11 +321,11 @@ def test_a_library_that_is_missing_or_foreign_names_the_remedy(
 ) -> None:
     monkeypatch.setattr(transport, "LIBRARY", tmp_path / "libcrux_transport.so")
     with pytest.raises(TransportError, match="pip install"):
-        transport._load.__wrapped__()
+        Transport.load.__wrapped__()
     monkeypatch.setattr(transport, "LIBRARY", LIBRARY)
     monkeypatch.setattr(transport, "_ABI", 999)
     with pytest.raises(TransportError, match="rebuild"):
-        transport._load.__wrapped__()
+        Transport.load.__wrapped__()
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

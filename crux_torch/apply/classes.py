@@ -31,15 +31,12 @@ class SocketMark:
 
     Attributes:
         inode: the socket's identity.
-        local: this process's endpoint.
-        peer: the other endpoint.
+        local, peer: its endpoints.
         before: TOS or traffic class that it had before Crux touched it; None if unreadable.
         wanted: what Crux asked for; None if it left the class alone.
         tos: what the kernel holds, read back afterwards; None if unreadable.
         errno: of the call that failed, or 0.
-        before_rate_Bps: limit that it had before Crux touched it, None for none.
-        wanted_rate_Bps: limit that Crux asked for; None if it left the rate alone.
-        rate_Bps: what the kernel holds, None for no limit.
+        before_rate_Bps, wanted_rate_Bps, rate_Bps: likewise the limit; None also for no limit.
     """
 
     inode: int

@@ -72,13 +72,7 @@ def reads_gpu(nic: Nic, env: Mapping[str, str]) -> bool:
 def local_gpus(
     own: Gpu, visible: tuple[Gpu | None, ...], env: Mapping[str, str]
 ) -> dict[int, str | None]:
-    """PCI address of the GPU of each global rank on this host, as torchrun numbers them.
-
-    Args:
-        own: this process's GPU.
-        visible: the GPUs that CUDA shows this process.
-        env: of this process.
-    """
+    """PCI address of the GPU of each global rank on this host, as torchrun numbers them."""
     try:
         rank, local, count = (int(env[k]) for k in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     except (KeyError, ValueError):

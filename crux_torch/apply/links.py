@@ -57,7 +57,6 @@ class PcieRoutes:
     as a ring does, unless an NVLink joins them.
 
     Attributes:
-        tree: of this host.
         gpu: PCI address of this process's own.
         nic: PCI address of the NIC for its traffic; None if it is not known.
         local: PCI address of the GPU of each global rank on this host; None if unknown.
@@ -126,8 +125,6 @@ class HostLinks:
         routes: gives the links; None until they are known.
         cluster: its name; clusters share no links.
         wait_s: how long an operation gives way at most.
-        folder: of the tables.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -172,11 +169,7 @@ class HostLinks:
         self._set_level()
 
     def tick(self, groups: Sequence[GroupInfo]) -> None:
-        """Take places for new groups, and gate operations on links that other jobs share.
-
-        Args:
-            groups: the recorder's table.
-        """
+        """Take places for new groups, and gate operations on links that other jobs share."""
         if not self._job:
             return
         if self._routes is None and self._clock() >= self._look_at_s:

@@ -28,12 +28,7 @@ _NUMBER = re.compile(r"[ \t\n\v\f\r]*([-+]?)(?:0[xX]([0-9a-fA-F]+)|(0[0-7]*)|([1
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a variable, and where it comes from.
-
-    Attributes:
-        text: as written; never empty.
-        source: ``ENVIRONMENT``, or the file's path.
-    """
+    """The value of a variable, never empty, and its source: ``ENVIRONMENT``, or a file's path."""
 
     text: str
     source: str
@@ -55,9 +50,8 @@ class NcclVariables:
         system_file: Path | None = None,
     ) -> None:
         self._env = env
-        user_file = env.get(VARIABLE)
-        if user_file:
-            files = [Path(user_file)]
+        if env.get(VARIABLE):
+            files = [Path(env[VARIABLE])]
         else:
             home = home or _home()
             files = [home / USER_FILE] if home is not None else []

@@ -2,15 +2,9 @@
 
 NCCL publishes no address, and its sockets have no option of their own. But the transport library is
 loaded before NCCL and sees which library calls ``connect`` or ``accept``: libnccl, or one of its
-plugins (``libnccl-net…``). NCCL makes a communicator at a group's first operation, and connections
-between two ranks at the first operation that needs them, on its own threads. So Crux asks for them
-again and again.
-
-All connections of NCCL count: those that carry data, the one beside them that carries sizes, the
-bootstrap ring, and its service for reliability (RAS). The last two carry next to nothing, but in
-the default class they would wait behind other jobs' data whenever a communicator is made. NCCL's
-service threads make the connections, so nobody knows which communicator one belongs to. Nothing
-depends on that, because class and rate belong to the job.
+plugins (``libnccl-net…``). NCCL makes connections at the first operation that needs them, on its
+own threads, so Crux asks for them again and again. All of them count (docs/classes.md, "NCCL over
+sockets").
 """
 
 from __future__ import annotations

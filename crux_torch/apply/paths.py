@@ -30,8 +30,7 @@ class PathState:
     """One connection to a host for which the plan has a path.
 
     Attributes:
-        local: this process's endpoint.
-        peer: the other endpoint.
+        local, peer: this process's endpoint, and the other one.
         side: who made it.
         wanted: at each TTL the addresses of which one answers on the path.
         taken: who answered at those TTLs; None if nobody did.
@@ -75,7 +74,6 @@ def routes_from(
     """The routes for the transport: one for each address.
 
     Args:
-        routes: of the host where it runs.
         dscp: that new connections carry from their first packet; None: the network's default.
         udp_ports: by destination, source ports that lead over the path (RoCEv2).
     """
@@ -97,11 +95,9 @@ class Routed:
 
     Attributes:
         id: tells it from every other: a socket's inode, a queue pair's number.
-        local: this process's endpoint; of a queue pair its UDP source port.
-        peer: the other endpoint.
+        local, peer: its endpoints; the port of a queue pair is its UDP source port.
         side: who made it.
-        protocol: of its packets.
-        route: that they are to take.
+        protocol, route: of its packets.
         known: what the transport knows of it; None if it was made unseen.
     """
 
@@ -128,7 +124,6 @@ def routed(
             accepted.
         known: the transport's connections. Those that it searched a path for count, too, and the
             queue pairs whose source port is known.
-        routes: of this host.
     """
     to = {address: route for route in routes for address in route.destinations}
     known = list(known)

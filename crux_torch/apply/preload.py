@@ -25,15 +25,12 @@ _SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
 def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
     """The variables that make workers load the transport library, if the settings ask for it.
 
-    If it can't be loaded, one line says so. The job then runs without it, and its connections take
-    the paths that the network gives them.
+    They are ``LD_PRELOAD``, and with RDMA devices the one that makes NCCL load the stand-in. If the
+    library can't be loaded, one line says so. The job then runs without it, and its connections
+    take the paths that the network gives them.
 
     Args:
-        settings: ``transport``.
         env: what the workers inherit; libraries that it preloads already are kept.
-
-    Returns:
-        ``LD_PRELOAD``, and with RDMA devices the variable that makes NCCL load the stand-in.
     """
     if not settings.transport:
         return {}

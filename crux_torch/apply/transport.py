@@ -89,19 +89,15 @@ class Connection:
         fd: descriptor of a socket.
         owner: of a queue pair its communicator, if a label names it; of a socket the library that
             made the connection.
-        device: of a queue pair.
-        local: own address; ``local_port`` its port (of a queue pair the UDP source port, 0 if
-            unknown).
-        peer: the other end's address, ``peer_port`` its port.
-        qpn, peer_qpn, flow_label: of a queue pair.
+        local, local_port: own address and port (of a queue pair the UDP source port, 0 if unknown).
+        peer, peer_port: of the other end.
         dscp: its present value; None if unknown.
+        device, qpn, peer_qpn, flow_label: of a queue pair.
         state: of a queue pair, ``enum ibv_qp_state``.
         rate_Bps: limit in bytes per second; None for no limit.
-        bytes_sent: of a socket, without retransmissions; 0 for a queue pair.
-        bytes_received: likewise.
+        bytes_sent, bytes_received: of a socket, without retransmissions; 0 for a queue pair.
         probes: packets sent to find its path.
-        via_ttl: the last hop that was probed, 0 without a probe.
-        via: the address that answered there.
+        via_ttl, via: the last hop that was probed (0 without a probe), and who answered there.
         accepted: of a socket, whether the other end opened it and chose its path.
     """
 
@@ -237,14 +233,33 @@ class Transport:
             function = getattr(library, f"crux_transport_{name}")
             function.restype, function.argtypes = result, arguments
 
-    @classmethod
-    def load(cls) -> Transport:
+    @staticmethod
+    @functools.cache
+    def load() -> Transport:
         """The preloaded library if there is one, else the one in this package.
 
         Raises:
             TransportError: it is missing, can't be loaded, or is of another version.
         """
-        return _load()
+        # A preloaded library is in the global scope. A second copy would not know its connections.
+        library = ctypes.CDLL(None)
+        path = "the preloaded libcrux_transport.so"
+        if not hasattr(library, "crux_transport_abi"):
+            path = str(LIBRARY)
+            try:
+                library = ctypes.CDLL(path)
+            except OSError as error:
+                raise TransportError(f"{error}: build it with `pip install -e .`") from None
+        try:
+            abi = library.crux_transport_abi()
+            if abi != _ABI:
+                said = f"has ABI {abi}, this package expects {_ABI}"
+                raise TransportError(f"{path} {said}: rebuild it with `pip install -e .`")
+            transport = Transport(library)
+        except AttributeError as error:
+            raise TransportError(f"{path} is incomplete ({error}): rebuild it") from None
+        transport.skip_ports(*store_ports(os.environ))
+        return transport
 
     @property
     def sees_sockets(self) -> bool:
@@ -301,8 +316,8 @@ class Transport:
         Never raises; the result says what failed.
 
         Args:
-            fd: a descriptor that the socket had when it was found.
-            inode: the socket's identity. If ``fd`` is another file by now, nothing happens.
+            fd, inode: a descriptor that the socket had when it was found, and its identity. If the
+                descriptor is another file by now, nothing happens.
             dscp: 0 to 63; None leaves it. The two ECN bits stay.
             rate_Bps: limit in bytes per second, 0 for no limit; None leaves it.
         """
@@ -332,33 +347,6 @@ def store_ports(env: Mapping[str, str]) -> set[int]:
             port = urlsplit(text if "//" in text else f"//{text}").port
             ports.add(port if port is not None else int(text))
     return ports
-
-
-@functools.cache
-def _load() -> Transport:
-    # A preloaded library is in the global scope. A second copy would not know its connections.
-    library = ctypes.CDLL(None)
-    path = "the preloaded libcrux_transport.so"
-    if not hasattr(library, "crux_transport_abi"):
-        path = str(LIBRARY)
-        try:
-            library = ctypes.CDLL(path)
-        except OSError as error:
-            raise TransportError(f"{error}: build it with `pip install -e .`") from None
-    try:
-        abi = library.crux_transport_abi()
-    except AttributeError:
-        raise TransportError(f"{path} lacks crux_transport_abi(): rebuild it") from None
-    if abi != _ABI:
-        raise TransportError(
-            f"{path} has ABI {abi}, this package expects {_ABI}: rebuild it with `pip install -e .`"
-        )
-    try:
-        transport = Transport(library)
-    except AttributeError as error:
-        raise TransportError(f"{path} is incomplete ({error}): rebuild it") from None
-    transport.skip_ports(*store_ports(os.environ))
-    return transport
 
 
 def _c_route(route: Route) -> _Route:

@@ -95,7 +95,6 @@ def planned_paths(
 
     Args:
         chosen: for pairs of different hosts the candidate that bytes are to take.
-        topology: that the candidates are from.
     """
     paths = (
         _planned(topology, src, dst, path, (dst, src) not in chosen)
@@ -105,12 +104,7 @@ def planned_paths(
 
 
 def routes_of(paths: Iterable[PlannedPath], hosts: Collection[str], topology: Topology) -> Routes:
-    """The routes that carry out a job's paths.
-
-    Args:
-        paths: of the job, by its plan.
-        hosts: of the job.
-        topology: has the addresses.
+    """The routes that carry out the paths of a job on ``hosts``, by the topology's addresses.
 
     Raises:
         ValueError: a path that does not join two of ``hosts``, or a name that is not in the
@@ -160,20 +154,16 @@ def _planned(
             back = _telling(mirrored, candidates, topology.addresses)
     if there is None and back is None:
         return None
-    count = len(wanted) - 2
+    there, back = there or (), back or ()
     hops = []
     for ttl, router in enumerate(wanted[1:-1], 1):
-        hop = PlannedHop(
-            ttl if ttl in (there or ()) else 0,
-            count + 1 - ttl if count + 1 - ttl in (back or ()) else 0,
-            router,
-        )
-        hops += [hop] if hop.there or hop.back else []
-    addresses = topology.addresses
-    start, end = wanted[0], wanted[-1]
-    return PlannedPath(
-        start if addresses.get(start) else src, end if addresses.get(end) else dst, tuple(hops)
-    )
+        ttl_back = len(wanted) - 1 - ttl
+        if ttl in there or ttl_back in back:
+            told = ttl if ttl in there else 0, ttl_back if ttl_back in back else 0
+            hops.append(PlannedHop(*told, router))
+    start = wanted[0] if topology.addresses.get(wanted[0]) else src
+    end = wanted[-1] if topology.addresses.get(wanted[-1]) else dst
+    return PlannedPath(start, end, tuple(hops))
 
 
 def _nodes(path: Path, topology: Topology) -> Nodes:
@@ -237,9 +227,8 @@ def _route(start: str, end: str, hops: Mapping[int, str], topology: Topology) ->
     found = tuple((ttl, addresses[hops[ttl]]) for ttl in sorted(hops))
     total = sum(len(given) for _, given in found)
     if total > MAX_HOP_ADDRESSES:
-        names = ", ".join(hops[ttl] for ttl in sorted(hops))
         raise TopologyError(
-            f"{total} addresses of {names}; a route takes {MAX_HOP_ADDRESSES}: list only those "
-            "from which they answer probes"
+            f"{total} addresses of {', '.join(hops[ttl] for ttl in sorted(hops))}; a route takes "
+            f"{MAX_HOP_ADDRESSES}: list only those from which they answer probes"
         )
     return HostRoute(src, dst, destinations[:64], found)

@@ -104,12 +104,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """Two GPUs of this host, by index.
+    """Two GPUs of this host: their indices, the lower first, and what NVML says, if it does.
 
-    Attributes:
-        a, b: indices, the lower first.
-        distance: by NVML; None if it does not say.
-        peer_access: ``ok``, or why one can't access the other's memory; None if NVML does not say.
+    ``peer_access`` is ``ok``, or why one can't access the other's memory.
     """
 
     a: int
@@ -123,9 +120,8 @@ class NvmlReport:
     """What NVML says of this host.
 
     Attributes:
-        driver: version of the driver; empty without one.
-        gpus: by index.
-        pairs: every two of them.
+        driver: its version; empty without one.
+        pairs: every two of the GPUs.
         error: why NVML did not answer, in its own words; None if it did.
     """
 

@@ -84,8 +84,7 @@ class PcieLink:
         capacity_Bps: bytes per second of each direction; None if sysfs does not say. It is the rate
             that the link runs at. For a GPU's own link it is the most that both ends support,
             because a GPU slows its link down while it is idle.
-        current: what the link runs at now.
-        most: the most that both ends support.
+        current, most: what the link runs at now, and the most that both ends support.
     """
 
     name: str
@@ -114,9 +113,8 @@ class PciDevice:
         kind: what its class code says; ``gpu`` is any accelerator.
         root: the root bus above it (``pci0000:3a``).
         bridges: addresses of the bridges between the root bus and it, from the root down.
-        current: what its upward link runs at now; None if it has none or does not say.
-        most: the most that its end of that link supports.
-        numa_node: the NUMA node that it is attached to, if known.
+        current, most: what its upward link runs at now, and the most that its end supports; None
+            if it has none or does not say.
     """
 
     address: str

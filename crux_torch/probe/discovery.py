@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 from typing import Literal
 
@@ -230,14 +231,11 @@ class Discovery:
         needed = draws_needed(max(1, len(self._paths)), self._rules.confidence)
         lacking = needed - self._run
         wanted = min(lacking if lacking > 0 else _AT_ONCE, _MOST_UNDER_WAY)
-        for _ in range(wanted - (len(self._drawn) - self._counted)):
-            number = next(self._supply, None)
-            if number is None:
-                self._exhausted = True
-                return
-            port = _Port(number)
-            self._drawn.append(port)
-            self._under_way.append(port)
+        lacking = max(0, wanted - (len(self._drawn) - self._counted))
+        started = [_Port(number) for number in islice(self._supply, lacking)]
+        self._exhausted |= len(started) < lacking
+        self._drawn += started
+        self._under_way += started
 
     def _step(self, until: float) -> None:
         wake = min(self._send(), until)

@@ -24,9 +24,8 @@ class GpuServer:
     those GPUs share (§6.1, Figure 18: every two GPUs). The defaults are that testbed's host.
 
     Attributes:
-        gpus: GPUs of a host.
-        nics: NICs of a host.
-        pcie_switches: PCIe switches; divides ``gpus``, and ``nics`` or is divided by it.
+        gpus, nics: of a host.
+        pcie_switches: PCIe switches; divides ``gpus`` and ``nics``.
         nic_Bps: bytes per second of a NIC, all its ports together, each direction.
         pcie_Bps: bytes per second of every PCIe link, each direction.
         nvlink_Bps: bytes per second between a GPU and the NVSwitch, each direction; 0: no NVLink.
@@ -78,10 +77,8 @@ class Cabling:
     """Capacities and delays of the network's links.
 
     Attributes:
-        tor_aggregation_Bps: bytes per second of one link between ToR and aggregation.
-        tor_aggregation_links: parallel links between each such pair.
-        aggregation_core_Bps: bytes per second of one link between aggregation and core.
-        aggregation_core_links: parallel links between each such pair.
+        tor_aggregation_Bps, aggregation_core_Bps: bytes per second of one link between two layers.
+        tor_aggregation_links, aggregation_core_links: parallel links between each such pair.
         link_delay_s: delay of every link of the network, switch latency included.
     """
 
