@@ -1,12 +1,9 @@
 """The two ECN bits of the class that Crux gives to queue pairs (RFC 3168, RoCEv2).
 
-The class is one byte: six bits of DSCP, which the level decides, and two of ECN. When the queue of
-a switch fills, it marks packets that say ECT(0) or ECT(1), and drops the others. DCQCN uses those
-marks to slow a sender down. So on a cluster that runs DCQCN the class has to say ECT, like
-``NCCL_IB_TC=106`` (DSCP 26 and ECT(0)). If the devices don't run DCQCN, the bits must stay 0,
-because the senders would not react to marks.
-
-For TCP connections the kernel sets these bits. InfiniBand has none.
+The class is one byte: six bits of DSCP, which the level decides, and two of ECN. On a cluster that
+runs DCQCN it has to say ECT, like ``NCCL_IB_TC=106`` (DSCP 26 and ECT(0)), so that switches mark
+packets instead of dropping them. If the devices don't run DCQCN, the bits must stay 0, because the
+senders would not react to marks. For TCP the kernel sets these bits. InfiniBand has none.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Gives a NCCL communicator its traffic class when it is made.
 
-NCCL writes the class into its queue pairs once, when they connect, and has no call that changes it.
-So if the job gets another level, its communicators keep their class until a switch of inner
-backends replaces them. The class is ``ncclConfig_t.trafficClass``: the whole TOS byte with its ECN
-bits (:mod:`crux_torch.apply.ecn`). It reaches NCCL through
-``ProcessGroupNCCL.Options().config.traffic_class``. Over sockets (``NCCL_NET=Socket``) NCCL ignores
-it; there the sockets themselves are marked.
+NCCL has no call that changes the class later, so communicators keep it until a switch of inner
+backends replaces them. It is ``ncclConfig_t.trafficClass``: the whole TOS byte with its ECN bits
+(:mod:`crux_torch.apply.ecn`), which torch takes as ``Options().config.traffic_class``. Over sockets
+NCCL ignores it; there the sockets themselves are marked.
 
 A class that the user chose stays: the script's in its options, or the operator's in NCCL's own
 variables, in the environment or in ``nccl.conf``, which NCCL ranks above the options.

@@ -1,14 +1,13 @@
 """Labels that tell which NCCL communicator a queue pair belongs to.
 
-NCCL does not pass the communicator's name to verbs. But the class of a communicator arrives in the
-address vector of each of its queue pairs, and the stand-in for libibverbs replaces it before the
-device sees it. So if the stand-in is loaded, a communicator's class is a label. The transport
-library notes the owner, and sends with the DSCP of the job's level.
+A communicator's class arrives in the address vector of each of its queue pairs, and the stand-in
+for libibverbs replaces it before the device sees it. So with the stand-in the class is a label, by
+which the transport library knows the owner (docs/transport.md).
 
-Both ends use the sender's class, so a label is made from the group's name alone. It is the same on
-every rank, except for its two ECN bits, which the queue pair sends with. NCCL also copies the class
-to the service level, of which devices read four bits; labels leave the upper two of those zero. On
-InfiniBand the service level decides the priority, so there are no labels.
+Both ends use the sender's class, so a label is made from the group's name alone: the same on every
+rank, except for its two ECN bits. NCCL also copies the class to the service level, of which devices
+read four bits; labels leave the upper two of those zero. On InfiniBand the service level decides
+the priority, so there are no labels.
 """
 
 from __future__ import annotations

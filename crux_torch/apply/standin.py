@@ -1,11 +1,9 @@
 """A stand-in for the installed libibverbs, through which every queue pair of a process goes.
 
 ``libcrux_ibverbs.so`` is a template. :func:`prepare` makes two copies of it in a folder of the
-user, for any release of libibverbs: ``libibverbs.so.1`` for programs that are linked to it, and
-``libibverbs.so`` for NCCL, which asks for that name first (from 2.30.3 on also for
-``NCCL_IBVERBS_LIB``). A copy has that SONAME, needs the real library by its absolute path, and
-defines the real library's version nodes. Every function that it does not define resolves in the
-real library. Nothing is compiled.
+user, for any release of libibverbs: for programs that are linked to it, and for NCCL, which asks
+for ``libibverbs.so`` first (from 2.30.3 on also for ``NCCL_IBVERBS_LIB``). docs/transport.md says
+what a copy is.
 
 ``python -m crux_torch.apply.standin COMMAND...`` runs any program with it. ``--print-env`` prints
 the variables to export instead.

@@ -1,12 +1,9 @@
 """Packets with a small TTL from ordinary sockets, and the routers' answers from the error queue.
 
-It needs no raw socket and no privilege. A non-blocking ``connect()`` sends a SYN, and a UDP socket
-sends a datagram, with ``IP_TTL`` or ``IPV6_UNICAST_HOPS`` set. The router that drops the packet
-reports it by an ICMP error, which ``IP_RECVERR`` or ``IPV6_RECVERR`` puts on the socket's error
-queue: ip(7), ipv6(7).
-
-``csrc/transport/syn_probe.cc`` does the same for the connections of a job: there it runs inside
-``connect()``, where no Python may run.
+A non-blocking ``connect()`` sends a SYN, and a UDP socket sends a datagram. The router that drops
+the packet reports it by an ICMP error, which ``IP_RECVERR`` or ``IPV6_RECVERR`` puts on the queue:
+ip(7), ipv6(7). ``csrc/transport/syn_probe.cc`` does the same inside the ``connect()`` of a job,
+where no Python may run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Which source ports lead over which path to a peer, found by probing.
 
-Switches pick one of several equal paths by a hash of the addresses and ports of a packet (ECMP). If
-the TTL of a packet expires on the way, the router there says who it is. Asked from enough source
-ports, the routers tell which port takes which path. It needs no privilege. Probes expire before the
-peer, so no service sees them. Only the distance to the peer is found by datagrams that reach it, to
-port 33434, as traceroute does.
+Probes expire before the peer, and the routers there say who they are (docs/probing.md). Only the
+distance to the peer is found by datagrams that reach it, to port 33434, as traceroute does.
 """
 
 from __future__ import annotations
