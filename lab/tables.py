@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from crux_torch.report.cluster_status import BOUNDLESS
 from lab.comparison import Comparison, JobRow
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -125,6 +126,8 @@ def quantity(value: float | None, unit: str) -> str:
     """``value`` with three digits and a decimal prefix: ``2.14 GFLOP``."""
     if value is None:
         return "–"
+    if abs(value) >= BOUNDLESS:
+        return "inf"
     for factor, prefix in PREFIXES:
         if abs(value) >= factor:
             return f"{value / factor:.3g} {prefix}{unit}"

@@ -85,7 +85,7 @@ def test_a_comparison_without_optional_parts_is_shown() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e15, "2 PB")],
+    [(None, "–"), (0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2e15, "2 PB"), (1.7e308, "inf")],
 )
 def test_quantities_have_three_digits_and_a_prefix(value: float | None, text: str) -> None:
     assert quantity(value, "B") == text
