@@ -65,6 +65,9 @@ class DelegatingBackend(Backend):
     def add_inner(self, device: str, inner: Backend) -> None:
         """Operations on tensors of ``device`` go to ``inner``. Before the first operation only."""
 
+    def stand_as_gloo(self, options: Backend.Options) -> bool:
+        """Let groups know it as Gloo, with ``options``; false if torch's Gloo is laid out otherwise."""
+
     def publish(self, store: Store, born: int) -> None:
         """Let the inner backends be replaced.
 

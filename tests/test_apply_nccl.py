@@ -186,15 +186,9 @@ class FakeNccl:
 
 
 @pytest.fixture
-def attached(monkeypatch: pytest.MonkeyPatch) -> Any:
+def attached() -> Any:
     """A stand-in for NCCL's class whose backends come out undecorated."""
-
-    def make(store: Any, rank: int, size: int, script: Any) -> Any:
-        return FakeNccl(store, rank, size, script)
-
-    stock = c10d.ProcessGroupNCCL
-    namespace = {"stock": staticmethod(make), "name": "nccl", "delegate": None}
-    return stand_ins.StandIn("ProcessGroupNCCL", (stock,), namespace)
+    return stand_ins.StandIn("ProcessGroupNCCL", (FakeNccl,), {})
 
 
 @pytest.mark.parametrize("switched_off", ["CRUX_NCCL_CLASS=0", "CRUX_DISABLE=1", ""])

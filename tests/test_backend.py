@@ -195,6 +195,50 @@ else:
     assert "all_reduce" in seen["stock"]
 
 
+LIKE_STOCK = """
+import functools, sys, tempfile, torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+if sys.argv[1] != "stock":
+    import crux_torch
+    crux_torch.attach()
+
+def error_of(make):
+    try:
+        return make()
+    except (RuntimeError, TypeError) as error:
+        return type(error).__name__, str(error).splitlines()[0]
+
+def logged(group):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
+    return {k: v for k, v in model._get_ddp_logging_data().items() if "backend" in k or "gloo" in k}
+
+@functools.singledispatch
+def class_of(backend):
+    return "unknown"
+
+for stock in (dist.ProcessGroupNCCL, dist.ProcessGroupGloo) if dist.is_nccl_available() else ():
+    class_of.register(stock, lambda backend, name=stock.__name__: name)
+for name in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"):
+    dist.init_process_group(name, init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    child = error_of(lambda: dist.split_group(split_ranks=[[0]]))
+    for group in (world, dist.new_group([0]), child if isinstance(child, dist.ProcessGroup) else world):
+        print(name, group.name(), group._get_backend_name(), logged(group))
+        print(bool(group._backend_id(c10d.ProcessGroup.BackendType.GLOO)))
+        backend = group._get_backend(torch.device("cpu"))
+        print(class_of(backend), backend.__class__.__name__, backend.__class__.__module__)
+        print([each for each in dir(backend) if not each.startswith("__")])
+        print(error_of(lambda: group._register_on_completion_hook(print)), group._has_hooks())
+    for args in ((), ("x", 0, 1), (dist.HashStore(), 0)):
+        print(error_of(lambda: dist.ProcessGroupGloo(*args)))
+    dist.destroy_process_group()
+"""
+
+
+def test_groups_and_backends_look_like_stock() -> None:
+    assert python(LIKE_STOCK, "attached").splitlines() == python(LIKE_STOCK, "stock").splitlines()
+
+
 def test_a_group_may_be_collected_on_gloos_own_thread() -> None:
     """Gloo's destructor joins its threads: run on one of them it would abort the process."""
     code = """

@@ -14,42 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch.c10d import events, inner_backends, stand_ins
+from crux_torch.c10d import inner_backends, stand_ins
+from crux_torch.c10d.delegating import delegate, recorder
 from crux_torch.c10d.inner_backends import NAME, OWNED_SOCKETS
 from crux_torch.c10d.switch import GROUPS
 from crux_torch.errors import CruxError
-
-
-def recorder() -> Any:
-    """The recorder of this process (``crux_torch._C.Recorder``), made at the first call."""
-    from crux_torch import _C
-
-    return _C.process_recorder(inner_backends.settings().records)
-
-
-def delegate(
-    name: str, inners: dict[str, Any], store: Any, *, born: int, options: Any = None
-) -> Any:
-    """A delegating backend.
-
-    Args:
-        name: that it answers to.
-        inners: the inner backend for each type of device.
-        store: that they were made with.
-        born: the newest generation that was requested before they were made.
-        options: that the script gave for them.
-    """
-    from crux_torch import _C
-
-    first = next(iter(inners.values()))
-    backend = _C.DelegatingBackend(name, first.rank(), first.size(), recorder())
-    for device, inner in inners.items():
-        backend.add_inner(device, inner)
-    if getattr(options, "use_pg_for_symm_mem_rendezvous", False):
-        backend.setUsePgForSymmMemRendezvous(True)
-    GROUPS.group_was_made(backend, store, born, options)
-    events.group_was_made(store, first.rank(), first.size(), inners.keys())
-    return backend
 
 
 def _create(opts: Any, options: Any) -> Any:
@@ -131,7 +100,7 @@ def attach(also: Collection[str] = ()) -> None:
         return
     # If the extension is missing, fail now and not when the first group is made.
     recorder()
-    stand_ins.install(delegate, also)
+    stand_ins.install(also)
 
 
 def is_attached() -> bool:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import distributed_c10d as c10d
 
 from crux_torch.c10d import inner_backends, passed_on
+from crux_torch.c10d.delegating import delegate
 from crux_torch.c10d.switch import GROUPS
 
 #: The names that scripts ask for stock backends by.
@@ -28,8 +29,6 @@ CLASSES = {
     "ProcessGroupNCCLLazy": "nccl",
     "ProcessGroupXCCL": "xccl",
 }
-#: Makes a delegating backend: ``crux_torch.c10d.backend.delegate``.
-Delegate = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 _pybind_type: Any = type(Backend)
@@ -38,57 +37,56 @@ _pybind_type: Any = type(Backend)
 class StandIn(_pybind_type):  # type: ignore[misc]
     """Metaclass of what stands in for a stock class.
 
-    A stand-in derives from its class. Calling it makes the stock backend and wraps it. A script's
-    own subclass derives from the stock class. A delegating backend is an instance of the stand-in.
+    A stand-in derives from its class, adds nothing to it, and is the ``__class__`` of a delegating
+    backend over it. Calling it makes the stock backend and wraps it. A script's own subclass
+    derives from the stock class.
     """
-
-    stock: Any
-    name: str
-    delegate: Delegate
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
         if not any(isinstance(base, StandIn) for base in bases):
             return super().__new__(mcs, name, bases, namespace)
-        plain = tuple(base.stock if isinstance(base, StandIn) else base for base in bases)
+        plain = tuple(base.__base__ if isinstance(base, StandIn) else base for base in bases)
         return type(plain[0])(name, plain, namespace)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if inner_backends.is_stock():
-            return cls.stock(*args, **kwargs)
+        make = functools.partial(cls.__base__, *args, **kwargs)
         given = dict(zip(("store", "rank", "size", "options"), args, strict=False)) | kwargs
-        options = given.get("options")
-        if options is not None and inner_backends.takes_class(cls.name, options):
+        place = given.get("store"), given.get("rank"), given.get("size")
+        if inner_backends.is_stock() or None in place:
+            return make()
+        options, name = given.get("options"), CLASSES[cls.__name__]
+        if options is not None and inner_backends.takes_class(name, options):
             classed = inner_backends.with_nccl_class(options)
             if len(args) > 3:
                 args = (*args[:3], classed, *args[4:])
             else:
                 kwargs["options"] = classed
-        place = given["store"], given["rank"], given["size"]
-        return _wrapped(cls.delegate, cls.name, place, options, lambda: cls.stock(*args, **kwargs))
+            make = functools.partial(cls.__base__, *args, **kwargs)
+        return _wrapped(name, place, options, make)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if isinstance(instance, cls.stock):
-            return True
-        try:
-            return isinstance(getattr(instance, "default_inner", None), cls.stock)
-        except RuntimeError:
-            return False  # it has ended
+        return isinstance(instance, cls.__base__)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, cls.stock)
+        return issubclass(subclass, cls.__base__)
 
 
-def _wrapped(
-    delegate: Delegate,
-    name: str,
-    place: tuple[Any, int, int],
-    options: Any,
-    make: Callable[[], Any],
-) -> Any:
+#: The stand-in for each stock class.
+_of_stock: dict[type, StandIn] = {}
+
+
+def shown_class(backend: Any, own: type) -> type:
+    """The ``__class__`` of a delegating backend: the stand-in for its inner backend's class."""
+    try:
+        return _of_stock.get(type(backend.default_inner), own)
+    except RuntimeError:
+        return own  # it has ended
+
+
+def _wrapped(name: str, place: tuple[Any, ...], options: Any, make: Callable[[], Any]) -> Any:
     """What ``make`` makes, wrapped; unwrapped if wrapping fails or it is not a backend.
 
     Args:
-        delegate: makes a delegating backend.
         name: that c10d knows the backend by.
         place: store, rank and size that it is made with.
         options: that the script gave for it.
@@ -114,7 +112,7 @@ def devices_of(name: str) -> list[str]:
     return devices if found is None or found in devices else [*devices, found]
 
 
-def _stand_in_for_creator(delegate: Delegate, name: str) -> None:
+def _stand_in_for_creator(name: str) -> None:
     """Let the plugin of that name wrap what its creator makes, unless it does already."""
     plugin = c10d.Backend._plugins.get(name.upper())
     if plugin is None or hasattr(plugin.creator_fn, "stands_in"):
@@ -128,14 +126,14 @@ def _stand_in_for_creator(delegate: Delegate, name: str) -> None:
             store, rank, size, *_ = args
             with inner_backends.stock():
                 make = functools.partial(plugin.creator_fn, *args, **kwargs)
-                return _wrapped(delegate, name, (store, rank, size), None, make)
+                return _wrapped(name, (store, rank, size), None, make)
         opts, options = args
         classed = options
         if inner_backends.takes_class(name, options):
             classed = inner_backends.with_nccl_class(options, opts.group_id)
         place = opts.store, opts.group_rank, opts.group_size
         make = functools.partial(inner_backends.create, name, opts, classed, plugin)
-        return _wrapped(delegate, name, place, options, make)
+        return _wrapped(name, place, options, make)
 
     create.stands_in = True  # type: ignore[attr-defined]
     c10d.Backend._plugins[name.upper()] = plugin._replace(creator_fn=create)
@@ -169,28 +167,23 @@ def _suspending(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _registering(register_backend: Callable[..., None]) -> Callable[..., None]:
-    """Registers a stand-in for Gloo under another type than GLOO.
+    """Registers a Gloo that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps twice.
 
-    torch's C++, for example DDP's logger, casts every backend of type GLOO to ProcessGroupGloo. A
-    stand-in that is the group's only backend gets the type CUSTOM, like the backends of other
-    packages. Beside another backend it gets UNDEFINED: c10d keeps one backend of each type in a
-    group, and the other may be CUSTOM. Names stay as they are.
+    torch's C++, for example DDP's logger, casts what a group has of type GLOO to ProcessGroupGloo.
+    With stock Gloo it finds the wrapper and crashes. Here it finds the delegating backend, and the
+    operations go to the wrapper.
     """
     types = c10d.ProcessGroup.BackendType
 
-    def kind_in(group: Any, backend: Any) -> Any:
-        if group.name() == "gloo":
-            group._set_default_backend(types.CUSTOM)
-            return types.CUSTOM
-        # In torch 2.11 a group of several devices has no default backend once any package has
-        # registered one. Its type is UNDEFINED then, which finds this backend.
-        known = any(group._get_backend(device) is backend for device in group._device_types)
-        return types.CUSTOM if known and group.name() == "custom" else types.UNDEFINED
-
     def _register_backend(group: Any, device: Any, kind: Any, *backend: Any) -> None:
-        inside = getattr(backend[0], "wrapped_pg", backend[0]) if backend else None
-        if kind == types.GLOO and inner_backends.is_delegating(inside):
-            kind = kind_in(group, backend[0])
+        inside = getattr(backend[0], "wrapped_pg", None) if backend else None
+        if kind == types.GLOO:
+            if inner_backends.is_delegating(inside):
+                register_backend(group, device, kind, inside)
+                kind = types.UNDEFINED
+            if group.name() == "undefined":
+                # torch 2.11 sets none for several devices once any package's backend is known.
+                group._set_default_backend(types.GLOO)
         register_backend(group, device, kind, *backend)
 
     return _register_backend
@@ -206,30 +199,23 @@ def _splitting_from(options: Any) -> None:
     options.split_from = property(stock.fget, split_from)
 
 
-def install(delegate: Delegate, also: Collection[str] = ()) -> None:
+def install(also: Collection[str] = ()) -> None:
     """Stand in for torch's stock backends in groups that are made from now on.
 
     Args:
-        delegate: makes a delegating backend, as ``crux_torch.c10d.backend.delegate`` does.
         also: names of other packages' backends to stand in for.
     """
     names = {*BACKENDS, *also}
     for name in names:
-        _stand_in_for_creator(delegate, name)
+        _stand_in_for_creator(name)
     if is_installed():
         return
-    for class_name, name in CLASSES.items():
+    for class_name in CLASSES:
         stock = getattr(c10d, class_name, None)
         if stock is None:
             continue
-        namespace = {
-            "stock": stock,
-            "name": name,
-            "delegate": staticmethod(delegate),
-            "__module__": stock.__module__,
-            "__doc__": stock.__doc__,
-        }
-        stand_in = StandIn(class_name, (stock,), namespace)
+        namespace = {"__module__": stock.__module__, "__doc__": stock.__doc__}
+        stand_in = _of_stock[stock] = StandIn(class_name, (stock,), namespace)
         for module in (c10d, dist):
             if getattr(module, class_name, None) is stock:
                 setattr(module, class_name, stand_in)
@@ -238,7 +224,7 @@ def install(delegate: Delegate, also: Collection[str] = ()) -> None:
     def register_and_stand_in(name: str, *args: Any, **kwargs: Any) -> None:
         register_backend(name, *args, **kwargs)
         if name.lower() in names:
-            _stand_in_for_creator(delegate, name.lower())
+            _stand_in_for_creator(name.lower())
 
     backend_class: Any = c10d.Backend
     backend_class.register_backend = staticmethod(register_and_stand_in)

@@ -7,13 +7,32 @@
 namespace py = pybind11;
 
 namespace crux {
+namespace {
+
+// The class that isinstance, singledispatch and dir see: see stand_ins.py.
+PyObject* shown_class(PyObject* self, void*) noexcept {
+  try {
+    const auto shown = py::module_::import("crux_torch.c10d.stand_ins").attr("shown_class");
+    return shown(py::handle(self), py::type::handle_of(self)).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+PyGetSetDef shown_class_getter[] = {{"__class__", shown_class, nullptr, nullptr, nullptr}, {}};
+
+}  // namespace
 
 void bind_delegating_backend(py::module_& module) {
   // The base class is bound there.
   py::module_::import("torch._C._distributed_c10d");
 
   py::class_<DelegatingBackend, c10d::Backend, c10::intrusive_ptr<DelegatingBackend>>(
-      module, "DelegatingBackend")
+      module, "DelegatingBackend",
+      // Before the type is made, because Python refuses to change its __class__ later.
+      py::custom_type_setup(
+          [](PyHeapTypeObject* type) { type->ht_type.tp_getset = shown_class_getter; }))
       .def(py::init([](std::string name, int rank, int size, Recorder& recorder) {
              return c10::make_intrusive<DelegatingBackend>(std::move(name), rank, size, recorder);
            }),
@@ -32,6 +51,7 @@ void bind_delegating_backend(py::module_& module) {
             return self.inner(c10::Device(device).type());
           },
           py::arg("device"))
+      .def("stand_as_gloo", &DelegatingBackend::stand_as_gloo, py::arg("options"))
       .def("publish", &DelegatingBackend::publish, py::arg("store"), py::arg("born"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("switches", &DelegatingBackend::switches)

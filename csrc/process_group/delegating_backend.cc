@@ -14,7 +14,7 @@ bool is_transfer(Op op) { return op == Op::kSend || op == Op::kRecv; }
 }  // namespace
 
 DelegatingBackend::DelegatingBackend(std::string name, int rank, int size, Recorder& recorder)
-    : Backend(rank, size),
+    : LikeGloo(rank, size),
       name_(std::move(name)),
       recorder_(recorder),
       group_(recorder.add_group({"", {}, rank, size})) {}
@@ -55,6 +55,12 @@ DelegatingBackend::Device DelegatingBackend::default_device() const {
     }
   }
   return Device::CPU;
+}
+
+bool DelegatingBackend::stand_as_gloo(OptionsPtr options) {
+  if (!has_layout_of(*default_inner())) return false;
+  set_options(std::move(options));
+  return true;
 }
 
 std::vector<std::shared_ptr<InnerSwitch>> DelegatingBackend::switches() const {

@@ -9,6 +9,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,7 +25,32 @@
 
 namespace crux {
 
-class DelegatingBackend final : public c10d::Backend {
+// ProcessGroupGloo's first members, in its layout. DDP's logger casts a group's backend of type GLOO
+// to ProcessGroupGloo and reads its options; no header that torch ships whole tells where they are.
+class LikeGloo : public c10d::Backend {
+ protected:
+  using Backend::Backend;
+
+  // Whether torch's ProcessGroupGloo, of which `gloo` is one, has this layout.
+  bool has_layout_of(c10d::Backend& gloo) const {
+    const auto offset =
+        reinterpret_cast<const char*>(&options_) - reinterpret_cast<const char*>(backend());
+    const void* found = nullptr;
+    std::memcpy(&found, reinterpret_cast<const char*>(&gloo) + offset, sizeof(found));
+    return found == gloo.getBackendOptions().get();
+  }
+  // torch's C++ reads these from now on.
+  void set_options(c10::intrusive_ptr<Options> options) { options_ = std::move(options); }
+  const c10::intrusive_ptr<Options>& options() const { return options_; }
+
+ private:
+  const Backend* backend() const { return this; }
+
+  std::shared_ptr<void> rendezvous_;
+  c10::intrusive_ptr<Options> options_;
+};
+
+class DelegatingBackend final : public LikeGloo {
  public:
   using Device = c10::DeviceType;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -47,6 +73,9 @@ class DelegatingBackend final : public c10d::Backend {
   BackendPtr default_inner() const { return default_switch().backend(); }
   // The inner backends of all types of device, each once.
   std::vector<std::shared_ptr<InnerSwitch>> switches() const;
+  // Lets a group know it by type GLOO, with `options` like those of its inner backend, which is a
+  // ProcessGroupGloo. False if torch's class has another layout; then it must not be registered so.
+  bool stand_as_gloo(OptionsPtr options);
   // Lets inner backends be replaced; see InnerSwitch::publish.
   void publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born);
   uint32_t group_index() const noexcept { return group_; }

@@ -49,6 +49,7 @@ DelegatingBackend::BackendPtr DelegatingBackend::wrap(
     if (!wrapper) {
       wrapper = c10::make_intrusive<DelegatingBackend>(name_, child->getRank(), child->getSize(),
                                                        recorder_);
+      wrapper->set_options(options());
     }
     for (const auto& [device, inners] : inners_) {
       if (inners == parent) wrapper->add_inner(device, child);
@@ -205,12 +206,12 @@ uint64_t DelegatingBackend::getSequenceNumberForGroup() {
 
 void DelegatingBackend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  // c10d asks this member whether there are hooks to wait for when the group ends.
-  onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
   default_switch().configure("on completion", [hook = std::move(hook)](c10d::Backend& inner) {
     auto copy = hook;
     inner.registerOnCompletionHook(std::move(copy));
   });
+  // c10d asks this member whether there are hooks to wait for when the group ends.
+  onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
 }
 
 void DelegatingBackend::waitForPendingWorks() {
