@@ -66,7 +66,7 @@ class DelegatingBackend(Backend):
         """Operations on tensors of ``device`` go to ``inner``. Before the first operation only."""
 
     def stand_as_gloo(self, options: Backend.Options) -> bool:
-        """Let groups know it as Gloo, with ``options``; false if torch's Gloo is laid out otherwise."""
+        """Let groups know it as Gloo, with ``options``; false where torch's C++ could not."""
 
     def publish(self, store: Store, born: int) -> None:
         """Let the inner backends be replaced.

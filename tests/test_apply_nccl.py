@@ -226,10 +226,10 @@ def test_a_communicator_does_not_keep_the_class_of_a_measurement(
         incarnation="i", number=1, level=level, measuring=measuring, valid_s=15.0
     )
     assert agent.planned_dscp == expected
-    monkeypatch.setattr(Agent, "active", True)
-    monkeypatch.setattr(runtime, "_agent", agent)
+    background = SimpleNamespace(agent=agent, active=True)
+    monkeypatch.setattr(runtime, "_background", background)
     assert runtime.planned_dscp() == expected
-    monkeypatch.setattr(Agent, "active", False)
+    background.active = False
     assert runtime.planned_dscp() is None
 
 

@@ -222,7 +222,8 @@ for name in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"):
     dist.init_process_group(name, init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
     world = dist.group.WORLD
     child = error_of(lambda: dist.split_group(split_ranks=[[0]]))
-    for group in (world, dist.new_group([0]), child if isinstance(child, dist.ProcessGroup) else world):
+    groups = [world, dist.new_group([0]), child]
+    for group in groups[: 3 if isinstance(child, dist.ProcessGroup) else 2]:
         print(name, group.name(), group._get_backend_name(), logged(group))
         print(bool(group._backend_id(c10d.ProcessGroup.BackendType.GLOO)))
         backend = group._get_backend(torch.device("cpu"))
@@ -237,6 +238,41 @@ for name in ("gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"):
 
 def test_groups_and_backends_look_like_stock() -> None:
     assert python(LIKE_STOCK, "attached").splitlines() == python(LIKE_STOCK, "stock").splitlines()
+
+
+FIRST_GROUP = """
+import os, sys, threading, torch, torch.distributed as dist, crux_torch
+crux_torch.attach()
+threads = {}
+
+class Watcher:
+    def find_spec(name, path=None, target=None):
+        threads.setdefault(threading.current_thread().name, []).append(name)
+
+sys.meta_path.insert(0, Watcher)
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+if os.fork() == 0:
+    # A module that another thread was importing at the fork could never be imported here.
+    import crux_torch.schedule.scheduler
+    os._exit(0)
+assert os.wait()[1] == 0
+while crux_torch.status().get("leader") is None:
+    dist.all_reduce(torch.ones(1))
+assert threading.active_count() > 1
+dist.destroy_process_group()
+print([thread.name for thread in threading.enumerate()])
+own = threads["crux"]
+print(len(threads["MainThread"]), len(own), "crux_torch.runtime.agent" in own)
+"""
+
+
+def test_the_first_group_imports_in_the_background_and_the_last_leaves_no_thread() -> None:
+    left, imports = python(FIRST_GROUP).splitlines()
+    assert left == "['MainThread']"
+    on_training_thread, in_background, found = imports.split()
+    assert found == "True"
+    assert int(in_background) > 4 * int(on_training_thread), imports
 
 
 def test_a_group_may_be_collected_on_gloos_own_thread() -> None:

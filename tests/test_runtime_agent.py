@@ -297,7 +297,7 @@ from crux_torch import runtime
 crux_torch.attach()
 seen = []
 def look():
-    agent = runtime._agent
+    agent = runtime._background
     seen.append(agent if agent not in seen else None)
 store = dist.HashStore()
 for number, backend in enumerate(("cpu:gloo,cuda:gloo", "gloo", "cpu:gloo,cuda:gloo")):

@@ -21,6 +21,7 @@ from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow
 from crux_torch.runtime import agent as agents
 from crux_torch.runtime import follow
 from crux_torch.runtime.agent import Agent
+from crux_torch.runtime.background import Background
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
 
@@ -53,15 +54,18 @@ def start(store, monkeypatch):
     running = []
 
     def launch(rank=0, world=1, **settings):
-        agent = Agent(Settings(**{**QUICK, **settings}), Silent(), Ownership(), store, rank, world)
-        running.append(agent)
-        agent.start()
-        return agent
+        of = Settings(**{**QUICK, **settings}), Silent(), Ownership(), store, rank, world
+        background = Background(*of)
+        running.append(background)
+        background.start()
+        until(lambda: background.agent is not None, what="the agent")
+        background.agent.background = background
+        return background.agent
 
     yield launch
-    for agent in running:
-        agent.stop(10.0)
-        assert not agent.active
+    for background in running:
+        background.stop(10.0)
+        assert not background.active
 
 
 class Led:
@@ -218,9 +222,9 @@ def test_it_stops_though_the_store_hangs(start):
     with socket.create_server(("127.0.0.1", 0)) as server:
         agent = start(store=f"tcp://127.0.0.1:{server.getsockname()[1]}")
         until(lambda: agent.status()["leader"] is not None, what="the leader")
-        agent.stop(10.0)
-        assert not agent.active
-        agent.stop()
+        agent.background.stop(10.0)
+        assert not agent.background.active
+        agent.background.stop()
 
 
 def test_an_error_in_one_step_neither_ends_the_thread_nor_floods(start, monkeypatch, caplog):
@@ -232,7 +236,7 @@ def test_an_error_in_one_step_neither_ends_the_thread_nor_floods(start, monkeypa
     monkeypatch.setattr(Agent, "_measure", fail)
     agent = start()
     until(lambda: next(failures) > 20, what="many ticks")
-    assert agent.active
+    assert agent.background.active
     assert agent.status()["order"] is not None
     assert len(warnings(caplog)) == 1
     assert "measure" in agent.status()["errors"]
@@ -255,6 +259,6 @@ def test_nothing_is_left_after_stop(start):
     before = len(optimizer._global_optimizer_pre_hooks)
     agent = start()
     assert len(optimizer._global_optimizer_pre_hooks) == before + 1
-    agent.stop(10.0)
+    agent.background.stop(10.0)
     assert len(optimizer._global_optimizer_pre_hooks) == before
     assert "crux" not in {thread.name for thread in threading.enumerate()}

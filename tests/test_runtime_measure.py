@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crux_torch.host.nvml_device import OwnDevice
+from crux_torch.measure.iterations import IterationMarks
 from crux_torch.measure.record import RECORD, Flag
 from crux_torch.runtime import measure
 from crux_torch.runtime.measure import RankMeter
@@ -38,7 +40,9 @@ def recorder() -> Recorder:
 
 @contextlib.contextmanager
 def meter_of(recorder: Recorder, settings: Settings) -> Iterator[RankMeter]:
-    meter = RankMeter(recorder, settings, 0, 1, "here")
+    marks = IterationMarks()
+    marks.install()
+    meter = RankMeter(recorder, settings, 0, 1, "here", OwnDevice(), marks)
     try:
         meter.install()
         yield meter

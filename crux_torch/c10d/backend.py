@@ -8,13 +8,14 @@ asked for. Neither changes what an operation does: see
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch.c10d import inner_backends, stand_ins
+from crux_torch.c10d import events, inner_backends, stand_ins
 from crux_torch.c10d.delegating import delegate, recorder
 from crux_torch.c10d.inner_backends import NAME, OWNED_SOCKETS
 from crux_torch.c10d.switch import GROUPS
@@ -56,6 +57,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         c10d.Backend.backend_capability[NAME] = inner_backends.Devices(["cpu", "cuda"])
         _accept_in_monitored_barrier()
+        _end_with_the_world()
     elif plugin.creator_fn is not _create:
         raise CruxError(
             f'the backend name "{NAME}" is taken by {plugin.creator_fn!r}: '
@@ -85,6 +87,21 @@ def _accept_in_monitored_barrier() -> None:
 
     c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
+
+
+def _end_with_the_world() -> None:
+    """Have the threads of this package end within ``destroy_process_group()``."""
+    stock = c10d.destroy_process_group
+
+    @functools.wraps(stock)
+    def destroy_process_group(group: Any = None) -> None:
+        stock(group)
+        if not dist.is_initialized():
+            GROUPS.groups_ended()
+            events.world_ended()
+
+    c10d.destroy_process_group = destroy_process_group
+    dist.destroy_process_group = destroy_process_group
 
 
 def attach(also: Collection[str] = ()) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed import distributed_c10d as c10d
-
 from crux_torch.c10d import events, inner_backends
 from crux_torch.c10d.switch import GROUPS
 from crux_torch.errors import CruxError

@@ -29,6 +29,9 @@ class Listener(Protocol):
             devices: types of device that the group's backend serves.
         """
 
+    def world_ended(self) -> None:
+        """The script destroyed its last process group, on the training thread."""
+
     def connections_were_made(self) -> None:
         """A switch gave a process group new connections."""
 
@@ -78,6 +81,12 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
     """See :meth:`Listener.group_was_made`."""
     if (listener := _listener()) is not None:
         listener.group_was_made(store, rank, size, devices)
+
+
+def world_ended() -> None:
+    """See :meth:`Listener.world_ended`."""
+    if (listener := _listener()) is not None:
+        listener.world_ended()
 
 
 def connections_were_made() -> None:

@@ -95,6 +95,11 @@ class Groups:
             self._look()
             return [member.status for member in self._members.values()]
 
+    def groups_ended(self) -> None:
+        """Forget the groups that have ended; after the last, close the connections to its store."""
+        with self._lock:
+            self._look()
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is under way; return whether that came in time."""
         deadline = time.monotonic() + timeout_s

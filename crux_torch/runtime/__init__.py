@@ -23,10 +23,11 @@ from crux_torch.settings import Settings
 if TYPE_CHECKING:
     from crux_torch.measure.job_profile import JobProfile
     from crux_torch.runtime.agent import Agent
+    from crux_torch.runtime.background import Background
 
 _log = logging.getLogger("crux_torch")
 _lock = threading.Lock()
-_agent: Agent | None = None
+_background: Background | None = None
 _world_store: weakref.ref[Any] | None = None
 _why_not = "no process group was made"
 
@@ -37,34 +38,49 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
     The first group of a world starts the agent. Raises nothing: if the agent can't be started,
     training goes on without it.
     """
-    global _agent, _why_not
+    global _background, _why_not
     try:
         with _lock:
             if dist.is_initialized() or _belongs_to_last_world(store):
-                if _agent is not None:
-                    _agent.group_was_made()
+                if _background is not None:
+                    _background.group_was_made()
                 return
-            previous, _agent = _agent, None
-            if previous is not None:
-                previous.stop()
-                atexit.unregister(previous.stop)
+            _end()
             settings = Settings.from_env()
             if settings.disable:
                 _why_not = "CRUX_DISABLE is set"
                 return
             _say(settings)
             _log.info("beside rank %d of %d, devices %s", rank, size, ", ".join(devices))
-            _agent = _start(settings, store, rank, size)
+            _background = _start(settings, store, rank, size)
     except Exception as error:
         _why_not = f"{type(error).__name__}: {error}"
         _log.warning("Crux is off, training goes on without it: %s", _why_not)
         _log.debug("details", exc_info=True)
 
 
+def world_ended() -> None:
+    """Called when the last process group was destroyed: waits, for a bounded time, for the thread.
+
+    The rest of the agent stays, for :func:`status` and :func:`profile`.
+    """
+    if _background is not None:
+        _background.stop()
+
+
+def _end() -> None:
+    """Stop what runs beside the last world."""
+    global _background
+    previous, _background = _background, None
+    if previous is not None:
+        previous.stop()
+        atexit.unregister(previous.stop)
+
+
 def connections_were_made() -> None:
     """Called when a process group has new connections: they get the class at the next tick."""
-    if (agent := _agent) is not None:
-        agent.group_was_made()
+    if (agent := _agent()) is not None:
+        agent.refresh()
 
 
 def with_nccl_class(options: Any, new: Callable[[], Any], group: str) -> Any:
@@ -90,20 +106,25 @@ def _belongs_to_last_world(store: Any) -> bool:
     return last is parent
 
 
-def _start(settings: Settings, store: Any, rank: int, size: int) -> Agent:
-    from crux_torch.c10d import backend
+def _start(settings: Settings, store: Any, rank: int, size: int) -> Background:
+    from crux_torch.c10d.delegating import recorder
     from crux_torch.c10d.inner_backends import OWNED_SOCKETS
     from crux_torch.c10d.switch import GROUPS
-    from crux_torch.runtime.agent import Agent
+    from crux_torch.runtime.background import Background
 
     GROUPS.patience_s = settings.switch_timeout_s
     if not settings.job:
         # Not launched by cruxrun: the leader names its job itself.
         settings = dataclasses.replace(settings, job=f"{socket.gethostname()}-{os.getpid()}")
-    agent = Agent(settings, backend.recorder(), OWNED_SOCKETS, store, rank, size)
-    agent.start()
-    atexit.register(agent.stop)
-    return agent
+    background = Background(settings, recorder(), OWNED_SOCKETS, store, rank, size)
+    background.start()
+    atexit.register(background.stop)
+    return background
+
+
+def _agent() -> Agent | None:
+    """The last world's agent, once its thread has made it."""
+    return None if _background is None else _background.agent
 
 
 def _say(settings: Settings) -> None:
@@ -117,22 +138,26 @@ def _say(settings: Settings) -> None:
 
 def planned_dscp() -> int | None:
     """DSCP of the level that the plan gives this process's job; None if it gives none."""
-    agent = _agent
-    return agent.planned_dscp if agent is not None and agent.active else None
+    agent = _agent()
+    active = _background is not None and _background.active
+    return agent.planned_dscp if agent is not None and active else None
 
 
 def profile() -> JobProfile | None:
     """See :func:`crux_torch.profile`."""
-    return None if _agent is None else _agent.profile()
+    agent = _agent()
+    return None if agent is None else agent.profile()
 
 
 def status() -> dict[str, Any]:
     """See :func:`crux_torch.status`."""
-    from crux_torch.c10d import backend
+    from crux_torch.c10d import backend, delegating
 
-    agent = _agent
-    active = agent is not None and agent.active
-    ended = _why_not if agent is None else "the process group was destroyed"
+    agent, background = _agent(), _background
+    active = background is not None and background.active
+    ended = _why_not
+    if background is not None:
+        ended = background.error or "the process group was destroyed"
     report: dict[str, Any] = {
         "active": active,
         "why_not": None if active else ended,
@@ -142,7 +167,7 @@ def status() -> dict[str, Any]:
     }
     try:
         report["settings"] = dataclasses.asdict(Settings.from_env())
-        recorder = backend.recorder()
+        recorder = delegating.recorder()
         told = ("recorded", "dropped", "captured", "timing", "capacity")
         report["recorder"] = {name: getattr(recorder, name) for name in told}
         report["recorder"]["groups"] = len(recorder.groups())

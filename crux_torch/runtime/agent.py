@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -26,6 +25,7 @@ from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.host.nvml_device import OwnDevice
+from crux_torch.measure.iterations import IterationMarks
 from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.trace import chrome_trace, write_trace
 from crux_torch.measure.window import RecordWindow
@@ -55,13 +55,16 @@ TRACE_RECORDS = 1 << 18
 class Agent:
     """One rank of one job, from the creation of its first process group to its exit.
 
-    Construct it on the training thread: it looks for the CUDA device that this thread uses.
+    One background thread makes it and calls :meth:`run`; any thread may call the rest.
 
     Args:
         settings, recorder: of this process.
         ownership: knows the inner backends' sockets.
         store: the store of the job's first process group.
         rank, world_size: of this process in the job.
+        device: that this process trains on.
+        marks: where iterations end.
+        stop: set when it is to end.
     """
 
     def __init__(
@@ -72,13 +75,15 @@ class Agent:
         store: Any,
         rank: int,
         world_size: int,
+        device: OwnDevice,
+        marks: IterationMarks,
+        stop: threading.Event,
     ) -> None:
         self.settings = settings
         self.rank, self.world_size = rank, world_size
         self.host = settings.host or socket.gethostname()
-        self._device = OwnDevice()
-        self._meter = RankMeter(recorder, settings, rank, world_size, self.host, self._device)
-        self._follower = Follower(settings, self.host, ownership, store, self._device)
+        self._meter = RankMeter(recorder, settings, rank, world_size, self.host, device, marks)
+        self._follower = Follower(settings, self.host, ownership, store, device)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
@@ -91,45 +96,20 @@ class Agent:
         self._order_at_s = self._refresh_at_s = float("-inf")
         self._measured_at_s = self._drift_at_s = float("-inf")
         self._bytes_then: float | None = None
-        self._stop = threading.Event()
+        self._stop = stop
         self._refresh = threading.Event()
         self._errors: dict[str, str] = {}
         self._warn = WarnOnce(_log)
         self._saw_world = False
-        self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="crux", daemon=True)
 
-    def start(self) -> None:
-        """Install the hooks and start the thread."""
-        self._meter.install()
-        self._thread.start()
-
-    def group_was_made(self) -> None:
-        """Mark the sockets of a new process group at the next tick; on the training thread."""
-        self._device.look()
+    def refresh(self) -> None:
+        """Mark the sockets of a new process group at the next tick."""
         self._refresh.set()
-
-    @property
-    def active(self) -> bool:
-        """Whether the thread runs: from :meth:`start` until :meth:`stop` or the world's end."""
-        return self._thread.is_alive() and os.getpid() == self._pid
 
     @property
     def planned_dscp(self) -> int | None:
         """See :attr:`crux_torch.runtime.follow.Follower.dscp`."""
         return self._follower.dscp
-
-    def stop(self, timeout_s: float = 2.0) -> None:
-        """Take everything back: sockets, hooks, the job's record. Returns within ``timeout_s``.
-
-        In a forked child it does nothing, because all of that stays its parent's.
-        """
-        if os.getpid() != self._pid or self._stop.is_set():
-            return
-        self._stop.set()
-        self._meter.remove()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
 
     def profile(self) -> JobProfile | None:
         """The job's profile as this rank knows it."""
@@ -155,7 +135,9 @@ class Agent:
             "errors": dict(self._errors),
         }
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Measure, lead and follow until the world's end, or until told to stop."""
+        self._meter.install()
         while not self._stop.is_set() and not self._world_has_ended():
             self._attempt("measure", self._measure)
             self._attempt("lead", self._lead)
@@ -220,6 +202,7 @@ class Agent:
             conductor.phase == "warming" and self._meter.is_warm(),
             conductor.phase == "running" and self._has_changed(),
             self._channel.collect,
+            trains=self._meter.marks.count > 0,
         )
         if conductor.leader is not None:
             followed = self._follower.order

@@ -184,6 +184,7 @@ class Conductor:
         self.phase: Phase = "warming"
         self.profile: JobProfile | None = None
         self.measurement = 0
+        self._trains = True
         self._since_s = clock()
         self._slot_at_s = float("-inf")
         self._alone = False
@@ -196,17 +197,22 @@ class Conductor:
         self._order: Order | None = None
         self._ordered_at_s = float("-inf")
 
-    def step(self, ready: bool, changed: bool, collect: Collect) -> Order | None:
+    def step(
+        self, ready: bool, changed: bool, collect: Collect, *, trains: bool = True
+    ) -> Order | None:
         """Do what is due.
 
         Args:
             ready: whether the job has run for long enough to be measured.
             changed: whether the job does other work than was measured.
             collect: gives the answers that ranks have sent, by rank.
+            trains: whether this rank has seen an optimizer. A job without one, like an evaluation,
+                may well have no iterations.
 
         Returns:
             an order to publish; None if the last one stands and need not be renewed.
         """
+        self._trains = trains
         if self.leader is not None:
             self.leader.tick()
         if self.phase == "warming" and ready and self._clock() >= self._not_before_s:
@@ -284,7 +290,9 @@ class Conductor:
         """Make the job's profile of what the ranks answered."""
         present = [s for _, s in sorted(self._answers.items()) if s is not None]
         profile = self._merged(present, alone) if present else None
-        if not present:
+        if not present and not self._trains and len(self._answers) == self._world_size:
+            _log.info("no rank saw iterations: a job without them keeps the default class")
+        elif not present:
             self._warn(
                 "nothing",
                 f"{len(self._answers)} of {self._world_size} ranks answered and none saw whole "

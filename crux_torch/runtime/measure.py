@@ -35,8 +35,8 @@ class RankMeter:
     Args:
         recorder: the process's recorder (``crux_torch._C.Recorder``).
         settings: how long a measurement may take.
-        device: the CUDA device that this rank trains on; default: what the calling thread has
-            chosen.
+        device: the CUDA device that this rank trains on.
+        marks: where iterations end; the training thread has hooked them to the optimizers.
     """
 
     def __init__(
@@ -46,27 +46,24 @@ class RankMeter:
         rank: int,
         world_size: int,
         host: str,
-        device: OwnDevice | None = None,
+        device: OwnDevice,
+        marks: IterationMarks,
     ) -> None:
         self._recorder = recorder
         self._settings = settings
         self._rank, self._world_size, self._host = rank, world_size, host
         self.window = RecordWindow()
-        self.marks = IterationMarks()
+        self.marks = marks
         self.flops = FlopMeter(self.marks)
-        self.device = DeviceMeter(device or OwnDevice(), settings.device_flops)
+        self.device = DeviceMeter(device, settings.device_flops)
         self._always_times = bool(settings.trace) or settings.timing == "always"
         self._unlisten: Callable[[], None] | None = None
         self._begin_ns = 0
         self._dropped_before = 0
 
     def install(self) -> None:
-        """Hook the optimizers; from now on iterations are marked and FLOPs counted.
-
-        On the training thread.
-        """
+        """From now on FLOPs are counted."""
         self._recorder.timing = self._always_times
-        self.marks.install()
         self.flops.install()
         if self._unlisten is None:
             self._unlisten = self.marks.add_listener(lambda mark_ns: self.device.look())

@@ -25,8 +25,9 @@
 
 namespace crux {
 
-// ProcessGroupGloo's first members, in its layout. DDP's logger casts a group's backend of type GLOO
-// to ProcessGroupGloo and reads its options; no header that torch ships whole tells where they are.
+// ProcessGroupGloo's first members, in its layout. DDP's logger casts a group's backend of type
+// GLOO to ProcessGroupGloo and reads its options; no header that torch ships whole tells where they
+// are.
 class LikeGloo : public c10d::Backend {
  protected:
   using Backend::Backend;
