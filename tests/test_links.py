@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pcie_layouts as layouts
@@ -270,7 +270,8 @@ class FakeGate:
         self.crossed = {}
 
     def holders(self, link: int) -> list[Any]:
-        return []
+        facts = {"pid": 7, "level": -1, "operations": 2, "changed_ns": 0, "same_job": link == 0}
+        return [SimpleNamespace(**facts)]
 
 
 @pytest.fixture
@@ -303,7 +304,10 @@ def test_operations_look_only_where_another_job_is(gate: FakeGate, links: HostLi
     links.tick([WORLD, GroupInfo("alone", (0,), 0)])
     assert (gate.installed, gate.crossed) == (True, {0: [1]})
     assert links.status()["active"]
-    assert links.status()["links"]["x"]["shared"] is False
+    x, y = (links.status()["links"][name] for name in ("x", "y"))
+    assert (x["shared"], y["shared"]) == (False, True)
+    assert x["holders"][0].pop("since_s") > 0
+    assert x["holders"] == [{"pid": 7, "level": None, "operations": 2, "same_job": True}]
     assert links.status()["waits"] == {
         "operations": 2,
         "ran_out": 1,
@@ -379,88 +383,7 @@ def test_what_is_not_known_is_asked_for_now_and_then(gate: FakeGate, tmp_path: P
     assert asked == [0.0, 5.0, 10.0]
 
 
-# The real gate, between processes
-
-
-Tell = Callable[[str], None]
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Tell]]:
-    """A process of another job, of level 5, on the link ``x``."""
-    process = subprocess.Popen(
-        [sys.executable, str(HOLDER), str(tmp_path), "x", "other", "5"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "launcher")])},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ok\n"
-
-    def tell(line: str) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(line, file=process.stdin, flush=True)
-        assert process.stdout.readline() == "ok\n"
-
-    yield process, tell
-    process.kill()
-    process.communicate()
-
-
-def test_a_real_operation_gives_way_and_goes_on(
-    other: tuple[subprocess.Popen[str], Tell], tmp_path: Path
-) -> None:
-    pytest.importorskip("torch")
-    from crux_torch import _C
-
-    process, tell = other
-    gate = _C.link_gate()
-    routes = StandInRoutes(("x",))
-    links = HostLinks(_C.link_gate, lambda: routes, "c", 60.0, folder=tmp_path)
-    try:
-        links.follow("own", 2)
-        links.tick([WORLD])
-        assert gate.installed
-        holders = links.status()["links"]["x"]["holders"]
-        assert sorted((h["pid"], h["level"], h["same_job"]) for h in holders) == sorted(
-            [(os.getpid(), 2, True), (process.pid, 5, False)]
-        )
-        before = gate.waits
-        gate.leave(gate.enter(0, 1))
-        assert gate.waits == before
-        for how in ("leave", "level 1", "kill"):
-            waits = gate.waits[0]
-            tell("enter")
-            passed = threading.Event()
-
-            def operation(passed: threading.Event = passed) -> None:
-                gate.leave(gate.enter(0, 1))
-                passed.set()
-
-            thread = threading.Thread(target=operation)
-            thread.start()
-            assert not passed.wait(0.1)
-            if how == "kill":
-                process.kill()
-            else:
-                tell(how)
-            assert passed.wait(30.0)
-            thread.join()
-            assert gate.waits[0] == waits + 1
-            if how == "level 1":
-                tell("leave")
-                tell("level 5")
-        process.wait()
-        assert gate.waits[1] == 0
-        links.tick([WORLD])
-        assert not gate.installed
-        assert len(links.status()["links"]["x"]["holders"]) == 1
-    finally:
-        links.revert()
-    assert list(tmp_path.iterdir()) == []
+# The real gate
 
 
 def test_the_doctor_tries_to_take_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

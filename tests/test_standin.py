@@ -116,33 +116,6 @@ def test_functions_come_from_it_or_from_the_real_library(
         assert found["ibv_none@IBVERBS_1.1"] == "absent"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("ibv_devices",), ("ibv_devinfo",), ("ib_write_bw", "--version"), ("ib_write_bw", "--help")],
-    ids=" ".join,
-)
-def test_programs_say_what_they_say_without_it(
-    command: tuple[str, ...], installed: Path, clean: dict[str, str]
-) -> None:
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"no {command[0]}")
-    under = {**clean, **standin.environment(clean), "LD_BIND_NOW": "1"}
-    assert run(*command, env=under) == run(*command, env=clean)
-
-
-def test_the_loader_finds_everything_for_a_linked_program(
-    installed: Path, clean: dict[str, str]
-) -> None:
-    program = shutil.which("ib_write_bw") or shutil.which("ibv_devinfo")
-    if program is None or shutil.which("ldd") is None:
-        pytest.skip("no program that is linked to libibverbs, or no ldd")
-    lines = run("ldd", "-r", program, env={**clean, **standin.environment(clean)})
-    assert "not found" not in lines
-    assert "undefined" not in lines
-    assert str(installed) in lines
-    assert "/verbs-" in lines
-
-
 def test_it_fits_a_release_that_nobody_has_seen(
     fakes: Fakes, tmp_path: Path, clean: dict[str, str]
 ) -> None:
