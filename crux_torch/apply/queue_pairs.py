@@ -51,11 +51,7 @@ class Change:
 class QueuePairs:
     """The queue pairs of this process; its methods may be called from any thread.
 
-    Args:
-        transport: the library; by default the one that is loaded.
-
-    Raises:
-        TransportError: as :meth:`Transport.load`.
+    ``transport`` is by default what :meth:`Transport.load` gives, or raises.
     """
 
     def __init__(self, transport: Transport | None = None) -> None:

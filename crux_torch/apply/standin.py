@@ -78,9 +78,8 @@ def environment(existing: Mapping[str, str]) -> dict[str, str]:
             names a library in ``NCCL_IBVERBS_LIB``, NCCL's stand-in leads to that one.
 
     Returns:
-        ``LD_PRELOAD`` (the existing entries, libcrux_transport.so and the stand-in) and
-        ``NCCL_IBVERBS_LIB``. Empty if there is no libibverbs, or no stand-in can be made; then
-        programs run as they would without Crux.
+        ``LD_PRELOAD`` and ``NCCL_IBVERBS_LIB``. Empty if there is no libibverbs, or no stand-in can
+        be made; then programs run as they would without Crux.
     """
     try:
         real = nccl_real = find_real(existing)
@@ -122,10 +121,9 @@ def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | N
 def prepare(
     real: Path, name: str = PROGRAM_NAME, existing: Mapping[str, str] | None = None
 ) -> Path:
-    """Makes the stand-in for ``real`` with the name ``name``, unless it exists already.
+    """Makes the stand-in for ``real``, the installed libibverbs, unless it exists already.
 
     Args:
-        real: the installed libibverbs.
         name: SONAME and file name of the stand-in.
         existing: environment that says where caches are (``XDG_CACHE_HOME``, ``HOME``); default:
             this process's environment.

@@ -26,11 +26,7 @@ class Result:
         return json.dumps(head)[:-1] + f', "rows": [\n{rows}\n]}}\n'
 
     def write(self, text: str, json_path: Path | None, folder: Path | None) -> None:
-        """Writes the JSON to ``json_path``, and ``BENCHMARK.json`` and ``.txt`` to ``folder``.
-
-        Raises:
-            ClickException: a file can't be written.
-        """
+        """Writes the JSON to ``json_path``, and ``BENCHMARK.json`` and ``.txt`` to ``folder``."""
         if folder is not None:
             write_text(folder / f"{self.benchmark}.json", self.to_json(), make_folder=True)
             write_text(folder / f"{self.benchmark}.txt", text, make_folder=True)
@@ -39,11 +35,7 @@ class Result:
 
 
 def write_text(file: Path, text: str, *, make_folder: bool = False) -> None:
-    """Writes ``file``; ``make_folder``: also its folder, if that is absent.
-
-    Raises:
-        ClickException: it can't be written.
-    """
+    """Writes ``file`` (``make_folder``: also its folder), or raises ClickException."""
     try:
         if make_folder:
             file.parent.mkdir(parents=True, exist_ok=True)

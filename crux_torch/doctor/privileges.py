@@ -14,11 +14,7 @@ PROC = Path("/proc")
 
 
 def has_capability(capability: int, proc: Path = PROC) -> bool:
-    """Whether this process has ``capability`` in effect.
-
-    Raises:
-        OSError, ValueError: the kernel does not say.
-    """
+    """Whether this process has ``capability`` in effect; OSError or ValueError if nobody says."""
     for line in (proc / "self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> capability & 1)

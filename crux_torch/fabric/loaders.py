@@ -76,11 +76,7 @@ def load_topology(path: str | os.PathLike[str]) -> Topology:
 
 
 def parse_yaml(text: str, where: str = "topology") -> Topology:
-    """The topology written in ``text``; ``where`` names it in errors.
-
-    Raises:
-        TopologyError: as :func:`load_topology`.
-    """
+    """The topology written in ``text``; ``where`` names it in errors, see :func:`load_topology`."""
     try:
         document = yaml.load(text, Loader=_UniqueKeys)
     except yaml.MarkedYAMLError as error:

@@ -52,12 +52,15 @@ class ShortestPaths:
         self._links = links
         nodes = len(links.owner)
         self._out: list[list[int]] = [[] for _ in range(nodes)]
+        # The links that stay within the network, or within one host, by the node at either end.
+        self._out_near: list[list[int]] = [[] for _ in range(nodes)]
         self._into_near: list[list[int]] = [[] for _ in range(nodes)]
         self._exits: dict[int, list[int]] = {}
         self._entries: dict[int, list[int]] = {}
         for link, (u, v) in enumerate(zip(links.src, links.dst, strict=True)):
             self._out[u].append(link)
             if links.owner[u] == links.owner[v]:
+                self._out_near[u].append(link)
                 self._into_near[v].append(link)
             elif links.owner[u] == NETWORK:
                 self._entries.setdefault(links.owner[v], []).append(link)
@@ -84,19 +87,7 @@ class ShortestPaths:
 
     def costs_inside(self, source: int) -> dict[int, int]:
         """Cost from ``source`` to every node of its own host that is reached without leaving it."""
-        links = self._links
-        costs = {source: 0}
-        queue = [(0, source)]
-        while queue:
-            cost, u = heapq.heappop(queue)
-            if cost > costs[u] or (cost and not links.forwards[u]):
-                continue
-            for link in self._out[u]:
-                v, further = links.dst[link], cost + links.cost[link]
-                if links.owner[v] == links.owner[source] and further < costs.get(v, further + 1):
-                    costs[v] = further
-                    heapq.heappush(queue, (further, v))
-        return costs
+        return self._relax({source: 0}, backward=False)
 
     def _dag(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Dag:
         owner = self._links.owner
@@ -146,17 +137,18 @@ class ShortestPaths:
                 nearest[u] = min(after + links.cost[link], nearest.get(u, after + links.cost[link]))
         return self._relax(nearest)
 
-    def _relax(self, distance: dict[int, int]) -> dict[int, int]:
+    def _relax(self, distance: dict[int, int], *, backward: bool = True) -> dict[int, int]:
         """Dijkstra against the direction of the links, within one host or within the network."""
         links = self._links
+        near, end = (self._into_near, links.src) if backward else (self._out_near, links.dst)
         queue = [(d, v) for v, d in distance.items()]
         heapq.heapify(queue)
         while queue:
             d, v = heapq.heappop(queue)
             if d > distance[v] or (d > 0 and not links.forwards[v]):
                 continue
-            for link in self._into_near[v]:
-                u, candidate = links.src[link], d + links.cost[link]
+            for link in near[v]:
+                u, candidate = end[link], d + links.cost[link]
                 if candidate < distance.get(u, candidate + 1):
                     distance[u] = candidate
                     heapq.heappush(queue, (candidate, u))

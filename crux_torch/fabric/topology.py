@@ -76,8 +76,6 @@ class Topology:
 
     Attributes:
         hosts: in the order of ``nodes``.
-        nodes: every node by name.
-        addresses, device_flops: as given.
         node_at: the node of every address.
         links: every link by name.
         capacity_Bps: bytes per second of every link by name.
@@ -262,11 +260,7 @@ class TopologyBuilder:
             self.arrow(b, a, link)
 
     def build(self) -> Topology:
-        """The topology.
-
-        Raises:
-            TopologyError: as :class:`Topology`.
-        """
+        """The topology; raises what :class:`Topology` raises."""
         return Topology(self.nodes, self.edges, self.addresses, self.device_flops)
 
 

@@ -133,11 +133,7 @@ class NvmlReport:
 
 @contextmanager
 def session(library: Any = None) -> Iterator[Any]:
-    """NVML, initialised; ``library`` stands in for the module ``pynvml``.
-
-    Raises:
-        Exception: whatever ``pynvml`` raises, also if it or the driver is missing.
-    """
+    """NVML, initialised; raises whatever ``pynvml`` raises, also if it or the driver is missing."""
     try:
         nvml = library or importlib.import_module("pynvml")
     except ModuleNotFoundError:

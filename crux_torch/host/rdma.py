@@ -130,11 +130,7 @@ def read_devices(sysfs: Path = SYSFS) -> tuple[RdmaDevice, ...]:
 
 
 def verbs_limits(load: Callable[[str], Any] = importlib.import_module) -> dict[str, Limits]:
-    """The limits of each device that this process may open; empty without pyverbs.
-
-    Args:
-        load: imports a module by name.
-    """
+    """The limits of each device that this process may open; empty without pyverbs."""
     try:
         device: Any = load("pyverbs.device")
         try:

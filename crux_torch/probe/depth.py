@@ -97,11 +97,7 @@ def _of_kind(kind: str, answers: dict[int, Answer]) -> dict[int, str]:
 
 
 def resolve(name: str) -> str:
-    """The address of a peer given by address or name; the first that its resolver gives.
-
-    Raises:
-        ProbeError: the name is unknown.
-    """
+    """The address of a peer given by address or name: the first that the resolver gives."""
     try:
         return str(ip_address(name))
     except ValueError:
@@ -115,11 +111,7 @@ def resolve(name: str) -> str:
 
 
 def source_address(destination: str) -> str:
-    """The address that this host's routes choose for packets to ``destination``.
-
-    Raises:
-        ProbeError: there is no route.
-    """
+    """The address that this host's routes choose for packets to ``destination``."""
     with socket.socket(family_of(destination), socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((destination, _CLOSED_PORT))

@@ -28,11 +28,9 @@ _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """What was read.
+    """What was read of a cluster, and where.
 
     Attributes:
-        store: where it was read.
-        cluster: the cluster's name.
         jobs: the valid records, in the order of their names.
         plan: the plan in the store; None if there is none, or none that can be used.
         plan_renewed: whether the plan was renewed between two looks; None after a single look.
@@ -50,7 +48,6 @@ def read_status(endpoint: str, cluster: str, settle_s: float = 0.0) -> ClusterSt
 
     Args:
         endpoint: ``tcp://HOST:PORT`` of the store.
-        cluster: the cluster's name.
         settle_s: seconds until a second look; 0: only one. The store has no clock, so one look may
             find the record of a job that has died. A second look after its lease does not.
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crux_torch.fabric.builders import crux_testbed, double_sided, two_layer_clos
+from crux_torch.fabric.builders.clos import crux_testbed, double_sided, two_layer_clos
 from crux_torch.fabric.builders.rail import RAIL_SERVER
 from crux_torch.fabric.loaders import load_csv as load_topology_csv
 from crux_torch.fabric.loaders import load_topology

@@ -19,14 +19,4 @@ BUILDERS: dict[str, Callable[..., Topology]] = {
     "torus": torus,
 }
 
-__all__ = [
-    "BUILDERS",
-    "Cabling",
-    "GpuServer",
-    "crux_testbed",
-    "double_sided",
-    "fat_tree",
-    "rail_optimised",
-    "torus",
-    "two_layer_clos",
-]
+__all__ = ["BUILDERS", "Cabling", "GpuServer"]
