@@ -13,8 +13,8 @@ import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
+from crux_torch.host.activity import GPM_METRICS, ActivityMeter, Choice
 from crux_torch.host.nvml import LEVELS, NVLINK_KINDS, Gpu, NvLink, bounded, read_gpus, read_nvml
-from crux_torch.host.nvml_activity import GPM_METRICS, ActivityMeter, Choice
 from crux_torch.host.pcie import Distance
 
 FUNCTIONS = sorted(name for name in vars(FakeNvml) if name.startswith("nvml"))
@@ -216,7 +216,7 @@ def test_counters_that_make_no_sense_are_left_out(value: float) -> None:
 def test_activity_without_gpm_is_polled(
     gpm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crux_torch.host.nvml_activity.POLL_S", 0.01)
+    monkeypatch.setattr("crux_torch.host.activity.POLL_S", 0.01)
     gpu = FakeGpu(busy_percent=60, pcie_KBps=2000, **gpm)
     fake = FakeNvml([gpu])
     meter = ActivityMeter(fake)
@@ -244,7 +244,7 @@ def test_activity_without_gpm_is_polled(
     ids=["split by MIG", "none is chosen", "choosing fails", "nothing supported"],
 )
 def test_no_activity(gpu: FakeGpu, choose: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crux_torch.host.nvml_activity.POLL_S", 0.01)
+    monkeypatch.setattr("crux_torch.host.activity.POLL_S", 0.01)
     fake = FakeNvml([gpu])
     meter = ActivityMeter(fake)
     meter.begin(choose)

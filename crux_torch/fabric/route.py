@@ -61,8 +61,6 @@ class HostRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The path that connections from one host to another are to take.
 
     Attributes:
-        src: host that sends.
-        dst: host that receives.
         destinations: addresses of ``dst`` that the path leads to.
         hops: TTLs, ascending, each with the addresses of which one answers on this path.
     """

@@ -21,8 +21,7 @@ class Nic:
         name: interface (``eth0``) or device and port (``mlx5_0/1``).
         speed_Bps: bytes per second each way; None if it is unknown or the link is down.
         rdma_device: its RDMA device, if it has one.
-        pci_address: as sysfs writes it; None for an interface without a device.
-        numa_node: the NUMA node that it is attached to, if known.
+        pci_address, numa_node: None for an interface without a device, or if unknown.
     """
 
     name: str
@@ -50,9 +49,7 @@ def read_nics(sysfs: Path = SYSFS) -> tuple[Nic, ...]:
                 numa_node=numa_node(entry / "device"),
             )
         )
-    for device, port in ports:
-        if port.interface is None:
-            name = f"{device.name}/{port.number}"
-            where = device.pci_address, device.numa_node
-            nics.append(Nic(name, port.rate_Bps, device.name, *where))
+    for device, port in ((d, port) for d, port in ports if port.interface is None):
+        where = device.pci_address, device.numa_node
+        nics.append(Nic(f"{device.name}/{port.number}", port.rate_Bps, device.name, *where))
     return tuple(nics)

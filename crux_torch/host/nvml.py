@@ -79,14 +79,12 @@ class Gpu:
     Attributes:
         index: NVML's number of the GPU.
         name: model, as the driver reports it.
-        uuid: its identity.
         memory_bytes: total memory; None if NVML does not say (a GPU split by MIG without the
             permission, or one that shares the host's memory).
         pci_address: ``DOMAIN:BUS:DEVICE.FUNCTION`` in lower case, as sysfs writes it.
         peak_flops: fastest published FLOP/s of the model; None if the model is not known.
         nvlinks: active NVLinks by peer.
-        mig: whether it is split into MIG instances; None if unknown.
-        mig_uuids: identities of the instances.
+        mig, mig_uuids: whether it is split into MIG instances (None if unknown), and which.
         gpm: whether it has GPM's hardware counters.
     """
 

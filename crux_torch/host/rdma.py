@@ -61,7 +61,6 @@ class RdmaPort:
         link_layer: ``Ethernet`` (RoCE), ``InfiniBand``, or empty if unknown.
         active: whether its link is up.
         rate_Bps: bytes per second each way; None if unknown.
-        interface: its network interface, if it has one.
         gids: its addresses, by index, without the empty entries of the table.
     """
 
@@ -99,9 +98,7 @@ class RdmaDevice:
         name: as verbs know it, such as ``mlx5_0``.
         driver: of the kernel, such as ``mlx5_core``; empty for a virtual device.
         pci_address: as sysfs writes it; None for a virtual device.
-        numa_node: that it is attached to, if known.
-        ports: its ports, by number.
-        limits: None if unknown.
+        numa_node, limits: None if unknown.
     """
 
     name: str

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from crux_torch.host.activity import DeviceActivity
+from crux_torch.host.activity import ActivityMeter, DeviceActivity
 from crux_torch.host.nvml import Gpu
-from crux_torch.host.nvml_activity import ActivityMeter
 from crux_torch.host.nvml_device import CudaDevice, OwnDevice, own_gpu
 from crux_torch.host.peak import flops_in_use, peak_flops, tensor_seconds
 from crux_torch.measure.job_profile import Name, NonNegative

@@ -48,9 +48,6 @@ class ConnectionTrace:
     """The path of one connection, in the direction from ``local`` to ``peer``.
 
     Attributes:
-        local: address and port at this end.
-        peer: address and port at the other end.
-        protocol: ``tcp`` or ``udp``.
         hops: who answered at each TTL; empty if the path could not be found.
         method: ``raw``: a packet with the connection's own ports from a raw socket; ``socket``: a
             datagram from an ordinary socket on the same port; ``none``: see ``reason``.

@@ -63,10 +63,8 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     Attributes:
         version: of this schema.
-        source: address that the probes left from.
-        destination: address that they were sent to.
-        protocol: ``tcp`` or ``udp``; the two may take different paths.
-        port: destination port.
+        source, destination, port: where the probes left from, and where they were sent to.
+        protocol: the two may take different paths.
         hops: for each source port, in the order in which they were drawn, who answered at each
             TTL that was asked.
         inferred: slow TTLs that were asked for some ports only. The answers for the other ports
@@ -80,9 +78,7 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         repeated: ports that were probed a second time, from a new socket.
         changed: how many of those took another path the second time. If any did, the source port
             does not decide the path, and this map predicts nothing.
-        sent: probes.
-        answered: probes that were answered.
-        seconds: how long it took.
+        sent, answered, seconds: probes, how many were answered, and how long it took.
     """
 
     version: int = 1

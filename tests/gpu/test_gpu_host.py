@@ -63,7 +63,7 @@ def test_the_counters_see_what_is_counted(kind: Kind, report: Report) -> None:
     """A device that multiplies all the time, by its own counters and by arithmetic."""
     if not kind.is_cuda:
         pytest.skip("not on a fake device: NVML knows nothing of it")
-    from crux_torch.host.nvml_activity import ActivityMeter
+    from crux_torch.host.activity import ActivityMeter
     from crux_torch.host.nvml_device import current_device, own_gpu
     from crux_torch.host.peak import tensor_seconds
 
