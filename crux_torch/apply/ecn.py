@@ -85,8 +85,5 @@ def _of_port(device: RdmaDevice, port: RdmaPort, sysfs: Path, configfs: Path) ->
 
 def class_in(file: Path) -> int | None:
     """The class in an attribute of the driver (``106`` or ``Global tclass=106``), or None."""
-    written = text(file).splitlines()[:1]
-    number = written[0].rpartition("=")[2].strip() if written else ""
-    if not number.isdecimal() or int(number) > 255:
-        return None
-    return int(number)
+    number = text(file).partition("\n")[0].rpartition("=")[2].strip()
+    return int(number) if number.isdecimal() and int(number) <= 255 else None

@@ -109,9 +109,9 @@ def nvlinked_with(gpu: Gpu, gpus: Sequence[Gpu]) -> frozenset[str]:
     def switched(one: Gpu) -> bool:
         return any(link.kind == "switch" for link in one.nvlinks)
 
-    direct = {link.peer for link in gpu.nvlinks if link.kind == "gpu"}
-    others = {one.pci_address for one in gpus if switched(one)} if switched(gpu) else set()
-    return frozenset((direct | others) - {gpu.pci_address})
+    joined = {link.peer for link in gpu.nvlinks if link.kind == "gpu"}
+    joined |= {one.pci_address for one in gpus if switched(gpu) and switched(one)}
+    return frozenset(joined - {gpu.pci_address})
 
 
 class HostLinks:

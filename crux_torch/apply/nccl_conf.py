@@ -104,10 +104,7 @@ def _lines(file: Path) -> list[tuple[str, str]]:
             raw = opened.read(_MAX_FILE_BYTES)
     except OSError:
         return []
-    found = []
-    for line in raw.decode(errors="replace").split("\n"):
-        name, equals, value = line.partition("=")
-        # NCCL strips no blanks, so " NCCL_IB_TC" and "NCCL_IB_TC " are other names.
-        if equals and not line.startswith("#"):
-            found.append((name[:_MAX_BYTES], value[:_MAX_BYTES]))
-    return found
+    # NCCL strips no blanks, so " NCCL_IB_TC" and "NCCL_IB_TC " are other names.
+    lines = (line.partition("=") for line in raw.decode(errors="replace").split("\n"))
+    found = ((name, value) for name, equals, value in lines if equals and name[:1] != "#")
+    return [(name[:_MAX_BYTES], value[:_MAX_BYTES]) for name, value in found]

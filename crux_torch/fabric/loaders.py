@@ -150,14 +150,13 @@ def load_csv(
     """
     file = Path(path)
     rows = list(csv.reader(_read(file).splitlines()))
+    columns = ",".join(CSV_COLUMNS)
     if not rows or tuple(rows[0]) != CSV_COLUMNS:
-        raise TopologyError(f"{file}: line 1: expected the columns {','.join(CSV_COLUMNS)}")
+        raise TopologyError(f"{file}: line 1: expected the columns {columns}")
     places: dict[str, tuple[str, str, str]] = {}
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(CSV_COLUMNS) or not all(row):
-            raise TopologyError(
-                f"{file}: line {number}: {','.join(row)!r}; expected {','.join(CSV_COLUMNS)}"
-            )
+            raise TopologyError(f"{file}: line {number}: {','.join(row)!r}; expected {columns}")
         host, dsw, psw, asw = row
         if host in places:
             raise TopologyError(f"{file}: line {number}: host {host!r} is there twice")
@@ -201,30 +200,27 @@ def _assemble(file: _TopologyFile) -> Topology:
     builder.addresses.update(file.addresses)
     builder.device_flops = file.device_flops
     for i, entry in enumerate(file.links):
-        where = f"links[{i}]"
         link = Link(entry.capacity_Bps, entry.delay_s, entry.cost)
         if entry.count < 1:
-            raise TopologyError(f"{where}.count is {entry.count}; expected 1 or more")
+            raise TopologyError(f"links[{i}].count is {entry.count}; expected 1 or more")
+        if entry.name is not None and entry.count > 1:
+            raise TopologyError(f"links[{i}]: a link with a name can't have a count")
         if entry.between is not None and entry.src is entry.dst is entry.name is None:
             builder.cable(*entry.between, link, entry.count)
         elif entry.between is None and entry.src is not None and entry.dst is not None:
-            if entry.name is not None and entry.count > 1:
-                raise TopologyError(f"{where}: a link with a name can't have a count")
             for _ in range(entry.count):
                 builder.arrow(entry.src, entry.dst, link, entry.name)
         else:
-            raise TopologyError(
-                f"{where}: expected either between: [A, B], or from and to (and perhaps name)"
-            )
+            expected = "expected either between: [A, B], or from and to (and perhaps name)"
+            raise TopologyError(f"links[{i}]: {expected}")
     return builder.build()
 
 
 def _call_builder(file: _BuilderFile) -> Topology:
     build = BUILDERS.get(file.builder)
     if build is None:
-        raise TopologyError(
-            f"builder {file.builder!r} is unknown; expected one of {', '.join(sorted(BUILDERS))}"
-        )
+        known = ", ".join(sorted(BUILDERS))
+        raise TopologyError(f"builder {file.builder!r} is unknown; expected one of {known}")
     parameters = dict(file.parameters)
     for name, kind in (("server", GpuServer), ("cabling", Cabling)):
         if name in parameters:

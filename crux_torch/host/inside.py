@@ -124,21 +124,18 @@ def _nics_of_cables(
     into = sum(edge.dst == host for edge in topology.edges)
     if out != into:
         raise TopologyError(f"host {host!r} has {out} links out and {into} in; expected cables")
-    if given is not None:
-        unknown = [nic for nic in given if nic not in nics]
-        if unknown or len(given) != out:
-            raise TopologyError(
-                f"expected the NICs of the {out} cables of host {host!r}, out of {', '.join(nics)}"
-            )
-        return given
-    if len(nics) == 1:
-        return nics * out
-    if len(nics) != out:
+    if given is None and len(nics) not in (1, out):
         raise TopologyError(
             f"host {host!r} has {len(nics)} NICs and {out} cables: say at which NIC each cable "
             "ends, or write one cable for each NIC"
         )
-    return nics
+    if given is None:
+        return nics * out if len(nics) == 1 else nics
+    if len(given) != out or not set(nics).issuperset(given):
+        raise TopologyError(
+            f"expected the NICs of the {out} cables of host {host!r}, out of {', '.join(nics)}"
+        )
+    return given
 
 
 def _add_ends(inside: Inside, host: Host, tree: PcieTree) -> dict[str, float]:
@@ -200,8 +197,7 @@ def _add_nvlinks(inside: Inside, host: Host) -> None:
     switch = f"{inside.host}/nvswitch"
     for gpu in host.gpus:
         node = inside.node_of[gpu.pci_address]
-        to_switch = [link for link in gpu.nvlinks if link.kind == "switch"]
-        rates = [link.capacity_Bps for link in to_switch if link.capacity_Bps]
+        rates = [x.capacity_Bps for x in gpu.nvlinks if x.kind == "switch" and x.capacity_Bps]
         if rates:
             inside.nodes.setdefault(switch, Node("nvswitch", inside.host))
             inside.cables.append((node, switch, Link(sum(rates))))

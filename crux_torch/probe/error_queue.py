@@ -123,10 +123,9 @@ class ErrorQueue:
     def receive(self, timeout_s: float) -> list[Answer]:
         """The answers that are there, after at most ``timeout_s``; each ends its probe."""
         answers, self._at_once = self._at_once, []
-        for fd, _ in self._poll.poll(0.0 if answers else max(0.0, timeout_s)):
-            answer = self._read(*self._flight[fd])
-            if answer is not None:
-                answers.append(answer)
+        ready = self._poll.poll(0.0 if answers else max(0.0, timeout_s))
+        read = (self._read(*self._flight[fd]) for fd, _ in ready)
+        answers += [answer for answer in read if answer is not None]
         for answer in answers:
             self.forget(answer.probe)
         return answers
@@ -153,11 +152,9 @@ class ErrorQueue:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
-            raise ProbeError(
-                error.errno,
-                f"can't send from {self.source} port {probe.port}: {error.strerror}; expected an "
-                "address of this host, and a port that it may use",
-            ) from None
+            said = f"can't send from {self.source} port {probe.port}: {error.strerror}"
+            expected = "expected an address of this host, and a port that it may use"
+            raise ProbeError(error.errno, f"{said}; {expected}") from None
         return True
 
     def _emit(self, sock: socket.socket, probe: Probe) -> bool:

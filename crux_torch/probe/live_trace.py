@@ -170,10 +170,8 @@ class _RawPackets:
             self._socket.send(packet)
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EACCES):
-                raise ProbeError(
-                    error.errno,
-                    f"this host forbids packets like {self._socket!r}: see its firewall",
-                ) from None
+                said = f"this host forbids packets like {self._socket!r}: see its firewall"
+                raise ProbeError(error.errno, said) from None
             if error.errno not in (errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.EAGAIN):
                 raise
         return True
