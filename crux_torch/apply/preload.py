@@ -53,7 +53,7 @@ def obstacle() -> str | None:
     if re.search(r"[\s:]", str(transport.LIBRARY)):
         return f"{VARIABLE} can't name {transport.LIBRARY}: it has a space or a colon"
     if not transport.LIBRARY.is_file():
-        return f"{transport.LIBRARY} is not there: build it with `pip install -e .`"
+        return f"{transport.LIBRARY} is not there: `pip install --no-build-isolation .` makes it"
     return None
 
 

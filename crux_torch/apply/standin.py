@@ -140,7 +140,9 @@ def prepare(
             f"{TEMPLATE} was not built: install libibverbs-dev and build crux_torch again"
         )
     if not TRANSPORT.is_file():
-        raise StandinError(f"{TRANSPORT} is not there: build it with `pip install -e .`")
+        raise StandinError(
+            f"{TRANSPORT} is not there: `pip install --no-build-isolation .` makes it"
+        )
     for path in (real, TRANSPORT):
         if re.search(r"[\s:;]", str(path)):
             raise StandinError(f"{path} can't be named to the loader: a space, colon or semicolon")

@@ -249,12 +249,16 @@ class Transport:
             try:
                 library = ctypes.CDLL(path)
             except OSError as error:
-                raise TransportError(f"{error}: build it with `pip install -e .`") from None
+                raise TransportError(
+                    f"{error}: `pip install --no-build-isolation .` makes it"
+                ) from None
         try:
             abi = library.crux_transport_abi()
             if abi != _ABI:
                 said = f"has ABI {abi}, this package expects {_ABI}"
-                raise TransportError(f"{path} {said}: rebuild it with `pip install -e .`")
+                raise TransportError(
+                    f"{path} {said}: `pip install --no-build-isolation .` rebuilds it"
+                )
             transport = Transport(library)
         except AttributeError as error:
             raise TransportError(f"{path} is incomplete ({error}): rebuild it") from None

@@ -39,7 +39,7 @@ def stand_in(env: Mapping[str, str]) -> Iterator[Check]:
             return
         made = standin.prepare(real, existing=env)
     except (CruxError, OSError) as error:
-        remedy = "apt-get install libibverbs-dev, then build again: pip install ."
+        remedy = "apt-get install libibverbs-dev, then `pip install --no-build-isolation .`"
         yield part.missing(str(error), remedy)
     else:
         yield part.ok(f"{made} for {real}")

@@ -28,7 +28,7 @@ def library() -> Check:
         Transport.load()
     except TransportError as error:
         finding = part.broken if transport.LIBRARY.exists() else part.missing
-        return finding(str(error), "build it: pip install . (needs a C++17 compiler)")
+        return finding(str(error), "build it: pip install --no-build-isolation .")
     return part.ok("loads")
 
 
@@ -40,7 +40,7 @@ def preload(env: Mapping[str, str], settings: Settings) -> Check:
         return part.missing("switched off: CRUX_TRANSPORT=0", "unset CRUX_TRANSPORT")
     found = obstacle()
     if found:
-        return part.missing(found, "build it (pip install .) in a folder that the loader can read")
+        return part.missing(found, "install Crux in a folder that the loader can read")
     started = {**env, **environment(settings, env)}
     remedy = f"make {transport.LIBRARY} loadable: glibc, no noexec mount, no setuid program"
     try:
