@@ -136,17 +136,10 @@ class StoreHost:
         _log.info("hosting the store at %s:%d", address, self.port)
 
     def _listen(self) -> socket.socket:
-        family, kind, proto, _, address = socket.getaddrinfo(
+        family, *_, address = socket.getaddrinfo(
             self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            # The connections of a host that died linger, and must not delay the next host. Two
-            # sockets can be bound in this way, but only one of them can listen.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        return listener
+        # It reuses the address: the connections of a host that died linger, and must not delay the
+        # next host. Two sockets can be bound in this way, but only one of them can listen.
+        is_v6 = family == socket.AF_INET6
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_v6)

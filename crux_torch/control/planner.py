@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,8 +15,8 @@ from crux_torch.errors import SettingsError
 from crux_torch.fabric.route import PlannedPath, planned_paths
 from crux_torch.fabric.topology import Path, Topology
 from crux_torch.measure.job_profile import JobProfile
-from crux_torch.schedule.model import Decision, Job
-from crux_torch.schedule.scheduler import LIVE, SCHEDULERS, Scheduler, SchedulerOptions
+from crux_torch.schedule.model import Job
+from crux_torch.schedule.scheduler import LIVE, SCHEDULERS, SchedulerOptions
 from crux_torch.settings import PATH_POLICIES
 
 #: JSON has no infinity: the priority of a job without traffic is this.
@@ -30,7 +30,6 @@ def compute_entries(
     policy: str,
     levels: Sequence[int],
     max_slowdown: float | None = None,
-    schedulers: Mapping[str, Scheduler] = LIVE,
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job, in the order of the names.
 
@@ -39,22 +38,20 @@ def compute_entries(
     Args:
         records: live job records, in any order.
         topology: of the cluster; None if it is not known.
-        policy: the scheduler, a key of ``schedulers``.
+        policy: the scheduler, a key of ``LIVE``.
         levels: that may be assigned, ascending.
         max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
-        schedulers: to choose from.
 
     Raises:
         SettingsError: an unknown policy, or no level.
         CruxError: records or a topology that contradict themselves.
     """
-    check_policy(policy, levels, schedulers)
+    check_policy(policy, levels)
     cluster = plan_inputs(records, topology)
     if not cluster.jobs:
         return ()
     options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
-    decision = schedulers[policy](cluster, options)
-    level = _usable_levels(decision, levels)
+    decision = LIVE[policy](cluster, options)
     profiles = {r.job: r.profile for r in records if r.profile is not None}
 
     def paths(job: Job) -> tuple[PlannedPath, ...]:
@@ -66,7 +63,7 @@ def compute_entries(
     return tuple(
         PlanEntry(
             job=job.name,
-            level=level[job.name],
+            level=decision.level[job.name],
             priority=_finite(decision.priority.get(job.name, 0.0)),
             intensity=_finite(decision.intensity.get(job.name, 0.0)),
             correction=_finite(decision.correction.get(job.name, 1.0)),
@@ -76,20 +73,16 @@ def compute_entries(
     )
 
 
-def check_policy(
-    policy: str, levels: Sequence[int], schedulers: Mapping[str, Scheduler] = LIVE
-) -> None:
+def check_policy(policy: str, levels: Sequence[int]) -> None:
     """Refuse a policy that can't be carried out.
 
     Raises:
         SettingsError: there is no such scheduler, only the simulator can carry it out, or no level
             is left; it names the schedulers that there are.
     """
-    if policy not in schedulers:
+    if policy not in LIVE:
         known = "only the simulator can carry it out, " if policy in SCHEDULERS else ""
-        raise SettingsError(
-            f"policy {policy!r}: {known}expected one of {', '.join(sorted(schedulers))}"
-        )
+        raise SettingsError(f"policy {policy!r}: {known}expected one of {', '.join(sorted(LIVE))}")
     if not levels:
         raise SettingsError("no priority level is left to plan with")
 
@@ -149,19 +142,6 @@ def _chosen(
         if told.src != told.dst and known.issuperset(pair):
             paths.setdefault(pair, flow.candidates[candidate])
     return paths
-
-
-def _usable_levels(decision: Decision, levels: Sequence[int]) -> dict[str, int]:
-    """The decision's levels. If its scheduler ignores ``levels``, they are squeezed into them.
-
-    Then the highest get a level each, and all others share the lowest: the order is never inverted.
-    """
-    ascending = sorted(levels)
-    if set(decision.level.values()) <= set(ascending):
-        return dict(decision.level)
-    ranks = sorted(set(decision.level.values()), reverse=True)
-    onto = {rank: ascending[max(0, len(ascending) - 1 - i)] for i, rank in enumerate(ranks)}
-    return {job: onto[rank] for job, rank in decision.level.items()}
 
 
 def _finite(value: float) -> float:

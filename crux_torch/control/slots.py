@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 #: The slot's value while it is free. It is not deleted: that could hit its next holder.
 FREE = b"{}"
+#: Seconds of silence after which a waiting job loses its place.
+WAIT_LEASE_S = 6.0
 
 
 class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,7 +47,6 @@ class ProfilingSlot:
         store, cluster: where the cluster's jobs meet, and its name there.
         job, incarnation: who this is.
         lease_s: seconds for which the slot is held at most.
-        wait_lease_s: seconds of silence after which a waiting job loses its place.
         clock: seconds that never go back.
     """
 
@@ -57,7 +58,6 @@ class ProfilingSlot:
         incarnation: str,
         *,
         lease_s: float,
-        wait_lease_s: float = 6.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         prefix = f"crux/{quote(cluster, safe='')}/"
@@ -66,7 +66,7 @@ class ProfilingSlot:
         self._wait_prefix = prefix + "waiting/"
         self._wait_key = self._wait_prefix + quote(job, safe="")
         self._job, self._incarnation = job, incarnation
-        self._lease_s, self._wait_lease_s = lease_s, wait_lease_s
+        self._lease_s = lease_s
         self._clock = clock
         self._ticket: int | None = None
         self._waits_until_s = float("-inf")
@@ -121,9 +121,9 @@ class ProfilingSlot:
         me = Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
         wanted = msgspec.json.encode(me)
         now = self._clock()
-        if now >= self._waits_until_s - self._wait_lease_s * 2 / 3:
-            self._store.put(self._wait_key, wanted, self._wait_lease_s)
-            self._waits_until_s = now + self._wait_lease_s
+        if now >= self._waits_until_s - WAIT_LEASE_S * 2 / 3:
+            self._store.put(self._wait_key, wanted, WAIT_LEASE_S)
+            self._waits_until_s = now + WAIT_LEASE_S
         ahead = min(((h.ticket, h.job) for h in line if h.job != self._job), default=None)
         if self._attempt is not None and before == self._attempt[0]:
             return self._take(*self._attempt)  # the swap that seemed to fail did happen

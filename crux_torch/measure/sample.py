@@ -63,14 +63,12 @@ class TrafficRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         op: a name of ``record.OPS``.
         peer: group rank of the root or other end, -1 where there is none.
         bytes: sum of the payloads over all iterations of the sample.
-        calls: how many there were.
     """
 
     group: Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUPS)]
     op: Name
     peer: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 24)]
     bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-    calls: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,13 +246,13 @@ def _traffic(
 ) -> tuple[tuple[TrafficRow, ...], tuple[GroupRow, ...]]:
     """Payload by group, operation and peer, of the operations of whole iterations."""
     keys = _columns(inside, "group", "op", "peer")
-    unique, which, calls = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
+    unique, which = np.unique(keys, axis=0, return_inverse=True)
     totals = np.zeros(len(unique), dtype=np.int64)
     np.add.at(totals, which.reshape(-1), inside["bytes"].astype(np.int64))
     table: dict[int, int] = {}
     listed: list[GroupRow] = []
     rows: list[TrafficRow] = []
-    for (group, op, peer), total, count in zip(unique.tolist(), totals, calls, strict=True):
+    for (group, op, peer), total in zip(unique.tolist(), totals.tolist(), strict=True):
         name = OPS[op] if op < len(OPS) else OPS[0]
         info = groups[group] if group < len(groups) else None
         if info is None or name in SILENT_OPS or len(rows) >= MAX_ROWS:
@@ -263,7 +261,7 @@ def _traffic(
             table[group] = len(listed)
             listed.append(_group_row(info))
         if group in table:
-            rows.append(TrafficRow(table[group], name, peer, int(total), int(count)))
+            rows.append(TrafficRow(table[group], name, peer, total))
     return tuple(rows), tuple(listed)
 
 

@@ -70,7 +70,7 @@ class Steering:
         trace: Tracer = trace_connection,
         search: PortSearch | None = None,
         pairs: Callable[[], QueuePairs] = QueuePairs,
-        ports: tuple[int, int] | None = None,
+        ports: tuple[int, int],
         skipped_ports: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -203,8 +203,7 @@ class Steering:
             self._why_not = f"paths need cruxrun's transport: {error}"
             self._warn("transport", f"the plan's paths are not taken, {self._why_not}")
             return False
-        if self._ports is not None:
-            transport.set_port_range(*self._ports)
+        transport.set_port_range(*self._ports)
         transport.skip_ports(*self._skipped_ports)
         self._transport = transport
         return True

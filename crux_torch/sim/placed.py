@@ -34,8 +34,7 @@ class PlacedJob:
     Attributes:
         job: as schedulers see it.
         default_path: the candidate that ECMP's hash gives to each flow.
-        own_path: what path selection gives it on an empty network.
-        alone_s: seconds of an iteration on an empty network, on ``own_path``.
+        alone_s: seconds of an iteration on an empty network, on paths selected there.
         intensity: I_j there, in FLOP/s.
         layer_bytes: bytes of one iteration on all links of each layer of the topology; the same
             for all candidates of a flow, which cross the same kinds of link.
@@ -43,7 +42,6 @@ class PlacedJob:
 
     job: Job
     default_path: tuple[int, ...]
-    own_path: tuple[int, ...]
     alone_s: float
     intensity: float
     layer_bytes: Mapping[str, float]
@@ -101,7 +99,7 @@ class Placer:
         layer_bytes: defaultdict[str, float] = defaultdict(float)
         for link, moved in link_traffic(job, found.path).items():
             layer_bytes[self._layer(link)] += moved
-        return PlacedJob(job, (), found.path, found.period_s, found.intensity, dict(layer_bytes))
+        return PlacedJob(job, (), found.period_s, found.intensity, dict(layer_bytes))
 
 
 def hashed_paths(job: Job, topology: Topology, *, seed: int = 0) -> tuple[int, ...]:

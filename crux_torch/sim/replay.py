@@ -59,7 +59,6 @@ class Outcome:
 
     Attributes:
         plans, plan_wall_s: how often the scheduler was asked, and the real seconds that it took.
-        wall_s: real seconds of the whole replay.
         events: of the engine.
     """
 
@@ -68,7 +67,6 @@ class Outcome:
     records: tuple[JobOutcome, ...]
     plans: int
     plan_wall_s: float
-    wall_s: float
     events: int
 
 
@@ -115,7 +113,6 @@ class _Replay:
         self._plan_wall_s = 0.0
 
     def run(self) -> Outcome:
-        began = time.perf_counter()
         while self._arrivals or self._queue or self._running:
             span_end_s = self._span_end_s()
             next_arrival_s = self._arrivals[-1].submit_s if self._arrivals else math.inf
@@ -140,7 +137,6 @@ class _Replay:
             records=tuple(self._tally.records),
             plans=self._plans,
             plan_wall_s=self._plan_wall_s,
-            wall_s=time.perf_counter() - began,
             events=self._network.events,
         )
 
