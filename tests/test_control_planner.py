@@ -32,8 +32,7 @@ from crux_torch.fabric.topology import Link, TopologyBuilder
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.intensity import transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Cluster
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
 
@@ -190,20 +189,6 @@ def test_a_plan_that_is_too_large_gives_up_the_paths_of_the_lowest_priorities() 
     assert len(msgspec.json.encode(kept)) <= full // 2
     with pytest.raises(RecordError, match="over the limit"):
         within(entries, 100)
-
-
-def test_levels_that_a_scheduler_made_up_are_squeezed_without_inversion() -> None:
-    def ranks(cluster: Cluster, _options: SchedulerOptions) -> Decision:
-        return Decision(
-            path={j.name: (0,) * len(j.flows) for j in cluster.jobs},
-            level={j.name: 100 + n for n, j in enumerate(cluster.jobs)},
-        )
-
-    records = [record(f"j{n}") for n in range(4)]
-    entries = compute_entries(
-        records, None, policy="ranks", levels=(3, 6), schedulers={"ranks": ranks}
-    )
-    assert [e.level for e in entries] == [3, 3, 3, 6]
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:

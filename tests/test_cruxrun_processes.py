@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from control_fakes import free_port
+from control_fakes import free_port, until
 from fake_install import install_entry_point
+from training_job import BOUND_S, ROOT, environment
 
 from crux_torch.apply import transport
 
@@ -22,8 +22,6 @@ pytestmark = pytest.mark.slow
 WORKER = str(Path(__file__).with_name("cruxrun_worker.py"))
 CRUXRUN = [sys.executable, "-m", "cruxrun"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-ROOT = Path(__file__).parent.parent
-BOUND_S = 300
 
 
 @pytest.fixture
@@ -32,20 +30,10 @@ def start(tmp_path):
     running = []
 
     def launch(*command, **env):
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_"))}
-        paths = [str(ROOT), str(ROOT / "launcher"), inherited.pop("PYTHONPATH", "")]
-        environment = {
-            **inherited,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "CRUX_STORE": "none",
-            "OMP_NUM_THREADS": "1",
-            **env,
-        }
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+        told = {**environment(), "CRUX_STORE": "none", **env}
         words = [str(word) for word in command]
-        running.append(
-            subprocess.Popen(words, env=environment, cwd=tmp_path, start_new_session=True, **pipes)
-        )
+        running.append(subprocess.Popen(words, env=told, start_new_session=True, **how))
         return running[-1]
 
     yield launch
@@ -64,13 +52,6 @@ def finish(process):
 def ran(folder):
     """What every worker wrote, by rank and attempt."""
     return {f.stem: json.loads(f.read_text()) for f in sorted(folder.glob("*.json"))}
-
-
-def wait_for(condition, what):
-    end = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < end, f"waited for {what}"
-        time.sleep(0.05)
 
 
 def folders(tmp_path, *names):
@@ -208,7 +189,7 @@ def test_two_nodes_are_one_job(start, tmp_path):
 def test_a_signal_leaves_nothing_behind(sent, start, tmp_path):
     (folder,) = folders(tmp_path, "out")
     process = start(*CRUXRUN, "--standalone", "--nproc-per-node=2", WORKER, folder, "sleep")
-    wait_for(lambda: len(ran(folder)) == 2 or process.poll() is not None, "the workers")
+    until(lambda: len(ran(folder)) == 2 or process.poll() is not None, what="the workers")
     pids = [worker["pid"] for worker in ran(folder).values()]
     assert len(pids) == 2, finish(process)
     process.send_signal(sent)
@@ -231,7 +212,7 @@ def test_the_store_is_hosted_while_the_job_runs(start, tmp_path):
     assert not listens()
     store = {"CRUX_STORE": f"tcp://127.0.0.1:{port}"}
     process = start(*CRUXRUN, "--standalone", WORKER, folder, "sleep", **store)
-    wait_for(lambda: ran(folder) and listens(), "the store")
+    until(lambda: ran(folder) and listens(), what="the store")
     process.send_signal(signal.SIGTERM)
     finish(process)
     assert not listens()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 from loopback import free_port
+from training_job import ROOT, environment
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SMALL = {
     "gpt": ("--layers", "2", "--width", "32", "--context", "32"),
@@ -25,7 +24,7 @@ SMALL = {
 def run_ranks(arguments: Sequence[str], ranks: int = 2, **variables: str) -> list[str]:
     """What each rank of a job prints."""
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    env = {**os.environ, **job, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**environment(), **job, **variables}
     running = [
         subprocess.Popen(
             [sys.executable, *arguments],

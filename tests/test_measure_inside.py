@@ -52,7 +52,7 @@ def sample(rank: int, world: int, host: str, gpu: int | None) -> RankSample:
         world,
         host=host,
         groups=(GroupRow("world", rank, (0, world, 1)),),
-        traffic=(TrafficRow(0, "allreduce", -1, 10 * 1_000_000_000, 10),),
+        traffic=(TrafficRow(0, "allreduce", -1, 10 * 1_000_000_000),),
         device=None if gpu is None else DeviceUse(name="NVIDIA A100", gpu=gpu),
     )
 

@@ -35,26 +35,22 @@ def describe(
     return line
 
 
-def test_overlapping_issues_wait_from_the_last_one() -> None:
-    # DDP: buckets leave at 1, 2 and 3 s, the last transfer ends at 5 s; step at 5 s.
-    line = describe(ns(1, 2, 3), ns(2.5, 4, 5), ns(1, 1, 2), ns(0, 5))
-    assert line.comm_s == pytest.approx(4)
-    assert line.exposed_s == pytest.approx(2)
-    assert [(b.at, b.share) for b in line.bursts] == [(pytest.approx(1 / 3), 1.0)]
-
-
-def test_synchronous_calls_are_exposed_in_full() -> None:
-    # Two calls of 1 s, the second issued the moment the first returns, and one later.
-    line = describe(ns(1, 2, 4), ns(2, 3, 5), ns(1, 1, 2), ns(0, 6))
-    assert line.exposed_s == pytest.approx(3)
-    assert [b.at for b in line.bursts] == pytest.approx([1 / 3, 2 / 3])
-    assert [b.share for b in line.bursts] == pytest.approx([0.5, 0.5])
-
-
-def test_a_transfer_across_a_mark_belongs_to_both_iterations() -> None:
-    line = describe(ns(1, 5), ns(5, 7), ns(1, 1), ns(0, 4, 8))
-    assert line.comm_s == pytest.approx(3)
-    assert line.iterations == 2
+@pytest.mark.parametrize(
+    ("begin", "end", "size", "bounds", "comm_s", "exposed_s", "bursts"),
+    [
+        # DDP: buckets leave at 1, 2 and 3 s, the last transfer ends at 5 s; step at 5 s.
+        ((1, 2, 3), (2.5, 4, 5), (1, 1, 2), (0, 5), 4, 2, [(1 / 3, 1)]),
+        # Two synchronous calls of 1 s, the second issued as the first returns, and one later.
+        ((1, 2, 4), (2, 3, 5), (1, 1, 2), (0, 6), 3, 3, [(1 / 3, 0.5), (2 / 3, 0.5)]),
+        # A transfer across a mark belongs to both iterations.
+        ((1, 5), (5, 7), (1, 1), (0, 4, 8), 3, 3, [(1, 1)]),
+    ],
+)
+def test_timelines_by_hand(begin, end, size, bounds, comm_s, exposed_s, bursts) -> None:
+    line = describe(ns(*begin), ns(*end), ns(*size), ns(*bounds))
+    assert (line.comm_s, line.exposed_s) == pytest.approx((comm_s, exposed_s))
+    assert line.iterations == len(bounds) - 1
+    assert [(b.at, b.share) for b in line.bursts] == [pytest.approx(burst) for burst in bursts]
 
 
 def test_device_times_override_the_hosts() -> None:
@@ -94,22 +90,21 @@ def test_what_a_device_did_without_a_duration_counts_where_it_was() -> None:
     assert timeline.intervals(records)[0].tolist() == [1, 2, 3, 4]
 
 
-def test_buckets_that_queue_up_on_a_device_wait_from_where_computation_ended() -> None:
-    # Buckets of 1 s are reached at 1, 1.2 and 1.4 s, where backward ends; they run one by one.
-    line = describe(ns(1, 2, 3), ns(2, 3, 4), ns(1, 1, 1), ns(0, 5), ns(1, 1.2, 1.4))
-    assert line.comm_s == pytest.approx(3)
-    assert line.exposed_s == pytest.approx(4 - 1.4)
-
-
-def test_a_synchronous_call_is_exposed_whatever_else_is_in_flight() -> None:
-    # An asynchronous call from 1 to 5 s; within it a synchronous one, and one that ends it.
-    begin, end, size = ns(1, 2, 4.5), ns(5, 3, 5), ns(1, 1, 1)
-    line = describe(begin, end, size, ns(0, 6), begin, [False, True, False])
-    assert line.comm_s == pytest.approx(4)
-    assert line.exposed_s == pytest.approx(1 + 0.5)
-    # It waits for what is queued before it, too.
-    line = describe(ns(1, 3), ns(3, 4), ns(1, 1), ns(0, 6), ns(1, 1.5), [False, True])
-    assert line.exposed_s == pytest.approx(2.5)
+@pytest.mark.parametrize(
+    ("begin", "end", "ready", "synchronous", "comm_s", "exposed_s"),
+    [
+        # Buckets of 1 s are reached at 1, 1.2 and 1.4 s, where backward ends; they run one by one.
+        ((1, 2, 3), (2, 3, 4), (1, 1.2, 1.4), (), 3, 4 - 1.4),
+        # An asynchronous call from 1 to 5 s; within it a synchronous one, and one that ends it.
+        ((1, 2, 4.5), (5, 3, 5), (1, 2, 4.5), (1,), 4, 1 + 0.5),
+        # A synchronous call waits for what is queued before it, too.
+        ((1, 3), (3, 4), (1, 1.5), (1,), 3, 2.5),
+    ],
+)
+def test_what_waits_is_exposed(begin, end, ready, synchronous, comm_s, exposed_s) -> None:
+    waits = [i in synchronous for i in range(len(begin))]
+    line = describe(ns(*begin), ns(*end), np.ones(len(begin)), ns(0, 6), ns(*ready), waits)
+    assert (line.comm_s, line.exposed_s) == pytest.approx((comm_s, exposed_s))
 
 
 def test_nothing_in_flight_is_all_compute() -> None:

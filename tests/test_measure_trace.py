@@ -22,15 +22,8 @@ def trace_of(
     records = stream.records[rank].copy()
     if device:
         records["device_ns"] = (records["end_ns"] - records["start_ns"]) // 2
-    return chrome_trace(
-        records,
-        stream.groups[rank],
-        rank=rank,
-        world_size=2,
-        backend=backend,
-        marks_ns=stream.marks_ns[rank],
-        clock_offset_ns=0,
-    )
+    who = {"rank": rank, "world_size": 2, "backend": backend, "clock_offset_ns": 0}
+    return chrome_trace(records, stream.groups[rank], marks_ns=stream.marks_ns[rank], **who)
 
 
 def test_follows_the_chrome_trace_format(tmp_path: Path) -> None:

@@ -20,43 +20,25 @@ def test_every_operation_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "hop"),
-    [("allreduce", 1500.0), ("allgather_single", 750.0), ("reduce_scatter_single", 750.0)],
+    ("op", "size", "ends", "hops", "each"),
+    [
+        ("allreduce", 1000, {}, "ab bc cd da", 1500.0),
+        ("allgather_single", 1000, {}, "ab bc cd da", 750.0),
+        ("reduce_scatter_single", 1000, {}, "ab bc cd da", 750.0),
+        # Chains never close the ring.
+        ("broadcast", 10, {"peer": 2}, "cd da ab", 10.0),
+        ("reduce", 10, {"peer": 2}, "da ab bc", 10.0),
+        ("gather", 400, {"peer": 0}, "ba ca da", 100.0),
+        ("scatter", 400, {"peer": 3}, "da db dc", 100.0),
+        ("alltoall_single", 400, {"my_rank": 1}, "ba bc bd", 100.0),
+        ("send", 7, {"my_rank": 3, "peer": 0}, "da", 7.0),
+        ("recv", 7, {"my_rank": 0, "peer": 3}, "", 0.0),
+        ("barrier", 0, {}, "", 0.0),
+    ],
 )
-def test_ring(op: str, hop: float) -> None:
-    ring = {("a", "b"): hop, ("b", "c"): hop, ("c", "d"): hop, ("d", "a"): hop}
-    assert flows(op, 1000, RANKS, FOUR) == ring
-
-
-def test_chains_of_broadcast_and_reduce_never_close_the_ring() -> None:
-    assert flows("broadcast", 10, RANKS, FOUR, peer=2) == {
-        ("c", "d"): 10.0,
-        ("d", "a"): 10.0,
-        ("a", "b"): 10.0,
-    }
-    assert flows("reduce", 10, RANKS, FOUR, peer=2) == {
-        ("d", "a"): 10.0,
-        ("a", "b"): 10.0,
-        ("b", "c"): 10.0,
-    }
-
-
-def test_root_and_all_to_all() -> None:
-    assert flows("gather", 400, RANKS, FOUR, peer=0) == {
-        ("b", "a"): 100.0,
-        ("c", "a"): 100.0,
-        ("d", "a"): 100.0,
-    }
-    assert flows("scatter", 400, RANKS, FOUR, peer=3) == {
-        ("d", "a"): 100.0,
-        ("d", "b"): 100.0,
-        ("d", "c"): 100.0,
-    }
-    row = flows("alltoall_single", 400, RANKS, FOUR, my_rank=1)
-    assert row == {("b", "a"): 100.0, ("b", "c"): 100.0, ("b", "d"): 100.0}
-    assert flows("send", 7, RANKS, FOUR, my_rank=3, peer=0) == {("d", "a"): 7.0}
-    assert flows("recv", 7, RANKS, FOUR, my_rank=0, peer=3) == {}
-    assert flows("barrier", 0, RANKS, FOUR) == {}
+def test_flows_by_hand(op: str, size: int, ends: dict[str, int], hops: str, each: float) -> None:
+    expected = dict.fromkeys(map(tuple, hops.split()), each)
+    assert flows(op, size, RANKS, FOUR, **ends) == expected
 
 
 def test_group_ranks_are_not_global_ranks() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from control_fakes import until
 from loopback import free_port
+from training_job import BOUND_S, environment
 
 from crux_torch.control.host import StoreHost
 from crux_torch.control.registry import Registry
@@ -24,8 +25,6 @@ from crux_torch.settings import CLASS_SELECTORS
 pytestmark = pytest.mark.slow
 
 WORKER = str(Path(__file__).with_name("runtime_worker.py"))
-ROOT = Path(__file__).parent.parent
-BOUND_S = 300
 #: A 32-48-8 perceptron with ReLU: forward, the weights' gradients, and the hidden layer's.
 FLOPS_A_SAMPLE = 2 * (32 * 48 + 48 * 8) * 2 + 2 * 48 * 8
 QUICK = {
@@ -34,7 +33,6 @@ QUICK = {
     "CRUX_PROFILE_S": "4",
     "CRUX_PROFILE_ITERATIONS": "8",
     "CRUX_TICK_S": "0.05",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -45,21 +43,11 @@ class Ranks:
         folder.mkdir()
         self.folder, self.world = folder, world
         ports = [str(free_port()) for _ in range(rounds)]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-        paths = [str(ROOT), str(ROOT / "launcher"), inherited.pop("PYTHONPATH", "")]
+        job = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "CRUX_JOB": folder.name}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, WORKER, str(folder), *args, "--ports", *ports],
-                env={
-                    **inherited,
-                    **QUICK,
-                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "CRUX_JOB": folder.name,
-                    **env,
-                },
+                env={**environment(), **QUICK, **job, "RANK": str(rank), **env},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -315,11 +303,9 @@ assert new == ["new", "same"] * 3, new
 
 
 def test_one_thread_serves_all_backends_and_groups_of_a_world():
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CRUX_")}
-    paths = os.pathsep.join(filter(None, [str(ROOT), env.pop("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-c", WORLDS],
-        env={**env, "PYTHONPATH": paths, "CRUX_STORE": "none"},
+        env={**environment(), "CRUX_STORE": "none"},
         capture_output=True,
         text=True,
         timeout=BOUND_S,

@@ -74,9 +74,16 @@ def test_a_rank_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.last == use
 
 
-def test_what_the_user_says_goes_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = measured(meter(monkeypatch, told=1e12), {"bf16": 1.0})
-    assert (use.flops, use.peak_flops, use.tensor_s) == (1e12, 1e12, None)
+@pytest.mark.parametrize(
+    ("told", "name", "flops", "peak_flops"),
+    [(1e12, H200, 1e12, 1e12), (0.0, "Quadro 1", 0.0, 0.0)],
+    ids=["what the user says goes before the table", "an unknown model has no rate"],
+)
+def test_rates(
+    told: float, name: str, flops: float, peak_flops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = measured(meter(monkeypatch, CudaDevice(0, "1", name), told=told), {"bf16": 1.0})
+    assert (use.flops, use.peak_flops, use.tensor_s) == (flops, peak_flops, None)
 
 
 def test_without_nvml_the_model_is_what_cuda_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +91,6 @@ def test_without_nvml_the_model_is_what_cuda_says(monkeypatch: pytest.MonkeyPatc
     use = measured(made, {})
     assert (use.name, use.gpu, use.activity) == (H100, None, None)
     assert (use.flops, use.tensor_s) == (989.5e12, None)
-
-
-def test_an_unknown_model_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = measured(meter(monkeypatch, CudaDevice(0, "1", "Quadro 1")), {"bf16": 1.0})
-    assert (use.flops, use.peak_flops, use.tensor_s) == (0.0, 0.0, None)
 
 
 def test_a_rank_on_the_cpu_tells_nothing_and_starts_nothing(

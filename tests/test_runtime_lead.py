@@ -14,12 +14,12 @@ import pytest
 from control_fakes import FakeClock, FaultyStore, MemoryStore, by_name, profile
 from hypothesis import example, given
 from hypothesis import strategies as st
+from measure_stream import plain_sample
 
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import compute_entries
 from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
-from crux_torch.measure.job_profile import ProfileBurst
 from crux_torch.measure.sample import GroupRow, RankSample, TrafficRow
 from crux_torch.runtime.lead import (
     GRACE_S,
@@ -38,20 +38,13 @@ TICK_S = 0.05
 
 def sample(rank: int, **changes: Any) -> RankSample:
     values: dict[str, Any] = {
-        "rank": rank,
         "world_size": WORLD,
         "host": f"h{rank}",
-        "iterations": 5,
-        "period_s": 0.2,
-        "period_source": "both",
-        "exposed_s": 0.05,
-        "comm_s": 0.1,
-        "bursts": (ProfileBurst(0.5, 1.0),),
         "flops": 1e9,
         "groups": (GroupRow("0", rank, (0, WORLD, 1)),),
-        "traffic": (TrafficRow(0, "allreduce", -1, 5 * 4000, 5),),
+        "traffic": (TrafficRow(0, "allreduce", -1, 10 * 4000),),
     }
-    return RankSample(**{**values, **changes})
+    return plain_sample(rank, **{**values, **changes})
 
 
 class Job:

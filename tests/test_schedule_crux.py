@@ -110,33 +110,26 @@ def test_jobs_without_traffic_take_no_baseline_level() -> None:
         assert {job: level[job] for job in alone} == alone
 
 
+def over(name: str, *paths: tuple[str, ...]) -> Job:
+    return Job(name, 1, 1.0, 1.0, (Flow(5.0, paths),))
+
+
 def test_taccl_longer_distance_first() -> None:
-    capacity = dict.fromkeys("abc", 10.0)
-    near = Job("near", 1, 1.0, 1.0, (Flow(5.0, (("a",),)),))
-    far = Job("far", 1, 1.0, 1.0, (Flow(5.0, (("a", "b", "c"),)),))
-    local = Job("local", 1, 1.0, 1.0, (Flow(5.0, ((),)),))
-    decision = SCHEDULERS["taccl"](
-        Cluster(capacity, (near, far, local)), SchedulerOptions(levels=(0, 1, 2))
-    )
+    jobs = (over("near", ("a",)), over("far", ("a", "b", "c")), over("local", ()))
+    options = SchedulerOptions(levels=(0, 1, 2))
+    decision = SCHEDULERS["taccl"](Cluster(dict.fromkeys("abc", 10.0), jobs), options)
     assert decision.priority == {"near": 1.0, "far": 3.0, "local": 0.0}
     assert decision.level == {"near": 1, "far": 2, "local": 0}
 
 
-def test_taccl_spreads_jobs() -> None:
-    ways = (("a",), ("b",))
-    jobs = tuple(Job(n, 1, 1.0, 1.0, (Flow(5.0, ways),)) for n in "pq")
-    decision = SCHEDULERS["taccl"](Cluster({"a": 10.0, "b": 10.0}, jobs), SchedulerOptions())
+@pytest.mark.parametrize("name", ["taccl", "crux-pa", "sincronia", "varys", "ecmp"])
+def test_taccl_spreads_jobs_and_default_paths_are_kept(name: str) -> None:
+    cluster = Cluster({"a": 10.0, "b": 10.0}, tuple(over(n, ("a",), ("b",)) for n in "pq"))
+    default = None if name == "taccl" else {"q": (1,)}
+    decision = SCHEDULERS[name](cluster, SchedulerOptions((2, 5), default_path=default))
     assert decision.path == {"p": (0,), "q": (1,)}
-    assert decision.level["p"] == decision.level["q"]
-
-
-@pytest.mark.parametrize("name", ["crux-pa", "sincronia", "varys", "ecmp"])
-def test_default_path_is_kept(name: str) -> None:
-    ways = (("a",), ("b",))
-    jobs = tuple(Job(n, 1, 1.0, 1.0, (Flow(5.0, ways),)) for n in "pq")
-    options = SchedulerOptions(default_path={"q": (1,)})
-    decision = SCHEDULERS[name](Cluster({"a": 10.0, "b": 10.0}, jobs), options)
-    assert decision.path == {"p": (0,), "q": (1,)}
+    if name in ("taccl", "ecmp"):
+        assert decision.level["p"] == decision.level["q"]
 
 
 def test_ecmp_shares_one_level() -> None:
