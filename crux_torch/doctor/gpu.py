@@ -60,7 +60,10 @@ def driver(report: NvmlReport) -> Check:
         names = [gpu.name for gpu in report.gpus]
         listed = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         return part.ok(f"{report.driver or 'release unknown'}: {listed}")
-    remedy = "nothing if there is no GPU; else install the driver (in containers: with utility)"
+    remedy = (
+        "nothing if there is no GPU; else install the driver (in a container, set "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+    )
     return part.missing(report.error or "NVML lists no GPU", remedy)
 
 

@@ -50,7 +50,8 @@ def devices(present: Sequence[RdmaDevice], load: Loader = ctypes.CDLL) -> Iterat
     if not present:
         part = Part("RDMA devices", "there are no queue pairs; Crux steers TCP connections only")
         remedy = (
-            "nothing if there is no RDMA NIC; else its driver (container: --device /dev/infiniband)"
+            "nothing if there is no RDMA NIC; else install its driver (in a container, add "
+            "--device /dev/infiniband)"
         )
         yield part.missing("none", remedy)
         return

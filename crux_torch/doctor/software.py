@@ -68,4 +68,4 @@ def autoload(env: Mapping[str, str]) -> Check:
     if found:
         remedy = "install the package, unset the variable, or call crux_torch.attach()"
         return part.missing(found, remedy)
-    return part.ok("import torch attaches Crux under cruxrun")
+    return part.ok("under cruxrun, `import torch` attaches Crux")
