@@ -17,11 +17,10 @@ from lab.nccl.library import Library, NcclError, check
 
 #: Rings are connected when the communicator is made, and memory is what cudaMalloc gives.
 _AT_ONCE = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_CUMEM_ENABLE": "0"}
-_IN_PROGRESS = 7
-_UNDEFINED = -(2**31)
+IN_PROGRESS = 7
 
 
-class _Identity(ctypes.Structure):
+class Identity(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * 128),)
 
 
@@ -39,14 +38,25 @@ class _Config(ctypes.Structure):
 def prepare(library: Library, rank: int, interface: str, bus_id: str = "0000:3a:00.0") -> None:
     """Makes this process a rank of its own host, before its first communicator."""
     os.environ.update(nccl_ranks.environment("lab", rank, interface) | _AT_ONCE)
-    HostCuda(library, bus_id)
+    HostCuda(library, [bus_id])
 
 
 def identity(library: Library) -> bytes:
     """What all ranks of a communicator are to know, made by its first one."""
-    made = _Identity()
+    made = Identity()
     check("ncclGetUniqueId", library.exported.ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)
+
+
+def begin(
+    library: Library, handle: ctypes.c_void_p, size: int, identity: Identity, rank: int
+) -> int:
+    """Begins to make a communicator, without waiting for it."""
+    config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, blocking=0)
+    make = library.exported.ncclCommInitRankConfig
+    make.argtypes = ctypes.c_void_p, ctypes.c_int, Identity, ctypes.c_int, ctypes.c_void_p
+    begun: int = make(ctypes.byref(handle), size, identity, rank, ctypes.byref(config))
+    return begun
 
 
 class Communicator:
@@ -61,16 +71,8 @@ class Communicator:
     ) -> None:
         self._nccl = library.exported
         self._handle = ctypes.c_void_p()
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, blocking=0)
-        make = self._nccl.ncclCommInitRankConfig
-        make.argtypes = ctypes.c_void_p, ctypes.c_int, _Identity, ctypes.c_int, ctypes.c_void_p
-        begun = make(
-            ctypes.byref(self._handle),
-            size,
-            _Identity.from_buffer_copy(identity),
-            rank,
-            ctypes.byref(config),
-        )
+        known = Identity.from_buffer_copy(identity)
+        begun = begin(library, self._handle, size, known, rank)
         self._wait("ncclCommInitRankConfig", begun, limit_s)
 
     def split(self, color: int, key: int, limit_s: float = 60.0) -> Communicator:
@@ -93,7 +95,7 @@ class Communicator:
 
     def _wait(self, what: str, result: int, limit_s: float) -> None:
         state, deadline = ctypes.c_int(result), time.monotonic() + limit_s
-        while state.value in (0, _IN_PROGRESS):
+        while state.value in (0, IN_PROGRESS):
             asked = self._nccl.ncclCommGetAsyncError(self._handle, ctypes.byref(state))
             check("ncclCommGetAsyncError", asked)
             if state.value == 0:

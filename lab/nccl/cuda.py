@@ -11,7 +11,8 @@ import ctypes
 import hashlib
 import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lab.nccl.library import Library
@@ -28,9 +29,10 @@ _ATTRIBUTES = {
     75: _COMPUTE_CAPABILITY[0],
     76: _COMPUTE_CAPABILITY[1],
     97: 227 << 10,  # shared memory of a block, at most
+    116: 1,  # NICs reach its memory
 }
 _DONE_AT_ONCE = """
-cudaSetDevice cudaGetLastError cudaPeekAtLastError cudaDeviceSynchronize cudaFuncSetAttribute
+cudaGetLastError cudaPeekAtLastError cudaDeviceSynchronize cudaFuncSetAttribute
 cudaStreamDestroy cudaStreamSynchronize cudaStreamQuery cudaStreamWaitEvent cudaFuncGetAttributes
 cudaEventDestroy cudaEventRecord cudaEventQuery cudaEventSynchronize cudaMemPoolSetAttribute
 cudaThreadExchangeStreamCaptureMode cudaHostRegister cudaHostUnregister cudaMemPoolDestroy
@@ -43,31 +45,33 @@ _libc.free.argtypes = (ctypes.c_void_p,)
 _PAGE = 4096
 #: In cudaDeviceProp, after a name, an UUID, a LUID and a mask.
 _TOTAL_MEMORY_AT = 288
-_Driver = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+_Driver = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int)
 
 
 class HostCuda:
-    """One device whose memory is the host's.
+    """Devices whose memory is the host's.
 
     Args:
-        bus_id: PCI address of the device.
+        bus_ids: their PCI addresses.
     """
 
-    def __init__(self, library: Library, bus_id: str) -> None:
-        self._bus_id = bus_id.encode()
+    def __init__(self, library: Library, bus_ids: Sequence[str]) -> None:
+        self._bus_ids = [bus_id.encode() for bus_id in bus_ids]
+        # By the thread: Python forgets what is local to a thread of NCCL's when a call returns.
+        self._device: dict[int, int] = {}
         self.unsupported: set[str] = set()
         self._driver_functions: dict[str, Any] = {}
-        identity = hashlib.sha256(f"{os.environ.get('NCCL_HOSTID')} {bus_id}".encode()).digest()
         # What NCCL asks the driver itself and needs to know; it does without all else.
         self._drivers: dict[str, Callable[..., int]] = {
             "cuCtxGetCurrent": _sets(1),
             "cuDeviceGet": _sets(0),
             "cuDeviceGetAttribute": _sets(0),
-            "cuDeviceGetUuid": lambda out: ctypes.memmove(out, identity, 16) and 0,
+            "cuDeviceGetUuid": self._uuid,
         }
         answers: dict[str, tuple[Callable[..., int], int]] = {
-            "cudaGetDevice": (_sets(0), 1),
-            "cudaGetDeviceCount": (_sets(1), 1),
+            "cudaGetDevice": (self._get_device, 1),
+            "cudaSetDevice": (self.set_device, 1),
+            "cudaGetDeviceCount": (_sets(len(bus_ids)), 1),
             "cudaDriverGetVersion": (_sets(_VERSION), 1),
             "cudaRuntimeGetVersion": (_sets(_VERSION), 1),
             "cudaDeviceGetAttribute": (self._attribute, 3),
@@ -141,8 +145,21 @@ class HostCuda:
     def _capability(self, _device: int, major: int, minor: int) -> int:
         return _set(major, _COMPUTE_CAPABILITY[0]) or _set(minor, _COMPUTE_CAPABILITY[1])
 
-    def _pci_bus_id(self, out: int, size: int, _device: int) -> int:
-        ctypes.memmove(out, self._bus_id + b"\0", len(self._bus_id) + 1)
+    def set_device(self, device: int) -> int:
+        self._device[threading.get_ident()] = device
+        return 0
+
+    def _get_device(self, out: int) -> int:
+        return _set(out, self._device.get(threading.get_ident(), 0))
+
+    def _pci_bus_id(self, out: int, size: int, device: int) -> int:
+        text = self._bus_ids[device & 0xFFFFFFFF] + b"\0"
+        ctypes.memmove(out, text, len(text))
+        return 0
+
+    def _uuid(self, out: int, device: int) -> int:
+        name = os.environ.get("NCCL_HOSTID", "").encode() + self._bus_ids[device]
+        ctypes.memmove(out, hashlib.sha256(name).digest(), 16)
         return 0
 
     def _allocate(self, out: int, size: int, *_: int) -> int:

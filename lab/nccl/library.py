@@ -116,7 +116,7 @@ class Library:
         self.symbols = symbols(path)
         known = ctypes.cast(self.exported.ncclGetVersion, ctypes.c_void_p).value or 0
         self._base = known - self.symbols["ncclGetVersion"][0]
-        self._detours: list[Detour] = []
+        self.kept: list[Any] = []  # NCCL's threads call them until the process ends
 
     def address(self, name: str) -> int:
         return self._base + self.symbols[name][0]
@@ -139,7 +139,7 @@ class Library:
         It gets so many words as Python's integers, and returns one.
         """
         kind = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)
-        self._detours.append(Detour(self.address(name), kind(function)))
+        self.kept.append(Detour(self.address(name), kind(function)))
 
 
 class Detour:

@@ -11,13 +11,14 @@ from lab.nccl.library import Library, NcclError, check
 
 Name = Literal["ncclNetSocket", "ncclNetIb"]
 #: The order of the table in NCCL 2.28 to 2.32 (ncclNet_v11_t, ncclNet_v12_t).
-_FUNCTIONS = """
+_NAMES = """
 name init devices getProperties listen connect accept regMr regMrDmaBuf deregMr isend irecv iflush
 test closeSend closeRecv closeListen getDeviceMr irecvConsumed makeVDevice finalize setNetAttr
 """
+TABLE = _NAMES.split()
 _HANDLE_BYTES = 128
 _PROPERTIES_BYTES = 512
-_HOST_MEMORY = 1
+HOST_MEMORY = 1
 _LIMIT_S = 60.0
 _UNDEFINED_CLASS = -1
 _Pointer = ctypes.c_void_p
@@ -31,7 +32,7 @@ class Net:
     """
 
     def __init__(self, library: Library, name: Name, traffic_class: int | None = None) -> None:
-        self._functions = dict(zip(_FUNCTIONS.split(), library.words(name), strict=True))
+        self._functions = dict(zip(TABLE, library.words(name), strict=True))
         # The only call to CUDA outside GPU memory: which device a thread is for.
         library.detour("cudaGetDevice", _device_0, 1)
         logger = library.address("_Z12ncclDebugLog17ncclDebugLogLevelmPKciS1_z")
@@ -110,7 +111,7 @@ class Net:
 
     def _registered(self, connection: Any, buffer: Any) -> Any:
         memory, size = _Pointer(), ctypes.c_size_t(len(buffer))
-        self._call("regMr", connection, buffer, size, _HOST_MEMORY, ctypes.byref(memory))
+        self._call("regMr", connection, buffer, size, HOST_MEMORY, ctypes.byref(memory))
         return memory
 
     def _transfer(
