@@ -83,15 +83,8 @@ tell(sees=t.sees_sockets, before=before, tos=tos(c), errno=done.errno, how=known
 """,
         preload=False,
     )
-    assert told == {
-        "sees": False,
-        "before": 0,
-        "tos": 40,
-        "errno": 0,
-        "how": "live_option",
-        "rate": 5_000_000,
-        "originals": [0, None],
-    }
+    expected = {"sees": False, "before": 0, "tos": 40, "errno": 0, "how": "live_option"}
+    assert told == expected | {"rate": 5_000_000, "originals": [0, None]}
 
 
 def test_ports_of_stores_in_the_environment() -> None:
@@ -208,13 +201,8 @@ tell(first=first, again=again, blocking=s.getblocking(), how=known(s).how,
 """,
         CRUX_TRANSPORT_STEER_ALL="1",
     )
-    assert told == {
-        "first": errno.EINPROGRESS,
-        "again": 0,
-        "blocking": False,
-        "how": "at_connect",
-        "refused": errno.ECONNREFUSED,
-    }
+    expected = {"first": errno.EINPROGRESS, "again": 0, "refused": errno.ECONNREFUSED}
+    assert told == expected | {"blocking": False, "how": "at_connect"}
 
 
 def test_a_search_in_vain_is_bounded_and_told() -> None:
@@ -265,27 +253,6 @@ def test_pacing_really_limits() -> None:
     nbytes, slow_Bps = 8_000_000, 8_000_000
     fast_s, slow_s = _send_s(4 * slow_Bps, nbytes), _send_s(slow_Bps, nbytes)
     assert 2 < slow_s / fast_s < 6
-
-
-def test_marks_of_a_live_connection_leave_its_blocking_mode() -> None:
-    library = Transport.load()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as client,
-    ):
-        inode = os.fstat(client.fileno()).st_ino
-        done = library.set_socket(client.fileno(), inode, dscp=46, rate_Bps=1_000_000)
-        assert (done.before_tos, done.after_tos) == (0, 184)
-        assert (done.before_rate_Bps, done.after_rate_Bps) == (None, 1_000_000)
-        assert os.get_blocking(client.fileno())
-        read = library.set_socket(client.fileno(), inode)
-        assert (read.before_tos, read.after_tos, read.original_tos) == (184, 184, 0)
-        assert library.set_socket(client.fileno(), inode, rate_Bps=0).after_rate_Bps is None
-        assert library.set_socket(client.fileno(), inode + 1, dscp=0).errno == errno.ENOENT
-        assert library.set_socket(-1, inode, dscp=0).errno == errno.ENOENT
-        assert library.set_socket(client.fileno(), inode, dscp=64).errno == errno.EINVAL
-        [mine] = [c for c in library.connections() if c.id == inode]
-        assert (mine.dscp, mine.how, mine.error) == (46, "live_option", 0)
 
 
 @pytest.mark.parametrize(
@@ -364,9 +331,5 @@ def test_it_brings_no_runtime_and_shows_only_its_own_names() -> None:
     assert not [name for name in needed if re.match(r"lib(torch|ibverbs|python|cuda)", name)]
     symbols = [line.split() for line in readelf("--dyn-syms").splitlines()]
     shown = {s[7] for s in symbols if len(s) > 7 and s[4] in ("GLOBAL", "WEAK") and s[6] != "UND"}
-    assert {"connect", "accept", "accept4"} <= shown
-    assert {name for name in shown if not name.startswith("crux_")} <= {
-        "connect",
-        "accept",
-        "accept4",
-    }
+    others = {name for name in shown if not name.startswith("crux_")}
+    assert others == {"connect", "accept", "accept4"}

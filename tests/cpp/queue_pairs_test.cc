@@ -16,6 +16,7 @@
 #include "../../csrc/transport/verbs/live_change.h"
 #include "check.h"
 #include "fake_ibverbs.h"
+#include "rc_connect.h"
 
 namespace {
 
@@ -58,25 +59,10 @@ struct End {
 };
 
 int connect_one(End& from, const End& to, uint8_t traffic_class = 0) {
-  ibv_qp_attr init{}, rtr{}, rts{};
-  init.qp_state = IBV_QPS_INIT;
-  init.port_num = 1;
-  CHECK(from.modify(init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) ==
-        0);
-  rtr.qp_state = IBV_QPS_RTR;
-  rtr.dest_qp_num = to.qp->qp_num;
-  rtr.ah_attr.is_global = 1;
-  rtr.ah_attr.port_num = 1;
-  rtr.ah_attr.grh.sgid_index = 1;
-  rtr.ah_attr.grh.traffic_class = traffic_class;
-  fake_verbs::calls().query_gid(to.context, 1, 1, &rtr.ah_attr.grh.dgid);
-  const int error =
-      from.modify(rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
-                           IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
-  if (error != 0) return error;
-  rts.qp_state = IBV_QPS_RTS;
-  return from.modify(rts, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
-                              IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  ibv_gid peer;
+  fake_verbs::calls().query_gid(to.context, 1, 1, &peer);
+  return rc_connect(to.qp->qp_num, peer, traffic_class,
+                    [&](ibv_qp_attr& given, int mask) { return from.modify(given, mask); });
 }
 
 struct Pair {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "rc_connect.h"
+
 namespace {
 
 struct End {
@@ -15,29 +17,11 @@ struct End {
 };
 std::vector<End*> ends;
 
-bool modify(End& end, ibv_qp_attr attributes, int mask) {
-  return ibv_modify_qp(end.qp, &attributes, mask) == 0;
-}
-
 bool connect(End& from, const End& to, uint8_t traffic_class) {
-  ibv_qp_attr init{}, rtr{}, rts{};
-  init.qp_state = IBV_QPS_INIT;
-  init.port_num = 1;
-  rtr.qp_state = IBV_QPS_RTR;
-  rtr.dest_qp_num = to.qp->qp_num;
-  rtr.ah_attr.is_global = 1;
-  rtr.ah_attr.port_num = 1;
-  rtr.ah_attr.grh.sgid_index = 1;
-  rtr.ah_attr.grh.dgid = to.gid;
-  rtr.ah_attr.grh.traffic_class = traffic_class;
-  rts.qp_state = IBV_QPS_RTS;
-  return modify(from, init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS) &&
-         modify(from, rtr,
-                IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                    IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER) &&
-         modify(from, rts,
-                IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
-                    IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+  const auto modify = [&](ibv_qp_attr& given, int mask) {
+    return ibv_modify_qp(from.qp, &given, mask);
+  };
+  return rc_connect(to.qp->qp_num, to.gid, traffic_class, modify) == 0;
 }
 
 }  // namespace
