@@ -307,10 +307,17 @@ void a_moved_connection_is_found_again() {
   CHECK(listed(id)->fd == moved.get());
 }
 
-// While this exists, this program's connections are steered like those of a collective library.
+// While this exists, this program's connections are steered like those of a collective library;
+// there is a route at most as long.
 struct Steered {
-  Steered() { crux::transport::transport()->steer_all = true; }
-  ~Steered() { crux::transport::transport()->steer_all = false; }
+  Steered() { transport()->steer_all = true; }
+  explicit Steered(const crux_route& route) : Steered() {
+    CHECK(crux_transport_set_routes(&route, 1) == 0);
+  }
+  ~Steered() {
+    transport()->steer_all = false;
+    CHECK(crux_transport_set_routes(nullptr, 0) == 0);
+  }
 };
 
 void others_connections_are_left_alone() {
@@ -329,15 +336,13 @@ void others_connections_are_left_alone() {
   CHECK(listed(inode(ours.get()))->dscp == 40);
   CHECK(listed(inode(rendezvous.get()))->how == CRUX_UNTOUCHED);
   CHECK(option(rendezvous.get(), IPPROTO_IP, IP_TOS) == 0);
-  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
 void options_are_set_before_the_first_packet_and_taken_back() {
   crux_route route = route_to("127.0.0.1");
   route.dscp = 46;
   route.rate_Bps = 3000000;
-  CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Steered steered;
+  const Steered steered(route);
   const Listener listener;
   const Descriptor client = listener.connected();
   const uint64_t id = inode(client.get());
@@ -352,7 +357,6 @@ void options_are_set_before_the_first_packet_and_taken_back() {
   CHECK(setting.before_tos == 8 << 2 && setting.after_tos == 8 << 2);
   CHECK(crux_transport_set_socket(client.get(), id, 64, UINT64_MAX, nullptr) == EINVAL);
   CHECK(crux_transport_set_socket(-1, id, 8, UINT64_MAX, nullptr) == ENOENT);
-  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
 void blocking_mode_and_other_sockets_stay_as_they_are() {
@@ -421,8 +425,7 @@ crux_route unknown_path() {
 void a_path_that_is_not_found_does_not_keep_a_connection_from_being_made() {
   transport()->limits.time = std::chrono::milliseconds(40);
   const crux_route route = unknown_path();
-  CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Steered steered;
+  const Steered steered(route);
   const Listener listener;
   const Descriptor client = listener.connected();
   const auto mine = listed(inode(client.get()));
@@ -450,13 +453,10 @@ void a_path_that_is_not_found_does_not_keep_a_connection_from_being_made() {
   // Asking again is no new attempt.
   CHECK(listener.try_connect(nonblocking.get()) == 0);
   CHECK(listed(inode(nonblocking.get()))->probes == probes);
-  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
 void what_the_program_has_bound_stays_bound() {
-  const crux_route route = unknown_path();
-  CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Steered steered;
+  const Steered steered(unknown_path());
   const Listener listener;
   Descriptor client(::socket(AF_INET, SOCK_STREAM, 0));
   const int on = 1;
@@ -470,13 +470,10 @@ void what_the_program_has_bound_stays_bound() {
   const auto mine = listed(inode(client.get()));
   CHECK(mine->how == CRUX_REFUSED && mine->error == EINVAL && mine->probes == 0);
   CHECK(option(client.get(), SOL_SOCKET, SO_REUSEADDR) == 1);
-  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
 void sharing_options_are_put_back() {
-  const crux_route route = unknown_path();
-  CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Steered steered;
+  const Steered steered(unknown_path());
   const Listener listener;
   const Descriptor client(::socket(AF_INET, SOCK_STREAM, 0));
   const int on = 1;
@@ -486,20 +483,16 @@ void sharing_options_are_put_back() {
   CHECK(listed(inode(client.get()))->probes > 0);
   CHECK(option(client.get(), SOL_SOCKET, SO_REUSEADDR) == 1);
   CHECK(option(client.get(), SOL_SOCKET, SO_REUSEPORT) == 1);
-  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
 void no_free_port_is_told() {
-  const crux_route route = unknown_path();
-  CHECK(crux_transport_set_routes(&route, 1) == 0);
-  const Steered steered;
+  const Steered steered(unknown_path());
   const Listener listener, taken;
   CHECK(crux_transport_set_port_range(taken.port(), taken.port()) == 0);
   const Descriptor client = listener.connected();
   const auto mine = listed(inode(client.get()));
   CHECK(mine->how == CRUX_REFUSED && mine->error == EADDRINUSE && mine->probes == 0);
   CHECK(crux_transport_set_port_range(20000, 28999) == 0);
-  CHECK(crux_transport_set_routes(nullptr, 0) == 0);
 }
 
 const Listener* in_handler = nullptr;
