@@ -11,7 +11,6 @@ the variables to export instead.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import logging
 import os
@@ -21,8 +20,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+import click
 
 from crux_torch.apply.elf import SharedObject
 from crux_torch.errors import CruxError
@@ -267,30 +268,26 @@ def _is_standin(path: str) -> bool:
     return named.name in (NCCL_NAME, PROGRAM_NAME) and named.parent.name.startswith(_FOLDER_PREFIX)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a program whose queue pairs go through the transport library."""
-    parser = argparse.ArgumentParser(prog="python -m crux_torch.apply.standin", description=__doc__)
-    parser.add_argument(
-        "--print-env", action="store_true", help="print what has to be exported, and end"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")
-    options = parser.parse_args(arguments)
-    if bool(options.command) == options.print_env:
-        parser.error("either --print-env or a program")
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--print-env", is_flag=True, help="Print what has to be exported, and end.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def main(print_env: bool, command: tuple[str, ...]) -> None:
+    """Run COMMAND, whose queue pairs then go through the transport library."""
+    if bool(command) == print_env:
+        raise click.UsageError("either --print-env or a program")
     variables = environment(os.environ)
-    if options.print_env:
+    if print_env:
         for name, value in variables.items():
-            print(f"export {name}={shlex.quote(value)}")
-        return 0 if variables else 1
-    command = options.command[1:] if options.command[0] == "--" else options.command
+            click.echo(f"export {name}={shlex.quote(value)}")
+        sys.exit(0 if variables else 1)
     if not variables:
         logger.warning("%s runs without it", command[0])
     try:
         os.execvpe(command[0], command, {**os.environ, **variables})
     except OSError as error:
         logger.error("%s can't be run: %s", command[0], error)
-    return 127
+        sys.exit(127)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
