@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 
 from crux_torch.doctor import gpu
 from crux_torch.doctor.check import Check
-from crux_torch.host.machine import Host
 from crux_torch.host.nic import Nic
 from crux_torch.host.nvml import GpuPair, NvLink, NvmlReport
 from crux_torch.host.pcie import Distance, PcieTree
@@ -31,15 +31,15 @@ def report_of(tree: PcieTree, **changes: Any) -> NvmlReport:
     return NvmlReport("580.65.06", gpus, pairs)
 
 
-def host_of(tree: PcieTree, *nics: str) -> Host:
-    addresses = nics or tree.of_kind("nic")
-    return Host("h0", (), None, tuple(Nic(f"mlx5_{a}", 50e9, None, a) for a in addresses))
+def nics_at(addresses: Iterable[str]) -> tuple[Nic, ...]:
+    return tuple(Nic(f"mlx5_{a}", 50e9, None, a) for a in addresses)
 
 
 def findings(
-    tree: PcieTree, report: NvmlReport, host: Host | None = None, acs: Any = lambda *_: ()
+    tree: PcieTree, report: NvmlReport, nics: Iterable[str] = (), acs: Any = lambda *_: ()
 ) -> dict[str, Check]:
-    checks = list(gpu.gpus(Settings(), report, tree, host or host_of(tree), acs))
+    present = nics_at(nics or tree.of_kind("nic"))
+    checks = list(gpu.gpus(Settings(), report, tree, present, acs))
     for check in checks:
         assert (check.cost == "") == (check.remedy == "") == (check.state == "ok")
     return {check.part: check for check in checks}
@@ -99,7 +99,7 @@ def test_nvml_and_sysfs_may_differ(h100: PcieTree) -> None:
 
 def test_a_gpu_whose_nic_is_elsewhere(h100: PcieTree) -> None:
     nic = h100.of_kind("nic")[0]
-    found = findings(h100, report_of(h100), host_of(h100, nic))
+    found = findings(h100, report_of(h100), [nic])
     check = found["NICs beside GPUs"]
     assert check.state == "missing"
     assert f"GPU 7 is SYS from mlx5_{nic}" in check.finding

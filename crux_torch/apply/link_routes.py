@@ -9,7 +9,6 @@ from typing import Any
 from crux_torch.apply.links import HostLinks, LinkRoutes, PcieRoutes, StandInRoutes, nvlinked_with
 from crux_torch.apply.nccl_conf import NcclVariables
 from crux_torch.host.inside import usable_nics
-from crux_torch.host.machine import Host
 from crux_torch.host.nic import Nic, read_nics
 from crux_torch.host.nvml import Gpu, bounded, read_gpus
 from crux_torch.host.nvml_device import OwnDevice, own_gpu, visible_gpus
@@ -43,8 +42,7 @@ def pcie_routes(device: OwnDevice, env: Mapping[str, str]) -> LinkRoutes | None:
     if gpu is None:
         return None
     tree = PcieTree.read()
-    nics = usable_nics(Host("", gpus, None, read_nics()), tree)
-    nic = tree.nic_of(gpu.pci_address, nics)
+    nic = tree.nic_of(gpu.pci_address, usable_nics(read_nics(), tree))
     return PcieRoutes(
         tree,
         gpu.pci_address,

@@ -80,7 +80,7 @@ def host(
 
 def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> dict[str, Any]:
     """All that is known of a host, as plain values; fields have their units in their names."""
-    usable = usable_nics(host, tree)
+    usable = usable_nics(host.nics, tree)
     return {
         "host": host.name,
         "driver": report.driver or None,
@@ -119,7 +119,7 @@ def render(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> No
     cpu = host.cpu
     cores = f"{cpu.model or 'CPU'}, {cpu.cores} cores" if cpu else "CPU unknown"
     console.print(f"{host.name}: {cores}", markup=False)
-    usable = usable_nics(host, tree)
+    usable = usable_nics(host.nics, tree)
     if host.gpus:
         headings = ["GPU", "model", "PCI", "NUMA", "peak FLOP/s", "NVLink GB/s", "NIC"]
         gpus = (

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from crux_torch.apply.nccl_conf import ENVIRONMENT, NcclVariables
 from crux_torch.doctor.check import Check, Part
 from crux_torch.host import nvml
 from crux_torch.host.inside import usable_nics
-from crux_torch.host.machine import Host
-from crux_torch.host.nic import read_nics
+from crux_torch.host.nic import Nic, read_nics
 from crux_torch.host.nvml import NvmlReport
 from crux_torch.host.pcie import Distance, PcieTree
 from crux_torch.host.pcie_acs import redirecting_ports
@@ -36,13 +35,12 @@ def gpus(
     settings: Settings,
     report: NvmlReport | None = None,
     tree: PcieTree | None = None,
-    host: Host | None = None,
+    nics: Sequence[Nic] | None = None,
     acs: Callable[..., tuple[str, ...] | None] = redirecting_ports,
 ) -> Iterator[Check]:
     """All checks of this host's GPUs, its PCIe tree, and the NICs near the GPUs."""
     report = report or nvml.bounded_report()
     tree = tree or PcieTree.read()
-    host = host or Host("", report.gpus, None, read_nics())
     yield driver(report)
     yield from pcie(tree, acs)
     if not report.gpus:
@@ -50,7 +48,7 @@ def gpus(
     yield from rates(report, settings)
     yield gpm(report)
     yield from peers(report, tree)
-    yield from affinity(report, tree, host)
+    yield from affinity(report, tree, read_nics() if nics is None else nics)
 
 
 def driver(report: NvmlReport) -> Check:
@@ -176,10 +174,10 @@ def pcie(tree: PcieTree, acs: Callable[..., tuple[str, ...] | None]) -> Iterator
         yield Check("PCIe ACS", "ok", "peer traffic stays within the PCIe switches")
 
 
-def affinity(report: NvmlReport, tree: PcieTree, host: Host) -> Iterator[Check]:
+def affinity(report: NvmlReport, tree: PcieTree, nics: Sequence[Nic]) -> Iterator[Check]:
     """Whether each GPU has a NIC on its own PCIe switch."""
     part = Part("NICs beside GPUs", "the network traffic of these GPUs goes through the CPU")
-    nics = usable_nics(host, tree)
+    nics = usable_nics(nics, tree)
     if not nics or tree.obstacle:
         return
     far = []

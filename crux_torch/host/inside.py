@@ -109,9 +109,9 @@ def as_entries(inside: Inside) -> dict[str, object]:
     }
 
 
-def usable_nics(host: Host, tree: PcieTree) -> tuple[Nic, ...]:
+def usable_nics(nics: Sequence[Nic], tree: PcieTree) -> tuple[Nic, ...]:
     """The NICs on the PCI bus; only those that are up, if the speed of any is known."""
-    present = [nic for nic in host.nics if nic.pci_address in tree.devices]
+    present = [nic for nic in nics if nic.pci_address in tree.devices]
     up = [nic for nic in present if nic.speed_Bps]
     return tuple(up or present)
 
@@ -150,7 +150,7 @@ def _add_ends(inside: Inside, host: Host, tree: PcieTree) -> dict[str, float]:
     gpus = [gpu.pci_address for gpu in host.gpus] or tree.of_kind("gpu")
     for number, address in enumerate(gpus):
         add(f"gpu{number}", "gpu", address, PCIE4_X16_Bps)
-    for nic in usable_nics(host, tree):
+    for nic in usable_nics(host.nics, tree):
         address = nic.pci_address or ""
         if address in inside.node_of:
             inside.notes.append(f"{nic.name} is another port of {inside.node_of[address]}")
