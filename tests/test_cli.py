@@ -67,12 +67,6 @@ def test_a_missing_part_costs_only_its_command(target, says, crux, monkeypatch):
     assert "crux gone needs" in result.output
 
 
-def test_an_unknown_command_is_a_usage_error(crux):
-    result = crux("statsu")
-    assert result.exit_code == 2
-    assert "statsu" in result.output
-
-
 def states(result):
     return {check["part"]: check["state"] for check in json.loads(result.output)}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crux_torch.host.machine import read_cpu, this_host
-from crux_torch.host.nic import read_nics
+from crux_torch.host.nic import Nic, read_nics
 from crux_torch.host.peak import PEAKS, peak_flops
 
 
@@ -115,16 +115,9 @@ def test_nics(tmp_path: Path) -> None:
 
     nics = {nic.name: nic for nic in read_nics(tmp_path)}
     assert set(nics) == {"eth0", "eth1", "veth", "mlx5_1/1"}
-    eth0 = nics["eth0"]
-    assert (eth0.speed_Bps, eth0.rdma_device, eth0.pci_address, eth0.numa_node) == (
-        25e9,
-        "mlx5_0",
-        "0000:3b:00.0",
-        1,
-    )
-    assert (nics["eth1"].speed_Bps, nics["eth1"].pci_address) == (None, None)
-    port = nics["mlx5_1/1"]
-    assert (port.speed_Bps, port.pci_address, port.numa_node) == (50e9, "0000:5e:00.0", None)
+    assert nics["eth0"] == Nic("eth0", 25e9, "mlx5_0", "0000:3b:00.0", 1)
+    assert nics["eth1"] == Nic("eth1", None)
+    assert nics["mlx5_1/1"] == Nic("mlx5_1/1", 50e9, "mlx5_1", "0000:5e:00.0", None)
 
 
 def test_no_sysfs_is_no_nics(tmp_path: Path) -> None:

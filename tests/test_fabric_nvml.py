@@ -13,7 +13,7 @@ import pynvml
 import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
-from crux_torch.host.activity import GPM_METRICS, ActivityMeter, Choice
+from crux_torch.host.activity import GPM_METRICS, ActivityMeter, Choice, DeviceActivity
 from crux_torch.host.nvml import LEVELS, NVLINK_KINDS, Gpu, NvLink, bounded, read_gpus, read_nvml
 from crux_torch.host.pcie import Distance
 
@@ -187,15 +187,10 @@ def test_activity_by_gpm() -> None:
     meter = ActivityMeter(fake)
     assert meter.finish() is None, "it was not begun"
     meter.begin(first)
-    activity = meter.finish(10)
-    assert activity is not None
-    assert activity.source == "gpm"
-    assert (activity.busy, activity.tensor) == (0.8, 0.5)
+    rates = {"pcie_sent_Bps": 100 * 2**20, "nvlink_received_Bps": 1000 * 2**20}
+    assert meter.finish(10) == DeviceActivity(source="gpm", busy=0.8, tensor=0.5, **rates)
     assert meter.gpu is not None
     assert meter.gpu.pci_address == "0000:1b:00.0"
-    assert activity.pcie_sent_Bps == 100 * 2**20
-    assert activity.nvlink_received_Bps == 1000 * 2**20
-    assert (activity.pcie_received_Bps, activity.nvlink_sent_Bps) == (None, None)
     assert (fake.sessions, fake.samples) == (0, set()), "nothing leaks"
 
 
@@ -226,10 +221,8 @@ def test_activity_without_gpm_is_polled(
         assert meter.finish(10) is None
     else:
         time.sleep(0.2)
-        activity = meter.finish(10)
-        assert activity is not None
-        assert (activity.source, activity.busy, activity.tensor) == ("utilization", 0.6, None)
-        assert activity.pcie_sent_Bps == 2e6
+        rates = {"pcie_sent_Bps": 2e6, "pcie_received_Bps": 2e6}
+        assert meter.finish(10) == DeviceActivity(source="utilization", busy=0.6, **rates)
     assert (fake.sessions, fake.samples) == (0, set())
 
 

@@ -308,12 +308,8 @@ def test_operations_look_only_where_another_job_is(gate: FakeGate, links: HostLi
     assert (x["shared"], y["shared"]) == (False, True)
     assert x["holders"][0].pop("since_s") > 0
     assert x["holders"] == [{"pid": 7, "level": None, "operations": 2, "same_job": True}]
-    assert links.status()["waits"] == {
-        "operations": 2,
-        "ran_out": 1,
-        "total_s": 3.0,
-        "longest_s": 2.0,
-    }
+    waits = {"operations": 2, "ran_out": 1, "total_s": 3.0, "longest_s": 2.0}
+    assert links.status()["waits"] == waits
     links.follow("job", 6, 1.5)
     assert (gate.level, gate.priority) == (6, 1.5)
     gate.neighbours = set()

@@ -42,12 +42,12 @@ for t in threads: t.join()
 print(json.dumps(got), flush=True)
 """
 
-# Sends as fast as it can, from a source port and with a TOS byte of choice.
+# Sends as fast as it can, with a TOS byte of choice.
 _SOURCE = """
 import socket, sys
-address, port, source_port, tos = sys.argv[1], *map(int, sys.argv[2:])
+address, port, tos = sys.argv[1], *map(int, sys.argv[2:])
 s = socket.socket(); s.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
-s.bind(("", source_port)); s.connect((address, port))
+s.connect((address, port))
 try:
     while True: s.sendall(bytes(1 << 16))
 except OSError: pass
@@ -60,16 +60,15 @@ def _start(fabric: Fabric, host: Host, program: str, *args: object) -> subproces
 
 
 def _transfer(
-    fabric: Fabric, flows: dict[int, tuple[Host, int, int]], to: Host, seconds: float
+    fabric: Fabric, flows: dict[int, tuple[Host, int]], to: Host, seconds: float
 ) -> dict[int, int]:
-    """Bytes that arrive for each destination port; a flow is (from, source port, TOS)."""
+    """Bytes that arrive for each destination port; a flow is (from, TOS)."""
     sink = _start(fabric, to, _SINK, to.address, seconds, *flows)
     assert sink.stdout is not None
     for _ in flows:
         assert sink.stdout.readline().strip() == "listening"
     sources = [
-        _start(fabric, host, _SOURCE, to.address, port, source_port, tos)
-        for port, (host, source_port, tos) in flows.items()
+        _start(fabric, host, _SOURCE, to.address, port, tos) for port, (host, tos) in flows.items()
     ]
     out, _ = sink.communicate(timeout=30)
     for source in sources:
@@ -157,10 +156,10 @@ def test_a_higher_class_is_served_first() -> None:
     # Senders keep up with it on a busy machine, and TCP shares it evenly within the time.
     with Fabric(FabricSpec(hosts_per_leaf=2, rate_mbit=50)) as fabric:
         a, b, to = fabric.host(0, 0), fabric.host(0, 1), fabric.host(1, 0)
-        equal = _transfer(fabric, {5001: (a, 0, 0), 5002: (b, 0, 0)}, to, 1.5)
+        equal = _transfer(fabric, {5001: (a, 0), 5002: (b, 0)}, to, 1.5)
         assert 1 / 4 < equal[5001] / equal[5002] < 4
         before = {c.link: c.bytes for c in fabric.counters()}
-        ordered = _transfer(fabric, {5003: (a, 0, 0xC0), 5004: (b, 0, 0)}, to, 1.5)
+        ordered = _transfer(fabric, {5003: (a, 0xC0), 5004: (b, 0)}, to, 1.5)
         assert ordered[5003] > 5 * ordered[5004]
         after = {c.link: c.bytes for c in fabric.counters()}
         sent = {
@@ -176,9 +175,9 @@ def test_a_higher_class_is_served_first() -> None:
 def test_the_rate_changes_while_traffic_runs() -> None:
     with Fabric(FabricSpec(hosts_per_leaf=1, rate_mbit=100)) as fabric:
         a, to = fabric.host(0, 0), fabric.host(1, 0)
-        fast = _transfer(fabric, {5001: (a, 0, 0)}, to, 1.0)[5001]
+        fast = _transfer(fabric, {5001: (a, 0)}, to, 1.0)[5001]
         fabric.set_rate(10)
-        slow = _transfer(fabric, {5002: (a, 0, 0)}, to, 1.0)[5002]
+        slow = _transfer(fabric, {5002: (a, 0)}, to, 1.0)[5002]
         assert fast > 3 * slow
 
 

@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from loopback import free_port, has_ipv6
 
 from crux_torch.cli import main as cli
 from crux_torch.probe import depth as probe_depth
@@ -35,18 +36,13 @@ from crux_torch.probe.prober import (
     trace_connection,
 )
 
-HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "lo" in Path("/proc/net/if_inet6").read_text()
 LOOPBACKS = [
     "127.0.0.1",
-    pytest.param("::1", marks=pytest.mark.skipif(not HAS_IPV6, reason="no IPv6 on loopback")),
+    pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on loopback")),
 ]
 
 
-@pytest.fixture
-def closed_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+closed_port = pytest.fixture(free_port)
 
 
 def ask(queue: ErrorQueue, *probes: Probe, within_s: float = 5.0) -> list[Answer]:
@@ -257,8 +253,6 @@ def test_probing_needs_no_torch() -> None:
 
 class Played:
     """A network behind the error queue: what answers at each TTL."""
-
-    destination = "10.1.0.2"
 
     def __init__(self, answers: dict[int, Answer]) -> None:
         self.answers, self.sent = answers, 0
