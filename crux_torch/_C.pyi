@@ -50,6 +50,9 @@ class Recorder:
 def process_recorder(capacity: int) -> Recorder:
     """The one recorder of this process; the first call decides its capacity."""
 
+def tolerate_captures(device: str) -> None:
+    """From now on what this thread asks of the current device breaks no other thread's capture."""
+
 def set_capture_mode_exchange(address: int) -> None:
     """For a device of another package: how a thread says that what it asks breaks no capture.
 
@@ -133,6 +136,10 @@ class InnerSwitch:
     @property
     def collectives(self) -> int:
         """Collectives issued so far."""
+
+    @property
+    def transfers_stay(self) -> bool:
+        """Whether the next switch leaves point-to-point operations where they are."""
 
     @property
     def waits(self) -> tuple[int, float]:

@@ -67,6 +67,7 @@ def status() -> dict[str, Any]:
     Some of the keys:
 
     - ``active``, ``why_not``: whether Crux works in this process, and if not, why.
+    - ``unreached``: what takes traffic out of Crux's reach, and how (docs/classes.md).
     - ``settings``, ``recorder``: the settings in force, and the recorder's counters.
     - ``profile``, ``plan``: the job's profile, and its entry in the plan.
     - ``applied``: the class of each connection, or why it was refused.

@@ -5,6 +5,7 @@ No GPU is needed for the options, which are the real ones; no communicator is ma
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from nccl_stand_in import ProcessGroupNCCL
 from torch.distributed import distributed_c10d as c10d
@@ -21,8 +23,9 @@ from crux_torch.apply import nccl
 from crux_torch.apply.ecn import Ecn
 from crux_torch.apply.nccl_labels import COUNT, ECN_BITS, NcclLabels, label_of
 from crux_torch.apply.transport import TransportError
-from crux_torch.c10d import inner_backends, stand_ins
+from crux_torch.c10d import inner_backends, stand_ins, switch_makers
 from crux_torch.c10d.switch_makers import like_nccl
+from crux_torch.errors import CruxError
 from crux_torch.runtime.agent import Agent
 from crux_torch.runtime.follow import Follower
 from crux_torch.runtime.order import Order
@@ -253,3 +256,32 @@ def test_a_group_that_is_switched_gets_the_class_of_the_present_level(
         classes.append(current.options.config.traffic_class)
     assert classes == ([scripts] * 3 if scripts else [DSCP << 2 | 2, 8 << 2 | 2, 56 << 2 | 2])
     assert script.config.traffic_class == (nccl.UNDEFINED if scripts is None else scripts)
+
+
+class ProcessGroupNCCL2(ProcessGroupNCCL):
+    """As torch has it that connects when it is made."""
+
+    bound_device_id = torch.device("cuda", 0)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any, device: Any = None) -> None:
+        super().__init__(store, rank, size, options)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+
+def test_a_communicator_is_made_without_blocking_and_where_it_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = iter([100, 60, 90, 50, 39])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1000))
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(switch_makers, "_taken", {})
+    script = options()
+    current = ProcessGroupNCCL2(None, 0, 2, script)
+    for _ in range(2):
+        made = like_nccl(current, dist.HashStore(), timedelta(seconds=1), script)
+        assert made.options.config.blocking == 0
+    assert script.config.blocking != 0
+    with pytest.raises(CruxError, match="39 bytes are free on cuda:0; the last"):
+        like_nccl(current, dist.HashStore(), timedelta(seconds=1), script)

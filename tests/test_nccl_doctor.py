@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crux_torch.apply import ecn, nccl_labels
+from crux_torch.apply import ecn, nccl, nccl_labels
 from crux_torch.apply.ecn import ECT0, Ecn
 from crux_torch.doctor import nccl as doctor
 from crux_torch.doctor.check import Check
@@ -53,6 +53,16 @@ class Host:
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     return Host(tmp_path)
+
+
+@pytest.mark.parametrize("name", list(nccl.BYPASSES))
+def test_what_is_out_of_reach_is_said(name: str) -> None:
+    assert only(doctor.unreached({name: "1"})).part == name
+    for unset in ({}, {name: "0"}, {name: ""}):
+        assert list(doctor.unreached(unset)) == []
+    assert nccl.unreached({}, ["nccl.core", "torch"]) == {
+        "nccl.core": nccl.BYPASSING_MODULES["nccl.core"]
+    }
 
 
 def test_a_host_that_says_nothing_leaves_the_bits_as_nccl_does(host: Host) -> None:

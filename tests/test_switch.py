@@ -234,6 +234,20 @@ def test_a_group_made_after_the_request_keeps_its_connections(groups: Groups) ->
     newer.all_reduce()
 
 
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "gloo2"])
+def test_moved_queue_pairs_are_enough_for_each_of_nccls_backends(name: str, groups: Groups) -> None:
+    """Whatever torch calls it."""
+    inner = _C.DelegatingBackend(name, 0, 1, backend.recorder())
+    inner.add_inner("cpu", FakeProcessGroup._create_internal(0, 1))
+    made = _C.DelegatingBackend("crux", 0, 1, backend.recorder())
+    made.add_inner("xpu", inner)
+    groups.group_was_made(made, HashStore(), 0)
+    groups.request(1, pairs_moved=True)
+    assert groups.wait(LIMIT_S)
+    (status,) = groups.status()
+    assert status.state == ("idle" if name.startswith("nccl") else "failed")
+
+
 def test_who_moved_queue_pairs_alone_still_switches_sockets(world: World, groups: Groups) -> None:
     groups.request(1, pairs_moved=True)
     world.train_until(world.switched(1))
@@ -297,6 +311,47 @@ def test_transfers_stay_where_a_rank_receives_from_anybody(world: World, groups:
     sending.wait()
     assert float(tensor) == 4.0
     assert not any(a is b for a, b in zip(first, world.inners(), strict=True))
+
+
+def test_a_group_on_a_device_does_not_keep_two_communicators(
+    world: World, groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switch_attempt, "MAY_KEEP_TWO", frozenset())
+    monkeypatch.setitem(switch_makers.MAKERS, "gloo", lambda *args: pytest.fail("made in vain"))
+    sending = world.send(1, 0, 3.0)
+    world.backends[0].recv_anysource([torch.zeros(1)], 0).wait()
+    sending.wait()
+    first = world.inners()
+    groups.request(1)
+    world.train_until(world.failed())
+    assert all("point-to-point operations" in (s.error or "") for s in world.statuses())
+    assert all(a is b for a, b in zip(first, world.inners(), strict=True))
+
+
+def test_groups_on_a_device_make_their_communicators_in_turn(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switch_attempt, "MAY_KEEP_TWO", frozenset())
+    # The ranks of one process would be groups of their own, so each world has one.
+    worlds = [World(1, groups) for _ in range(3)]
+    making: list[int] = []
+    order: list[int] = []
+
+    def make(current: Any, store: Any, timeout: timedelta, options: Any) -> Any:
+        of = next(i for i, each in enumerate(worlds) if current in each.inners())
+        assert not making
+        making.append(of)
+        order.append(of)
+        time.sleep(0.05)
+        made = switch_makers.like_gloo(current, store, timeout, options)
+        making.remove(of)
+        return made
+
+    monkeypatch.setitem(switch_makers.MAKERS, "gloo", make)
+    groups.request(1)
+    for world in worlds:
+        world.train_until(world.switched(1))
+    assert order == [0, 1, 2]
 
 
 def test_handles_stay_valid(world: World, groups: Groups) -> None:

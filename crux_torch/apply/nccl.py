@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,17 @@ OVERRIDES = {
     "NCCL_IB_TC": "NCCL makes its queue pairs with that class, whatever level the job has",
     "NCCL_IB_FIFO_TC": "NCCL's clear-to-send messages get that class, its data gets the job's",
     "NCCL_IB_SL": "the service level stays, so InfiniBand's lanes and PFC priorities do not follow",
+}
+
+#: Variables and modules that take traffic out of Crux's reach, and what then happens to it.
+BYPASSES = {
+    "NCCL_IB_OOO_RQ": "NCCL makes its queue pairs past the stand-in: class and port stay",
+    "NCCL_GIN_IB_TC": "the queue pairs that GPUs drive (GIN) get that class, and no path",
+    "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "torchcomms makes the groups: they are not measured",
+}
+BYPASSING_MODULES = {
+    "torchcomms": "its communicators are not measured, and get no class",
+    "nccl.core": "communicators that nccl4py makes are not measured, and get no class",
 }
 
 _warn = WarnOnce(logging.getLogger(__name__))
@@ -63,6 +74,14 @@ def overrides(env: Mapping[str, str]) -> list[Override]:
         for name, (number, value) in said.items()
         if number is not None and value is not None
     ]
+
+
+def unreached(env: Mapping[str, str], modules: Collection[str] = ()) -> dict[str, str]:
+    """What takes traffic out of Crux's reach, by the name of its variable or loaded module."""
+    variables = NcclVariables(env)
+    said = {name: variables.get(name) for name in BYPASSES}
+    found = {name: BYPASSES[name] for name, value in said.items() if value and value.text != "0"}
+    return found | {name: what for name, what in BYPASSING_MODULES.items() if name in modules}
 
 
 def with_class(

@@ -63,6 +63,12 @@ def is_delegating(backend: Any) -> bool:
     return isinstance(backend, _C.DelegatingBackend)
 
 
+def kind_of(backend: Any) -> str:
+    """The name of a stock backend's kind: ``nccl`` for all of NCCL's classes (``nccl2``, ...)."""
+    name = str(backend.name())
+    return "nccl" if name.startswith("nccl") else name
+
+
 def accelerator() -> str | None:
     """The type of the accelerator that this process can use, if any."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -75,7 +81,7 @@ def backend_for(device: str) -> str | None:
     if name is None or name == NAME:
         return None
     _ensure_registered(name)
-    if name == "nccl" and not dist.is_nccl_available():
+    if name.startswith("nccl") and not dist.is_nccl_available():
         return None
     return name if name.upper() in c10d.Backend._plugins or name in _INLINE else None
 

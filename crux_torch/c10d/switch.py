@@ -8,12 +8,14 @@ protocol and its limits.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
 import time
 from typing import Any
 
+from crux_torch.c10d import switch_attempt
 from crux_torch.c10d.switch_attempt import Attempt, GroupStatus, Member
 from crux_torch.c10d.switch_store import close_clients
 from crux_torch.warn_once import WarnOnce
@@ -148,6 +150,19 @@ class Groups:
                 )
                 member.thread.start()
 
+    def _is_turn(self, member: Member) -> bool:
+        """Whether no older group on a device has still to make its next communicator.
+
+        Two that were made at once would take their memory at once. The order is the same on all
+        ranks, because all make groups in the same order.
+        """
+        with self._lock:
+            return member.switch.device in switch_attempt.MAY_KEEP_TWO or not any(
+                other.made < self._newest and other.switch.group < member.switch.group
+                for other in self._members.values()
+                if other.switch.device not in switch_attempt.MAY_KEEP_TWO
+            )
+
     def _run(self, member: Member) -> None:
         while True:
             with self._lock:
@@ -159,6 +174,7 @@ class Groups:
                 attempt = Attempt(
                     member,
                     member.attempted,
+                    is_turn=functools.partial(self._is_turn, member),
                     pairs_moved=self._pairs_moved,
                     patience_s=self.patience_s,
                     hold_s=self.hold_s,

@@ -13,19 +13,22 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
 from crux_torch.c10d import events
-from crux_torch.c10d.inner_backends import OWNED_SOCKETS
+from crux_torch.c10d.inner_backends import OWNED_SOCKETS, kind_of
 from crux_torch.c10d.switch_agreement import (
     MAX_REASON,
+    TRANSFERS_STAY,
     Agreement,
     Ended,
     Hold,
     Says,
     Verdict,
     decide,
+    decide_whole,
     unanimous,
 )
 from crux_torch.c10d.switch_makers import make_next
@@ -43,6 +46,8 @@ LOOKAHEAD_S = 0.25
 #: Seconds between two looks whether the current inner backend is out of use.
 DRAIN_POLL_S = 0.01
 
+#: Types of device whose groups may keep two inner backends: on others, that takes twice the memory.
+MAY_KEEP_TWO = frozenset({"cpu"})
 #: Inner backends whose connections are queue pairs.
 ON_QUEUE_PAIRS = frozenset({"nccl"})
 
@@ -97,6 +102,8 @@ class Member:
         self.switch, self.options, self.made_at_s = switch, options, made_at_s
         self.status = GroupStatus(switch.group, switch.device)
         self.attempted = 0
+        #: The newest generation for which nothing is left to make.
+        self.made = 0
         self.thread: threading.Thread | None = None
         # What earlier switches left in the store; deleted once all ranks are past them.
         self.left: list[Agreement] = []
@@ -120,6 +127,7 @@ class Attempt:
         hold_s: seconds for which operations may wait for a decision.
         stopping: set when the process exits.
         warn: says a message once.
+        is_turn: whether this group may make its next inner backend.
     """
 
     def __init__(
@@ -127,6 +135,7 @@ class Attempt:
         member: Member,
         generation: int,
         *,
+        is_turn: Callable[[], bool],
         pairs_moved: bool,
         patience_s: float,
         hold_s: float,
@@ -138,6 +147,8 @@ class Attempt:
         self._patience_s, self._hold_s = patience_s, hold_s
         self._stopping, self._warn = stopping, warn
         self._switch = member.switch
+        self._all_or_none = self._switch.device not in MAY_KEEP_TWO
+        self._is_turn = is_turn
         self._next: Any = None
 
     def run(self, skipped: range) -> None:
@@ -152,7 +163,7 @@ class Attempt:
                 raise CruxError("the group was made without a store")
             self._store = GroupStore(store)
             self._rank, self._size = current.rank(), current.size()
-            self._moved = self._pairs_moved and current.name() in ON_QUEUE_PAIRS
+            self._moved = self._pairs_moved and kind_of(current) in ON_QUEUE_PAIRS
             # Ranks that wait for this one in a collective must not time out.
             if hasattr(getattr(current, "options", None), "_timeout"):
                 timeout_s = current.options._timeout.total_seconds()
@@ -175,6 +186,7 @@ class Attempt:
             _log.debug("details", exc_info=True)
         finally:
             self._next = None
+            self._member.made = self._generation
 
     def _ended(self) -> bool:
         """Whether nobody needs this switch any more."""
@@ -195,7 +207,10 @@ class Attempt:
         member, patience_s = self._member, self._patience_s
         since_s, seen = time.monotonic(), int(self._switch.collectives)
         born = self._generation if self._moved else self._switch.born
-        says = Says(born=born, refusal=self._switch.refusal[:MAX_REASON])
+        refusal = self._switch.refusal
+        if self._all_or_none and self._switch.transfers_stay:
+            refusal = refusal or TRANSFERS_STAY
+        says = Says(born=born, refusal=refusal[:MAX_REASON])
         start = self._agreement.round("start", says, self._needed, patience_s=patience_s)
         if not start.go and not start.reason:
             member.note(state="idle", generation=self._generation, error=None)
@@ -234,6 +249,7 @@ class Attempt:
         """Make the next inner backend; returns why that failed, or nothing."""
         began_s = time.monotonic()
         try:
+            self._await_turn()
             current = self._switch.backend
             prefix = f"{PREFIX}{self._generation}/{self._switch.device}/inner/"
             store = Rendezvous(self._store, prefix, self._ended)
@@ -244,9 +260,20 @@ class Attempt:
         except Exception as error:
             _log.debug("details", exc_info=True)
             return _reason(error)
+        finally:
+            self._member.made = self._generation
         self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
         events.connections_were_made()
         return ""
+
+    def _await_turn(self) -> None:
+        deadline_s = time.monotonic() + self._patience_s / 2
+        while not self._is_turn():
+            if self._ended():
+                raise Ended("the process group has ended")
+            if time.monotonic() >= deadline_s:
+                raise CruxError("an older group still makes its connections")
+            time.sleep(DRAIN_POLL_S)
 
     def _margin(self, since_s: float, seen: int) -> int:
         """Collectives that this rank may issue while the ranks agree.
@@ -273,7 +300,7 @@ class Attempt:
         verdict = self._agreement.round(
             "hold",
             Hold(collectives=collectives, transfers=transfers, stay=stay),
-            decide,
+            decide_whole if self._all_or_none else decide,
             # A store that fails is given up after twice this: still less than the hold.
             patience_s=self._hold_s / 3,
             longest_poll_s=HOLD_POLL_S,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,10 @@ from crux_torch.errors import CruxError
 #: Arguments: the current backend, an empty store, a timeout for making the next one, and the
 #: options that the script gave for the first one, if any.
 Maker = Callable[[Any, Any, timedelta, Any], Any]
+
+
+#: Bytes that the last communicator took on each device, as far as that was seen.
+_taken: dict[int, int] = {}
 
 
 def like_gloo(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
@@ -67,10 +72,33 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
     if device is None:
         raise CruxError("a NCCL group without a bound device")
     options._timeout = timeout
-    with torch.accelerator.device_index(device.index):
+    # Without it, a rank that fails leaves the others in NCCL for as long as the job lives.
+    options.config.blocking = 0
+    with torch.accelerator.device_index(device.index), _room_on(device):
         made = stock(native, current.rank(), current.size(), options, device)
     made.set_timeout(wanted._timeout)
     return made
+
+
+@contextlib.contextmanager
+def _room_on(device: torch.device) -> Iterator[None]:
+    """Within it a communicator is made on the current device.
+
+    Raises:
+        CruxError: less memory is free than the last one took.
+    """
+    from crux_torch import _C
+
+    # What NCCL asks of CUDA breaks another thread's capture of a graph otherwise.
+    _C.tolerate_captures(device.type)
+    info = getattr(torch.get_device_module(device), "mem_get_info", None)
+    free = 0 if info is None else info(device)[0]
+    wanted = _taken.get(device.index, 0)
+    if info is not None and free < wanted:
+        raise CruxError(f"{free} bytes are free on {device}; the last communicator took {wanted}")
+    yield
+    if info is not None:
+        _taken[device.index] = max(0, free - info(device)[0])
 
 
 def _registers_all_memory() -> bool:
@@ -104,9 +132,7 @@ def make_next(current: Any, store: Any, timeout: timedelta, script_options: Any 
         CruxError: a backend of this kind can't be made anew.
         RuntimeError: c10d could not make it, in time or at all.
     """
-    # "nccl2" and "nccl-lazy" are kinds of "nccl".
-    kind = "nccl" if current.name().startswith("nccl") else current.name()
-    maker = MAKERS.get(kind)
+    maker = MAKERS.get(inner_backends.kind_of(current))
     if maker is None:
         raise CruxError(f"a backend of the kind {current.name()!r} can't be made anew")
     return maker(current, store, timeout, script_options)

@@ -59,6 +59,7 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         *rdma.stand_in(env),
         *rdma.devices(devices),
         *nccl.traffic_class(env, settings),
+        *nccl.unreached(env),
         *nccl.forced_classes(devices),
         *nccl.ecn_bits(env, settings, devices),
         links.semaphores(settings),

@@ -36,6 +36,12 @@ def traffic_class(env: Mapping[str, str], settings: Settings) -> Iterator[Check]
         yield Check(name, "ok", "Crux sets it when a communicator is made")
 
 
+def unreached(env: Mapping[str, str]) -> Iterator[Check]:
+    """What takes traffic out of Crux's reach."""
+    for name, cost in nccl.unreached(env).items():
+        yield Part(name, cost).missing("set", f"unset {name}")
+
+
 def forced_classes(devices: Sequence[RdmaDevice], sysfs: Path = SYSFS) -> Iterator[Check]:
     """Whether a driver overrides the class of every queue pair."""
     for device in devices:

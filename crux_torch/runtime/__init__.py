@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -162,6 +163,7 @@ def status() -> dict[str, Any]:
         "active": active,
         "why_not": None if active else ended,
         "attached": backend.is_attached(),
+        "unreached": nccl.unreached(os.environ, sys.modules),
         "settings": None,
         "recorder": None,
     }

@@ -111,6 +111,11 @@ void bind_inner_switch(py::module_& module) {
       .def_property_readonly("born", &InnerSwitch::born)
       .def_property_readonly("collectives",
                              [](const InnerSwitch& self) { return self.point().collectives(); })
+      .def_property_readonly("transfers_stay",
+                             [](const InnerSwitch& self) {
+                               const py::gil_scoped_release release;
+                               return self.point().transfers_stay();
+                             })
       .def_property_readonly("waits",
                              [](const InnerSwitch& self) {
                                const auto waits = self.point().waits();

@@ -49,6 +49,8 @@ void bind_recorder(py::module_& module) {
 
   module.def("process_recorder", &process_recorder, py::arg("capacity"),
              py::return_value_policy::reference);
+  module.def("tolerate_captures",
+             [](const std::string& device) { tolerate_captures(c10::Device(device).type()); });
   module.def(
       "set_capture_mode_exchange",
       [](uintptr_t address) {

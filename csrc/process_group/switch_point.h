@@ -150,6 +150,11 @@ class SwitchPoint {
     count_.transfers_stay = true;
   }
 
+  bool transfers_stay() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return count_.transfers_stay;
+  }
+
   // For the one thread that switches -----------------------------------------------------------
 
   // This rank's hold point: `margin` collectives from now, and no further transfer.

@@ -114,7 +114,8 @@ Wire wire(uint32_t qp_num) {
   const Qp& qp = *queue_pairs.at(qp_num);
   const uint32_t label = qp.path.grh.flow_label;
   const uint16_t udp_port = label == 0 ? 0 : ibv_flow_label_to_udp_sport(label);
-  return {qp.path.grh.traffic_class, qp.live_udp_port != 0 ? qp.live_udp_port : udp_port};
+  return {qp.path.grh.traffic_class, qp.path.sl,
+          qp.live_udp_port != 0 ? qp.live_udp_port : udp_port};
 }
 
 int open_queue_pairs() {

@@ -22,6 +22,7 @@ void set_live_port(ibv_qp* handle, uint16_t udp_port);
 // What each packet of a queue pair would carry.
 struct Wire {
   uint8_t traffic_class = 0;
+  uint8_t service_level = 0;
   uint16_t udp_port = 0;
 };
 Wire wire(uint32_t qp_num);

@@ -58,11 +58,13 @@ struct End {
   ibv_qp* qp;
 };
 
-int connect_one(End& from, const End& to, uint8_t traffic_class = 0) {
+int connect_one(End& from, const End& to, uint8_t traffic_class = 0, uint8_t service_level = 0) {
   ibv_gid peer;
   fake_verbs::calls().query_gid(to.context, 1, 1, &peer);
-  return rc_connect(to.qp->qp_num, peer, traffic_class,
-                    [&](ibv_qp_attr& given, int mask) { return from.modify(given, mask); });
+  return rc_connect(to.qp->qp_num, peer, traffic_class, [&](ibv_qp_attr& given, int mask) {
+    given.ah_attr.sl = service_level;
+    return from.modify(given, mask);
+  });
 }
 
 struct Pair {
@@ -110,6 +112,22 @@ void the_nth_queue_pair_takes_the_nth_port() {
   CHECK(connect_one(other, peer, 9) == 0);
   CHECK(other.described().how == CRUX_UNTOUCHED && other.described().dscp == 2);
   CHECK(other.described().local_port == 0);
+}
+
+// As NCCL has it, which writes its class into both.
+void the_service_level_follows_the_class() {
+  End peer(1);
+  const auto wire = [&peer](uint8_t traffic_class, uint8_t service_level) {
+    End end(0);
+    CHECK(connect_one(end, peer, traffic_class, service_level) == 0);
+    return fake_verbs::wire(end.qp->qp_num);
+  };
+  CHECK(crux_transport_label(18, "group 1", 40) == 0);
+  CHECK(wire(18, 18).traffic_class == 162 && wire(18, 18).service_level == 162);
+  CHECK(wire(18, 3).traffic_class == 162 && wire(18, 3).service_level == 3);  // NCCL_IB_SL=3
+  const Routed routed("10.9.0.2", 26, {});
+  CHECK(wire(106, 106).traffic_class == 106 && wire(98, 98).service_level == 106);
+  CHECK(wire(0, 0).traffic_class == 104 && wire(0, 0).service_level == 0);  // it gave none
 }
 
 void a_refused_path_is_replaced_by_the_callers_own() {
@@ -183,6 +201,7 @@ int main() {
   hooks();
   CHECK(crux_transport_sees_queue_pairs());
   the_nth_queue_pair_takes_the_nth_port();
+  the_service_level_follows_the_class();
   a_refused_path_is_replaced_by_the_callers_own();
   a_device_without_a_call_for_it_is_not_changed();
   a_destroyed_queue_pair_is_not_touched();

@@ -28,13 +28,11 @@ class SideStream:
             work.wait()
             out = mine.sum() + gathered.sum()
             if size == PAIR:
+                # Not batched: a group on a device that batches messages is not switched.
                 got, other = torch.empty_like(mine), 1 - self._rank.rank
-                operations = [
-                    dist.P2POp(dist.isend, mine, other),
-                    dist.P2POp(dist.irecv, got, other),
-                ]
-                for each in dist.batch_isend_irecv(operations):
-                    each.wait()
+                calls = [lambda: dist.isend(mine, other), lambda: dist.irecv(got, other)]
+                for call in calls[:: 1 - 2 * self._rank.rank]:
+                    call().wait()
                 out = out + got.sum()
         main.wait_stream(self._side)
         return float(out.item())

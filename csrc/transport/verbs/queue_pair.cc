@@ -24,12 +24,14 @@ Transition Transition::copy(const ibv_qp_attr& attributes, int mask) {
 }
 
 Path Path::of(const ibv_qp_attr& attributes) {
-  return {attributes.ah_attr.grh.traffic_class, attributes.ah_attr.grh.flow_label};
+  const ibv_ah_attr& given = attributes.ah_attr;
+  return {given.grh.traffic_class, given.sl, given.grh.flow_label};
 }
 
 void Path::write(ibv_qp_attr& attributes) const {
   attributes.ah_attr.grh.traffic_class = traffic_class;
   attributes.ah_attr.grh.flow_label = flow_label;
+  attributes.ah_attr.sl = service_level;
 }
 
 QueuePair::QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle)

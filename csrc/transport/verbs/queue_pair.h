@@ -27,12 +27,19 @@ struct Transition {
 // The part of an address vector that a plan decides.
 struct Path {
   uint8_t traffic_class = 0;
+  uint8_t service_level = 0;
   uint32_t flow_label = 0;
 
+  // NCCL takes the service level from the class, unless NCCL_IB_SL says another.
+  void give_class(uint8_t wanted) {
+    if (traffic_class != 0 && service_level == traffic_class) service_level = wanted;
+    traffic_class = wanted;
+  }
   static Path of(const ibv_qp_attr& attributes);
   void write(ibv_qp_attr& attributes) const;
   friend bool operator==(const Path& a, const Path& b) {
-    return a.traffic_class == b.traffic_class && a.flow_label == b.flow_label;
+    return a.traffic_class == b.traffic_class && a.service_level == b.service_level &&
+           a.flow_label == b.flow_label;
   }
 };
 

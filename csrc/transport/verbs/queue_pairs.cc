@@ -90,11 +90,11 @@ int QueuePairs::connect(QueuePair& pair, const Transition& given) {
   Path wanted = asked;
   const std::shared_ptr<const Route> route = transport()->routes.to(peer);
   if (route) {
-    if (route->dscp >= 0) wanted.traffic_class = with_dscp(asked.traffic_class, route->dscp);
+    if (route->dscp >= 0) wanted.give_class(with_dscp(asked.traffic_class, route->dscp));
     if (const uint16_t port = take_port(*route, pair)) wanted.flow_label = flow_label_of(port);
   }
   const std::optional<Label> label = labels.find(asked.traffic_class);
-  if (label && label->dscp >= 0) wanted.traffic_class = with_dscp(asked.traffic_class, label->dscp);
+  if (label && label->dscp >= 0) wanted.give_class(with_dscp(asked.traffic_class, label->dscp));
 
   Transition call = given;
   wanted.write(call.attributes);
