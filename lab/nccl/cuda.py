@@ -17,8 +17,7 @@ from typing import Any
 
 from lab.nccl.library import Library
 
-_NOT_SUPPORTED = 801
-_NVML_NOT_SUPPORTED = 3
+_UNSUPPORTED, _UNSUPPORTED_NVML = 801, 3
 _VERSION = 13000
 _COMPUTE_CAPABILITY = (9, 0)
 #: Attributes of a device by their numbers in cudaDeviceAttr, those that are not 0.
@@ -59,7 +58,6 @@ class HostCuda:
         self._bus_ids = [bus_id.encode() for bus_id in bus_ids]
         # By the thread: Python forgets what is local to a thread of NCCL's when a call returns.
         self._device: dict[int, int] = {}
-        self.unsupported: set[str] = set()
         self._driver_functions: dict[str, Any] = {}
         # What NCCL asks the driver itself and needs to know; it does without all else.
         self._drivers: dict[str, Callable[..., int]] = {
@@ -114,18 +112,10 @@ class HostCuda:
         }
         for symbol in library.symbols:
             if re.fullmatch(r"cuda[A-Z]\w+", symbol) and not symbol.endswith(("_ptsz", "_ptds")):
-                library.detour(symbol, *answers.get(symbol, self._refused(symbol, _NOT_SUPPORTED)))
+                library.detour(symbol, *answers.get(symbol, (_refuses(_UNSUPPORTED), 0)))
             elif re.match(r"_Z\d+ncclNvml", symbol) and "." not in symbol:
                 name = next((n for n in nvml if symbol.startswith(f"_Z{len(n)}{n}")), None)
-                answer = nvml[name] if name else self._refused(symbol, _NVML_NOT_SUPPORTED)
-                library.detour(symbol, *answer)
-
-    def _refused(self, name: str, error: int) -> tuple[Callable[..., int], int]:
-        def refuse(*_: int) -> int:
-            self.unsupported.add(name)
-            return error
-
-        return refuse, 0
+                library.detour(symbol, *(nvml[name] if name else (_refuses(_UNSUPPORTED_NVML), 0)))
 
     def _driver_of_version(self, name: int, out: int, _version: int, _flags: int, how: int) -> int:
         return self._driver(name, out, _flags, how)
@@ -134,8 +124,7 @@ class HostCuda:
         """The driver's functions that NCCL finds: one knows a context, the others refuse."""
         text = ctypes.string_at(name).decode()
         if text not in self._driver_functions:
-            answer = self._drivers.get(text) or self._refused(text, _NOT_SUPPORTED)[0]
-            self._driver_functions[text] = _Driver(answer)
+            self._driver_functions[text] = _Driver(self._drivers.get(text, _refuses(_UNSUPPORTED)))
         address = ctypes.cast(self._driver_functions[text], ctypes.c_void_p).value or 0
         return _set(out, address, ctypes.c_void_p) or _set(how, 0)
 
@@ -192,6 +181,10 @@ class HostCuda:
 
     def _memory(self, free: int, total: int) -> int:
         return _set(free, 1 << 34, ctypes.c_size_t) or _set(total, 1 << 34, ctypes.c_size_t)
+
+
+def _refuses(error: int) -> Callable[..., int]:
+    return lambda *_: error
 
 
 def _sets(value: int) -> Callable[..., int]:
