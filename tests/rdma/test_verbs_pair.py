@@ -21,6 +21,8 @@ from scenarios.pair import (
     PLANNED_DSCP,
     PLANNED_PORTS,
     QUEUE_PAIRS,
+    VARIABLE_CLASS,
+    VARIABLE_LEVEL,
 )
 
 from lab.rdma.capture_file import PSNS, Packet
@@ -192,9 +194,25 @@ def test_every_queue_pair_of_nccl_sends_as_its_address_vector_says(
         given = [(one["peer"], one["given"]) for one in told["connected"]]
         asked = {(peer, v["traffic_class"], port_of(v["flow_label"])) for peer, v in given}
         assert wire == asked
+        for one in told["connected"]:
+            # NCCL takes the level from the class, and the stand-in lets it follow.
+            level = one["given"]["traffic_class"] if of_nccl else 0
+            assert one["given"]["service_level"] == level
         if program == "nccl group":
             assert {tos for _, tos, _ in wire} == {GROUP_DSCP << 2 | ECN}
             assert set(told["owners"]) == {GROUP}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nccls_variables_go_before_the_communicators_class(pair: Outcome, case: str) -> None:
+    connected = nccls(pair, f"nccl variables {case}")["connected"]
+    asked = {"traffic_class": VARIABLE_CLASS, "service_level": VARIABLE_LEVEL, "flow_label": 0}
+    assert [one["asked"] for one in connected] == [asked] * len(connected)
+    # A level of its own stays; a route's class takes the two ECN bits.
+    assert {one["given"]["service_level"] for one in connected} == {VARIABLE_LEVEL}
+    planned = {dscp << 2 | VARIABLE_CLASS & 3 for dscp in PLANNED_DSCP.values()}
+    tos = {packet.tos for packet in pair.capture("pair", done(pair, f"nccl variables {case}"))}
+    assert tos == ({VARIABLE_CLASS} if case == "plain" else planned)
 
 
 def port_of(flow_label: int) -> int:

@@ -25,6 +25,8 @@ PLANNED_PORTS = dict(
 )
 #: A communicator of this group is asked to send with this class.
 GROUP, GROUP_DSCP = "data_parallel", 34
+#: What NCCL's variables say instead: class and service level.
+VARIABLE_CLASS, VARIABLE_LEVEL = 105, 3
 #: NCCL's variables: so many queue pairs for a connection, and each message over all of them.
 NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -67,7 +69,10 @@ def main(environment: str, libnccl: str) -> None:
                 nccl = [_PYTHON, "-B", "-S", str(_NCCL_NET), libnccl]
                 found = {**env, **NCCL, **more}
                 recorder.run(f"nccl {case}", nccl, found)
-                recorder.run(f"nccl group {case}", [*nccl, GROUP, str(GROUP_DSCP)], found)
+                of_group = [*nccl, GROUP, str(GROUP_DSCP)]
+                recorder.run(f"nccl group {case}", of_group, found)
+                found |= {"NCCL_IB_TC": str(VARIABLE_CLASS), "NCCL_IB_SL": str(VARIABLE_LEVEL)}
+                recorder.run(f"nccl variables {case}", of_group, found)
 
 
 def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
