@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from crux_torch.c10d.events import Listener
     from crux_torch.measure.job_profile import JobProfile
 
-__all__ = ["__version__", "attach", "profile", "status"]
+__all__ = ["__version__", "attach", "count_flops", "profile", "status"]
 
 
 def _runtime() -> Listener:
@@ -49,6 +49,20 @@ def attach() -> None:
     from crux_torch.c10d import backend
 
     backend.attach()
+
+
+def count_flops(flops: float) -> None:
+    """Say that one iteration takes ``flops`` FLOPs on this rank, in place of what Crux counts.
+
+    For a script whose operators Crux can't see (docs/work.md). It holds from the next measurement
+    on, until the next call; 0 gives the counting back to Crux.
+
+    Raises:
+        ValueError: negative, or not a finite number.
+    """
+    from crux_torch.measure import flops as meter
+
+    meter.tell(flops)
 
 
 def profile() -> JobProfile | None:

@@ -57,6 +57,12 @@ def test_counted_flops_go_before_time_and_give_the_utilisation() -> None:
     assert merge([sample(flops=4e14)]).utilization is None, "the device's rate is not known"
 
 
+def test_what_the_script_says_is_named_so() -> None:
+    profile = merge([sample(flops=4e14, flops_told=True, device=device())])
+    assert (profile.flops, profile.flops_source) == (4e14, "told")
+    assert profile.utilization == pytest.approx(0.4)
+
+
 def test_a_count_beyond_the_devices_is_clamped_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = work_of([sample(flops=3e15, device=device())])

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import crux_torch
 from crux_torch.host.nvml_device import OwnDevice
+from crux_torch.measure.flops import FlopCount
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.measure.record import RECORD, Flag
 from crux_torch.runtime import measure
@@ -118,6 +120,26 @@ def test_a_measurement_ends_by_what_is_recorded_not_by_what_is_issued(
     recorder.held = of_device(issued[-3:])
     meter.drain()
     assert meter.due()
+
+
+def test_the_scripts_flops_go_before_the_count(
+    meter: RankMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(
+        measure, "summarize", lambda *a, **given: said.append((given["flops"], given["flops_told"]))
+    )
+    monkeypatch.setattr(meter.flops, "count", lambda: FlopCount({"fp32": 5.0}, 1, 0, ()))
+    try:
+        for flops in (7e12, 0):
+            crux_torch.count_flops(flops)
+            meter.finish()
+    finally:
+        crux_torch.count_flops(0)
+    assert said == [(7e12, True), (5.0, False)]
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="FLOPs"):
+            crux_torch.count_flops(wrong)
 
 
 def test_a_measurement_of_a_job_without_communication_ends(

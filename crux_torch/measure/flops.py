@@ -30,6 +30,21 @@ OTHER = -1
 
 Signature = tuple[Any, ...]
 
+_told: float | None = None
+
+
+def tell(flops: float) -> None:
+    """See :func:`crux_torch.count_flops`."""
+    global _told
+    if not 0 <= flops < float("inf"):
+        raise ValueError(f"an iteration of {flops} FLOPs: expected a number, 0 or more")
+    _told = float(flops) or None
+
+
+def told() -> float | None:
+    """FLOPs of an iteration on this rank, where the script knows better than the count."""
+    return _told
+
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:

@@ -9,6 +9,7 @@ import msgspec
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0.0, le=1e30)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+FlopsSource = Literal["counted", "told", "time"]
 
 #: Bounds of the schema: a record from another tenant is never larger than this.
 MAX_FLOWS = 4096
@@ -39,7 +40,8 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ``both`` where the two agree.
         compute_s: seconds of an iteration in which the devices compute: period less exposed time.
         flops: W_j over all devices of the job.
-        flops_source: ``counted`` from the operators, or ``time`` (device-busy time times rate).
+        flops_source: ``counted`` from the operators, ``told`` by the script on some rank, or
+            ``time`` (device-busy time times rate).
         flops_by_time: W_j from time, for comparison: device-busy time times the devices' rate; 0
             where the rate is not known.
         device_flops: FLOP/s that the devices together could do in the data types in use; 0 where
@@ -65,7 +67,7 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     period_source: Literal["fourier", "marks", "both"]
     compute_s: NonNegative
     flops: NonNegative
-    flops_source: Literal["counted", "time"]
+    flops_source: FlopsSource
     flops_by_time: NonNegative = 0.0
     device_flops: NonNegative = 0.0
     device_busy: Share | None = None
@@ -94,7 +96,7 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
         None where FLOPs were not counted, or the devices' rate is not known.
         """
-        if self.flops_source != "counted" or not self.device_flops:
+        if self.flops_source == "time" or not self.device_flops:
             return None
         return self.achieved_flops / self.device_flops
 

@@ -104,6 +104,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         period_s, period_source: see :class:`period.Period`.
         exposed_s, comm_s, bursts: see :class:`timeline.Timeline`.
         flops: FLOPs of an iteration on this rank; None while none were counted.
+        flops_told: the script said so; otherwise they were counted.
         uncounted_ops: operators that do tensor work and count nothing.
         device: what the rank computes on; None on a CPU.
         groups, traffic: what the rank took part in, the payloads summed over the iterations.
@@ -122,6 +123,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     comm_s: NonNegative
     bursts: Annotated[tuple[ProfileBurst, ...], msgspec.Meta(min_length=1, max_length=MAX_BURSTS)]
     flops: NonNegative | None = None
+    flops_told: bool = False
     uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     device: DeviceUse | None = None
     groups: Annotated[tuple[GroupRow, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
@@ -164,6 +166,7 @@ def summarize(
     host: str,
     marks_ns: ArrayLike | None = None,
     flops: float | None = None,
+    flops_told: bool = False,
     uncounted_ops: Sequence[str] = (),
     device: DeviceUse | None = None,
     lost: int = 0,
@@ -174,7 +177,8 @@ def summarize(
         records: of this rank, in any order; those that failed or are incomplete are left out.
         groups: the recorder's table.
         marks_ns: iteration marks of the host, ascending; those outside the window do no harm.
-        rank, world_size, host, flops, uncounted_ops, device, lost: see :class:`RankSample`.
+        rank, world_size, host, flops, flops_told, uncounted_ops, device, lost: see
+            :class:`RankSample`.
 
     Returns:
         None with fewer than ``MIN_ITERATIONS`` whole iterations.
@@ -214,6 +218,7 @@ def summarize(
         comm_s=line.comm_s,
         bursts=line.bursts,
         flops=flops,
+        flops_told=flops_told,
         uncounted_ops=tuple(uncounted_ops)[:64],
         device=device,
         groups=table,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from crux_torch.measure.device import DeviceUse
+from crux_torch.measure.job_profile import FlopsSource
 from crux_torch.measure.sample import RankSample
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class Work(NamedTuple):
     """
 
     flops: float
-    flops_source: Literal["counted", "time"]
+    flops_source: FlopsSource
     flops_by_time: float
     device_flops: float
     device_busy: float | None
@@ -51,6 +52,7 @@ def work(
     peak = scale * _over_devices(samples, lambda device: device.peak_flops, device_flops)
     by_time = compute_s * in_use
     counted = [s.flops for s in samples if s.flops is not None]
+    told = any(s.flops_told for s in samples)
     flops = by_time
     if counted:
         if len(counted) < len(samples):
@@ -68,7 +70,7 @@ def work(
     activities = [s.device.activity for s in samples if s.device and s.device.activity]
     return Work(
         flops=flops,
-        flops_source="counted" if counted else "time",
+        flops_source="told" if told else "counted" if counted else "time",
         flops_by_time=by_time,
         device_flops=in_use,
         device_busy=_mean([activity.busy for activity in activities]),

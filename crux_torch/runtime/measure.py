@@ -10,7 +10,7 @@ import numpy as np
 
 from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.device import DeviceMeter
-from crux_torch.measure.flops import FlopCount, FlopMeter
+from crux_torch.measure.flops import FlopCount, FlopMeter, told
 from crux_torch.measure.iteration_ends import iteration_ends
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.measure.record import GroupInfo, Records, from_bytes
@@ -154,6 +154,7 @@ class RankMeter:
         self.drain()
         self.window.forget_before(self._begin_ns)
         count = self.flops.count() or FlopCount({}, 0, 0, ())
+        said = told()
         return summarize(
             self.window.records(),
             self.groups(),
@@ -161,7 +162,8 @@ class RankMeter:
             world_size=self._world_size,
             host=self._host,
             marks_ns=self.marks.marks_ns(self._begin_ns),
-            flops=count.flops or None,
+            flops=said if said is not None else count.flops or None,
+            flops_told=said is not None,
             uncounted_ops=count.uncounted_ops,
             device=self.device.finish(count.by_precision),
             lost=self._recorder.dropped + self.window.dropped - self._dropped_before,
