@@ -167,21 +167,27 @@ def _suspending(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _registering(register_backend: Callable[..., None]) -> Callable[..., None]:
-    """Registers a Gloo that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps twice.
+    """Registers a Gloo that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps under another type than GLOO.
 
-    torch's C++, for example DDP's logger, casts what a group has of type GLOO to ProcessGroupGloo.
-    With stock Gloo it finds the wrapper and crashes. Here it finds the delegating backend, and the
-    operations go to the wrapper.
+    torch's C++, for example DDP's logger, casts what a group has of type GLOO to ProcessGroupGloo,
+    and crashes where that is the wrapper. If it is the group's only backend it gets the type
+    CUSTOM. Beside another backend it gets UNDEFINED: c10d keeps one backend of each type in a
+    group, and the other may be CUSTOM.
     """
     types = c10d.ProcessGroup.BackendType
 
+    def kind_in(group: Any, backend: Any) -> Any:
+        if group.name() == "gloo":
+            group._set_default_backend(types.CUSTOM)
+            return types.CUSTOM
+        known = any(group._get_backend(device) is backend for device in group._device_types)
+        return types.CUSTOM if known and group.name() == "custom" else types.UNDEFINED
+
     def _register_backend(group: Any, device: Any, kind: Any, *backend: Any) -> None:
-        inside = getattr(backend[0], "wrapped_pg", None) if backend else None
         if kind == types.GLOO:
-            if inner_backends.is_delegating(inside):
-                register_backend(group, device, kind, inside)
-                kind = types.UNDEFINED
-            if group.name() == "undefined":
+            if backend and inner_backends.is_delegating(getattr(backend[0], "wrapped_pg", None)):
+                kind = kind_in(group, backend[0])
+            elif group.name() == "undefined":
                 # torch 2.11 sets none for several devices once any package's backend is known.
                 group._set_default_backend(types.GLOO)
         register_backend(group, device, kind, *backend)
