@@ -108,6 +108,8 @@ def test_marks_only_what_is_owned_and_reverts_it(ours, others, traffic_class):
     assert (report.applied, report.refused, report.error) == (1, 0, "")
     assert report.marks[0].local == ours.getsockname()
     assert (_tos(ours), _tos(others)) == (TOS, 0)
+    [mine] = [c for c in Transport.load().connections() if c.id == report.marks[0].inode]
+    assert (mine.dscp, mine.how, mine.error) == (report.dscp, "live_option", 0)
     assert traffic_class.status() == report
     assert traffic_class.revert().marks == ()
     assert _tos(ours) == 0
