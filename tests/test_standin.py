@@ -98,17 +98,9 @@ def test_functions_come_from_it_or_from_the_real_library(
     names = [f"{name}@IBVERBS_1.1" for name in (*ours, *others)]
     private = [v for v in library(installed).versions() if "PRIVATE" in v]
     for loaded in (standin.NCCL_NAME, standin.PROGRAM_NAME, env[standin.NCCL_VARIABLE]):
-        lines = run(
-            sys.executable,
-            "-c",
-            DLOPEN,
-            loaded,
-            *names,
-            f"verbs_set_ops@{private[0]}",
-            "ibv_none@IBVERBS_1.1",
-            env=env,
-        ).splitlines()
-        found = dict(line.split() for line in lines)
+        asked = [*names, f"verbs_set_ops@{private[0]}", "ibv_none@IBVERBS_1.1"]
+        told = run(sys.executable, "-c", DLOPEN, loaded, *asked, env=env)
+        found = dict(line.split() for line in told.splitlines())
         for name in names:
             where = Path(found[name])
             assert (where.parent.name.startswith("verbs-")) == (name.split("@")[0] in ours), name

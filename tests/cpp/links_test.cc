@@ -259,15 +259,13 @@ void a_wait_is_bounded() {
   high.leave(hung);
 }
 
-[[noreturn]] void child(const std::function<void()>& run) {
-  run();
-  std::_Exit(0);
-}
-
 pid_t fork_to(const std::function<void()>& run) {
   const pid_t pid = fork();
   CHECK(pid >= 0);
-  if (pid == 0) child(run);
+  if (pid == 0) {
+    run();
+    std::_Exit(0);
+  }
   return pid;
 }
 
