@@ -43,8 +43,7 @@ from crux_torch.cli.results import Result, publish
 from crux_torch.schedule import correction
 from crux_torch.schedule.arrays import arrays_of, traffic_matrix
 from crux_torch.schedule.crux import assign_priorities, crux, levels_of, select_paths
-from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path, SchedulerOptions
 
 HOSTS_PER_TOR = 16
 AGGREGATIONS = 16

@@ -15,8 +15,8 @@ from crux_torch.fabric.builders.clos import crux_testbed, two_layer_clos
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.arrays import FloatArray
 from crux_torch.schedule.fairness_bound import bounds
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.collectives import build_job
 from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.placement import Allocation, Request, cells, place_random

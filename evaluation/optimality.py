@@ -29,6 +29,7 @@ from crux_torch.schedule.arrays import (
     FloatArray,
     IntArray,
     arrays_of,
+    check_levels,
     choice_of,
     traffic_matrix,
 )
@@ -37,8 +38,7 @@ from crux_torch.schedule.crux import compress_priorities, crux_pa, crux_ps_pa
 from crux_torch.schedule.crux_plus import crux_plus
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import by_descending
-from crux_torch.schedule.model import Cluster
-from crux_torch.schedule.options import Scheduler, SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, Scheduler, SchedulerOptions
 from crux_torch.schedule.rehearsal import Length, Rehearsal, RoutedJob
 from crux_torch.schedule.sincronia import compress_first, sincronia
 from crux_torch.schedule.taccl import taccl

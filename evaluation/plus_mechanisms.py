@@ -8,13 +8,12 @@ from itertools import combinations
 
 import numpy as np
 
-from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.arrays import arrays_of, check_levels, choice_of, traffic_matrix
 from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.crux import compress_priorities, crux, levels_of
 from crux_torch.schedule.crux_plus import GROUP_PLAYS, Twice, best_found, on_levels, ranks
 from crux_torch.schedule.intensity import link_traffic
-from crux_torch.schedule.model import Cluster
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, SchedulerOptions
 from crux_torch.schedule.search import Assignment, dense, moves_of_levels
 
 Path = Mapping[str, tuple[int, ...]]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from crux_torch import _fluid
-from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
 from crux_torch.schedule.placing import alone as without_others
-from crux_torch.schedule.scheduler import SCHEDULERS, Scheduler, SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.play import Report, engine_of, report_of
 from evaluation.testbed import CASES, Case, Setup, cluster_of, jobs_of

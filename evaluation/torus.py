@@ -30,8 +30,8 @@ from crux_torch.fabric.builders.server import GBPS
 from crux_torch.fabric.topology import Path, Topology
 from crux_torch.schedule.crux import crux
 from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.model import Cluster, Decision, Job
-from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.collectives import build_job
 from crux_torch.sim.placed import hashed_paths

@@ -14,10 +14,10 @@ from crux_torch import _fluid
 from crux_torch.cli.results import write_text
 from crux_torch.cli.sim_options import json_option, names_option, numbers_table, scenario_argument
 from crux_torch.errors import CruxError
-from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.schedule.model import SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.play import play
-from crux_torch.sim.scenario import read_scenario
-from crux_torch.sim.scenario_cluster import cluster_of
+from crux_torch.sim.scenario import cluster_of, read_scenario
 
 
 @click.command()

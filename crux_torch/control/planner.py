@@ -15,8 +15,8 @@ from crux_torch.errors import SettingsError
 from crux_torch.fabric.route import PlannedPath, planned_paths
 from crux_torch.fabric.topology import Path, Topology
 from crux_torch.measure.job_profile import JobProfile
-from crux_torch.schedule.model import Job
-from crux_torch.schedule.scheduler import LIVE, SCHEDULERS, SchedulerOptions
+from crux_torch.schedule.model import Job, SchedulerOptions
+from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
 
 #: JSON has no infinity: the priority of a job without traffic is this.

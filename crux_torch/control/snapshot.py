@@ -20,7 +20,7 @@ class Snapshot:
         self.topology: bytes | None = None
         self.fingerprint = ""
         self.since_s = float("-inf")
-        self._unplanned_since_s: float | None = None
+        self._unplanned_since_s = float("inf")
 
     def update(self, jobs: tuple[JobRecord, ...], topology: bytes | None, now: float) -> bool:
         """Take in what was read at ``now``; return whether anything has changed."""
@@ -29,17 +29,14 @@ class Snapshot:
         if current == self.fingerprint:
             return False
         self.fingerprint, self.since_s = current, now
-        if self._unplanned_since_s is None:
-            self._unplanned_since_s = now
+        self._unplanned_since_s = min(self._unplanned_since_s, now)
         return True
 
     def was_planned(self) -> None:
         """A plan for it is in force."""
-        self._unplanned_since_s = None
+        self._unplanned_since_s = float("inf")
 
     def stands_still(self, now: float, debounce_s: float) -> bool:
         """Whether it is worth a plan: it has come to rest, or has been in motion for too long."""
-        if now - self.since_s >= debounce_s:
-            return True
-        since_s = self._unplanned_since_s
-        return since_s is not None and now - since_s >= MAX_DEBOUNCES * debounce_s
+        in_motion_s = now - self._unplanned_since_s
+        return now - self.since_s >= debounce_s or in_motion_s >= MAX_DEBOUNCES * debounce_s

@@ -58,26 +58,26 @@ class Agent:
     One background thread makes it and calls :meth:`run`; any thread may call the rest.
 
     Args:
+        device: that this process trains on.
+        marks: where iterations end.
+        stop: set when it is to end.
         settings, recorder: of this process.
         ownership: knows the inner backends' sockets.
         store: the store of the job's first process group.
         rank, world_size: of this process in the job.
-        device: that this process trains on.
-        marks: where iterations end.
-        stop: set when it is to end.
     """
 
     def __init__(
         self,
+        device: OwnDevice,
+        marks: IterationMarks,
+        stop: threading.Event,
         settings: Settings,
         recorder: Any,
         ownership: Ownership,
         store: Any,
         rank: int,
         world_size: int,
-        device: OwnDevice,
-        marks: IterationMarks,
-        stop: threading.Event,
     ) -> None:
         self.settings = settings
         self.rank, self.world_size = rank, world_size

@@ -7,10 +7,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from crux_torch.c10d.ownership import Ownership
 from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.iterations import IterationMarks
-from crux_torch.settings import Settings
 
 if TYPE_CHECKING:
     from crux_torch.runtime.agent import Agent
@@ -32,35 +30,16 @@ class Background:
     installs hooks that this thread runs.
 
     Args:
-        settings: of this process.
-        recorder: the process's recorder.
-        ownership: knows the inner backends' sockets.
-        store: the store of the job's first process group.
-        rank, world_size: of this process in the job.
+        of: of :class:`~crux_torch.runtime.agent.Agent`, from ``settings`` to ``world_size``.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        recorder: Any,
-        ownership: Ownership,
-        store: Any,
-        rank: int,
-        world_size: int,
-    ) -> None:
+    def __init__(self, *of: Any) -> None:
         self.agent: Agent | None = None
         self.error: str | None = None
         self._device = OwnDevice()
         self._marks = IterationMarks()
         self._marks.install()
-        self._of: dict[str, Any] = {
-            "settings": settings,
-            "recorder": recorder,
-            "ownership": ownership,
-            "store": store,
-            "rank": rank,
-            "world_size": world_size,
-        }
+        self._of = of
         self._stop = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="crux", daemon=True)
@@ -98,9 +77,9 @@ class Background:
                 from crux_torch.runtime.agent import Agent
             finally:
                 _imported.set()
-            self.agent = Agent(**self._of, device=self._device, marks=self._marks, stop=self._stop)
+            self.agent = Agent(self._device, self._marks, self._stop, *self._of)
             # The store's server must be able to end with the group.
-            self._of.clear()
+            self._of = ()
         except Exception as error:
             self._marks.remove()
             self.error = f"{type(error).__name__}: {error}"

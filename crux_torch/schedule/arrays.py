@@ -5,7 +5,7 @@ Jobs are held in the order of their names, so that no result depends on the orde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, TypeVar
@@ -172,3 +172,15 @@ def row_max(matrix: Any, scale: FloatArray) -> FloatArray:
         entries = matrix.data * scale[matrix.indices]
         result[filled] = np.maximum.reduceat(entries, matrix.indptr[:-1][filled])
     return result
+
+
+def check_levels(levels: Sequence[int]) -> IntArray:
+    """``levels`` as an array.
+
+    Raises:
+        ValueError: there are none, or they do not ascend.
+    """
+    usable = np.array(levels, np.int64)
+    if not len(usable) or (np.diff(usable) <= 0).any():
+        raise ValueError(f"levels must be one or more ascending numbers, not {tuple(levels)}")
+    return usable

@@ -42,8 +42,7 @@ from crux_torch.schedule.circle import (
 from crux_torch.schedule.contention_dag import components_of
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import burst_times_s, solo_periods_s, transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
 #: Share of an iteration by which its start may leave the grid before it is held (§5.7).
 DRIFT = 0.05

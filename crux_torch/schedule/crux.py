@@ -25,6 +25,7 @@ from crux_torch.schedule.arrays import (
     FloatArray,
     IntArray,
     arrays_of,
+    check_levels,
     choice_of,
     paths_of,
     traffic_matrix,
@@ -39,8 +40,7 @@ from crux_torch.schedule.intensity import (
     transfer_times_s,
     unrouted_transfer_times_s,
 )
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 from crux_torch.schedule.placing import place
 
 #: m of Algorithm 1 ("in practice we set m = 10").

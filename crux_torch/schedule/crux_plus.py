@@ -28,12 +28,18 @@ import numpy as np
 from scipy import sparse
 
 from crux_torch import _fluid
-from crux_torch.schedule.arrays import Arrays, IntArray, arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.arrays import (
+    Arrays,
+    IntArray,
+    arrays_of,
+    check_levels,
+    choice_of,
+    traffic_matrix,
+)
 from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.contention_dag import components_of
 from crux_torch.schedule.crux import Priorities, crux, levels_of
-from crux_torch.schedule.model import Cluster, Decision, Job
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
 from crux_torch.schedule.rehearsal import Length, Rehearsal
 from crux_torch.schedule.search import (
     Assignment,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from crux_torch.schedule.arrays import arrays_of, choice_of, paths_of
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.arrays import arrays_of, check_levels, choice_of, paths_of
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
 
 def ecmp(cluster: Cluster, options: SchedulerOptions) -> Decision:

@@ -11,8 +11,7 @@ import numpy as np
 from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.crux import crux
 from crux_torch.schedule.fairness_bound import Sharing
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
 
 def crux_fair(cluster: Cluster, options: SchedulerOptions) -> Decision:

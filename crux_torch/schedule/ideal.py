@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from crux_torch.schedule.arrays import arrays_of
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.arrays import arrays_of, check_levels
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 from crux_torch.schedule.placing import alone
 
 #: Times that a job's flows may reconsider their paths beside each other.

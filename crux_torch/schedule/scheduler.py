@@ -8,13 +8,11 @@ from crux_torch.schedule.crux_plus import crux_plus
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.ideal import ideal
-from crux_torch.schedule.options import Scheduler, SchedulerOptions
+from crux_torch.schedule.model import Scheduler
 from crux_torch.schedule.sincronia import sincronia
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import varys
 from crux_torch.settings import LIVE_POLICIES
-
-__all__ = ["LIVE", "SCHEDULERS", "Scheduler", "SchedulerOptions"]
 
 #: All that there are: the simulator can play every one of them.
 SCHEDULERS: dict[str, Scheduler] = {

@@ -7,10 +7,16 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, paths_of
+from crux_torch.schedule.arrays import (
+    FloatArray,
+    IntArray,
+    arrays_of,
+    check_levels,
+    choice_of,
+    paths_of,
+)
 from crux_torch.schedule.arrays import traffic_matrix as traffic_of
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
 
 def sincronia(cluster: Cluster, options: SchedulerOptions) -> Decision:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, paths_of
+from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, check_levels, paths_of
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 from crux_torch.schedule.placing import place
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from crux_torch.schedule.arrays import IntArray, arrays_of, choice_of, paths_of, traffic_matrix
+from crux_torch.schedule.arrays import (
+    IntArray,
+    arrays_of,
+    check_levels,
+    choice_of,
+    paths_of,
+    traffic_matrix,
+)
 from crux_torch.schedule.intensity import transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.options import SchedulerOptions, check_levels
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
 
 def varys(cluster: Cluster, options: SchedulerOptions) -> Decision:

@@ -14,8 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from crux_torch.schedule.model import Cluster
-from crux_torch.schedule.options import Scheduler, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Scheduler, SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.metrics import JobOutcome, Series, Summary, Tally, summarise
 from crux_torch.sim.networks import Grain, PrivateNetworks, SharedNetwork, grain_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from crux_torch.schedule.intensity import link_traffic
-from crux_torch.schedule.model import Burst, Cluster, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from evaluation.plus_mechanisms import plus_compression, plus_order
 
 OPTIONS = SchedulerOptions(levels=(2, 5, 6))

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.placed import hashed_paths
 from crux_torch.sim.play import play

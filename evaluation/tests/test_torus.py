@@ -9,8 +9,7 @@ import pytest
 from crux_torch.fabric.builders import GpuServer, torus
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.crux import crux
-from crux_torch.schedule.model import Burst, Cluster, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.play import play
 from evaluation.torus import (
