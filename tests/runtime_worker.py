@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import socket
-import stat
 import threading
 import time
 from datetime import timedelta
@@ -19,40 +18,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kill_job import write_atomically
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 import crux_torch
+from lab import sockets
 
 
 def write(path: Path, value: Any) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value))
-    partial.rename(path)
+    write_atomically(path, json.dumps(value))
 
 
 def connections() -> dict[str, int]:
     """DSCP of each connected TCP socket of this process, by its two ports."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            fd = int(name)
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.type != socket.SOCK_STREAM or sock.family == socket.AF_UNIX:
-                    continue
-                ports = f"{sock.getsockname()[1]}-{sock.getpeername()[1]}"
-                v6 = sock.family == socket.AF_INET6 and "." not in sock.getsockname()[0]
-                option = (
-                    (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
-                    if v6
-                    else (socket.IPPROTO_IP, socket.IP_TOS)
-                )
-                found[ports] = sock.getsockopt(*option) >> 2
-        except OSError:
-            continue
+    for sock in sockets.connections(os.getpid()):
+        with sock:
+            v6 = sock.family == socket.AF_INET6 and "." not in sock.getsockname()[0]
+            ports = f"{sock.getsockname()[1]}-{sock.getpeername()[1]}"
+            tclass = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+            found[ports] = sock.getsockopt(*tclass) >> 2 if v6 else sockets.dscp(sock)
     return found
 
 

@@ -7,12 +7,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from control_fakes import until
 from loopback import free_port
+from training_job import alive
 
 from lab import netns, sockets
 from lab.fabric import Fabric, FabricSpec
@@ -24,13 +26,6 @@ pytestmark = pytest.mark.slow
 _OK, _REASON = netns.available()
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
-
-
 @contextmanager
 def _running(job: Job) -> Iterator[Job]:
     def started() -> bool:
@@ -38,7 +33,7 @@ def _running(job: Job) -> Iterator[Job]:
         return len(job.steps()) >= 2
 
     try:
-        _until(started, 90)
+        until(started, 90, "two steps")
         yield job
     finally:
         job.kill()
@@ -87,19 +82,12 @@ def test_kill_leaves_no_process(tmp_path: Path) -> None:
     stubborn = "trap '' TERM; sleep 600 & echo started; wait"
     job = Job(_tiny(free_port()), tmp_path, ("sh", "-c", stubborn))
     try:
-        _until(lambda: all(job.tail(r) == "started" for r in (0, 1)), 10)
+        until(lambda: all(job.tail(r) == "started" for r in (0, 1)), 10, "the launchers")
         victims = job.processes()
         assert len(victims) == 4
     finally:
         job.kill(grace_s=0.3)
-    _until(lambda: not any(map(_alive, victims)), 5)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+    until(lambda: not any(map(alive, victims)), 5, "the processes to end")
 
 
 def test_a_job_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
@@ -134,7 +122,7 @@ s.sendall(bytes(1000)); print("sent", flush=True); sys.stdin.read()
             [borrowed] = sockets.connections(child.pid)
             with borrowed:
                 assert borrowed.getpeername()[1] == port
-                _until(lambda: sockets.bytes_acked(borrowed) >= 1000, 5)
+                until(lambda: sockets.bytes_acked(borrowed) >= 1000, 5, "the bytes")
                 # The kernel counts the SYN as a byte.
                 assert sockets.bytes_acked(borrowed) in (1000, 1001)
                 borrowed.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0xC0)

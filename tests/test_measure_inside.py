@@ -19,9 +19,8 @@ from crux_torch.host.machine import Host
 from crux_torch.host.nic import Nic
 from crux_torch.host.pcie import PcieTree
 from crux_torch.measure.device import DeviceUse
-from crux_torch.measure.inside import inside_flows
 from crux_torch.measure.job_profile import HostFlow
-from crux_torch.measure.merge import merge
+from crux_torch.measure.merge import inside_flows, merge
 from crux_torch.measure.sample import GroupRow, RankSample, TrafficRow
 
 CABLES = ", ".join("{between: [h0, tor0], capacity_Bps: 50e9}" for _ in range(8))

@@ -45,14 +45,6 @@ def recorder() -> Iterator[Any]:
     recorder.drain(1 << 30)
 
 
-def group_over(backend: Any, inner: Any) -> tuple[Any, Any]:
-    """A process group whose CPU operations go through a recording backend to ``inner``."""
-    backend.add_inner("cpu", inner)
-    group = c10d.ProcessGroup(dist.HashStore(), inner.rank(), inner.size())
-    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.CUSTOM, backend)
-    return group, backend
-
-
 def fake_backend(**options: Any) -> Any:
     """A backend that moves nothing and succeeds at once."""
     fake_options = fake_pg.FakeProcessGroup.Options()
@@ -61,9 +53,18 @@ def fake_backend(**options: Any) -> Any:
     return fake_pg.FakeProcessGroup._create_internal(RANK, SIZE, fake_options)
 
 
+def fake_group(recorder: Any, **options: Any) -> tuple[Any, Any]:
+    """A process group whose CPU operations go through a recording backend to a fake one."""
+    backend = _C.DelegatingBackend("fake", RANK, SIZE, recorder)
+    backend.add_inner("cpu", fake_backend(**options))
+    group = c10d.ProcessGroup(dist.HashStore(), RANK, SIZE)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.CUSTOM, backend)
+    return group, backend
+
+
 @pytest.fixture
 def fake(recorder: Any) -> tuple[Any, Any]:
-    return group_over(_C.DelegatingBackend("fake", RANK, SIZE, recorder), fake_backend())
+    return fake_group(recorder)
 
 
 def gloo_pair(
@@ -243,9 +244,7 @@ def test_every_operation_has_a_case() -> None:
 
 def test_collectives_and_transfers_are_counted_apart_and_by_group(fake: Any, recorder: Any) -> None:
     group, backend = fake
-    other, other_backend = group_over(
-        _C.DelegatingBackend("fake", RANK, SIZE, recorder), fake_backend()
-    )
+    other, other_backend = fake_group(recorder)
     assert other_backend.group_index == backend.group_index + 1
     for g in (group, group, other, group):
         g.allreduce([tensor()]).wait()
@@ -354,9 +353,7 @@ def test_a_refused_call_is_recorded_as_failed_and_raised_unchanged(
 ) -> None:
     recorder.timing = timing
     plain = fake_backend(error_on_collective=True)
-    group, _ = group_over(
-        _C.DelegatingBackend("fake", RANK, SIZE, recorder), fake_backend(error_on_collective=True)
-    )
+    group, _ = fake_group(recorder, error_on_collective=True)
     expected = error_of(lambda: plain.allreduce([tensor()]))
     assert error_of(lambda: group.allreduce([tensor()])) == expected
     (row,) = drain(recorder, 1)

@@ -259,7 +259,8 @@ def test_disabled_it_does_nothing(start, store):
 
 def test_without_a_store_the_job_is_measured_and_keeps_its_class(start):
     away = f"tcp://127.0.0.1:{free_port()}"
-    jobs = {"none": start("none", CRUX_STORE="none"), "away": start("away", CRUX_STORE=away)}
+    one = start("one", world=1, CRUX_STORE="none")
+    jobs = {"one": one, "away": start("away", CRUX_STORE=away)}
     for job in jobs.values():
         until(lambda job=job: job.every(lambda s: s["profile"]), BOUND_S, "a profile on every rank")
         job.stop()
@@ -269,11 +270,13 @@ def test_without_a_store_the_job_is_measured_and_keeps_its_class(start):
             status = during["status"]
             assert (status["plan"], status["applied"]["level"]) == (None, None)
             assert not status["profile"]["measured_alone"]
+            assert len(status["profile"]["flows"]) == (0 if job is one else 2)
+            assert status["profile"]["flops"] == job.world * 16 * FLOPS_A_SAMPLE
             assert set(during["connections"].values()) <= {0}
             check_reverted(end["rounds"][0]["after"])
     # Nothing is wrong where no store is wanted; else the leader says once that it is away.
     said = {name: [len(error.splitlines()) for error in job.errors] for name, job in jobs.items()}
-    assert said == {"none": [0, 0], "away": [1, 0]}
+    assert said == {"one": [0], "away": [1, 0]}
 
 
 WORLDS = """
@@ -312,15 +315,3 @@ def test_one_thread_serves_all_backends_and_groups_of_a_world():
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_world_of_one(start, store):
-    job = start("job", world=1, CRUX_STORE=store)
-    until(lambda: job.every(lambda s: s["plan"]), BOUND_S, "a plan")
-    job.stop()
-    (end,) = job.end()
-    during = end["rounds"][0]["during"]
-    assert during["status"]["profile"]["flows"] == []
-    assert during["status"]["profile"]["flops"] == 16 * FLOPS_A_SAMPLE
-    check_reverted(end["rounds"][0]["after"])
-    assert job.errors == [""]

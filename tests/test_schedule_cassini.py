@@ -24,8 +24,7 @@ from crux_torch.schedule.circle import (
     perimeter,
 )
 from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.model import Cluster, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.sim.play import play
 
 

@@ -15,8 +15,7 @@ from scipy import sparse
 from crux_torch.schedule import contention_dag, crux
 from crux_torch.schedule.contention_dag import Edges
 from crux_torch.schedule.crux import best_cuts, compress_priorities, crossing_weights
-from crux_torch.schedule.model import Cluster, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.sincronia import compress_first
 from crux_torch.schedule.varys import compress_balanced
 

@@ -12,8 +12,8 @@ from schedule_cases import clusters
 
 from crux_torch.schedule.crux import crux
 from crux_torch.schedule.intensity import link_traffic
-from crux_torch.schedule.model import Cluster, Flow, Job
-from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
 
 LEVELS = (1, 3, 4)
 

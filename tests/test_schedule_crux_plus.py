@@ -21,8 +21,7 @@ from crux_torch.schedule.crux_plus import (
     crux_plus,
 )
 from crux_torch.schedule.intensity import transfer_times_s
-from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
 from crux_torch.schedule.rehearsal import Rehearsal
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.schedule.search import (

@@ -16,8 +16,7 @@ from crux_torch.schedule.crux import crux
 from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.fairness_bound import bounds
 from crux_torch.schedule.intensity import burst_traffic, link_traffic
-from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
 from crux_torch.sim.play import play
 
 ITERATIONS = 12

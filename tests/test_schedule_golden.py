@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from crux_torch.schedule.model import Burst, Cluster, Flow, Job
-from crux_torch.schedule.scheduler import SCHEDULERS, SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
 
 FILE = Path(__file__).parent / "golden_decisions.json"
 LINKS = tuple("uvwxyz")

@@ -13,8 +13,7 @@ from crux_torch.schedule.cassini import cassini
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.ideal import ideal
 from crux_torch.schedule.intensity import burst_traffic, link_traffic
-from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
-from crux_torch.schedule.options import SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.play import play
 

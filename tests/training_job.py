@@ -127,7 +127,7 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.launcher.wait(BOUND_S)
-        until(lambda: not any(map(_alive, pids)), BOUND_S, "the processes to end")
+        until(lambda: not any(map(alive, pids)), BOUND_S, "the processes to end")
 
     def worker_pids(self) -> list[int]:
         pids = []
@@ -141,7 +141,7 @@ class Job:
         return pids
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
