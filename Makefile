@@ -77,9 +77,9 @@ test: setup
 	$(MAKE) --no-print-directory -j2 lint fakes
 	$(PYTEST) $(or $(PYTEST_ARGS),-m "not full")
 
-# The fake device and the fake NCCL, so that no test waits for a compiler.
+# The rig, the fake device and the fake NCCL, so that no test waits for a compiler.
 fakes: $(VENV)/.built
-	cd tests && ../$(BIN)/python -c 'from fake_gpu import build; build.ahead()'
+	cd tests && ../$(BIN)/python -c 'from fake_gpu import build; build.ahead(); import cuda_rig; cuda_rig.ahead()'
 
 # For the inner loop: no root, no set-up, nothing that starts jobs.
 test-quick: $(VENV)/.built
@@ -102,7 +102,7 @@ coverage: setup
 test-rdma: apt-lab setup
 	$(BIN)/python -m pytest tests/rdma $(PYTEST_ARGS)
 
-# On one GPU with NCCL; fails where there is none. `make test` runs the same tests on fakes.
+# On one GPU with NCCL; fails where there is none. `make test-all` runs the same tests on the rig (docs/gpu.md).
 test-gpu: export CRUX_TEST_GPU := 1
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --durations=20 $(PYTEST_ARGS)

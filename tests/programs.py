@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cuda_rig
+
 TESTS = Path(__file__).parent
 
 
@@ -26,3 +28,10 @@ def python(code: str, *arguments: str, limit_s: float = 300.0, **env: str) -> st
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def on_the_rig(code: str, devices: int = 1, **env: str) -> str:
+    """The same for a program that finds CUDA devices; see :mod:`cuda_rig`."""
+    return python(
+        code, **{"OMP_NUM_THREADS": "1"} | cuda_rig.environment(os.environ, devices) | env
+    )

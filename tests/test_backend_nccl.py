@@ -1,7 +1,7 @@
 """What a script does with NCCL gives the same on Crux, whichever way it got its backend.
 
-NCCL is the fake one of ``fake_gpu``, on its fake accelerator. What needs no device at all (options,
-classes, the names of creators) is torch's own.
+torch's own process groups, on the rig. What needs no device at all (options, classes, the names of
+creators) runs without it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import fake_gpu
+import cuda_rig
 import pytest
 import torch
 import torch.distributed as dist
-from programs import python
+from programs import on_the_rig, python
 from rig.identity import assert_same
 from rig.job import ATTACHED, STOCK, Job
-from rig.kind import FLAVOUR, OLD_TORCH, Kind, fakes
+from rig.kind import LEGACY, OLD_TORCH, Kind
+from rig.kind import rig as the_rig
 from rig.part import FOUR, PAIR
 
 pytestmark = pytest.mark.slow
@@ -38,20 +39,19 @@ PARTS = (
     "compiled_collectives",
     "new_groups",
     "attributes",
+    "objects",
+    "sequence_numbers",
 )
-#: torch 2.11 gives the devices of objects and sequence numbers to its own backends only, and tells
-#: creators not what to split from.
-ONLY_NEWER = ("objects", "sequence_numbers")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def kind() -> Kind:
-    """The fakes, built before ranks that have to start in time."""
-    ok, reason = fake_gpu.available()
+    """The rig, built before ranks that have to start in time."""
+    ok, reason = cuda_rig.available()
     if not ok:
         pytest.skip(reason)
-    python("import fake_gpu; fake_gpu.load()", limit_s=600)
-    return fakes()
+    cuda_rig.build()
+    return the_rig()
 
 
 def same_as_stock(folder: Path, *job: Any, **options: Any) -> None:
@@ -63,15 +63,12 @@ def same_as_stock(folder: Path, *job: Any, **options: Any) -> None:
         assert_same(ours[part], stock[part], kind, part)
 
 
-@pytest.mark.parametrize(
-    ("flavour", "bound"), [("legacy", False), ("nccl2", not OLD_TORCH)], ids=["legacy", "nccl2"]
-)
+@pytest.mark.parametrize(("env", "bound"), [(LEGACY, False), ({}, True)], ids=["legacy", "nccl2"])
 def test_same_results_as_the_stock_backend(
-    flavour: str, bound: bool, kind: Kind, tmp_path: Path
+    env: dict[str, str], bound: bool, kind: Kind, tmp_path: Path
 ) -> None:
     """On four ranks, with communicators made at their first use, or bound to a device."""
-    parts = PARTS if OLD_TORCH else PARTS + ONLY_NEWER + ("splits",) * bound
-    same_as_stock(tmp_path, kind, FOUR, parts, eager=bound, env={FLAVOUR: flavour})
+    same_as_stock(tmp_path, kind, FOUR, PARTS + ("splits",) * bound, eager=bound, env=env)
 
 
 @pytest.mark.full
@@ -160,24 +157,19 @@ assert made is c10d.{"_create_nccl_process_group" if legacy else "_create_nccl2_
 """)
 
 
-def test_crux_takes_the_accelerator_as_c10d_maps_it() -> None:
-    """Known only after the name was registered; tensors of either device go to their backend."""
-    python("""
+def test_crux_serves_both_devices(kind: Kind) -> None:
+    """Tensors of either device go to their backend."""
+    on_the_rig("""
 import tempfile, torch, torch.distributed as dist
 import crux_torch
-before = list(dist.Backend.backend_capability["crux"])
-assert before == ["cpu", "cuda"], before
-import fake_gpu
-fake_gpu.load()
-assert list(dist.Backend.backend_capability["crux"]) == ["cpu", "cuda", "fakegpu"]
-assert "fakegpu" in dist.Backend.backend_capability["crux"]
-assert dist.Backend.default_device_backend_map["fakegpu"] == "fakenccl"
+assert list(dist.Backend.backend_capability["crux"]) == ["cpu", "cuda"]
+torch.cuda.set_device(0)
 dist.init_process_group("crux", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
-backend = dist.group.WORLD._get_backend(torch.device("fakegpu"))
-assert type(backend.inner("fakegpu")).__name__ == "Nccl"
+backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+assert type(backend.inner("cuda")).__name__ == "ProcessGroupNCCL2", backend.inner("cuda")
 assert type(backend.inner("cpu")).__name__ == "ProcessGroupGloo"
-assert backend.default_inner is backend.inner("fakegpu")
-for device in ("cpu", "fakegpu:0"):
+assert backend.default_inner is backend.inner("cuda")
+for device in ("cpu", "cuda"):
     tensor = torch.ones(3, device=device)
     dist.all_reduce(tensor)
     assert tensor.sum().item() == 3
@@ -186,35 +178,36 @@ dist.destroy_process_group()
 """)
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 splits groups of CUDA's backends only")
-def test_every_inner_backend_of_a_group_is_split_once() -> None:
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 asks no creator to split")
+def test_every_inner_backend_of_a_group_is_split_once(kind: Kind) -> None:
     """c10d asks once for each type of device that the one backend serves."""
-    python("""
+    on_the_rig("""
 import tempfile, torch, torch.distributed as dist
-import fake_gpu, crux_torch
-fake_gpu.load()
+from cuda_rig import control
+import crux_torch
+def splits():
+    return sum(each["op"] == "split" for each in control.issued())
 at = "file://" + tempfile.mktemp()
-bound = torch.device("fakegpu:0")
+bound = torch.device("cuda:0")
 dist.init_process_group("crux", init_method=at, rank=0, world_size=1, device_id=bound)
 parent = dist.group.WORLD._get_backend(bound)
 group = dist.split_group(split_ranks=[[0]], group_desc="half")
-assert parent.comm_split_count() == 1
-backends = [group._get_backend(torch.device(d)) for d in ("cpu", "fakegpu")]
+assert splits() == 1
+backends = [group._get_backend(torch.device(d)) for d in ("cpu", "cuda")]
 assert backends[0] is backends[1] is not parent
-assert sorted(s.device for s in backends[0].switches) == ["cpu", "fakegpu"]
+assert sorted(s.device for s in backends[0].switches) == ["cpu", "cuda"]
 assert backends[0].inner("cpu") is not parent.inner("cpu")
-for device in ("cpu", "fakegpu:0"):
+for device in ("cpu", "cuda:0"):
     tensor = torch.ones(3, device=device)
     dist.all_reduce(tensor, group=group)
     assert tensor.sum().item() == 3
 again = dist.split_group(split_ranks=[[0]])
-assert parent.comm_split_count() == 2
+assert splits() == 2
 dist.destroy_process_group()
 """)
 
 
 def test_without_an_accelerator_crux_is_gloo() -> None:
-    # Asked in a process of its own: in this one a test may have loaded the fake device.
     said = python("""
 import tempfile, torch, torch.distributed as dist, crux_torch
 if torch.accelerator.is_available():
@@ -230,54 +223,78 @@ dist.destroy_process_group()
         pytest.skip("this machine has an accelerator")
 
 
-def test_an_aborted_group_ends_as_a_stock_one() -> None:
-    python("""
-import tempfile, time, torch, torch.distributed as dist
+@pytest.mark.parametrize("env", [LEGACY, {}], ids=["legacy", "nccl2"])
+def test_an_aborted_group_ends_as_a_stock_one(env: dict[str, str], kind: Kind) -> None:
+    on_the_rig(
+        """
+import time, torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-import fake_gpu
-fake_gpu.load()
+from cuda_rig import control
 import crux_torch
-from crux_torch.c10d import backend
-backend.attach(also=[fake_gpu.NCCL])
-at = "file://" + tempfile.mktemp()
-dist.init_process_group(fake_gpu.NCCL, init_method=at, rank=0, world_size=1)
-fake_gpu.inject("hold")
+crux_torch.attach()
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])
-work = dist.all_reduce(torch.ones(3, device="fakegpu:0"), group=group, async_op=True)
-inner = group._get_backend(torch.device("fakegpu")).default_inner
+dist.all_reduce(torch.ones(3, device="cuda"), group=group)
+control.inject("hold", "all_reduce")
+work = dist.all_reduce(torch.ones(3, device="cuda"), group=group, async_op=True)
 began = time.monotonic()
 c10d._abort_process_group(group)
 assert time.monotonic() - began < 20
-assert inner.counters["abort"] == 1
-assert fake_gpu.drain()
-""")
+torch.cuda.synchronize()
+assert sum(each["op"] in ("abort", "destroy") for each in control.issued()) == 1
+""",
+        **env,
+    )
 
 
-def test_what_changes_an_inner_backend_reaches_the_next_one_too() -> None:
-    """Memory pools and the like, set before a switch; symmetric memory ends switching."""
-    python("""
-import tempfile, torch, torch.distributed as dist
-import fake_gpu
-fake_gpu.load()
+@pytest.mark.parametrize("env", [LEGACY, {}], ids=["legacy", "nccl2"])
+def test_all_groups_end_in_an_abort(env: dict[str, str], kind: Kind) -> None:
+    """Newer torch aborts them within a block of the world's: what is left in it is no operation."""
+    on_the_rig(
+        """
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from cuda_rig import control
 import crux_torch
-from crux_torch.c10d import backend
+crux_torch.attach()
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+for group in (dist.new_group([0]), dist.group.WORLD):
+    dist.all_reduce(torch.ones(3, device="cuda"), group=group)
+c10d._abort_process_group()
+assert not dist.is_initialized()
+assert sum(each["op"] in ("abort", "destroy") for each in control.issued()) == 2
+""",
+        **env,
+    )
+
+
+def test_what_changes_an_inner_backend_reaches_the_next_one_too(kind: Kind) -> None:
+    """Symmetric memory ends switching, and errors are the stock class's."""
+    on_the_rig("""
+import torch, torch.distributed as dist
+import crux_torch
 from crux_torch.c10d.passed_on import default_switch
-backend.attach(also=[fake_gpu.NCCL])
-at = "file://" + tempfile.mktemp()
-dist.init_process_group(fake_gpu.NCCL, init_method=at, rank=0, world_size=1)
-class Pool:
-    id = (0, 9)
-made = dist.group.WORLD._get_backend(torch.device("fakegpu"))
-made.register_mem_pool(Pool)
-first = made.default_inner
-assert first.counters["register_mem_pool"] == 1
-switch = default_switch(made)
+crux_torch.attach()
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3, device="cuda"))
+made = dist.group.WORLD._get_backend(torch.device("cuda"))
+first, switch = made.default_inner, default_switch(made)
+pool = torch.cuda.MemPool(made.mem_allocator)
+with torch.cuda.use_mem_pool(pool):
+    kept = torch.ones(1 << 20, device="cuda")
+made.register_mem_pool(pool)
 assert switch.refusal == ""
-made.deregister_mem_pool(Pool)
-made.register_mem_pool(Pool, symm=True)
-assert "symmetric" in switch.refusal
+made.deregister_mem_pool(pool)
 with switch.turn() as inner:
     assert inner is first
+try:
+    made.register_mem_pool(pool, symm=True)
+except RuntimeError:
+    pass  # the rig has no windows
+assert "symmetric" in switch.refusal, switch.refusal
 try:
     made.register_mem_pool(1, 2, 3)
 except TypeError:
@@ -288,5 +305,28 @@ try:
     made.no_such_thing
 except AttributeError as error:
     assert "no_such_thing" in str(error)
+dist.destroy_process_group()
+""")
+
+
+@pytest.mark.parametrize("order", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
+def test_gloo_beside_nccl(order: str, kind: Kind) -> None:
+    """c10d keeps one backend of a type in a group: attached, they must be of two."""
+    on_the_rig(f"""
+import torch, torch.distributed as dist
+import crux_torch
+crux_torch.attach()
+torch.cuda.set_device(0)
+dist.init_process_group("{order}", store=dist.HashStore(), rank=0, world_size=1)
+world = dist.group.WORLD
+cpu, device = (world._get_backend(torch.device(d)) for d in ("cpu", "cuda"))
+assert cpu is not device and cpu.name() == "gloo" and device.name() == "nccl2", (cpu, device)
+for place, backend in (("cpu", cpu), ("cuda:0", device)):
+    assert type(backend).__name__ == "DelegatingBackend"
+    tensor = torch.ones(3, device=place)
+    dist.all_reduce(tensor)
+    assert tensor.sum().item() == 3
+group = dist.new_group([0])
+assert group._get_backend(torch.device("cuda")).name() == "nccl2"
 dist.destroy_process_group()
 """)

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fake_gpu
 import nccl_stand_in
 import pytest
 import torch
@@ -29,14 +28,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-
-
-@pytest.fixture(scope="module")
-def fakes() -> None:
-    ok, reason = fake_gpu.available()
-    if not ok:
-        pytest.skip(reason)
-    python("import fake_gpu; fake_gpu.load()", limit_s=600)  # which may have to build them
 
 
 def virtuals(header: str) -> set[str]:
@@ -278,56 +269,4 @@ from crux_torch.c10d import switch_makers
 assert switch_makers._symmetric_memory() != "NCCL"
 _SymmetricMemory.set_backend("NCCL")
 assert switch_makers._symmetric_memory() == "NCCL"
-""")
-
-
-@pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("order", ["cpu:gloo,fakegpu:fakenccl", "fakegpu:fakenccl,cpu:gloo"])
-@pytest.mark.parametrize("also", [[], [fake_gpu.NCCL]])
-def test_gloo_beside_another_packages_backend(order: str, also: list[str]) -> None:
-    """c10d keeps one backend of a type in a group: attached, they must be of two."""
-    python(f"""
-import torch, torch.distributed as dist
-import fake_gpu
-fake_gpu.load()
-from crux_torch.c10d import backend
-backend.attach(also={also})
-dist.init_process_group("{order}", store=dist.HashStore(), rank=0, world_size=1)
-world = dist.group.WORLD
-cpu, device = (world._get_backend(torch.device(d)) for d in ("cpu", "fakegpu"))
-assert cpu is not device and cpu.name() == "gloo" and device.name() == "nccl2", (cpu, device)
-assert type(cpu).__name__ == "DelegatingBackend"
-assert (type(device).__name__ == "DelegatingBackend") == {bool(also)}
-for place in ("cpu", "fakegpu:0"):
-    tensor = torch.ones(3, device=place)
-    dist.all_reduce(tensor)
-    assert tensor.sum().item() == 3
-group = dist.new_group([0])
-assert group._get_backend(torch.device("fakegpu")).name() == "nccl2"
-dist.destroy_process_group()
-""")
-
-
-@pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("legacy", [False, True], ids=["nccl2", "legacy"])
-def test_all_groups_end_in_an_abort(legacy: bool) -> None:
-    """Newer torch aborts them within a block of the world's: what is left in it is no operation."""
-    python(f"""
-import torch, torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import distributed_c10d as c10d
-import fake_gpu
-fake_gpu.load()
-fake_gpu.configure(legacy={legacy})
-from crux_torch.c10d import backend
-backend.attach(also=[fake_gpu.NCCL])
-dist.init_process_group("fakenccl", store=dist.HashStore(), rank=0, world_size=1)
-group = dist.new_group([0])
-inners = []
-for each in (group, dist.group.WORLD):
-    dist.all_reduce(torch.ones(3, device="fakegpu:0"), group=each)
-    inners.append(each._get_backend(torch.device("fakegpu")).default_inner)
-c10d._abort_process_group()
-assert not dist.is_initialized()
-assert [inner.counters["abort"] for inner in inners] == [1, 1]
 """)

@@ -1,4 +1,4 @@
-"""One suite for a GPU with NCCL and for the fakes: the device, the jobs' outcomes, the report."""
+"""One suite for a GPU with NCCL and for the rig: the device, the jobs' outcomes, the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rig.kind import ROOT, Kind
 from rig.part import ALONE, PAIR, load
 from rig.report import Report
 
-#: ``make test-gpu`` sets it: without a GPU the suite fails instead of running on the fakes.
+#: ``make test-gpu`` sets it: without a GPU the suite fails instead of running on the rig.
 REQUIRE = "CRUX_TEST_GPU"
 #: Where the report goes; the published one by default.
 RESULTS = "CRUX_GPU_RESULTS"
@@ -75,7 +75,7 @@ def report(kind: Kind) -> Iterator[Report]:
     """Only a GPU's figures are published."""
     global _report
     path = Path(os.environ.get(RESULTS, ROOT / "benchmarks/results/gpu_suite"))
-    _report = Report(path if kind.is_cuda else None, kind)
+    _report = Report(path if kind.is_gpu else None, kind)
     yield _report
     _report.end()
 
@@ -101,8 +101,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.fixture(scope="session")
 def pair_works(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Why two ranks can't be had here; empty where they can."""
-    if not kind.is_cuda:
-        return ""
     job = Job(kind, STOCK, PAIR, ("all_reduce",), limit_s=40.0)
     (outcome, *others) = job.run(tmp_path_factory.mktemp("pair"))["all_reduce"]
     failed = [each for each in (outcome, *others) if each.kind != "value"]

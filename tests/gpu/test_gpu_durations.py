@@ -12,15 +12,15 @@ from rig.outcome import VALUE
 from rig.part import ALONE
 from rig.report import Report
 
-#: How far the median ratio of recorded to true may be from 1. The fake device keeps time with
+#: How far the median ratio of recorded to true may be from 1. The rig keeps time with
 #: threads of a machine that other tests use.
-TOLERANCE = {"cuda": 0.02, "fake": 0.25}
+TOLERANCE = {"cuda": 0.02, "rig": 0.25}
 #: Payloads in bytes, by kind and ranks: such that an operation takes milliseconds.
 SIZES = {
     ("cuda", 1): (1 << 30, 4 << 30),
     ("cuda", 2): (4 << 20, 32 << 20),
-    ("fake", 1): (64 << 20,),
-    ("fake", 2): (4 << 20, 16 << 20),
+    ("rig", 1): (64 << 20,),
+    ("rig", 2): (4 << 20, 16 << 20),
 }
 #: The agent leaves the records in the ring for the test to read, and every operation is timed.
 LEAVE_RECORDS = {"CRUX_TICK_S": "3600", "CRUX_TIMING": "always"}

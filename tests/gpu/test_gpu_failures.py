@@ -47,7 +47,7 @@ def outcomes(
         found = {
             part: {mode: pool.submit(run, part, mode) for mode in (STOCK, ATTACHED)}
             for part in PARTS
-            if part in chosen and not pair_works and (kind.is_cuda or part != WATCHDOG)
+            if part in chosen and not pair_works
         }
         yield lambda part: {mode: each.result() for mode, each in found[part].items()}
 
@@ -68,8 +68,6 @@ def test_an_abort_comes_back(pair: int, outcomes: Callable[[str], Both]) -> None
 def test_the_watchdog_ends_a_process_that_hangs(
     kind: Kind, pair: int, outcomes: Callable[[str], Both]
 ) -> None:
-    if not kind.is_cuda:
-        pytest.skip("not on a fake device: NCCL's own watchdog")
     for mode, (hung, _) in outcomes(WATCHDOG).items():
         assert hung.kind == DIED, f"{mode}: {hung.value}"
         assert f"code {-signal.SIGABRT}" in hung.value, f"{mode}: {hung.value}"

@@ -27,15 +27,15 @@ def _crux(*arguments: str) -> str:
 def test_the_doctor_names_the_gpu(kind: Kind, report: Report) -> None:
     said = _crux("doctor")
     report.figure("crux doctor", said.splitlines())
-    if kind.is_cuda:
+    if kind.is_gpu:
         assert kind.model in said
     else:
         assert "GPU" in said
 
 
 def test_this_host_is_what_torch_sees(kind: Kind, report: Report) -> None:
-    if not kind.is_cuda:
-        pytest.skip("not on a fake device: NVML knows nothing of it")
+    if not kind.is_gpu:
+        pytest.skip("not on the rig: NVML knows nothing of it")
     from crux_torch.host.machine import this_host
 
     gpus = this_host().gpus
@@ -52,7 +52,7 @@ def test_this_host_is_what_torch_sees(kind: Kind, report: Report) -> None:
 def test_crux_host_knows_the_gpu(kind: Kind, report: Report) -> None:
     told = json.loads(_crux("host", "--json"))
     report.figure("crux host", {key: told[key] for key in ("pcie_links", "notes", "distances")})
-    if not kind.is_cuda:
+    if not kind.is_gpu:
         assert told["nvml"] != "ok" or told["gpus"] == []
         return
     assert told["gpus"][0]["name"] == kind.model
@@ -61,8 +61,8 @@ def test_crux_host_knows_the_gpu(kind: Kind, report: Report) -> None:
 
 def test_the_counters_see_what_is_counted(kind: Kind, report: Report) -> None:
     """A device that multiplies all the time, by its own counters and by arithmetic."""
-    if not kind.is_cuda:
-        pytest.skip("not on a fake device: NVML knows nothing of it")
+    if not kind.is_gpu:
+        pytest.skip("not on the rig: NVML knows nothing of it")
     from crux_torch.host.activity import ActivityMeter
     from crux_torch.host.nvml_device import current_device, own_gpu
     from crux_torch.host.peak import tensor_seconds

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rig.job import ATTACHED, STOCK, Job
-from rig.kind import FLAVOUR, OLD_TORCH, Kind
+from rig.kind import LEGACY, OLD_TORCH, Kind
 from rig.outcome import VALUE
 from rig.part import ALONE, PAIR
 from rig.report import Report
 
 #: Switches, by kind and ranks, and the seconds that there are for them: how long making NCCL's
 #: communicators takes is for the device to say.
-SWITCHES = {("cuda", 1): 200, ("cuda", 2): 40, ("fake", 1): 40, ("fake", 2): 100}
-SECONDS = {("cuda", 1): 6, ("cuda", 2): 12, ("fake", 1): 120, ("fake", 2): 120}
+SWITCHES = {("cuda", 1): 200, ("cuda", 2): 40, ("rig", 1): 40, ("rig", 2): 100}
+SECONDS = {("cuda", 1): 6, ("cuda", 2): 12, ("rig", 1): 120, ("rig", 2): 120}
 #: Without so many the test says nothing.
 LEAST = 3
 #: One variable for as many as that, however long they take.
@@ -31,9 +31,9 @@ def _run(kind: Kind, mode: str, size: int, folder: Path, **arguments: float) -> 
         mode,
         size,
         ("training_while_switching",),
-        # On fakes, both of torch's classes for NCCL, and communicators that are split.
-        eager=not kind.is_cuda and size == PAIR and not OLD_TORCH,
-        env={FLAVOUR: "legacy"} if size == ALONE else {},
+        # On the rig, both of torch's classes for NCCL, and communicators that are split.
+        eager=not kind.is_gpu and size == PAIR and not OLD_TORCH,
+        env=LEGACY if size == ALONE and not kind.is_gpu else {},
         limit_s=limit_s,
         budget_s=limit_s + 60.0,
         arguments={name: str(value) for name, value in given.items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -11,16 +10,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rig.collectives import all_are, ones, total
-from rig.kind import CUDA, FAKE, OLD_TORCH, fake
+from rig.kind import OLD_TORCH, RIG
 from rig.part import ALONE, DEVICES, EVERY, FOUR, PAIR, Rank, part
-
-#: Why groups of another device can't be split.
-SPLITS_CUDA_ALONE = (
-    "this torch splits groups of CUDA devices only"
-    if 'torch.device("cuda")' in inspect.getsource(dist.split_group)
-    else ""
-)
-SPLIT_KINDS = (CUDA,) if SPLITS_CUDA_ALONE else DEVICES
 
 
 def inner(rank: Rank, group: Any) -> Any:
@@ -45,7 +36,7 @@ def sub_groups(rank: Rank) -> Any:
     return own, all_of_them, found
 
 
-@part(sizes=(PAIR,), eager=True, kinds=SPLIT_KINDS, why=SPLITS_CUDA_ALONE)
+@part(sizes=(PAIR,), eager=True, kinds=DEVICES)
 def split_groups(rank: Rank) -> Any:
     """With a communicator bound to its device, new groups are split from it."""
     halves = dist.split_group(split_ranks=[[0], [1]])
@@ -71,7 +62,7 @@ def bound_to_a_device(rank: Rank) -> Any:
     return str(group.bound_device_id), tensor
 
 
-@part(kinds=(CUDA,), why="options of NCCL itself")
+@part(kinds=DEVICES)
 def options(rank: Rank) -> Any:
     chosen = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # type: ignore[attr-defined]
     chosen.config.min_ctas = chosen.config.max_ctas = 1
@@ -101,7 +92,7 @@ def names_and_timeouts(rank: Rank) -> Any:
     )
 
 
-@part(kinds=(CUDA,) if OLD_TORCH else EVERY, why="torch 2.11 has them for its own backends only")
+@part()
 def sequence_numbers(rank: Rank) -> Any:
     group: Any = dist.new_group(list(range(rank.size)))
     dist.all_reduce(torch.ones(1, device=rank.device), group=group)
@@ -111,13 +102,11 @@ def sequence_numbers(rank: Rank) -> Any:
     return group._get_sequence_number_for_group() - before
 
 
-@part(sizes=(FOUR,), kinds=(FAKE,))
+@part(sizes=(FOUR,), kinds=(RIG,))
 def new_groups(rank: Rank) -> Any:
     """Groups of which some ranks are no members, with options and without."""
     out: list[Any] = []
     for members in ([0, 1], [1, 2, 3], [rank.size - 1]):
-        # The fake's splits are not ordered behind what is on the stream, as NCCL's are.
-        rank.synchronize()
         group: Any = dist.new_group(members, timeout=timedelta(seconds=77))
         if rank.rank in members:
             tensor = rank.input(6)
@@ -125,7 +114,7 @@ def new_groups(rank: Rank) -> Any:
             out.append((tensor, inner(rank, group).options._timeout.total_seconds()))
             rank.synchronize()
             dist.destroy_process_group(group)
-    options = fake().nccl_options(is_high_priority_stream=True)
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # type: ignore[attr-defined]
     options.config.min_ctas = 3
     group = dist.new_group(list(range(rank.size)), pg_options=options, group_desc="wide")
     tensor = rank.input(6)
@@ -135,12 +124,10 @@ def new_groups(rank: Rank) -> Any:
     return out, sorted(kept.global_ranks_in_group)
 
 
-@part(sizes=(FOUR,), eager=True, kinds=() if OLD_TORCH else (FAKE,))
+@part(sizes=(FOUR,), eager=True, kinds=(RIG,))
 def splits(rank: Rank) -> Any:
     """By colours, and with ranks that are in no part."""
     out: list[Any] = []
-    parent = inner(rank, dist.group.WORLD)
-    before = parent.comm_split_count()
     for colours in ([[0, 1], [2, 3]], [[1, 3]], [[3, 2, 1, 0]]):
         rank.synchronize()
         group: Any = dist.split_group(split_ranks=colours, timeout=timedelta(seconds=66))
@@ -151,33 +138,20 @@ def splits(rank: Rank) -> Any:
         dist.all_reduce(tensor, group=group)
         timeout = inner(rank, group).options._timeout.total_seconds()
         out.append((tensor, dist.get_rank(group), timeout))
-    return out, parent.comm_split_count() - before
+    return out
 
 
-class Pool:
-    """Has what keeps memory pools apart."""
-
-    id = (0, 7)
-
-
-@part(sizes=(FOUR,), kinds=(FAKE,))
+@part(sizes=(FOUR,), kinds=(RIG,))
 def attributes(rank: Rank) -> Any:
     """What torch and libraries reach through the backend object."""
     made = inner(rank, dist.group.WORLD)
-    made.register_mem_pool(Pool())
-    made.deregister_mem_pool(Pool())
-    allocated = made.allocate_tensor(8, dtype=torch.float32, device=rank.device)
     made._set_default_timeout(timedelta(seconds=55))
     dist.all_reduce(ones(rank))
     return {
-        "pools": [made.counters[f"{what}register_mem_pool"] for what in ("", "de")],
         "allocates": made.supports_tensor_alloc(rank.device),
-        "allocated": list(allocated.shape),
         "coalesces": made.supports_coalescing,
         "splits": made.supports_splitting,
         "timeout": made.options._timeout.total_seconds(),
-        "initialized": made._is_initialized(),
         "unknown": hasattr(made, "no_such_thing"),
         "rank": (made.rank(), made.size()),
-        "uid": made.options.group_name,
     }

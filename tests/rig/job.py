@@ -105,13 +105,14 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT))),
         }
-        if self.kind.is_cuda:
+        if self.kind.device_type == "cuda":
             # Two runs are compared bit by bit: what is generated must not be what was fastest.
             found |= {"TORCHINDUCTOR_DETERMINISTIC": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
             found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
             if self.size > 1:
                 found |= nccl_ranks.environment(f"suite-{self.mode}", rank, "lo")
-        return found | self.env
+        found |= self.env
+        return found | self.kind.environment({**os.environ, **found}, self.size)
 
     def run(self, folder: Path) -> Outcomes:
         """Do all parts, starting anew after one that failed; what each rank got, by part."""

@@ -1,26 +1,22 @@
-"""The kinds of device that a job runs on: a GPU with NCCL, the fakes of tests/fake_gpu, the CPU."""
+"""The kinds of device that a job runs on: a GPU with NCCL, the rig without one, the CPU."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import cuda_rig
 import torch
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
-CUDA, FAKE, GLOO = "cuda", "fake", "gloo"
+CUDA, RIG, GLOO = "cuda", "rig", "gloo"
 OLD_TORCH = torch.__version__.startswith("2.11")
-#: Which of torch's backends the fake NCCL is like, ``legacy`` or ``nccl2``; by default as torch's.
-FLAVOUR = "CRUX_FAKE_NCCL"
-
-
-def _flavour() -> str:
-    return "nccl2" if hasattr(torch._C._distributed_c10d, "ProcessGroupNCCL2") else "legacy"
+#: torch's variable that says which of its classes ``nccl`` is.
+NCCL2 = "TORCH_DIST_USE_NCCL2"
+LEGACY = {NCCL2: "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +24,7 @@ class Kind:
     """A kind of device.
 
     Attributes:
-        name: CUDA, FAKE or GLOO, which is the CPU.
+        name: CUDA, RIG or GLOO, which is the CPU.
         device_type: torch's name of it.
         backend: the stock backend, as scripts name it.
         model: the device's name.
@@ -42,16 +38,18 @@ class Kind:
     shared: bool
 
     @property
-    def is_cuda(self) -> bool:
+    def is_gpu(self) -> bool:
+        """Whether it is a real one."""
         return self.name == CUDA
 
+    def environment(self, env: Mapping[str, str], ranks: int) -> dict[str, str]:
+        """What a process of such a job is started with, beside ``env``."""
+        return cuda_rig.environment(env, 1 if self.shared else ranks) if self.name == RIG else {}
+
     def prepare(self, rank: int) -> torch.device:
-        """Make this process ready for the device and choose it; before any process group."""
+        """Choose this process's device."""
         if self.name == GLOO:
             return torch.device("cpu")
-        if self.name == FAKE:
-            fake().load()
-            fake().configure(legacy=os.environ.get(FLAVOUR, _flavour()) == "legacy")
         device = torch.device(self.device_type, 0 if self.shared else rank)
         torch.accelerator.set_device_index(device.index)
         return device
@@ -62,37 +60,23 @@ class Kind:
 
     def sleep(self, seconds: float) -> None:
         """Enqueue a kernel on the current stream that takes about so long."""
-        if self.is_cuda:
-            # Private, but what torch's own tests of streams use; cycles at about 1 to 2 GHz.
-            torch.cuda._sleep(int(seconds * 1.5e9))
-        else:
-            fake().sleep(seconds)
+        # Private, but what torch's own tests of streams use; cycles at about 1 to 2 GHz.
+        torch.cuda._sleep(int(seconds * 1.5e9))
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Callable[[], None]]:
         """Within it the current stream is captured; yields what replays it afterwards."""
-        if not self.is_cuda:
-            with fake().capture() as captured:
-                yield captured.replay
-            return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             yield graph.replay
-
-
-def fake() -> Any:
-    """The package of the fake device and the fake NCCL."""
-    import fake_gpu
-
-    return fake_gpu
 
 
 def cuda() -> Kind:
     return Kind(CUDA, "cuda", "nccl", torch.cuda.get_device_name(0), shared=True)
 
 
-def fakes() -> Kind:
-    return Kind(FAKE, "fakegpu", "fakenccl", "a fake GPU", shared=False)
+def rig() -> Kind:
+    return Kind(RIG, "cuda", "nccl", "the rig", shared=True)
 
 
 def gloo() -> Kind:
@@ -101,7 +85,7 @@ def gloo() -> Kind:
 
 def named(name: str) -> Kind:
     """The kind of that name."""
-    return {CUDA: cuda, FAKE: fakes, GLOO: gloo}[name]()
+    return {CUDA: cuda, RIG: rig, GLOO: gloo}[name]()
 
 
 def has_cuda() -> bool:
@@ -109,19 +93,16 @@ def has_cuda() -> bool:
 
 
 def present() -> Kind:
-    """What this machine has: a GPU, or the fakes.
+    """What this machine has: a GPU, or the rig.
 
     Raises:
         LookupError: neither.
     """
     if has_cuda():
         return cuda()
-    try:
-        possible, why_not = fake().available()
-    except ImportError as error:
-        possible, why_not = False, str(error)
+    possible, why_not = cuda_rig.available()
     if not possible:
-        raise LookupError(f"no GPU, and no fake one: {why_not}")
-    # Built here, where it may take its time, rather than in ranks that have to start in time.
-    fake().load()
-    return fakes()
+        raise LookupError(f"no GPU, and {why_not}")
+    # Here, where it may take its time, rather than in ranks that have to start in time.
+    cuda_rig.build()
+    return rig()

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from rig.collectives import all_are, ones, total
-from rig.kind import CUDA
-from rig.part import ALONE, Rank, part
+from rig.kind import CUDA, RIG
+from rig.part import ALONE, DEVICES, Rank, part
 
-WHY = "memory of NCCL's own allocator"
+MAPPED = "symmetric memory is mapped by the driver"
 
 
-@part(sizes=(ALONE,), eager=True, kinds=(CUDA,), why=WHY)
+@part(sizes=(ALONE,), eager=True, kinds=DEVICES, refused_on=(RIG,))
 def registered_memory(rank: Rank) -> Any:
     group: Any = dist.group.WORLD
     backend = group._get_backend(rank.device)
@@ -29,7 +29,7 @@ def registered_memory(rank: Rank) -> Any:
     return tensor[:10]
 
 
-@part(sizes=(ALONE,), eager=True, kinds=(CUDA,), why=WHY, refused_on=(CUDA,))
+@part(sizes=(ALONE,), eager=True, kinds=(CUDA,), why=MAPPED, refused_on=(CUDA,))
 def symmetric_memory(rank: Rank) -> Any:
     import torch.distributed._symmetric_memory as symmetric
 

@@ -10,16 +10,14 @@ import torch
 import torch.distributed as dist
 
 from lab import sockets
-from rig.kind import CUDA
-from rig.part import PAIR, Rank, part
+from rig.part import DEVICES, PAIR, Rank, part
 
-WHY = "NCCL's own connections"
 TIMES = 4
 #: The level that is tried, and its DSCP value in the default table.
 LEVEL, DSCP = 5, 40
 
 
-@part(sizes=(PAIR,), kinds=(CUDA,), why=WHY, measures=True)
+@part(sizes=(PAIR,), kinds=DEVICES, measures=True)
 def bytes_of_sockets(rank: Rank) -> Any:
     """Bytes that all-reduces of ``nbytes`` sent, by the kernel's count."""
     tensor = torch.ones(int(rank.arguments["nbytes"]) // 4, device=rank.device)
@@ -42,7 +40,7 @@ def _acked() -> int:
     return total
 
 
-@part(sizes=(PAIR,), kinds=(CUDA,), why=WHY, measures=True)
+@part(sizes=(PAIR,), kinds=DEVICES, measures=True)
 def class_of_sockets(rank: Rank) -> Any:
     """DSCP of the connection that carries most: before, at a level, and after it is taken back."""
     from crux_torch.apply.classes import TrafficClass

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from rig.kind import CUDA, FAKE, GLOO, Kind
+from rig.kind import CUDA, GLOO, RIG, Kind
 from rig.outcome import VALUE, Outcome
 
 #: Sizes of worlds that the parts run in.
 ALONE, PAIR, FOUR = 1, 2, 4
 #: Kinds of device.
-EVERY, DEVICES = (CUDA, FAKE, GLOO), (CUDA, FAKE)
+EVERY, DEVICES = (CUDA, RIG, GLOO), (CUDA, RIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Part:
     Attributes:
         sizes: worlds in which it makes sense.
         kinds: devices on which it makes sense.
-        why: it makes no sense on a fake device.
+        why: it makes no sense on the rig.
         eager: needs communicators that exist before the first operation, bound to a device.
         refused_on: kinds whose stock backend may refuse it; there the messages are compared.
         fatal: leaves the process unfit for more.

@@ -28,7 +28,7 @@ class Report:
             "device": kind.model,
             "kind": kind.name,
             "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind.is_cuda else None,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if kind.is_gpu else None,
             "python": platform.python_version(),
             "complete": False,
             "seconds": 0.0,

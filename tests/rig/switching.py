@@ -15,16 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rig.beside import Neighbours, SideStream
-from rig.groups import Pool, inner
-from rig.kind import FAKE, GLOO, fake
+from rig.kind import GLOO
 from rig.part import Rank, part
 from rig.training import model
 
 #: Collectives ahead of which a switch is announced, s: shorter than in a job, so that operations
 #: meet every moment of a switch.
 LOOKAHEAD_S = 0.01
-#: The violation that orders a switch's two communicators: docs/switching.md.
-ALLOWED = "work_synchronize"
 
 
 def resources() -> dict[str, int]:
@@ -120,9 +117,6 @@ def training_while_switching(rank: Rank) -> Any:
     net = _network(rank)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     beside = Neighbours(rank) if rank.kind.name == GLOO else SideStream(rank)
-    world = inner(rank, dist.group.WORLD)
-    if rank.kind.name == FAKE:
-        world.register_mem_pool(Pool())
     go_on = torch.ones(1, device=rank.device)
     losses: list[str] = []
     if requests is not None:
@@ -156,8 +150,4 @@ def training_while_switching(rank: Rank) -> Any:
             "errors": sorted(set(requests.errors)),
             "resources": requests.resources,
         }
-        if rank.kind.name == FAKE:
-            # The newest communicator knows the pool too.
-            assert world.counters["register_mem_pool"] == 1
-            assert {kind for kind, _ in fake().violations()} <= {ALLOWED}
     return found

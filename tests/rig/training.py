@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from rig.kind import CUDA, FAKE, GLOO
+from rig.kind import CUDA, GLOO, RIG
 from rig.part import FOUR, Rank, part
 
 INDUCTOR = "inductor generates code for GPUs"
@@ -76,7 +76,7 @@ def ddp(rank: Rank) -> Any:
     return losses, weights(net)
 
 
-@part(kinds=(CUDA, GLOO), why="pinned host memory")
+@part()
 def ddp_in_its_other_forms(rank: Rank) -> Any:
     unused = DistributedDataParallel(model(rank), find_unused_parameters=True)
     static = DistributedDataParallel(model(rank), static_graph=True, gradient_as_bucket_view=True)
@@ -111,7 +111,7 @@ def fsdp2(rank: Rank) -> Any:
     return out
 
 
-@part(sizes=(FOUR,), kinds=(FAKE,))
+@part(sizes=(FOUR,), kinds=(RIG,))
 def tensor_parallel_in_fsdp2(rank: Rank) -> Any:
     from torch.distributed.fsdp import fully_shard
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cuda_rig import control
 from torch.distributed import distributed_c10d as c10d
 
 from rig import kind, outcome, part
@@ -27,26 +28,14 @@ def _backend(job: JobFile, which: kind.Kind) -> str:
 
     if job.mode == CRUX:
         return "crux"
-    backend.attach(() if which.is_cuda else (which.backend,))
+    backend.attach()
     return which.backend
 
 
-#: What every backend must tell the fake NCCL alike of an operation.
-SEEN = ("op", "sequence", "rank", "size", "bytes", "peer", "tag", "timeout_ms", "async_op",
-        "captured", "coalesced")  # fmt: skip
-
-
-def _issued() -> list[list[Any]]:
-    """The operations that the fake NCCL was given; none of them in a way that NCCL forbids."""
-    fake = kind.fake()
-    assert fake.violations() == []
-    issued: list[list[Any]] = []
-    first: dict[str, int] = {}
-    for operation in fake.operations():
-        # Which parts ran before is the job's affair.
-        operation["sequence"] -= first.setdefault(operation["group"], operation["sequence"])
-        issued.append([operation[field] for field in SEEN])
-    fake.clear()
+def _done_on_the_rig() -> list[Any]:
+    """What NCCL was asked for."""
+    issued = [[operation[field] for field in control.SAME] for operation in control.operations()]
+    control.clear()
     return issued
 
 
@@ -61,15 +50,15 @@ def _no_group_is_stock(device: torch.device) -> None:
 
 def _attempt(made: part.Part, rank: part.Rank) -> outcome.Outcome:
     begin = time.monotonic()
-    compared_on_fakes = rank.kind.name == kind.FAKE and not (made.fatal or made.measures)
+    compared_on_the_rig = rank.kind.name == kind.RIG and not (made.fatal or made.measures)
     try:
         kind_, value = outcome.VALUE, outcome.plain(made.run(rank))
         rank.synchronize()
         if rank.crux:
             _no_group_is_stock(rank.device)
-        if compared_on_fakes:
-            issued = _issued()
-            value = [value, [] if made.only_crux else issued]
+        if compared_on_the_rig:
+            done = _done_on_the_rig()
+            value = [value, [] if made.only_crux else done]
     except Exception as error:
         kind_, value = outcome.ERROR, outcome.message(error)
         traceback.print_exc()

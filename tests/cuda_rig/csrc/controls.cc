@@ -1,0 +1,139 @@
+#include "controls.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <vector>
+
+#include "stream.h"
+
+namespace cuda_rig {
+namespace {
+
+struct Wanted {
+  Fault fault;
+  std::string op;
+  int64_t count;
+};
+
+struct Controls {
+  std::mutex mutex;
+  std::condition_variable released;
+  uint64_t releases = 0;
+  std::vector<Wanted> faults;
+  std::map<std::string, uint64_t> calls;
+  std::deque<Issued> issued;
+  // Number of the first that is kept.
+  uint64_t first = 0;
+};
+
+Controls& controls() {
+  static auto* const made = new Controls;
+  return *made;
+}
+
+constexpr size_t kKept = 1 << 16;
+constexpr auto kLook = std::chrono::milliseconds(5);
+
+bool on_first_thread() { return gettid() == getpid(); }
+
+char* copy(const std::string& text) { return strdup(text.c_str()); }
+
+}  // namespace
+
+void count_call(const char* name) {
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  ++controls().calls[std::string(on_first_thread() ? "first " : "other ") + name];
+}
+
+uint64_t log_issued(Issued issued) {
+  issued.first_thread = on_first_thread();
+  issued.issue_ns = now_ns();
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  controls().issued.push_back(std::move(issued));
+  if (controls().issued.size() > kKept) {
+    controls().issued.pop_front();
+    ++controls().first;
+  }
+  return controls().first + controls().issued.size() - 1;
+}
+
+void log_ran(uint64_t number, int64_t start_ns, int64_t end_ns) {
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  if (number < controls().first) return;
+  Issued& issued = controls().issued[number - controls().first];
+  issued.start_ns = start_ns;
+  issued.end_ns = end_ns;
+}
+
+Fault take_fault(const std::string& op, bool on_device) {
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  auto& all = controls().faults;
+  for (auto it = all.begin(); it != all.end(); ++it) {
+    if ((!it->op.empty() && it->op != op) || (it->fault.kind != "refuse") != on_device) continue;
+    const Fault found = it->fault;
+    if (--it->count == 0) all.erase(it);
+    return found;
+  }
+  return {};
+}
+
+void hold(const std::atomic<bool>& aborted) {
+  std::unique_lock<std::mutex> lock(controls().mutex);
+  const uint64_t before = controls().releases;
+  while (controls().releases == before && !aborted) controls().released.wait_for(lock, kLook);
+}
+
+}  // namespace cuda_rig
+
+using namespace cuda_rig;
+
+// For ctypes: tests/cuda_rig/control.py. The caller frees what is returned as text.
+extern "C" {
+
+void rig_inject(const char* kind, const char* op, double seconds, int64_t count) {
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  controls().faults.push_back({{kind, seconds}, op, count});
+}
+
+void rig_release() {
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  ++controls().releases;
+  controls().faults.clear();
+  controls().released.notify_all();
+}
+
+void rig_clear() {
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  controls().calls.clear();
+  controls().first += controls().issued.size();
+  controls().issued.clear();
+}
+
+char* rig_calls() {
+  std::ostringstream out;
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  for (const auto& [name, count] : controls().calls) out << name << "\t" << count << "\n";
+  return copy(out.str());
+}
+
+char* rig_issued() {
+  std::ostringstream out;
+  const std::lock_guard<std::mutex> lock(controls().mutex);
+  for (const Issued& each : controls().issued) {
+    out << each.op << "\t" << each.communicator << "\t" << each.rank << "\t" << each.size << "\t"
+        << each.peer << "\t" << each.type << "\t" << each.reduction << "\t" << each.count << "\t"
+        << each.bytes << "\t" << reinterpret_cast<uintptr_t>(each.stream) << "\t" << each.captured
+        << "\t" << each.first_thread << "\t" << each.issue_ns << "\t" << each.start_ns << "\t"
+        << each.end_ns << "\n";
+  }
+  return copy(out.str());
+}
+
+}  // extern "C"

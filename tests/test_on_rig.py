@@ -1,0 +1,30 @@
+"""The tests of ``on_rig``, which need torch's CUDA build on the rig in their own process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cuda_rig
+import pytest
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in (HERE / "on_rig").glob("test_*.py"))
+DEVICES = 2
+LIMIT_S = 900.0
+
+_ok, _why_not = cuda_rig.available()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _ok, reason=_why_not)]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_passes(file: str) -> None:
+    env = {**os.environ, "CRUX_STORE": "none", "OMP_NUM_THREADS": "1"}
+    env |= cuda_rig.environment(env, DEVICES)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", f"{HERE}/on_rig/{file}"]
+    done = subprocess.run(
+        command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
