@@ -23,19 +23,23 @@ _BYTES_ACKED_AT = 120
 def connections(pid: int, without_ports: Iterable[int] = ()) -> list[socket.socket]:
     """The connected TCP sockets of process ``pid``, but those with one of these ports at an end.
 
-    The caller closes them; they share their state with the process's own descriptors.
+    Each once: the transport library keeps a second descriptor of some. The caller closes them;
+    they share their state with the process's own descriptors.
 
     Raises:
         OSError: the process is gone, or may not be looked into.
     """
     skipped = set(without_ports)
     found = []
+    seen: set[str] = set()
     pidfd = os.pidfd_open(pid)
     try:
         for entry in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if not os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
+                link = os.readlink(f"/proc/{pid}/fd/{entry}")
+                if not link.startswith("socket:") or link in seen:
                     continue
+                seen.add(link)
                 borrowed = _borrow(pidfd, int(entry))
                 if _is_connection(borrowed, skipped):
                     found.append(borrowed)

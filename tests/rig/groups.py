@@ -145,7 +145,6 @@ def splits(rank: Rank) -> Any:
 def attributes(rank: Rank) -> Any:
     """What torch and libraries reach through the backend object."""
     made = inner(rank, dist.group.WORLD)
-    made._set_default_timeout(timedelta(seconds=55))
     dist.all_reduce(ones(rank))
     return {
         "allocates": made.supports_tensor_alloc(rank.device),
