@@ -63,6 +63,7 @@ def same_as_stock(folder: Path, *job: Any, **options: Any) -> None:
         assert_same(ours[part], stock[part], kind, part)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("env", "bound"), [(LEGACY, False), ({}, True)], ids=["legacy", "nccl2"])
 def test_same_results_as_the_stock_backend(
     env: dict[str, str], bound: bool, kind: Kind, tmp_path: Path
