@@ -110,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 def planned(status: dict[str, Any]) -> bool:
     order, applied = status.get("order"), status.get("applied")
-    settled = bool(status["plan"] and order and not order["measuring"])
+    settled = bool(status.get("plan") and order and not order["measuring"])
     return settled and applied["level"] == status["plan"]["level"] and applied["marked"] > 0
 
 
