@@ -10,12 +10,9 @@ from functools import cached_property
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A link vertex with its edges.
+    """A link vertex: each job's time shift there in angles (the edge's weight), and its demand.
 
-    Attributes:
-        shift: for each job on the link, its time shift there: the edge's weight, in angles.
-        gain: by how much the link's compatibility score exceeds that of random shifts.
-        demand: for each job what it asks of the link.
+    ``gain`` is by how much the link's compatibility score exceeds that of random shifts.
     """
 
     shift: Mapping[int, int]
@@ -49,12 +46,11 @@ class AffinityGraph:
 
 
 def loop_free(meetings: Sequence[Meeting]) -> AffinityGraph:
-    """The graph of ``meetings`` less the edges that close a loop.
+    """The graph of ``meetings`` less the edges that close a loop; ``docs/schedulers.md`` says why.
 
-    The paper discards a placement whose graph has a loop (Algorithm 2, line 14). Here the placement
-    is given, so edges are dropped instead. Links join the graph from the largest gain to the
-    smallest. Of the jobs that the graph joins already, only the one with the largest demand on the
-    link keeps its edge. What remains is a forest.
+    Links join the graph from the largest gain to the smallest. Of the jobs that the graph joins
+    already, only the one with the largest demand on the link keeps its edge. What remains is a
+    forest.
     """
     parent: dict[int, int] = {}
 
@@ -88,10 +84,8 @@ def time_shifts(graph: AffinityGraph, period: Sequence[int]) -> list[dict[int, i
     On a loop-free graph the shifts are unique. On every link, all jobs have the shifts of that link
     moved by one common amount, modulo their own iteration times (Theorem 1; the proof's Equation 6,
     modulo the perimeter, holds before line 17 takes the remainder). The paper draws the reference
-    job; here it is the first.
-
-    Args:
-        period: iteration time of each job, in the unit of the meetings' shifts.
+    job; here it is the first. ``period`` holds the jobs' iteration times, in the unit of the
+    shifts.
     """
     shifts: list[dict[int, int]] = []
     visited: set[int] = set()

@@ -32,19 +32,16 @@ class ClusterError(CruxError, ValueError):
 class Arrays:
     """A cluster's jobs, flows, candidate paths and links by index.
 
-    Flows that hold the same ``candidates`` object share one candidate set, which is read once:
-    a topology that hands out one tuple for each pair of places is read in time of those pairs.
+    Flows that hold the same ``candidates`` object share one candidate set, which is read once: a
+    topology that hands out one tuple for each pair of places is read in time of those pairs.
 
     Attributes:
-        jobs: in the order of their names.
-        capacity_Bps: of every link; one more entry at the end, infinite, stands for the link of
-            an empty path, so that every path has a link.
+        capacity_Bps: of every link; one more entry at the end, infinite, stands for the link of an
+            empty path, so that every path has a link.
         flow_start: flows of job j are ``flow_start[j]`` to ``flow_start[j + 1]``.
-        flow_bytes: bytes of one iteration of each flow.
         flow_set: candidate set of each flow.
         set_start: paths of set s are ``set_start[s]`` to ``set_start[s + 1]``.
         path_start: entries of path p in ``path_links``, likewise.
-        path_links: link of every entry.
     """
 
     jobs: tuple[Job, ...]
@@ -114,9 +111,7 @@ def ranges(start: IntArray, count: IntArray) -> IntArray:
 def choice_of(arrays: Arrays, path: Mapping[str, tuple[int, ...]] | None) -> IntArray:
     """The chosen candidate of every flow, in the order of ``arrays``.
 
-    Args:
-        path: for each job the index of the candidate of each of its flows; a job that is not
-            named takes the first candidate of each.
+    ``path`` has an index for each flow of a job; a job that it does not name takes the first ones.
 
     Raises:
         ClusterError: an index that the flow does not have, or not one index for each flow.

@@ -1,15 +1,9 @@
 """CASSINI: time shifts that interleave the communication of jobs on shared links (NSDI '24).
 
 This is Algorithm 2 for a given placement: circles of the jobs on every contended link, their best
-rotations, the Affinity graph, and one time shift for each job. CASSINI chooses among placements by
-their scores, and does not pace incompatible jobs (§5.7). Here a test takes the place of that
-choice. The jobs that a tree of the loop-free graph joins are shifted and paced only if their
-iterations are expected to be shorter than with random shifts. Otherwise the jobs that hold the
-others up most are left out, and the rest is tried again.
-
-**Pace.** Shifted jobs keep to a grid of starts, from which they may drift by ``DRIFT``. A job that
-needs longer than the grid's period would drift until it misses a point, and lose an iteration; so
-the grid of a tree is stretched until each of its jobs has room for the waiting that is left.
+rotations, the Affinity graph, and one time shift for each job. If a tree of jobs does not gain from
+that, the jobs that hold the others up most are left out, and the rest is tried again.
+``docs/schedulers.md`` says where this differs from the paper, and how shifted jobs keep pace.
 """
 
 from __future__ import annotations
@@ -73,11 +67,8 @@ def cassini(cluster: Cluster, options: SchedulerOptions) -> Decision:
 class _Part:
     """Jobs that a chain of contended links joins; hashable, all that their shifts depend on.
 
-    Attributes:
-        entries: the matrix of demand, jobs by links: for each job its links and the share of their
-            capacity that it asks for while it sends.
-        busy_s: when in an iteration each job sends.
-        period_s: seconds of an iteration without waiting.
+    ``entries`` has for each job its links, and the share of their capacity that it asks for while
+    it sends; ``busy_s`` says when in an iteration it sends.
     """
 
     entries: tuple[tuple[tuple[int, float], ...], ...]
@@ -130,14 +121,7 @@ def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
 
 @dataclass(frozen=True, slots=True)
 class _Circles:
-    """Every job on its family's grid.
-
-    Attributes:
-        family: of each job.
-        angles: of each job's own circle.
-        angle_s: seconds of an angle.
-        busy: each job's own circle: share of each angle in which it sends.
-    """
+    """Every job on its family's grid; ``busy`` is the share of each angle in which it sends."""
 
     family: IntArray
     angles: list[int]
@@ -271,9 +255,8 @@ class _Tree:
     def _waiting(self, turns: IntArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Angles that each job waits in the longest of its iterations, and on average.
 
-        Args:
-            turns: angles by which each job is shifted, a row for each try.
-            outside: for each entry of the demand what others that the job waits for ask for.
+        ``turns`` has a row for each try; ``outside`` says for each entry of the demand what others
+        that the job waits for ask for.
         """
         tries = max(1, _AT_ONCE // (FAMILY_ANGLES * len(self._link)))
         parts = [

@@ -4,12 +4,8 @@ Time is a circle. A job's own circle is one iteration of it, its unified circle 
 as the least common multiple of the periods on a link takes. Demand is a share of the link's
 capacity, averaged over each angle; a rotation is a whole number of angles.
 
-**Grid.** Measured iteration times have no small common multiple. So iteration times are rounded up
-onto a grid that some jobs, a *family*, have in common. The iteration of the family's base has
-``BASE_UNITS`` units, and the others have as many units as ``RATIOS`` allow. A job that would be
-slowed by more than ``ROUNDING`` belongs to another family. Rotation means nothing between families,
-since their phases drift past each other. A base's iteration has 72 angles, the paper's 5 degrees.
-Every period is a whole number of units, and a unit is a whole number of angles. So the circles of a
+Iteration times are rounded up onto the grid of a *family* of jobs (``docs/schedulers.md``). Every
+period is a whole number of units, and a unit is a whole number of angles. So the circles of a
 family share their angles exactly, and no unified circle exceeds ``FAMILY_ANGLES``.
 """
 
@@ -46,13 +42,7 @@ _SAME = 1e-9
 
 
 class Families(NamedTuple):
-    """Jobs by families; all arrays have an entry for each job.
-
-    Attributes:
-        number: of the job's family.
-        units: the job's rounded period in units of its family.
-        unit_s: seconds of one unit.
-    """
+    """For each job the number of its family, its rounded period in units, and seconds of a unit."""
 
     number: IntArray
     units: IntArray
@@ -62,10 +52,8 @@ class Families(NamedTuple):
 def families(period_s: FloatArray) -> Families:
     """Puts jobs into families, in turn the largest that the remaining jobs allow.
 
-    A base with a longer iteration goes first among those that gather equally many.
-
-    Args:
-        period_s: seconds of one iteration of each job that meets no other; above 0.
+    A base with a longer iteration goes first among those that gather equally many. The periods are
+    those of jobs that meet no other, and above 0.
     """
     number = np.full(len(period_s), -1, np.int64)
     units = np.full(len(period_s), BASE_UNITS, np.int64)
@@ -127,10 +115,7 @@ def best_rotation(circles: Sequence[FloatArray], background: float = 0.0) -> Rot
     differences count. Two jobs: every rotation is tried. More: the jobs are put in one by one, the
     largest demand first, each at its best rotation among those before it; then each in turn is
     rotated to its best until none gains, which need not be the best of all combinations.
-
-    Args:
-        circles: each job's own circle, as demand.
-        background: demand at all angles that does not belong to these jobs.
+    ``background`` is demand at all angles that does not belong to these jobs.
     """
     around = perimeter(circles)
     tiled = [np.tile(own, around // len(own)) for own in circles]

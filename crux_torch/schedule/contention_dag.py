@@ -8,14 +8,11 @@ is the best of each component put together.
 **Chains.** A component whose longest chain has at most K jobs needs no search: each job takes the
 level of its depth, which is valid and cuts every edge. The other components are the parts.
 
-**Size.** Algorithm 1 works on a matrix over positions of the order. Up to ``_POSITIONS`` jobs that
-matrix is the paper's. In larger parts a cut may lie only between ``_POSITIONS`` equal runs of the
-order; then each cut of the best order moves to its optimum between its neighbours until none moves.
-Time and memory are then linear in jobs and edges. The number of edges is bounded too: where more
-than ``_PAIRS`` pairs of jobs meet on a component's links (thousands of jobs over one link, say),
-edges are not listed. Such a component is close to a total order, which has few topological orders.
-The order of priorities is cut between runs of jobs, and the matrix is summed over links, so that a
-pair counts once for each link that it shares. ``notes`` says when any of this happened.
+**Size.** In large parts cuts are placed between runs of jobs, and fewer orders are tried
+(``docs/schedulers.md``), so that time and memory are linear in jobs and edges. Where more than
+``_PAIRS`` pairs meet on a component's links, edges are not listed. Such a component is close to a
+total order, which has few topological orders. So only the order of priorities is cut, and a pair
+counts once for each link that it shares. ``notes`` says when any of this happened.
 """
 
 from __future__ import annotations
@@ -54,14 +51,10 @@ class ContentionDag:
 def contention_dag(
     member: Any, intensity: FloatArray, groups: int, *, orders: int, seed: int
 ) -> ContentionDag:
-    """The DAG of jobs in the order of their priorities.
+    """The DAG of jobs in the order of their priorities, for K = ``groups`` and m = ``orders``.
 
-    Args:
-        member: sparse CSR matrix of jobs (rows) by links; its entries say who uses which link.
-        intensity: weight of the edges that leave each job; infinite counts as the largest finite.
-        groups: K.
-        orders: m.
-        seed: of the random topological orders.
+    ``member`` (sparse CSR), ``intensity`` and ``seed`` are those of
+    :func:`~crux_torch.schedule.crux.compress_priorities`.
     """
     weight = _finite(intensity)
     group = np.zeros(len(weight), np.int64)
@@ -97,10 +90,8 @@ def contention_dag(
 class Edges:
     """Jobs by rank, 0 having the highest priority, and an edge for every pair that shares a link.
 
-    Attributes:
-        weight: intensity of each job: the weight of every edge that leaves it.
-        above: the job of higher priority of each edge.
-        below: the other one; greater than ``above``, so that ranks are a topological order.
+    ``weight`` is the intensity of each job: the weight of every edge that leaves it. In every edge
+    ``above < below``, so that ranks are a topological order.
     """
 
     weight: FloatArray
@@ -213,14 +204,9 @@ def _split(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Listed:
-    """A part whose edges are listed.
+    """A part whose edges are listed, between places in ``jobs``, which are ascending ranks.
 
-    Attributes:
-        jobs: of the part, by rank.
-        orders: how many topological orders there are to try.
-        position: of each job (column) in each order (row).
-        above: upper job of each edge, by its place in ``jobs``; ``below`` the lower one.
-        weight: of each edge.
+    ``position`` is that of each job (column) in each topological order (row).
     """
 
     jobs: IntArray

@@ -2,24 +2,17 @@
 
 Two jobs share one link, and whoever has priority sends first. How much link time each gains by
 being first tells how their intensities compare: ``k_j = (B_j - A_j) / (A_r - B_r)``. A is the link
-time of each when the reference job r goes first, and B when job j does.
+time of each when the reference job r goes first, and B when job j does, in link seconds per second.
+``docs/schedulers.md`` says where this differs from the paper's game.
 
-The paper plays this game for some seconds from one start. Here it is played in the long run. With
-priority a job runs as if alone, so its link time is periodic and known in closed form. The other
-one is followed for ``_WARM_UP + _MEASURED`` of its own iterations. The first ones are dropped,
-because two jobs of similar periods first fall into step. This is repeated from ``_PHASES`` phases
-of the first job, evenly spread over its period; link seconds and seconds are summed over phases. A
-and B are thus link seconds per second, and the horizon is as long as the iterations take.
+With priority a job runs as if alone, so its link time is periodic and known in closed form. The
+other one is followed for ``_WARM_UP + _MEASURED`` of its own iterations. The first ones are
+dropped, because two jobs of similar periods first fall into step. This is repeated from ``_PHASES``
+phases of the first job, evenly spread over its period, and summed over phases.
 
-Neither job gains from being second, so both differences are at least 0. A difference below
-``_NO_HARM`` of what the job gets alone counts as none:
-
-- neither is harmed by the other's priority: ``k = 1``, and intensity alone decides;
-- only j is harmed when second: giving it priority costs nothing, so ``k`` is the upper bound;
-- only r is harmed when second: ``k`` is the lower bound.
-
-All factors are kept within ``K_MIN`` to ``K_MAX``. The game is a model of two jobs on one link, and
-must not outvote measured intensities that differ by more than an order of magnitude.
+Neither job gains from being second. A loss below ``_NO_HARM`` of what the job gets alone counts as
+none. Factors are kept within ``K_MIN`` to ``K_MAX``: the game is a model of two jobs on one link,
+and must not outvote measured intensities that differ by more than an order of magnitude.
 """
 
 from __future__ import annotations
@@ -48,10 +41,7 @@ _ROUNDING = 1e-9
 class GameJob(NamedTuple):
     """A job as the game sees it.
 
-    Attributes:
-        compute_s: seconds of computation of one iteration.
-        bursts: for each burst the share of compute after which it may start, and its link
-            seconds; sent in order.
+    ``bursts`` are sent in order: the share of compute after which one may start, its link seconds.
     """
 
     compute_s: float
@@ -109,7 +99,7 @@ def _merged(p: GameJob) -> GameJob:
 
 
 def _played(pairs: Sequence[tuple[GameJob, GameJob]]) -> FloatArray:
-    """k_j = (B_j - A_j) / (A_r - B_r), bounded, with the decisions of the module's description."""
+    """k_j = (B_j - A_j) / (A_r - B_r) of each (reference, job), bounded."""
     rs, js = _Players([r for r, _ in pairs]), _Players([j for _, j in pairs])
     a_r, a_j = rs.link_s / rs.period_s, _rate_when_second(js, first=rs)
     b_j, b_r = js.link_s / js.period_s, _rate_when_second(rs, first=js)

@@ -1,21 +1,18 @@
 """crux+: Crux, then what the paper leaves on the table (§7.1).
 
 Crux's plan is improved in two steps. First, correction factors come from every job that a job
-contends with (:mod:`crux_torch.schedule.contention`), not from one reference job. Second, the jobs
-fall into groups that can meet each other. Each group that is small enough searches for a better
-plan by playing plans in the fluid engine (:mod:`crux_torch.schedule.search`). The search starts
-from Crux's plan, from the corrected plan, from the corrected plan on fewer levels, and from plans
-on reconsidered paths. Fewer levels help a job that meets several others on different links: it
-moves only while all of these links are free, which strict priority may almost never allow.
+contends with (:mod:`crux_torch.schedule.contention`), not from one reference job. Second, each
+group of jobs that can meet each other, if it is small enough, searches for a better plan by playing
+plans in the fluid engine (:mod:`crux_torch.schedule.search`). The search starts from Crux's plan,
+from the corrected plan, from the corrected plan on fewer levels, and from plans on reconsidered
+paths. Since Crux's plan is one of these, no group is worse off as far as the rehearsal can tell.
+Fewer levels help a job that meets several others on different links: it moves only while all of
+these links are free, which strict priority may almost never allow.
 
 The budget is a number of plays, not seconds, so equal clusters give equal plans on any machine. The
-groups with the most GPUs are searched first, and no group gets more than ``GROUP_PLAYS``, so a
-decision takes bounded time. A larger group keeps the best of the starts. It keeps the corrected
-plan where even these plays would take too long, or where the engine can't play its jobs (bytes and
-periods that differ beyond what its clock resolves). ``Decision.notes`` says so.
-
-Since Crux's plan is one of the starts, no group is worse off than under Crux as far as the
-rehearsal can tell.
+groups with the most GPUs are searched first. A larger group keeps the best of the starts, or the
+corrected plan where even these plays would take too long, or where the engine can't play its jobs
+(bytes and periods that differ beyond what its clock resolves). ``Decision.notes`` says so.
 """
 
 from __future__ import annotations

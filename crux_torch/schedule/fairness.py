@@ -18,15 +18,9 @@ def crux_fair(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-full, changed as little as keeps every job's mean slowdown below a bound.
 
     A job's limit is ``options.max_slowdown``, or its certified slowdown under fair sharing (all
-    jobs on one level), whichever is larger. Starting from Crux's plan, the job that exceeds its
-    limit the most is raised to the lowest level on which it can't exceed it, whatever the phases
-    (:mod:`crux_torch.schedule.fairness_bound`). That may push other jobs over their limits, which
-    are raised in turn, until no job is left. On the highest level a job meets no more jobs than
-    under fair sharing, so such a level always exists. Jobs only ever rise, so this ends.
-
-    Paths stay Crux's, and so does the order of the jobs that are not raised. ``Decision.slowdown``
-    says what every job is guaranteed. Without a bound the levels are Crux-full's, and it says what
-    those guarantee: nothing (infinite) below jobs that never pause.
+    jobs on one level), whichever is larger. Paths stay Crux's, and so does the order of the jobs
+    that are not raised. ``docs/fairness.md`` says how levels are chosen, why that ends, and what
+    ``Decision.slowdown`` guarantees; without a bound the levels are Crux-full's.
 
     Raises:
         ClusterError: a cluster that contradicts itself.

@@ -1,35 +1,6 @@
 """How much slower than alone a job can get under levels, whatever the phases.
 
-The model is the simulator's: strict priority between levels, max-min fairness within one,
-transfers that use their links together, iterations that start when the one before has ended. Links
-have no delay, and jobs keep their paths and levels.
-
-Let ``x_i`` be job i's progress, 1 an iteration's bytes; ``M_ie`` its bytes on link e of capacity
-``B_e``; ``t_i = max_e M_ie / B_e``; ``p_i`` its iteration time alone; ``s_i`` one over its
-largest ``M_ie``. While j of level l moves, some link e of its own is full, and whoever of level l
-crosses e has been frozen no later than j, so that ``dx_i/dt / s_i <= dx_j/dt / s_j``. Let F be any
-jobs ahead: all of the higher levels, and as many of j's level as one likes. Then on e
-
-    B_e <= sum over F of M_ie dx_i/dt + (dx_j/dt / s_j) sum over level l without F of s_i M_ie,
-
-hence ``C dx_j/dt >= 1 - sum over F of h_ij dx_i/dt`` with C the largest, over j's links, of
-``sum s_i M_ie / (s_j B_e)``, and ``h_ij`` the largest ``M_ie / B_e`` of a link that both use.
-Integrated while j moves x of its bytes in T seconds, ``T <= x C + sum h_ij N_i``, N_i what i
-progresses meanwhile. Now N_i is bounded: an iteration of i is never shorter, and none of its
-bursts earlier in it, than alone. So beyond the iteration that T begins in, which takes t_i for a
-whole, it has what it sends alone in ``T - t_i`` seconds: in the long run ``1 / p_i`` a second.
-
-- Any iteration of j lasts at most ``max(c, at_b c + T_b)`` over its bursts b, T_b the smallest T
-  that satisfies the inequality for the bytes of b and all after it (:attr:`Bound.longest_s`).
-- Let P be j's iteration time alone if its transfer took C, and D what others take from it in an
-  iteration. An iteration lasts at most ``max(P, P - slack + D)``, slack what its computation
-  leaves, and by convexity at most ``P + D (1 - slack / D_max)``. Summed over n iterations in Y
-  seconds, i progresses at most ``min(n N_i, Y / p_i + 2)``; so the mean iteration tends to at most
-  the solution of ``y = P + (1 - slack / D_max) sum h_ij min(N_i, y / p_i)`` as n grows
-  (:attr:`Bound.mean_s`); after n iterations ``2 sum h_ij / n`` more, amplified likewise.
-
-Both hold for every F, so each choice of F is a proof; those tried are the jobs of largest
-``s_i p_i``, for which being ahead costs j less than sharing with it does.
+The proof, in the terms used here (h, N, F, slack), is in ``docs/fairness.md``.
 """
 
 from __future__ import annotations
@@ -108,9 +79,7 @@ class Sharing:
     Attributes:
         hold: seconds of one iteration that each job (row) holds each link (column), dense.
         transfer_s: t_j of each job.
-        alone_s: iteration time alone of each job.
         largest: the most bytes that each job has on one link.
-        compute_s: of one iteration of each job.
         at_s: when in the iteration each burst is due, a row a job, padded with a last burst's.
         share: of each burst; 0 where padded.
         start_s: when each burst starts alone.

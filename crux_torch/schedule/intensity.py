@@ -1,8 +1,4 @@
-"""GPU intensity: how much computation a second of a job's communication unblocks (paper §3.2).
-
-t_j is computed here and nowhere else: :func:`transfer_times_s` on chosen paths, and
-:func:`unrouted_transfer_times_s` before there are any.
-"""
+"""GPU intensity: how much computation a second of a job's communication unblocks (paper §3.2)."""
 
 from __future__ import annotations
 
@@ -33,9 +29,7 @@ def burst_traffic(job: Job, traffic: Mapping[Link, float]) -> list[tuple[float, 
 def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:
     """t_j = max_e M_{j,e} / B_e of every job in seconds (Definition 2); 0 without traffic.
 
-    Args:
-        arrays: jobs and links.
-        traffic: M_{j,e}, see :func:`~crux_torch.schedule.arrays.traffic_matrix`.
+    ``traffic`` is M, see :func:`~crux_torch.schedule.arrays.traffic_matrix`.
     """
     return row_max(traffic, 1.0 / arrays.capacity_Bps)
 
@@ -43,10 +37,9 @@ def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:
 def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
     """t_j of every job before any path is chosen: the larger of two estimates from below.
 
-    Path selection goes by intensity, which is known only once paths are chosen; this breaks the
-    circle. One estimate spreads every flow evenly over its candidates. Good path selection comes
-    close to that when there are many flows. The other gives each flow alone its best candidate,
-    which no selection can beat; it is the larger one when there are few flows.
+    One spreads every flow evenly over its candidates. Good path selection comes close to that when
+    there are many flows. The other gives each flow alone its best candidate; it is the larger one
+    when there are few flows.
     """
     return _schedule.unrouted_transfer_times_s(
         set_start=arrays.set_start,

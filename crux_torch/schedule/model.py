@@ -16,10 +16,8 @@ Path = tuple[Link, ...]
 class Flow:
     """Bytes that one job moves between two places in one iteration.
 
-    Attributes:
-        bytes: bytes of one iteration.
-        candidates: the alternative paths, each the links it crosses; at least one. An empty path
-            crosses no link that can be contended (both ends on one host).
+    Each of the ``candidates``, at least one, is a path: the links that it crosses. An empty path
+    crosses no link that can be contended (both ends on one host).
     """
 
     bytes: float

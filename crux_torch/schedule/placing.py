@@ -20,18 +20,15 @@ from crux_torch.schedule.model import Cluster, Job, Link
 
 
 def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) -> IntArray:
-    """The candidate that each flow takes when jobs choose in ``order``.
+    """The candidate that each flow takes when jobs (by index) choose in ``order``.
 
     Each flow of a job, the largest first, takes the candidate whose most utilised link is least
     utilised once the flow is on it; then the one with the smallest sum over its links; then the
     first. A link's utilisation is the share of its capacity that the jobs placed so far ask for
-    while they meet nobody: bytes of an iteration over the job's own period.
+    while they meet nobody: bytes of an iteration over the job's own period, which follows from its
+    t_j.
 
-    Args:
-        arrays: jobs and links.
-        order: job indices, first choice first.
-        t_s: t_j of every job, which tells its period.
-        sweeps: times that every flow then chooses again, all others in place; fewer if none moves.
+    In each of ``sweeps`` every flow then chooses again, all others in place, until none moves.
     """
     period_s = solo_periods_s(arrays, t_s)[arrays.flow_job]
     rank = np.empty(len(order), np.int64)
@@ -51,14 +48,7 @@ def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) 
 
 
 class Alone(NamedTuple):
-    """What becomes of a job that meets no other.
-
-    Attributes:
-        path: the candidate that each of its flows takes.
-        t_s: t_j on these paths.
-        period_s: seconds of one iteration.
-        intensity: I_j in FLOP/s.
-    """
+    """What becomes of a job that meets no other; I_j is in FLOP/s, and t_j that on these paths."""
 
     path: tuple[int, ...]
     t_s: float

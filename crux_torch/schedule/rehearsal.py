@@ -54,13 +54,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedJob:
-    """A job on one choice of paths.
-
-    Attributes:
-        job: index of the job.
-        traffic: bytes of one iteration on each link that it uses.
-        period_s: seconds of one iteration if it meets nobody.
-    """
+    """A job (by index) on one choice of paths: bytes an iteration on each link, period alone."""
 
     job: int
     traffic: Mapping[Link, float]
@@ -69,12 +63,10 @@ class RoutedJob:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Jobs that meet each other, directly or through others.
+    """Jobs that meet each other, directly or through others, in the order of their indices.
 
-    Attributes:
-        routes: of the jobs, in the order of their indices.
-        pairs: places in ``routes`` of those that share a link.
-        key: equal for parts that play alike, whatever their links are called.
+    ``pairs`` are places in ``routes`` of jobs that share a link. Parts of equal ``key`` play alike,
+    whatever their links are called.
     """
 
     routes: tuple[RoutedJob, ...]
@@ -95,13 +87,9 @@ class Neighbours:
 
 
 class Rehearsal:
-    """Plays plans of one cluster and remembers what it has played.
+    """Plays plans of one cluster, ``threads`` at a time, and remembers what it has played.
 
-    Args:
-        cluster: its jobs are numbered in the order of their names.
-        length: of the plays.
-        seed: of the start times.
-        threads: plays at a time.
+    Jobs are numbered in the order of their names; ``seed`` is that of the start times.
     """
 
     def __init__(
@@ -139,9 +127,8 @@ class Rehearsal:
     def busy_gpus(self, plans: Iterable[tuple[Sequence[RoutedJob], IntArray]]) -> list[FloatArray]:
         """Mean number of GPUs that compute, for each choice of paths and row of its levels.
 
-        Args:
-            plans: the routes of all jobs, in order, and levels: a row for each plan, a level for
-                each job; a higher one goes first. All that is new is played together.
+        A plan has the routes of all jobs, in order, and levels: a row for each plan, a level for
+        each job; a higher one goes first. All that is new is played together.
 
         Raises:
             SpecError: jobs that the engine can't play.

@@ -20,7 +20,6 @@ _BEAM = 5
 #: Choices of paths of all jobs together up to which every one is a move.
 _ALL_PATHS = 64
 
-
 #: For each job the candidate that each of its flows takes.
 JobPaths = tuple[tuple[int, ...], ...]
 
@@ -45,13 +44,9 @@ def search(
     """The best plan found: from the best of ``starts`` on to the best of their moves.
 
     This is a beam search. It continues from ``_BEAM`` plans with different paths at a time, so that
-    paths that need other levels to be best are not lost.
-
-    Args:
-        rehearsal: judges plans.
-        starts: always judged, so that the result is no worse than any of them.
-        moves: from a plan to its neighbours.
-        plays: budget of the rehearsal. The plans of a step are cut to what is left of it.
+    paths that need other levels to be best are not lost. All starts are judged, so that the result
+    is no worse than any of them. ``plays`` is the budget of the rehearsal; the plans of a step are
+    cut to what is left of it.
     """
     busy = judge(rehearsal, starts)
     beam = _beam(busy)

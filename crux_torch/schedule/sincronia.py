@@ -35,14 +35,11 @@ def sincronia(cluster: Cluster, options: SchedulerOptions) -> Decision:
 def bssi_order(traffic: Any, seconds_per_byte: FloatArray) -> IntArray:
     """Job indices, first to send first, all of weight 1 at the start.
 
-    From the last place to the first: take the bottleneck, the link with the most seconds of
-    traffic of jobs not yet placed; place last, of the jobs on it, the one with the smallest weight
-    for its seconds there; scale down the weights of the others on that link by what placing it
-    cost. Jobs without traffic hinder nobody and need no place: they come after all others.
-
-    Args:
-        traffic: sparse CSR matrix of jobs by links, in bytes.
-        seconds_per_byte: of each link.
+    From the last place to the first: take the bottleneck, the link with the most seconds of traffic
+    of jobs not yet placed; place last, of the jobs on it, the one with the smallest weight for its
+    seconds there; scale down the weights of the others on that link by what placing it cost. Jobs
+    without traffic hinder nobody and need no place: they come after all others. ``traffic`` is a
+    sparse CSR matrix of jobs by links, in bytes.
     """
     jobs = traffic.shape[0]
     demand_s = sparse.csr_array(

@@ -1,7 +1,4 @@
-"""The models that simulated jobs train: what one iteration computes and communicates.
-
-``models.yaml`` holds the published figures and their sources.
-"""
+"""The models that simulated jobs train; ``models.yaml`` holds published figures and sources."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What one kind of training job computes and moves, per sample.
 
     Attributes:
-        name: its key in ``MODELS``.
         parameters: those whose gradients are reduced; sharded embedding tables are not.
         flops_per_sample: executed for one sample, forward, backward and recomputation.
         samples_per_gpu: global batch of one iteration over the number of GPUs.
@@ -42,11 +38,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         layers: of the stack that pipeline and tensor parallelism divide.
         hidden: width of an activation at a layer's boundary; 0 where there is no such stack.
         sequence: positions of a sample.
-        exchange_bytes_per_sample: embeddings that a sample needs from tables sharded over all
-            GPUs, in bytes; their gradients travel back.
-        tensor: GPUs that share a layer, as published.
-        pipeline: stages, as published.
-        source: where the figures come from.
+        exchange_bytes_per_sample: embeddings that a sample needs from tables sharded over all GPUs,
+            in bytes; their gradients travel back.
+        tensor, pipeline: GPUs that share a layer, and stages, as published.
     """
 
     name: str

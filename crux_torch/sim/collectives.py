@@ -31,12 +31,9 @@ def build_job(
     alltoall_peers: int | None = None,
     paths: Callable[[str, str], tuple[Path, ...]] | None = None,
 ) -> Job:
-    """The job that trains ``model`` on ``gpus``, as schedulers see it.
+    """The job that trains ``model`` on ``gpus`` (or hosts), one a rank, as schedulers see it.
 
     Args:
-        name, model: of the job.
-        gpus: the GPU (or host) of each rank.
-        topology: the network; gives each flow its candidate paths.
         gradient_start, buckets: see :func:`crux_torch.sim.parallelism.iteration`.
         connections: flows that a hop is split into, each with a path of its own.
         alltoall_peers: see :func:`transfers`.
@@ -73,13 +70,9 @@ def transfers(
 ) -> Transfers:
     """Bytes from GPU to GPU of all runs of ``collective`` in one iteration, also inside hosts.
 
-    Args:
-        collective: what is run.
-        gpus: the GPU (or host) of each rank.
-        topology: tells which GPUs share a host and a NIC.
-        alltoall_peers: each host sends its part of an all-to-all to this many other hosts at most,
-            evenly spaced in the order of ranks. The bytes that leave a host stay exact; those on
-            links between switches are a sample. None: a flow for every pair of hosts.
+    ``gpus`` has the GPU (or host) of each rank. With ``alltoall_peers`` each host sends its part of
+    an all-to-all to this many other hosts at most, evenly spaced in the order of ranks. The bytes
+    that leave a host stay exact; those on links between switches are a sample.
     """
     total: Transfers = {}
     for group in collective.groups:

@@ -27,13 +27,10 @@ class JoinedPaths:
     """What :meth:`Topology.candidate_paths` gives for two GPUs, in about a tenth of the time.
 
     If all NICs of a host lead to the same switches at the same cost, a GPU's shortest paths to
-    other hosts leave by its nearest NICs. Each is a path to a NIC, a path between two switches,
-    and a path from a NIC. Only the middle part is searched, once for each pair of switches. For
-    pairs of other hosts, and pairs within a host, the topology is asked.
-
-    Args:
-        topology: the network.
-        limit: the most paths of a pair, spread over all of them.
+    other hosts leave by its nearest NICs. Each is a path to a NIC, a path between two switches, and
+    a path from a NIC. Only the middle part is searched, once for each pair of switches. For pairs
+    of other hosts, and pairs within a host, the topology is asked. At most ``limit`` paths of a
+    pair are given, spread over all of them.
     """
 
     def __init__(self, topology: Topology, limit: int | None) -> None:

@@ -27,14 +27,9 @@ NOTHING = Progress(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What became of one job.
+    """What became of one job: from arrival and the start on its GPUs to its last iteration's end.
 
-    Attributes:
-        name, model, gpus, submit_s: as in the trace.
-        start_s: when it got its GPUs.
-        end_s: when its last iteration ended.
-        iterations: that it ran.
-        alone_s: seconds of one iteration on the same GPUs and an empty network.
+    ``alone_s`` is seconds of one iteration on the same GPUs and an empty network.
     """
 
     name: str
@@ -168,19 +163,15 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The totals and means of a replay.
+    """The totals and means of a replay, of whose jobs all ran to their end.
 
     Attributes:
-        jobs: how many ran. All of them ran to their end.
         gpu_utilization: share of all GPUs' time in which they computed, until the last arrival.
         held_utilization: share of the time that jobs held GPUs in which these computed, over the
             whole replay.
         network_utilization: share of the network's capacity that carried data, until the last
             arrival; PCIe and NVLink left out.
-        jct_mean_s, jct_p99_s: job completion time, from arrival.
-        queued_mean_s: the part of the completion time spent waiting for GPUs.
-        slowdown_worst, slowdown_p99, slowdown_mean: see :attr:`JobOutcome.slowdown`. The mean is
-            weighted by GPU time.
+        slowdown_mean: of :attr:`JobOutcome.slowdown`, weighted by GPU time.
         makespan_s: end of the last job.
     """
 
@@ -198,10 +189,7 @@ class Summary:
 
 
 def summarise(tally: Tally, window_s: float) -> Summary:
-    """The summary of a replay that has ended.
-
-    The window of the utilisations ends at ``window_s``, a border of the series.
-    """
+    """The summary of a replay; its utilisations end at ``window_s``, a border of the series."""
     records, series = tally.records, tally.series
     jct = [r.jct_s for r in records]
     slowdowns = [r.slowdown for r in records]

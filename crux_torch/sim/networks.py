@@ -30,9 +30,7 @@ class Progress(NamedTuple):
 class Grain:
     """How iterations are simulated: ``count`` of them, each as long as ``size`` real ones.
 
-    One of size s computes and sends s times as much. How jobs share links does not depend on the
-    unit of time. So with one size for all jobs, only the arrivals, ends and plans fall into another
-    place of an iteration.
+    One of size s computes and sends s times as much; ``docs/trace.md`` says what that changes.
     """
 
     count: int
@@ -68,10 +66,6 @@ class SharedNetwork:
     """Jobs meet on the links of a topology, in the fluid engine.
 
     The delays of links are left out: microseconds, where transfers take milliseconds.
-
-    Args:
-        topology: the network.
-        steady_tolerance: see :class:`crux_torch._fluid.Engine`.
     """
 
     meets = True

@@ -17,16 +17,11 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the GPUs of a job divide the work.
+    """How the GPUs of a job divide the work: ``tensor`` GPUs share a layer of a pipeline's stage.
 
     Ranks count up through the tensor group first, then data, then pipeline, as in Megatron-LM:
-    neighbours in a host share layers, and stages are farthest apart.
-
-    Attributes:
-        data: replicas.
-        tensor: GPUs that share a layer.
-        pipeline: stages.
-        microbatches: pieces that a replica's batch runs through the pipeline in.
+    neighbours in a host share layers, and stages are farthest apart. A replica's batch runs through
+    the pipeline in ``microbatches`` pieces.
     """
 
     data: int
@@ -68,15 +63,13 @@ def _groups(ranks: NDArray[np.int_], size: int) -> tuple[Group, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One operation of an iteration, run by each of its groups.
+    """One operation of an iteration, run by each of its groups ``count`` times.
 
     Attributes:
-        op: name of the operation.
         bytes: its payload on one rank: the buffer of an all-reduce, all that a rank gives to an
             all-to-all (its own share included), the message of a send.
         groups: ranks of each group; for ``send`` the sender and the receiver.
         at: share of the iteration's compute that is done when it may start.
-        count: times an iteration.
     """
 
     op: Op

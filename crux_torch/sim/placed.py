@@ -32,12 +32,11 @@ class PlacedJob:
     """A job on its GPUs.
 
     Attributes:
-        job: as schedulers see it.
         default_path: the candidate that ECMP's hash gives to each flow.
         alone_s: seconds of an iteration on an empty network, on paths selected there.
         intensity: I_j there, in FLOP/s.
-        layer_bytes: bytes of one iteration on all links of each layer of the topology; the same
-            for all candidates of a flow, which cross the same kinds of link.
+        layer_bytes: bytes of one iteration on all links of each layer of the topology; the same for
+            all candidates of a flow, which cross the same kinds of link.
     """
 
     job: Job

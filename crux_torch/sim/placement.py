@@ -18,14 +18,7 @@ HOST_LEVEL = LEVELS.index("host")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for, and what Muri looks at.
-
-    Attributes:
-        name: of the job.
-        gpus: how many.
-        compute_s: seconds of one iteration in which it computes.
-        network_s: seconds of one iteration in which it communicates.
-    """
+    """What a job asks for, and what Muri looks at: seconds of an iteration on GPUs and network."""
 
     name: str
     gpus: int
@@ -37,10 +30,7 @@ class Request:
 class Cell:
     """GPUs that are near to each other: HiveD's cell (Zhao et al., OSDI '20, §3).
 
-    Attributes:
-        level: index into ``LEVELS``.
-        gpus: those in it, in the order of the topology.
-        children: the cells of the level below.
+    ``level`` is an index into ``LEVELS``; ``children`` are the cells of the level below.
     """
 
     level: int
@@ -54,7 +44,6 @@ class Allocation:
     Attributes:
         root: the widest cell.
         levels: the cells of each level that there is, from single GPUs upwards.
-        running: request and GPUs of every job that holds some.
         free_in: free GPUs of each cell.
     """
 

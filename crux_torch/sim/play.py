@@ -16,13 +16,9 @@ DRIFT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What became of one job within the horizon.
+    """What became of one job within the horizon; the mean is of the iterations that ended.
 
-    Attributes:
-        completed: iterations that ended.
-        compute_s: seconds in which it computed.
-        comm_s: seconds that the data it sent would have taken alone.
-        mean_iteration_s: mean length of the iterations that ended; None if none did.
+    ``comm_s`` is the seconds that the data it sent would have taken alone.
     """
 
     completed: int
@@ -35,10 +31,8 @@ class JobReport:
 class Report:
     """What a run of ``horizon_s`` simulated seconds shows: the jobs by name, and the network.
 
-    Attributes:
-        gpu_utilization: sum of compute_s times GPUs over the jobs, by horizon times all GPUs.
-        link_bytes: bytes that each link carried.
-        events: that the engine handled; stretches it skipped have none.
+    ``gpu_utilization`` is the sum of compute_s times GPUs over the jobs, by horizon times all GPUs.
+    ``events`` are those that the engine handled; stretches it skipped have none.
     """
 
     horizon_s: float
@@ -105,10 +99,7 @@ def engine_of(
 ) -> _fluid.Engine:
     """An engine at time 0 that holds the cluster's jobs on the paths and levels of a decision.
 
-    Args:
-        cluster: jobs and links; only links that a job uses are simulated.
-        decision: of any scheduler.
-        start_s: when each job starts; jobs that are not named start at 0.
+    Only links that a job uses are simulated. Jobs that ``start_s`` does not name start at 0.
 
     Raises:
         SpecError: a job or link that can't be simulated.

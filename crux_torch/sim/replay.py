@@ -1,9 +1,6 @@
 """Trace-driven simulation (paper §6.3): jobs arrive, wait, are placed, scheduled, run and end.
 
-A job's duration in a trace is what it takes undisturbed: it runs as many iterations as fit into
-it when the job has the cluster to itself on GPUs as near to each other as can be. So the work of a
-trace is the same for all schedulers and placements, and what contention or distance adds to an
-iteration is added to the job's completion time.
+``docs/trace.md`` describes each step.
 """
 
 from __future__ import annotations
@@ -32,13 +29,10 @@ class ReplayOptions:
         levels: priority levels, ascending; the paper's simulator has 8 (§6.1).
         max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
         seed: of placement and of the scheduler.
-        replan_s: the least time between two plans. A change in a quiet time is planned for at
-            once; the changes of a busy one together, as the paper allows itself up to a minute
-            for each (§5). Until its first plan a job takes the network's own paths and the lowest
-            level.
+        replan_s: the least time between two plans; the changes within it are planned for together,
+            as the paper allows itself up to a minute for each (§5).
         grid_s: length of the spans of the series.
-        iterations_as_one: so many iterations of a job are simulated as one, as long and with as
-            much to send as all of them, see :class:`crux_torch.sim.networks.Grain`; 1 is exact.
+        iterations_as_one: see :class:`crux_torch.sim.networks.Grain`; 1 is exact.
         steady_tolerance: how exact the engine's extrapolation of steady stretches must be.
     """
 
@@ -56,9 +50,7 @@ class ReplayOptions:
 class Outcome:
     """What a replay came to: in a few numbers, over time, and for every job as they ended.
 
-    Attributes:
-        plans, plan_wall_s: how often the scheduler was asked, and the real seconds that it took.
-        events: of the engine.
+    ``plan_wall_s`` is the real seconds that the scheduler took for all ``plans``.
     """
 
     summary: Summary

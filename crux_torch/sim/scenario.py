@@ -33,46 +33,21 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ScenarioLink(_Record, frozen=True):
-    """A link of the network.
-
-    Attributes:
-        capacity_Bps: bytes per second.
-        delay_s: seconds that the start of a transfer takes over it.
-    """
+    """A link of the network; the start of a transfer takes ``delay_s`` over it."""
 
     capacity_Bps: Positive
     delay_s: NonNegative = 0.0
 
 
 class TrafficBurst(_Record, frozen=True):
-    """One burst of an iteration's communication.
-
-    Attributes:
-        at: share of the iteration's compute that is done when the burst may start.
-        traffic: bytes on each link.
-    """
+    """Bytes on each link that are sent from the share ``at`` of an iteration's compute on."""
 
     at: Share
     traffic: dict[str, float]
 
 
 class ScenarioJob(_Record, frozen=True, kw_only=True):
-    """A job.
-
-    Attributes:
-        gpus: devices that it occupies.
-        compute_s: seconds of compute of one iteration.
-        flops: of one iteration over all its devices.
-        comm_start: share of the compute that is done when the traffic may start.
-        traffic: bytes of one iteration on each link.
-        bursts: sent in this order in every iteration; instead of ``comm_start`` and ``traffic``.
-        paths: named alternatives to ``traffic``.
-        path: the alternative in use.
-        level: priority; a higher level goes first.
-        weight: share within its level.
-        start_s: when its first iteration starts to compute.
-        iterations: after which it ends; None: it goes on to the horizon.
-    """
+    """A job; ``docs/simulator.md`` describes its keys."""
 
     gpus: Positive
     compute_s: NonNegative
@@ -189,11 +164,7 @@ def _convert(where: str, value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def _check(where: str, job: ScenarioJob, links: Mapping[str, ScenarioLink]) -> None:
-    """What the types do not say.
-
-    Raises:
-        ScenarioError: the job can't be simulated.
-    """
+    """What the types do not say."""
     for name, traffic in (job.paths or {}).items():
         _check_traffic(f"{where}.paths.{name}", traffic, links)
     if job.bursts is not None:

@@ -50,8 +50,6 @@ class Workload:
         kind: ``hybrid``, ``generated``, ``lingjun``, or the path of a CSV of one's own.
         data: folder with the public files, for ``hybrid`` and ``lingjun``.
         jobs: how many arrive; None: as many as there are.
-        days: length of the trace.
-        seed: of the draws.
     """
 
     kind: str

@@ -46,14 +46,9 @@ DEFAULT_MODEL = "bert"
 
 @dataclass(frozen=True, slots=True)
 class TraceJob:
-    """One job of a trace.
+    """One job of a trace; its model is a name of the catalogue.
 
-    Attributes:
-        name: unique in its trace.
-        model: a name of the catalogue.
-        gpus: devices that it asks for.
-        submit_s: seconds from the start of the trace to its arrival.
-        duration_s: seconds that it ran, or would run undisturbed.
+    ``duration_s`` is how long it ran, or would run undisturbed.
     """
 
     name: str
@@ -65,12 +60,9 @@ class TraceJob:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Jobs in the order of their arrival.
+    """Jobs in the order of their arrival, and the rows that were left out, counted by reason.
 
-    Attributes:
-        kind: what it is: ``hybrid`` and ``generated`` are not the paper's trace.
-        jobs: ordered by ``submit_s``.
-        dropped: rows that were left out, counted by reason.
+    ``kind`` says what it is: ``hybrid`` and ``generated`` are not the paper's trace.
     """
 
     kind: str
@@ -102,7 +94,6 @@ def load_hybrid(
         sizes: CSV with ``model,total_gpu``; rows of no GPU are left out.
         days: length of the window, which begins at ``HYBRID_START``.
         jobs: the number of arrivals to keep, drawn at random; None: all of the window.
-        seed: of the draws.
 
     Raises:
         WorkloadError: the file and line, what is wrong, and what was expected.
