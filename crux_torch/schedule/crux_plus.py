@@ -38,14 +38,7 @@ from crux_torch.schedule.contention_dag import components_of
 from crux_torch.schedule.crux import Priorities, crux, levels_of
 from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
 from crux_torch.schedule.rehearsal import Length, Rehearsal
-from crux_torch.schedule.search import (
-    Assignment,
-    Moves,
-    dense,
-    judge,
-    moves_of_plans,
-    search,
-)
+from crux_torch.schedule.search import Assignment, Moves, dense, judge, moves_of_plans, search
 
 #: Plays of one decision, and of one group of jobs.
 PLAYS, GROUP_PLAYS = 2000, 400
