@@ -9,11 +9,7 @@ MAX_WARNINGS = 256
 
 
 class WarnOnce:
-    """Logs each message once.
-
-    Args:
-        logger: where it goes.
-    """
+    """Logs each message once."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

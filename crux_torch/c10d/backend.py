@@ -108,9 +108,7 @@ def attach(also: Collection[str] = ()) -> None:
     """Make every process group that is created from now on record, under its own backend's name.
 
     Idempotent; does nothing where ``CRUX_DISABLE`` is set. Groups that exist are left as they are.
-
-    Args:
-        also: names of other packages' backends to record.
+    ``also`` names other packages' backends to record.
     """
     register()
     if inner_backends.settings().disable:

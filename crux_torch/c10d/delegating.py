@@ -24,9 +24,8 @@ def delegate(
     Args:
         name: that it answers to.
         inners: the inner backend for each type of device.
-        store: that they were made with.
+        store, options: that they were made with, and that the script gave for them.
         born: the newest generation that was requested before they were made.
-        options: that the script gave for them.
 
     Raises:
         CruxError: torch's C++ would take it for a ProcessGroupGloo, and can't.

@@ -21,13 +21,7 @@ class Listener(Protocol):
     """What answers; every method may be called from any thread."""
 
     def group_was_made(self, store: Any, rank: int, size: int, devices: Collection[str], /) -> None:
-        """A process group was made, on the training thread.
-
-        Args:
-            store: that the group was given.
-            rank, size: this process in the group.
-            devices: types of device that the group's backend serves.
-        """
+        """A process group that serves types of device was made, on the training thread."""
 
     def world_ended(self) -> None:
         """The script destroyed its last process group, on the training thread."""
@@ -55,11 +49,7 @@ _load: Callable[[], Listener] | None = None
 
 
 def listen(load: Callable[[], Listener]) -> None:
-    """Tell the listener that ``load`` gives of everything, in place of an earlier one.
-
-    Args:
-        load: called for each event, so it should keep what it gives.
-    """
+    """Tell the listener that ``load`` gives for each event, in place of an earlier one."""
     global _load
     _load = load
 

@@ -142,11 +142,9 @@ def _splitting(name: str, opts: Any) -> Iterator[None]:
 
 
 def with_nccl_class(options: Any, group: str = "") -> Any:
-    """The options for a NCCL communicator, with the class of the job's level if it has one.
+    """The script's options for a communicator, with the class of the job's level if it has one.
 
-    Args:
-        options: the script's, or None.
-        group: name of the group, if it is not in the options yet.
+    ``group`` is its group's name if that is not in the options yet.
     """
     configured = settings()
     if configured.disable or not configured.nccl_class:
@@ -162,8 +160,7 @@ def scripts_class(options: Any, script_options: Any) -> int:
 
     Args:
         options: that the communicator has.
-        script_options: that the script gave, if known. A split group has its parent's class, which
-            the script chose unless Crux gave it.
+        script_options: that the script gave, if known. A split group has its parent's class.
     """
     undefined = int(type(options)().config.traffic_class)
     if script_options is not None:

@@ -73,11 +73,9 @@ class Ownership:
         claimed.
 
         Args:
-            store: the store handed to the group, with its prefix. With it the claim is exact;
-                without it, only the socket options that gloo sets tell the group's sockets from
-                those that other threads open meanwhile.
-            rank: this process's rank in the group.
-            size: the group's ranks.
+            store: of the group, with its prefix. Without it, only the socket options that gloo sets
+                tell the group's sockets from those that other threads open meanwhile.
+            rank, size: of the group.
         """
         before = self._inodes()
         yield

@@ -86,11 +86,7 @@ def shown_class(backend: Any, own: type) -> type:
 def _wrapped(name: str, place: tuple[Any, ...], options: Any, make: Callable[[], Any]) -> Any:
     """What ``make`` makes, wrapped; unwrapped if wrapping fails or it is not a backend.
 
-    Args:
-        name: that c10d knows the backend by.
-        place: store, rank and size that it is made with.
-        options: that the script gave for it.
-        make: makes the stock backend.
+    ``place`` is the store, rank and size that it is made with.
     """
     born = GROUPS.generation
     with inner_backends.OWNED_SOCKETS.watching(*place):
@@ -206,11 +202,7 @@ def _splitting_from(options: Any) -> None:
 
 
 def install(also: Collection[str] = ()) -> None:
-    """Stand in for torch's stock backends in groups that are made from now on.
-
-    Args:
-        also: names of other packages' backends to stand in for.
-    """
+    """Stand in for torch's stock backends and those in ``also``, in groups made from now on."""
     names = {*BACKENDS, *also}
     for name in names:
         _stand_in_for_creator(name)

@@ -62,11 +62,7 @@ class Groups:
     def group_was_made(self, backend: Any, store: Any, born: int, options: Any = None) -> None:
         """Add a new group; it takes part in a switch that is under way.
 
-        Args:
-            backend: the group's ``DelegatingBackend``.
-            store: that the group was given.
-            born: :attr:`generation` before its inner backends were made.
-            options: that the script gave for them.
+        ``born`` is :attr:`generation` before its inner backends were made with ``options``.
         """
         with self._lock:
             self._made[backend.group_index] = options, time.monotonic()

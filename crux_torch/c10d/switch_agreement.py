@@ -96,11 +96,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(holds: Sequence[Hold]) -> Verdict:
-    """Operation counts that no rank has passed: the largest hold point.
-
-    Args:
-        holds: of every rank, in group order.
-    """
+    """Operation counts that no rank has passed: the largest of all ``holds``, in group order."""
     counts: dict[tuple[int, int, int], list[int]] = {}
     for rank, hold in enumerate(holds):
         for peer, tag, sends, count in hold.transfers:
@@ -146,7 +142,6 @@ class Agreement:
         prefix: of this switch's keys.
         rank, size: of this process in the group.
         ended: tells whether to stop waiting, because nobody needs the switch any more.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -223,7 +218,6 @@ class Agreement:
         return None
 
     def _write(self, name: str, verdict: Verdict) -> Verdict:
-        """Write a verdict unless there is one; return the one that stands."""
         return _parse(Verdict, self._store.compare_set(self._key(name), "", _json(verdict)))
 
     def _missing(self, name: str) -> str:

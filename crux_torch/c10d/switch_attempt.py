@@ -1,8 +1,6 @@
 """One switch of one process group: makes the next inner backend and moves the group to it.
 
-It runs in a thread of its own: it makes the next inner backend, agrees with the group's other ranks
-on the operation counts from which it serves, waits until the current one is out of use, and closes
-it. docs/switching.md explains the protocol and its limits.
+It runs in a thread of its own. docs/switching.md explains the protocol and its limits.
 """
 
 from __future__ import annotations
@@ -18,19 +16,8 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from crux_torch.c10d import events
+from crux_torch.c10d import switch_agreement as rounds
 from crux_torch.c10d.inner_backends import OWNED_SOCKETS, kind_of
-from crux_torch.c10d.switch_agreement import (
-    MAX_REASON,
-    TRANSFERS_STAY,
-    Agreement,
-    Ended,
-    Hold,
-    Says,
-    Verdict,
-    decide,
-    decide_whole,
-    unanimous,
-)
 from crux_torch.c10d.switch_makers import make_next
 from crux_torch.c10d.switch_store import GroupStore, Rendezvous
 from crux_torch.errors import CruxError, StoreError
@@ -106,7 +93,7 @@ class Member:
         self.made = 0
         self.thread: threading.Thread | None = None
         # What earlier switches left in the store; deleted once all ranks are past them.
-        self.left: list[Agreement] = []
+        self.left: list[rounds.Agreement] = []
         # The inner backends' stores, the newest last.
         self.stores: list[Rendezvous] = []
 
@@ -120,13 +107,8 @@ class Attempt:
     """One switch of one group, from its beginning to the end of the old connections.
 
     Args:
-        member: of the group.
-        generation: number of the switch.
-        pairs_moved: this process's queue pairs have what is wanted already.
-        patience_s: seconds that a rank waits for the others before it writes that nobody switches.
-        hold_s: seconds for which operations may wait for a decision.
+        generation, pairs_moved, patience_s, hold_s: see :class:`~crux_torch.c10d.switch.Groups`.
         stopping: set when the process exits.
-        warn: says a message once.
         is_turn: whether this group may make its next inner backend.
     """
 
@@ -174,7 +156,7 @@ class Attempt:
                 self._agree(generation).refuse("start", f"rank {self._rank} skipped it")
             self._agreement = self._agree(self._generation)
             self._follow()
-        except Ended:
+        except rounds.Ended:
             self._switch.cancel()
         except Exception as error:
             self._switch.cancel()
@@ -192,8 +174,8 @@ class Attempt:
         """Whether nobody needs this switch any more."""
         return self._stopping.is_set() or self._switch.closed
 
-    def _agree(self, generation: int) -> Agreement:
-        agreement = Agreement(
+    def _agree(self, generation: int) -> rounds.Agreement:
+        agreement = rounds.Agreement(
             self._store,
             f"{PREFIX}{generation}/{self._switch.device}/",
             self._rank,
@@ -209,8 +191,8 @@ class Attempt:
         born = self._generation if self._moved else self._switch.born
         refusal = self._switch.refusal
         if self._all_or_none and self._switch.transfers_stay:
-            refusal = refusal or TRANSFERS_STAY
-        says = Says(born=born, refusal=refusal[:MAX_REASON])
+            refusal = refusal or rounds.TRANSFERS_STAY
+        says = rounds.Says(born=born, refusal=refusal[: rounds.MAX_REASON])
         start = self._agreement.round("start", says, self._needed, patience_s=patience_s)
         if not start.go and not start.reason:
             member.note(state="idle", generation=self._generation, error=None)
@@ -218,32 +200,32 @@ class Attempt:
         _expect(start)
 
         member.note(state="making", error=None)
-        made = Says(refusal=self._make())
-        _expect(self._agreement.round("made", made, unanimous, patience_s=patience_s))
+        made = rounds.Says(refusal=self._make())
+        _expect(self._agreement.round("made", made, rounds.unanimous, patience_s=patience_s))
 
         member.note(state="agreeing")
         self._decide(self._margin(since_s, seen))
 
         while not self._switch.finish():
             if self._ended():
-                raise Ended("the process group has ended")
+                raise rounds.Ended("the process group has ended")
             time.sleep(DRAIN_POLL_S)
         held, held_s = self._switch.waits
         member.note(state="closing", held=held, held_ms=1e3 * held_s)
-        self._agreement.round("drained", Says(), unanimous, patience_s=None)
+        self._agreement.round("drained", rounds.Says(), rounds.unanimous, patience_s=None)
         self._switch.release()
         member.note(state="idle", generation=self._generation)
         self._tidy()
 
-    def _needed(self, says: list[Says]) -> Verdict:
+    def _needed(self, says: list[rounds.Says]) -> rounds.Verdict:
         """Whether the group lacks what this generation wants.
 
         It has it if every rank made the group after it knew of this generation, or has changed the
         live connections.
         """
         if all(one.born >= self._generation for one in says):
-            return Verdict(go=False)
-        return unanimous(says)
+            return rounds.Verdict(go=False)
+        return rounds.unanimous(says)
 
     def _make(self) -> str:
         """Make the next inner backend; returns why that failed, or nothing."""
@@ -270,7 +252,7 @@ class Attempt:
         deadline_s = time.monotonic() + self._patience_s / 2
         while not self._is_turn():
             if self._ended():
-                raise Ended("the process group has ended")
+                raise rounds.Ended("the process group has ended")
             if time.monotonic() >= deadline_s:
                 raise CruxError("an older group still makes its connections")
             time.sleep(DRAIN_POLL_S)
@@ -299,8 +281,8 @@ class Attempt:
         self._next = None
         verdict = self._agreement.round(
             "hold",
-            Hold(collectives=collectives, transfers=transfers, stay=stay),
-            decide_whole if self._all_or_none else decide,
+            rounds.Hold(collectives=collectives, transfers=transfers, stay=stay),
+            rounds.decide_whole if self._all_or_none else rounds.decide,
             # A store that fails is given up after twice this: still less than the hold.
             patience_s=self._hold_s / 3,
             longest_poll_s=HOLD_POLL_S,
@@ -326,10 +308,10 @@ class Attempt:
                 self._member.stores.pop(0).forget()
 
 
-def _expect(verdict: Verdict) -> None:
+def _expect(verdict: rounds.Verdict) -> None:
     if not verdict.go:
         raise CruxError(verdict.reason)
 
 
 def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0][:MAX_REASON] or type(error).__name__
+    return str(error).partition("\n")[0][: rounds.MAX_REASON] or type(error).__name__

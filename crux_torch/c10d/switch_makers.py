@@ -18,7 +18,6 @@ from crux_torch.errors import CruxError
 #: options that the script gave for the first one, if any.
 Maker = Callable[[Any, Any, timedelta, Any], Any]
 
-
 #: Bytes that the last communicator took on each device, as far as that was seen.
 _taken: dict[int, int] = {}
 
@@ -120,13 +119,7 @@ MAKERS: dict[str, Maker] = {"gloo": like_gloo, "nccl": like_nccl}
 
 
 def make_next(current: Any, store: Any, timeout: timedelta, script_options: Any = None) -> Any:
-    """The next inner backend.
-
-    Args:
-        current: the stock backend in use.
-        store: for the rendezvous, empty.
-        timeout: of the rendezvous.
-        script_options: that the script gave for the first one, if any.
+    """The next inner backend; its arguments are those of :data:`Maker`.
 
     Raises:
         CruxError: a backend of this kind can't be made anew.

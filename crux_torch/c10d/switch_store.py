@@ -77,11 +77,7 @@ class GroupStore:
         return bool(self._call(lambda store, prefix: store.check([prefix + k for k in keys])))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Put ``desired`` if the value is ``expected``, or if that is empty and there is none.
-
-        Returns:
-            the value that is there now.
-        """
+        """The value, once ``desired`` is put if it was ``expected``: empty where there is none."""
         return bytes(
             self._call(lambda store, prefix: store.compare_set(prefix + key, expected, desired))
         )
@@ -108,10 +104,7 @@ class Rendezvous(C10dStore):
 
     Keep it for as long as the backend lives, because c10d does not keep its Python part.
 
-    Args:
-        store: of the group.
-        prefix: of the keys.
-        ended: tells whether to stop waiting.
+    Its keys begin with ``prefix``. It stops waiting once ``ended`` says so.
     """
 
     def __init__(self, store: GroupStore, prefix: str, ended: Callable[[], bool]) -> None:
@@ -142,9 +135,6 @@ class Rendezvous(C10dStore):
 
     def native(self, timeout: timedelta) -> C10dStore:
         """The same keys in c10d's own classes, which a backend's C++ threads may keep and wait on.
-
-        Args:
-            timeout: of connecting, if this takes a connection of its own.
 
         Raises:
             RuntimeError: no connection.

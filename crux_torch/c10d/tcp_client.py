@@ -8,6 +8,7 @@ time. So a thread of the connection makes every call, and the caller waits for a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import random
 import socket
@@ -51,27 +52,22 @@ class _Connection(threading.Thread):
         self._canary: socket.socket | None = None
 
     def run(self) -> None:
-        try:
-            # c10d prints a stack trace for a port where nobody listens, so look first. The socket
-            # stays open: its end shows that the server died before c10d notices.
-            canary = socket.create_connection((self._host, self._port), self._timeout_s)
-        except Exception as error:
-            self.error = error
-            self.ready.set()
-            return
-        with canary:
-            canary.setblocking(False)
-            self._canary = canary
+        with contextlib.ExitStack() as stack:
             try:
+                # c10d prints a stack trace for a port where nobody listens, so look first. The
+                # socket stays open: its end shows that the server died before c10d notices.
+                canary = socket.create_connection((self._host, self._port), self._timeout_s)
+                stack.enter_context(canary).setblocking(False)
+                self._canary = canary
                 timeout = timedelta(seconds=self._timeout_s)
                 client = TCPStore(
                     self._host, self._port, None, False, timeout, wait_for_workers=False
                 )
             except Exception as error:
                 self.error = error
-                self.ready.set()
                 return
-            self.ready.set()
+            finally:
+                self.ready.set()
             while (call := self._calls.get()) is not None:
                 try:
                     call.result = call.operation(client)
@@ -119,11 +115,8 @@ class TcpClient:
     Safe to use from several threads, which take turns.
 
     Args:
-        host: of the server.
-        port: of the server.
         timeout_s: seconds that one call may take; a call that must connect first, twice as long.
         max_backoff_s: longest pause between two attempts to connect.
-        clock: seconds that never go back.
     """
 
     def __init__(

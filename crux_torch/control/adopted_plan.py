@@ -1,4 +1,4 @@
-"""The plan that one leader has adopted: it never goes back to an older one, and it expires."""
+"""The plan that one leader has adopted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class AdoptedPlan:
-    """What one leader has adopted.
+    """Never goes back: its epoch is above that of every plan adopted before.
 
-    Its epoch is above that of every plan adopted before, so no applier goes back to an older plan.
     It counts until ``valid_s`` after this leader last saw it change, by this leader's own clock. A
     renewal is a change.
-
-    Args:
-        clock: seconds that never go back.
-        rng: of the jitter between leaders.
 
     Attributes:
         since_s: when it was adopted.

@@ -33,11 +33,7 @@ BACKLOG = 1024
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of ``tcp://HOST:PORT``.
-
-    Raises:
-        SettingsError: ``endpoint`` is not of that form.
-    """
+    """Host and port of ``tcp://HOST:PORT``; raises SettingsError for another form."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port
@@ -53,11 +49,8 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 class StoreHost:
     """Hosts the store at ``endpoint`` if that is an address of this host and no other process does.
 
-    Runs in a daemon thread. Nothing raises after construction.
-
-    Args:
-        endpoint: ``tcp://HOST:PORT``.
-        poll_s: seconds between two attempts to take the port.
+    Runs in a daemon thread. Nothing raises after construction. ``poll_s`` is the time between two
+    attempts to take the port.
 
     Raises:
         SettingsError: ``endpoint`` is not of that form.

@@ -37,9 +37,7 @@ def plan_inputs(records: Sequence[JobRecord], topology: Topology | None) -> Clus
     - W_j and the number of devices are bounded by :func:`claimed_flops` and
       :func:`claimed_devices`, so that no tenant raises its own priority.
 
-    Args:
-        records: live job records, in any order, no two of one name.
-        topology: of the cluster; None if it is not known.
+    ``records`` are live, in any order, no two of one name.
     """
     known = frozenset(topology.hosts if topology is not None else ())
     capacity_Bps = dict(topology.capacity_Bps) if topology is not None else {}

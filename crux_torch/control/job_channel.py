@@ -43,7 +43,6 @@ class JobChannel:
         store: the job's store as its process group has it, prefixes included.
         rank, world_size: of this process in the job.
         timeout_s: seconds that one operation may take.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -99,10 +98,7 @@ class JobChannel:
         return list(self._of_ranks("paths", MAX_PATHS_BYTES).values())
 
     def publish(self, order: bytes) -> bool:
-        """Replace the job's order, unless it is there already; for the leader.
-
-        Returns:
-            whether it is there.
+        """Replace the job's order, unless it is there already, and return whether it is there.
 
         Raises:
             ValueError: over ``MAX_RECORD_BYTES``.

@@ -1,8 +1,6 @@
 """One job's part in agreeing on a plan, without a lock and without an elected leader.
 
-Every leader writes its job's record under a lease and looks at all others. Whoever sees a change
-computes the plan from the snapshot, which gives the same plan on every leader, and writes it by
-compare-and-swap in place of the plan that it saw. docs/agreement.md explains the protocol.
+docs/agreement.md explains the protocol.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ class Leader:
         plan_valid_s: seconds without renewal after which a plan of this leader is dropped.
         poll_s: seconds between two looks at the store.
         debounce_s: seconds for which the snapshot must stand still before it is planned.
-        clock, rng: seconds that never go back, and the jitter between leaders.
     """
 
     def __init__(
@@ -219,7 +216,6 @@ class Leader:
         return True
 
     def _look(self, now: float) -> PlanState:
-        """Read the snapshot and the stored plan."""
         jobs = self._registry.jobs()
         if self._snapshot.update(jobs, self._registry.topology(), now):
             self._patience_s = self._lease_s

@@ -36,8 +36,7 @@ def compute_entries(
     A policy that leaves paths to the network gives entries without any.
 
     Args:
-        records: live job records, in any order.
-        topology: of the cluster; None if it is not known.
+        records, topology: see :func:`plan_inputs`.
         policy: the scheduler, a key of ``LIVE``.
         levels: that may be assigned, ascending.
         max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
@@ -74,12 +73,7 @@ def compute_entries(
 
 
 def check_policy(policy: str, levels: Sequence[int]) -> None:
-    """Refuse a policy that can't be carried out.
-
-    Raises:
-        SettingsError: there is no such scheduler, only the simulator can carry it out, or no level
-            is left; it names the schedulers that there are.
-    """
+    """Raise a SettingsError for a policy that can't be carried out, or without a level."""
     if policy not in LIVE:
         known = "only the simulator can carry it out, " if policy in SCHEDULERS else ""
         raise SettingsError(f"policy {policy!r}: {known}expected one of {', '.join(sorted(LIVE))}")

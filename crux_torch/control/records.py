@@ -68,7 +68,6 @@ class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """What the plan says about one job.
 
     Attributes:
-        job: its name.
         level: priority level of its connections; a higher level goes first.
         priority: P_j = k_j I_j.
         intensity: I_j in FLOP/s.
@@ -92,7 +91,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         fingerprint: of its inputs: one snapshot has the same fingerprint on every leader.
         valid_s: seconds without a renewal after which appliers return to the default.
         author: the job whose leader wrote it.
-        policy: the scheduler that computed it.
         entries: one for each job that was profiled.
     """
 

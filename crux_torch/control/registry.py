@@ -34,7 +34,6 @@ class StoredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Attributes:
         renewal: changes with every renewal, so that each reader sees by its own clock when the
             plan was last confirmed.
-        plan: the plan itself.
     """
 
     renewal: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -138,10 +137,6 @@ class Registry:
         return PlanState(raw, stored)
 
     def swap_plan(self, before: PlanState, after: StoredPlan) -> bytes | None:
-        """Write ``after`` if the plan still is ``before``.
-
-        Returns:
-            the bytes written; None if another leader was first.
-        """
+        """The bytes of ``after``, written in place of ``before``; None if another was first."""
         raw = msgspec.json.encode(after)
         return raw if self.store.compare_and_swap(self.plan_key, before.raw, raw) else None

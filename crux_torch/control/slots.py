@@ -47,7 +47,6 @@ class ProfilingSlot:
         store, cluster: where the cluster's jobs meet, and its name there.
         job, incarnation: who this is.
         lease_s: seconds for which the slot is held at most.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ProfilingSlot:
         return self._held is not None and self._clock() < self._until_s
 
     def acquire_step(self) -> bool:
-        """One attempt: take a place in the line, or the slot if it is free and this job's turn.
+        """Take a place in the line, or the slot if it is free and this job's turn.
 
         Returns:
             whether the slot is held; False also if the store can't be reached.

@@ -37,6 +37,6 @@ class Snapshot:
         self._unplanned_since_s = float("inf")
 
     def stands_still(self, now: float, debounce_s: float) -> bool:
-        """Whether it is worth a plan: it has come to rest, or has been in motion for too long."""
+        """Whether it has come to rest, or has been in motion for too long."""
         in_motion_s = now - self._unplanned_since_s
         return now - self.since_s >= debounce_s or in_motion_s >= MAX_DEBOUNCES * debounce_s

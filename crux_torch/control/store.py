@@ -47,11 +47,7 @@ class SharedStore(Protocol):
 
 
 def check_write(key: str, value: bytes, lease_s: float | None) -> None:
-    """Refuse a write that no reader would accept.
-
-    Raises:
-        StoreError: the value is over ``MAX_RECORD_BYTES``, or the lease is out of bounds.
-    """
+    """Raise a StoreError for a write that no reader would accept: too large, or no fit lease."""
     if len(value) > MAX_RECORD_BYTES:
         raise StoreError(
             f"{key}: a value of {len(value)} bytes is over the limit of {MAX_RECORD_BYTES}"

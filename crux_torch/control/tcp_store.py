@@ -42,7 +42,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The first line of an envelope, as JSON. The value follows it.
 
     Attributes:
-        v: version of the envelope.
         w: who wrote it: a random name of the client.
         n: number of the writer's write, so that a renewal differs from what it renews.
         lease_s: seconds without change after which the key counts as expired; absent: never.
@@ -86,10 +85,7 @@ class TcpStore:
     """A TCPStore server as :class:`~crux_torch.control.store.SharedStore`, which says what each
     method does.
 
-    Args:
-        host, port: of the server.
-        timeout_s: seconds that one call to the server may take.
-        clock: seconds that never go back.
+    ``timeout_s`` bounds one call to the server.
     """
 
     def __init__(

@@ -45,15 +45,10 @@ class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class DeviceMeter:
     """Measures this rank's CUDA device; a rank on a CPU has none.
 
-    NVML's calls happen on a thread of their own.
-
     Args:
         own: the CUDA device that this process trains on.
         device_flops: FLOP/s of the device, if the user gave it; 0: look it up.
         library, env, torch: stand in for ``pynvml``, this process's environment and ``torch``.
-
-    Attributes:
-        last: result of the last measurement; None before it, and on a CPU.
     """
 
     def __init__(
@@ -70,6 +65,7 @@ class DeviceMeter:
         self._activity = ActivityMeter(library)
         self._torch = torch
         self._cuda: CudaDevice | None = None
+        #: Result of the last measurement; None before it, and on a CPU.
         self.last: DeviceUse | None = None
 
     def look(self) -> None:

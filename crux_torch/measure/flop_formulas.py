@@ -26,11 +26,7 @@ _FLOATS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def formula(packet: Any) -> Formula | None:
-    """The formula of an operator (``packet``) or higher-order operator; None where there is none.
-
-    Args:
-        packet: an ``OpOverloadPacket`` or a ``HigherOrderOperator``.
-    """
+    """The formula of an ``OpOverloadPacket`` or a ``HigherOrderOperator``; None without one."""
     name: str = getattr(packet, "_qualified_op_name", "")
     if name in PREFERRED:
         return PREFERRED[name]
@@ -41,11 +37,10 @@ def formula(packet: Any) -> Formula | None:
 
 
 def precision(name: str, args: Sequence[Any]) -> str:
-    """What an operator computes in, as a key of ``PeakFlops.flops``; empty where none fits.
+    """What the operator ``name`` computes in, as its first tensor tells.
 
-    Args:
-        name: the operator's qualified name.
-        args: its positional arguments; the first tensor tells.
+    Returns:
+        a key of ``PeakFlops.flops``; empty where none fits.
     """
     tensor = _first_tensor(args)
     if tensor is None:
@@ -102,10 +97,8 @@ def _products(a: Sequence[Tensor], b: Sequence[Tensor], *_: Any, **__: Any) -> i
 
 
 def _grouped_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Groups part the rows of ``a`` (2d, 3d), the columns of ``b`` (3d, 2d) or the contracted
-    dimension (2d, 2d), and in none of them change the number of products; where both are 3d there
-    is one product for each. Rows beyond the last group's end count as well: where it ends is known
-    to the device only."""
+    """Groups change the number of products only where both are 3d: one for each. Rows beyond the
+    last group's end count as well: where it ends is known to the device only."""
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * _depth(a) * b.shape[-1]
 

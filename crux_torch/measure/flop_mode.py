@@ -59,10 +59,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         by_precision: FLOPs so far by what they are computed in (``bf16``, ``tf32``); under the
             empty name those whose data type has no peak of its own.
-        uncounted: operators without a formula that do tensor work, and how often each ran. By
-            rule these are all operators of third parties and all higher-order ones, but not
-            views, not those tagged pointwise, not collectives, and of aten only those that
-            contract a dimension (products, convolutions, attention, recurrences, linalg, FFT).
+        uncounted: operators without a formula that do tensor work (docs/work.md), and how often
+            each ran.
     """
 
     supports_higher_order_operators = True

@@ -51,9 +51,8 @@ class FlopCount:
     """What was counted.
 
     Attributes:
-        by_precision: FLOPs of an iteration on this rank by what they are computed in, means over
-            the iterations seen; an iteration whose signature was never counted is left out.
-        iterations: iterations that the mean is taken over.
+        by_precision: FLOPs of an iteration on this rank by what they are computed in.
+        iterations: iterations that these are means over.
         left_out: iterations whose signature was never counted.
         uncounted_ops: operators met that do tensor work and have no formula, by name.
     """
@@ -74,12 +73,9 @@ class FlopMeter:
 
     It counts forward, backward, the optimizer, and what checkpointing computes again, with torch's
     own formulas (``torch.utils.flop_counter``) and those that torch lacks (``flop_formulas``).
-    ``FlopCounterMode`` itself can't run inside a training job: it raises into the model if a
-    formula rejects its arguments or a higher-order operator has none, it makes
-    ``torch.compile(fullgraph=True)`` fail, it hooks every module, and it counts the global shape of
-    a DTensor on every rank. This meter lets compiled code run compiled, and counts the matrix
-    products that the code calls, but not those that inductor generates as Triton templates
-    (``max-autotune``).
+    ``FlopCounterMode`` itself can't run inside a training job: it raises into the model, makes
+    ``torch.compile(fullgraph=True)`` fail, hooks every module, and counts the global shape of a
+    DTensor on every rank. Here compiled code runs compiled; docs/work.md says what is not counted.
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
     meter finds these modules while it counts an iteration, and gives each a forward pre-hook. The

@@ -31,11 +31,10 @@ class IterationEnds(NamedTuple):
 def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnds:
     """The ends of the iterations between which no record is missing.
 
-    Which operations are an iteration's is told by the order of issue alone: marks and issues are
-    both the host's. When it is, is told by the device: an iteration ends with the last of its
-    operations there. A device that does more behind the last one does so in every iteration, so the
-    distances are right. Marks stand for themselves where the host is in step with the device, as it
-    always is on a CPU, and where no device has told its times.
+    The order of issue tells which operations are an iteration's, and the device when it ends: with
+    the last of its operations there. A device that does more behind the last one does so in every
+    iteration, so the distances are right. Marks stand for themselves where the host is in step with
+    the device, as it always is on a CPU, and where no device has told its times.
 
     Args:
         marks_ns: when the host came to the end of each iteration, ascending.

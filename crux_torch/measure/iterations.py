@@ -25,11 +25,10 @@ class IterationMarks:
     """Marks the end of every optimizer step, by the hooks that torch keeps for all optimizers.
 
     One optimizer is elected, the first seen, and only its steps are marks: a job with several
-    optimizers (a GAN, one for each parameter) still has one mark an iteration, and gradient
-    accumulation has none between its micro-batches because no optimizer steps there. An optimizer
-    that steps within another's step (ZeroRedundancyOptimizer's inner one) is not elected, since
-    the outer pre-hook runs first. The elected one is replaced when it is collected, or when others
-    have stepped ``SILENT_STEPS`` times without it.
+    optimizers (a GAN, one for each parameter) still has one mark an iteration. An optimizer that
+    steps within another's step (ZeroRedundancyOptimizer's inner one) is not elected, since the
+    outer pre-hook runs first. The elected one is replaced when it is collected, or when others have
+    stepped ``SILENT_STEPS`` times without it.
 
     A step that is itself compiled into a graph runs no hooks; such a job has no marks, and the
     period comes from its communication alone.
@@ -70,11 +69,7 @@ class IterationMarks:
             self._handles = []
 
     def add_listener(self, listener: MarkListener) -> Callable[[], None]:
-        """Call ``listener(mark_ns)`` in the training thread at every mark.
-
-        Returns:
-            A function that removes the listener.
-        """
+        """Call ``listener(mark_ns)`` in the training thread at every mark; return its remover."""
         self._listeners.append(listener)
 
         def remove() -> None:

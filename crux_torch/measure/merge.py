@@ -149,8 +149,7 @@ def inside_flows(
 
     Args:
         matrix: bytes from host to host.
-        samples: of the job's ranks.
-        topology: a host whose inside it does not describe has no flows.
+        samples, topology: a host whose inside the topology does not describe has no flows.
         whole_hosts: also those whose GPUs all belong to the job; nobody else is met there.
     """
     found: dict[HostPair, float] = {}
@@ -176,7 +175,6 @@ def _gpu(sample: RankSample, gpus: Sequence[str]) -> str | None:
 
 
 def _nics(gpus: Sequence[str], topology: Topology) -> list[tuple[str, str]]:
-    """Each GPU with its NIC."""
     taken: dict[tuple[str, ...], int] = {}
     pairs = []
     for gpu in gpus:

@@ -125,11 +125,7 @@ def pattern_length(start: Ints, kind: NDArray[np.generic]) -> int | None:
     First the smallest lag at which the kinds repeat: a Fourier transform of each kind's indicator
     over the operation's index. Then the multiple of it whose fold explains the gaps between
     operations best, by the Bayesian information criterion: three equal bursts have equal kinds,
-    and only their spacing says that it takes three to make an iteration.
-
-    Args:
-        start: when each operation began, ascending.
-        kind: what it was.
+    and only their spacing says that it takes three to make an iteration. ``start`` is ascending.
     """
     start, kind = start[-MAX_PATTERN:], kind[-MAX_PATTERN:]
     lag = _kind_lag(kind)

@@ -98,14 +98,12 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One rank's measurement: versioned, bounded JSON.
 
     Attributes:
-        rank, world_size: of the whole job.
         host: where the rank runs.
         iterations: whole iterations within it; all figures are means over these.
         period_s, period_source: see :class:`period.Period`.
         exposed_s, comm_s, bursts: see :class:`timeline.Timeline`.
         flops: FLOPs of an iteration on this rank; None while none were counted.
         flops_told: the script said so; otherwise they were counted.
-        uncounted_ops: operators that do tensor work and count nothing.
         device: what the rank computes on; None on a CPU.
         groups, traffic: what the rank took part in, the payloads summed over the iterations.
         transfers: the newest collectives, from which the leader tells transfer from waiting.

@@ -90,8 +90,8 @@ def reaches(records: Records) -> Reaches:
 def _untold_ns(records: Records) -> Ints:
     """When each record counts if its end is not known: when it was issued.
 
-    A device may be far behind the issue. There the record counts when the device came to it. If
-    that is not known either, it counts when everything issued before it was done.
+    On a device, which may be far behind: when it came to it or, if that is not known either, when
+    everything issued before it was done.
     """
     issue = records["issue_ns"].astype(np.int64)
     clocked = (records["flags"] & Flag.DEVICE_CLOCK) != 0
@@ -106,11 +106,10 @@ def _untold_ns(records: Records) -> Ints:
 def stretches(begin_ns: Ints, end_ns: Ints, ready_ns: Ints) -> Stretches:
     """The union of intervals that are sorted by their begin.
 
-    Records do not tell when a job waits for an asynchronous collective, so a rule stands in for it.
-    Within a queue, computation goes on until it comes to the last collective, and waits from there
-    to the queue's end. The rule is exact for DDP (the last bucket leaves when backward ends) and
-    for synchronous calls, each of which is a stretch of its own. It counts too much as exposed
-    where a job issues everything at once and computes on.
+    Records do not tell when a job waits for an asynchronous collective, so a rule stands in for it:
+    within a queue, computation goes on until it comes to the last collective, and waits from there
+    to the queue's end. That is exact for DDP (the last bucket leaves when backward ends) and for
+    synchronous calls, and too much where a job issues everything at once and computes on.
     """
     if not len(begin_ns):
         return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(5)))
@@ -179,10 +178,8 @@ def describe(
     """The timeline of the iterations between ``bounds_ns``; None without a whole one.
 
     Args:
-        begin_ns, end_ns: when each collective was in flight, ascending in ``begin_ns``.
-        bytes: its payload, to weigh the bursts.
+        begin_ns, end_ns, bytes, reached: of each collective, ascending in ``begin_ns``.
         bounds_ns: ascending ends of iterations, one more than there are iterations.
-        reached: when computation came to it.
     """
     if len(bounds_ns) < 2:
         return None

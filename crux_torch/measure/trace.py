@@ -97,10 +97,7 @@ def chrome_trace(
 
 
 def write_trace(folder: str | os.PathLike[str], host: str, trace: dict[str, Any]) -> Path:
-    """Write this process's ``trace`` into ``folder``, complete or not at all.
-
-    Returns:
-        The path of the file.
+    """Write this process's ``trace`` into ``folder``, complete or not at all; return its path.
 
     Raises:
         OSError: the folder can't be made or written.

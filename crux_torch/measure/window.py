@@ -10,15 +10,12 @@ from crux_torch.measure.record import RECORD, Records
 class RecordWindow:
     """A sliding window over the record stream.
 
-    The buffer is twice the capacity and is compacted when it is full, so that an append costs the
-    records it copies and nothing else. Not thread-safe: one thread drains the recorder.
+    The buffer is twice the capacity and is compacted when it is full. Not thread-safe: one thread
+    drains the recorder.
 
     Args:
         capacity: records kept at most, 1 or more.
         max_age_s: a record whose issue is older than this, counted from the newest, is dropped.
-
-    Attributes:
-        dropped: records that left the window because it was full, not because of their age.
     """
 
     def __init__(self, capacity: int = 16384, max_age_s: float = 120.0) -> None:
@@ -27,6 +24,7 @@ class RecordWindow:
         self._buffer = np.zeros(2 * capacity, dtype=RECORD)
         self._begin = 0
         self._end = 0
+        #: Records that left the window because it was full, not because of their age.
         self.dropped = 0
 
     def __len__(self) -> int:

@@ -43,7 +43,6 @@ def work(
     """The work of a job from its ranks' samples, scaled to ranks that sent none.
 
     Args:
-        samples: of one job, one of each rank.
         period_s, compute_s: seconds of an iteration, and of it those in which the devices compute.
         device_flops: FLOP/s of one device, for ranks that do not tell their own; 0: not known.
     """

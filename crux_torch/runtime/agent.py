@@ -58,13 +58,11 @@ class Agent:
     One background thread makes it and calls :meth:`run`; any thread may call the rest.
 
     Args:
-        device: that this process trains on.
+        device, settings, recorder, rank, world_size: of this process.
         marks: where iterations end.
         stop: set when it is to end.
-        settings, recorder: of this process.
         ownership: knows the inner backends' sockets.
         store: the store of the job's first process group.
-        rank, world_size: of this process in the job.
     """
 
     def __init__(
@@ -296,6 +294,6 @@ def _number_of(raw: bytes | None) -> int:
 
 
 def _profile_told(profile: JobProfile) -> dict[str, Any]:
-    """A profile as ``crux_torch.status()`` shows it: with what follows from its fields."""
+    """A profile as ``crux_torch.status()`` shows it."""
     follows = ("intensity", "achieved_flops", "utilization")
     return {**msgspec.to_builtins(profile), **{name: getattr(profile, name) for name in follows}}

@@ -27,10 +27,7 @@ class Background:
     """Makes the agent in its own thread, because its modules take long to import, and runs it.
 
     Construct it on the training thread: it looks for the CUDA device that this thread uses, and
-    installs hooks that this thread runs.
-
-    Args:
-        of: of :class:`~crux_torch.runtime.agent.Agent`, from ``settings`` to ``world_size``.
+    installs hooks that this thread runs. ``of`` are the Agent's arguments from ``settings`` on.
     """
 
     def __init__(self, *of: Any) -> None:

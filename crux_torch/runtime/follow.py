@@ -28,10 +28,7 @@ _log = logging.getLogger(__name__)
 class Follower:
     """Carries out the newest order in this process. One background thread owns it.
 
-    Args:
-        settings, host, device: of this process.
-        ownership: knows the inner backends' sockets.
-        store: of the job, whose connections are left alone.
+    The connections to ``store``, the job's, are left alone.
     """
 
     def __init__(
@@ -61,10 +58,7 @@ class Follower:
         return self._dscp_map[order.level] if order.level < len(self._dscp_map) else None
 
     def hear(self, raw: bytes) -> Order | None:
-        """The order in ``raw``, if it is new; it is in force from now on.
-
-        Its class and its links are set. :meth:`steer` does the rest.
-        """
+        """The order in ``raw``, if it is new. Its class and links are set, its paths are not."""
         try:
             order = Order.from_json(raw)
         except ValueError as error:
@@ -87,11 +81,7 @@ class Follower:
         return order
 
     def steer(self, order: Order) -> None:
-        """Follow the paths of ``order``.
-
-        Raises:
-            OSError, CruxError: the transport refuses.
-        """
+        """Follow the paths of ``order``; raises what :meth:`Steering.follow` does."""
         self._steering.follow(order, self._dscp_map)
 
     def check(self) -> None:

@@ -31,13 +31,11 @@ def make_conductor(
 ) -> tuple[Conductor, TcpStore | None]:
     """The leading rank's parts, and its connection to the shared store.
 
-    A part that can't be used is left out.
+    A part that can't be used is left out, and ``warn`` is told what about, and in words.
 
     Args:
-        settings, incarnation, world_size: of the job.
+        settings, incarnation, world_size, first_number: see :class:`Conductor`.
         host: where the leader runs.
-        first_number: above that of every order that may still lie in the job's store.
-        warn: told what about, and in words, if a part is left out.
     """
     topologies = TopologyReader()
     topology, published = None, None
@@ -99,12 +97,8 @@ def make_conductor(
 
 
 def _device_flops(settings: Settings, env: Mapping[str, str]) -> tuple[float, float]:
-    """FLOP/s of one of the job's devices, 0 if that is not known.
-
-    Returns:
-        the rate for a rank that says nothing of its device, because it computes on a CPU; and the
-        most that any of the job's devices could do, which bounds the job's claim.
-    """
+    """FLOP/s of a device: of a rank's that says nothing of it, because it computes on a CPU (0 if
+    not known), and the most that any of the job's could do, which bounds the job's claim."""
     if settings.device_flops:
         return settings.device_flops, settings.device_flops
     host = this_host()

@@ -70,7 +70,6 @@ class Routing:
 
     Args:
         first_generation: above all generations that the job's store may know of.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -94,12 +93,9 @@ class Routing:
     def follow(
         self, paths: tuple[PlannedPath, ...], hosts: Sequence[str], topology: Topology | None
     ) -> None:
-        """Want what a plan says.
+        """Want what a plan says; without ``paths`` the network decides.
 
-        Args:
-            paths: of the job; empty: the network decides.
-            hosts: of the job. A plan whose paths join others is another job's, and left alone.
-            topology: of the cluster, as the store has it.
+        A plan whose paths join other ``hosts`` than the job's is another job's, and left alone.
         """
         if (paths, topology) == self._of:
             return
@@ -155,7 +151,6 @@ class Conductor:
         routing: turns the plan's paths into routes; None: the network decides.
         first_number: above those of all orders that may still lie in the job's store.
         device_flops: FLOP/s of one device, for W from time; 0 if it is not known.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -204,8 +199,8 @@ class Conductor:
 
         Args:
             ready: whether the job has run for long enough to be measured.
-            changed: whether the job does other work than was measured.
-            collect: gives the answers that ranks have sent, by rank.
+            changed: whether it does other work than was measured.
+            collect: gives the ranks' answers.
             trains: whether this rank has seen an optimizer. A job without one, like an evaluation,
                 may well have no iterations.
 
@@ -287,7 +282,6 @@ class Conductor:
             self._answers[rank] = sample
 
     def _conclude(self, alone: bool) -> None:
-        """Make the job's profile of what the ranks answered."""
         present = [s for _, s in sorted(self._answers.items()) if s is not None]
         profile = self._merged(present, alone) if present else None
         if not present and not self._trains and len(self._answers) == self._world_size:
@@ -328,7 +322,7 @@ class Conductor:
             return None
 
     def _is_alone(self) -> bool:
-        """Whether this job still holds the slot that it took for this measurement."""
+        """Whether this job still holds the slot that it took to measure."""
         return self._alone and self._slot is not None and self._slot.held
 
     def _next_order(self) -> Order | None:
@@ -365,7 +359,6 @@ class Conductor:
         )
 
     def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
-        """The plan's paths as the ranks can take them."""
         routing, leader = self._routing, self.leader
         if routing is None or leader is None:
             return Wanted((), 0)

@@ -34,7 +34,6 @@ class RankMeter:
 
     Args:
         recorder: the process's recorder (``crux_torch._C.Recorder``).
-        settings: how long a measurement may take.
         device: the CUDA device that this rank trains on.
         marks: where iterations end; the training thread has hooked them to the optimizers.
     """

@@ -6,7 +6,7 @@ Each number says one thing:
 * ``incarnation`` names one life of the job: from its first process group to its last.
 * ``number`` counts orders. It grows over all lives that share a store.
 * ``measurement`` counts measurements in one life.
-* ``generation`` counts how often connections were made anew. It grows over all lives, too.
+* ``generation`` counts over all lives how often the ranks were to make their connections anew.
 * ``epoch`` is the plan's own, and counts plans of the cluster.
 """
 
@@ -44,8 +44,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         entry: the job's part of that plan.
         profile: the job's profile, once it was measured.
         routes: the paths that new connections are to take; empty: any.
-        generation: of the job's connections; 0 for those that it began with. When it grows, ranks
-            make their connections anew.
+        generation: of the job's connections; 0 for those that it began with.
     """
 
     version: int = SCHEMA_VERSION

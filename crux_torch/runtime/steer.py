@@ -57,7 +57,6 @@ class Steering:
         search: finds UDP source ports for queue pairs.
         ports: TCP source ports to choose from, first and last.
         skipped_ports: destination ports that are never steered.
-        clock: seconds that never go back.
     """
 
     def __init__(
@@ -101,9 +100,7 @@ class Steering:
     def follow(self, order: Order, dscp_map: Sequence[int]) -> None:
         """Have new connections take the order's routes; replace the present ones if it says so.
 
-        Args:
-            order: the leader's.
-            dscp_map: DSCP value of each level: new connections carry it from their first packet.
+        They carry the DSCP value that ``dscp_map`` gives the level from their first packet.
 
         Raises:
             OSError, CruxError: the transport refused; the next order tries again.
