@@ -1,9 +1,7 @@
 """A job's priority level as the DSCP of its live connections (paper §4.3), and their rate.
 
-A level is one traffic class of the network, and the operator's table gives its DSCP value. That
-value goes into the upper six bits of the IPv4 TOS or the IPv6 traffic class of each connection of
-the inner backend. The lower two bits carry ECN and stay. A rate limits what one connection may
-send; the kernel paces its packets.
+The operator's table gives the DSCP value of each level (docs/classes.md). It goes into the upper
+six bits of the IPv4 TOS or the IPv6 traffic class; the lower two carry ECN and stay.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ class SocketMark:
     """What was done to one connection.
 
     Attributes:
-        inode: the socket's identity.
-        local, peer: its endpoints.
         before: TOS or traffic class that it had before Crux touched it; None if unreadable.
         wanted: what Crux asked for; None if it left the class alone.
         tos: what the kernel holds, read back afterwards; None if unreadable.
@@ -65,7 +61,6 @@ class ClassReport:
 
     Attributes:
         level: priority level in force, None for the network's default.
-        dscp: its DSCP value.
         marks: one for each connection that Crux marked, tried to mark, or could not revert.
         error: why the last request could not be carried out, or empty.
         rate_Bps: limit of each connection in bytes per second, None for none.
@@ -122,8 +117,8 @@ class TrafficClass:
         """Give every connection the class of ``level``, also those marked before.
 
         Args:
-            level: priority level, an index into ``dscp_map``; None reverts class and rate. A level
-                outside of it changes nothing and is reported.
+            level: an index into ``dscp_map``, else nothing changes and the report says so; None
+                reverts class and rate.
             dscp_map: DSCP value (0 to 63) of each level, from level 0 upwards.
         """
         if level is None:

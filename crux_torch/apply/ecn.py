@@ -1,9 +1,8 @@
 """The two ECN bits of the class that Crux gives to queue pairs (RFC 3168, RoCEv2).
 
-The class is one byte: six bits of DSCP, which the level decides, and two of ECN. On a cluster that
-runs DCQCN it has to say ECT, like ``NCCL_IB_TC=106`` (DSCP 26 and ECT(0)), so that switches mark
-packets instead of dropping them. If the devices don't run DCQCN, the bits must stay 0, because the
-senders would not react to marks. For TCP the kernel sets these bits. InfiniBand has none.
+On a cluster that runs DCQCN the class has to say ECT, like ``NCCL_IB_TC=106`` (DSCP 26 and
+ECT(0)), so that switches mark packets instead of dropping them. If the devices don't run DCQCN, the
+bits must stay 0, because the senders would not react to marks.
 """
 
 from __future__ import annotations
@@ -25,12 +24,7 @@ CONFIGFS = Path("/sys/kernel/config/rdma_cm")
 
 @dataclass(frozen=True, slots=True)
 class Ecn:
-    """The ECN bits to use.
-
-    Attributes:
-        bits: 0, 1 or 2.
-        why: where they come from, as text for the user.
-    """
+    """The ECN bits to use (0, 1 or 2), and where they come from, as text for the user."""
 
     bits: int
     why: str

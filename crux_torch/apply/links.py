@@ -1,9 +1,7 @@
 """Links of this host as semaphores: lower levels give way (paper §5, Figure 3b).
 
-``LinkRoutes`` knows which links the operations of a process group cross. ``csrc/links``
-knows who is on a link and who waits for whom. This file says when: a process takes its places with
-the first order of its leader, and its operations look at a link only while another job has a place
-there, too. docs/pcie.md explains the protocol.
+A process takes its places with the first order of its leader, and its operations look at a link
+only while another job has a place there, too. docs/pcie.md explains the protocol (``csrc/links``).
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class StandInRoutes:
 
     Attributes:
         names: of the links; jobs that name the same one on a host share it.
-        obstacle: why the links are not known, in words; None if they are.
+        obstacle: as :attr:`PcieRoutes.obstacle`.
     """
 
     names: tuple[str, ...]
@@ -159,7 +157,6 @@ class HostLinks:
         """The level that the leader gives the job, from now on.
 
         Args:
-            job: what all its ranks call it and no other job does.
             level: None: it gives way to nobody, and nobody to it.
             priority: orders jobs of one level, as the network's few levels can't.
         """

@@ -50,10 +50,7 @@ _warn = WarnOnce(logging.getLogger(__name__))
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A variable of NCCL that overrides a communicator's class, as ``what`` says.
-
-    ``source``: ``nccl_conf.ENVIRONMENT``, or the file that sets it.
-    """
+    """A variable of NCCL that overrides a communicator's class, as ``what`` says."""
 
     name: str
     value: int
@@ -101,13 +98,11 @@ def with_class(
     after an error it returns ``options`` unchanged.
 
     Args:
-        options: the script's options, or None.
         dscp: DSCP of the job's level (0 to 63), or None if there is none yet.
         new: creates empty options: ``ProcessGroupNCCL.Options``.
         owner: name of the group; default: the one in ``options``.
         env: NCCL's variables; default: this process's environment.
-        labels: of this process's communicators. With the stand-in for libibverbs a label replaces
-            the class, and the stand-in sets the class.
+        labels: with the stand-in for libibverbs one of them replaces the class.
         ecn: the two ECN bits; default: those for the settings and this host's devices.
     """
     try:

@@ -40,7 +40,6 @@ class NcclVariables:
     Args:
         env: of the process that loads NCCL.
         home: of its user; by default the one in the user database, like NCCL (not ``HOME``).
-        system_file: by default ``/etc/nccl.conf``.
     """
 
     def __init__(

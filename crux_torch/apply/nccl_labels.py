@@ -1,8 +1,7 @@
 """Labels that tell which NCCL communicator a queue pair belongs to.
 
-A communicator's class arrives in the address vector of each of its queue pairs, and the stand-in
-for libibverbs replaces it before the device sees it. So with the stand-in the class is a label, by
-which the transport library knows the owner (docs/transport.md).
+With the stand-in for libibverbs a communicator's class is a label, which the stand-in replaces
+before the device sees it (docs/transport.md).
 
 Both ends use the sender's class, so a label is made from the group's name alone: the same on every
 rank, except for its two ECN bits. NCCL also copies the class to the service level, of which devices
@@ -48,7 +47,6 @@ class NcclLabels:
 
         Args:
             owner: the group's name; names that share a label are listed together.
-            ecn: the two ECN bits to send with.
         """
         tell = self._load()
         if tell is None or not owner:

@@ -1,10 +1,8 @@
 """The TCP connections that NCCL made in this process (``NCCL_NET=Socket``).
 
-NCCL publishes no address, and its sockets have no option of their own. But the transport library is
-loaded before NCCL and sees which library calls ``connect`` or ``accept``: libnccl, or one of its
-plugins (``libnccl-net…``). NCCL makes connections at the first operation that needs them, on its
-own threads, so Crux asks for them again and again. All of them count (docs/classes.md, "NCCL over
-sockets").
+The transport library is loaded before NCCL and sees which library calls ``connect`` or ``accept``:
+libnccl, or one of its plugins (``libnccl-net…``). All of NCCL's connections count, and new ones may
+come with any operation (docs/classes.md, "NCCL over sockets").
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ Side = Literal["connected", "accepted"]
 #: port before it was made; ``no``: not at all.
 Verified = Literal["live", "connect", "no"]
 
-
 #: :func:`crux_torch.probe.prober.trace_connection`.
 Tracer = Callable[..., ConnectionTrace]
 
@@ -30,8 +29,6 @@ class PathState:
     """One connection to a host for which the plan has a path.
 
     Attributes:
-        local, peer: this process's endpoint, and the other one.
-        side: who made it.
         wanted: at each TTL the addresses of which one answers on the path.
         taken: who answered at those TTLs; None if nobody did.
         verified: how that is known.
@@ -96,8 +93,6 @@ class Routed:
     Attributes:
         id: tells it from every other: a socket's inode, a queue pair's number.
         local, peer: its endpoints; the port of a queue pair is its UDP source port.
-        side: who made it.
-        protocol, route: of its packets.
         known: what the transport knows of it; None if it was made unseen.
     """
 
@@ -119,9 +114,7 @@ def routed(
     """The connections that go to where there is a route.
 
     Args:
-        sockets: the inner backends'.
-        listeners: where the inner backends listen. The other end made the connections that they
-            accepted.
+        sockets, listeners: the inner backends', and where they listen.
         known: the transport's connections. Those that it searched a path for count, too, and the
             queue pairs whose source port is known.
     """

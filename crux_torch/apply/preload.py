@@ -25,12 +25,8 @@ _SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
 def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
     """The variables that make workers load the transport library, if the settings ask for it.
 
-    They are ``LD_PRELOAD``, and with RDMA devices the one that makes NCCL load the stand-in. If the
-    library can't be loaded, one line says so. The job then runs without it, and its connections
-    take the paths that the network gives them.
-
-    Args:
-        env: what the workers inherit; libraries that it preloads already are kept.
+    If it can't be loaded, one line says so, and the job runs without it. Libraries that ``env``,
+    which the workers inherit, preloads already are kept.
     """
     if not settings.transport:
         return {}

@@ -1,10 +1,8 @@
 """The RDMA queue pairs of this process, and changing one that is in use.
 
-The library sees queue pairs if libibverbs is the stand-in (:mod:`crux_torch.apply.standin`). A
-queue pair gets its class and its UDP source port when it connects: from the label of its
-communicator, or from the route to its peer (:class:`crux_torch.apply.transport.Route`). On mlx5
-devices the port and the rate of a live queue pair can be changed. Everything else takes a switch to
-new connections.
+A queue pair gets its class and its UDP source port when it connects (docs/transport.md). On mlx5
+devices the port and the rate of a live one can be changed. Everything else takes a switch to new
+connections.
 """
 
 from __future__ import annotations
@@ -49,10 +47,7 @@ class Change:
 
 
 class QueuePairs:
-    """The queue pairs of this process; its methods may be called from any thread.
-
-    ``transport`` is by default what :meth:`Transport.load` gives, or raises.
-    """
+    """The queue pairs of this process; its methods may be called from any thread."""
 
     def __init__(self, transport: Transport | None = None) -> None:
         self._transport = transport or Transport.load()
@@ -102,13 +97,10 @@ class QueuePairs:
         """Give each live queue pair a source port that leads over the planned path to its peer.
 
         The n-th queue pair to a peer takes the n-th port, as when it connects. A queue pair that
-        has one of the ports keeps it.
+        has one of the ports keeps it. Returns whether there are any, and all have such a port now.
 
         Args:
             ports: for each peer with a planned path the source ports that lead over it.
-
-        Returns:
-            whether there are such queue pairs, and all of them have such a port now.
         """
         planned = [c for c in self.list() if c.state == READY_TO_SEND and c.peer in ports]
         moved = bool(planned)

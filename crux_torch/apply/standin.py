@@ -1,12 +1,10 @@
 """A stand-in for the installed libibverbs, through which every queue pair of a process goes.
 
-``libcrux_ibverbs.so`` is a template. :func:`prepare` makes two copies of it in a folder of the
-user, for any release of libibverbs: for programs that are linked to it, and for NCCL, which asks
-for ``libibverbs.so`` first (from 2.30.3 on also for ``NCCL_IBVERBS_LIB``). docs/transport.md says
-what a copy is.
+``libcrux_ibverbs.so`` is a template; docs/transport.md says what the copies of it are. There are
+two: for programs that are linked to libibverbs, and for NCCL, which asks for ``libibverbs.so``
+first (from 2.30.3 on also for ``NCCL_IBVERBS_LIB``).
 
-``python -m crux_torch.apply.standin COMMAND...`` runs any program with it. ``--print-env`` prints
-the variables to export instead.
+``python -m crux_torch.apply.standin COMMAND...`` runs any program with it.
 """
 
 from __future__ import annotations
@@ -101,14 +99,9 @@ def environment(existing: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | None:
-    """The libibverbs that a program would load: its path without symbolic links, or None.
+    """The libibverbs that a program with the environment ``existing`` loads as ``name``, or None.
 
-    Args:
-        existing: the environment of that program.
-        name: the name or path that it would load.
-
-    Raises:
-        StandinError: the dynamic loader could not be asked.
+    Its path has no symbolic links. Raises StandinError if the dynamic loader can't be asked.
     """
     env = {key: value for key, value in existing.items() if key != NCCL_VARIABLE}
     others = (entry for entry in _preloaded(existing) if entry != str(TRANSPORT))
@@ -124,13 +117,11 @@ def prepare(
 ) -> Path:
     """Makes the stand-in for ``real``, the installed libibverbs, unless it exists already.
 
+    Returns its path, in a folder that only this user can write to.
+
     Args:
         name: SONAME and file name of the stand-in.
-        existing: environment that says where caches are (``XDG_CACHE_HOME``, ``HOME``); default:
-            this process's environment.
-
-    Returns:
-        Its path, in a folder that only this user can write to.
+        existing: says where caches are (``XDG_CACHE_HOME``, ``HOME``); default: os.environ.
 
     Raises:
         StandinError: the template was not built, or libraries can't be loaded from any folder.
@@ -162,12 +153,10 @@ def prepare(
 
 
 def make(template: bytes, real: Path, name: str) -> bytes:
-    """The stand-in's file, from the template's.
+    """The stand-in's file, with the SONAME ``name``, from the ``template``'s.
 
     Args:
-        template: contents of libcrux_ibverbs.so.
         real: path of the real library, which is read for its version nodes.
-        name: SONAME of the stand-in.
 
     Raises:
         StandinError: the two are for different machines.

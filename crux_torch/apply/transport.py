@@ -81,19 +81,14 @@ class Connection:
 
     Attributes:
         id: of a socket its inode; of a queue pair a number that is never used again.
-        kind: ``tcp`` or ``qp``.
         how: how it got its settings; ``refused`` if at least one of them failed.
         error: errno of the last setting if it failed, else 0. If it was the search for a path:
             ETIMEDOUT, nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE, no source
             port was left; ERANGE, a listed TTL reaches the destination itself.
-        fd: descriptor of a socket.
         owner: of a queue pair its communicator, if a label names it; of a socket the library that
             made the connection.
-        local, local_port: own address and port (of a queue pair the UDP source port, 0 if unknown).
-        peer, peer_port: of the other end.
-        dscp: its present value; None if unknown.
-        device, qpn, peer_qpn, flow_label: of a queue pair.
-        state: of a queue pair, ``enum ibv_qp_state``.
+        local_port: of a queue pair the UDP source port, 0 if unknown.
+        device, qpn, peer_qpn, flow_label, state: of a queue pair; ``enum ibv_qp_state``.
         rate_Bps: limit in bytes per second; None for no limit.
         bytes_sent, bytes_received: of a socket, without retransmissions; 0 for a queue pair.
         probes: packets sent to find its path.
@@ -128,15 +123,13 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class SocketSetting:
-    """The settings of a live socket before and after a call.
+    """A live socket's TOS or traffic class, and its pacing limit in bytes per second (None: none).
+
+    ``original``: before the library first changed the socket, at connect or live; ``before`` this
+    call; ``after``: as read back. None also if it can't be read.
 
     Attributes:
         errno: of the call that failed, 0 if none did, ENOENT if the socket is closed.
-        original_tos, before_tos, after_tos: TOS or IPv6 traffic class before the library first
-            changed this socket (at connect or live), before this call, and as read back
-            afterwards; None if it can't be read.
-        original_rate_Bps, before_rate_Bps, after_rate_Bps: likewise the pacing limit in bytes per
-            second; None for no limit too.
     """
 
     errno: int = 0
@@ -238,8 +231,7 @@ class Transport:
     def load() -> Transport:
         """The preloaded library if there is one, else the one in this package.
 
-        Raises:
-            TransportError: it is missing, can't be loaded, or is of another version.
+        Raises TransportError if it is missing, can't be loaded, or is of another version.
         """
         # A preloaded library is in the global scope. A second copy would not know its connections.
         library = ctypes.CDLL(None)
@@ -278,11 +270,8 @@ class Transport:
     def set_routes(self, routes: Sequence[Route]) -> None:
         """Replaces the routes for connections that are made from now on.
 
-        If two routes have the same destination, the later one counts. Without :attr:`sees_sockets`
-        they have no effect on sockets.
-
-        Raises:
-            TransportError: the library refuses them; then the old routes stay.
+        If two have the same destination, the later one counts. Raises TransportError if the library
+        refuses them; then the old routes stay.
         """
         array = (_Route * len(routes))(*map(_c_route, routes))
         self.checked("set_routes", array, len(routes))
@@ -290,8 +279,7 @@ class Transport:
     def set_port_range(self, first: int, last: int) -> None:
         """Sets the TCP source ports to choose from, inclusive; default 20000 to 28999.
 
-        Raises:
-            TransportError: the range is empty, or begins below 1024.
+        Raises TransportError if the range is empty, or begins below 1024.
         """
         if not (0 <= first <= 65535 and 0 <= last <= 65535):
             raise TransportError(f"ports {first} to {last} are no port range")

@@ -35,13 +35,14 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     return ports
 
 
-@click.command(name="probe")
+@click.command(name="probe", context_settings={"show_default": True})
 @click.argument("destination")
 @click.option(
     "--udp",
     "protocol",
     flag_value="udp",
     default=True,
+    show_default=False,
     help="Probe for UDP, such as RoCEv2 [default].",
 )
 @click.option("--tcp", "protocol", flag_value="tcp", help="Probe for TCP; needs --port.")
@@ -61,7 +62,6 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     "--max-ttl",
     type=click.IntRange(1, 64),
     default=MAX_TTL,
-    show_default=True,
     help="Look for this many routers at most.",
 )
 @click.option(
@@ -76,21 +76,18 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     "--confidence",
     type=click.FloatRange(0.0, 0.999999),
     default=0.99,
-    show_default=True,
     help="Stop when, with this confidence, no path is missing.",
 )
 @click.option(
     "--count",
     type=click.IntRange(1, 65535),
     default=1,
-    show_default=True,
     help="Find at least this many ports of every path.",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0.5, 1e5),
     default=200.0,
-    show_default=True,
     metavar="N",
     help="Send at most this many probes a second; slow routers get fewer.",
 )
@@ -99,7 +96,6 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     "time_limit_s",
     type=click.FloatRange(0.1, 3600),
     default=30.0,
-    show_default=True,
     metavar="SECONDS",
     help="Stop after this time with what is known by then.",
 )

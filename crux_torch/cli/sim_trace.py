@@ -27,7 +27,7 @@ Cell = tuple[str, str, str]
 Row = dict[str, Any]
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--trace",
     "kind",
@@ -44,42 +44,27 @@ Row = dict[str, Any]
     "--topology",
     "topologies",
     default="clos",
-    show_default=True,
     help=f"Comma-separated: {', '.join(TOPOLOGIES)}, or topology files.",
 )
 @names_option("--schedulers", "schedulers", SCHEDULERS, "all")
 @names_option("--placement", "placements", PLACEMENTS, "none")
-@click.option(
-    "--jobs",
-    type=click.IntRange(1),
-    default=5000,
-    show_default=True,
-    help="Jobs that arrive, at most.",
-)
+@click.option("--jobs", type=click.IntRange(1), default=5000, help="Jobs that arrive, at most.")
 @click.option(
     "--days",
     type=click.IntRange(1),
     default=14,
-    show_default=True,
     help="Length of the trace. Later jobs are left out.",
 )
 @click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Seed of everything that is drawn at random.",
+    "--seed", type=click.IntRange(0), default=0, help="Seed of everything that is drawn at random."
 )
 @click.option(
     "--iterations-as-one",
     type=click.IntRange(1),
     default=200,
-    show_default=True,
     help="Simulate this many iterations as one that is as long as all of them; 1 is exact.",
 )
-@click.option(
-    "--levels", type=click.IntRange(1), default=8, show_default=True, help="Priority levels."
-)
+@click.option("--levels", type=click.IntRange(1), default=8, help="Priority levels.")
 @click.option(
     "--max-slowdown",
     type=click.FloatRange(1.0),
@@ -89,7 +74,6 @@ Row = dict[str, Any]
     "--steady-tolerance",
     type=click.FloatRange(0.0, 0.5),
     default=0.0,
-    show_default=True,
     help="Above 0: extrapolate rates that have settled to within this share.",
 )
 @click.option(
@@ -97,7 +81,6 @@ Row = dict[str, Any]
     "replan_s",
     type=click.FloatRange(0.0),
     default=60.0,
-    show_default=True,
     help="Seconds between two plans, at least.",
 )
 @threads_option
@@ -107,7 +90,7 @@ Row = dict[str, Any]
     type=click.Path(file_okay=False, path_type=Path),
     help="Write NAME.json and NAME.txt to this folder, again after every row.",
 )
-@click.option("--name", default="trace", show_default=True, help="Name of the result.")
+@click.option("--name", default="trace", help="Name of the result.")
 def trace(
     topologies: str, placements: tuple[str, ...], schedulers: tuple[str, ...], **how: Any
 ) -> None:

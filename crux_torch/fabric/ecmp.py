@@ -15,9 +15,7 @@ def hashed_choice(src: str, dst: str, src_port: int, candidates: int) -> int:
     """The index of the candidate that a RoCEv2 flow takes: one hash for the whole path.
 
     Args:
-        src: source address. A name that is no IP address stands for a made-up address.
-        dst: destination address, likewise.
-        src_port: UDP source port.
+        src, dst: addresses. A name that is no IP address stands for a made-up address.
         candidates: how many equal-cost paths there are, 1 or more.
     """
     ports = src_port.to_bytes(2, "big") + ROCE_V2_PORT.to_bytes(2, "big")

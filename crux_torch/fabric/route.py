@@ -2,8 +2,7 @@
 
 A packet whose TTL is t expires at the t-th router of its path, and that router answers from one of
 its addresses. So the routers at the TTLs at which a pair's candidates differ tell one path from the
-others. A plan names these routers (:class:`PlannedPath`). The job's leader looks up their addresses
-(:class:`HostRoute`), and a sender tries source ports until those addresses answer.
+others (docs/paths.md).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class PlannedHop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
         there: TTL at which packets from the path's start expire at this router; 0 if the router is
             not needed to tell the path.
         back: the same for packets on the way back.
-        router: its name in the topology.
     """
 
     there: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -47,8 +45,7 @@ class PlannedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """A path between two hosts of a job, by the routers that tell it from the other candidates.
 
     Attributes:
-        src: where it begins: a host, or its NIC if the topology gives that NIC addresses.
-        dst: where it ends, likewise.
+        src, dst: its ends: a host, or its NIC if the topology gives that NIC addresses.
         hops: those routers; none if another candidate crosses the same ones.
     """
 
@@ -207,11 +204,7 @@ def _at(nodes: Nodes, ttl: int) -> str | None:
 
 
 def _route(start: str, end: str, hops: Mapping[int, str], topology: Topology) -> HostRoute:
-    """The route from the host of ``start`` over ``hops`` to the addresses of ``end``.
-
-    Raises:
-        TopologyError: an unknown name, or the topology's addresses do not suffice.
-    """
+    """The route from the host of ``start`` over ``hops`` to the addresses of ``end``."""
     src, dst = topology.host_of(start), topology.host_of(end)
     assert src is not None
     assert dst is not None

@@ -41,11 +41,11 @@ class LinkArrays(NamedTuple):
 
 
 class ShortestPaths:
-    """Shortest paths between sets of nodes of one host each, in a fixed order.
+    """Shortest paths between sets of nodes of one host each, the same on every machine.
 
-    The order is lexicographic in the order of the links of each node. So the same links in the same
-    order give the same paths on every machine. Distances through the network are cached by where a
-    path leaves it and what remains from there, because all GPUs behind one switch share that.
+    The order is lexicographic in the order of the links of each node. Distances through the network
+    are cached by where a path leaves it and what remains from there, because all GPUs behind one
+    switch share that.
     """
 
     def __init__(self, links: LinkArrays) -> None:

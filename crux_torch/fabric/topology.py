@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A place where links meet: its kind and the host that it sits in (None: in the network)."""
+    """A place where links meet; ``host`` is None in the network."""
 
     kind: str
     host: str | None = None
@@ -75,11 +75,8 @@ class Topology:
             its GPUs; 0: unknown.
 
     Attributes:
-        hosts: in the order of ``nodes``.
         node_at: the node of every address.
-        links: every link by name.
-        capacity_Bps: bytes per second of every link by name.
-        delay_s: delay of every link by name.
+        links, capacity_Bps, delay_s: of every link, by name.
 
     Raises:
         TopologyError: unknown or repeated names, invalid numbers, or hosts that can't reach each
@@ -142,7 +139,6 @@ class Topology:
         machine, and are cached.
 
         Args:
-            src, dst: a host or another node.
             limit: the most paths to return, spread over all of them. None: all, which may be
                 millions in a large three-layer network (see :meth:`path_count`).
 

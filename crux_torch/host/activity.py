@@ -67,9 +67,6 @@ class ActivityMeter:
 
     If a call hangs in the driver, that thread stays, and no other is started while it lives. The
     job then has no activity, and nobody waits for it.
-
-    Args:
-        library: stands in for the module ``pynvml``.
     """
 
     def __init__(self, library: Any = None) -> None:

@@ -35,7 +35,6 @@ class Inside:
 
     @property
     def nics(self) -> tuple[str, ...]:
-        """Its NICs' nodes."""
         return tuple(name for name, node in self.nodes.items() if node.kind == "nic")
 
 
@@ -44,9 +43,6 @@ def inside_of(host: Host, tree: PcieTree, name: str | None = None) -> Inside:
 
     If NVML lists no GPUs, they are taken from the PCI bus. If a link does not report its rate, PCIe
     4.0 with 16 lanes is assumed (for a NIC: the rate of its network), and noted.
-
-    Args:
-        name: the host's name in the topology; default: its own.
     """
     inside = Inside(name or host.name)
     if tree.obstacle:

@@ -60,8 +60,6 @@ class NvLink:
 
     Attributes:
         peer: PCI address of the other end as sysfs writes it; empty if NVML does not say.
-        kind: what the other end is.
-        count: parallel links.
         capacity_Bps: bytes per second of each direction, all links together; None for a GPU whose
             NVLink rate is unknown.
     """
@@ -77,13 +75,10 @@ class Gpu:
     """A GPU of this host.
 
     Attributes:
-        index: NVML's number of the GPU.
-        name: model, as the driver reports it.
         memory_bytes: total memory; None if NVML does not say (a GPU split by MIG without the
             permission, or one that shares the host's memory).
         pci_address: ``DOMAIN:BUS:DEVICE.FUNCTION`` in lower case, as sysfs writes it.
         peak_flops: fastest published FLOP/s of the model; None if the model is not known.
-        nvlinks: active NVLinks by peer.
         mig, mig_uuids: whether it is split into MIG instances (None if unknown), and which.
         gpm: whether it has GPM's hardware counters.
     """
@@ -119,7 +114,6 @@ class NvmlReport:
 
     Attributes:
         driver: its version; empty without one.
-        pairs: every two of the GPUs.
         error: why NVML did not answer, in its own words; None if it did.
     """
 
@@ -145,11 +139,9 @@ def session(library: Any = None) -> Iterator[Any]:
 
 
 def read_nvml(library: Any = None, *, pairs: bool = False) -> NvmlReport:
-    """What NVML says of this host.
+    """What NVML says of this host; with ``pairs`` also how every two GPUs are connected.
 
-    Args:
-        library: stands in for the module ``pynvml``.
-        pairs: also ask how every two GPUs are connected.
+    ``library`` stands in for the module ``pynvml``.
     """
     try:
         with session(library) as nvml:

@@ -27,7 +27,6 @@ def current_device(torch: Any = None) -> CudaDevice | None:
     """The CUDA device that the calling thread has chosen; None if CUDA has not been used yet.
 
     The choice belongs to the thread: call it on the one that trains. It never makes a CUDA context.
-    ``torch`` stands in for the module.
     """
     torch = torch or sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -72,7 +71,6 @@ def own_gpu(
     """The GPU that CUDA calls ``ordinal`` in this process; None if it is not certain.
 
     Args:
-        gpus: all that NVML lists.
         uuid: as CUDA reports it, with or without its prefix. If it is known, it decides.
         env: with CUDA_VISIBLE_DEVICES, in case no UUID is known.
     """

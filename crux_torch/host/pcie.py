@@ -1,8 +1,4 @@
-"""The PCIe tree of this host by sysfs: links, switches, and how near a NIC is to a GPU.
-
-``/sys/bus/pci/devices`` shows every device's place below the root ports. Reading it needs no
-privilege, driver or library.
-"""
+"""The PCIe tree of this host by sysfs: links, switches, and how near a NIC is to a GPU."""
 
 from __future__ import annotations
 
@@ -55,12 +51,7 @@ class Distance(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """What a link runs at, or supports.
-
-    Attributes:
-        speed_GTps: transfers per second and lane, 1e9.
-        lanes: its width.
-    """
+    """What a link runs at, or supports: 1e9 transfers per second and lane, and its width."""
 
     speed_GTps: float
     lanes: int
@@ -76,11 +67,10 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """A PCIe link, named by the device at its lower end; all functions of a device share one.
+    """A PCIe link, named by the lowest function at its lower end, which has this ``address``.
 
     Attributes:
-        name: unique on the host, the same in every process; letters, digits and ``-:.``.
-        address: PCI address of the downstream end, its lowest function.
+        name: the same in every process; letters, digits and ``-:.``.
         capacity_Bps: bytes per second of each direction; None if sysfs does not say. It is the rate
             that the link runs at. For a GPU's own link it is the most that both ends support,
             because a GPU slows its link down while it is idle.
@@ -129,13 +119,8 @@ class PciDevice:
 class PcieTree:
     """The PCI functions of a host and the links between them.
 
-    sysfs shows bridges, not switches. As NCCL does, this takes the bridges on the way down from the
-    root bus in turn for a root port, a switch's upstream port, its downstream port, the next
-    switch's upstream port and so on: a link joins the first to the second, the third to the fourth,
-    and the last to the device.
-
-    Attributes:
-        devices: every function by its address.
+    sysfs shows bridges, not switches. docs/host.md says how links follow from them: one joins the
+    first to the second on the way down, one the third to the fourth, and the last to the device.
     """
 
     def __init__(self, devices: Mapping[str, PciDevice]) -> None:
@@ -153,11 +138,7 @@ class PcieTree:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the paths between devices are unknown, in words; None if they are known.
-
-        A virtual machine often shows its devices side by side on root buses. Which of them share a
-        switch of the real host is not visible from inside.
-        """
+        """Why the paths between devices are unknown, in words; None if they are known."""
         ends = self.of_kind("gpu", "nic")
         if not self.devices:
             return "no PCI devices in sysfs"
@@ -172,10 +153,7 @@ class PcieTree:
         return tuple(a for a, device in sorted(self.devices.items()) if device.kind in kinds)
 
     def links_above(self, address: str) -> tuple[PcieLink, ...]:
-        """The links between a device and the root complex, the device's own first.
-
-        Empty for an unknown address, and for a device of the root complex itself.
-        """
+        """The links between a device and the root complex, its own first; empty if unknown."""
         device = self.devices.get(address)
         if device is None:
             return ()
@@ -213,11 +191,7 @@ class PcieTree:
         )
 
     def distance(self, a: str, b: str) -> Distance:
-        """How far ``a`` and ``b`` are apart.
-
-        Raises:
-            KeyError: an address that is not in the tree.
-        """
+        """How far ``a`` and ``b`` are apart; raises KeyError if one is not in the tree."""
         first, second = self.devices[a], self.devices[b]
         if first.root != second.root:
             # Where firmware names no NUMA node there is one.
@@ -257,7 +231,6 @@ class PcieTree:
         """The NIC that a GPU's traffic leaves by: NCCL's choice unless a variable overrides it.
 
         GPUs that have the same nearest NICs share them evenly, in the order of their addresses.
-        None if the GPU or all NICs are not in the tree.
         """
         nearest = self.nics_of(gpu, nics)
         if len(nearest) < 2:

@@ -74,10 +74,7 @@ def flops_in_use(device_name: str, by_dtype: Mapping[str, float]) -> float | Non
 
 
 def tensor_seconds(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
-    """Seconds for which FLOPs by data type keep all tensor cores busy at their peak.
-
-    None for a model that is not in the table.
-    """
+    """Seconds for which FLOPs by data type keep all tensor cores busy; None: no figures."""
     peaks = _peaks(device_name)
     if not peaks:
         return None

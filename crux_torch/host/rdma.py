@@ -57,9 +57,7 @@ class RdmaPort:
     """One port of a device.
 
     Attributes:
-        number: from 1.
         link_layer: ``Ethernet`` (RoCE), ``InfiniBand``, or empty if unknown.
-        active: whether its link is up.
         rate_Bps: bytes per second each way; None if unknown.
         gids: its addresses, by index, without the empty entries of the table.
     """
@@ -79,12 +77,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What verbs say of a device.
-
-    Attributes:
-        queue_pairs: that it can have.
-        rate_limit_Bps: lowest and highest rate limit of one RC queue pair; None if it has none.
-    """
+    """How many queue pairs a device can have, and lowest and highest rate limit of an RC one."""
 
     queue_pairs: int
     rate_limit_Bps: tuple[float, float] | None = None
@@ -97,8 +90,7 @@ class RdmaDevice:
     Attributes:
         name: as verbs know it, such as ``mlx5_0``.
         driver: of the kernel, such as ``mlx5_core``; empty for a virtual device.
-        pci_address: as sysfs writes it; None for a virtual device.
-        numa_node, limits: None if unknown.
+        pci_address: None for a virtual device.
     """
 
     name: str

@@ -28,7 +28,6 @@ class Depth:
         distance: the smallest TTL at which packets were seen to reach the peer; None if it does
             not answer. A peer limits its answers too, so it may be nearer.
         routers: who answered at each TTL before.
-        sent, answered: probes, and those that were answered.
     """
 
     distance: int | None = None

@@ -90,7 +90,6 @@ class _Layer:
     """The routers that answer at one TTL.
 
     Attributes:
-        pacer: how fast to ask them.
         addresses: of those that answered, with how many ports.
         unheard: ports that were given up because nobody answered.
         implied: of a slow layer, the address that follows from the answers at the TTLs before. The
@@ -108,26 +107,17 @@ class _Layer:
 
 
 class Discovery:
-    """One search for the paths of source ports.
+    """One search for the paths of source ports: each is asked about every TTL, one at a time.
 
-    Each port is asked about every TTL, one at a time. The ports are a random sequence, and the
-    search stops when the last n of them showed no new path: see
-    :func:`~crux_torch.probe.path_map.draws_needed`. The order of the sequence counts, not the
-    order of the answers, because ports over a slow router would otherwise always come late.
-
-    A TTL that answers slowly is not asked about every port if its answers follow from those of
-    the TTLs before it, as for the last switch before the peer, which answers from the interface
-    that the packet came in by. That is believed once as many ports confirmed it as would have
-    shown a second possibility of an equal share, with the wanted confidence.
+    docs/probing.md says when it stops, and when a slow TTL is not asked about every port.
 
     Args:
         clock: seconds, monotonic.
-        ports: source ports in random order.
+        ports: source ports in random order. They count in this order, not in that of the answers.
         watch: called with this object whenever something was learned.
 
     Attributes:
-        sent, answered: probes, and those of them that were answered.
-        ended: why :meth:`run` stopped, as in :class:`~crux_torch.probe.path_map.PathMap`.
+        sent, answered, ended: as in :class:`~crux_torch.probe.path_map.PathMap`.
     """
 
     def __init__(
@@ -195,7 +185,6 @@ class Discovery:
 
     @property
     def path_count(self) -> int:
-        """Paths that are known so far."""
         return len(self._paths)
 
     @property

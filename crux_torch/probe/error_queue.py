@@ -69,10 +69,6 @@ class ErrorQueue:
 
     Args:
         source: address of this host that probes leave from.
-        destination, protocol, port: where they go.
-
-    Attributes:
-        sent: probes that left.
     """
 
     def __init__(self, source: str, destination: str, protocol: Transport, port: int) -> None:

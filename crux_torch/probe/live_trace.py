@@ -72,20 +72,13 @@ def trace_connection(
     """Which path the packets of a live connection take.
 
     For TCP, one segment for each hop leaves from a raw socket with the connection's own addresses
-    and ports, and a TTL that ends before the peer. It harms nothing: it carries no data, only an
-    ACK with random numbers, and its checksum is wrong. No router checks that; the peer, if the
-    segment did arrive, would drop it before it looked the connection up (with a right checksum it
-    would answer with a challenge ACK at most, RFC 5961). This host's own TCP ignores an ICMP error
-    for a sequence number that it has not sent.
-
-    For UDP (RoCEv2 too, whose source ports no socket holds) a datagram leaves from an ordinary
-    socket with the same ports. If a socket does hold the port, a raw socket is used as above.
+    and ports. docs/probing.md says why it harms nothing. For UDP (RoCEv2 too, whose source ports no
+    socket holds) a datagram leaves from an ordinary socket with the same ports; if a socket does
+    hold the port, from a raw one.
 
     Never raises for what the network or missing rights withhold: ``reason`` then says so.
 
     Args:
-        local, peer: address and port at this end and at the other.
-        protocol: of the connection.
         ttls: hops to ask about; by default all routers on the way, counted first.
 
     Raises:

@@ -23,13 +23,9 @@ _MEMORY = 32
 class Pacer:
     """The pace of probes that die at one TTL, ``limit_per_s`` at most.
 
-    Routers limit how many ICMP errors they send: Linux by default to one a second for each host
-    after a burst of six, switches to what their control plane allows. A probe over the limit is
-    lost, and asking faster gets no more answers. So after every eight results the rate changes: if
-    more than a quarter was lost, to the share that was answered; if none was lost, up by half.
-
-    A probe counts as lost only if the same port got an answer later, because a router that never
-    answers says nothing about how fast to ask the others.
+    Routers limit how many ICMP errors they send (docs/probing.md). So after every eight results the
+    rate changes: if more than a quarter was lost, to the share that was answered; if none was lost,
+    up by half. A probe counts as lost only if the same port got an answer later.
     """
 
     def __init__(self, limit_per_s: float) -> None:

@@ -37,7 +37,6 @@ class Answer:
     """What came back.
 
     Attributes:
-        probe: the question.
         address: who answered.
         kind: ``hop``: a router, where the TTL ran out; ``destination``: the packet arrived there;
             ``refusal``: a router or this host does not forward it.
@@ -74,7 +73,6 @@ def ask(
     """Ask about all TTLs at once, until each answers; nobody is asked beyond the destination.
 
     Args:
-        packets: how to send.
         port: source port; 0: any.
         answer_wait_s: for an answer to the first attempt; each later one waits twice as long.
         until: what time.monotonic() will be when all ends.

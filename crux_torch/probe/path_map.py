@@ -24,18 +24,12 @@ WantedHop = tuple[int, "str | Collection[str]"]
 def draws_needed(paths: int, confidence: float) -> int:
     """How many ports must have shown no new path before ``paths`` known ones count as all.
 
-    The smallest n with (k / (k + 1))^n <= 1 - confidence: a path that takes a share p >= 1 / (k+1)
-    of the ports, the share of each if there were just one more and all were equal, is missed by n
-    independent draws with probability (1 - p)^n, at most that. The hypothesis "k paths against
-    k + 1" is that of the Multipath Detection Algorithm (Augustin, Friedman, Teixeira, "Multipath
-    tracing with Paris traceroute", 2007; Veitch et al., INFOCOM 2009).
-
-    Args:
-        paths: known so far, 1 or more.
-        confidence: 0 to less than 1.
+    The smallest n with (k / (k + 1))^n <= 1 - confidence: docs/probing.md says why. The hypothesis
+    "k paths against k + 1" is that of the Multipath Detection Algorithm (Augustin, Friedman,
+    Teixeira, "Multipath tracing with Paris traceroute", 2007; Veitch et al., INFOCOM 2009).
 
     Raises:
-        ValueError: out of these bounds.
+        ValueError: fewer than 1 path, or a confidence that is not from 0 to less than 1.
     """
     if paths < 1 or not 0 <= confidence < 1:
         raise ValueError(f"{paths} paths, confidence {confidence}; expected >= 1 and 0 to < 1")
@@ -51,10 +45,7 @@ def draws_needed(paths: int, confidence: float) -> int:
 
 
 def confidence_after(paths: int, draws: int) -> float:
-    """The confidence that ``draws`` ports without a new path give to ``paths`` known ones.
-
-    Zero if no path is known yet. See :func:`draws_needed`.
-    """
+    """The confidence that ``draws`` ports without a new path give to ``paths`` known ones."""
     return 1 - (paths / (paths + 1)) ** draws if paths else 0.0
 
 
@@ -62,23 +53,20 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What probing found between one source and one destination address.
 
     Attributes:
-        version: of this schema.
-        source, destination, port: where the probes left from, and where they were sent to.
-        protocol: the two may take different paths.
         hops: for each source port, in the order in which they were drawn, who answered at each
             TTL that was asked.
         inferred: slow TTLs that were asked for some ports only. The answers for the other ports
             follow from those of the other TTLs.
         distance: the smallest TTL at which packets reached the destination; None if it did not
             answer, or if the TTLs were given.
-        confidence: that no path with an equal share or more is missing: see
-            :func:`draws_needed`. It only covers the ports for which every hop answered.
+        confidence: that no path with an equal share or more is missing, among the ports for
+            which every hop answered.
         ended: why probing stopped: ``confident``, ``found`` (enough ports over the wanted hops),
             ``time`` (the limit was reached) or ``ports`` (every port was probed).
         repeated: ports that were probed a second time, from a new socket.
         changed: how many of those took another path the second time. If any did, the source port
             does not decide the path, and this map predicts nothing.
-        sent, answered, seconds: probes, how many were answered, and how long it took.
+        sent, answered: probes, and those of them that were answered.
     """
 
     version: int = 1

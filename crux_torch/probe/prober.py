@@ -1,7 +1,6 @@
 """Which source ports lead over which path to a peer, found by probing.
 
-Probes expire before the peer, and the routers there say who they are (docs/probing.md). Only the
-distance to the peer is found by datagrams that reach it, to port 33434, as traceroute does.
+Probes expire before the peer, and the routers there say who they are (docs/probing.md).
 """
 
 from __future__ import annotations
@@ -46,14 +45,12 @@ def probe(
     Args:
         destination: address or name of the peer.
         port: destination port of the connections in question; RoCEv2's is 4791.
-        protocol: of these connections, ``tcp`` or ``udp``.
         source: address of this host that they leave from; default: by the routes.
         ports: source ports to draw from; by default this host's ephemeral ones for TCP and
             RoCEv2's for UDP.
         ttls: hops to ask about; by default all routers on the way, counted first. A TTL that
             reaches the peer makes a TCP probe connect to it; the connection is reset at once.
         max_ttl: hops to count at most.
-        rules: pace, patience and confidence.
         seed: of the order in which ports are drawn, so that a search can be repeated; None: as
             they come in ``ports``.
         watch: called with the search after each step.

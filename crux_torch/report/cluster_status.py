@@ -31,7 +31,6 @@ class ClusterStatus:
     """What was read of a cluster, and where.
 
     Attributes:
-        jobs: the valid records, in the order of their names.
         plan: the plan in the store; None if there is none, or none that can be used.
         plan_renewed: whether the plan was renewed between two looks; None after a single look.
     """

@@ -25,7 +25,6 @@ class PathTable:
     """What is to be told.
 
     Attributes:
-        found: the map.
         topology: gives switches their names; None: addresses.
         via: nodes or addresses that a path must pass, all of them.
     """

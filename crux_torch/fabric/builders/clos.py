@@ -51,7 +51,6 @@ def two_layer_clos(
 
     Args:
         hosts: hosts ``h0``..., filled in ToR by ToR.
-        tors, aggregations: switches of each layer.
     """
     at_least(1, hosts=hosts, tors=tors, aggregations=aggregations)
     server = server or GpuServer()
@@ -88,9 +87,7 @@ def double_sided(
 
     Args:
         hosts: hosts ``h0``..., filled in pod by pod, ToR pair by ToR pair.
-        pods: groups of ToR and aggregation switches.
-        tors_per_pod: ToR switches of a pod, an even number: they come in pairs.
-        aggregations_per_pod: aggregation switches of a pod.
+        tors_per_pod: an even number: they come in pairs.
         cores: core switches, each joined to every aggregation switch.
     """
     at_least(1, hosts=hosts, pods=pods)
