@@ -131,11 +131,10 @@ class TrafficClass:
             return self._mark(everything=True)
 
     def apply_rate(self, rate_Bps: int | None) -> ClassReport:
-        """Limit what each connection sends. The kernel paces it and drops nothing.
+        """Limit what each connection sends, in bytes per second; the kernel paces it.
 
-        Args:
-            rate_Bps: bytes per second; None gives each connection its earlier limit back. A rate
-                that is not positive changes nothing and is reported.
+        None gives each connection its earlier limit back. A rate that is not positive changes
+        nothing and is reported.
         """
         with self._lock:
             if rate_Bps is not None and rate_Bps <= 0:

@@ -33,7 +33,6 @@ class SharedObject:
     """The dynamic section of a shared library, and the tables that it points at.
 
     Args:
-        image: the whole file.
         name: of the file, for messages.
 
     Raises:
@@ -112,12 +111,9 @@ class SharedObject:
     def rename(
         self, soname: str, needed: list[str], versions: list[str], room: tuple[int, int]
     ) -> None:
-        """Gives it another name, more needs and more version nodes.
+        """Gives it another SONAME, and adds to the libraries it needs and the versions it defines.
 
         Args:
-            soname: replaces the present one.
-            needed: libraries to add to those that it needs.
-            versions: nodes to add to those that it defines.
             room: offset and size of an unused, loaded part of the file, for the new string table
                 and version definitions.
 

@@ -55,8 +55,7 @@ class PcieRoutes:
     as a ring does, unless an NVLink joins them.
 
     Attributes:
-        gpu: PCI address of this process's own.
-        nic: PCI address of the NIC for its traffic; None if it is not known.
+        gpu, nic: PCI addresses of this process's own, and of the NIC for its traffic, if known.
         local: PCI address of the GPU of each global rank on this host; None if unknown.
         nvlinked: GPUs that an NVLink or NVSwitch joins to this process's own.
         direct: whether the NIC reads the GPU's memory. If not, traffic goes through the host's
@@ -120,7 +119,6 @@ class HostLinks:
 
     Args:
         gate: gives a ``crux_torch._C.LinkGate``; called when the first place is taken.
-        routes: gives the links; None until they are known.
         cluster: its name; clusters share no links.
         wait_s: how long an operation gives way at most.
     """

@@ -34,7 +34,6 @@ class PathState:
         verified: how that is known.
         steered: whether this process chose its source port for the path.
         probes: packets that were sent to choose it.
-        error: why no more is known, or empty.
     """
 
     local: Endpoint

@@ -66,7 +66,6 @@ class QueuePairs:
 
         Args:
             traffic_class: 1 to 255; the ``trafficClass`` that a NCCL communicator was given.
-            owner: the communicator.
             dscp: 0 to 63; they send with it and with the label's two ECN bits. None: they send
                 with the label itself.
 
@@ -82,7 +81,6 @@ class QueuePairs:
         """Changes a live queue pair by its device's own call, which only mlx5 has.
 
         Args:
-            id: as in :meth:`list`.
             udp_port: 49152 to 65535; None leaves it.
             rate_Bps: bytes per second at most, 0 for no limit; None leaves it.
         """

@@ -72,13 +72,9 @@ class StandinError(CruxError, OSError):
 def environment(existing: Mapping[str, str]) -> dict[str, str]:
     """The variables with which a process must be started so that its queue pairs are steered.
 
-    Args:
-        existing: the environment that the process would have. Its ``LD_PRELOAD`` is kept. If it
-            names a library in ``NCCL_IBVERBS_LIB``, NCCL's stand-in leads to that one.
-
-    Returns:
-        ``LD_PRELOAD`` and ``NCCL_IBVERBS_LIB``. Empty if there is no libibverbs, or no stand-in can
-        be made; then programs run as they would without Crux.
+    ``LD_PRELOAD`` and ``NCCL_IBVERBS_LIB``; none if there is no libibverbs, or no stand-in can be
+    made. What ``LD_PRELOAD`` of ``existing``, the process's environment, names is kept, and NCCL's
+    stand-in leads to the library that it names in ``NCCL_IBVERBS_LIB``.
     """
     try:
         real = nccl_real = find_real(existing)

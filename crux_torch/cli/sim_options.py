@@ -41,7 +41,6 @@ def names_option(flag: str, name: str, known: Iterable[str], default: str) -> Ca
 
 
 def chosen(value: str, known: list[str]) -> tuple[str, ...]:
-    """The names in a comma-separated list; ``all`` stands for all of ``known``."""
     names = tuple(known) if value == "all" else tuple(value.split(","))
     for name in names:
         if name not in known:

@@ -124,11 +124,8 @@ def play_rows(
     """Plays the cells, writes the result files after every one, and prints the tables.
 
     Args:
-        cells: the rows.
         row_of: what becomes of a row before it is written.
         columns: further columns of the tables, after the utilisation: heading and content.
-
-    The other arguments are the options of :func:`trace`.
     """
     if kind is None:
         kind = "hybrid" if data else "generated"

@@ -84,10 +84,7 @@ def _addresses(device: RdmaDevice) -> Check:
 
 
 def live_ports(present: Sequence[RdmaDevice], load: Loader = ctypes.CDLL) -> Check:
-    """Whether a device can change the source port of a live queue pair.
-
-    The call may still fail on a queue pair: some devices answer EOPNOTSUPP.
-    """
+    """Whether the source port of a live queue pair can be changed; some answer EOPNOTSUPP."""
     cost = "to change the path of a live queue pair, its process group switches to new connections"
     part = Part("live UDP source port", cost)
     names = [device.name for device in present if device.is_mlx5]

@@ -1,8 +1,7 @@
 """Equal-cost shortest paths in a network with hosts, as tuples of link numbers.
 
-Distances are computed once for each destination. A path is found by its rank in the order of all
-paths, so that some of millions can be listed. benchmarks/shortest_paths.py compares this with
-networkx and rustworkx.
+A path is found by its rank in the order of all paths, so that some of millions can be listed.
+benchmarks/shortest_paths.py compares this with networkx and rustworkx.
 
 Switches forward, hosts do not: a path may pass through any network switch, and through the inner
 nodes (PCIe switch, NIC, root complex, NVSwitch) of its two end hosts, but never through another

@@ -33,7 +33,6 @@ class Cpu:
     """The processors of this host, and the most that they could compute.
 
     Attributes:
-        model: as the kernel reports it.
         cores: physical cores, or hardware threads if the kernel doesn't list cores.
         frequency_Hz: highest known clock; None if no source tells.
         flops_per_cycle: FLOPs of one core in one cycle, by its widest instructions.

@@ -20,7 +20,6 @@ class Nic:
     Attributes:
         name: interface (``eth0``) or device and port (``mlx5_0/1``).
         speed_Bps: bytes per second each way; None if it is unknown or the link is down.
-        rdma_device: its RDMA device, if it has one.
         pci_address, numa_node: None for an interface without a device, or if unknown.
     """
 

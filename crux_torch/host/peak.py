@@ -24,7 +24,6 @@ class PeakFlops:
         pattern: regular expression for the name that the driver reports, any case.
         flops: FLOP/s by data type: ``fp64``, ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``,
             ``fp4``.
-        source: the maker's document.
     """
 
     pattern: str

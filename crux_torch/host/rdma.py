@@ -1,9 +1,8 @@
 """The RDMA devices of this host: ports, addresses, limits.
 
-sysfs lists every device, without a library. Only verbs know limits and rates of queue pairs. They
-come through pyverbs, if it is installed (Debian's ``python3-pyverbs``, for the system's Python; its
-release has to fit the host's libibverbs) and the device can be opened. What is missing or malformed
-is None or empty, never an error.
+sysfs lists every device, without a library. Limits and rates of queue pairs come through pyverbs,
+if it is installed (its release has to fit the host's libibverbs) and the device can be opened. What
+is missing or malformed is None or empty, never an error.
 """
 
 from __future__ import annotations

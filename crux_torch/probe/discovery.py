@@ -37,7 +37,6 @@ class Rules:
     Attributes:
         confidence: stop when, with this probability, no path with an equal share is missing.
         rate_per_s: probes a second at most.
-        time_limit_s: for everything.
         answer_wait_s: for an answer to a probe. It is repeated after a pause as long, then twice as
             long and so on, up to 2 s.
         retries: of a probe that nobody answered, at most; fewer if hardly any probe gets lost.

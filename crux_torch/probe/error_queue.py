@@ -1,9 +1,7 @@
 """Packets with a small TTL from ordinary sockets, and the routers' answers from the error queue.
 
-A non-blocking ``connect()`` sends a SYN, and a UDP socket sends a datagram. The router that drops
-the packet reports it by an ICMP error, which ``IP_RECVERR`` or ``IPV6_RECVERR`` puts on the queue:
-ip(7), ipv6(7). ``csrc/transport/syn_probe.cc`` does the same inside the ``connect()`` of a job,
-where no Python may run.
+docs/probing.md says how; ip(7) and ipv6(7) have the options. ``csrc/transport/syn_probe.cc`` does
+the same inside the ``connect()`` of a job, where no Python may run.
 """
 
 from __future__ import annotations

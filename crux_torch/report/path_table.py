@@ -41,8 +41,7 @@ class PathTable:
 
     def ports_via(self) -> tuple[int, ...]:
         """The source ports whose path passes all of ``via``, in the order of their numbers."""
-        passing = (port for port, hops in self.found.hops.items() if self._passes(hops))
-        return tuple(sorted(passing))
+        return tuple(sorted(p for p, hops in self.found.hops.items() if self._passes(hops)))
 
     def _passes(self, hops: Hops) -> bool:
         answers = {address for _, address in hops}

@@ -38,6 +38,7 @@ STACKED = ("ecmp", "crux", "ideal")
 
 
 @click.command(
+    context_settings=sim_trace.trace.context_settings,
     params=[
         *sim_trace.trace.params,
         click.Option(
@@ -46,7 +47,7 @@ STACKED = ("ecmp", "crux", "ideal")
             help="Play all rows of Figures 23 and 25, and a network without contention, instead of "
             "what --topology and --placement say.",
         ),
-    ]
+    ],
 )
 def trace(
     topologies: str,

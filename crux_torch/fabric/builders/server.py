@@ -24,8 +24,7 @@ class GpuServer:
     those GPUs share (§6.1, Figure 18: every two GPUs). The defaults are that testbed's host.
 
     Attributes:
-        gpus, nics: of a host.
-        pcie_switches: PCIe switches; divides ``gpus`` and ``nics``.
+        pcie_switches: divides ``gpus`` and ``nics``.
         nic_Bps: bytes per second of a NIC, all its ports together, each direction.
         pcie_Bps: bytes per second of every PCIe link, each direction.
         nvlink_Bps: bytes per second between a GPU and the NVSwitch, each direction; 0: no NVLink.
