@@ -1,8 +1,7 @@
 """Reads where gloo's ranks listen from a group's rendezvous store.
 
-Every rank of a gloo group writes its listener's address under ``<device>/<rank>``. The value holds
-a host name and an address, each after its length as a 64-bit integer. The address begins with a
-``struct sockaddr_storage``.
+Every rank writes its listener's address under ``<device>/<rank>``: a host name and a ``struct
+sockaddr_storage``, each after its length as a 64-bit integer.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ def with_nccl_class(options: Any, group: str = "") -> Any:
     configured = settings()
     if configured.disable or not configured.nccl_class:
         return options
-    classed = events.with_nccl_class(options, c10d.ProcessGroupNCCL.Options, group)
+    new = c10d.ProcessGroupNCCL.Options
+    classed = events.listener().with_nccl_class(options, new, group)
     if classed is not options:
         _given_classes.add(classed.config.traffic_class)
     return classed

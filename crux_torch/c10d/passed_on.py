@@ -71,10 +71,6 @@ def _set_enable_nan_check(backend: Any, enable_nan_check: bool) -> None:
     )
 
 
-def _set_default_timeout(backend: Any, timeout: Any) -> None:
-    backend.set_timeout(timeout)
-
-
 def _add_ephemeral_timeout(backend: Any, timeout: Any) -> None:
     default_switch(backend).apply(lambda inner: inner._add_ephemeral_timeout(timeout))
 
@@ -96,16 +92,15 @@ def _end_time_estimate(backend: Any) -> float:
 
 
 #: Attributes after which the current inner backend must be kept, and why.
-_BINDS = {
-    "_comm_ptr": "the communicator's address was given to the script",
-    "comm_ptr": "the communicator's address was given to the script",
-}
+_BINDS = dict.fromkeys(
+    ("_comm_ptr", "comm_ptr"), "the communicator's address was given to the script"
+)
 #: Attributes that change an inner backend, or must use the same one on all ranks.
 _CHANGES: dict[str, Callable[..., Any]] = {
     "_add_ephemeral_timeout": _add_ephemeral_timeout,
     # Of ProcessGroupNCCL alone before torch 2.12; later c10d asks every backend.
     "_end_time_estimate": _end_time_estimate,
-    "_set_default_timeout": _set_default_timeout,
+    "_set_default_timeout": lambda backend, timeout: backend.set_timeout(timeout),
     "_set_enable_nan_check": _set_enable_nan_check,
     "_start_time_estimate": _start_time_estimate,
     "deregister_mem_pool": _deregister_mem_pool,

@@ -72,12 +72,11 @@ class Groups:
     def request(self, generation: int, *, pairs_moved: bool = False) -> None:
         """Move every group to new connections, unless it has those of ``generation`` already.
 
-        Returns at once. A generation that is not newer than the last one changes nothing. All ranks
-        of a group must get the same requests, at whatever time. A number must not be used twice in
-        the life of a job's store.
+        Returns at once. All ranks of a group must get the same requests, at whatever time.
 
         Args:
-            generation: number of the switch.
+            generation: number of the switch. One that is not newer than the last changes nothing,
+                and none may be used twice in the life of a job's store.
             pairs_moved: this process's queue pairs have what is wanted already. If all ranks of a
                 NCCL group say so, it keeps its connections.
         """

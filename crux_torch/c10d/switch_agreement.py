@@ -172,7 +172,6 @@ class Agreement:
 
         Args:
             name: of the round; each is held once.
-            says: what this rank has to say.
             verdict: of what all ranks say, called on group rank 0.
             patience_s: seconds after which this rank writes the verdict not to go on; None: never.
             longest_poll_s: seconds between two looks at the store, at most.

@@ -49,17 +49,15 @@ class GroupStatus:
 
     Attributes:
         group: its index in the recorder's table of groups.
-        device: type of device that the inner backend serves.
         generation: of the last switch that was finished, by switching or because it was not needed.
         state: ``decided``: the counts are known, and this rank has not reached them yet;
             ``closing``: it has, and waits for the other ranks; ``failed``: the last switch did not
             happen.
         switched_at: number of the first collective on the newest inner backend; None before.
         transfers_stay: point-to-point operations stayed with an earlier inner backend.
-        created_ms: how long making the newest inner backend took.
-        agreed_ms: how long the ranks took to agree on the counts.
-        held: operations that waited in the last switch.
-        held_ms: the longest such wait.
+        created_ms, agreed_ms: how long it took to make the newest inner backend, and to agree on
+            the counts.
+        held, held_ms: operations that waited in the last switch, and the longest such wait.
         error: why the last switch did not happen.
     """
 
@@ -245,7 +243,7 @@ class Attempt:
         finally:
             self._member.made = self._generation
         self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
-        events.connections_were_made()
+        events.listener().connections_were_made()
         return ""
 
     def _await_turn(self) -> None:
@@ -258,10 +256,9 @@ class Attempt:
             time.sleep(DRAIN_POLL_S)
 
     def _margin(self, since_s: float, seen: int) -> int:
-        """Collectives that this rank may issue while the ranks agree.
+        """Collectives that this rank may issue while the ranks agree (docs/switching.md).
 
-        The rate is the recent one, or that of the group's whole life if it is higher. A group at
-        rest gets none, so that it can switch at once.
+        The rate is the recent one, or that of the group's whole life if it is higher.
         """
         now_s, collectives = time.monotonic(), int(self._switch.collectives)
         # Over a shorter time than the lookahead, one burst would look like a rate.

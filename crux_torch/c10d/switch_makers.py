@@ -43,12 +43,10 @@ def like_gloo(current: Any, store: Any, timeout: timedelta, script_options: Any)
 
 
 def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
-    """A NCCL backend of the current one's class, on the same device.
+    """A NCCL backend of the current one's class, on the same device (docs/switching.md).
 
-    ``ProcessGroupNCCL`` makes its communicator at the first operation, or when it is connected. The
-    classes that bind a device make it here, within ``timeout``. It is not split from another one,
-    because the connections of a split share its parent's resources. If Crux gave the current one
-    its traffic class, the next one may get another.
+    It is not split from another one, because the connections of a split share its parent's
+    resources.
     """
     if _symmetric_memory() == "NCCL":
         raise CruxError("symmetric memory is bound to NCCL's communicators")

@@ -48,7 +48,7 @@ class _Connection(threading.Thread):
         self.ready = threading.Event()
         self.error: Exception | None = None
         self._host, self._port, self._timeout_s = host, port, timeout_s
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._canary: socket.socket | None = None
 
     def run(self) -> None:
@@ -68,7 +68,7 @@ class _Connection(threading.Thread):
                 return
             finally:
                 self.ready.set()
-            while (call := self._calls.get()) is not None:
+            while (call := self.calls.get()) is not None:
                 try:
                     call.result = call.operation(client)
                 except Exception as error:
@@ -86,11 +86,8 @@ class _Connection(threading.Thread):
         except OSError:
             return True
 
-    def submit(self, call: _Call) -> None:
-        self._calls.put(call)
-
     def stop(self) -> None:
-        self._calls.put(None)
+        self.calls.put(None)
 
 
 _connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
@@ -156,7 +153,7 @@ class TcpClient:
                 raise StoreError(f"{self._where}: closed")
             connection = self._connected()
             call = _Call(operation)
-            connection.submit(call)
+            connection.calls.put(call)
             if not call.done.wait(self._timeout_s):
                 raise self._fail(f"no answer within {self._timeout_s} s")
             if call.error is not None:

@@ -124,11 +124,7 @@ def _bursts(profile: JobProfile) -> tuple[Burst, ...]:
 
 
 def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float) -> Job:
-    """``job`` with its bytes multiplied so that it needs ``t_s`` on its slowest link.
-
-    If it has several candidates, its time before paths are chosen counts. A job whose time is not
-    known keeps its bytes.
-    """
+    """``job`` with its bytes multiplied so that it needs ``t_s`` before paths are chosen, if known."""
     alone_s = float(unrouted_transfer_times_s(arrays_of(Cluster(capacity_Bps, (job,))))[0])
     if t_s <= 0 or alone_s <= 0:
         return job

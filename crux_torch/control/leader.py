@@ -204,10 +204,7 @@ class Leader:
         }
 
     def _publish_topology(self) -> bool:
-        """Write the topology, and again if the store may have lost it; return whether it is there.
-
-        A topology that the store refuses must not keep this leader from the plan.
-        """
+        """Whether it is there now; one that the store refuses must not keep us from the plan."""
         try:
             self._registry.publish_topology(self._published or b"")
         except StoreError as error:
@@ -283,10 +280,8 @@ class Leader:
     def _out_of_patience(self, now: float) -> bool:
         """Whether the stored plan, which does not fit this leader's snapshot, may be replaced.
 
-        A plan that was there before this leader's snapshot changed is replaced at once. A plan
-        that came later was made by a leader that sees other jobs, usually because a lease ends a
-        little earlier there. It is given time, twice as long each time, so that two leaders that
-        never see the same can't swap plans for ever.
+        A plan that was there before this leader's snapshot changed is replaced at once. One that
+        came later, from a leader that sees other jobs, is given time, twice as long each time.
         """
         since_s = self._snapshot.since_s
         if self._disagreed_since_s is None:

@@ -108,8 +108,7 @@ def fingerprint(records: Sequence[JobRecord], topology: bytes | None) -> str:
     """Hash of all that a plan follows from and that is the same for all leaders.
 
     That is each profiled job's name, incarnation, hosts, devices and profile, and the bytes of the
-    topology. A leader's own settings (policy, levels) are not part of it: leaders that differ in
-    them would replace each other's plan for ever. So the first plan for a snapshot stands.
+    topology. A leader's own settings (policy, levels) are not part of it (docs/agreement.md).
     """
     snapshot = [
         [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, msgspec.to_builtins(r.profile)]

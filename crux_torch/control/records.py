@@ -69,9 +69,7 @@ class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     Attributes:
         level: priority level of its connections; a higher level goes first.
-        priority: P_j = k_j I_j.
-        intensity: I_j in FLOP/s.
-        correction: k_j.
+        priority, intensity, correction: P_j = k_j I_j, with I_j in FLOP/s.
         paths: of its pairs of hosts that have a choice; empty if the network decides.
     """
 

@@ -1,4 +1,4 @@
-"""The profiling slot: one job at a time holds the top class while it is measured."""
+"""The profiling slot: one job at a time holds the top class (docs/agreement.md)."""
 
 from __future__ import annotations
 
@@ -36,12 +36,8 @@ class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class ProfilingSlot:
     """One leader's part in taking turns. Its thread drives it; only store operations block.
 
-    The lease is bounded and never renewed: if a holder crashes, the slot is free when the lease
-    ends. A holder counts its time from *before* it wrote, and everyone else from after, each by its
+    The lease is never renewed. A holder counts its time from *before* it wrote, and everyone else from after, each by its
     own clock. So two jobs never both take themselves for the holder, if clocks run at one pace.
-
-    While the store keeps its data, the line is fair: who asked first goes first. A waiting job that
-    falls silent loses its place.
 
     Args:
         store, cluster: where the cluster's jobs meet, and its name there.

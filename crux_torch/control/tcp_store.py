@@ -4,8 +4,7 @@ A TCPStore has no leases. So each value lies in an envelope that changes with ev
 takes a key as expired when its envelope has not changed for its lease *by the reader's own clock*:
 no two clocks are ever compared.
 
-A TCPStore has no authorization either. Whoever reaches its port can write, so use it on trusted
-networks only; readers validate every value.
+A TCPStore has no authorization either: use it on trusted networks only. Readers validate values.
 """
 
 from __future__ import annotations

@@ -13,11 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class TopologyReader:
-    """Reads the topology of this job's file and the one in the shared store.
-
-    They usually have the same bytes. The reader keeps the last topology, so that it is parsed
-    once for the profile's t, for the plan and for routes.
-    """
+    """Reads this job's file and the shared store's topology, which usually have the same bytes."""
 
     def __init__(self) -> None:
         self._last: tuple[bytes | None, Topology | None] = (None, None)

@@ -1,8 +1,7 @@
 """FLOPs of operators that torch's own registry leaves out, and the data type that each computes in.
 
-``torch.utils.flop_counter`` counts what it knows; what it does not know counts nothing there. Here
-are the operators whose count follows from the shapes alone. By operator's qualified name, since
-releases differ in which they have.
+Here are the operators whose count follows from the shapes alone, by qualified name, since releases
+differ in which they have.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ _ATTENTION = [
     )
 ]
 
-#: Attention over whole tensors: torch's formulas of 2.11 reject grouped queries. Gradients of
-#: convolutions: torch's formula counts a weight's once for each pair of groups.
+#: Where torch's formulas fail or count too much (docs/work.md).
 PREFERRED: dict[str, Formula] = {
     **_named("convolution_backward", _convolution_gradients),
     **_named(" ".join(_ATTENTION), _attention),

@@ -71,16 +71,13 @@ class FlopCount:
 class FlopMeter:
     """Counts FLOPs between two iteration marks, in the training thread.
 
-    It counts forward, backward, the optimizer, and what checkpointing computes again, with torch's
-    own formulas (``torch.utils.flop_counter``) and those that torch lacks (``flop_formulas``).
-    ``FlopCounterMode`` itself can't run inside a training job: it raises into the model, makes
-    ``torch.compile(fullgraph=True)`` fail, hooks every module, and counts the global shape of a
-    DTensor on every rank. Here compiled code runs compiled; docs/work.md says what is not counted.
+    docs/work.md says what is counted. torch's own ``FlopCounterMode`` can't run inside a training
+    job: it raises into the model, makes ``torch.compile(fullgraph=True)`` fail, hooks every module,
+    and counts the global shape of a DTensor on every rank.
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
-    meter finds these modules while it counts an iteration, and gives each a forward pre-hook. The
-    hook does nothing under Dynamo. A module compiled in place gets no hook, and its shapes are not
-    part of the signature.
+    meter finds these modules while it counts, and gives each a forward pre-hook, except those
+    compiled in place, whose shapes are not part of the signature.
 
     The mode is entered only if no other dispatch mode is active, and left only if it is the
     innermost. Otherwise the meter gives the count up and retries later.

@@ -31,10 +31,9 @@ class IterationEnds(NamedTuple):
 def iteration_ends(marks_ns: ArrayLike | None, records: Records) -> IterationEnds:
     """The ends of the iterations between which no record is missing.
 
-    The order of issue tells which operations are an iteration's, and the device when it ends: with
-    the last of its operations there. A device that does more behind the last one does so in every
-    iteration, so the distances are right. Marks stand for themselves where the host is in step with
-    the device, as it always is on a CPU, and where no device has told its times.
+    On a device an iteration ends with the last of its operations there (docs/recorder.md). Marks
+    stand for themselves where the host is in step with the device, as it always is on a CPU, and
+    where no device has told its times.
 
     Args:
         marks_ns: when the host came to the end of each iteration, ascending.

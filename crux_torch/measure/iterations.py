@@ -24,14 +24,10 @@ MarkListener = Callable[[int], None]
 class IterationMarks:
     """Marks the end of every optimizer step, by the hooks that torch keeps for all optimizers.
 
-    One optimizer is elected, the first seen, and only its steps are marks: a job with several
-    optimizers (a GAN, one for each parameter) still has one mark an iteration. An optimizer that
-    steps within another's step (ZeroRedundancyOptimizer's inner one) is not elected, since the
-    outer pre-hook runs first. The elected one is replaced when it is collected, or when others have
-    stepped ``SILENT_STEPS`` times without it.
-
-    A step that is itself compiled into a graph runs no hooks; such a job has no marks, and the
-    period comes from its communication alone.
+    One optimizer is elected, the first seen, and only its steps are marks (docs/recorder.md). An
+    optimizer that steps within another's step (ZeroRedundancyOptimizer's inner one) is not elected,
+    since the outer pre-hook runs first. The elected one is replaced when it is collected, or when
+    others have stepped ``SILENT_STEPS`` times without it.
 
     Args:
         capacity: marks kept, the newest.
@@ -49,16 +45,13 @@ class IterationMarks:
 
     def install(self) -> None:
         """Register the hooks; twice is once."""
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
+        from torch.optim import optimizer
 
         with self._lock:
             if not self._handles:
                 self._handles = [
-                    register_optimizer_step_pre_hook(self._pre_hook),
-                    register_optimizer_step_post_hook(self._post_hook),
+                    optimizer.register_optimizer_step_pre_hook(self._pre_hook),
+                    optimizer.register_optimizer_step_post_hook(self._post_hook),
                 ]
 
     def remove(self) -> None:

@@ -191,10 +191,8 @@ def transfers_without_waiting(
 ) -> tuple[float, timeline.Timeline | None]:
     """How the job communicates once waiting for stragglers is taken away.
 
-    A collective ends on all ranks at about the same time, and lasts longest on the rank that called
-    it first. So the shortest duration over the ranks is the transfer; the rest is waiting. On the
-    timeline of the first sample, the leader's, each collective begins that much before its end.
-    Sends count as the leader saw them. Receives do not count: they wait for their sender.
+    The shortest duration of a collective over the ranks is its transfer (docs/recorder.md). On the
+    timeline of the first sample, the leader's, it begins that much before its end.
 
     Returns:
         The seconds of transfer in the median iteration, and the timeline of the transfers; None for

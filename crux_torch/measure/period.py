@@ -52,12 +52,9 @@ def estimate_period(
 ) -> Period | None:
     """The period of a job from its collectives.
 
-    There are three sources. The spectrum of the bytes in flight (:func:`spectral_period`) may
-    mistake the distance of an iteration's equal bursts for the period, and jitter blurs it. So the
-    order of the operations comes first (:func:`pattern_length`): it repeats exactly, at any timing.
-    Optimizer marks define the iteration, so they win over both. They must: a job that synchronises
-    its gradients twice a step, or every other step, communicates at another period than its own,
-    and only marks tell apart bursts that are alike in operation, size and distance.
+    The spectrum of the bytes in flight (:func:`spectral_period`) may mistake the distance of an
+    iteration's equal bursts for the period, and jitter blurs it. So the order of the operations
+    (:func:`pattern_length`) comes before it, and optimizer marks win over both (docs/recorder.md).
 
     Args:
         start_ns, end_ns: when each collective was in flight, in any order.

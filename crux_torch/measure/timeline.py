@@ -22,7 +22,6 @@ class Timeline:
     """What an iteration looks like, means over the iterations of a window.
 
     Attributes:
-        iterations: iterations that it is taken over.
         comm_s: seconds with a collective in flight; ``comm_median_s`` is the median iteration's.
         exposed_s: seconds in which computation waits for communication.
         bursts: where in the compute the bursts start, and their shares of the bytes.
@@ -108,8 +107,7 @@ def stretches(begin_ns: Ints, end_ns: Ints, ready_ns: Ints) -> Stretches:
 
     Records do not tell when a job waits for an asynchronous collective, so a rule stands in for it:
     within a queue, computation goes on until it comes to the last collective, and waits from there
-    to the queue's end. That is exact for DDP (the last bucket leaves when backward ends) and for
-    synchronous calls, and too much where a job issues everything at once and computes on.
+    to the queue's end. docs/recorder.md says how far that is right.
     """
     if not len(begin_ns):
         return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(5)))

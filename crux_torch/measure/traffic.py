@@ -34,11 +34,8 @@ def flows(
 ) -> dict[HostPair, float]:
     """Bytes from host to host of one collective; what stays on a host is left out.
 
-    With n ranks and payload S (``docs/recorder.md`` says which size that is): a ring's hop carries
-    2(n-1)/n S for an all-reduce, (n-1)/n S for all-gather and reduce-scatter. Broadcast and reduce
-    run as a chain, whose hops carry S. Gather and scatter send S/n between each rank and the root.
-    All-to-all sends S/n to every rank; a record does not tell uneven splits. Rings and chains are
-    in the order of the group's ranks.
+    docs/recorder.md has the algorithm that each operation is taken to run as, and its bytes. Rings
+    and chains are in the order of the group's ranks.
 
     Args:
         op: a name of ``record.OPS``.

@@ -294,6 +294,5 @@ def _number_of(raw: bytes | None) -> int:
 
 
 def _profile_told(profile: JobProfile) -> dict[str, Any]:
-    """A profile as ``crux_torch.status()`` shows it."""
     follows = ("intensity", "achieved_flops", "utilization")
     return {**msgspec.to_builtins(profile), **{name: getattr(profile, name) for name in follows}}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from crux_torch.apply.classes import SocketMark, TrafficClass
+from crux_torch.apply.classes import TrafficClass
 from crux_torch.apply.link_routes import make_links
 from crux_torch.apply.nccl_labels import LABELS
 from crux_torch.c10d.ownership import Ownership
@@ -121,19 +121,17 @@ class Follower:
                 "marked": report.applied,
                 "refused": report.refused,
                 "error": report.error or None,
-                "sockets": [_told(mark) for mark in report.marks],
+                "sockets": [
+                    {
+                        "local": mark.local,
+                        "peer": mark.peer,
+                        "dscp": None if mark.tos is None else mark.tos >> 2,
+                        "applied": mark.applied,
+                        "error": os.strerror(mark.errno) if mark.errno else None,
+                    }
+                    for mark in report.marks
+                ],
             },
             "paths": self._steering.status(),
             "links": self._links.status(),
         }
-
-
-def _told(mark: SocketMark) -> dict[str, Any]:
-    """One connection as ``crux_torch.status()`` shows it."""
-    return {
-        "local": mark.local,
-        "peer": mark.peer,
-        "dscp": None if mark.tos is None else mark.tos >> 2,
-        "applied": mark.applied,
-        "error": os.strerror(mark.errno) if mark.errno else None,
-    }

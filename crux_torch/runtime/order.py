@@ -95,10 +95,7 @@ def heading(incarnation: str, measurement: int) -> bytes:
 
 
 class PathReports:
-    """How many connections take the planned path: from each rank to its leader.
-
-    One rank's end, owned by its background thread; ``clock`` gives seconds that never go back.
-    """
+    """One rank's end: how many connections take the planned path, from each rank to its leader."""
 
     def __init__(self, channel: JobChannel, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._channel = channel
