@@ -47,11 +47,7 @@ def published_listener(value: bytes) -> Endpoint | None:
 
 
 def listeners_of(store: ReadableStore, rank: int) -> list[Endpoint]:
-    """Where ``rank`` listens, one endpoint for each device; empty if it has published nothing.
-
-    Raises:
-        RuntimeError: the store can't be reached.
-    """
+    """Where ``rank`` has published that it listens, for each device; raises what the store does."""
     found = []
     for device in range(MAX_DEVICES):
         key = f"{device}/{rank}"

@@ -226,20 +226,12 @@ class Agreement:
         return f"rank 0 decided nothing in time, says rank {self._rank}"
 
     def refuse(self, name: str, reason: str) -> None:
-        """End a round in which this rank takes no part, unless it has ended.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """End a round in which this rank takes no part, unless it has ended; raises StoreError."""
         self._write(name, Verdict(go=False, reason=reason))
         self._names.append(name)
 
     def forget(self) -> None:
-        """Delete what this rank wrote; every rank must have left the rounds.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Delete what this rank wrote; all must have left the rounds. Raises StoreError."""
         for name in self._names:
             self._store.delete_key(self._key(name, self._rank))
             if self._rank == 0:

@@ -124,7 +124,7 @@ def _bursts(profile: JobProfile) -> tuple[Burst, ...]:
 
 
 def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float) -> Job:
-    """``job`` with its bytes multiplied so that it needs ``t_s`` before paths are chosen, if known."""
+    """``job`` with its bytes scaled to need ``t_s``, if known, before paths are chosen."""
     alone_s = float(unrouted_transfer_times_s(arrays_of(Cluster(capacity_Bps, (job,))))[0])
     if t_s <= 0 or alone_s <= 0:
         return job

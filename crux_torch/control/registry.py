@@ -52,11 +52,7 @@ class PlanState:
 
 
 def decode(kind: type[R], raw: bytes, where: str) -> R:
-    """The record of type ``kind`` in ``raw``.
-
-    Raises:
-        RecordError: the record, at ``where``, is oversize, not JSON, or not of that schema.
-    """
+    """The record in ``raw``, found at ``where``; raises RecordError for an unfit one."""
     if len(raw) > MAX_RECORD_BYTES:
         raise RecordError(f"{where}: {len(raw)} bytes, limit {MAX_RECORD_BYTES}")
     try:

@@ -36,8 +36,9 @@ class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class ProfilingSlot:
     """One leader's part in taking turns. Its thread drives it; only store operations block.
 
-    The lease is never renewed. A holder counts its time from *before* it wrote, and everyone else from after, each by its
-    own clock. So two jobs never both take themselves for the holder, if clocks run at one pace.
+    The lease is never renewed. A holder counts its time from *before* it wrote, and everyone else
+    from after, each by its own clock. So two jobs never both take themselves for the holder, if
+    clocks run at one pace.
 
     Args:
         store, cluster: where the cluster's jobs meet, and its name there.

@@ -64,11 +64,7 @@ def seal(header: Header, value: bytes) -> bytes:
 
 
 def unseal(raw: bytes) -> tuple[Header, bytes]:
-    """The header and the value of an envelope.
-
-    Raises:
-        ValueError: not an envelope of this version, or too large.
-    """
+    """Header and value; raises ValueError for another version, and for what is too large."""
     end = raw.find(b"\n", 0, MAX_HEADER_BYTES)
     if end < 0:
         raise ValueError("no header")

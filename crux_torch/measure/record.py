@@ -84,9 +84,5 @@ class GroupInfo:
 
 
 def from_bytes(raw: bytes | memoryview) -> Records:
-    """The records in ``raw``, without copying.
-
-    Raises:
-        ValueError: ``raw`` is not a whole number of records.
-    """
+    """The records in ``raw``, without copying; raises ValueError if the last one is not whole."""
     return np.frombuffer(raw, dtype=RECORD)
