@@ -98,7 +98,7 @@ def _end_with_the_world() -> None:
         stock(group)
         if not dist.is_initialized():
             GROUPS.groups_ended()
-            events.listener().world_ended()
+            events.world_ended()
 
     c10d.destroy_process_group = destroy_process_group
     dist.destroy_process_group = destroy_process_group

@@ -41,7 +41,7 @@ def delegate(
     if getattr(options, "use_pg_for_symm_mem_rendezvous", False):
         backend.setUsePgForSymmMemRendezvous(True)
     GROUPS.group_was_made(backend, store, born, options)
-    events.listener().group_was_made(store, first.rank(), first.size(), inners.keys())
+    events.group_was_made(store, first.rank(), first.size(), inners.keys())
     return backend
 
 

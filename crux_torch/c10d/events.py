@@ -45,24 +45,7 @@ class Listener(Protocol):
         """Inodes of the TCP connections that NCCL made in this process."""
 
 
-class _Nobody:
-    def group_was_made(self, *_: Any) -> None:
-        pass
-
-    def world_ended(self) -> None:
-        pass
-
-    def connections_were_made(self) -> None:
-        pass
-
-    def with_nccl_class(self, options: Any, *_: Any) -> Any:
-        return options
-
-    def made_by_nccl(self) -> Collection[int]:
-        return ()
-
-
-_load: Callable[[], Listener] = _Nobody
+_load: Callable[[], Listener] | None = None
 
 
 def listen(load: Callable[[], Listener]) -> None:
@@ -71,12 +54,44 @@ def listen(load: Callable[[], Listener]) -> None:
     _load = load
 
 
-def listener() -> Listener:
-    """Who answers now. If it can't be loaded, what is told goes nowhere."""
+def _listener() -> Listener | None:
+    """The listener; None where there is none, or where it can't be loaded."""
+    if _load is None:
+        return None
     try:
         return _load()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         _warn("listener", f"Crux can't start beside a process group, training goes on: {reason}")
         _log.debug("details", exc_info=True)
-        return _Nobody()
+        return None
+
+
+def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -> None:
+    """See :meth:`Listener.group_was_made`."""
+    if (listener := _listener()) is not None:
+        listener.group_was_made(store, rank, size, devices)
+
+
+def world_ended() -> None:
+    """See :meth:`Listener.world_ended`."""
+    if (listener := _listener()) is not None:
+        listener.world_ended()
+
+
+def connections_were_made() -> None:
+    """See :meth:`Listener.connections_were_made`."""
+    if (listener := _listener()) is not None:
+        listener.connections_were_made()
+
+
+def with_nccl_class(options: Any, new: Callable[[], Any], group: str) -> Any:
+    """See :meth:`Listener.with_nccl_class`."""
+    listener = _listener()
+    return options if listener is None else listener.with_nccl_class(options, new, group)
+
+
+def made_by_nccl() -> Collection[int]:
+    """See :meth:`Listener.made_by_nccl`."""
+    listener = _listener()
+    return () if listener is None else listener.made_by_nccl()

@@ -149,8 +149,7 @@ def with_nccl_class(options: Any, group: str = "") -> Any:
     configured = settings()
     if configured.disable or not configured.nccl_class:
         return options
-    new = c10d.ProcessGroupNCCL.Options
-    classed = events.listener().with_nccl_class(options, new, group)
+    classed = events.with_nccl_class(options, c10d.ProcessGroupNCCL.Options, group)
     if classed is not options:
         _given_classes.add(classed.config.traffic_class)
     return classed

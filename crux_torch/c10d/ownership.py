@@ -1,9 +1,14 @@
 """Which of this process's TCP sockets belong to the inner backends.
 
-A connection of Gloo is ours if its local end is one of our listeners or its remote end is one of a
-peer's, as the group's ranks publish them (docs/classes.md). If they can't be read, we take the
-sockets that appeared while the group was made. NCCL's are those that its library made. Whoever
-listens to :mod:`crux_torch.c10d.events` knows them.
+Gloo opens one listener for each device of a process group, and each of its connections has such a
+listener at one end. So a connection is ours if its local end is one of our listeners or its remote
+end is one of a peer's. The ranks of a group publish their listeners to each other, and we read them
+there. If they can't be read, we take the sockets that appeared while the group was made.
+
+Under ``TORCH_GLOO_LAZY_INIT=1`` a peer may publish its listener only after this rank has made the
+group. Of a connection between the two, only the accepting end then knows that it is ours.
+
+NCCL's are those that its library made. Whoever listens to :mod:`crux_torch.c10d.events` knows them.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ class Ownership:
     def __init__(
         self,
         store_ports: Iterable[int] = (),
-        made_by_nccl: Callable[[], Collection[int]] = lambda: events.listener().made_by_nccl(),
+        made_by_nccl: Callable[[], Collection[int]] = events.made_by_nccl,
     ) -> None:
         self._store_ports = set(store_ports)
         self._made_by_nccl = made_by_nccl

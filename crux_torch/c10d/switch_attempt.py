@@ -243,7 +243,7 @@ class Attempt:
         finally:
             self._member.made = self._generation
         self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
-        events.listener().connections_were_made()
+        events.connections_were_made()
         return ""
 
     def _await_turn(self) -> None:
