@@ -23,7 +23,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     elif request.param == "file":
         yield FileStore(str(tmp_path / "store"), WORLD)
     else:
-        tcp = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+        tcp = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         nested = PrefixStore("default_pg", PrefixStore("/worker/attempt_0", tcp))
         yield tcp if request.param == "tcp" else nested
 
@@ -90,7 +90,7 @@ def test_the_training_threads_wait_does_not_hold_up_the_channel() -> None:
 
 
 def test_attempts_of_one_job_do_not_see_each_other() -> None:
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     first = JobChannel(PrefixStore("attempt_0", server), 0, 1, timeout_s=30.0)
     second = JobChannel(PrefixStore("attempt_1", server), 0, 1, timeout_s=30.0)
     first.put_sample(b"old")
@@ -102,7 +102,7 @@ def test_attempts_of_one_job_do_not_see_each_other() -> None:
 def test_a_store_that_died_gives_nothing_and_raises_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     clock = FakeClock()
     channel = JobChannel(server, 0, 2, timeout_s=30.0, clock=clock)
     assert channel.put_sample(b"x")

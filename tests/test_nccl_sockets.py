@@ -7,7 +7,6 @@ fabric of namespaces NCCL's network code moves data.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 import nccl_socket_worker as worker
 import pytest
+from training_job import environment
 
 from crux_torch.apply import nccl_sockets
 from crux_torch.apply.paths import routed
@@ -34,7 +34,7 @@ TIMEOUT_S = 300.0
 #: Of one direction: those that carry data, and one for sizes.
 DATA = worker.THREADS * worker.PER_THREAD + 1
 #: What the ranks of the tests' own jobs inherit.
-INHERITED = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "NCCL_"))}
+INHERITED = {k: v for k, v in environment().items() if not k.startswith("NCCL_")}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
     settings |= {"NCCL_CONF_FILE": str(tmp_path / "none"), LIBRARY_ENV: str(libnccl)}
     done = subprocess.run(
         [*command, str(tmp_path)],
-        env={**INHERITED, **settings, "OMP_NUM_THREADS": "1"},
+        env={**INHERITED, **settings},
         capture_output=True,
         text=True,
         timeout=2 * TIMEOUT_S,
