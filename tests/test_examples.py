@@ -62,6 +62,7 @@ def test_losses_repeat_bit_for_bit(model: str, tmp_path: Path) -> None:
     assert min(s["computed"] - s["start"] for s in again) >= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "steps"), [("train_gpt.py", "301"), ("train_mlp.py", "601")])
 def test_an_example_learns_and_does_not_name_crux_in_its_code(script: str, steps: str) -> None:
     said = run_ranks([str(EXAMPLES / script), "--steps", steps])
