@@ -76,6 +76,27 @@ def test_all_leaders_reach_one_plan_and_keep_it(clock: FakeClock) -> None:
     assert leaders[0].status()["epoch"] == 1
 
 
+def test_a_leader_looks_once_a_period_and_says_whose_plan_it_has(clock: FakeClock) -> None:
+    class Counted(FaultyStore):
+        asked = 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.asked += 1
+            return super().__getattr__(name)
+
+    store = Counted(MemoryStore(clock), random.Random(0))
+    leader = leader_of(store, "j0", clock)  # type: ignore[arg-type]
+    assert leader.status()["author"] is None
+    run([leader], clock, 5)
+    assert leader.plan is not None
+    assert leader.status()["author"] == leader.plan.author
+    store.asked = 0
+    run([leader], clock, 10, step_s=0.05)
+    in_coarse_steps, store.asked = store.asked, 0
+    run([leader], clock, 10, step_s=0.01)
+    assert 0 < store.asked <= 1.5 * in_coarse_steps
+
+
 def test_a_job_that_leaves_or_changes_is_replanned(clock: FakeClock) -> None:
     store = MemoryStore(clock)
     leaders = leaders_of(store, 3, clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from control_fakes import FakeClock, FaultyStore, MemoryStore
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from crux_torch.control.slots import ProfilingSlot
+from crux_torch.errors import StoreError
 
 LEASE_S = 10.0
 
@@ -92,6 +94,25 @@ def test_without_a_store_nothing_is_held_and_nothing_raised(
     faulty.fail = 1.0
     one.release()
     assert not one.held
+
+
+def test_a_swap_whose_answer_was_lost_counts_as_done(store: MemoryStore, clock: FakeClock) -> None:
+    class AnswerLost(MemoryStore):
+        lost = True
+
+        def compare_and_swap(self, *args: Any, **kwargs: Any) -> bool:
+            done = super().compare_and_swap(*args, **kwargs)
+            if self.lost:
+                self.lost = False
+                raise StoreError("the answer was lost")
+            return done
+
+    lossy = AnswerLost(clock)
+    one, other = slot(lossy, "a", clock), slot(lossy, "b", clock)
+    assert not one.acquire_step()
+    assert not other.acquire_step()
+    assert one.acquire_step()
+    assert not other.acquire_step()
 
 
 class Turns(RuleBasedStateMachine):

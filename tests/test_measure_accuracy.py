@@ -18,8 +18,8 @@ from measure_stream import (
     samples_of,
 )
 
-from crux_torch.measure.job_profile import JobProfile
-from crux_torch.measure.merge import merge
+from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile
+from crux_torch.measure.merge import _largest, merge
 from crux_torch.measure.sample import summarize
 
 FLOPS = [3.0e12, 5.0e12, 7.0e12, 11.0e12]
@@ -79,6 +79,29 @@ def test_a_topology_that_contradicts_the_transfers_is_told(
     with caplog.at_level(logging.WARNING):
         merge(samples, topology=Line(4e9, 2))
     assert "4.00 times what the topology says" in caplog.text
+
+
+@pytest.mark.parametrize(("capacity_Bps", "told"), [(1e9, False), (1.9e9, False), (0.4e9, True)])
+def test_a_topology_that_agrees_within_a_factor_of_two_is_not_questioned(
+    capacity_Bps: float, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = samples_of(generate(JobSpec(ONE_BURST)))
+    with caplog.at_level(logging.WARNING):
+        merge(samples, topology=Line(capacity_Bps, 2))
+    assert ("what the topology says" in caplog.text) == told
+
+
+def test_only_the_largest_flows_are_told_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    many = {(f"h{n}", "h"): float(n) for n in range(MAX_FLOWS + 2)}
+    with caplog.at_level(logging.WARNING):
+        kept = _largest(many)
+    assert f"a job of {MAX_FLOWS + 2} flows" in caplog.text
+    assert {flow.bytes for flow in kept} == set(map(float, range(2, MAX_FLOWS + 2)))
+    caplog.clear()
+    assert len(_largest(dict(list(many.items())[:MAX_FLOWS]))) == MAX_FLOWS
+    assert not caplog.records
 
 
 def test_stragglers_do_not_inflate_t() -> None:

@@ -14,7 +14,7 @@ from measure_stream import MB, ONE_BURST, Burst, JobSpec, generate, sample_of
 
 from crux_torch.measure.merge import merge
 from crux_torch.measure.record import OP_NUMBER, GroupInfo
-from crux_torch.measure.sample import MAX_TRANSFERS, GroupRow, RankSample, SampleError
+from crux_torch.measure.sample import MAX_RANKS, MAX_TRANSFERS, GroupRow, RankSample, SampleError
 
 
 def sample(rank: int = 0, **changes: object) -> RankSample:
@@ -50,6 +50,9 @@ def test_rejects_what_it_can_not_use() -> None:
 
 def test_a_range_of_ranks_is_short_and_can_not_explode() -> None:
     assert GroupRow("g", 0, (0, 4096, 8)).ranks == tuple(range(0, 4096, 8))
+    assert len(GroupRow("g", 0, (0, MAX_RANKS, 1)).ranks) == MAX_RANKS
+    with pytest.raises(SampleError):
+        _ = GroupRow("g", 0, (0, MAX_RANKS + 1, 1)).ranks
     with pytest.raises(SampleError):
         _ = GroupRow("g", 0, (0, 1 << 60, 1)).ranks
     with pytest.raises(SampleError):

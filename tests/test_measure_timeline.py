@@ -165,3 +165,13 @@ def test_union_equals_brute_force(
     idle &= busy
     waited = [sum(t in idle for t in range(a, b)) for a, b in itertools.pairwise(bounds)]
     assert line.exposed_s * 1e9 == pytest.approx(sum(waited) / len(waited))
+
+
+def test_an_iteration_has_no_more_bursts_than_a_profile_may_hold() -> None:
+    # Six long iterations of 75 bursts; four short ones make the mean period, so the gap, small.
+    long_s, short_s, bursts = 10.0, 0.1, 75
+    bounds = np.cumsum([0.0] + [long_s] * 6 + [short_s] * 4)
+    gaps = np.linspace(0.9, 1.0, bursts) * long_s / bursts
+    begin = np.concatenate([start + np.cumsum(gaps) - gaps[0] for start in bounds[:6]])
+    line = describe(ns(*begin), ns(*(begin + 1e-3)), ns(*[1] * len(begin)), ns(*bounds))
+    assert timeline.MAX_BURSTS // 2 < len(line.bursts) <= timeline.MAX_BURSTS

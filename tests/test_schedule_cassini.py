@@ -154,6 +154,12 @@ def test_the_graph_has_no_loop_and_joins_what_was_joined(rng, links) -> None:
     assert loop_free(meetings[::-1]).meetings == graph.meetings
 
 
+def test_a_graph_without_a_job_keeps_the_links_where_others_meet() -> None:
+    meetings = [Meeting({0: 1, 1: 2, 2: 3}, 1.0, {}), Meeting({0: 4, 1: 5}, 2.0, {})]
+    left = AffinityGraph(meetings).without({0})
+    assert left.meetings == [Meeting({1: 2, 2: 3}, 1.0, {})]
+
+
 def test_the_order_of_meetings_that_differ_by_a_rounding_error_decides_nothing() -> None:
     meetings = [Meeting({0: 0, 1: 0}, gain, {0: 0.0, 1: 0.0}) for gain in (7.6e-29, 0.0)]
     assert loop_free(meetings).meetings == loop_free(meetings[::-1]).meetings

@@ -223,3 +223,26 @@ class TestLargeInputs:
         monkeypatch.setattr(contention_dag, "_VISITS", 12)
         notes = ("6 contending pairs: 2 orders, not m = 10",)
         assert crux.crux(cluster, options).notes == notes
+
+
+@given(st.data())
+def test_settled_cuts_weigh_no_less_and_no_single_move_gains(data) -> None:
+    n = data.draw(st.integers(3, 12))
+    pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).map(sorted)
+    edges = data.draw(st.lists(pairs.filter(lambda pair: pair[0] < pair[1]), min_size=1))
+    above, below = np.array(edges).T
+    weight = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(edges))), float)
+    weight = weight[: len(edges)]
+    start = sorted(data.draw(st.sets(st.integers(1, n - 1), min_size=1, max_size=3)))
+
+    def parted(cuts) -> float:
+        groups = np.searchsorted(cuts, [above, below], side="right")
+        return float(weight[groups[0] != groups[1]].sum())
+
+    settled = contention_dag._settle(np.array(start), above, below, weight, n)
+    assert parted(settled) >= parted(start)
+    bounds = [0, *settled, n]
+    for k, cut in enumerate(settled):
+        for moved in range(bounds[k] + 1, bounds[k + 2]):
+            others = [*settled[:k], moved, *settled[k + 1 :]]
+            assert parted(others) <= parted(settled), (cut, moved)

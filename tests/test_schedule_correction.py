@@ -109,3 +109,9 @@ def test_the_long_run_agrees_with_a_long_game(first: GameJob, second: GameJob) -
     assert long_run(first, second) == pytest.approx(
         factor(first, second, 3000.0, fresh=True), rel=0.1
     )
+
+
+def test_a_job_that_never_leaves_the_link_leaves_nothing_to_the_other() -> None:
+    greedy, other = correction._Players([GREEDY]), correction._Players([SHORT])
+    assert correction._rate_when_second(other, first=greedy).tolist() == [0.0]
+    assert correction._rate_when_second(greedy, first=other)[0] == pytest.approx(0.5, rel=1e-3)
