@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from measure_stream import plain_sample as sample
 
 from crux_torch.host.activity import DeviceActivity
-from crux_torch.host.peak import PEAKS, flops_in_use, peak_flops, tensor_seconds
+from crux_torch.host.peak import PEAKS, flops_in_use, peak_flops, tensor_flops, tensor_seconds
 from crux_torch.measure.device import DeviceUse
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample
@@ -141,6 +141,10 @@ def test_the_rate_in_use_is_that_of_the_mix() -> None:
     assert tensor_seconds("NVIDIA B200", {"fp4": 9000e12, "fp8": 4500e12}) == 2.0
     assert flops_in_use("Tesla K80", {"bf16": 1.0}) is None
     assert tensor_seconds("Tesla K80", {"bf16": 1.0}) is None
+    assert tensor_flops(H100, {}) == bf16
+    assert tensor_flops(H100, {"fp32": 1e15, "tf32": 1e15}) == bf16, "what is not counted is"
+    assert tensor_flops(H100, {"fp8": 1e15}) == peak_flops(H100, "fp8")
+    assert tensor_flops("Tesla K80", {"bf16": 1.0}) is None
 
 
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "")

@@ -25,7 +25,7 @@ class Recorder(SimpleNamespace):
     """A recorder that holds nothing, as it is found: it times."""
 
     def __init__(self) -> None:
-        super().__init__(timing=True, dropped=0, held=b"")
+        super().__init__(timing=True, dropped=0, captured=0, held=b"")
 
     def drain(self, most: int) -> bytes:
         taken, self.held = self.held, b""

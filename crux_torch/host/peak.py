@@ -80,6 +80,21 @@ def tensor_seconds(device_name: str, by_dtype: Mapping[str, float]) -> float | N
     return sum(by_dtype.get(dtype, 0.0) / peaks[dtype] for dtype in TENSOR if dtype in peaks)
 
 
+def tensor_flops(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
+    """FLOP/s of one device's tensor cores, in the types that they multiply in; None: no figures.
+
+    What was not counted is most likely of the first type of ``USUAL`` that the device has, so the
+    result is never less than that type's.
+    """
+    peaks = _peaks(device_name)
+    usual = next((peaks[dtype] for dtype in USUAL if dtype in TENSOR and dtype in peaks), None)
+    counted = {d: flops for d, flops in by_dtype.items() if d in TENSOR and d in peaks and flops}
+    if not counted:
+        return usual
+    mixed = sum(counted.values()) / sum(flops / peaks[d] for d, flops in counted.items())
+    return max(mixed, usual or 0.0)
+
+
 def _peaks(device_name: str) -> Mapping[str, float]:
     for entry in PEAKS:
         if re.search(entry.pattern, device_name, re.IGNORECASE):

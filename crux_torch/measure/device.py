@@ -14,7 +14,7 @@ import msgspec
 from crux_torch.host.activity import ActivityMeter, DeviceActivity
 from crux_torch.host.nvml import Gpu
 from crux_torch.host.nvml_device import CudaDevice, OwnDevice, own_gpu
-from crux_torch.host.peak import flops_in_use, peak_flops, tensor_seconds
+from crux_torch.host.peak import flops_in_use, peak_flops, tensor_flops, tensor_seconds
 from crux_torch.measure.job_profile import Name, NonNegative
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             claim; 0 where it is not known.
         tensor_s: seconds of an iteration that the counted FLOPs take tensor cores at their peak;
             None where none were counted or the peak is not known.
+        tensor_flops: FLOP/s that its tensor cores could do; 0 where that is not known.
         activity: how busy it was while it was measured; None where it does not tell.
     """
 
@@ -39,6 +40,7 @@ class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     flops: NonNegative = 0.0
     peak_flops: NonNegative = 0.0
     tensor_s: NonNegative | None = None
+    tensor_flops: NonNegative = 0.0
     activity: DeviceActivity | None = None
 
 
@@ -101,6 +103,7 @@ class DeviceMeter:
             flops=told or flops_in_use(cuda.name, by_dtype) or 0.0,
             peak_flops=told or peak_flops(cuda.name) or 0.0,
             tensor_s=tensor_seconds(cuda.name, by_dtype) if by_dtype and not told else None,
+            tensor_flops=told or tensor_flops(cuda.name, by_dtype) or 0.0,
             activity=activity,
         )
         return self.last

@@ -25,6 +25,15 @@ MAX_TENSORS = 64
 #: between two counts doubles, up to this many iterations.
 MAX_PAUSE = 1024
 
+#: Modules of these packages multiply in calls of C++ extensions, which no dispatch mode sees.
+EXTENSIONS = (
+    "transformer_engine.",
+    "apex.fused_dense",
+    "apex.mlp",
+    "deepspeed.ops.",
+    "flash_attn.ops.",
+)
+
 #: Stands for every signature beyond ``MAX_SIGNATURES``.
 OTHER = -1
 
@@ -54,7 +63,7 @@ class FlopCount:
         by_precision: FLOPs of an iteration on this rank by what they are computed in.
         iterations: iterations that these are means over.
         left_out: iterations whose signature was never counted.
-        uncounted_ops: operators met that do tensor work and have no formula, by name.
+        uncounted_ops: operators and modules met that multiply and count nothing, by name.
     """
 
     by_precision: Mapping[str, float]
@@ -224,6 +233,9 @@ class FlopMeter:
         if any(module is child for root in known for child in root.modules()):
             return
         self._roots.append(weakref.ref(module))
+        for kind in {base for child in module.modules() for base in type(child).__mro__}:
+            if kind.__module__.startswith(EXTENSIONS):
+                self._uncounted[f"{kind.__module__}.{kind.__qualname__}"] += 1
         # A hook on a module compiled in place would cost it a recompilation and never run.
         if getattr(module, "_compiled_call_impl", None) is None:
             self._hooks.append(module.register_forward_pre_hook(self._pre_hook, with_kwargs=True))

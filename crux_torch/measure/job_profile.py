@@ -41,14 +41,16 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         compute_s: seconds of an iteration in which the devices compute: period less exposed time.
         flops: W_j over all devices of the job.
         flops_source: ``counted`` from the operators, ``told`` by the script on some rank, or
-            ``time`` (device-busy time times rate).
-        flops_by_time: W_j from time, for comparison: device-busy time times the devices' rate; 0
-            where the rate is not known.
+            ``time`` (busy time of the devices or of their tensor cores, times rate).
+        flops_note: why a count was not used, or why it may be too low; empty if neither. Unset in
+            the shared store, because older readers reject a field that they do not know.
+        flops_by_time: W_j from time, for comparison: the time in which the devices compute, times
+            their rate; 0 where the rate is not known.
         device_flops: FLOP/s that the devices together could do in the data types in use; 0 where
             that is not known.
         device_busy, tensor_busy: means over the devices of how busy they and their tensor cores
             were, see :class:`~crux_torch.host.activity.DeviceActivity`; None where none tells.
-        uncounted_ops: operators met that have no FLOP formula and so count nothing.
+        uncounted_ops: operators and modules met that multiply and count nothing.
         gpus: devices of the job.
         flows: bytes from host to host; bytes that stay on one host are not listed.
         inside: bytes between GPUs and NICs, by their names in the topology, of hosts that the job
@@ -68,6 +70,7 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     compute_s: NonNegative
     flops: NonNegative
     flops_source: FlopsSource
+    flops_note: Annotated[str, msgspec.Meta(max_length=1024)] | msgspec.UnsetType = msgspec.UNSET
     flops_by_time: NonNegative = 0.0
     device_flops: NonNegative = 0.0
     device_busy: Share | None = None
@@ -84,6 +87,10 @@ class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     exposed_s: NonNegative
     iterations: Annotated[int, msgspec.Meta(ge=0)]
     measured_alone: bool
+
+    def to_share(self) -> JobProfile:
+        """The profile as the shared store has it, without what older readers reject."""
+        return msgspec.structs.replace(self, flops_note=msgspec.UNSET)
 
     @property
     def achieved_flops(self) -> float:

@@ -19,6 +19,13 @@ ACTIVITY_SHARE = 1.1
 ACTIVITY_SLACK = 0.02
 
 
+#: The tensor cores' counters and the count agree within this factor: data types differ by 2, and
+#: clocks by less.
+TENSOR_FACTOR = 3.0
+#: A job that computes does a tenth of what its devices could do, or something was not counted.
+TIME_FACTOR = 10.0
+
+
 class Work(NamedTuple):
     """What the devices of a job do in one iteration: these fields of its ``JobProfile``.
 
@@ -27,10 +34,19 @@ class Work(NamedTuple):
 
     flops: float
     flops_source: FlopsSource
+    flops_note: str
     flops_by_time: float
     device_flops: float
     device_busy: float | None
     tensor_busy: float | None
+
+
+class Choice(NamedTuple):
+    """An estimate of W, and why it was taken in place of another one."""
+
+    flops: float
+    source: FlopsSource
+    note: str = ""
 
 
 def work(
@@ -49,31 +65,85 @@ def work(
     scale = samples[0].world_size / len(samples)
     in_use = scale * _over_devices(samples, lambda device: device.flops, device_flops)
     peak = scale * _over_devices(samples, lambda device: device.peak_flops, device_flops)
-    by_time = compute_s * in_use
+    activities = [s.device.activity for s in samples if s.device and s.device.activity]
+    device_busy = _mean([activity.busy for activity in activities])
+    busy_s = compute_s if device_busy is None else min(compute_s, device_busy * period_s)
     counted = [s.flops for s in samples if s.flops is not None]
-    told = any(s.flops_told for s in samples)
-    flops = by_time
-    if counted:
-        if len(counted) < len(samples):
-            log.warning("FLOPs counted on %d of %d ranks, scaled", len(counted), len(samples))
-        flops = sum(counted) * scale * len(samples) / len(counted)
+    if 0 < len(counted) < len(samples):
+        log.warning("FLOPs counted on %d of %d ranks, scaled", len(counted), len(samples))
+    by_time = busy_s * in_use
+    choice = choose(
+        sum(counted) * samples[0].world_size / len(counted) if counted else None,
+        told=any(s.flops_told for s in samples),
+        by_tensor=_by_tensor(samples, period_s),
+        by_time=by_time,
+        uncounted=sorted({name for s in samples for name in s.uncounted_ops}),
+    )
+    if choice.note and choice.source == "time":
+        log.warning("W: %s", choice.note)
+    flops = choice.flops
     if peak and flops > peak * period_s:
         log.warning(
-            "counted %.3g FLOPs an iteration, and the devices can do %.3g in it: taking those",
+            "%s %.3g FLOPs an iteration, and the devices can do %.3g in it: taking those",
+            choice.source,
             flops,
             peak * period_s,
         )
         flops = peak * period_s
     for sample in samples:
         _compare_with_activity(sample)
-    activities = [s.device.activity for s in samples if s.device and s.device.activity]
     return Work(
         flops=flops,
-        flops_source="told" if told else "counted" if counted else "time",
+        flops_source=choice.source,
+        flops_note=choice.note,
         flops_by_time=by_time,
         device_flops=in_use,
-        device_busy=_mean([activity.busy for activity in activities]),
+        device_busy=device_busy,
         tensor_busy=_mean([activity.tensor for activity in activities]),
+    )
+
+
+def choose(
+    counted: float | None,
+    *,
+    told: bool = False,
+    by_tensor: float | None,
+    by_time: float,
+    uncounted: Sequence[str] = (),
+) -> Choice:
+    """W out of up to three estimates of it, each in FLOPs of an iteration.
+
+    A count can only be too low, because nothing is counted that does not run. The tensor cores'
+    counters see every product, so they are credible. Busy time is an upper bound, so it is credible
+    only if they are not known and something is known to be missing from the count.
+
+    Args:
+        counted: None where nothing was counted.
+        told: the script gave the count; that is never replaced.
+        by_tensor: the tensor cores' busy time times their rate; None where they do not tell.
+        by_time: the devices' busy time times their rate; 0 where that is not known.
+        uncounted: what was met and multiplies, but was not counted.
+    """
+    if counted is None:
+        return Choice(by_tensor or by_time, "time")
+    source: FlopsSource = "told" if told else "counted"
+    if by_tensor is not None:
+        if by_tensor <= TENSOR_FACTOR * counted:
+            return Choice(counted, source)
+        seen = f"the tensor cores were busy for {by_tensor:.3g} FLOPs"
+        found = by_tensor
+    else:
+        if by_time <= TIME_FACTOR * counted:
+            return Choice(counted, source)
+        seen = f"the devices could do {by_time:.3g} FLOPs while they computed"
+        found = by_time if uncounted else 0.0
+    note = f"{counted:.3g} FLOPs were {source}, and {seen}"
+    if uncounted:
+        note += f"; not counted: {', '.join(uncounted[:3])[:512]}"
+    if told or not found:
+        return Choice(counted, source, f"{note}; if W is too low, call crux_torch.count_flops()")
+    return Choice(
+        found, "time", f"{note}; taking the latter. crux_torch.count_flops() knows better"
     )
 
 
@@ -84,6 +154,17 @@ def _over_devices(
     told = [of(s.device) if s.device is not None else default for s in samples]
     known = [rate for rate in told if rate > 0]
     return sum(known) / len(known) * len(told) if known else 0.0
+
+
+def _by_tensor(samples: Sequence[RankSample], period_s: float) -> float | None:
+    """FLOPs of an iteration by the tensor cores' counters, scaled to devices that have none."""
+    rates = [
+        s.device.activity.tensor * s.device.tensor_flops
+        for s in samples
+        if s.device and s.device.activity and s.device.activity.tensor is not None
+        if s.device.tensor_flops
+    ]
+    return statistics.fmean(rates) * samples[0].world_size * period_s if rates else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -304,7 +304,8 @@ class Conductor:
             self._failures += 1
         if self.leader is not None:
             changes["state"] = "starting" if self.profile is None else "running"
-            self.leader.update(profile=self.profile, **changes)
+            shared = None if self.profile is None else self.profile.to_share()
+            self.leader.update(profile=shared, **changes)
         self._enter("running" if profile is not None else "warming")
 
     def _merged(self, present: list[RankSample], alone: bool) -> JobProfile | None:

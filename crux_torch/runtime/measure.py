@@ -154,6 +154,7 @@ class RankMeter:
         self.window.forget_before(self._begin_ns)
         count = self.flops.count() or FlopCount({}, 0, 0, ())
         said = told()
+        replayed = ("CUDA graphs",) if self._recorder.captured else ()
         return summarize(
             self.window.records(),
             self.groups(),
@@ -163,7 +164,7 @@ class RankMeter:
             marks_ns=self.marks.marks_ns(self._begin_ns),
             flops=said if said is not None else count.flops or None,
             flops_told=said is not None,
-            uncounted_ops=count.uncounted_ops,
+            uncounted_ops=(*replayed, *count.uncounted_ops),
             device=self.device.finish(count.by_precision),
             lost=self._recorder.dropped + self.window.dropped - self._dropped_before,
         )
