@@ -34,6 +34,9 @@ Count = Annotated[int, Meta(ge=1, title="a whole number, 1 or more")]
 LevelCount = Annotated[int, Meta(ge=1, le=64, title="a whole number from 1 to 64")]
 Positive = Annotated[float, Meta(gt=0, le=_FINITE, title="a positive number")]
 NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, title="a number, 0 or more")]
+#: At most what a store lets anything outlive its writer by.
+Span = Annotated[float, Meta(ge=0.1, le=600, title="a number of seconds from 0.1 to 600")]
+Tick = Annotated[float, Meta(ge=0.01, le=3600, title="a number of seconds from 0.01 to 3600")]
 WaitMs = Annotated[float, Meta(gt=0, le=10_000, title="a number of milliseconds up to 10000")]
 SixBits = Annotated[int, Meta(ge=0, le=63)]
 Levels = Annotated[tuple[SixBits, ...], Meta(title="levels (0 to 63) separated by commas")]
@@ -153,11 +156,11 @@ class Settings:
         "when the recorder times operations: measuring (while the job is measured, or with a "
         "trace) or always; at other times it records only the call, at a third of the cost",
     )
-    lease_s: Positive = _says(
+    lease_s: Span = _says(
         6.0, "seconds after which a job that gives no sign of life counts as gone"
     )
-    plan_valid_s: Positive = _says(15.0, "seconds after which a plan that nobody renews is dropped")
-    tick_s: Positive = _says(0.1, "seconds between two rounds of the background thread")
+    plan_valid_s: Span = _says(15.0, "seconds after which a plan that nobody renews is dropped")
+    tick_s: Tick = _says(0.1, "seconds between two rounds of the background thread")
     records: Count = _says(65536, "number of records that the recorder's ring holds")
     device_flops: NotNegative = _says(
         0.0,
@@ -186,6 +189,16 @@ class Settings:
             raise SettingsError(
                 f"CRUX_DSCP_MAP names {len(self.dscp_map)} DSCP values but CRUX_LEVELS is "
                 f"{self.levels}: give one value for each level, or fewer levels"
+            )
+        marks = self.dscp_map[: self.levels]
+        if len(set(marks)) < len(marks):
+            given = ",".join(map(str, self.dscp_map))
+            raise SettingsError(f"CRUX_DSCP_MAP={given!r}: expected another value for each level")
+        if any(level >= self.levels for level in self.reserved_levels):
+            given = ",".join(map(str, self.reserved_levels))
+            raise SettingsError(
+                f"CRUX_RESERVED_LEVELS={given!r}: expected only levels below CRUX_LEVELS, which is "
+                f"{self.levels}"
             )
         if not self.usable_levels:
             raise SettingsError("CRUX_RESERVED_LEVELS leaves no level to use: reserve fewer")

@@ -14,7 +14,7 @@ from loopback import free_port
 
 from crux_torch.control.host import StoreHost
 from crux_torch.control.records import JobRecord, PlanEntry
-from crux_torch.control.store import check_write
+from crux_torch.control.store import MAX_LEASE_S, check_write
 from crux_torch.errors import StoreError
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import HostFlow, JobProfile, ProfileBurst
@@ -45,20 +45,19 @@ class MemoryStore:
     def get(self, key: str) -> bytes | None:
         return self.list(key).get(key)
 
-    def put(self, key: str, value: bytes, lease_s: float | None = None) -> None:
+    def put(self, key: str, value: bytes, lease_s: float = MAX_LEASE_S) -> None:
         check_write(key, value, lease_s)
         self.write(key, value, lease_s)
 
-    def write(self, key: str, value: bytes, lease_s: float | None = None) -> None:
+    def write(self, key: str, value: bytes, lease_s: float = MAX_LEASE_S) -> None:
         """Write also what :func:`check_write` refuses."""
-        ends_s = float("inf") if lease_s is None else self._clock() + lease_s
-        self.entries[key] = bytes(value), ends_s
+        self.entries[key] = bytes(value), self._clock() + lease_s
 
     def delete(self, key: str) -> None:
         self.entries.pop(key, None)
 
     def compare_and_swap(
-        self, key: str, expected: bytes | None, value: bytes, lease_s: float | None = None
+        self, key: str, expected: bytes | None, value: bytes, lease_s: float = MAX_LEASE_S
     ) -> bool:
         with self._lock:
             if self.get(key) != expected:

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import JobRecord, Plan, PlanEntry
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
-from crux_torch.control.store import SharedStore
+from crux_torch.control.store import MAX_LEASE_S, SharedStore
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import StoreError
 from crux_torch.fabric.route import PlannedPath
@@ -201,6 +201,19 @@ def test_a_lost_plan_is_put_back_under_its_epoch(clock: FakeClock) -> None:
     run(leaders, clock, 3)
     assert agreed(leaders) == plan
     assert Registry(store, "c").plan().stored is not None
+
+
+def test_the_topology_is_renewed_unless_another_replaced_it(clock: FakeClock) -> None:
+    store = MemoryStore(clock)
+    leader = leader_of(store, "a", clock, published=b"mine")
+    for _ in range(3):
+        run([leader], clock, MAX_LEASE_S, step_s=2.0)
+        assert store.get("crux/c/topology") == b"mine"
+    store.put("crux/c/topology", b"newer")
+    run([leader], clock, MAX_LEASE_S - 10, step_s=2.0)
+    assert store.get("crux/c/topology") == b"newer"
+    run([leader], clock, 20, step_s=2.0)
+    assert store.get("crux/c/topology") == b"mine", "its owner has left"
 
 
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"renewal":1}', b"\xff" * 100])

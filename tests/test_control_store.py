@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 from crux_torch.control.host import StoreHost
 from crux_torch.control.records import MAX_RECORD_BYTES
-from crux_torch.control.store import SharedStore
+from crux_torch.control.store import MAX_LEASE_S, SharedStore
 from crux_torch.control.tcp_store import GARBAGE_LEASES, Header, TcpStore, seal, unseal
 from crux_torch.errors import StoreError
 
@@ -170,8 +170,10 @@ def test_garbage_of_the_gone_is_removed_but_never_a_swapped_key(server: StoreHos
         b'{"v":2,"w":"a","n":1}\nvalue',
         b'{"v":1,"w":"a","n":-1}\nvalue',
         b'{"v":1,"w":"a","n":1,"lease_s":0}\nvalue',
+        b'{"v":1,"w":"a","n":1,"lease_s":86400}\nvalue',
+        b'{"v":1,"w":"a","n":1}\nvalue',
         b"[" * 200 + b"\n",
-        b'{"v":1,"w":"a","n":1}\n' + b"x" * (MAX_RECORD_BYTES + 1),
+        b'{"v":1,"w":"a","n":1,"lease_s":1}\n' + b"x" * (MAX_RECORD_BYTES + 1),
     ],
     ids=lambda raw: repr(raw[:24]),
 )
@@ -203,12 +205,10 @@ def test_unseal_refuses_or_returns_and_nothing_else(raw: bytes) -> None:
 @given(
     st.binary(max_size=300),
     st.integers(0, 1 << 60),
-    st.none() | st.floats(0.001, 86400),
+    st.floats(0.001, MAX_LEASE_S),
     st.booleans(),
 )
-def test_seal_and_unseal_are_inverse(
-    value: bytes, n: int, lease_s: float | None, swapped: bool
-) -> None:
+def test_seal_and_unseal_are_inverse(value: bytes, n: int, lease_s: float, swapped: bool) -> None:
     header = Header(w="0123456789abcdef", n=n, lease_s=lease_s, swapped=swapped)
     assert unseal(seal(header, value)) == (header, value)
 

@@ -152,6 +152,9 @@ def test_each_flag_becomes_its_variable_and_beats_it(setting, underscores, launc
         ([], {"CRUX_LEVELS": "many"}, "--crux-levels (CRUX_LEVELS)"),
         ([], {"CRUX_DISABLE": "maybe"}, "--crux-disable (CRUX_DISABLE)"),
         (["--crux-reserved-levels", "0,1,2,3,4,5,6,7"], {}, "--crux-reserved-levels"),
+        (["--crux-reserved-levels", "9"], {}, "--crux-reserved-levels"),
+        (["--crux-dscp-map", "8,8,16,24,32,40,48,56"], {}, "--crux-dscp-map"),
+        (["--crux-tick-s", "1e-9"], {}, "--crux-tick-s"),
     ],
 )
 def test_a_bad_value_stops_the_launcher_and_names_the_flag(argv, env, named, monkeypatch, capsys):

@@ -64,8 +64,11 @@ def test_a_value_may_be_written_so(variable, text, value):
         ("CRUX_CLUSTER", "a/b"),
         ("CRUX_JOB", "two words|" + "x" * 129),
         ("CRUX_LEVELS", "0|65|eight|4.5"),
-        ("CRUX_RESERVED_LEVELS", "1,x|64|-1"),
-        ("CRUX_DSCP_MAP", ",|0,64"),
+        ("CRUX_RESERVED_LEVELS", "1,x|64|-1|9|0,8"),
+        ("CRUX_DSCP_MAP", ",|0,64|0,8,16,24,32,40,48,8"),
+        ("CRUX_TICK_S", "1e-9|0|inf"),
+        ("CRUX_LEASE_S", "1e-9|601"),
+        ("CRUX_PLAN_VALID_S", "1e-9|601"),
         ("CRUX_LOG_LEVEL", "loud"),
         ("CRUX_POLICY", "best|ideal"),
         ("CRUX_TIMING", "never"),
@@ -90,10 +93,15 @@ def test_levels_and_dscp_values_must_fit_each_other():
         Settings.from_env({"CRUX_DSCP_MAP": "0,8"})
     two = Settings.from_env({"CRUX_DSCP_MAP": "0x0,0x2e", "CRUX_LEVELS": "2"})
     assert two.dscp_map == (0, 46)
+    with pytest.raises(SettingsError, match=r"expected .* levels below CRUX_LEVELS, which is 2"):
+        Settings.from_env({"CRUX_RESERVED_LEVELS": "2", "CRUX_LEVELS": "2"})
+    unused = Settings.from_env({"CRUX_DSCP_MAP": "0,46,46", "CRUX_LEVELS": "2"})
+    assert unused.dscp_map == (0, 46, 46), "values of levels that do not exist are not compared"
 
 
-@given(levels=st.integers(1, 8), reserved=st.sets(st.integers(0, 9)))
-def test_levels_are_split_into_reserved_profiling_and_plan(levels, reserved):
+@given(levels=st.integers(1, 8), data=st.data())
+def test_levels_are_split_into_reserved_profiling_and_plan(levels, data):
+    reserved = data.draw(st.sets(st.integers(0, levels - 1)))
     env = {"CRUX_LEVELS": str(levels), "CRUX_RESERVED_LEVELS": ",".join(map(str, reserved))}
     usable = [n for n in range(levels) if n not in reserved]
     if not usable:

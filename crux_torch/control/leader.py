@@ -18,7 +18,7 @@ from crux_torch.control.planner import within
 from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
 from crux_torch.control.snapshot import Snapshot
-from crux_torch.control.store import SharedStore
+from crux_torch.control.store import MAX_LEASE_S, SharedStore
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import StoreError
 from crux_torch.fabric.topology import Topology
@@ -83,6 +83,7 @@ class Leader:
         self._topologies = topologies or TopologyReader()
         self._published = published
         self._topology_is_there = published is None
+        self._renew_topology_at_s = float("inf")
         self._policy = policy
         self._lease_s = lease_s
         self._plan_valid_s = plan_valid_s
@@ -151,6 +152,10 @@ class Leader:
                 self._publish_at_s = now + self._lease_s / 3 * self._random.uniform(0.8, 1.0)
             if not self._topology_is_there:
                 self._topology_is_there = self._publish_topology()
+                self._renew_topology_at_s = now + MAX_LEASE_S / 3
+            elif now >= self._renew_topology_at_s:
+                self._registry.renew_topology(self._published or b"")
+                self._renew_topology_at_s = now + MAX_LEASE_S / 3
             if now >= self._look_at_s:
                 self._look_at_s = now + self._poll_s
                 state = self._look(now)

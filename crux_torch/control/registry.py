@@ -112,6 +112,12 @@ class Registry:
         """Write the cluster's topology. All read what was written last."""
         self.store.put(self.topology_key, topology)
 
+    def renew_topology(self, topology: bytes) -> None:
+        """Write ``topology`` again before its lease ends, unless another one has replaced it."""
+        for before in (topology, None):
+            if self.store.compare_and_swap(self.topology_key, before, topology):
+                return
+
     def topology(self) -> bytes | None:
         """The cluster's topology as it was published, not validated."""
         return self.store.get(self.topology_key)

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.errors import StoreError
 
-MAX_LEASE_S = 86400.0
+#: Nothing in the store outlives its writers by more than this.
+MAX_LEASE_S = 600.0
 
 
 @runtime_checkable
@@ -21,8 +22,8 @@ class SharedStore(Protocol):
     def get(self, key: str) -> bytes | None:
         """The value of ``key``; None if there is none or its lease has ended."""
 
-    def put(self, key: str, value: bytes, lease_s: float | None = None) -> None:
-        """Set ``key``. With ``lease_s`` it vanishes unless it is put again within that time.
+    def put(self, key: str, value: bytes, lease_s: float = MAX_LEASE_S) -> None:
+        """Set ``key``. It vanishes unless it is put again within ``lease_s``.
 
         Each reader judges a lease by its own clock, so some see its end a little late.
         """
@@ -35,7 +36,7 @@ class SharedStore(Protocol):
         """
 
     def compare_and_swap(
-        self, key: str, expected: bytes | None, value: bytes, lease_s: float | None = None
+        self, key: str, expected: bytes | None, value: bytes, lease_s: float = MAX_LEASE_S
     ) -> bool:
         """Set ``key`` if it holds ``expected`` (None: absent or expired); return whether it did."""
 
@@ -46,11 +47,13 @@ class SharedStore(Protocol):
         """Release connections and threads. Later operations raise."""
 
 
-def check_write(key: str, value: bytes, lease_s: float | None) -> None:
+def check_write(key: str, value: bytes, lease_s: float) -> None:
     """Raise a StoreError for a write that no reader would accept: too large, or no fit lease."""
     if len(value) > MAX_RECORD_BYTES:
         raise StoreError(
             f"{key}: a value of {len(value)} bytes is over the limit of {MAX_RECORD_BYTES}"
         )
-    if lease_s is not None and not 0 < lease_s <= MAX_LEASE_S:
-        raise StoreError(f"{key}: a lease of {lease_s} s; expected more than 0, at most 86400")
+    if not 0 < lease_s <= MAX_LEASE_S:
+        raise StoreError(
+            f"{key}: a lease of {lease_s} s; expected more than 0, at most {MAX_LEASE_S:g}"
+        )

@@ -43,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     Attributes:
         w: who wrote it: a random name of the client.
         n: number of the writer's write, so that a renewal differs from what it renews.
-        lease_s: seconds without change after which the key counts as expired; absent: never.
+        lease_s: seconds without change after which the key counts as expired.
         swapped: written by compare-and-swap. Such a key is never deleted as garbage, because the
             deletion could hit a newer value.
     """
@@ -51,7 +51,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     v: int = ENVELOPE_VERSION
     w: Annotated[str, msgspec.Meta(max_length=64)]
     n: Annotated[int, msgspec.Meta(ge=0)]
-    lease_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_LEASE_S)] | None = None
+    lease_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_LEASE_S)]
     swapped: bool = False
 
 
@@ -102,7 +102,7 @@ class TcpStore:
     def get(self, key: str) -> bytes | None:
         return self._live(key, self._client.call(lambda client: _read(client, key)))[0]
 
-    def put(self, key: str, value: bytes, lease_s: float | None = None) -> None:
+    def put(self, key: str, value: bytes, lease_s: float = MAX_LEASE_S) -> None:
         check_write(key, value, lease_s)
         envelope = self._envelope(value, lease_s, swapped=False)
         self._client.call(lambda client: client.set(key, _text(envelope)))
@@ -111,7 +111,7 @@ class TcpStore:
         self._client.call(lambda client: client.delete_key(key))
 
     def compare_and_swap(
-        self, key: str, expected: bytes | None, value: bytes, lease_s: float | None = None
+        self, key: str, expected: bytes | None, value: bytes, lease_s: float = MAX_LEASE_S
     ) -> bool:
         check_write(key, value, lease_s)
         raw = self._client.call(lambda client: _read(client, key))
@@ -145,7 +145,7 @@ class TcpStore:
     def close(self) -> None:
         self._client.close()
 
-    def _envelope(self, value: bytes, lease_s: float | None, swapped: bool) -> bytes:
+    def _envelope(self, value: bytes, lease_s: float, swapped: bool) -> bytes:
         with self._lock:
             self._writes += 1
             n = self._writes
@@ -172,7 +172,7 @@ class TcpStore:
             if seen is None or seen[0] != digest:
                 seen = self._seen[key] = (digest, now)
         unchanged_s = now - seen[1]
-        if header.lease_s is None or unchanged_s < header.lease_s:
+        if unchanged_s < header.lease_s:
             return value, False
         return None, not header.swapped and unchanged_s >= GARBAGE_LEASES * header.lease_s
 

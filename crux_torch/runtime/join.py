@@ -13,6 +13,7 @@ from crux_torch.control.leader import Leader
 from crux_torch.control.planner import check_policy, compute_entries
 from crux_torch.control.records import JobRecord
 from crux_torch.control.slots import ProfilingSlot
+from crux_torch.control.store import MAX_LEASE_S
 from crux_torch.control.tcp_store import TcpStore
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import CruxError
@@ -78,7 +79,7 @@ def make_conductor(
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,
         )
-        lease_s = settings.profile_s + 2 * GRACE_S
+        lease_s = min(settings.profile_s + 2 * GRACE_S, MAX_LEASE_S)
         slot = ProfilingSlot(store, settings.cluster, settings.job, incarnation, lease_s=lease_s)
         # A new generation comes with an order of its own, so its number is new to the store, too.
         routing = Routing(first_generation=first_number) if settings.paths else None
