@@ -130,6 +130,46 @@ def test_yaml_errors_name_the_key(old: str, new: str, words: str) -> None:
             "parameters.server: Expected `int`",
         ),
         ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("version: 1\nhosts: {h: !!bool abc}\nlinks: []\n", "does not fit its tag: 'abc'"),
+        ("version: !!int abc\n", "does not fit its tag"),
+        ("version: !!float abc\n", "does not fit its tag"),
+        ("version: 1\nhosts: {h: 2001-99-99}\nlinks: []\n", "does not fit its tag"),
+        ("version: 1\nhosts: {h: !!timestamp abc}\nlinks: []\n", "does not fit its tag"),
+        ("[" * 50_000, "line 1: expected at most 16 levels"),
+        ("{a: " * 50_000, "line 1: expected at most 16 levels"),
+        ("- " * 50_000, "line 1: expected at most 16 levels"),
+        ("a: &a [1]\nb: *a\n", "line 2: expected no alias"),
+        (
+            "version: 1\nhosts: {a: , b: }\nlinks: [{between: [a, b], capacity_Bps: 1,"
+            " count: 1000000000}]\n",
+            "a network of over",
+        ),
+        (
+            "version: 1\nhosts: {a: , b: }\nlinks: [{from: a, to: b, capacity_Bps: 1,"
+            " count: 1000000000}]\n",
+            "a network of over",
+        ),
+        ("version: 1\nbuilder: fat_tree\nparameters: {k: 400}\n", "a network of over"),
+        ("version: 1\nbuilder: torus\nparameters: {shape: [9999, 9999]}\n", "a network of over"),
+        *(
+            (
+                f"version: 1\nbuilder: {name}\nparameters: {{{parameter}: 1000000000}}\n",
+                "a network of over",
+            )
+            for name, parameter in (
+                ("two_layer_clos", "hosts"),
+                ("two_layer_clos", "tors"),
+                ("double_sided", "hosts"),
+                ("double_sided", "cores"),
+                ("rail_optimised", "hosts"),
+                ("rail_optimised", "spines"),
+            )
+        ),
+        (
+            "version: 1\nbuilder: fat_tree\nparameters: {server: {gpus: 1000000000,"
+            " pcie_switches: 1, nics: 1}}\n",
+            "a network of over",
+        ),
     ],
 )
 def test_other_yaml_errors(text: str, words: str) -> None:
@@ -140,6 +180,19 @@ def test_other_yaml_errors(text: str, words: str) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=r"none\.yaml.*No such file"):
         load_topology(tmp_path / "none.yaml")
+
+
+def test_many_links_between_two_nodes_take_no_longer_each() -> None:
+    builder = TopologyBuilder()
+    builder.cable(builder.node("a", "host"), builder.node("b", "host"), Link(1.0), 100_000)
+    assert builder.edges[-1].name == "b->a#99999"
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "huge.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(TopologyError, match=r"huge\.yaml: expected at most"):
+        load_topology(file.name)
 
 
 def test_csv_groups(tmp_path: Path) -> None:
@@ -161,6 +214,7 @@ def test_csv_groups(tmp_path: Path) -> None:
         ("ip,DSW,PSW,ASW\na,G1,,S1\n", "line 2"),
         ("ip,DSW,PSW,ASW\na,G1,P1,S1\na,G1,P1,S2\n", "line 3: host 'a' is there twice"),
         ("ip,DSW,PSW,ASW\n", "there is no host"),
+        (f"ip,DSW,PSW,ASW\n{'x' * 200_000},a,b,c\n", "field larger than"),
         ("ip,DSW,PSW,ASW\na,G1,P1,S1\nb,G2,P2,S1\n", "cannot be reached"),
     ],
 )

@@ -122,6 +122,7 @@ def test_own_csv_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("name,model,gpus,submit_s\n", "line 1: the column 'duration_s' is missing"),
+        ("@", "there is no job"),
         ("@a,bert,8,0\n", "line 2: expected 5 fields"),
         ("@a,bert,8,0,1,2\n", "line 2: expected 5 fields"),
         ("@a,bert,8,0,1\nb,bert,x,0,1\n", "line 3: gpus is 'x'; expected a number"),

@@ -20,10 +20,18 @@ from crux_torch.fabric.topology import (
     Topology,
     TopologyBuilder,
     TopologyError,
+    check_size,
 )
 
 SCHEMA_VERSION = 1
 CSV_COLUMNS = ("ip", "DSW", "PSW", "ASW")
+
+#: Levels of nesting in a YAML file; a topology has five.
+MAX_DEPTH = 16
+#: A file that is larger has more links than a topology may have.
+MAX_FILE_BYTES = 1 << 26
+#: libyaml's is ten times as fast, where PyYAML has it.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 HostPart = Literal["gpu", "pcie", "nic", "nvswitch"]
 SwitchKind = Literal["tor", "aggregation", "core", "router"]
@@ -78,6 +86,7 @@ def load_topology(path: str | os.PathLike[str]) -> Topology:
 def parse_yaml(text: str, where: str = "topology") -> Topology:
     """The topology written in ``text``; ``where`` names it in errors, see :func:`load_topology`."""
     try:
+        _check_shape(text)
         document = yaml.load(text, Loader=_UniqueKeys)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -85,6 +94,9 @@ def parse_yaml(text: str, where: str = "topology") -> Topology:
         raise TopologyError(f"{where}: {line}{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise TopologyError(f"{where}: {' '.join(str(error).split())}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        # What a constructor of PyYAML raises for a text that its tag does not fit.
+        raise TopologyError(f"{where}: a value does not fit its tag: {error}") from None
     if not isinstance(document, dict):
         raise TopologyError(f"{where}: expected a mapping with the keys version, hosts, links")
     if document.get("version") != SCHEMA_VERSION:
@@ -149,7 +161,10 @@ def load_csv(
         TopologyError: the line, what is wrong with it, and what was expected.
     """
     file = Path(path)
-    rows = list(csv.reader(_read(file).splitlines()))
+    try:
+        rows = list(csv.reader(_read(file).splitlines()))
+    except csv.Error as error:
+        raise TopologyError(f"{file}: {error}") from None
     columns = ",".join(CSV_COLUMNS)
     if not rows or tuple(rows[0]) != CSV_COLUMNS:
         raise TopologyError(f"{file}: line 1: expected the columns {columns}")
@@ -167,7 +182,24 @@ def load_csv(
     return grouped_clos(places, GpuServer(), None, *sizes)
 
 
-class _UniqueKeys(yaml.SafeLoader):
+def _check_shape(text: str) -> None:
+    """Refuse what takes long to read: deep nesting, and aliases, which stand for any amount."""
+    depth = 0
+    event: Any
+    for event in yaml.parse(text, Loader=_Loader):
+        problem = ""
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            problem = f"expected at most {MAX_DEPTH} levels" if depth > MAX_DEPTH else ""
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.AliasEvent):
+            problem = "expected no alias: write the value out"
+        if problem:
+            raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
+
+
+class _UniqueKeys(_Loader):  # type: ignore[misc]
     """YAML without silent overwriting: a key that comes twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -179,11 +211,14 @@ class _UniqueKeys(yaml.SafeLoader):
             if problem:
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def _read(file: Path) -> str:
     try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise TopologyError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(f"{file}: {error}") from None
@@ -208,6 +243,7 @@ def _assemble(file: _TopologyFile) -> Topology:
         if entry.between is not None and entry.src is entry.dst is entry.name is None:
             builder.cable(*entry.between, link, entry.count)
         elif entry.between is None and entry.src is not None and entry.dst is not None:
+            check_size(0, len(builder.edges) + entry.count)
             for _ in range(entry.count):
                 builder.arrow(entry.src, entry.dst, link, entry.name)
         else:

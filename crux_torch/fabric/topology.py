@@ -22,6 +22,10 @@ KINDS = HOST_KINDS + NETWORK_KINDS
 #: Candidates of one pair unless asked otherwise: every one of the paper's testbed.
 CANDIDATE_LIMIT = 512
 
+#: Of one network, inside and outside its hosts: what a leader builds in seconds.
+MAX_NODES = 1 << 18
+MAX_LINKS = 1 << 19
+
 Path = tuple[str, ...]
 SAME_PLACE: tuple[Path, ...] = ((),)
 
@@ -226,11 +230,13 @@ class TopologyBuilder:
     addresses: dict[str, Sequence[str]] = field(default_factory=dict)
     device_flops: float = 0.0
     _names: set[str] = field(default_factory=set)
+    _next: dict[str, int] = field(default_factory=dict)
 
     def node(self, name: str, kind: str, host: str | None = None) -> str:
         """Add a node and return its name; a host needs no ``host``."""
         if name in self.nodes:
             raise TopologyError(f"node {name!r} is there twice; names must be unique")
+        check_size(len(self.nodes) + 1, 0)
         self.nodes[name] = Node(kind, name if kind == "host" else host)
         return name
 
@@ -243,14 +249,16 @@ class TopologyBuilder:
 
     def next_name(self, src: str, dst: str) -> str:
         """The name that :meth:`arrow` would give to the next link from ``src`` to ``dst``."""
-        name, n = f"{src}->{dst}", 0
-        while name in self._names:
+        first = f"{src}->{dst}"
+        n = self._next.get(first, 0)
+        while (name := f"{first}#{n}" if n else first) in self._names:
             n += 1
-            name = f"{src}->{dst}#{n}"
+        self._next[first] = n
         return name
 
     def cable(self, a: str, b: str, link: Link, count: int = 1) -> None:
         """Join ``a`` and ``b`` in both directions, by ``count`` parallel links."""
+        check_size(0, len(self.edges) + 2 * count)
         for _ in range(count):
             self.arrow(a, b, link)
             self.arrow(b, a, link)
@@ -258,6 +266,15 @@ class TopologyBuilder:
     def build(self) -> Topology:
         """The topology; raises what :class:`Topology` raises."""
         return Topology(self.nodes, self.edges, self.addresses, self.device_flops)
+
+
+def check_size(nodes: int, links: int) -> None:
+    """Refuse a network of too many nodes or directed links, before it takes memory and time."""
+    if nodes > MAX_NODES or links > MAX_LINKS:
+        raise TopologyError(
+            f"a network of over {MAX_NODES} nodes or {MAX_LINKS} links, each direction counted; "
+            "expected a smaller one: leave out what is inside the hosts"
+        )
 
 
 def _canonical(node: str, addresses: Sequence[str]) -> tuple[str, ...]:

@@ -208,6 +208,8 @@ def load_csv(path: str | os.PathLike[str]) -> Trace:
             raise WorkloadError(f"{where}: name {row['name']!r}; expected a name of its own")
         names.add(row["name"])
         jobs.append(TraceJob(row["name"], row["model"], int(gpus), submit_s, duration_s))
+    if not jobs:
+        raise WorkloadError(f"{path}: there is no job; expected a line for each")
     return Trace("csv", tuple(sorted(jobs, key=lambda j: (j.submit_s, j.name))))
 
 

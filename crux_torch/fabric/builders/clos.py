@@ -54,6 +54,7 @@ def two_layer_clos(
     """
     at_least(1, hosts=hosts, tors=tors, aggregations=aggregations)
     server = server or GpuServer()
+    server.check_size(hosts)
     cabling = cabling or sized_cabling(
         below_tor_Bps=ceil(hosts / tors) * server.nics * server.nic_Bps,
         tors_below_aggregation=tors,
@@ -94,15 +95,15 @@ def double_sided(
     at_least(2, tors_per_pod=tors_per_pod)
     if tors_per_pod % 2:
         raise TopologyError(f"tors_per_pod is {tors_per_pod}; expected an even number")
+    server = server or GpuServer()
+    server.check_size(hosts)
     pairs = pods * tors_per_pod // 2
     places = {}
     for i in range(hosts):
         pair = i * pairs // hosts
         pod = pair // (tors_per_pod // 2)
         places[f"h{i}"] = ("dc", f"pod{pod}", f"pod{pod}/pair{pair}")
-    return grouped_clos(
-        places, server or GpuServer(), cabling, 2, aggregations_per_pod, cores, oversubscription
-    )
+    return grouped_clos(places, server, cabling, 2, aggregations_per_pod, cores, oversubscription)
 
 
 def grouped_clos(
@@ -171,6 +172,7 @@ def fat_tree(
     if k % 2:
         raise TopologyError(f"k is {k}; expected an even number")
     server = server or GpuServer()
+    server.check_size(k**3 // 4)
     rate = link_Bps or server.nic_Bps * server.nics
     racks = Racks(server, Cabling(tor_aggregation_Bps=rate, aggregation_core_Bps=rate))
     half = k // 2

@@ -26,6 +26,7 @@ def rail_optimised(
         cabling: capacities and delays of the network's links.
     """
     at_least(1, hosts=hosts, hosts_per_group=hosts_per_group, spines=spines)
+    server.check_size(hosts)
     racks = Racks(server, cabling or Cabling())
     spine_names = racks.switches("aggregation", "spine", spines)
     for group in range(-(-hosts // hosts_per_group)):

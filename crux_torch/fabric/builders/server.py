@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, inf
 
-from crux_torch.fabric.topology import Link, TopologyBuilder, TopologyError
+from crux_torch.fabric.topology import Link, TopologyBuilder, TopologyError, check_size
 
 GBPS = 1e9 / 8
 #: PCIe 4.0: 16 GT/s a lane, 128b/130b coding, 16 lanes, each direction.
@@ -47,6 +47,11 @@ class GpuServer:
             )
         for name in ("nic_Bps", "pcie_Bps", *(["nvlink_Bps"] if self.nvlink_Bps else [])):
             positive(f"server.{name}", getattr(self, name))
+
+    def check_size(self, hosts: int) -> None:
+        """Refuse more hosts than a topology has room for; raises TopologyError."""
+        inside = self.gpus + self.nics + self.pcie_switches
+        check_size(hosts * (1 + inside), 2 * hosts * inside)
 
     def add_to(self, builder: TopologyBuilder, host: str) -> tuple[str, ...]:
         """Add ``host`` and all that is in it; returns its NICs."""
@@ -149,6 +154,7 @@ class Racks:
 
     def switches(self, kind: str, name: str, count: int) -> list[str]:
         """Add switches of one kind: ``name``0, ``name``1 and so on."""
+        check_size(len(self.builder.nodes) + count, 0)
         return [self.builder.node(f"{name}{i}", kind) for i in range(count)]
 
     def tors_to_aggregations(self, tors: Sequence[str], aggregations: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 from crux_torch.fabric.builders.server import GBPS, Cabling, GpuServer, Racks, at_least, positive
 from crux_torch.fabric.topology import Link, Topology, TopologyError
@@ -28,7 +29,9 @@ def torus(
     for i, length in enumerate(shape):
         at_least(2, **{f"shape[{i}]": length})
     positive("link_Bps", link_Bps)
-    racks = Racks(server or GpuServer(), Cabling(link_delay_s=link_delay_s))
+    server = server or GpuServer()
+    server.check_size(prod(shape))
+    racks = Racks(server, Cabling(link_delay_s=link_delay_s))
     places = list(product(*(range(length) for length in shape)))
     routers = {
         place: racks.builder.node("router" + "_".join(map(str, place)), "router")
