@@ -89,6 +89,11 @@ class Settings:
     store: Endpoint = _says(
         "tcp://127.0.0.1:29410", "the store that the cluster's jobs share: tcp://HOST:PORT, or none"
     )
+    store_secret: str = _says(
+        "",
+        "file with the secret of the embedded store, which only its user may read; all hosts need "
+        "the same, unless the store listens on loopback alone",
+    )
     cluster: Name = _says("default", "name of the cluster: the first part of its keys in the store")
     job: Name = _says("", "name of the job in the cluster; by default, cruxrun makes one")
     host: Name = _says("", "name of this host in the topology file; by default, its host name")

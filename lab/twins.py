@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import threading
@@ -77,6 +78,7 @@ class Twins:
         # The first job's leader is on this host, and cruxrun starts the store there.
         self._first = hosts[self.names[0]][0] if fabric else None
         self._store = f"tcp://{self._first.address if self._first else '127.0.0.1'}:{STORE_PORT}"
+        self._secret = ""
         self._watch: subprocess.Popen[str] | None = None
         self._status: dict[str, Any] = {}
 
@@ -94,6 +96,12 @@ class Twins:
         self._folder.mkdir(parents=True, exist_ok=True)
         crux = ["--crux-store", self._store, "--crux-cluster", self._cluster]
         if self._fabric:
+            # Beyond loopback the store wants one.
+            secret = self._folder / "secret"
+            secret.touch(mode=0o600)
+            secret.write_text(secrets.token_hex(16))
+            self._secret = str(secret)
+            crux += ["--crux-store-secret", self._secret]
             topology = self._folder / "topology.yaml"
             topology.write_text(self._fabric.topology_yaml())
             crux += ["--crux-topology", str(topology)]
@@ -200,7 +208,7 @@ class Twins:
         return planned >= set(self.names) and all(job["state"] == "running" for job in jobs)
 
     def _start_watch(self) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "lab.watch", self._store, self._cluster]
+        argv = [sys.executable, "-m", "lab.watch", self._store, self._secret, self._cluster]
         options: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,

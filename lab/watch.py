@@ -16,10 +16,10 @@ from crux_torch.report.cluster_status import as_json_text, read_status
 PAUSE_S = 0.5
 
 
-def main(endpoint: str, cluster: str) -> None:
+def main(endpoint: str, secret: str, cluster: str) -> None:
     while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
         try:
-            found = json.loads(as_json_text(read_status(endpoint, cluster)))
+            found = json.loads(as_json_text(read_status(endpoint, secret, cluster)))
         except CruxError:
             continue
         print(json.dumps({"at": time.monotonic(), **found}), flush=True)

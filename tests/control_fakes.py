@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ from typing import Any
 
 from loopback import free_port
 
-from crux_torch.control.host import StoreHost
 from crux_torch.control.records import JobRecord, PlanEntry
-from crux_torch.control.store import MAX_LEASE_S, check_write
 from crux_torch.errors import StoreError
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import HostFlow, JobProfile, ProfileBurst
+from crux_torch.store.host import StoreHost
+from crux_torch.store.shared_store import MAX_LEASE_S, check_write
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -147,14 +148,14 @@ def until(condition: Callable[[], bool], seconds: float = 300.0, what: str = "co
 
 
 def _host_until_killed(endpoint: str, states: Any) -> None:
-    """A process like ``cruxrun``: hosts the store if it can, and reports its state's changes."""
-    host = StoreHost(endpoint, poll_s=0.1)
+    """A process like ``cruxrun``: hosts the store if it can, and says which is its server."""
+    host = StoreHost(endpoint, poll_s=0.1, linger_s=1.0)
     host.start()
-    last = ""
+    last: tuple[str, int | None] = "", None
     while True:
-        if host.state != last:
-            last = host.state
-            states.put((os.getpid(), last))
+        if (host.state, host.pid) != last:
+            last = host.state, host.pid
+            states.put((os.getpid(), *last))
         time.sleep(0.02)
 
 
@@ -165,6 +166,7 @@ class Hosts:
         self.port = free_port()
         self._states = SPAWN.Queue()
         self._state: dict[int, str] = {}
+        self._server: int | None = None
         args = (f"tcp://127.0.0.1:{self.port}", self._states)
         self._processes = [
             SPAWN.Process(target=_host_until_killed, args=args, daemon=True) for _ in range(count)
@@ -185,19 +187,24 @@ class Hosts:
 
         def as_wanted() -> bool:
             while not self._states.empty():
-                pid, word = self._states.get()
+                pid, word, server = self._states.get()
                 self._state[pid] = word
+                if word == "hosting":
+                    self._server = server
             return sorted(self._state.values()) == ["hosting"] + ["standby"] * (count - 1)
 
         until(as_wanted, what=f"one host of {count}")
 
-    def hosting(self) -> int:
-        """The process that hosts."""
-        return next(pid for pid, word in self._state.items() if word == "hosting")
+    def server(self) -> int:
+        """The process of the store."""
+        assert self._server is not None
+        return self._server
 
     def kill_hosting(self) -> None:
-        pid = self.hosting()
+        """Kill the store, and who started it."""
+        pid = next(pid for pid, word in self._state.items() if word == "hosting")
         process = next(p for p in self._processes if p.pid == pid)
         process.kill()
         process.join(10)
+        os.kill(self.server(), signal.SIGKILL)
         del self._state[pid]

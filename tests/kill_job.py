@@ -4,7 +4,8 @@
 
 It ends after the last step, or soon after ``FOLDER/stop`` appears. Each rank writes
 ``FOLDER/RANK.pid``, rank 0 ``FOLDER/losses`` (a line for each step: its number and ``float.hex`` of
-the loss), and with ``--status`` each rank ``FOLDER/RANK.status``, about every quarter of a second.
+the loss) and ``FOLDER/steps`` (when each step ended, by the machine's monotonic clock), and with
+``--status`` each rank ``FOLDER/RANK.status``, about every quarter of a second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,10 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.rename(path)
+
+
+def _log(folder: Path | None, name: str) -> TextIO:
+    return open(os.devnull if folder is None else folder / name, "w")
 
 
 def main() -> None:
@@ -51,7 +56,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(args.seed + 1 + rank)
     told_at_s = float("-inf")
-    with (args.folder / "losses").open("w") if rank == 0 else open(os.devnull, "w") as log:
+    folder = args.folder if rank == 0 else None
+    with _log(folder, "losses") as log, _log(folder, "steps") as ends:
         for step in range(args.steps):
             optimizer.zero_grad()
             loss = model(torch.randn(8, args.width, generator=data)).square().mean()
@@ -61,6 +67,7 @@ def main() -> None:
             dist.all_reduce(stop)
             print(step, loss.item().hex(), file=log, flush=True)
             time.sleep(args.sleep_s)
+            print(time.monotonic(), file=ends, flush=True)
             if args.status and time.monotonic() - told_at_s > 0.25:
                 told_at_s = time.monotonic()
                 write_atomically(args.folder / f"{rank}.status", json.dumps(status()))

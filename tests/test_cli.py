@@ -13,13 +13,13 @@ from loopback import free_port
 
 from crux_torch import doctor
 from crux_torch.cli import main as cli
-from crux_torch.control.host import StoreHost
 from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry
 from crux_torch.control.registry import Registry, StoredPlan
-from crux_torch.control.tcp_store import TcpStore
 from crux_torch.measure.job_profile import JobProfile, ProfileBurst
 from crux_torch.report import cluster_status
 from crux_torch.settings import Settings
+from crux_torch.store.endpoint import open_store
+from crux_torch.store.host import StoreHost
 
 
 @pytest.fixture
@@ -157,13 +157,13 @@ PLAN = Plan(
 def cluster(request):
     """A store on loopback with two jobs and a plan; its endpoint, and its registry."""
     port = free_port()
-    host = StoreHost(f"tcp://127.0.0.1:{port}", poll_s=0.05)
+    host = StoreHost(f"tcp://127.0.0.1:{port}", poll_s=0.05, linger_s=1.0)
     host.start()
     end = time.monotonic() + 30
     while host.state != "hosting":
         assert time.monotonic() < end, host.state
         time.sleep(0.01)
-    client = TcpStore("127.0.0.1", port, timeout_s=5.0)
+    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=5.0)
     registry = Registry(client, "lab")
     for job in JOBS:
         registry.publish_job(job, lease_s=getattr(request, "param", 60.0))
@@ -226,7 +226,7 @@ def test_status_sees_a_plan_being_renewed(cluster, monkeypatch):
         assert registry.swap_plan(registry.plan(), StoredPlan(renewal=2, plan=PLAN))
 
     monkeypatch.setattr(cluster_status.time, "sleep", renew)
-    assert cluster_status.read_status(endpoint, "lab", settle_s=1.0).plan_renewed is True
+    assert cluster_status.read_status(endpoint, "", "lab", settle_s=1.0).plan_renewed is True
 
 
 def test_status_prints_no_control_characters_of_a_tenant(crux, cluster):

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import JobRecord, Plan, PlanEntry
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
-from crux_torch.control.store import MAX_LEASE_S, SharedStore
-from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import StoreError
 from crux_torch.fabric.route import PlannedPath
 from crux_torch.fabric.topology import Topology
+from crux_torch.store.endpoint import open_store
+from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
 
 
 def leader_of(
@@ -333,7 +333,7 @@ def _all_agree(plans: list[Plan | None], jobs: int) -> bool:
 
 
 def _lead(port: int, job: str, seed: int, plans: Any, stop: Any) -> None:
-    store = TcpStore("127.0.0.1", port, timeout_s=2.0)
+    store = open_store(f"tcp://127.0.0.1:{port}", timeout_s=2.0)
     leader = leader_of(store, job, time.monotonic, seed, poll_s=0.05, debounce_s=0.2, lease_s=6.0)
     last: Plan | None = None
     while not stop.wait(0.02):
@@ -379,7 +379,7 @@ def test_processes_agree_and_survive_the_death_of_the_storing_process() -> None:
             until(settled, what="agreement of the processes")
             hosts.kill_hosting()
             hosts.wait_for_roles(1)
-            store = TcpStore("127.0.0.1", hosts.port, timeout_s=2.0)
+            store = open_store(f"tcp://127.0.0.1:{hosts.port}", timeout_s=2.0)
             registry = Registry(store, "c")
             until(back_in_the_store, what="records and plan rewritten by their owners")
             assert all(seen == sorted(seen) for seen in epochs.values())

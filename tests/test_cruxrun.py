@@ -237,7 +237,7 @@ def test_autoload_that_is_off_is_said(launched, monkeypatch, capsys):
 
 @pytest.mark.parametrize("broken", ["__init__", "start", "stop"])
 def test_a_store_that_cannot_be_hosted_stops_nothing(broken, launched, monkeypatch, capsys):
-    host = pytest.importorskip("crux_torch.control.host")
+    host = pytest.importorskip("crux_torch.store.host")
     calls = []
 
     def step(what):

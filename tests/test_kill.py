@@ -20,8 +20,8 @@ from training_job import BOUND_S, Job
 
 from crux_torch.control.records import Plan
 from crux_torch.control.registry import Registry
-from crux_torch.control.tcp_store import TcpStore
 from crux_torch.errors import StoreError
+from crux_torch.store.endpoint import open_store
 
 pytestmark = pytest.mark.full
 
@@ -34,8 +34,7 @@ class Cluster:
     """The plan and the jobs as an onlooker reads them from the shared store."""
 
     def __init__(self, endpoint: str) -> None:
-        host, port = endpoint.removeprefix("tcp://").split(":")
-        self._store = TcpStore(host, int(port))
+        self._store = open_store(endpoint)
         self._registry = Registry(self._store, "default")
 
     def jobs(self) -> set[str]:

@@ -122,7 +122,6 @@ def test_the_simulator_is_built_and_runs_without_torch(checkout, python, tmp_pat
     ("command", "module", "says"),
     [
         (["cruxrun", "train.py"], "torch", "cruxrun needs torch: pip install 'crux-torch[live]'"),
-        (["crux_torch.cli", "status"], "torch", "crux status needs torch: pip install 'crux-"),
         (["crux_torch.cli", "sim", "run", "x"], "scipy", "pip install 'crux-torch[sim]'"),
     ],
 )

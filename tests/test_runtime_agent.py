@@ -17,10 +17,10 @@ from control_fakes import until
 from loopback import free_port
 from training_job import BOUND_S, environment
 
-from crux_torch.control.host import StoreHost
 from crux_torch.control.registry import Registry
-from crux_torch.control.tcp_store import TcpStore
 from crux_torch.settings import CLASS_SELECTORS
+from crux_torch.store.endpoint import open_store
+from crux_torch.store.host import StoreHost
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ class Ranks:
 @pytest.fixture
 def store() -> Iterator[str]:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    host = StoreHost(endpoint, poll_s=0.1)
+    host = StoreHost(endpoint, poll_s=0.1, linger_s=1.0)
     host.start()
     until(lambda: host.state == "hosting", 10, "the store")
     yield endpoint
@@ -115,7 +115,7 @@ def planned(status: dict[str, Any]) -> bool:
 
 
 def job_keys(endpoint: str) -> list[str]:
-    store = TcpStore(endpoint.split("//")[1].split(":")[0], int(endpoint.rsplit(":", 1)[1]))
+    store = open_store(endpoint)
     try:
         return [record.job for record in Registry(store, "default").jobs()]
     finally:

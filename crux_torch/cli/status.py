@@ -34,7 +34,7 @@ def status(store: str | None, cluster: str | None, settle_s: float, as_json: boo
     if settings.store == "none":
         raise click.UsageError("CRUX_STORE=none: there is no store to read; give --store")
     try:
-        found = read_status(settings.store, settings.cluster, settle_s)
+        found = read_status(settings.store, settings.store_secret, settings.cluster, settle_s)
     except CruxError as error:
         raise click.ClickException(
             f"can't read the cluster's state: {error}. The first cruxrun on the store's host "

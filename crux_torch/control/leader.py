@@ -18,10 +18,10 @@ from crux_torch.control.planner import within
 from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
 from crux_torch.control.snapshot import Snapshot
-from crux_torch.control.store import MAX_LEASE_S, SharedStore
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import StoreError
 from crux_torch.fabric.topology import Topology
+from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)

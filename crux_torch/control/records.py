@@ -9,10 +9,11 @@ import msgspec
 from crux_torch.errors import CruxError
 from crux_torch.fabric.route import PlannedPath
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
+from crux_torch.store.shared_store import MAX_VALUE_BYTES
 
 #: Goes up when a field changes its meaning. Readers ignore other versions, with a warning.
 SCHEMA_VERSION = 2
-MAX_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = MAX_VALUE_BYTES
 MAX_JOBS = 50_000
 
 Level = Annotated[int, msgspec.Meta(ge=0, le=63)]

@@ -17,7 +17,7 @@ from crux_torch.control.records import (
     Plan,
     RecordError,
 )
-from crux_torch.control.store import SharedStore
+from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import msgspec
 
 from crux_torch.control.records import RecordError
 from crux_torch.control.registry import decode
-from crux_torch.control.store import SharedStore
 from crux_torch.errors import StoreError
 from crux_torch.measure.job_profile import Name
+from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)

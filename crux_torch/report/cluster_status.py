@@ -42,24 +42,22 @@ class ClusterStatus:
     plan_renewed: bool | None
 
 
-def read_status(endpoint: str, cluster: str, settle_s: float = 0.0) -> ClusterStatus:
+def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0) -> ClusterStatus:
     """Read a cluster's records.
 
     Args:
-        endpoint: ``tcp://HOST:PORT`` of the store.
-        settle_s: seconds until a second look; 0: only one. The store has no clock, so one look may
-            find the record of a job that has died. A second look after its lease does not.
+        endpoint, secret: the settings ``store`` and ``store_secret``.
+        settle_s: seconds until a second look; 0: only one. One look may find the record of a job
+            that has died. A second look after its lease does not.
 
     Raises:
         StoreError: the store can't be reached or does not answer in time.
-        SettingsError: ``endpoint`` can't be used.
+        SettingsError: ``endpoint`` or ``secret`` can't be used.
     """
-    from crux_torch.control.host import parse_endpoint
     from crux_torch.control.registry import Registry
-    from crux_torch.control.tcp_store import TcpStore
+    from crux_torch.store.endpoint import open_store
 
-    host, port = parse_endpoint(endpoint)
-    store = TcpStore(host, port, timeout_s=TIMEOUT_S)
+    store = open_store(endpoint, secret, timeout_s=TIMEOUT_S)
     try:
         registry = Registry(store, cluster)
         before = registry.jobs(), registry.plan().stored

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
-from crux_torch.control.tcp_store import TcpStore
 from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.measure.job_profile import JobProfile
@@ -35,6 +34,7 @@ from crux_torch.runtime.lead import Conductor
 from crux_torch.runtime.measure import RankMeter
 from crux_torch.runtime.order import Order, PathReports, answer
 from crux_torch.settings import Settings
+from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Agent:
         self._path_reports = PathReports(self._channel)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
         self._conductor: Conductor | None = None
-        self._shared_store: TcpStore | None = None
+        self._shared_store: SharedStore | None = None
         self._unpublished: Order | None = None
         self._measuring: Order | None = None
         self._answered = ("", 0)

@@ -7,19 +7,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from crux_torch.control.host import parse_endpoint
 from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import check_policy, compute_entries
 from crux_torch.control.records import JobRecord
 from crux_torch.control.slots import ProfilingSlot
-from crux_torch.control.store import MAX_LEASE_S
-from crux_torch.control.tcp_store import TcpStore
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import CruxError
 from crux_torch.host.machine import this_host
 from crux_torch.runtime.lead import GRACE_S, Conductor, Routing
 from crux_torch.settings import Settings
+from crux_torch.store.endpoint import open_store
+from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
 
 
 def make_conductor(
@@ -29,7 +28,7 @@ def make_conductor(
     world_size: int,
     first_number: int,
     warn: Callable[[str, str], None],
-) -> tuple[Conductor, TcpStore | None]:
+) -> tuple[Conductor, SharedStore | None]:
     """The leading rank's parts, and its connection to the shared store.
 
     A part that can't be used is left out, and ``warn`` is told what about, and in words.
@@ -46,11 +45,12 @@ def make_conductor(
         except (OSError, ValueError) as error:
             warn("topology", f"going on without the cluster's topology: {error}")
     device_flops, bound_flops = _device_flops(settings, os.environ)
-    store, leader, slot, routing = None, None, None, None
+    store: SharedStore | None = None
+    leader, slot, routing = None, None, None
     if settings.store != "none":
         try:
             check_policy(settings.policy, settings.plan_levels)
-            store = TcpStore(*parse_endpoint(settings.store))
+            store = open_store(settings.store, settings.store_secret)
         except CruxError as error:
             warn("join", f"this job takes no part in the cluster's plan: {error}")
     if store is not None:

@@ -23,7 +23,6 @@ from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import Endpoint
 from crux_torch.c10d.switch import GROUPS, Groups
 from crux_torch.c10d.switch_attempt import UNDER_WAY
-from crux_torch.control.host import parse_endpoint
 from crux_torch.control.records import PathCounts
 from crux_torch.errors import CruxError
 from crux_torch.fabric.route import HostRoute
@@ -32,6 +31,7 @@ from crux_torch.probe.port_search import PortSearch
 from crux_torch.probe.prober import ConnectionTrace, trace_connection
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
+from crux_torch.store.endpoint import parse_endpoint
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logger.info("job %s, store %s", settings.job, settings.store)
         with (
             _environment(preload.environment(settings, os.environ)),
-            _hosted_store(settings.store),
+            _hosted_store(settings),
         ):
             _torchrun(args)
 
@@ -111,17 +111,18 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _hosted_store(endpoint: str) -> Iterator[None]:
-    """Host the store while the job runs, if the endpoint is on this host and nobody hosts it yet.
+def _hosted_store(settings: Settings) -> Iterator[None]:
+    """Keep the embedded store running while the job runs, if its address is this host's.
 
-    If the store can't be hosted, the job runs on with one warning.
+    If that can't be done, the job runs on with one warning.
     """
     host: Any = None
+    endpoint = settings.store
     if endpoint != "none":
         try:
-            from crux_torch.control.host import StoreHost
+            from crux_torch.store.host import StoreHost
 
-            host = StoreHost(endpoint)
+            host = StoreHost(settings.store, settings.store_secret)
             host.start()
         except Exception as error:
             logger.warning("the store %s is not hosted here: %s", endpoint, error)

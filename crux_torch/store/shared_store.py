@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.errors import StoreError
 
+MAX_VALUE_BYTES = 1 << 20
+MAX_KEY_BYTES = 512
 #: Nothing in the store outlives its writers by more than this.
 MAX_LEASE_S = 600.0
 
@@ -25,7 +26,7 @@ class SharedStore(Protocol):
     def put(self, key: str, value: bytes, lease_s: float = MAX_LEASE_S) -> None:
         """Set ``key``. It vanishes unless it is put again within ``lease_s``.
 
-        Each reader judges a lease by its own clock, so some see its end a little late.
+        The store's clock judges leases, and never ends one early.
         """
 
     def delete(self, key: str) -> None:
@@ -48,10 +49,12 @@ class SharedStore(Protocol):
 
 
 def check_write(key: str, value: bytes, lease_s: float) -> None:
-    """Raise a StoreError for a write that no reader would accept: too large, or no fit lease."""
-    if len(value) > MAX_RECORD_BYTES:
+    """Raise a StoreError for a write that the store would refuse: too large, or no fit lease."""
+    if len(key) > MAX_KEY_BYTES or len(key.encode(errors="replace")) > MAX_KEY_BYTES:
+        raise StoreError(f"a key of {len(key)} letters is over the limit of {MAX_KEY_BYTES} bytes")
+    if len(value) > MAX_VALUE_BYTES:
         raise StoreError(
-            f"{key}: a value of {len(value)} bytes is over the limit of {MAX_RECORD_BYTES}"
+            f"{key}: a value of {len(value)} bytes is over the limit of {MAX_VALUE_BYTES}"
         )
     if not 0 < lease_s <= MAX_LEASE_S:
         raise StoreError(

@@ -1,0 +1,354 @@
+"""A client of a store that speaks our frames: over TCP, or over a socket to a store process.
+
+It keeps what it has read, so that another look costs a few bytes where nothing has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from crux_torch.errors import StoreError
+from crux_torch.store.frames import (
+    LENGTH_BYTES,
+    MAX_ANSWER_BYTES,
+    MAX_GREETING_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Answer,
+    Challenge,
+    Changes,
+    Count,
+    Delete,
+    Done,
+    Handshake,
+    Hello,
+    Proof,
+    Put,
+    Read,
+    Refused,
+    Request,
+    Sealer,
+    Swap,
+    Welcome,
+    answer_decoder,
+    pack,
+    unpack,
+)
+from crux_torch.store.shared_store import MAX_LEASE_S, check_write
+
+M = TypeVar("M")
+
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+#: Looks that are remembered: each prefix or key that was read is one.
+MAX_LOOKS = 64
+#: Bytes of keys and values that one look holds at most. No honest cluster has more.
+MAX_LOOK_BYTES = 256 << 20
+#: Exchanges that one look may take as long as until it has read all pages.
+MAX_LOOK_CALLS = 10
+
+_challenge = msgspec.msgpack.Decoder(Challenge)
+_welcome = msgspec.msgpack.Decoder(Welcome)
+
+
+class Connector(Protocol):
+    """Makes connections to one store, one at a time."""
+
+    #: The store's name in messages.
+    where: str
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A new connection; raises OSError or StoreError."""
+
+    def close(self) -> None:
+        """Release what :meth:`connect` made, the socket aside."""
+
+
+class TcpConnector:
+    """To the server at ``host:port``."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self.where = f"store tcp://{host}:{port}"
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A new connection; raises OSError."""
+        connected = socket.create_connection(self._address, timeout_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connected
+
+    def close(self) -> None:
+        """Nothing is left over."""
+
+
+class _Look:
+    """What is known of one key or prefix, up to ``revision``."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.values: dict[str, bytes] = {}
+        self.size = 0
+
+    def take(self, changes: Changes, about: Read) -> None:
+        if changes.anew:
+            self.values, self.size = {}, 0
+        for key, value in changes.values:
+            fits = key.startswith(about.key) if about.prefix else key == about.key
+            if not fits:
+                raise ValueError(f"an answer about {key[:80]!r}, not {about.key!r}")
+            self.size -= len(key) + len(self.values.pop(key, b""))
+            if value is not None:
+                self.values[key] = value
+                self.size += len(key) + len(value)
+        if self.size > MAX_LOOK_BYTES:
+            raise ValueError(f"more than {MAX_LOOK_BYTES >> 20} MiB under {about.key!r}")
+        self.revision = changes.revision
+
+
+class _Connection:
+    """A connection that has greeted."""
+
+    def __init__(self, connected: socket.socket, secret: bytes, deadline_s: float) -> None:
+        self._socket = connected
+        self._opener: Sealer | None = None
+        self._sealer: Sealer | None = None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._send(pack(Hello(PROTOCOL_VERSION, nonce)), deadline_s)
+        challenge = unpack(self._receive(MAX_GREETING_BYTES, deadline_s), _challenge)
+        if challenge.version != PROTOCOL_VERSION:
+            raise StoreError(
+                f"it speaks version {challenge.version} of the protocol, this job "
+                f"{PROTOCOL_VERSION}: use the same release of Crux for all jobs"
+            )
+        if challenge.sealed != bool(secret):
+            raise StoreError(
+                "it asks for a secret: set CRUX_STORE_SECRET to a file that holds it"
+                if challenge.sealed
+                else "it asks for no secret, this job has one: all jobs and the store need the same"
+            )
+        handshake = Handshake(secret, nonce, challenge.nonce)
+        self._send(pack(Proof(handshake.digest("client"))), deadline_s)
+        try:
+            welcome = unpack(self._receive(MAX_GREETING_BYTES, deadline_s), _welcome)
+        except EOFError:
+            raise StoreError("it refused this job: CRUX_STORE_SECRET is not its secret") from None
+        if not handshake.proves("server", welcome.digest):
+            raise StoreError("it does not know the secret")
+        self.life = welcome.life
+        self._opener, self._sealer = handshake.sealer("server"), handshake.sealer("client")
+
+    def ask(self, request: Request, deadline_s: float) -> Answer:
+        self._send(pack(request, self._sealer), deadline_s)
+        return unpack(self._receive(MAX_ANSWER_BYTES, deadline_s), answer_decoder, self._opener)
+
+    def has_ended(self) -> bool:
+        """Whether the other side is known to be gone."""
+        self._socket.setblocking(False)
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, data: bytes, deadline_s: float) -> None:
+        self._socket.settimeout(_left(deadline_s))
+        self._socket.sendall(data)
+
+    def _receive(self, limit: int, deadline_s: float) -> bytes:
+        size = int.from_bytes(self._bytes(LENGTH_BYTES, deadline_s), "big")
+        if size > limit:
+            raise ValueError(f"a frame of {size} bytes, limit {limit}")
+        return self._bytes(size, deadline_s)
+
+    def _bytes(self, size: int, deadline_s: float) -> bytes:
+        data = bytearray(size)
+        view, got = memoryview(data), 0
+        while got < size:
+            self._socket.settimeout(_left(deadline_s))
+            count = self._socket.recv_into(view[got:])
+            if not count:
+                raise EOFError("it closed the connection")
+            got += count
+        return bytes(data)
+
+
+def _left(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+class StoreClient:
+    """A :class:`~crux_torch.store.shared_store.SharedStore`, which says what each method does.
+
+    Safe to use from several threads, which take turns. No call holds the GIL while it waits.
+
+    Args:
+        connector: makes the connections.
+        secret: of the store; empty if it has none.
+        timeout_s: seconds that one exchange with the server may take, connecting included.
+        clock: paces the attempts to connect again.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        secret: bytes = b"",
+        *,
+        timeout_s: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connector = connector
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._random = random.Random()
+        self._connection: _Connection | None = None
+        self._life = ""
+        self._looks: dict[tuple[str, bool], _Look] = {}
+        self._failures = 0
+        self._retry_at_s = float("-inf")
+        self._reason = ""
+        self._closed = False
+
+    def get(self, key: str) -> bytes | None:
+        with self._turn():
+            return self._look(key, prefix=False).get(key)
+
+    def put(self, key: str, value: bytes, lease_s: float = MAX_LEASE_S) -> None:
+        check_write(key, value, lease_s)
+        with self._turn():
+            self._write(Put(key, value, lease_s))
+
+    def delete(self, key: str) -> None:
+        with self._turn():
+            self._write(Delete(key))
+
+    def compare_and_swap(
+        self, key: str, expected: bytes | None, value: bytes, lease_s: float = MAX_LEASE_S
+    ) -> bool:
+        check_write(key, value, lease_s)
+        with self._turn():
+            return self._write(Swap(key, expected, value, lease_s)) > 0
+
+    def list(self, prefix: str) -> dict[str, bytes]:
+        with self._turn():
+            return dict(self._look(prefix, prefix=True))
+
+    def clients(self) -> int:
+        """How many clients the server has; StoreError where it does not tell."""
+        with self._turn():
+            return self._write(Count())
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            self._drop()
+            self._connector.close()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=2 * self._timeout_s):
+            raise StoreError(f"{self._connector.where}: another thread's call still waits")
+        try:
+            if self._closed:
+                raise StoreError(f"{self._connector.where}: closed")
+            yield
+        finally:
+            self._lock.release()
+
+    def _look(self, key: str, *, prefix: bool) -> dict[str, bytes]:
+        until_s = time.monotonic() + MAX_LOOK_CALLS * self._timeout_s
+        while True:
+            connection = self._connected()
+            look = self._looks.pop((key, prefix), None) or _Look()
+            while len(self._looks) >= MAX_LOOKS:
+                del self._looks[next(iter(self._looks))]  # the one that was not used for longest
+            self._looks[key, prefix] = look
+            about = Read(key, prefix, look.revision)
+            answer = self._ask(connection, about)
+            try:
+                if not isinstance(answer, Changes):
+                    raise ValueError("an answer to another question")
+                look.take(answer, about)
+            except ValueError as error:
+                del self._looks[key, prefix]
+                raise self._fail(str(error)) from None
+            if not answer.more:
+                return look.values
+            if time.monotonic() > until_s:
+                # What was read is kept, so another look gets further.
+                raise StoreError(f"{self._connector.where}: too much to read at once")
+
+    def _write(self, request: Request) -> int:
+        answer = self._ask(self._connected(), request)
+        if not isinstance(answer, Done):
+            raise self._fail("an answer to another question")
+        return answer.count
+
+    def _ask(self, connection: _Connection, request: Request) -> Answer:
+        try:
+            answer = connection.ask(request, time.monotonic() + self._timeout_s)
+        except (OSError, EOFError, ValueError) as error:
+            raise self._fail(self._told(error)) from None
+        self._failures = 0
+        if isinstance(answer, Refused):
+            raise StoreError(f"{self._connector.where}: {answer.reason}")
+        return answer
+
+    def _connected(self) -> _Connection:
+        if self._connection is not None and self._connection.has_ended():
+            self._drop()
+        if self._connection is not None:
+            return self._connection
+        now = self._clock()
+        if now < self._retry_at_s:
+            about = f"{self._reason}; next attempt in {self._retry_at_s - now:.2f} s"
+            raise StoreError(f"{self._connector.where}: {about}")
+        deadline_s = time.monotonic() + self._timeout_s
+        connected = None
+        try:
+            connected = self._connector.connect(self._timeout_s)
+            connection = _Connection(connected, self._secret, deadline_s)
+        except (OSError, EOFError, ValueError) as error:
+            if connected is not None:
+                connected.close()
+            raise self._fail(self._told(error)) from None
+        if connection.life != self._life:
+            self._looks.clear()
+            self._life = connection.life
+        self._connection = connection
+        return connection
+
+    def _told(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._timeout_s} s"
+        return str(error).partition("\n")[0][:200] or type(error).__name__
+
+    def _fail(self, reason: str) -> StoreError:
+        self._drop()
+        pause_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures, 30))
+        self._failures += 1
+        self._retry_at_s = self._clock() + pause_s * self._random.uniform(0.5, 1.0)
+        self._reason = reason
+        return StoreError(f"{self._connector.where}: {reason}")
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

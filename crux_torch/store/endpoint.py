@@ -1,0 +1,45 @@
+"""Where a store is: the setting ``CRUX_STORE``, and the client that it asks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from crux_torch.errors import SettingsError
+from crux_torch.store.client import StoreClient, TcpConnector
+from crux_torch.store.secret import read_secret
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``tcp://HOST:PORT``; raises SettingsError for another form."""
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host is None or port is None or not port or parts.scheme != "tcp":
+        raise SettingsError(f"store {endpoint!r}: expected tcp://HOST:PORT or none")
+    if parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise SettingsError(f"store {endpoint!r}: expected nothing after tcp://HOST:PORT")
+    return host, port
+
+
+def open_store(
+    endpoint: str,
+    secret: str = "",
+    *,
+    timeout_s: float = 0.5,
+    clock: Callable[[], float] = time.monotonic,
+) -> StoreClient:
+    """A client of the store at ``endpoint``; it connects with its first call.
+
+    Args:
+        endpoint, secret: the settings ``store`` and ``store_secret``.
+        timeout_s, clock: see :class:`~crux_torch.store.client.StoreClient`.
+
+    Raises:
+        SettingsError: one of the two can't be used.
+    """
+    connector = TcpConnector(*parse_endpoint(endpoint))
+    return StoreClient(connector, read_secret(secret), timeout_s=timeout_s, clock=clock)

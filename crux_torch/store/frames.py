@@ -1,0 +1,210 @@
+"""What a client and a server of the embedded store say to each other.
+
+A frame is four bytes of length (big endian), a seal of 16 bytes where both sides have a secret, and
+one message as msgpack. A client greets, and both prove that they know the secret without telling
+it. From then on each request gets one answer, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_LEASE_S, MAX_VALUE_BYTES
+
+#: Goes up when a message changes its meaning. The two sides must be of the same version.
+PROTOCOL_VERSION = 1
+LENGTH_BYTES = 4
+SEAL_BYTES = 16
+NONCE_BYTES = 32
+#: Largest message: before the greeting is over, of a client, and of a server. A page of changes
+#: ends with the value that takes it beyond PAGE_BYTES.
+MAX_GREETING_BYTES = 256
+MAX_REQUEST_BYTES = 2 * MAX_VALUE_BYTES + 2 * MAX_KEY_BYTES + 256
+PAGE_BYTES = MAX_VALUE_BYTES
+MAX_ANSWER_BYTES = 2 * PAGE_BYTES + 4096
+
+M = TypeVar("M")
+
+Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
+Lease = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_LEASE_S)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """The client's first word."""
+
+    version: int
+    nonce: Nonce
+
+
+class Challenge(_Message, frozen=True, tag="challenge"):
+    """The server's. ``sealed``: it has a secret, and answers only who knows it, too."""
+
+    version: int
+    nonce: Nonce
+    sealed: bool
+
+
+class Proof(_Message, frozen=True, tag="proof"):
+    """The client knows the secret."""
+
+    digest: Digest
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """The server knows it, too.
+
+    Attributes:
+        life: random name of this life of the server's content: revisions of another mean nothing.
+    """
+
+    digest: Digest
+    life: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Read(_Message, frozen=True, tag="read"):
+    """What changed after revision ``since`` (0: everything) of ``key``, or of all keys that begin
+    with it."""
+
+    key: Key
+    prefix: bool
+    since: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Put(_Message, frozen=True, tag="put"):
+    """Set a key. The same value again only renews the lease, and is no change."""
+
+    key: Key
+    value: Value
+    lease_s: Lease
+
+
+class Swap(_Message, frozen=True, tag="swap"):
+    """Set a key if it holds ``expected``; None: if it is absent."""
+
+    key: Key
+    expected: Value | None
+    value: Value
+    lease_s: Lease
+
+
+class Delete(_Message, frozen=True, tag="delete"):
+    """Remove a key."""
+
+    key: Key
+
+
+class Count(_Message, frozen=True, tag="count"):
+    """How many clients does the server have?"""
+
+
+class Changes(_Message, frozen=True, tag="changes"):
+    """The answer to :class:`Read`.
+
+    Attributes:
+        revision: up to which these are all changes.
+        values: of changed keys; None: it is gone.
+        more: there are more; read again from ``revision``.
+        anew: forget what was read before.
+    """
+
+    revision: int
+    values: list[tuple[Key, Value | None]]
+    more: bool
+    anew: bool
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """The answer to a write: whether it did something; and to :class:`Count`."""
+
+    count: int
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """The request was understood and not carried out."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+Request = Read | Put | Swap | Delete | Count
+Answer = Changes | Done | Refused
+request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Sealer:
+    """Seals the frames of one direction of one connection, each by its place in the sequence.
+
+    So nobody on the way can change, repeat or add one. It does not keep them secret.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def seal(self, body: bytes | memoryview) -> bytes:
+        """The seal of the next frame."""
+        place = self._count.to_bytes(16, "big")
+        self._count += 1
+        digest = hashlib.blake2b(place, key=self._key, digest_size=SEAL_BYTES)
+        digest.update(body)
+        return digest.digest()
+
+    def open(self, frame: bytes) -> bytes:
+        """The message in the next frame; raises ValueError where its seal is not right."""
+        seal, body = frame[:SEAL_BYTES], frame[SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self.seal(body)):
+            raise ValueError("a frame with a wrong seal")
+        return body
+
+
+class Handshake:
+    """What both sides of one connection derive from the secret and their nonces.
+
+    Args:
+        secret: what both must know; empty where none is asked for.
+        client, server: the nonces.
+    """
+
+    def __init__(self, secret: bytes, client: bytes, server: bytes) -> None:
+        self._secret, self._nonces = secret, client + server
+
+    def digest(self, who: str) -> bytes:
+        """What ``who`` proves its knowledge with."""
+        return hmac.digest(self._secret, who.encode() + b"\0" + self._nonces, "sha256")
+
+    def proves(self, who: str, digest: bytes) -> bool:
+        """Whether ``who`` knows the secret."""
+        return hmac.compare_digest(digest, self.digest(who))
+
+    def sealer(self, who: str) -> Sealer | None:
+        """For the frames that ``who`` sends; None without a secret."""
+        return Sealer(self.digest(who + " seals")) if self._secret else None
+
+
+def pack(message: msgspec.Struct, sealer: Sealer | None = None) -> bytes:
+    """The frame of ``message``."""
+    body = _encoder.encode(message)
+    seal = b"" if sealer is None else sealer.seal(body)
+    return (len(seal) + len(body)).to_bytes(LENGTH_BYTES, "big") + seal + body
+
+
+def unpack(frame: bytes, decoder: msgspec.msgpack.Decoder[M], sealer: Sealer | None = None) -> M:
+    """The message in ``frame``, which comes without its length; raises ValueError for an unfit
+    one."""
+    body = frame if sealer is None else sealer.open(frame)
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not a message: {error}") from None

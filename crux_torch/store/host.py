@@ -1,0 +1,171 @@
+"""Keeps the embedded store's server running: each ``cruxrun`` of its host does, as long as it runs.
+
+Whoever binds the port first starts the server, a process of its own, and hands it the socket. The
+server outlives its starter while others use it. If it dies, the port is free, and another one
+begins with an empty store. The owners of its content write it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from crux_torch.errors import StoreError
+from crux_torch.store.client import StoreClient
+from crux_torch.store.endpoint import open_store, parse_endpoint
+from crux_torch.store.secret import read_secret
+from crux_torch.store.server import BACKLOG, LINGER_S
+from crux_torch.warn_once import WarnOnce
+
+_log = logging.getLogger(__name__)
+
+#: ``hosting``: the server is one that this process started; ``standby``: another process of this
+#: host did; ``remote``: the address is not this host's; ``failed``: the port can't be used for
+#: another reason; ``stopped``.
+HostState = Literal["starting", "hosting", "standby", "remote", "failed", "stopped"]
+_TAKEN: dict[int | None, HostState] = {errno.EADDRINUSE: "standby", errno.EADDRNOTAVAIL: "remote"}
+
+POLL_S = 0.5
+CALL_S = 2.0
+#: Seconds without an answer from whoever holds the port before a warning.
+PATIENCE_S = 15.0
+#: What would load torch, or our libraries, into the server.
+_UNFIT_VARIABLES = ("LD_PRELOAD", "CRUX_ATTACH")
+
+
+class StoreHost:
+    """Keeps the store at ``endpoint`` running, if that is an address of this host.
+
+    Runs in a daemon thread. Nothing raises after construction.
+
+    Args:
+        endpoint, secret: the settings ``store`` and ``store_secret``.
+        poll_s: seconds between two looks at the server.
+        linger_s: seconds without a client after which a server that this process starts ends.
+
+    Raises:
+        SettingsError: ``endpoint`` or ``secret`` can't be used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: str = "",
+        *,
+        poll_s: float = POLL_S,
+        linger_s: float = LINGER_S,
+    ) -> None:
+        self.host, self.port = parse_endpoint(endpoint)
+        self._has_secret = bool(read_secret(secret))
+        self._secret = os.path.abspath(secret) if secret else ""
+        self._poll_s, self._linger_s = poll_s, linger_s
+        #: What this process does for the store now.
+        self.state: HostState = "stopped"
+        self._endpoint = endpoint
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._unanswered_s = 0.0
+        self._warn = WarnOnce(_log)
+
+    @property
+    def pid(self) -> int | None:
+        """The server that this process started; None if there is none."""
+        server = self._server
+        return None if server is None else server.pid
+
+    def start(self) -> None:
+        """Begin, unless it runs already."""
+        if self._thread is not None:
+            return
+        self._stop.clear()
+        self.state = "starting"
+        self._thread = threading.Thread(target=self._run, name="crux-store-host", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the server to the others; it ends if there are none. Waits 5 s at most."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(5.0)
+        self.state = "stopped"
+
+    def _run(self) -> None:
+        # Its connection keeps the server alive.
+        client = open_store(self._endpoint, self._secret, timeout_s=CALL_S)
+        while not self._stop.is_set():
+            if self._server is not None and self._server.poll() is not None:
+                self._server = None
+            if self._server is None:
+                try:
+                    self._attempt()
+                except Exception as error:
+                    self.state = _TAKEN.get(getattr(error, "errno", None), "failed")
+                    if self.state == "failed":
+                        first = str(error).partition("\n")[0]
+                        about = f"can't host the store at {self.host}:{self.port}: {first}"
+                        self._warn("port" if isinstance(error, OSError) else "server", about)
+            if self.state in ("hosting", "standby"):
+                self._use(client)
+            self._stop.wait(self._poll_s)
+        client.close()
+
+    def _use(self, client: StoreClient) -> None:
+        try:
+            client.clients()
+            self._unanswered_s = 0.0
+            self._warn.forget("answer")
+        except StoreError as error:
+            self._unanswered_s += self._poll_s
+            if self._unanswered_s >= PATIENCE_S:
+                self._warn("answer", f"going on without the shared store: {error}")
+
+    def _attempt(self) -> None:
+        with self._listen() as listener:
+            address = listener.getsockname()[0]
+            if not (self._has_secret or ipaddress.ip_address(address).is_loopback):
+                raise StoreError(
+                    f"{address} is not loopback, and whoever reaches it could change priorities: "
+                    "set CRUX_STORE_SECRET to a file with a secret that only its user can read"
+                )
+            command = [sys.executable, "-m", "crux_torch.store.server"]
+            options = [f"--fd={listener.fileno()}", f"--linger-s={self._linger_s}"]
+            self._server = subprocess.Popen(
+                [*command, *options, f"--secret={self._secret}"],
+                env=_environment(os.environ),
+                # Neither the terminal's signals nor the launcher's pipes are its own.
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(listener.fileno(),),
+            )
+        self.state = "hosting"
+        _log.info("the store at %s:%d is process %d", address, self.port, self._server.pid)
+
+    def _listen(self) -> socket.socket:
+        family, *_, address = socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # It reuses the address: the connections of a server that died linger, and must not delay
+        # the next. Two sockets can be bound in this way, but only one of them can listen.
+        is_v6 = family == socket.AF_INET6
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_v6)
+
+
+def _environment(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` for a process without torch that finds the same packages from any folder."""
+    kept = {name: text for name, text in env.items() if name not in _UNFIT_VARIABLES}
+    path = os.pathsep.join(str(Path(folder or ".").resolve()) for folder in sys.path)
+    return {**kept, "PYTHONPATH": path}

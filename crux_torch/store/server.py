@@ -1,0 +1,331 @@
+"""The embedded store's server: one process on one host, which any ``cruxrun`` there starts.
+
+    python -m crux_torch.store.server --fd N [--secret FILE]
+
+It listens on a socket that it inherits, and ends by itself when it has had no client for a while.
+Whatever a client does or leaves undone costs a bounded share of memory, descriptors and time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from crux_torch.store.contents import Client, Contents
+from crux_torch.store.frames import (
+    LENGTH_BYTES,
+    MAX_GREETING_BYTES,
+    MAX_REQUEST_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Challenge,
+    Count,
+    Done,
+    Handshake,
+    Hello,
+    Proof,
+    Sealer,
+    Welcome,
+    pack,
+    request_decoder,
+    unpack,
+)
+from crux_torch.store.secret import read_secret
+
+#: Seconds without a client after which the server ends.
+LINGER_S = 10.0
+BACKLOG = 1024
+MAX_CLIENTS = 16_384
+#: Descriptors beside the clients'.
+SPARE_DESCRIPTORS = 64
+#: Connections that have not greeted yet: beyond it the oldest goes.
+MAX_STRANGERS = 512
+GREETING_S = 5.0
+#: A leader looks several times a second.
+IDLE_S = 60.0
+#: Longest time from the first to the last byte of a request, and bytes of unfinished ones.
+REQUEST_S = 10.0
+MAX_UNFINISHED_BYTES = 64 << 20
+#: Clients that do not take their answers: seconds until they go, and how many there may be before
+#: others' requests have to wait, for that long at most.
+STUCK_S = 10.0
+MAX_STUCK = 64
+STUCK_IN_A_CROWD_S = 1.0
+#: Requests of one client that are answered before others have their turn.
+TURN = 16
+#: Seconds between two looks at the leases, and at all sessions.
+SWEEP_S = 0.1
+SESSIONS_S = 1.0
+#: The most by which one sweep may move the clock of the leases.
+MAX_STEP_S = 0.5
+
+_hello = msgspec.msgpack.Decoder(Hello)
+_proof = msgspec.msgpack.Decoder(Proof)
+
+
+class RunningClock:
+    """Seconds for which this process ran: what it was stopped for ends no lease."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        self._now_s += min(now - self._last_s, MAX_STEP_S)
+        self._last_s = now
+        return self._now_s
+
+
+class Session(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport
+        self._nonce = b""
+        self._handshake: Handshake | None = None
+        self._client: Client | None = None
+        self._opener: Sealer | None = None
+        self._sealer: Sealer | None = None
+        self._waits = False
+        #: When its last byte came, the request began that is not complete, and its answers began to
+        #: pile up; infinite where that is not so.
+        self.heard_s = self.began_s = time.monotonic()
+        self.unfinished_s = self.stuck_s = float("inf")
+
+    @property
+    def greeted(self) -> bool:
+        return self._client is not None
+
+    @property
+    def unfinished_bytes(self) -> int:
+        return len(self._buffer)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=64 << 10)
+        self._server.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.dismiss(self)
+        self._buffer.clear()
+        if self._client is not None:
+            self._client.gone = True
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
+        self._buffer += data
+        self._server.unfinished_bytes += len(data)
+        self._process()
+
+    def pause_writing(self) -> None:
+        self.stuck_s = time.monotonic()
+        self._server.stuck.add(self)
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.stuck_s = float("inf")
+        self._server.stuck.discard(self)
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._process()
+
+    def abort(self) -> None:
+        """End the connection without another word."""
+        self._transport.abort()
+
+    def _later(self, delay_s: float) -> None:
+        if not self._waits:
+            self._waits = True
+            asyncio.get_running_loop().call_later(delay_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._waits = False
+        self._process()
+
+    def _process(self) -> None:
+        """Answer the complete requests; some at a time, so that everyone has a turn."""
+        if self._waits:
+            return
+        for _ in range(TURN):
+            if self._transport.is_closing() or self.stuck_s != float("inf"):
+                return
+            if len(self._server.stuck) >= MAX_STUCK:
+                self._later(0.02)
+                return
+            try:
+                frame = self._frame()
+                if frame is None:
+                    return
+                self._obey(frame)
+            except ValueError:
+                self.abort()
+                return
+        self._later(0.0)
+
+    def _frame(self) -> bytes | None:
+        buffer = self._buffer
+        size = int.from_bytes(buffer[:LENGTH_BYTES], "big")
+        if len(buffer) >= LENGTH_BYTES:
+            limit = MAX_REQUEST_BYTES if self.greeted else MAX_GREETING_BYTES
+            if size > limit:
+                raise ValueError(f"a frame of {size} bytes, limit {limit}")
+        end = LENGTH_BYTES + size
+        if len(buffer) < max(end, LENGTH_BYTES):
+            if not buffer:
+                self.unfinished_s = float("inf")
+            elif self.unfinished_s == float("inf"):
+                self.unfinished_s = self.heard_s
+            self._server.check_unfinished()
+            return None
+        frame = bytes(memoryview(buffer)[LENGTH_BYTES:end])
+        del buffer[:end]
+        self._server.unfinished_bytes -= end
+        self.unfinished_s = float("inf")
+        return frame
+
+    def _obey(self, frame: bytes) -> None:
+        if self._client is not None:
+            request = unpack(frame, request_decoder, self._opener)
+            if isinstance(request, Count):
+                answer: msgspec.Struct = Done(self._server.clients)
+            else:
+                answer = self._server.contents.answer(request, self._client)
+            self._transport.write(pack(answer, self._sealer))
+        elif self._handshake is None:
+            hello = unpack(frame, _hello)
+            self._nonce = secrets.token_bytes(NONCE_BYTES)
+            secret = self._server.secret
+            self._handshake = Handshake(secret, hello.nonce, self._nonce)
+            self._transport.write(pack(Challenge(PROTOCOL_VERSION, self._nonce, bool(secret))))
+            if hello.version != PROTOCOL_VERSION:
+                raise ValueError("another version")
+        else:
+            handshake = self._handshake
+            if not handshake.proves("client", unpack(frame, _proof).digest):
+                raise ValueError("a wrong proof")
+            self._opener, self._sealer = handshake.sealer("client"), handshake.sealer("server")
+            self._client = self._server.greet(self)
+            welcome = Welcome(handshake.digest("server"), self._server.life)
+            self._transport.write(pack(welcome))
+
+
+class Server:
+    """The connections and the contents.
+
+    Args:
+        secret: what clients must know; empty where none is asked for.
+        linger_s: seconds without a client after which :meth:`run` returns.
+        clock: judges leases, and the time without a client.
+    """
+
+    def __init__(
+        self, secret: bytes, linger_s: float = LINGER_S, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.secret = secret
+        self.life = secrets.token_hex(8)
+        self._clock = clock or RunningClock()
+        self.contents = Contents(self._clock)
+        self.unfinished_bytes = 0
+        self.stuck: set[Session] = set()
+        self._linger_s = linger_s
+        self._strangers: deque[Session] = deque()
+        self._sessions: dict[Session, None] = {}
+        self.clients = 0
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_CLIENTS + SPARE_DESCRIPTORS
+        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if soft == resource.RLIM_INFINITY or soft > limit:
+            limit = wanted
+        else:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        self._max_sessions = max(1, limit - SPARE_DESCRIPTORS)
+
+    def admit(self, session: Session) -> None:
+        """A connection was made."""
+        self._sessions[session] = None
+        self._strangers.append(session)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._strangers.popleft().abort()
+        if len(self._sessions) > self._max_sessions:
+            known = (each for each in self._sessions if each.greeted)
+            min(known, key=lambda each: each.heard_s, default=session).abort()
+
+    def greet(self, session: Session) -> Client:
+        """``session`` knows the secret; its account."""
+        self._strangers.remove(session)
+        self.clients += 1
+        return Client(self._clock())
+
+    def dismiss(self, session: Session) -> None:
+        """A connection has ended."""
+        if self._sessions.pop(session, 0) is None:
+            self.unfinished_bytes -= session.unfinished_bytes
+            self.stuck.discard(session)
+            if session.greeted:
+                self.clients -= 1
+            elif session in self._strangers:
+                self._strangers.remove(session)
+
+    def check_unfinished(self) -> None:
+        """Where unfinished requests take too much, the oldest goes."""
+        if self.unfinished_bytes > MAX_UNFINISHED_BYTES:
+            min(self._sessions, key=lambda each: each.unfinished_s).abort()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until there was no client for a while."""
+        loop = asyncio.get_running_loop()
+        await loop.create_server(lambda: Session(self), sock=listener, backlog=BACKLOG)
+        used_s = sessions_at_s = self._clock()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.contents.expire()
+            now = self._clock()
+            self._end_stuck(time.monotonic())
+            if now - sessions_at_s >= SESSIONS_S:
+                sessions_at_s = now
+                self._end_idle(time.monotonic())
+            if self.clients:
+                used_s = now
+            elif now - used_s >= self._linger_s:
+                return
+
+    def _end_stuck(self, now: float) -> None:
+        crowded = len(self.stuck) >= MAX_STUCK
+        patience_s = STUCK_IN_A_CROWD_S if crowded else STUCK_S
+        for each in list(self.stuck):
+            if now - each.stuck_s > patience_s:
+                each.abort()
+
+    def _end_idle(self, now: float) -> None:
+        while self._strangers and now - self._strangers[0].began_s > GREETING_S:
+            self._strangers.popleft().abort()
+        for each in list(self._sessions):
+            if now - each.heard_s > IDLE_S or now - each.unfinished_s > REQUEST_S:
+                each.abort()
+
+
+def main() -> None:
+    """The command of the module."""
+    parser = argparse.ArgumentParser(prog="crux-store")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--secret", default="")
+    parser.add_argument("--linger-s", type=float, default=LINGER_S)
+    args = parser.parse_args()
+    server = Server(read_secret(args.secret), args.linger_s)
+    asyncio.run(server.run(socket.socket(fileno=args.fd)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""What one client of the embedded store does never harms another, nor takes more than its share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_fakes import FakeClock, until
+from hypothesis import given
+from hypothesis import strategies as st
+from loopback import free_port
+from store_server import ServerThread
+
+from crux_torch.errors import StoreError
+from crux_torch.store import contents, server
+from crux_torch.store.client import StoreClient
+from crux_torch.store.contents import CLIENT_KEYS, Client, Contents
+from crux_torch.store.endpoint import open_store
+from crux_torch.store.frames import (
+    MAX_REQUEST_BYTES,
+    NONCE_BYTES,
+    Changes,
+    Delete,
+    Done,
+    Hello,
+    Put,
+    Read,
+    Refused,
+    Sealer,
+    Swap,
+    pack,
+)
+from crux_torch.store.host import StoreHost
+from crux_torch.store.journal import MAX_DELETED, Journal
+from crux_torch.store.shared_store import MAX_VALUE_BYTES
+
+HELLO = pack(Hello(1, b"n" * NONCE_BYTES))
+
+
+@pytest.fixture
+def running() -> Iterator[ServerThread]:
+    with ServerThread() as thread:
+        yield thread
+
+
+def greeted(port: int) -> socket.socket:
+    """The socket of a client that has greeted."""
+    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=10.0)
+    client.clients()
+    connection = client._connection
+    assert connection is not None
+    return connection._socket
+
+
+def is_closed(peer: socket.socket) -> bool:
+    peer.settimeout(0.0)
+    try:
+        while peer.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize(
+    "bytes_",
+    [
+        b"\xc0\x00\x00\x00" + b"x" * 99,
+        b"\x00\x00\x00\x05junk!",
+        b"GET / HTTP/1.1\r\n\r\n",
+        (MAX_REQUEST_BYTES + 1).to_bytes(4, "big"),
+        pack(Put("k", b"v", 9.0)),
+        b"\x00\x00\x00\x00",
+    ],
+    ids=["3 GiB", "junk", "HTTP", "too long", "no greeting", "empty"],
+)
+def test_what_is_no_greeting_ends_the_connection(running: ServerThread, bytes_: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", running.port)) as peer:
+        peer.sendall(bytes_)
+        until(lambda: is_closed(peer), what="the end")
+    store = running.client()
+    assert store.get("k") is None
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x93\xa3put\xa2\xff\xfe\xc4\x01v\xc0",  # a key that is not UTF-8
+        b"\x91\xa4what",
+        b"\x94\xa3put\xa1k\xc4\x01v\xcb" + b"\x7f\xf8" + b"\0" * 6,  # a lease that is no number
+        b"\xdd\xff\xff\xff\xff",
+    ],
+    ids=["not UTF-8", "unknown", "nan", "an endless list"],
+)
+def test_what_is_no_request_ends_the_connection_of_its_sender(
+    running: ServerThread, body: bytes
+) -> None:
+    other = running.client()
+    other.put("k", b"v")
+    with greeted(running.port) as peer:
+        peer.sendall(len(body).to_bytes(4, "big") + body)
+        until(lambda: is_closed(peer), what="the end")
+    assert other.get("k") == b"v"
+    assert other.list("") == {"k": b"v"}
+    other.close()
+
+
+def test_strangers_and_slow_bytes_are_ended_and_harm_nobody(
+    running: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GREETING_S", "REQUEST_S"):
+        monkeypatch.setattr(server, name, 1.0)
+    store = running.client()
+    store.put("k", b"v")
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", running.port)))
+            for _ in range(server.MAX_STRANGERS + 50)
+        ]
+        assert store.get("k") == b"v"
+        slow = stack.enter_context(greeted(running.port))
+        slow.sendall((1 << 20).to_bytes(4, "big") + b"x")
+        until(lambda: all(map(is_closed, strangers)), what="the end of the strangers")
+        until(lambda: is_closed(slow), what="the end of the slow one")
+        assert store.get("k") == b"v"
+        assert running.server.clients == 1
+    assert running.server.unfinished_bytes == 0
+    store.close()
+
+
+def test_idle_clients_make_room_where_there_are_too_many(
+    running: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.server, "_max_sessions", 20)
+    store = running.client()
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            store.put("k", b"v")
+            stack.enter_context(greeted(running.port))
+        assert store.get("k") == b"v"
+        assert running.server.clients <= 21
+    store.close()
+
+
+def test_clients_that_do_not_take_their_answers_are_ended(
+    running: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STUCK_S", 1.0)
+    monkeypatch.setattr(server, "MAX_STUCK", 4)
+    store = running.client()
+    for n in range(4):
+        store.put(f"k/{n}", b"x" * MAX_VALUE_BYTES)
+    ask = pack(Read("k/", True, 0))
+    with contextlib.ExitStack() as stack:
+        stuck = [stack.enter_context(greeted(running.port)) for _ in range(8)]
+        for peer in stuck:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.sendall(ask * 50)
+        until(lambda: len(running.server.stuck) > 0, what="one that is stuck")
+        until(lambda: running.server.clients == 1, what="their end")
+        assert len(store.list("k/")) == 4
+    assert not running.server.stuck
+    store.close()
+
+
+def test_nobody_holds_more_than_a_share(running: ServerThread) -> None:
+    greedy, honest = running.client(), running.client()
+    for n in range(CLIENT_KEYS):
+        greedy.put(f"greedy/{n}", b"v")
+    with pytest.raises(StoreError, match="holds 64 keys"):
+        greedy.put("greedy/more", b"v")
+    greedy.put("greedy/0", b"another value")
+    greedy.delete("greedy/0")
+    greedy.put("greedy/more", b"v")
+    honest.put("honest", b"v")
+    greedy.close()
+    honest.close()
+
+
+def test_nobody_changes_more_a_second_than_a_share() -> None:
+    clock = FakeClock()
+    with ServerThread(clock=clock) as running:
+        greedy, honest = running.client(), running.client()
+        sent = contents.CHANGE_BURST_BYTES // (MAX_VALUE_BYTES + contents.KEY_BYTES + 1)
+        for n in range(sent):
+            greedy.put("k", bytes([n]) * MAX_VALUE_BYTES)
+        with pytest.raises(StoreError, match="too much a second"):
+            greedy.put("k", bytes([sent]) * MAX_VALUE_BYTES)
+        # A renewal changes nothing.
+        for _ in range(20):
+            greedy.put("k", bytes([sent - 1]) * MAX_VALUE_BYTES)
+        honest.put("honest", b"v")
+        clock.advance(10.0)
+        greedy.put("k", b"v")
+        greedy.close()
+        honest.close()
+
+
+def test_a_full_store_drops_first_what_the_gone_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "MAX_KEYS", 10)
+    clock = FakeClock()
+    kept = Contents(clock)
+    gone, here, late = Client(clock()), Client(clock()), Client(clock())
+    for n in range(4):
+        assert kept.answer(Put(f"gone/{n}", b"", 60.0), gone) == Done(1)
+        assert kept.answer(Put(f"here/{n}", b"", 60.0), here) == Done(1)
+    gone.gone = True
+    for n in range(6):
+        assert kept.answer(Put(f"late/{n}", b"", 60.0), late) == Done(1)
+    refused = kept.answer(Put("late/6", b"", 60.0), late)
+    assert isinstance(refused, Refused)
+    assert sorted(kept.journal) == sorted(
+        [*(f"here/{n}" for n in range(4)), *(f"late/{n}" for n in range(6))]
+    )
+    clock.advance(61.0)
+    assert kept.answer(Put("late/6", b"", 60.0), late) == Done(1)
+    assert (gone.keys, gone.held_bytes) == (0, 0)
+    assert kept.held_bytes == here.held_bytes + late.held_bytes
+
+
+_names = st.sampled_from(["a", "a/1", "a/2", "b"])
+_values = st.sampled_from([b"", b"1", b"22"])
+_leases = st.sampled_from([1.0, 5.0])
+_steps = st.one_of(
+    st.builds(Put, _names, _values, _leases),
+    st.builds(Swap, _names, _values | st.none(), _values, _leases),
+    st.builds(Delete, _names),
+    st.floats(0.0, 3.0),
+)
+
+
+@given(st.lists(_steps, max_size=60), st.lists(st.booleans(), min_size=60, max_size=60))
+def test_a_reader_of_changes_has_what_a_plain_dict_has(steps: list[Any], looks: list[bool]) -> None:
+    clock = FakeClock()
+    kept, client = Contents(clock), Client(clock())
+    model: dict[str, tuple[bytes, float]] = {}
+    seen: dict[str, bytes] = {}
+    revision = 0
+    for step, look in zip(steps, looks, strict=False):
+        if isinstance(step, float):
+            clock.advance(step)
+        model = {k: v for k, v in model.items() if v[1] > clock()}
+        if isinstance(step, Delete):
+            assert kept.answer(step, client) == Done(int(step.key in model))
+            model.pop(step.key, None)
+        elif isinstance(step, (Put, Swap)):
+            held = model.get(step.key, (None, 0.0))[0]
+            sets = isinstance(step, Put) or held == step.expected
+            assert kept.answer(step, client) == Done(int(sets))
+            if sets:
+                model[step.key] = step.value, clock() + step.lease_s
+        if look:
+            answer = kept.answer(Read("a", True, revision), client)
+            assert isinstance(answer, Changes)
+            seen = {} if answer.anew else seen
+            for key, value in answer.values:
+                seen.pop(key, None)
+                if value is not None:
+                    seen[key] = value
+            revision = answer.revision
+            assert seen == {k: v for k, (v, _) in model.items() if k.startswith("a")}
+    assert client.keys == len(kept.journal)
+    assert kept.held_bytes == client.held_bytes
+
+
+def test_a_reader_who_missed_deletions_reads_anew() -> None:
+    journal = Journal()
+    journal.set("a", b"")
+    for n in range(MAX_DELETED + 2):
+        journal.set(f"k{n}", b"")
+        journal.delete(f"k{n}")
+    revision, values, more, anew = journal.changes("", True, 2, 1 << 20)
+    assert (revision, values, more, anew) == (journal.revision, [("a", b"")], False, True)
+    assert journal.changes("", True, revision, 1 << 20) == (revision, [], False, False)
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=5), st.data())
+def test_a_sealed_frame_fits_its_place_only(bodies: list[bytes], data: st.DataObject) -> None:
+    sender = Sealer(b"k" * 32)
+    frames = [sender.seal(body) + body for body in bodies]
+    reader = Sealer(b"k" * 32)
+    assert [reader.open(frame) for frame in frames] == bodies
+    n = data.draw(st.integers(0, len(frames) - 1))
+    bit = data.draw(st.integers(0, 8 * len(frames[n]) - 1))
+    forged = bytearray(frames[n])
+    forged[bit // 8] ^= 1 << bit % 8
+    reader = Sealer(b"k" * 32)
+    for frame in frames[:n]:
+        reader.open(frame)
+    with pytest.raises(ValueError, match="seal"):
+        reader.open(bytes(forged))
+    reader = Sealer(b"k" * 32)
+    for frame in frames[: n + 1]:
+        reader.open(frame)
+    with pytest.raises(ValueError, match="seal"):
+        reader.open(frames[n])
+
+
+@given(st.binary(max_size=200))
+def test_bytes_from_a_client_are_answered_or_end_it(raw: bytes) -> None:
+    from crux_torch.store.frames import request_decoder, unpack
+
+    kept = Contents(FakeClock())
+    try:
+        request = unpack(raw, request_decoder)
+    except ValueError:
+        return
+    kept.answer(request, Client(0.0))
+
+
+@pytest.mark.slow
+def test_thousands_of_connections_and_floods_leave_the_launcher_and_the_store_at_work() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    host = StoreHost(endpoint, poll_s=0.1, linger_s=0.5)
+    host.start()
+    until(lambda: host.state == "hosting", what="hosting")
+    store = open_store(endpoint, timeout_s=5.0)
+    store.put("k", b"v")
+    pid = host.pid
+    assert pid is not None
+    before_s = _call_s(store)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3000 if hard == resource.RLIM_INFINITY else min(hard, 3000)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    own = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        try:
+            for _ in range(wanted - own - 100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", host.port), 30))
+            assert store.get("k") == b"v"
+            # Each half of a request that fits: memory must stay bounded all the same.
+            for _ in range(60):
+                peer = stack.enter_context(greeted(host.port))
+                peer.setblocking(False)
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    peer.send((MAX_REQUEST_BYTES - 9).to_bytes(4, "big") + b"x" * (2 << 20))
+            assert store.get("k") == b"v"
+            assert _resident_bytes(pid) < 300 << 20
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert host.pid == pid, "the server lives"
+    until(lambda: _call_s(store) < 20 * before_s + 0.05, what="calls as quick as before")
+    store.close()
+    host.stop()
+
+
+def _call_s(store: StoreClient) -> float:
+    began_s = time.monotonic()
+    for _ in range(20):
+        store.get("k")
+    return (time.monotonic() - began_s) / 20
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
