@@ -131,7 +131,9 @@ def record(job: str, incarnation: str = "i0", **changes: Any) -> JobRecord:
     return JobRecord(job=job, incarnation=incarnation, **{**values, **changes})
 
 
-def by_name(records: Sequence[JobRecord], _topology: Topology | None) -> tuple[PlanEntry, ...]:
+def by_name(
+    records: Sequence[JobRecord], _topology: Topology | None, /, *, policy: str = ""
+) -> tuple[PlanEntry, ...]:
     """A planner that needs no scheduler: levels in the order of the names."""
     named = sorted((r for r in records if r.profile is not None), key=lambda r: r.job)
     return tuple(

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import JobRecord, Plan, PlanEntry
-from crux_torch.control.registry import PlanState, Registry, StoredPlan
+from crux_torch.control.registry import Registry
 from crux_torch.errors import StoreError
 from crux_torch.fabric.route import PlannedPath
 from crux_torch.fabric.topology import Topology
@@ -235,16 +235,20 @@ def test_leaders_that_see_different_jobs_do_not_swap_plans_for_ever(clock: FakeC
 
     leaders = [leader_of(store, name, clock, n) for n, name in enumerate(("a", "b", "hidden"))]
     leaders[0]._registry = Blind(store, "c")
-    run(leaders, clock, 600)
+    run(leaders, clock, 80)  # they have seen snapshots without the last job, too
+    for _ in range(600):
+        run(leaders, clock, 1)
+        # Each acts on what it computes itself, or on nothing.
+        for leader, entries in zip(leaders, (2, 3, 3), strict=True):
+            assert leader.plan is None or len(leader.plan.entries) == entries
     epoch = max(leader.status()["highest_epoch"] for leader in leaders)
-    assert 2 <= epoch <= 2 * 600 / 60 + 12
-    assert all(leader.plan is not None for leader in leaders)
+    assert 2 <= epoch <= 2 * 600 / 60 + 13
 
 
 def test_a_planner_that_fails_costs_only_its_own_plan(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(_records: object, _topology: object) -> Any:
+    def broken(_records: object, _topology: object, *, policy: str) -> Any:
         raise ZeroDivisionError("injected")
 
     store = MemoryStore(clock)
@@ -254,7 +258,8 @@ def test_a_planner_that_fails_costs_only_its_own_plan(
     assert caplog.text.count("no plan could be computed") == 1
     good = leader_of(store, "b", clock, 1)
     run([bad, good], clock, 5)
-    agreed([bad, good])
+    assert good.plan is not None
+    assert bad.plan is None, "it can't tell whether that plan is right"
 
 
 def test_a_plan_over_the_limit_goes_without_paths_and_says_so_once(
@@ -262,7 +267,9 @@ def test_a_plan_over_the_limit_goes_without_paths_and_says_so_once(
 ) -> None:
     paths = tuple(PlannedPath("s" * 250, "d" * 250, ()) for _ in range(4096))
 
-    def large(records: Sequence[JobRecord], topology: Topology | None) -> tuple[PlanEntry, ...]:
+    def large(
+        records: Sequence[JobRecord], topology: Topology | None, *, policy: str
+    ) -> tuple[PlanEntry, ...]:
         return tuple(msgspec.structs.replace(e, paths=paths) for e in by_name(records, topology))
 
     leader = leader_of(MemoryStore(clock), "a", clock, compute=large)
@@ -391,15 +398,3 @@ def test_processes_agree_and_survive_the_death_of_the_storing_process() -> None:
         finally:
             for leader in leaders:
                 leader.kill()
-
-
-def test_a_forged_epoch_out_of_bounds_is_ignored(clock: FakeClock) -> None:
-    store = MemoryStore(clock)
-    leader = leader_of(store, "a", clock)
-    run([leader], clock, 3)
-    plan = agreed([leader])
-    forged = msgspec.structs.replace(plan, epoch=1 << 60, entries=())
-    store.put("crux/c/plan", msgspec.json.encode(StoredPlan(renewal=0, plan=forged)))
-    run([leader], clock, 3)
-    assert agreed([leader]).epoch == plan.epoch
-    assert Registry(store, "c").plan() != PlanState(None, None)

@@ -23,7 +23,7 @@ from crux_torch.control.inputs import (
     plan_inputs,
 )
 from crux_torch.control.planner import compute_entries, fingerprint, within
-from crux_torch.control.records import PlanEntry, RecordError
+from crux_torch.control.records import PlanEntry
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
@@ -181,14 +181,15 @@ def test_a_plan_that_is_too_large_gives_up_the_paths_of_the_lowest_priorities() 
         for n, p in enumerate((3.0, 1.0, 2.0, 4.0))
     ]
     full = len(msgspec.json.encode(entries))
-    assert within(entries, full) == (tuple(entries), 0)
-    kept, without = within(entries, full - 1)
-    assert ([e.job for e in kept if not e.paths], without) == (["j1"], 1)
-    kept, without = within(entries, full // 2)
-    assert ([e.job for e in kept if e.paths], without) == (["j3"], 3)
+    assert within(entries, full) == (tuple(entries), 0, 0)
+    kept, without, left_out = within(entries, full - 1)
+    assert ([e.job for e in kept if not e.paths], without, left_out) == (["j1"], 1, 0)
+    kept, without, left_out = within(entries, full // 2)
+    assert ([e.job for e in kept if e.paths], without, left_out) == (["j3"], 3, 0)
     assert len(msgspec.json.encode(kept)) <= full // 2
-    with pytest.raises(RecordError, match="over the limit"):
-        within(entries, 100)
+    kept, without, left_out = within(entries, 200)
+    assert ([e.job for e in kept], without, left_out) == (["j0", "j3"], 4, 2)
+    assert len(msgspec.json.encode(kept)) <= 200
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:

@@ -6,62 +6,75 @@ import logging
 import random
 from collections.abc import Callable
 
-from crux_torch.control.records import Plan
+from crux_torch.control.records import MAX_EPOCH, Plan
 from crux_torch.control.registry import PlanState
 
 _log = logging.getLogger(__name__)
 
+#: Epochs this far apart were not counted one by one: somebody made one of them up.
+FAR = 1 << 32
+
 
 class AdoptedPlan:
-    """Never goes back: its epoch is above that of every plan adopted before.
+    """Follows the epochs upwards, and refuses plans that would take it back.
 
-    It counts until ``valid_s`` after this leader last saw it change, by this leader's own clock. A
-    renewal is a change.
+    A plan counts until ``valid_s`` after this leader last saw it change, by this leader's own
+    clock. A renewal is a change.
 
     Attributes:
-        since_s: when it was adopted.
         confirmed_at_s: when it was last seen to change.
         renew_at_s: when this leader renews it, unless another leader did meanwhile.
     """
 
-    def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
+    def __init__(self, clock: Callable[[], float], rng: random.Random, valid_s: float) -> None:
         self._clock, self._random = clock, rng
+        self._valid_s = valid_s
         self._plan: Plan | None = None
         self._raw: bytes | None = None
-        self.since_s = self.confirmed_at_s = float("-inf")
+        self.confirmed_at_s = float("-inf")
         self.renew_at_s = float("inf")
 
     @property
     def epoch(self) -> int:
-        """The highest epoch that was adopted; 0 before the first."""
+        """The epoch that was adopted last; 0 before the first."""
         return 0 if self._plan is None else self._plan.epoch
 
     @property
     def valid(self) -> Plan | None:
         """The plan; None if there is none or it was not renewed in time."""
-        plan = self._plan
-        if plan is None or self._clock() - self.confirmed_at_s >= plan.valid_s:
-            return None
-        return plan
+        return self._plan if self._clock() - self.confirmed_at_s < self._valid_s else None
 
-    def is_behind(self, plan: Plan) -> bool:
-        """Whether ``plan`` would take an applier back."""
-        return self._plan is not None and plan.epoch <= self._plan.epoch and plan != self._plan
+    def is_this(self, plan: Plan) -> bool:
+        """Whether ``plan`` was adopted last."""
+        return plan == self._plan
 
-    def look_at(self, state: PlanState) -> None:
-        """Adopt what the store has, if it changed and is not behind."""
-        if state.stored is None or state.raw == self._raw or self.is_behind(state.stored.plan):
-            return
-        plan = state.stored.plan
-        if plan.epoch > self.epoch:
-            _log.info("plan %d of %s, %d jobs", plan.epoch, plan.author, len(plan.entries))
-        self.confirm(plan, state.raw)
+    def refuses(self, plan: Plan) -> bool:
+        """Whether the epoch of ``plan`` is an old one, or leaps.
+
+        One far below is of another count of the epochs: after a leap that this leader followed
+        because it knew no better. It is not refused.
+        """
+        if self._plan is None or plan == self._plan:
+            return False
+        ahead = plan.epoch - self._plan.epoch
+        return -FAR < ahead <= 0 or ahead >= FAR
+
+    def epoch_after(self, stored: Plan | None) -> int:
+        """The epoch of a plan in place of ``stored``."""
+        known = self.epoch
+        if stored is not None and not self.refuses(stored):
+            known = max(known, stored.epoch)
+        return known + 1 if known < MAX_EPOCH else 1
+
+    def knows(self, state: PlanState) -> bool:
+        """Whether the store has what it had when the plan was confirmed last."""
+        return state.raw is not None and state.raw == self._raw
 
     def confirm(self, plan: Plan, raw: bytes | None) -> None:
         """Adopt ``plan``, which lies in the store as ``raw`` since just now."""
         now = self._clock()
         if self._plan != plan:
-            self.since_s = now
+            _log.info("plan %d of %r, %d jobs", plan.epoch, plan.author, len(plan.entries))
         self.confirmed_at_s = now
         self._plan, self._raw = plan, raw
-        self.renew_at_s = now + plan.valid_s / 3 * self._random.uniform(0.8, 1.2)
+        self.renew_at_s = now + self._valid_s / 3 * self._random.uniform(0.8, 1.2)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -30,8 +30,14 @@ _log = logging.getLogger(__name__)
 #: reached and no plan is valid; ``superseded``: another incarnation of this job publishes.
 LeaderState = Literal["waiting", "planned", "offline", "superseded", "closed"]
 
-#: Entries from live records and the topology; pure, and equal on all leaders.
-ComputeEntries = Callable[[Sequence[JobRecord], "Topology | None"], Sequence[PlanEntry]]
+
+class ComputeEntries(Protocol):
+    """Entries from live records and the topology; pure, and equal on all leaders."""
+
+    def __call__(
+        self, records: Sequence[JobRecord], topology: Topology | None, /, *, policy: str
+    ) -> Sequence[PlanEntry]: ...
+
 
 #: Longest time for which a leader bears with a plan that its own snapshot contradicts.
 MAX_PATIENCE_S = 60.0
@@ -39,6 +45,10 @@ MAX_PATIENCE_S = 60.0
 PATIENCE_S = 3.0
 #: Bytes of a stored plan beside its entries.
 MAX_HEAD_BYTES = 4096
+#: Jobs and flows up to which each leader computes what it adopts.
+MAX_VERIFIED = 1 << 13
+#: Results of the planner that are kept.
+MAX_COMPUTED = 4
 
 
 class Leader:
@@ -50,7 +60,8 @@ class Leader:
     Args:
         store, cluster: where the cluster's jobs meet, and its name there.
         record: of this job, to begin with.
-        compute, policy: the planner, and its name for the plan.
+        compute, policy: the planner, and the policy that it is asked for.
+        levels: that a plan may assign.
         topologies: parses the stored topology.
         published: the topology that this job knows, for the store.
         lease_s: seconds of silence after which this job counts as gone.
@@ -69,6 +80,7 @@ class Leader:
         published: bytes | None = None,
         *,
         policy: str = "crux",
+        levels: Collection[int] = range(64),
         lease_s: float = 6.0,
         plan_valid_s: float = 15.0,
         poll_s: float = 0.25,
@@ -85,6 +97,7 @@ class Leader:
         self._topology_is_there = published is None
         self._renew_topology_at_s = float("inf")
         self._policy = policy
+        self._levels = frozenset(levels)
         self._lease_s = lease_s
         self._plan_valid_s = plan_valid_s
         self._poll_s = poll_s
@@ -102,9 +115,13 @@ class Leader:
         self._superseded = False
 
         self._snapshot = Snapshot()
-        self._adopted = AdoptedPlan(clock, self._random)
-        #: What was last computed, and for which snapshot; None: that failed.
-        self._computed: tuple[str, tuple[PlanEntry, ...] | None] = ("", ())
+        self._adopted = AdoptedPlan(clock, self._random, plan_valid_s)
+        #: What was computed last, by fingerprint and policy; None: that failed.
+        self._computed: dict[tuple[str, str], tuple[PlanEntry, ...] | None] = {}
+        #: The plan that lies in the store, and since when.
+        self._stored: tuple[int, str, str] | None = None
+        self._stored_since_s = float("-inf")
+        self._unfollowed: bytes | None = None
         self._disagreed_since_s: float | None = None
         self._patience_s = lease_s
 
@@ -223,8 +240,61 @@ class Leader:
             self._patience_s = self._lease_s
         self._find_self(now)
         state = self._registry.plan()
-        self._adopted.look_at(state)
+        if state.stored is not None:
+            self._note(state.stored.plan, now)
+            if not self._adopted.knows(state) and self._follows(state):
+                self._adopted.confirm(state.stored.plan, state.raw)
         return state
+
+    def _note(self, plan: Plan, now: float) -> None:
+        """Remember since when ``plan`` lies in the store."""
+        stored = plan.epoch, plan.fingerprint, plan.author
+        if stored != self._stored:
+            self._stored, self._stored_since_s = stored, now
+
+    def _follows(self, state: PlanState) -> bool:
+        """Whether this leader would have written the same plan, so that it may adopt it.
+
+        A cluster that is too large to compute for every plan is the exception: see
+        :meth:`_is_plausible`.
+        """
+        assert state.stored is not None
+        plan = state.stored.plan
+        if self._superseded or state.raw == self._unfollowed or self._adopted.refuses(plan):
+            return False
+        if self._adopted.is_this(plan):
+            return True
+        jobs = self._snapshot.jobs_of(plan.fingerprint)
+        if jobs is None:
+            return False  # of a snapshot that this leader has not seen, or not yet
+        if _size(jobs) > MAX_VERIFIED:
+            self._warn(
+                "unverified",
+                f"{len(jobs)} jobs are too many to compute every plan here: plans of others are "
+                "checked for levels and names only",
+            )
+            follows = self._is_plausible(plan, jobs)
+        else:
+            follows = self._entries(plan.fingerprint, plan.policy) == plan.entries
+        if not follows:
+            self._unfollowed = state.raw
+            self._warn(
+                "unfollowed",
+                f"ignoring plan {plan.epoch} of {plan.author}: it does not follow from the jobs' "
+                "records. Give all jobs of a cluster the same settings and release of Crux; if "
+                "they have them, somebody else writes to the store",
+            )
+        return follows
+
+    def _is_plausible(self, plan: Plan, jobs: Sequence[JobRecord]) -> bool:
+        """Whether the entries are of these jobs, and of levels that a plan may assign."""
+        profiled = {record.job for record in jobs if record.profile is not None}
+        names = [entry.job for entry in plan.entries]
+        return (
+            len(set(names)) == len(names)
+            and profiled.issuperset(names)
+            and self._levels.issuperset(entry.level for entry in plan.entries)
+        )
 
     def _find_self(self, now: float) -> None:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
@@ -247,8 +317,9 @@ class Leader:
         if all(record.profile is None for record in snapshot.jobs):
             return
         stored = state.stored
-        usable = stored is not None and not adopted.is_behind(stored.plan)
-        if stored is not None and usable and stored.plan.fingerprint == snapshot.fingerprint:
+        usable = stored is not None and not adopted.refuses(stored.plan)
+        fits = stored is not None and stored.plan.fingerprint == snapshot.fingerprint
+        if stored is not None and fits and adopted.is_this(stored.plan):
             self._disagreed_since_s = None
             snapshot.was_planned()
             if stored.plan.policy != self._policy:
@@ -258,7 +329,7 @@ class Leader:
                     f"for {self._policy!r}: give all jobs of a cluster the same",
                 )
             if now >= adopted.renew_at_s:
-                self._swap(state, stored.plan, stored.renewal + 1, now)
+                self._wrote(stored.plan, self._registry.renew_plan(state), now)
             return
         current = self.plan
         # Only into an empty place: a plan that began to count anew is replaced by a higher epoch.
@@ -267,13 +338,15 @@ class Leader:
             return
         if now < self._settled_at_s or not snapshot.stands_still(now, self._debounce_s):
             return
-        if usable and not self._out_of_patience(now):
+        # Soon enough that the plan in force does not end if the stored one is made up.
+        patience_s = self._plan_valid_s / 3 if fits else self._patience_s
+        if usable and not self._out_of_patience(now, patience_s):
             return
-        entries = self._entries()
+        entries = self._entries(snapshot.fingerprint, self._policy)
         if entries is None:
             return
         plan = Plan(
-            epoch=max(stored.plan.epoch if stored is not None else 0, adopted.epoch) + 1,
+            epoch=adopted.epoch_after(stored.plan if stored is not None else None),
             fingerprint=snapshot.fingerprint,
             valid_s=self._plan_valid_s,
             author=self.record.job,
@@ -282,7 +355,7 @@ class Leader:
         )
         self._swap(state, plan, 0, now)
 
-    def _out_of_patience(self, now: float) -> bool:
+    def _out_of_patience(self, now: float, patience_s: float) -> bool:
         """Whether the stored plan, which does not fit this leader's snapshot, may be replaced.
 
         A plan that was there before this leader's snapshot changed is replaced at once. One that
@@ -290,27 +363,28 @@ class Leader:
         """
         since_s = self._snapshot.since_s
         if self._disagreed_since_s is None:
-            if since_s >= self._adopted.since_s:
+            if since_s >= self._stored_since_s:
                 return True
             self._disagreed_since_s = now
             return False
         if since_s > self._disagreed_since_s:
             self._disagreed_since_s = None
             return True
-        if now - self._disagreed_since_s < self._patience_s:
+        if now - self._disagreed_since_s < patience_s:
             return False
         self._disagreed_since_s = None
         self._patience_s = min(MAX_PATIENCE_S, 2 * self._patience_s)
         return True
 
-    def _entries(self) -> tuple[PlanEntry, ...] | None:
-        """The entries for the snapshot, computed once; None if that failed."""
-        snapshot = self._snapshot
-        if self._computed[0] != snapshot.fingerprint:
+    def _entries(self, fingerprint: str, policy: str) -> tuple[PlanEntry, ...] | None:
+        """The entries for a snapshot that was seen, computed once; None if that failed."""
+        of = fingerprint, policy
+        if of not in self._computed:
             entries = None
             try:
-                computed = self._compute(snapshot.jobs, self.topology)
-                entries, without = within(computed, MAX_RECORD_BYTES - MAX_HEAD_BYTES)
+                jobs = self._snapshot.jobs_of(fingerprint) or ()
+                computed = self._compute(jobs, self.topology, policy=policy)
+                entries, without, left_out = within(computed, MAX_RECORD_BYTES - MAX_HEAD_BYTES)
             except Exception as error:
                 self._warn("compute", f"no plan could be computed: {type(error).__name__}: {error}")
             else:
@@ -318,13 +392,26 @@ class Leader:
                     self._warn(
                         "size",
                         f"the plan is over {MAX_RECORD_BYTES} bytes: the network chooses the paths "
-                        f"of the {without} jobs of the lowest priority",
+                        f"of the {without} jobs of the lowest priority"
+                        + (f", and the level of {left_out} of them" if left_out else ""),
                     )
-            self._computed = (snapshot.fingerprint, entries)
-        return self._computed[1]
+            self._computed[of] = entries
+            if len(self._computed) > MAX_COMPUTED:
+                del self._computed[next(iter(self._computed))]
+        return self._computed[of]
 
     def _swap(self, before: PlanState, plan: Plan, renewal: int, now: float) -> None:
         raw = self._registry.swap_plan(before, StoredPlan(renewal=renewal, plan=plan))
+        self._wrote(plan, raw, now)
+
+    def _wrote(self, plan: Plan, raw: bytes | None, now: float) -> None:
+        """``plan`` lies in the store as ``raw``; None: another leader was first."""
         if raw is not None:
+            self._note(plan, now)
             self._adopted.confirm(plan, raw)
         self._look_at_s = min(self._look_at_s, now + self._poll_s / 4)
+
+
+def _size(jobs: Sequence[JobRecord]) -> int:
+    """What computing a plan for ``jobs`` costs, in jobs and flows."""
+    return sum(1 + len(r.profile.flows) + len(r.profile.inside) for r in jobs if r.profile)

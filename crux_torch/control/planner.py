@@ -6,11 +6,12 @@ import hashlib
 import math
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 
 import msgspec
 
 from crux_torch.control.inputs import plan_inputs
-from crux_torch.control.records import JobRecord, PlanEntry, RecordError
+from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.route import PlannedPath, planned_paths
 from crux_torch.fabric.topology import Path, Topology
@@ -19,6 +20,8 @@ from crux_torch.schedule.model import Job, SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
 
+#: Everything in a profile that a plan follows from.
+_READ = attrgetter("period_s", "compute_s", "flops", "flows", "inside", "bursts", "t_s", "t_source")
 #: JSON has no infinity: the priority of a job without traffic is this.
 MAX_FINITE = sys.float_info.max
 
@@ -81,14 +84,15 @@ def check_policy(policy: str, levels: Sequence[int]) -> None:
         raise SettingsError("no priority level is left to plan with")
 
 
-def within(entries: Sequence[PlanEntry], limit_bytes: int) -> tuple[tuple[PlanEntry, ...], int]:
+def within(
+    entries: Sequence[PlanEntry], limit_bytes: int
+) -> tuple[tuple[PlanEntry, ...], int, int]:
     """``entries`` in ``limit_bytes`` of JSON: jobs of the lowest priority go without paths.
 
-    Returns:
-        the entries, and how many jobs lost their paths.
+    If that does not suffice, those of the lowest priority are left out.
 
-    Raises:
-        RecordError: the entries are too large even without paths.
+    Returns:
+        the entries, how many jobs lost their paths, and how many were left out.
     """
     excess = len(msgspec.json.encode(entries)) - limit_bytes
     without: set[str] = set()
@@ -98,20 +102,25 @@ def within(entries: Sequence[PlanEntry], limit_bytes: int) -> tuple[tuple[PlanEn
         if entry.paths:
             excess -= len(msgspec.json.encode(entry.paths)) - len(b"[]")
             without.add(entry.job)
-    if excess > 0:
-        raise RecordError(f"{len(entries)} entries without paths: {excess} bytes over the limit")
-    kept = (msgspec.structs.replace(e, paths=()) if e.job in without else e for e in entries)
-    return tuple(kept), len(without)
+    kept = [msgspec.structs.replace(e, paths=()) if e.job in without else e for e in entries]
+    left_out: set[str] = set()
+    for entry in sorted(kept, key=lambda e: (e.priority, e.job)):
+        if excess <= 0:
+            break
+        excess -= len(msgspec.json.encode(entry)) + len(b",")
+        left_out.add(entry.job)
+    return tuple(e for e in kept if e.job not in left_out), len(without), len(left_out)
 
 
 def fingerprint(records: Sequence[JobRecord], topology: bytes | None) -> str:
     """Hash of all that a plan follows from and that is the same for all leaders.
 
-    That is each profiled job's name, incarnation, hosts, devices and profile, and the bytes of the
-    topology. A leader's own settings (policy, levels) are not part of it (docs/agreement.md).
+    That is each profiled job's name, incarnation, hosts, devices, and the fields of its profile
+    that :func:`plan_inputs` reads, and the bytes of the topology. A field that only a newer release
+    knows is not part of it, nor are a leader's own settings (policy, levels; docs/agreement.md).
     """
     snapshot = [
-        [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, msgspec.to_builtins(r.profile)]
+        [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, _READ(r.profile)]
         for r in sorted(records, key=lambda r: (r.job, r.incarnation))
         if r.profile is not None
     ]

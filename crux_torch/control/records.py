@@ -11,10 +11,13 @@ from crux_torch.fabric.route import PlannedPath
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
 from crux_torch.store.shared_store import MAX_VALUE_BYTES
 
-#: Goes up when a field changes its meaning. Readers ignore other versions, with a warning.
+#: Goes up when a field changes its meaning. Readers ignore other versions, with a warning. A new
+#: field with a default does not change it: older readers leave out what they do not know.
 SCHEMA_VERSION = 2
 MAX_RECORD_BYTES = MAX_VALUE_BYTES
 MAX_JOBS = 50_000
+#: After the last epoch comes 1 again.
+MAX_EPOCH = (1 << 62) - 1
 
 Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
 
@@ -23,7 +26,7 @@ class RecordError(CruxError, ValueError):
     """A record that can't be used: where it was found, and what is wrong with it."""
 
 
-class PathCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PathCounts(msgspec.Struct, frozen=True):
     """How many of a job's connections take the path that the plan has for them.
 
     Attributes:
@@ -40,7 +43,7 @@ class PathCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
 
 
-class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One running job, rewritten by its leader before its lease ends.
 
     Attributes:
@@ -65,7 +68,7 @@ class JobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     paths: PathCounts | None = None
 
 
-class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan says about one job.
 
     Attributes:
@@ -82,19 +85,20 @@ class PlanEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     paths: Annotated[tuple[PlannedPath, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The schedule in force.
 
     Attributes:
-        epoch: grows by one with every plan; appliers reject an older one.
+        epoch: grows by one with every plan.
         fingerprint: of its inputs: one snapshot has the same fingerprint on every leader.
-        valid_s: seconds without a renewal after which appliers return to the default.
+        valid_s: seconds without a renewal after which its author returns to the default; every
+            leader goes by its own setting.
         author: the job whose leader wrote it.
         entries: one for each job that was profiled.
     """
 
     version: int = SCHEMA_VERSION
-    epoch: Annotated[int, msgspec.Meta(ge=1)]
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCH)]
     fingerprint: Name
     valid_s: Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
     author: Name

@@ -22,13 +22,10 @@ from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-#: No honest cluster gets here, and beyond it there is no higher epoch to go on with.
-MAX_EPOCH = 1 << 52
-
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class StoredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StoredPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan as it lies in the store.
 
     Attributes:
@@ -38,6 +35,20 @@ class StoredPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     renewal: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     plan: Plan
+
+
+class _Renewed(msgspec.Struct, kw_only=True):
+    """A stored plan whose renewal alone is read, so that a newer release's fields stay in it."""
+
+    renewal: int
+    plan: msgspec.Raw
+
+
+class _Versioned(msgspec.Struct):
+    """What tells a record's version, whatever else is in it."""
+
+    version: int | None = None
+    plan: _Versioned | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +63,26 @@ class PlanState:
 
 
 def decode(kind: type[R], raw: bytes, where: str) -> R:
-    """The record in ``raw``, found at ``where``; raises RecordError for an unfit one."""
+    """The record in ``raw``, found at ``where``. Fields that are not known are left out.
+
+    Raises:
+        RecordError: it is malformed, too large, or of another version of the schema.
+    """
     if len(raw) > MAX_RECORD_BYTES:
         raise RecordError(f"{where}: {len(raw)} bytes, limit {MAX_RECORD_BYTES}")
     try:
+        told = msgspec.json.decode(raw, type=_Versioned)
+        version = told.version if told.plan is None else told.plan.version
+        if version not in (None, SCHEMA_VERSION):
+            raise RecordError(
+                f"{where}: schema version {version}, expected {SCHEMA_VERSION}: run all jobs of a "
+                "cluster with releases of Crux that share a version"
+            )
         return msgspec.json.decode(raw, type=kind)
+    except RecordError:
+        raise
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise RecordError(f"{where}: {error}") from None
-
-
-def _check_version(version: int, where: str) -> None:
-    if version != SCHEMA_VERSION:
-        raise RecordError(f"{where}: schema version {version}, expected {SCHEMA_VERSION}")
 
 
 class Registry:
@@ -98,7 +117,6 @@ class Registry:
         for key, raw in sorted(self.store.list(self.prefix + "jobs/").items())[:MAX_JOBS]:
             try:
                 record = decode(JobRecord, raw, key)
-                _check_version(record.version, key)
                 if self.job_key(record.job) != key:
                     raise RecordError(f"{key}: it is of job {record.job!r}")
             except RecordError as error:
@@ -129,9 +147,6 @@ class Registry:
             return PlanState(None, None)
         try:
             stored = decode(StoredPlan, raw, self.plan_key)
-            _check_version(stored.plan.version, self.plan_key)
-            if stored.plan.epoch > MAX_EPOCH:
-                raise RecordError(f"{self.plan_key}: epoch {stored.plan.epoch} is out of bounds")
         except RecordError as error:
             self._warn(self.plan_key, f"ignoring the plan: {error}")
             return PlanState(raw, None)
@@ -140,5 +155,13 @@ class Registry:
 
     def swap_plan(self, before: PlanState, after: StoredPlan) -> bytes | None:
         """The bytes of ``after``, written in place of ``before``; None if another was first."""
-        raw = msgspec.json.encode(after)
+        return self._swap(before, msgspec.json.encode(after))
+
+    def renew_plan(self, before: PlanState) -> bytes | None:
+        """The bytes of the plan in ``before`` with another renewal, if they took its place."""
+        renewed = msgspec.json.decode(before.raw or b"", type=_Renewed)
+        renewed.renewal = (renewed.renewal + 1) % (1 << 62)
+        return self._swap(before, msgspec.json.encode(renewed))
+
+    def _swap(self, before: PlanState, raw: bytes) -> bytes | None:
         return raw if self.store.compare_and_swap(self.plan_key, before.raw, raw) else None

@@ -25,12 +25,17 @@ FREE = b"{}"
 WAIT_LEASE_S = 6.0
 
 
-class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+#: Nobody's ticket is higher, so nobody can make the others' tickets invalid. No honest line gets
+#: there; if one does, names decide between equal tickets.
+MAX_TICKET = 1 << 32
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds the slot, or waits for it. A smaller ticket goes first."""
 
     job: Name
     incarnation: Name
-    ticket: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    ticket: Annotated[int, msgspec.Meta(ge=0, le=MAX_TICKET)]
 
 
 class ProfilingSlot:
@@ -113,7 +118,7 @@ class ProfilingSlot:
             holder = self._read(self._key, before, "the holder of the profiling slot")
         if self._ticket is None:
             known = line if holder is None else [*line, holder]
-            self._ticket = max((h.ticket for h in known), default=0) + 1
+            self._ticket = min(max((h.ticket for h in known), default=0) + 1, MAX_TICKET)
         me = Holder(job=self._job, incarnation=self._incarnation, ticket=self._ticket)
         wanted = msgspec.json.encode(me)
         now = self._clock()

@@ -9,6 +9,12 @@ from crux_torch.control.records import JobRecord
 MAX_DEBOUNCES = 8
 
 
+#: Snapshots that are kept, and for how long after they changed. While jobs come and go, the newest
+#: plan is of one that has just changed.
+MAX_RECENT = 8
+MAX_RECENT_S = 5.0
+
+
 class Snapshot:
     """The live job records and the topology's bytes at one leader's last look.
 
@@ -16,6 +22,8 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
+        #: Records by fingerprint, and when they were read last.
+        self._recent: dict[str, tuple[tuple[JobRecord, ...], float]] = {}
         self.jobs: tuple[JobRecord, ...] = ()
         self.topology: bytes | None = None
         self.fingerprint = ""
@@ -24,13 +32,23 @@ class Snapshot:
 
     def update(self, jobs: tuple[JobRecord, ...], topology: bytes | None, now: float) -> bool:
         """Take in what was read at ``now``; return whether anything has changed."""
+        if topology != self.topology:
+            self._recent.clear()
         self.jobs, self.topology = jobs, topology
         current = fingerprint(jobs, topology)
+        self._recent.pop(current, None)
+        recent = [(key, seen) for key, seen in self._recent.items() if now - seen[1] < MAX_RECENT_S]
+        self._recent = {**dict(recent[1 - MAX_RECENT :]), current: (jobs, now)}
         if current == self.fingerprint:
             return False
         self.fingerprint, self.since_s = current, now
         self._unplanned_since_s = min(self._unplanned_since_s, now)
         return True
+
+    def jobs_of(self, fingerprint: str) -> tuple[JobRecord, ...] | None:
+        """The records that had this fingerprint a moment ago; None if this leader saw none."""
+        found = self._recent.get(fingerprint)
+        return None if found is None else found[0]
 
     def was_planned(self) -> None:
         """A plan for it is in force."""

@@ -27,7 +27,7 @@ AddressedHop = tuple[Ttl, Annotated[tuple[Address, ...], msgspec.Meta(min_length
 Nodes = tuple[str, ...]
 
 
-class PlannedHop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class PlannedHop(msgspec.Struct, frozen=True, array_like=True):
     """A router on a planned path.
 
     Attributes:
@@ -41,7 +41,7 @@ class PlannedHop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     router: NodeName
 
 
-class PlannedPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class PlannedPath(msgspec.Struct, frozen=True, array_like=True):
     """A path between two hosts of a job, by the routers that tell it from the other candidates.
 
     Attributes:

@@ -16,7 +16,7 @@ MAX_FLOWS = 4096
 MAX_BURSTS = 64
 
 
-class HostFlow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HostFlow(msgspec.Struct, frozen=True):
     """Bytes of one iteration from one host, or one part of a host, to another."""
 
     src: Name
@@ -24,14 +24,14 @@ class HostFlow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: NonNegative
 
 
-class ProfileBurst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProfileBurst(msgspec.Struct, frozen=True):
     """One burst of communication: when it may start and which share of the bytes it carries."""
 
     at: Share
     share: Share
 
 
-class JobProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JobProfile(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration of a job.
 
     Attributes:

@@ -64,7 +64,6 @@ def make_conductor(
         )
         compute = partial(
             compute_entries,
-            policy=settings.policy,
             levels=settings.plan_levels,
             max_slowdown=settings.max_slowdown or None,
         )
@@ -76,6 +75,7 @@ def make_conductor(
             topologies,
             published,
             policy=settings.policy,
+            levels=settings.plan_levels,
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,
         )

@@ -1,0 +1,295 @@
+"""What somebody gains who can write to the shared store: nothing that lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+from control_fakes import FakeClock, MemoryStore, by_name, profile, record
+from test_control_leader import agreed, leader_of, leaders_of, run
+
+from crux_torch.control.leader import MAX_VERIFIED, Leader
+from crux_torch.control.records import MAX_EPOCH, JobRecord, Plan, PlanEntry
+from crux_torch.control.registry import Registry, StoredPlan
+from crux_torch.control.slots import MAX_TICKET, WAIT_LEASE_S, ProfilingSlot
+from crux_torch.fabric.route import PlannedHop, PlannedPath
+from crux_torch.fabric.topology import Topology
+from crux_torch.measure.job_profile import HostFlow, JobProfile
+from crux_torch.store.shared_store import MAX_LEASE_S
+
+PLAN = "crux/c/plan"
+#: Far above what honest leaders reach.
+LEAP = 1 << 52
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(clock: FakeClock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+def put(store: MemoryStore, plan: Plan, renewal: int = 0) -> None:
+    store.put(PLAN, msgspec.json.encode(StoredPlan(renewal=renewal, plan=plan)))
+
+
+def in_store(store: MemoryStore) -> Plan:
+    stored = Registry(store, "c").plan().stored
+    assert stored is not None
+    return stored.plan
+
+
+def never_misled(
+    leaders: Sequence[Leader], clock: FakeClock, honest: tuple[PlanEntry, ...], seconds: float
+) -> None:
+    """Run, and see that at each time every leader has a plan, with the honest entries."""
+    for _ in range(round(seconds * 10)):
+        run(leaders, clock, 0.1)
+        for leader in leaders:
+            assert leader.plan is not None
+            assert leader.plan.entries == honest
+            assert leader.plan.valid_s == 15.0
+
+
+def with_levels(*levels: int) -> Callable[[Plan], Plan]:
+    def forge(plan: Plan) -> Plan:
+        entries = zip(plan.entries, levels, strict=True)
+        changed = tuple(msgspec.structs.replace(e, level=level) for e, level in entries)
+        return msgspec.structs.replace(plan, entries=changed)
+
+    return forge
+
+
+def with_paths(plan: Plan) -> Plan:
+    path = PlannedPath("h0", "h1", (PlannedHop(2, 2, "spine0"),))
+    first = msgspec.structs.replace(plan.entries[0], paths=(path,))
+    return msgspec.structs.replace(plan, entries=(first, *plan.entries[1:]))
+
+
+def without_others(plan: Plan) -> Plan:
+    return msgspec.structs.replace(plan, entries=plan.entries[:1])
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [with_levels(63, 1), with_levels(7, 1), with_levels(1, 0), with_paths, without_others],
+    ids=["level 63", "reserved level", "swapped", "paths", "left out"],
+)
+@pytest.mark.parametrize("ahead", [0, 1, 1000, LEAP])
+def test_a_forged_plan_with_the_right_fingerprint_is_not_followed_and_replaced(
+    store: MemoryStore, clock: FakeClock, forge: Callable[[Plan], Plan], ahead: int
+) -> None:
+    leaders = leaders_of(store, 2, clock)
+    run(leaders, clock, 5)
+    plan = agreed(leaders)
+    for round_ in range(3):
+        forged = forge(in_store(store))
+        put(store, msgspec.structs.replace(forged, epoch=forged.epoch + ahead), round_)
+        never_misled(leaders, clock, plan.entries, 20)
+        assert in_store(store).entries == plan.entries
+    newcomer = leader_of(store, "j0", clock, 9, incarnation="i0")
+    put(store, forge(in_store(store)), 9)
+    run([newcomer], clock, 0.5)
+    assert newcomer.plan is None
+
+
+def test_a_validity_that_somebody_else_chose_does_not_count(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 5)
+    plan = agreed([leader])
+    put(store, msgspec.structs.replace(plan, epoch=2, valid_s=86400.0))
+    run([leader], clock, 1)
+    assert leader.plan is not None
+    clock.advance(15.1)
+    assert leader.plan is None
+
+
+@pytest.mark.parametrize("epoch", [LEAP, MAX_EPOCH - 1, MAX_EPOCH])
+def test_after_a_leap_of_the_epoch_the_next_honest_one_is_accepted(
+    store: MemoryStore, clock: FakeClock, epoch: int
+) -> None:
+    leaders = leaders_of(store, 2, clock)
+    run(leaders, clock, 5)
+    plan = agreed(leaders)
+    put(store, msgspec.structs.replace(plan, epoch=epoch))
+    never_misled(leaders, clock, plan.entries, 2)
+    assert agreed(leaders).epoch < 10
+    for n in range(3):
+        leaders[0].update(profile=profile(t_s=0.2 + n / 10))
+        run(leaders, clock, 3)
+        assert agreed(leaders).fingerprint == leaders[0].status()["snapshot"]
+
+
+@pytest.mark.parametrize("epoch", [LEAP, MAX_EPOCH])
+def test_a_newcomer_that_follows_a_leap_finds_back_to_the_others(
+    store: MemoryStore, clock: FakeClock, epoch: int
+) -> None:
+    old = leader_of(store, "a", clock)
+    new = leader_of(store, "b", clock, 1)
+    run([old, new], clock, 5)
+    plan = agreed([old, new])
+    restarted = leader_of(store, "b", clock, 2)
+    put(store, msgspec.structs.replace(plan, epoch=epoch))
+    run([restarted], clock, 0.3)
+    assert restarted.plan is not None
+    assert restarted.plan.epoch == epoch
+    run([old, restarted], clock, 30)
+    settled = agreed([old, restarted])
+    run([old, restarted], clock, 60)
+    assert agreed([old, restarted]) == settled, "nobody replaces it any more"
+
+
+def test_a_lone_leader_at_the_last_epoch_goes_on(store: MemoryStore, clock: FakeClock) -> None:
+    first = leader_of(store, "a", clock)
+    run([first], clock, 3)
+    put(store, msgspec.structs.replace(agreed([first]), epoch=MAX_EPOCH))
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 1)
+    assert agreed([leader]).epoch == MAX_EPOCH
+    leader.update(profile=profile(t_s=0.9))
+    run([leader], clock, 3)
+    assert agreed([leader]).epoch == 1
+
+
+def test_an_older_epoch_that_is_replayed_is_not_followed(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    leaders = leaders_of(store, 2, clock)
+    run(leaders, clock, 5)
+    replayed = store.get(PLAN)
+    assert replayed is not None
+    leaders[0].update(profile=profile(t_s=0.9))
+    run(leaders, clock, 5)
+    plan = agreed(leaders)
+    store.put(PLAN, replayed)
+    never_misled(leaders, clock, plan.entries, 20)
+    assert agreed(leaders).epoch == plan.epoch + 1
+
+
+def test_a_plan_of_another_known_policy_stands_with_a_warning(
+    store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    leaders = [
+        leader_of(store, "a", clock, policy="crux"),
+        leader_of(store, "b", clock, 1, policy="taccl"),
+    ]
+    run(leaders, clock, 30)
+    assert agreed(leaders).epoch == 1
+    assert caplog.text.count("give all jobs of a cluster the same") == 1
+
+
+def test_in_a_cluster_too_large_to_compute_levels_and_names_are_checked(
+    store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    computed: list[int] = []
+
+    def counted(
+        records: Sequence[JobRecord], topology: Topology | None, *, policy: str
+    ) -> tuple[PlanEntry, ...]:
+        computed.append(len(records))
+        return by_name(records, topology)
+
+    flows = tuple(HostFlow("h0", "h1", 1.0) for _ in range(4096))
+    author = leader_of(store, "a", clock, compute=counted, levels=range(7))
+    other = leader_of(store, "b", clock, 1, compute=counted, levels=range(7))
+    for leader in (author, other):
+        leader.update(profile=profile(flows=flows))
+    assert 2 * len(flows) >= MAX_VERIFIED
+    run([author], clock, 2)
+    computed.clear()
+    run([author, other], clock, 5)
+    plan = agreed([author, other])
+    assert len(computed) <= 2
+    assert "too many to compute" in caplog.text
+    for forge in (with_levels(7, 1), with_levels(63, 1)):
+        put(store, msgspec.structs.replace(forge(plan), epoch=in_store(store).epoch + 1))
+        never_misled([author, other], clock, plan.entries, 10)
+
+
+def test_a_plan_of_ten_thousand_jobs_is_written(store: MemoryStore, clock: FakeClock) -> None:
+    registry = Registry(store, "c")
+    for n in range(10_000):
+        registry.publish_job(record(f"job-{n:05}-{'x' * 40}"), MAX_LEASE_S)
+    leader = leader_of(store, "a", clock, poll_s=2.0)
+    run([leader], clock, 6, step_s=1.0)
+    assert leader.plan is not None
+    assert 5000 < len(leader.plan.entries) < 10_001
+
+
+@pytest.mark.parametrize("ticket", [0, MAX_TICKET, MAX_TICKET + 1, (1 << 53) - 1])
+@pytest.mark.parametrize("key", ["crux/c/slot", "crux/c/waiting/evil"])
+def test_no_ticket_holds_the_measuring_slot_for_good(
+    store: MemoryStore, clock: FakeClock, key: str, ticket: int
+) -> None:
+    store.put(key, b'{"job":"evil","incarnation":"i","ticket":%d}' % ticket)
+    slots = [ProfilingSlot(store, "c", job, "i0", lease_s=10.0, clock=clock) for job in "abc"]
+    took: list[int] = []
+    for _ in range(int((MAX_LEASE_S + 60) / 2)):
+        for n, slot in enumerate(slots):
+            if n not in took and slot.acquire_step():
+                took.append(n)
+                slot.release()
+            assert sum(one.held for one in slots) <= 1
+        clock.advance(2.0)
+    assert sorted(took) == [0, 1, 2]
+    assert WAIT_LEASE_S > 2.0
+
+
+class NewerProfile(JobProfile, frozen=True, kw_only=True):
+    energy_J: float = 0.0
+
+
+class NewerRecord(JobRecord, frozen=True, kw_only=True):
+    profile: NewerProfile | None = None
+    tenant: str = ""
+
+
+def test_two_minor_versions_of_the_schema_run_side_by_side(
+    store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = NewerProfile(**msgspec.structs.asdict(profile()), energy_J=5.0)
+    about = msgspec.structs.asdict(record("new"))
+    newer = NewerRecord(**{**about, "profile": told}, tenant="t")
+    new = Leader(store, "c", newer, by_name, clock=clock)
+    old = leader_of(store, "old", clock)
+    for first, second in ((new, old), (old, new)):
+        store.entries.clear()
+        run([first, second], clock, 10)
+        plan = agreed([new, old])
+    run([old, new], clock, 60)
+    assert agreed([new, old]) == plan, "they do not fight over it"
+    assert "energy_J" in (store.get("crux/c/jobs/new") or b"").decode()
+    assert caplog.text.count("WARNING") == 0
+
+
+def test_a_renewal_keeps_what_only_a_newer_release_knows(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 3)
+    raw = msgspec.json.decode(store.get(PLAN) or b"")
+    raw["plan"]["signature"] = "s"
+    raw["plan"]["entries"][0]["rate_Bps"] = 1e9
+    store.put(PLAN, msgspec.json.encode(raw))
+    run([leader], clock, 20)
+    renewed = msgspec.json.decode(store.get(PLAN) or b"")
+    assert renewed["renewal"] > raw["renewal"]
+    assert renewed["plan"] == raw["plan"]
+
+
+def test_another_major_version_is_refused_with_a_message(
+    store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = {**msgspec.to_builtins(record("later")), "version": 3, "hosts": {"h0": 8}}
+    store.put("crux/c/jobs/later", msgspec.json.encode(later))
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 5)
+    assert [e.job for e in agreed([leader]).entries] == ["a"]
+    assert "crux/c/jobs/later: schema version 3, expected 2" in caplog.text
+    assert caplog.text.count("schema version 3") == 1
