@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 # Set to anything it makes each of the many processes that tests start compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup sdist wheels run test test-quick test-all test-rdma test-gpu fakes coverage mutation \
+.PHONY: setup sdist wheels run test test-quick test-all test-rdma test-gpu rig coverage mutation \
   bench-gpu lint format asan tsan bench evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
@@ -74,12 +74,12 @@ run: setup
 
 # What finds most bugs for its time. PYTEST_ARGS="FILE -k NAME" runs a part, long tests included.
 test: setup
-	$(MAKE) --no-print-directory -j2 lint fakes
+	$(MAKE) --no-print-directory -j2 lint rig
 	$(PYTEST) $(or $(PYTEST_ARGS),-m "not full")
 
-# The rig, the fake device and the fake NCCL, so that no test waits for a compiler.
-fakes: $(VENV)/.built
-	cd tests && ../$(BIN)/python -c 'from fake_gpu import build; build.ahead(); import cuda_rig; cuda_rig.ahead()'
+# PyTorch's CUDA build without a GPU (docs/gpu.md), so that no test waits for a compiler.
+rig: $(VENV)/.built
+	cd tests && ../$(BIN)/python -c 'import cuda_rig; cuda_rig.ahead()'
 
 # For the inner loop: no root, no set-up, nothing that starts jobs.
 test-quick: $(VENV)/.built

@@ -112,7 +112,7 @@ class Results:
 
     device: str
     torch: str
-    nccl: str | None
+    nccl: str
     ranks: int
     cpus: int | None = field(default_factory=os.cpu_count)
     python: str = field(default_factory=platform.python_version)
@@ -197,23 +197,14 @@ def _small(cell: Cell) -> Cell:
     return replace(cell, nbytes=min(cell.nbytes, MIB))
 
 
-def _describe(device: str, ranks: int) -> Results:
-    if device == "cuda":
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        return Results(torch.cuda.get_device_name(), torch.__version__, nccl, ranks)
-    return Results("a fake GPU: figures mean nothing", torch.__version__, None, ranks)
+def _describe(ranks: int) -> Results:
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return Results(torch.cuda.get_device_name(), torch.__version__, nccl, ranks)
 
 
 @click.command()
 @click.option("--seconds", default=8.0, show_default=True, help="Time for each cell.")
 @click.option("--ranks", default=1, show_default=True, help="Ranks of each world, on one device.")
-@click.option(
-    "--device",
-    type=click.Choice(["cuda", "fakegpu"]),
-    default="cuda",
-    show_default=True,
-    help="fakegpu, of the tests, only shows that this program works.",
-)
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here."
 )
@@ -222,15 +213,14 @@ def _describe(device: str, ranks: int) -> Results:
 def main(
     seconds: float,
     ranks: int,
-    device: str,
     json_file: Path | None,
     text_file: Path | None,
     quick: bool,
 ) -> None:
     """Measure what Crux adds to collectives and training steps on one GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise click.ClickException("this benchmark needs a GPU, and torch finds none")
-    results = _describe(device, ranks)
+    results = _describe(ranks)
     console = Console(width=140)
     seconds = min(seconds, 0.5) if quick else seconds
 
@@ -249,9 +239,7 @@ def main(
             with contextlib.ExitStack() as stack:
                 worlds: list[World] = []
                 for name in (side, base):
-                    worlds.append(
-                        World(SIDES[name], device, ranks, tempfile.mkdtemp(dir=folder), quick)
-                    )
+                    worlds.append(World(SIDES[name], ranks, tempfile.mkdtemp(dir=folder), quick))
                     stack.callback(worlds[-1].close)
                 chosen = CELLS if side == CRUX.name else FOR_SCALE
                 for cell in dict.fromkeys(_small(each) if quick else each for each in chosen):

@@ -53,14 +53,6 @@ def process_recorder(capacity: int) -> Recorder:
 def tolerate_captures(device: str) -> None:
     """From now on what this thread asks of the current device breaks no other thread's capture."""
 
-def set_capture_mode_exchange(address: int) -> None:
-    """For a device of another package: how a thread says that what it asks breaks no capture.
-
-    Args:
-        address: of a C function like ``cudaThreadExchangeStreamCaptureMode``, which is called for
-            CUDA; 0 for none. Called once on each thread that looks after a device.
-    """
-
 class DelegatingBackend(Backend):
     """A c10d backend that hands every operation to an inner one and records it."""
 

@@ -40,17 +40,6 @@ class Cell:
         return f"{self.what}{size}"
 
 
-def prepare(device: str, rank: int) -> torch.device:
-    """Make this process ready for its device."""
-    if device == "fakegpu":
-        import fake_gpu
-
-        fake_gpu.load()
-    chosen = torch.device(device, 0 if device == "cuda" else rank)
-    torch.accelerator.set_device_index(chosen.index)
-    return chosen
-
-
 def call_of(cell: Cell, device: torch.device, quick: bool) -> Call:
     """What one repetition of ``cell`` does."""
     if cell.what == "DDP step":

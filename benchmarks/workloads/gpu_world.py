@@ -16,7 +16,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 #: Seconds that a block may take before its world counts as hung.
 LIMIT_S = 120.0
-BACKENDS = {"cuda": "nccl", "fakegpu": "fakenccl"}
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,16 @@ class WorldError(RuntimeError):
 
 
 class World:
-    """``ranks`` processes of one side, all on one device if that is a GPU."""
+    """``ranks`` processes of one side, all on one GPU."""
 
-    def __init__(self, side: Side, device: str, ranks: int, folder: str, quick: bool) -> None:
+    def __init__(self, side: Side, ranks: int, folder: str, quick: bool) -> None:
         self.side = side
         context = mp.get_context("spawn")
         ends = [context.Pipe() for _ in range(ranks)]
         self._pipes = [mine for mine, _ in ends]
         self._processes = [
             context.Process(
-                target=_rank, args=(side, device, rank, ranks, folder, quick, theirs), daemon=True
+                target=_rank, args=(side, rank, ranks, folder, quick, theirs), daemon=True
             )
             for rank, (_, theirs) in enumerate(ends)
         ]
@@ -89,12 +88,10 @@ class World:
             process.join()
 
 
-def _rank(
-    side: Side, device: str, rank: int, ranks: int, folder: str, quick: bool, pipe: Connection
-) -> None:
+def _rank(side: Side, rank: int, ranks: int, folder: str, quick: bool, pipe: Connection) -> None:
     os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR", **side.env)
-    sys.path += [str(ROOT), str(ROOT / "tests")]
-    if device == "cuda" and ranks > 1:
+    sys.path.append(str(ROOT))
+    if ranks > 1:
         from lab import nccl_ranks
 
         os.environ.update(nccl_ranks.environment(f"bench-{side.name}", rank, "lo"))
@@ -102,16 +99,17 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    from workloads.gpu_cells import block, call_of, prepare
+    from workloads.gpu_cells import block, call_of
 
-    chosen = prepare(device, rank)
+    chosen = torch.device("cuda", 0)
+    torch.cuda.set_device(chosen)
     if side.crux:
         import crux_torch
         from crux_torch.c10d import backend
 
-        backend.attach((BACKENDS[device],))
+        backend.attach()
     dist.init_process_group(
-        BACKENDS[device], init_method=f"file://{folder}/{side.name}", rank=rank, world_size=ranks
+        "nccl", init_method=f"file://{folder}/{side.name}", rank=rank, world_size=ranks
     )
     if side.crux:
         assert crux_torch.status()["active"], crux_torch.status()

@@ -51,12 +51,6 @@ void bind_recorder(py::module_& module) {
              py::return_value_policy::reference);
   module.def("tolerate_captures",
              [](const std::string& device) { tolerate_captures(c10::Device(device).type()); });
-  module.def(
-      "set_capture_mode_exchange",
-      [](uintptr_t address) {
-        set_capture_mode_exchange(reinterpret_cast<CaptureModeExchange>(address));
-      },
-      py::arg("address"));
   py::module_::import("atexit").attr("register")(py::cpp_function([] {
     const py::gil_scoped_release release;
     DeviceWatch::stop_all();

@@ -3,8 +3,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
-#include <atomic>
-
 namespace crux {
 namespace {
 
@@ -34,13 +32,7 @@ bool ask(const Guard& guard, const c10::Stream& stream, long) {
   return true;
 }
 
-std::atomic<CaptureModeExchange> given_exchange{nullptr};
-
 }  // namespace
-
-void set_capture_mode_exchange(CaptureModeExchange exchange) noexcept {
-  given_exchange.store(exchange);
-}
 
 bool is_capturing(const c10::Stream& stream) {
   const c10::impl::VirtualGuardImpl guard(stream.device_type());
@@ -48,10 +40,8 @@ bool is_capturing(const c10::Stream& stream) {
 }
 
 void tolerate_captures(c10::DeviceType device) noexcept {
-  CaptureModeExchange exchange = given_exchange.load();
-  if (device == c10::DeviceType::CUDA) {
-    exchange = cuda_runtime<int(int*)>("cudaThreadExchangeStreamCaptureMode");
-  }
+  if (device != c10::DeviceType::CUDA) return;
+  auto* const exchange = cuda_runtime<int(int*)>("cudaThreadExchangeStreamCaptureMode");
   int mode = 1;  // cudaStreamCaptureModeThreadLocal
   if (exchange) (void)exchange(&mode);
 }

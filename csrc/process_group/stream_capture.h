@@ -13,9 +13,4 @@ bool is_capturing(const c10::Stream& stream);
 // current, because the call may create a context.
 void tolerate_captures(c10::DeviceType device) noexcept;
 
-// The function that tolerate_captures calls for a device that is not CUDA's, with the signature of
-// cudaThreadExchangeStreamCaptureMode.
-using CaptureModeExchange = int (*)(int* mode);
-void set_capture_mode_exchange(CaptureModeExchange exchange) noexcept;
-
 }  // namespace crux

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,8 +17,6 @@ from torch._C import _distributed_c10d as c10d
 from crux_torch import _C
 
 SIZE = 2
-#: No test waits longer for anything.
-LIMIT_S = 120.0
 #: torch's classes by what the tests call them.
 CLASSES = {
     name: getattr(c10d, of)
@@ -39,7 +36,7 @@ def both(body: Callable[[int], object]) -> None:
     on_threads.both(on_its_device)
 
 
-def make(flavour: str, store: Any, rank: int, size: int, *, timeout_s: float = 60.0) -> Any:
+def make(flavour: str, store: Any, rank: int, size: int, *, timeout_s: float = 600.0) -> Any:
     """A process group of torch's own."""
     options = CLASSES[flavour].Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -95,18 +92,6 @@ def sleep(seconds: float) -> None:
 def synchronize() -> None:
     for rank in range(torch.cuda.device_count()):
         torch.cuda.synchronize(rank)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for ``condition``.
-
-    Raises:
-        AssertionError: ``what`` never came.
-    """
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.001)
 
 
 @contextlib.contextmanager

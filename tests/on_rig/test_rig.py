@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from control_fakes import until
 from cuda_rig import control
 
 from on_rig.ranks import (
@@ -23,7 +24,6 @@ from on_rig.ranks import (
     pair,
     sleep,
     synchronize,
-    until,
 )
 
 #: Long against what this machine does meanwhile.
@@ -220,7 +220,7 @@ def test_faults_meet_operations(flavour: str) -> None:
     assert not event.query()
     control.release()
     event.synchronize()
-    until(lambda: bool(held.is_completed()), "the end")
+    until(lambda: bool(held.is_completed()), what="the end")
     control.inject("delay", "all_reduce", seconds=KERNEL_S)
     all_reduce(inner, ones()).wait()
     synchronize()
