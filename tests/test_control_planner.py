@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from shared_core import shared_core
 from test_route import LEAF_SPINE
 
+from crux_torch.control import inputs
 from crux_torch.control.inputs import (
+    MAX_CANDIDATES,
     MAX_DEVICE_FLOPS,
+    MAX_HOST_BPS,
     MAX_HOST_DEVICES,
+    MAX_PERIOD_S,
+    MAX_PLANNED_FLOWS,
+    MIN_TRANSFER_S,
     UNLOCATED,
+    candidate_limit,
     claimed_devices,
     claimed_flops,
+    overclaims,
     plan_inputs,
 )
 from crux_torch.control.planner import compute_entries, fingerprint, within
@@ -28,7 +36,7 @@ from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
 from crux_torch.fabric.route import PlannedHop, PlannedPath
-from crux_torch.fabric.topology import Link, TopologyBuilder
+from crux_torch.fabric.topology import CANDIDATE_LIMIT, Link, TopologyBuilder
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.intensity import transfer_times_s
@@ -94,6 +102,61 @@ def test_the_topology_bounds_devices_and_what_each_can_do() -> None:
     assert (job.gpus, job.flops) == (6, 6 * 1e15 * 2.0)
 
 
+def test_a_transfer_time_counts_from_what_the_hosts_nics_can_do() -> None:
+    flows = (HostFlow("h0", "h1", 1e9), HostFlow("h0", "h2", 1e9), HostFlow("h1", "h1", 1e30))
+    for t_s in (1e-300, 1e-9, 0.5):
+        told = profile(t_s=t_s, flows=flows)
+        assert t_of(plan_inputs([record("a", profile=told)], None)) == pytest.approx(
+            max(t_s, 2e9 / MAX_HOST_BPS)
+        )
+        assert bool(overclaims(record("a", profile=told))) is (t_s < 0.5)
+    little = profile(t_s=1e-300, flows=(HostFlow("h0", "h1", 1e-300),))
+    assert t_of(plan_inputs([record("a", profile=little)], None)) == pytest.approx(MIN_TRANSFER_S)
+    computed = profile(t_source="topology", flows=(HostFlow("h0", "h1", 1e-300),))
+    fabric = parse_yaml(LEAF_SPINE)
+    assert t_of(plan_inputs([record("a", profile=computed)], fabric)) == pytest.approx(
+        MIN_TRANSFER_S
+    )
+
+
+def test_work_and_period_out_of_bounds_give_no_top_level() -> None:
+    honest = [record(f"h{n}", profile=profile(flops=1e17 * (n + 1))) for n in range(3)]
+    liar = record("liar", gpus=8, peak_flops=8e15, profile=profile(flops=1e30, period_s=1e30))
+    assert claimed_flops(liar, liar.profile or profile()) == 8e15 * MAX_PERIOD_S
+    assert "FLOPs in an iteration as" in overclaims(liar)
+    assert [overclaims(r) for r in honest] == ["", "", ""]
+    boast = record("liar", gpus=1 << 24, hosts=("h0",))
+    assert "devices as 256" in overclaims(boast)
+
+
+def test_many_records_of_many_flows_are_planned_within_bounds() -> None:
+    topology = parse_yaml("version: 1\nbuilder: fat_tree\nparameters: {k: 8}\n")
+    pairs = [(f"h{a}", f"h{b}") for a in range(64) for b in range(64, 128)]
+    flows = tuple(HostFlow(a, b, 1e9) for a, b in pairs)
+    fakes = [record(f"fake{n}", profile=profile(flows=flows)) for n in range(130)]
+    honest = [record(f"job{n}", profile=profile()) for n in range(20)]
+    limit = candidate_limit([*fakes, *honest])
+    cluster = plan_inputs([*fakes, *honest], topology, limit)
+    flows_of = {job.name: job.flows for job in cluster.jobs}
+    assert all(len(flows_of[r.job]) == 2 for r in honest), "the smallest are planned in full"
+    assert sum(map(len, flows_of.values())) <= MAX_PLANNED_FLOWS + len(fakes)
+    assert flows_of["fake99"] == (flows_of["fake99"][0],)
+    assert candidate_limit(honest) == CANDIDATE_LIMIT
+    assert limit == MAX_CANDIDATES // MAX_PLANNED_FLOWS == 32
+
+
+def test_a_job_beyond_the_limit_keeps_its_level_and_has_no_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_PLANNED_FLOWS", 3)
+    topology = parse_yaml(LEAF_SPINE)
+    flows = tuple(HostFlow(*ends, 1e9) for ends in (("h0", "h1"), ("h1", "h0")))
+    records = [record(name, profile=profile(flows=flows)) for name in ("a", "b")]
+    first, second = compute_entries(records, topology, policy="crux", levels=(0, 1))
+    assert first.paths
+    assert second.paths == ()
+
+
 @given(
     gpus=st.integers(1, 1 << 24),
     hosts=st.lists(st.sampled_from(["h0", "h1", "x", "y"]), min_size=1, max_size=8),
@@ -109,7 +172,7 @@ def test_a_claim_counts_up_to_what_the_hosts_devices_can_do(
     (job,) = plan_inputs([claims], None).jobs
     assert job.gpus == min(gpus, MAX_HOST_DEVICES * len(set(hosts)))
     peak = job.gpus * MAX_DEVICE_FLOPS
-    assert job.flops == min(flops, min(peak_flops or peak, peak) * period_s)
+    assert job.flops == min(flops, min(peak_flops or peak, peak) * min(period_s, MAX_PERIOD_S))
 
 
 def test_unprofiled_jobs_have_no_entry_and_shares_are_normalised() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from crux_torch.control.records import JobRecord
-from crux_torch.fabric.topology import Topology
+from crux_torch.fabric.topology import CANDIDATE_LIMIT, Topology
 from crux_torch.measure.job_profile import JobProfile
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
@@ -19,11 +21,25 @@ UNLOCATED = "unlocated"
 UNLOCATED_BPS = 12.5e9
 #: More than any device does, in FLOP/s: bounds a job that does not say what its devices can do.
 MAX_DEVICE_FLOPS = 1e17
+#: Longer than any iteration: bounds the FLOPs of one that a job may claim.
+MAX_PERIOD_S = 3600.0
+#: More than a host's NICs do together, and less than one exchange between hosts needs: they bound
+#: t_j from below.
+MAX_HOST_BPS = 1e12
+MIN_TRANSFER_S = 1e-6
+#: A claim that is cut by less than this share is not worth a word.
+SLACK = 0.99
+#: Flows of all jobs together that are planned one by one, those of the smallest jobs first.
+MAX_PLANNED_FLOWS = 1 << 15
+#: Candidates of all flows together; the more flows, the fewer each has.
+MAX_CANDIDATES = 1 << 20
 #: More devices than any host has, ranks on a CPU included: bounds a job on hosts that nobody knows.
 MAX_HOST_DEVICES = 256
 
 
-def plan_inputs(records: Sequence[JobRecord], topology: Topology | None) -> Cluster:
+def plan_inputs(
+    records: Sequence[JobRecord], topology: Topology | None, limit: int = CANDIDATE_LIMIT
+) -> Cluster:
     """The profiled jobs, and the capacities of the links that they share.
 
     - A flow between hosts that the topology knows gets that topology's candidates.
@@ -34,10 +50,14 @@ def plan_inputs(records: Sequence[JobRecord], topology: Topology | None) -> Clus
       topology describes the host's inside, and counts for nothing otherwise.
     - If t_j was measured, or if a path is not known, the profile's t_j stands: the flows' bytes
       are scaled in one proportion until the links give that time.
-    - W_j and the number of devices are bounded by :func:`claimed_flops` and
-      :func:`claimed_devices`, so that no tenant raises its own priority.
+    - W_j, t_j and the number of devices are bounded by :func:`claimed_flops`,
+      :func:`least_transfer_s` and :func:`claimed_devices`, so that no tenant raises its own
+      priority.
+    - Flows beyond ``MAX_PLANNED_FLOWS`` count as one over ``unlocated`` for each job.
 
-    ``records`` are live, in any order, no two of one name.
+    Args:
+        records: live, in any order, no two of one name.
+        limit: of the candidates of a pair, see :func:`candidate_limit`.
     """
     known = frozenset(topology.hosts if topology is not None else ())
     capacity_Bps = dict(topology.capacity_Bps) if topology is not None else {}
@@ -48,29 +68,82 @@ def plan_inputs(records: Sequence[JobRecord], topology: Topology | None) -> Clus
             return ((),)
         if topology is None or not known.issuperset((src, dst)):
             return ((UNLOCATED,),)
-        return topology.candidate_paths(src, dst)
+        return topology.candidate_paths(src, dst, limit)
 
+    planned = _planned(records)
     jobs = []
     for record in sorted(records, key=lambda r: r.job):
         profile = record.profile
         if profile is None:
             continue
+        flows: tuple[Flow, ...] = (
+            *(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
+            *_inside_flows(profile, topology),
+        )
+        if record.job not in planned:
+            flows = (Flow(math.fsum(f.bytes for f in profile.flows), ((UNLOCATED,),)),)
         job = Job(
             name=record.job,
             gpus=claimed_devices(record, topology),
             flops=claimed_flops(record, profile, topology),
             compute_s=profile.compute_s,
-            flows=(
-                *(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
-                *_inside_flows(profile, topology),
-            ),
+            flows=flows,
             bursts=_bursts(profile),
         )
-        placed = all(known.issuperset((f.src, f.dst)) for f in profile.flows)
-        if profile.t_source == "measured" or topology is None or not placed:
-            job = _scaled(job, capacity_Bps, profile.t_s)
-        jobs.append(job)
+        placed = record.job in planned and all(
+            known.issuperset((f.src, f.dst)) for f in profile.flows
+        )
+        measured = profile.t_source == "measured" or topology is None or not placed
+        told_s = profile.t_s if measured else 0.0
+        jobs.append(_scaled(job, capacity_Bps, told_s, least_transfer_s(profile)))
     return Cluster(capacity_Bps, tuple(jobs))
+
+
+def candidate_limit(records: Sequence[JobRecord]) -> int:
+    """Candidates of one flow: a power of two, so that a job more or less changes little.
+
+    All flows together have ``MAX_CANDIDATES`` at most, and each has at least 32.
+    """
+    planned = _planned(records)
+    flows = sum(len(r.profile.flows) for r in records if r.profile and r.job in planned)
+    return min(CANDIDATE_LIMIT, 1 << (MAX_CANDIDATES // max(flows, 1)).bit_length() - 1)
+
+
+def _planned(records: Sequence[JobRecord]) -> frozenset[str]:
+    """The jobs whose flows are planned one by one: the smallest ones, within the limit."""
+    sizes = sorted(
+        (len(r.profile.flows) + len(r.profile.inside), r.job) for r in records if r.profile
+    )
+    total = itertools.accumulate(size for size, _ in sizes)
+    within = zip(sizes, total, strict=True)
+    return frozenset(job for (_, job), so_far in within if so_far <= MAX_PLANNED_FLOWS)
+
+
+def least_transfer_s(profile: JobProfile) -> float:
+    """The time below which the flows between hosts can't end; 0 without any."""
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
+    for flow in profile.flows:
+        if flow.src != flow.dst and flow.bytes > 0:
+            sent[flow.src] += flow.bytes  # type: ignore[assignment]
+            received[flow.dst] += flow.bytes  # type: ignore[assignment]
+    most = max([*sent.values(), *received.values()], default=0)
+    return max(most / MAX_HOST_BPS, MIN_TRANSFER_S) if most else 0.0
+
+
+def overclaims(record: JobRecord, topology: Topology | None = None) -> str:
+    """What of a job's claims counts for less than it says; empty if nothing does."""
+    profile = record.profile
+    if profile is None:
+        return ""
+    found = []
+    if (devices := claimed_devices(record, topology)) < record.gpus:
+        found.append(f"{record.gpus} devices as {devices}")
+    if (flops := claimed_flops(record, profile, topology)) < profile.flops * SLACK:
+        found.append(f"{profile.flops:.3g} FLOPs in an iteration as {flops:.3g}")
+    if 0 < profile.t_s < (least_s := least_transfer_s(profile)) * SLACK:
+        found.append(f"a transfer time of {profile.t_s:.3g} s as {least_s:.3g} s")
+    return ", ".join(found)
 
 
 def claimed_devices(record: JobRecord, topology: Topology | None = None) -> int:
@@ -98,7 +171,7 @@ def claimed_flops(
     peak = claimed_devices(record, topology) * device
     if record.peak_flops > 0:
         peak = min(peak, record.peak_flops)
-    return min(profile.flops, peak * profile.period_s)
+    return min(profile.flops, peak * min(profile.period_s, MAX_PERIOD_S))
 
 
 def _inside_flows(profile: JobProfile, topology: Topology | None) -> list[Flow]:
@@ -123,10 +196,16 @@ def _bursts(profile: JobProfile) -> tuple[Burst, ...]:
     return tuple(Burst(b.at, b.share / total) for b in ordered)
 
 
-def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float) -> Job:
-    """``job`` with its bytes scaled to need ``t_s``, if known, before paths are chosen."""
+def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float, least_s: float) -> Job:
+    """``job`` with its bytes scaled to need ``t_s``, if known, before paths are chosen.
+
+    They need ``least_s`` at least.
+    """
     alone_s = float(unrouted_transfer_times_s(arrays_of(Cluster(capacity_Bps, (job,))))[0])
-    if t_s <= 0 or alone_s <= 0:
+    if alone_s <= 0:
+        return job
+    t_s = max(t_s or alone_s, least_s)
+    if t_s == alone_s:
         return job
     factor = t_s / alone_s
     return replace(job, flows=tuple(replace(f, bytes=f.bytes * factor) for f in job.flows))

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from crux_torch.control.adopted_plan import AdoptedPlan
+from crux_torch.control.inputs import overclaims
 from crux_torch.control.planner import within
 from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
@@ -22,7 +23,7 @@ from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import StoreError
 from crux_torch.fabric.topology import Topology
 from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
-from crux_torch.warn_once import WarnOnce
+from crux_torch.warn_once import WarnOnce, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -238,6 +239,7 @@ class Leader:
         jobs = self._registry.jobs()
         if self._snapshot.update(jobs, self._registry.topology(), now):
             self._patience_s = self._lease_s
+            self._say_overclaims()
         self._find_self(now)
         state = self._registry.plan()
         if state.stored is not None:
@@ -245,6 +247,17 @@ class Leader:
             if not self._adopted.knows(state) and self._follows(state):
                 self._adopted.confirm(state.stored.plan, state.raw)
         return state
+
+    def _say_overclaims(self) -> None:
+        """Say which claims count for less; as a warning only of this job's own."""
+        for record in self._snapshot.jobs:
+            if less := overclaims(record, self.topology):
+                own = record.job == self.record.job
+                said = f"the plan counts, of what job {record.job!r} claims, {less}"
+                if own:
+                    self._warn("claims", f"{said}: more than its hosts can do")
+                else:
+                    _log.info("%s", one_line(said))
 
     def _note(self, plan: Plan, now: float) -> None:
         """Remember since when ``plan`` lies in the store."""

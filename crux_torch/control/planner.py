@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import msgspec
 
-from crux_torch.control.inputs import plan_inputs
+from crux_torch.control.inputs import UNLOCATED, candidate_limit, plan_inputs
 from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.route import PlannedPath, planned_paths
@@ -49,7 +49,8 @@ def compute_entries(
         CruxError: records or a topology that contradict themselves.
     """
     check_policy(policy, levels)
-    cluster = plan_inputs(records, topology)
+    limit = candidate_limit(records)
+    cluster = plan_inputs(records, topology, limit)
     if not cluster.jobs:
         return ()
     options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
@@ -60,7 +61,7 @@ def compute_entries(
         if topology is None or policy not in PATH_POLICIES:
             return ()
         chosen = decision.path.get(job.name, ())
-        return planned_paths(_chosen(profiles[job.name], job, chosen, topology), topology)
+        return planned_paths(_chosen(profiles[job.name], job, chosen, topology), topology, limit)
 
     return tuple(
         PlanEntry(
@@ -141,8 +142,9 @@ def _chosen(
     paths: dict[tuple[str, str], Path] = {}
     for told, flow, candidate in zip(profile.flows, job.flows, chosen, strict=False):
         pair = told.src, told.dst
-        if told.src != told.dst and known.issuperset(pair):
-            paths.setdefault(pair, flow.candidates[candidate])
+        path = flow.candidates[candidate]
+        if told.src != told.dst and known.issuperset(pair) and path != (UNLOCATED,):
+            paths.setdefault(pair, path)
     return paths
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from crux_torch.fabric.topology import Path, Topology, TopologyError
+from crux_torch.fabric.topology import CANDIDATE_LIMIT, Path, Topology, TopologyError
 
 #: Addresses over all hops of a route, as many as the transport takes (``CRUX_ROUTE_HOPS``).
 MAX_HOP_ADDRESSES = 16
@@ -78,7 +78,7 @@ class Routes(NamedTuple):
 
 
 def planned_paths(
-    chosen: Mapping[tuple[str, str], Path], topology: Topology
+    chosen: Mapping[tuple[str, str], Path], topology: Topology, limit: int = CANDIDATE_LIMIT
 ) -> tuple[PlannedPath, ...]:
     """One job's paths as a plan says them.
 
@@ -90,9 +90,10 @@ def planned_paths(
 
     Args:
         chosen: for pairs of different hosts the candidate that bytes are to take.
+        limit: of the candidates that it was chosen from.
     """
     paths = (
-        _planned(topology, src, dst, path, (dst, src) not in chosen)
+        _planned(topology, src, dst, path, (dst, src) not in chosen, limit)
         for (src, dst), path in chosen.items()
     )
     return tuple(path for path in paths if path is not None)
@@ -132,11 +133,11 @@ def routers(path: Path, topology: Topology) -> Nodes:
 # A plan keeps the paths of most pairs, and a cluster has one topology at a time.
 @lru_cache(maxsize=1 << 16)
 def _planned(
-    topology: Topology, src: str, dst: str, path: Path, with_way_back: bool
+    topology: Topology, src: str, dst: str, path: Path, with_way_back: bool, limit: int
 ) -> PlannedPath | None:
     """What a plan says of ``path``; None if there is no choice."""
     wanted = _nodes(path, topology)
-    candidates = {_nodes(c, topology) for c in topology.candidate_paths(src, dst)}
+    candidates = {_nodes(c, topology) for c in topology.candidate_paths(src, dst, limit)}
     there = _telling(wanted, candidates, topology.addresses)
     back = None
     if with_way_back:
@@ -144,7 +145,7 @@ def _planned(
         if topology.is_symmetric:
             candidates = {nodes[::-1] for nodes in candidates}
         else:
-            candidates = {_nodes(c, topology) for c in topology.candidate_paths(dst, src)}
+            candidates = {_nodes(c, topology) for c in topology.candidate_paths(dst, src, limit)}
         if mirrored in candidates:
             back = _telling(mirrored, candidates, topology.addresses)
     if there is None and back is None:
