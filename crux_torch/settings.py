@@ -27,8 +27,13 @@ _WORD = "up to 128 letters, digits and . _ : @ + -, the first a letter or digit"
 _HOST = r"([\w.-]+|\[[\da-fA-F:.]+\])"
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}\Z", title=_WORD)]
+_ENDPOINTS = rf"tcp://{_HOST}:{_PORT}|etcd://{_HOST}:{_PORT}(,{_HOST}:{_PORT})*([/?]\S*)?"
 Endpoint = Annotated[
-    str, Meta(pattern=rf"\A(none|tcp://{_HOST}:{_PORT})\Z", title="tcp://HOST:PORT, or none")
+    str,
+    Meta(
+        pattern=rf"\A(none|{_ENDPOINTS})\Z",
+        title="tcp://HOST:PORT, etcd://HOST:PORT[,HOST:PORT][/PREFIX][?...], or none",
+    ),
 ]
 Count = Annotated[int, Meta(ge=1, title="a whole number, 1 or more")]
 LevelCount = Annotated[int, Meta(ge=1, le=64, title="a whole number from 1 to 64")]
@@ -87,7 +92,9 @@ class Settings:
     disable: bool = _says(False, "use the stock backends and leave every connection alone")
     attach: bool = _says(False, "make the script's own init_process_group use Crux; set by cruxrun")
     store: Endpoint = _says(
-        "tcp://127.0.0.1:29410", "the store that the cluster's jobs share: tcp://HOST:PORT, or none"
+        "tcp://127.0.0.1:29410",
+        "the store that the cluster's jobs share: tcp://HOST:PORT, etcd://... (docs/store.md), or "
+        "none",
     )
     store_secret: str = _says(
         "",

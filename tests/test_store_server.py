@@ -56,7 +56,7 @@ def greeted(port: int) -> socket.socket:
     client.clients()
     connection = client._connection
     assert connection is not None
-    return connection._socket
+    return connection._frames._socket
 
 
 def is_closed(peer: socket.socket) -> bool:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the Debian packages that parts of this project use, where it can; else says what is lost.
-# Usage: tools/apt.sh [lab]    (lab: also what the Soft-RoCE lab takes, docs/rdma-lab.md)
+# Usage: tools/apt.sh [lab]    (lab: also an etcd, and what the Soft-RoCE lab takes, docs/rdma-lab.md)
 set -u
 
 have() { command -v "$1" >/dev/null 2>&1 || [ -x "/usr/sbin/$1" ]; }
@@ -16,6 +16,8 @@ missing() {
   have tcpdump || echo tcpdump
   have ib_write_bw || echo perftest
   have ibv_rc_pingpong || echo ibverbs-utils
+  have etcd || echo etcd-server
+  have etcdctl || echo etcd-client
   set -- /usr/lib/*/libibverbs/librxe-rdmav*.so
   [ -e "$1" ] || echo ibverbs-providers
   [ -d /usr/lib/python3/dist-packages/pyverbs ] || echo python3-pyverbs
@@ -45,6 +47,7 @@ for package in $wanted; do
     iproute2) cost="no network namespaces: the demo runs on loopback, tests of the fabric skip" ;;
     g++) cost="the extension can't be built" status=1 ;;
     libibverbs-dev) cost="queue pairs are neither seen nor steered; sockets are" ;;
+    etcd-server | etcd-client) cost="tests of stores over an etcd skip" ;;
     python3-pyverbs) cost="the lab does not test the limits of RDMA devices" ;;
     *) cost="the Soft-RoCE lab skips" ;;
   esac

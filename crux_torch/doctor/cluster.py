@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from urllib.parse import urlsplit
 
 from crux_torch.doctor.check import Check, Part
+from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import TopologyError
 from crux_torch.settings import Settings
+from crux_torch.store.endpoint import ETCD, server_addresses
 
 CONNECT_TIMEOUT_S = 1.0
 
@@ -19,13 +20,22 @@ def store(settings: Settings) -> Check:
         part = Part("store", "jobs do not coordinate: each runs without a plan")
         return part.missing("switched off: CRUX_STORE=none", "unset CRUX_STORE")
     part = Part("store", "jobs here do not coordinate with others until the store can be reached")
-    url = urlsplit(settings.store)
+    remedy = "the first cruxrun on the store's host starts it; open its port in firewalls"
+    if settings.store.startswith(ETCD):
+        remedy = "start the etcd, or open its port in firewalls"
     try:
-        socket.create_connection((url.hostname or "", url.port or 0), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        remedy = "the first cruxrun on the store's host starts it; open its port in firewalls"
-        return part.missing(f"{settings.store}: {error}", remedy)
-    return part.ok(f"{settings.store} answers")
+        addresses = server_addresses(settings.store)
+    except SettingsError as error:
+        return part.broken(str(error), "correct CRUX_STORE (docs/store.md)")
+    reason = ""
+    for address in addresses:
+        try:
+            socket.create_connection(address, CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            reason = str(error)
+        else:
+            return part.ok(f"{settings.store} answers")
+    return part.missing(f"{settings.store}: {reason}", remedy)
 
 
 def topology(settings: Settings) -> Check:

@@ -31,7 +31,7 @@ from crux_torch.probe.port_search import PortSearch
 from crux_torch.probe.prober import ConnectionTrace, trace_connection
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
-from crux_torch.store.endpoint import parse_endpoint
+from crux_torch.store.endpoint import server_addresses
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -269,8 +269,7 @@ def _too_late(
 def make_steering(settings: Settings, host: str, ownership: Ownership, store: object) -> Steering:
     """The steering of this process; connections to ``store``, the job's, are never steered."""
     skipped = gloo_rendezvous.store_ports(store)
-    if settings.store != "none":
-        skipped.add(parse_endpoint(settings.store)[1])
+    skipped.update(port for _, port in server_addresses(settings.store))
     return Steering(
         host,
         ownership,

@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from crux_torch.errors import StoreError
+from crux_torch.store.frame_socket import FrameSocket
 from crux_torch.store.frames import (
-    LENGTH_BYTES,
     MAX_ANSWER_BYTES,
     MAX_GREETING_BYTES,
     NONCE_BYTES,
@@ -118,12 +118,12 @@ class _Connection:
     """A connection that has greeted."""
 
     def __init__(self, connected: socket.socket, secret: bytes, deadline_s: float) -> None:
-        self._socket = connected
+        self._frames = FrameSocket(connected)
         self._opener: Sealer | None = None
         self._sealer: Sealer | None = None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._send(pack(Hello(PROTOCOL_VERSION, nonce)), deadline_s)
-        challenge = unpack(self._receive(MAX_GREETING_BYTES, deadline_s), _challenge)
+        self._frames.send(pack(Hello(PROTOCOL_VERSION, nonce)), deadline_s)
+        challenge = unpack(self._frames.receive(MAX_GREETING_BYTES, deadline_s), _challenge)
         if challenge.version != PROTOCOL_VERSION:
             raise StoreError(
                 f"it speaks version {challenge.version} of the protocol, this job "
@@ -136,9 +136,9 @@ class _Connection:
                 else "it asks for no secret, this job has one: all jobs and the store need the same"
             )
         handshake = Handshake(secret, nonce, challenge.nonce)
-        self._send(pack(Proof(handshake.digest("client"))), deadline_s)
+        self._frames.send(pack(Proof(handshake.digest("client"))), deadline_s)
         try:
-            welcome = unpack(self._receive(MAX_GREETING_BYTES, deadline_s), _welcome)
+            welcome = unpack(self._frames.receive(MAX_GREETING_BYTES, deadline_s), _welcome)
         except EOFError:
             raise StoreError("it refused this job: CRUX_STORE_SECRET is not its secret") from None
         if not handshake.proves("server", welcome.digest):
@@ -147,49 +147,15 @@ class _Connection:
         self._opener, self._sealer = handshake.sealer("server"), handshake.sealer("client")
 
     def ask(self, request: Request, deadline_s: float) -> Answer:
-        self._send(pack(request, self._sealer), deadline_s)
-        return unpack(self._receive(MAX_ANSWER_BYTES, deadline_s), answer_decoder, self._opener)
+        self._frames.send(pack(request, self._sealer), deadline_s)
+        frame = self._frames.receive(MAX_ANSWER_BYTES, deadline_s)
+        return unpack(frame, answer_decoder, self._opener)
 
     def has_ended(self) -> bool:
-        """Whether the other side is known to be gone."""
-        self._socket.setblocking(False)
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        return self._frames.has_ended()
 
     def close(self) -> None:
-        self._socket.close()
-
-    def _send(self, data: bytes, deadline_s: float) -> None:
-        self._socket.settimeout(_left(deadline_s))
-        self._socket.sendall(data)
-
-    def _receive(self, limit: int, deadline_s: float) -> bytes:
-        size = int.from_bytes(self._bytes(LENGTH_BYTES, deadline_s), "big")
-        if size > limit:
-            raise ValueError(f"a frame of {size} bytes, limit {limit}")
-        return self._bytes(size, deadline_s)
-
-    def _bytes(self, size: int, deadline_s: float) -> bytes:
-        data = bytearray(size)
-        view, got = memoryview(data), 0
-        while got < size:
-            self._socket.settimeout(_left(deadline_s))
-            count = self._socket.recv_into(view[got:])
-            if not count:
-                raise EOFError("it closed the connection")
-            got += count
-        return bytes(data)
-
-
-def _left(deadline_s: float) -> float:
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    return left_s
+        self._frames.close()
 
 
 class StoreClient:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from crux_torch.errors import SettingsError
-from crux_torch.store.client import StoreClient, TcpConnector
+from crux_torch.store.client import Connector, StoreClient, TcpConnector
+from crux_torch.store.etcd_address import parse_etcd
+from crux_torch.store.process_connector import ProcessConnector
 from crux_torch.store.secret import read_secret
+
+_log = logging.getLogger(__name__)
+
+ETCD = "etcd://"
+#: Seconds that a call may take where an etcd is behind it: more than the store process waits.
+ETCD_CALL_S = 2.0
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -41,5 +50,22 @@ def open_store(
     Raises:
         SettingsError: one of the two can't be used.
     """
+    if endpoint.startswith(ETCD):
+        address = parse_etcd(endpoint)
+        if address.is_bare:
+            _log.warning("%s goes over a network without TLS: name its ca", endpoint)
+        # Frames to its process say nothing of their own: it has no secret.
+        connector: Connector = ProcessConnector(endpoint)
+        return StoreClient(connector, timeout_s=max(timeout_s, ETCD_CALL_S), clock=clock)
     connector = TcpConnector(*parse_endpoint(endpoint))
     return StoreClient(connector, read_secret(secret), timeout_s=timeout_s, clock=clock)
+
+
+def server_addresses(endpoint: str) -> tuple[tuple[str, int], ...]:
+    """Host and port of each server of the store; none for ``none``; raises SettingsError."""
+    if endpoint == "none":
+        return ()
+    if not endpoint.startswith(ETCD):
+        return (parse_endpoint(endpoint),)
+    members = (each.rpartition(":") for each in parse_etcd(endpoint).endpoints)
+    return tuple((host.strip("[]"), int(port)) for host, _, port in members)

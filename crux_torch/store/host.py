@@ -13,13 +13,11 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 from crux_torch.errors import StoreError
+from crux_torch.store.child import start_child
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store, parse_endpoint
 from crux_torch.store.secret import read_secret
@@ -38,8 +36,6 @@ POLL_S = 0.5
 CALL_S = 2.0
 #: Seconds without an answer from whoever holds the port before a warning.
 PATIENCE_S = 15.0
-#: What would load torch, or our libraries, into the server.
-_UNFIT_VARIABLES = ("LD_PRELOAD", "CRUX_ATTACH")
 
 
 class StoreHost:
@@ -138,19 +134,9 @@ class StoreHost:
                     f"{address} is not loopback, and whoever reaches it could change priorities: "
                     "set CRUX_STORE_SECRET to a file with a secret that only its user can read"
                 )
-            command = [sys.executable, "-m", "crux_torch.store.server"]
-            options = [f"--fd={listener.fileno()}", f"--linger-s={self._linger_s}"]
-            self._server = subprocess.Popen(
-                [*command, *options, f"--secret={self._secret}"],
-                env=_environment(os.environ),
-                # Neither the terminal's signals nor the launcher's pipes are its own.
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(listener.fileno(),),
-            )
+            about = (f"--linger-s={self._linger_s}", f"--secret={self._secret}")
+            fd = listener.fileno()
+            self._server = start_child("crux_torch.store.server", *about, fd=fd)
         self.state = "hosting"
         _log.info("the store at %s:%d is process %d", address, self.port, self._server.pid)
 
@@ -162,10 +148,3 @@ class StoreHost:
         # the next. Two sockets can be bound in this way, but only one of them can listen.
         is_v6 = family == socket.AF_INET6
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_v6)
-
-
-def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env`` for a process without torch that finds the same packages from any folder."""
-    kept = {name: text for name, text in env.items() if name not in _UNFIT_VARIABLES}
-    path = os.pathsep.join(str(Path(folder or ".").resolve()) for folder in sys.path)
-    return {**kept, "PYTHONPATH": path}

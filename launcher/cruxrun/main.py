@@ -118,7 +118,7 @@ def _hosted_store(settings: Settings) -> Iterator[None]:
     """
     host: Any = None
     endpoint = settings.store
-    if endpoint != "none":
+    if endpoint.startswith("tcp:"):
         try:
             from crux_torch.store.host import StoreHost
 

@@ -1,0 +1,350 @@
+"""An etcd v3 as the contents of a store: answers the requests of one client from it.
+
+Only the store process imports this: gRPC and protobuf don't belong into a training process.
+Reads come from a mirror that a watch keeps up to date. The watch begins with a full read, so what
+was compacted or lost in between is made up for. If the member does not tell for a while how far it
+is, the mirror counts as old, and every request is refused until another member answers.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from pyetcd import etcdrpc
+
+from crux_torch.errors import SettingsError
+from crux_torch.store.etcd_address import EtcdAddress
+from crux_torch.store.frames import (
+    PAGE_BYTES,
+    Answer,
+    Changes,
+    Count,
+    Delete,
+    Done,
+    Put,
+    Read,
+    Refused,
+    Request,
+    Swap,
+)
+from crux_torch.store.journal import Journal
+from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_VALUE_BYTES
+
+#: Seconds that one request to an etcd may take, and all of one answer.
+CALL_S = 1.0
+ANSWER_S = 1.5
+#: Seconds between two questions how far the watch is, and without an answer until it counts as cut.
+PROGRESS_S = 0.5
+CONTACT_S = 2.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+#: Keys of one page of a full read: their values fit into MAX_MESSAGE_BYTES.
+PAGE_KEYS = 32
+MAX_MESSAGE_BYTES = (PAGE_KEYS + 16) * MAX_VALUE_BYTES
+#: Revision of etcd's compare: the number of a key that is absent.
+ABSENT = 0
+
+
+class _Session:
+    """Calls to one member."""
+
+    def __init__(self, address: EtcdAddress, endpoint: str) -> None:
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.enable_http_proxy", 0),
+        ]
+        if address.ca:
+            read = address.read
+            trusted = grpc.ssl_channel_credentials(
+                read(address.ca), read(address.key), read(address.cert)
+            )
+            self.channel = grpc.secure_channel(endpoint, trusted, options=options)
+        else:
+            self.channel = grpc.insecure_channel(endpoint, options=options)
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        self.endpoint = endpoint
+        self.kv = etcdrpc.KVStub(self.channel)
+        self.lease = etcdrpc.LeaseStub(self.channel)
+        self.watch = etcdrpc.WatchStub(self.channel)
+
+    def authenticate(self, user: str, password: str) -> None:
+        stub = etcdrpc.AuthStub(self.channel)
+        request = etcdrpc.AuthenticateRequest(name=user, password=password)
+        self.metadata = (("token", stub.Authenticate(request, timeout=CALL_S).token),)
+
+
+class _Refusal(Exception):
+    """Why a request was not carried out."""
+
+
+class EtcdContents:
+    """The keys of an etcd under the address's prefix.
+
+    Call :meth:`answer` from one thread. :meth:`start` begins to keep the mirror.
+
+    Raises:
+        SettingsError: a file that the address names can't be used.
+    """
+
+    def __init__(self, address: EtcdAddress) -> None:
+        self._address = address
+        self._prefix = address.prefix.encode()
+        self._user = self._password = ""
+        for file in (address.ca, address.cert, address.key):
+            address.read(file)
+        credentials = address.read(address.auth)
+        if credentials is not None:
+            self._user, colon, self._password = credentials.decode().strip().partition(":")
+            if not colon:
+                raise SettingsError(f"{address.auth!r}: expected USER:PASSWORD")
+        self._changed = threading.Condition()
+        self._mirror = Journal()
+        #: The lease of each key in the mirror.
+        self._leased: dict[str, int] = {}
+        self._revision = 0
+        self._heard_s = float("-inf")
+        self._reason = "not connected yet"
+        self._session: _Session | None = None
+        self._leases: dict[str, tuple[int, float]] = {}
+
+    def start(self) -> None:
+        """Begin to mirror, in a thread that runs until the process ends."""
+        threading.Thread(target=self._keep_mirror, name="crux-etcd", daemon=True).start()
+
+    def answer(self, request: Request) -> Answer:
+        """Carry out ``request``; raises nothing for what etcd says or does not say."""
+        until_s = time.monotonic() + ANSWER_S
+        try:
+            session = self._in_contact(until_s)
+            if isinstance(request, Read):
+                with self._changed:
+                    found = self._mirror.changes(
+                        request.key, request.prefix, request.since, PAGE_BYTES
+                    )
+                return Changes(*found)
+            if isinstance(request, Count):
+                raise _Refusal("an etcd does not tell its clients")
+            return self._write(session, request, until_s)
+        except grpc.RpcError as error:
+            return Refused(_told(error))
+        except _Refusal as refusal:
+            return Refused(str(refusal)[:1000])
+
+    def _in_contact(self, until_s: float) -> _Session:
+        """The session; waits for the first one for a moment."""
+        with self._changed:
+            while True:
+                session = self._session
+                if session is not None and time.monotonic() - self._heard_s < CONTACT_S:
+                    return session
+                ever = self._heard_s > float("-inf")
+                if ever or not self._changed.wait(max(0.0, until_s - time.monotonic())):
+                    raise _Refusal(f"no contact: {self._reason}")
+
+    def _write(self, session: _Session, request: Put | Swap | Delete, until_s: float) -> Answer:
+        key, metadata = request.key, session.metadata
+        name = self._prefix + key.encode()
+        if isinstance(request, Delete):
+            gone = session.kv.DeleteRange(
+                etcdrpc.DeleteRangeRequest(key=name), timeout=CALL_S, metadata=metadata
+            )
+            self._leases.pop(key, None)
+            if gone.deleted:
+                self._await(gone.header.revision, until_s)
+            return Done(int(gone.deleted > 0))
+        compare = []
+        if isinstance(request, Swap):
+            held = session.kv.Range(
+                etcdrpc.RangeRequest(key=name), timeout=CALL_S, metadata=metadata
+            ).kvs
+            if (held[0].value if held else None) != request.expected:
+                if held:
+                    self._await(held[0].mod_revision, until_s)
+                return Done(0)
+            compare.append(
+                etcdrpc.Compare(
+                    key=name,
+                    target=etcdrpc.Compare.MOD,
+                    result=etcdrpc.Compare.EQUAL,
+                    mod_revision=held[0].mod_revision if held else ABSENT,
+                )
+            )
+        lease, kept = self._lease(session, key, request.lease_s)
+        with self._changed:
+            same = kept and self._mirror.get(key) == request.value
+            same = same and self._leased.get(key) == lease
+        if same and isinstance(request, Put):
+            return Done(1)
+        put = etcdrpc.PutRequest(key=name, value=request.value, lease=lease)
+        done = session.kv.Txn(
+            etcdrpc.TxnRequest(compare=compare, success=[etcdrpc.RequestOp(request_put=put)]),
+            timeout=CALL_S,
+            metadata=metadata,
+        )
+        if done.succeeded:
+            self._await(done.header.revision, until_s)
+        return Done(int(done.succeeded))
+
+    def _lease(self, session: _Session, key: str, lease_s: float) -> tuple[int, bool]:
+        """A lease for ``key`` from now on, and whether it is the one that it had."""
+        metadata = session.metadata
+        known = self._leases.get(key)
+        if known is not None and known[1] == lease_s:
+            ask = etcdrpc.LeaseKeepAliveRequest(ID=known[0])
+            replies = session.lease.LeaseKeepAlive(iter([ask]), timeout=CALL_S, metadata=metadata)
+            if next(iter(replies)).TTL > 0:
+                return known[0], True
+        grant = etcdrpc.LeaseGrantRequest(TTL=math.ceil(lease_s))
+        lease: int = session.lease.LeaseGrant(grant, timeout=CALL_S, metadata=metadata).ID
+        self._leases[key] = lease, lease_s
+        return lease, False
+
+    def _await(self, revision: int, until_s: float) -> None:
+        """Wait until the mirror has this revision, so that a writer reads what it wrote."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._revision >= revision, max(0.0, until_s - time.monotonic())
+            )
+
+    def _keep_mirror(self) -> None:
+        """Watch one member after the other, each for as long as it answers."""
+        endpoints = list(self._address.endpoints)
+        random.shuffle(endpoints)
+        failures = 0
+        while True:
+            endpoint = endpoints[0]
+            endpoints.append(endpoints.pop(0))
+            session, began_s = None, time.monotonic()
+            try:
+                session = _Session(self._address, endpoint)
+                if self._user:
+                    session.authenticate(self._user, self._password)
+                self._read_all(session)
+                self._follow(session)
+            except grpc.RpcError as error:
+                self._reason = f"{endpoint}: {_told(error)}"
+            except Exception as error:
+                self._reason = f"{endpoint}: {type(error).__name__}: {error}"
+            finally:
+                self._session = None
+                if session is not None:
+                    session.channel.close()
+            failures = 0 if time.monotonic() - began_s > 2 * CONTACT_S else failures + 1
+            # Every member has a first try at once.
+            if failures >= len(endpoints):
+                pause_s = FIRST_BACKOFF_S * 2.0 ** min(failures - len(endpoints), 30)
+                time.sleep(min(MAX_BACKOFF_S, pause_s) * random.uniform(0.5, 1.0))
+
+    def _read_all(self, session: _Session) -> None:
+        """Make the mirror what the etcd holds at one revision."""
+        seen: dict[str, tuple[bytes, int]] = {}
+        begin, end, revision = self._prefix or b"\0", _end(self._prefix), 0
+        while True:
+            request = etcdrpc.RangeRequest(
+                key=begin, range_end=end, limit=PAGE_KEYS, revision=revision
+            )
+            page = session.kv.Range(request, timeout=5 * CALL_S, metadata=session.metadata)
+            revision = revision or page.header.revision
+            for kv in page.kvs:
+                key = self._key(kv)
+                if key is not None:
+                    seen[key] = kv.value, kv.lease
+            if not page.more:
+                break
+            begin = page.kvs[-1].key + b"\0"
+        with self._changed:
+            for key in [key for key in self._mirror if key not in seen]:
+                self._mirror.delete(key)
+            for key, (value, _) in seen.items():
+                if self._mirror.get(key) != value:
+                    self._mirror.set(key, value)
+            self._leased = {key: lease for key, (_, lease) in seen.items()}
+            self._revision = revision
+            self._heard_s, self._session = time.monotonic(), session
+            self._changed.notify_all()
+
+    def _follow(self, session: _Session) -> None:
+        """Take in what changes, until the watch ends or falls silent."""
+        create = etcdrpc.WatchCreateRequest(
+            key=self._prefix or b"\0",
+            range_end=_end(self._prefix),
+            start_revision=self._revision + 1,
+        )
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        requests.put(etcdrpc.WatchRequest(create_request=create))
+        call = session.watch.Watch(_until_none(requests), metadata=session.metadata)
+        ended = threading.Event()
+
+        def nag() -> None:
+            ask = etcdrpc.WatchRequest(progress_request=etcdrpc.WatchProgressRequest())
+            while not ended.wait(PROGRESS_S):
+                if time.monotonic() - self._heard_s >= CONTACT_S:
+                    call.cancel()
+                    return
+                requests.put(ask)
+
+        threading.Thread(target=nag, name="crux-etcd-progress", daemon=True).start()
+        try:
+            for response in call:
+                if response.canceled:
+                    # Compacted, or no permission: a full read tells which.
+                    raise ConnectionError(response.cancel_reason or "the watch was cancelled")
+                self._take(response)
+        finally:
+            ended.set()
+            requests.put(None)
+            call.cancel()
+
+    def _take(self, response: Any) -> None:
+        with self._changed:
+            for event in response.events:
+                kv = event.kv
+                key = self._key(kv)
+                # An event that comes again, or late, must not take the mirror back. All of one
+                # revision come together.
+                if key is None or kv.mod_revision <= self._revision:
+                    continue
+                if event.type == event.DELETE:
+                    self._mirror.delete(key)
+                    self._leased.pop(key, None)
+                else:
+                    if self._mirror.get(key) != kv.value:
+                        self._mirror.set(key, kv.value)
+                    self._leased[key] = kv.lease
+            if response.events:
+                self._revision = max(self._revision, response.events[-1].kv.mod_revision)
+            self._heard_s = time.monotonic()
+            self._changed.notify_all()
+
+    def _key(self, kv: Any) -> str | None:
+        """The key of ``kv`` without the prefix; None for one that no client of ours wrote."""
+        raw = kv.key[len(self._prefix) :]
+        if len(raw) > MAX_KEY_BYTES or len(kv.value) > MAX_VALUE_BYTES:
+            return None
+        try:
+            return str(raw, "utf-8")
+        except UnicodeDecodeError:
+            return None
+
+
+def _end(prefix: bytes) -> bytes:
+    """The end of etcd's range of all keys that begin with ``prefix``."""
+    stem = prefix.rstrip(b"\xff")
+    return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
+
+
+def _until_none(requests: queue.SimpleQueue[Any]) -> Iterator[Any]:
+    return iter(requests.get, None)
+
+
+def _told(error: grpc.RpcError) -> str:
+    code, details = error.code(), error.details() or ""
+    return f"{code.name.lower()}: {details}"[:500]

@@ -1,0 +1,102 @@
+"""The store process of an etcd: one training process's client of it, apart from training.
+
+    python -m crux_torch.store.etcd_process --fd N URL
+
+It speaks the frames of the embedded store over the socket that it inherits, and ends with its
+parent, or when the other end of the socket is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import select
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from crux_torch.errors import SettingsError
+from crux_torch.store.etcd_address import parse_etcd
+from crux_torch.store.frame_socket import FrameSocket
+from crux_torch.store.frames import (
+    MAX_GREETING_BYTES,
+    MAX_REQUEST_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Challenge,
+    Handshake,
+    Hello,
+    Proof,
+    Welcome,
+    pack,
+    request_decoder,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from crux_torch.store.etcd import EtcdContents
+
+#: What it sends before its first frame, once everything is loaded; or why it can't, until the end.
+READY, FAILED = b"\x01", b"\x00"
+PARENT_POLL_S = 1.0
+SEND_S = 10.0
+
+_hello = msgspec.msgpack.Decoder(Hello)
+_proof = msgspec.msgpack.Decoder(Proof)
+
+
+def serve(connected: socket.socket, contents: EtcdContents, parent: int) -> None:
+    """Answer until the other side is gone."""
+    frames = FrameSocket(connected)
+    frames.send(READY, time.monotonic() + SEND_S)
+
+    def next_frame(limit: int) -> bytes:
+        while not select.select([connected], [], [], PARENT_POLL_S)[0]:
+            if os.getppid() != parent:
+                raise EOFError
+        return frames.receive(limit, time.monotonic() + SEND_S)
+
+    hello = unpack(next_frame(MAX_GREETING_BYTES), _hello)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    handshake = Handshake(b"", hello.nonce, nonce)
+    frames.send(pack(Challenge(PROTOCOL_VERSION, nonce, False)), time.monotonic() + SEND_S)
+    unpack(next_frame(MAX_GREETING_BYTES), _proof)
+    welcome = Welcome(handshake.digest("server"), secrets.token_hex(8))
+    frames.send(pack(welcome), time.monotonic() + SEND_S)
+    while True:
+        request = unpack(next_frame(MAX_REQUEST_BYTES), request_decoder)
+        frames.send(pack(contents.answer(request)), time.monotonic() + SEND_S)
+
+
+def main() -> None:
+    """The command of the module."""
+    parser = argparse.ArgumentParser(prog="crux-etcd")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("url")
+    args = parser.parse_args()
+    connected = socket.socket(fileno=args.fd)
+    try:
+        from crux_torch.store.etcd import EtcdContents
+
+        contents = EtcdContents(parse_etcd(args.url))
+    except ModuleNotFoundError as error:
+        how = f"an etcd needs {error.name}: pip install 'crux-torch[etcd]'"
+        connected.sendall(FAILED + how.encode())
+        return
+    except SettingsError as error:
+        connected.sendall(FAILED + str(error).encode())
+        return
+    contents.start()
+    try:
+        serve(connected, contents, args.parent)
+    except (EOFError, OSError, ValueError):
+        # gRPC's threads need not end in order.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

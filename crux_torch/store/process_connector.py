@@ -1,0 +1,75 @@
+"""Starts the store process of an etcd, and starts it again when it has died."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import time
+
+from crux_torch.errors import StoreError
+from crux_torch.store.child import start_child
+from crux_torch.store.etcd_process import READY
+
+MODULE = "crux_torch.store.etcd_process"
+#: Seconds after which a process that is not ready is given up.
+START_S = 60.0
+MAX_REASON_BYTES = 1000
+
+
+class ProcessConnector:
+    """Connects to a store process of its own for the etcd at ``url``."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.where = f"store {url.partition('?')[0]}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._began_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None if there is none."""
+        return None if self._process is None else self._process.pid
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """The socket to a process that is ready.
+
+        Raises:
+            StoreError: it is not ready within ``timeout_s``; the next call waits on.
+        """
+        if self._socket is None:
+            self.close()
+            self._start()
+        connected = self._socket
+        assert connected is not None
+        if not select.select([connected], [], [], timeout_s)[0]:
+            if time.monotonic() - self._began_s > START_S:
+                self.close()
+            raise StoreError("the store process is starting")
+        first = connected.recv(1)
+        if first != READY:
+            reason = connected.recv(MAX_REASON_BYTES).decode(errors="replace") if first else ""
+            self.close()
+            raise StoreError(reason or "the store process has died")
+        self._socket = None
+        return connected
+
+    def close(self) -> None:
+        """End the process."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        ours, its = socket.socketpair()
+        with its:
+            about = (f"--parent={os.getpid()}", self._url)
+            self._process = start_child(MODULE, *about, fd=its.fileno())
+        self._socket = ours
+        self._began_s = time.monotonic()

@@ -1,0 +1,320 @@
+"""The store over a real etcd: what only it must withstand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from control_fakes import until
+from etcd_server import Etcd, certificates, needs_etcd, wait_ready
+from loopback import free_port
+
+from crux_torch.errors import SettingsError, StoreError
+from crux_torch.store.client import StoreClient
+from crux_torch.store.endpoint import open_store, server_addresses
+from crux_torch.store.etcd_address import EtcdAddress, parse_etcd
+from crux_torch.store.process_connector import ProcessConnector
+
+
+def test_an_address_is_taken_apart() -> None:
+    assert parse_etcd("etcd://a:1,b.c:2379,[::1]:3/x/y/?ca=/ca&cert=c&key=k&auth=/p%20q") == (
+        EtcdAddress(("a:1", "b.c:2379", "[::1]:3"), "x/y/", "/ca", "c", "k", "/p q")
+    )
+    assert parse_etcd("etcd://a:1") == EtcdAddress(("a:1",))
+    assert parse_etcd("etcd://a:1").is_bare
+    assert not parse_etcd("etcd://127.0.0.1:1,[::1]:2").is_bare
+    assert not parse_etcd("etcd://a:1?ca=x").is_bare
+    assert server_addresses("etcd://a:1,[::1]:2/x") == (("a", 1), ("::1", 2))
+    assert server_addresses("tcp://a:3") == (("a", 3),)
+    assert server_addresses("none") == ()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("etcd://", "etcd://a", "etcd://a:0", "etcd://a:99999", "etcd://a:1,", "etcd://u@a:1"),
+        *("etcd://a:1?x", "etcd://a:1?b=c", "etcd://a:1?ca=x&ca=y", "etcd://a:1#f", "tcp://a:1"),
+        *("etcd://a:1?ca=x&cert=y", "etcd://a:1?cert=x&key=y"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"expected|belong together"):
+        parse_etcd(url)
+
+
+def pid_of(store: StoreClient) -> int:
+    connector = store._connector
+    assert isinstance(connector, ProcessConnector)
+    assert connector.pid is not None
+    return connector.pid
+
+
+def works(store: StoreClient) -> bool:
+    try:
+        store.put("works", b"%d" % time.monotonic_ns(), lease_s=60.0)
+        return store.get("works") is not None
+    except StoreError:
+        return False
+
+
+Open = Callable[..., StoreClient]
+
+
+@pytest.fixture
+def open_() -> Iterator[Open]:
+    opened: list[StoreClient] = []
+
+    def make(place: str, **options: float) -> StoreClient:
+        opened.append(open_store(f"etcd://{place}", timeout_s=options.get("timeout_s", 10.0)))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
+        wait_ready(etcd)
+        yield etcd
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_clusters_have_their_prefixes(etcd: Etcd, open_: Open) -> None:
+    one, other, all_ = (open_(etcd.endpoints + place) for place in ("/one", "/other", ""))
+    for store in (one, other, all_):
+        until(lambda s=store: works(s), what="an answer")
+    one.put("k", b"1", lease_s=60.0)
+    other.put("k", b"2", lease_s=60.0)
+    assert (one.get("k"), other.get("k")) == (b"1", b"2")
+    assert sorted(one.list("k")) == ["k"]
+    until(lambda: {"one/k", "other/k"} <= all_.list("o").keys(), what="both below no prefix")
+    # What another program wrote there that no store of ours could hold.
+    etcd.ctl("put", os.fsdecode(b"one/k\xff\xfe"), "v")
+    one.put("k/2", b"", lease_s=60.0)
+    assert sorted(one.list("k")) == ["k", "k/2"]
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_the_store_process_has_no_torch_and_ends_with_whoever_started_it(etcd: Etcd) -> None:
+    code = (
+        "import sys, time\n"
+        "from crux_torch.store.endpoint import open_store\n"
+        "from crux_torch.errors import StoreError\n"
+        f"store = open_store('etcd://{etcd.endpoints}/end')\n"
+        "while True:\n"
+        "    try: store.put('k', b'v'); break\n"
+        "    except StoreError: time.sleep(0.05)\n"
+        "assert not {'torch', 'grpc', 'google.protobuf'} & set(sys.modules)\n"
+        "print(store._connector.pid, flush=True)\n"
+        "time.sleep(1000)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "cygrpc" in maps
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until(lambda: not Path(f"/proc/{pid}").exists(), what="its end")
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_a_store_process_that_dies_or_stops_is_replaced(etcd: Etcd, open_: Open) -> None:
+    store = open_(etcd.endpoints + "/dies", timeout_s=2.0)
+    until(lambda: works(store), what="an answer")
+    store.put("k", b"v", lease_s=60.0)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        before = pid_of(store)
+        os.kill(before, number)
+        until(lambda: works(store), what="the next one")
+        assert pid_of(store) != before
+        assert store.get("k") == b"v"
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_leases_are_kept_alive_and_end_with_their_owner(etcd: Etcd, open_: Open) -> None:
+    one, other = open_(etcd.endpoints + "/leases"), open_(etcd.endpoints + "/leases")
+    until(lambda: works(one) and works(other), what="an answer")
+    one.put("k", b"v", lease_s=2.0)
+    began_s = time.monotonic()
+    revision = etcd.ctl("get", "leases/k", "-w", "json")
+    until(lambda: other.get("k") == b"v", what="the other to see it")
+    while time.monotonic() < began_s + 5.0:
+        one.put("k", b"v", lease_s=2.0)
+        assert other.get("k") == b"v"
+        time.sleep(0.3)
+    # Kept alive, not written again: a renewal is no change for anybody.
+    after = etcd.ctl("get", "leases/k", "-w", "json")
+    assert '"version":1,' in revision
+    assert '"version":1,' in after
+    until(lambda: other.get("k") is None, what="the end of the lease")
+    # A key that another one took over is written, though the value is the same.
+    one.put("k", b"v", lease_s=30.0)
+    until(lambda: other.get("k") == b"v", what="the other to see it")
+    other.put("k", b"v", lease_s=2.0)
+    one.put("k", b"v", lease_s=30.0)
+    time.sleep(5.0)
+    assert other.get("k") == b"v"
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_compaction_while_the_watch_is_cut_off_loses_nothing(etcd: Etcd, open_: Open) -> None:
+    watching, writing = open_(etcd.endpoints + "/cut"), open_(etcd.endpoints + "/cut")
+    until(lambda: works(watching) and works(writing), what="an answer")
+    for n in range(50):
+        writing.put(f"k/{n}", b"old", lease_s=300.0)
+    until(lambda: len(watching.list("k/")) == 50, what="all keys")
+    # The watching store's process stands still while keys change, go, and are compacted away.
+    pid = pid_of(watching)
+    os.kill(pid, signal.SIGSTOP)
+    for n in range(0, 50, 2):
+        writing.delete(f"k/{n}")
+        writing.put(f"k/{n + 1}", b"new", lease_s=300.0)
+    latest = etcd.ctl("get", "cut/k/1", "-w", "json").split('"revision":')[1].split(",")[0]
+    etcd.ctl("compact", latest)
+    etcd.processes[0].send_signal(signal.SIGSTOP)
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(3.0)
+    etcd.processes[0].send_signal(signal.SIGCONT)
+    expected = {f"k/{n}": b"new" for n in range(1, 50, 2)}
+
+    def has_all() -> bool:
+        try:
+            return watching.list("k/") == expected
+        except StoreError:
+            return False
+
+    until(has_all, what="what changed meanwhile")
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_an_etcd_that_stands_still_or_is_away_costs_a_bounded_time(
+    tmp_path: Path, open_: Open
+) -> None:
+    with Etcd(tmp_path) as etcd:
+        wait_ready(etcd)
+        store = open_(etcd.endpoints, timeout_s=2.0)
+        until(lambda: works(store), what="an answer")
+        pid = pid_of(store)
+        etcd.processes[0].send_signal(signal.SIGSTOP)
+        until(lambda: refusal(store) == "no contact", what="the store to be away")
+        assert pid_of(store) == pid, "it is not the process that failed"
+        etcd.processes[0].send_signal(signal.SIGCONT)
+        until(lambda: works(store), what="an answer again")
+        etcd.restart(0)
+        until(lambda: works(store), what="an answer after a restart")
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_of_three_members_one_may_be_away(tmp_path: Path, open_: Open) -> None:
+    with Etcd(tmp_path, members=3) as etcd:
+        wait_ready(etcd)
+        store = open_(etcd.endpoints + "/three", timeout_s=2.0)
+        until(lambda: works(store), what="an answer")
+        store.put("k", b"v", lease_s=600.0)
+        for n in range(3):
+            etcd.processes[n].send_signal(signal.SIGSTOP)
+            until(lambda: works(store), what="an answer of the others")
+            assert store.get("k") == b"v"
+            etcd.processes[n].send_signal(signal.SIGCONT)
+        for n in (0, 1):
+            etcd.processes[n].send_signal(signal.SIGSTOP)
+        until(lambda: not works(store), what="no answer without a majority")
+        for n in (0, 1):
+            etcd.processes[n].send_signal(signal.SIGCONT)
+        until(lambda: works(store), what="an answer again")
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_tls_takes_the_right_certificates_on_both_sides(tmp_path: Path, open_: Open) -> None:
+    ours, theirs = certificates(tmp_path, "ours"), certificates(tmp_path, "theirs")
+    flags = ["--cert-file", ours["cert"], "--key-file", ours["key"], "--client-cert-auth"]
+    with Etcd(tmp_path, tls=[*flags, "--trusted-ca-file", ours["ca"]]) as etcd:
+        wait_ready(etcd, "--cacert", ours["ca"], "--cert", ours["cert"], "--key", ours["key"])
+
+        def place(ca: dict[str, str], own: dict[str, str] | None) -> str:
+            cert = f"&cert={own['cert']}&key={own['key']}" if own else ""
+            return f"{etcd.endpoints}/tls?ca={ca['ca']}{cert}"
+
+        good = open_(place(ours, ours))
+        until(lambda: works(good), what="an answer")
+        for ca, own in ((ours, theirs), (ours, None), (theirs, ours)):
+            bad = open_(place(ca, own), timeout_s=2.0)
+            until(lambda b=bad: refusal(b) not in ("", "starting"), what="the process")
+            assert refusal(bad) == "no contact"
+        bare = open_(etcd.endpoints + "/tls", timeout_s=2.0)
+        until(lambda: refusal(bare) == "no contact", what="no contact without TLS")
+        assert works(good)
+
+
+def refusal(store: StoreClient) -> str:
+    try:
+        store.get("k")
+    except StoreError as error:
+        text = str(error)
+        if "no contact" in text:
+            return "no contact"
+        return "starting" if "starting" in text or "next attempt" in text else text
+    return ""
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_a_user_writes_what_its_role_lets_it(tmp_path: Path, open_: Open) -> None:
+    with Etcd(tmp_path) as etcd:
+        wait_ready(etcd)
+        etcd.ctl("role", "add", "tenant")
+        etcd.ctl("role", "grant-permission", "tenant", "read", "lab/", "--prefix")
+        etcd.ctl("role", "grant-permission", "tenant", "readwrite", "lab/crux/c/jobs/a", "--prefix")
+        for user, roles in (("root", ["root"]), ("a", ["tenant"])):
+            etcd.ctl("user", "add", f"{user}:secret")
+            for role in roles:
+                etcd.ctl("user", "grant-role", user, role)
+        etcd.ctl("auth", "enable")
+        auth = tmp_path / "auth"
+        auth.write_text("a:secret\n")
+        store = open_(f"{etcd.endpoints}/lab?auth={auth}")
+
+        def puts(key: str) -> bool:
+            try:
+                store.put(key, b"v", lease_s=60.0)
+            except StoreError:
+                return False
+            return store.get(key) == b"v"
+
+        until(lambda: puts("crux/c/jobs/a1"), what="its own key")
+        assert not puts("crux/c/jobs/b1")
+        assert not puts("crux/c/plan")
+        with pytest.raises(StoreError, match="permission"):
+            store.delete("crux/c/jobs/b1")
+        auth.write_text("a:wrong\n")
+        stranger = open_(f"{etcd.endpoints}/lab?auth={auth}")
+        until(lambda: refusal(stranger) == "no contact", what="a wrong password")
+
+
+@pytest.mark.slow
+def test_no_etcd_and_no_file_are_said(tmp_path: Path, open_: Open) -> None:
+    pytest.importorskip("pyetcd", reason="it takes etcd-sdk-python")
+    away = open_(f"127.0.0.1:{free_port()}")
+    until(lambda: refusal(away) == "no contact", what="no contact")
+    missing = open_(f"127.0.0.1:1?ca={tmp_path / 'missing'}")
+    until(lambda: "No such file" in refusal(missing), what="the missing file")
