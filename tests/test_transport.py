@@ -205,6 +205,29 @@ tell(first=first, again=again, blocking=s.getblocking(), how=known(s).how,
     assert told == expected | {"blocking": False, "how": "at_connect"}
 
 
+def test_a_wild_pointer_gets_the_kernels_answer() -> None:
+    program = """
+import ctypes, mmap
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+def pages(protection, n): return libc.mmap(None, ctypes.c_size_t(n << 12), protection, 0x22, -1, 0)
+base = pages(3, 2); libc.munmap(ctypes.c_void_p(base + 4096), ctypes.c_size_t(4096))
+hidden = pages(0, 1); name = bytes([2, 0, 0, 9, 127, 0, 0, 1]) + bytes(8)
+for at in (base, base + 4080): ctypes.memmove(at, name, 16)
+seen = []
+for at in (0, 1, hidden, base, base + 4080, base + 4088, base + 4095, 2**47 - 1, 2**63):
+    for size in (0, 1, 2, 8, 16, 28, 128, 2**31 - 1, 2**32 - 1):
+        s = socket.socket(); s.setblocking(False); ctypes.set_errno(0)
+        done = libc.connect(s.fileno(), ctypes.c_void_p(at), ctypes.c_uint32(size))
+        seen.append([done, ctypes.get_errno()])
+tell(seen=seen)
+"""
+    with_it, _ = run(program, CRUX_TRANSPORT_STEER_ALL="1")
+    without, _ = run(program, preload=False)
+    assert with_it == without
+    assert [-1, errno.EFAULT] in with_it["seen"]
+
+
 def test_a_search_in_vain_is_bounded_and_told() -> None:
     program = """
 import time

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from crux_torch.apply import standin, transport
 from crux_torch.host.rdma import read_devices
@@ -38,6 +38,23 @@ def environment(settings: Settings, env: Mapping[str, str]) -> dict[str, str]:
     if read_devices():
         variables |= standin.environment({**env, **variables})
     return variables
+
+
+def leave_to_this_process(env: MutableMapping[str, str]) -> None:
+    """Take Crux's libraries out of ``LD_PRELOAD``, so that programs started from here go without.
+
+    What is loaded stays loaded. Programs of another libc, of a sanitizer, or in a sandbox could not
+    start with them, and a group that they make is of another job.
+    """
+    before = env.get(VARIABLE, "")
+    entries = [entry for entry in re.split(r"[\s:]+", before) if entry]
+    kept = [e for e in entries if e != str(transport.LIBRARY) and not standin.is_standin(e)]
+    if kept == entries:
+        return
+    if kept:
+        env[VARIABLE] = ":".join(kept)
+    else:
+        del env[VARIABLE]
 
 
 def obstacle() -> str | None:

@@ -81,14 +81,14 @@ def environment(existing: Mapping[str, str]) -> dict[str, str]:
         if real is None:
             return {}
         own = existing.get(NCCL_VARIABLE)
-        if own and not _is_standin(own):
+        if own and not is_standin(own):
             nccl_real = find_real(existing, own)
         for_programs = prepare(real, PROGRAM_NAME, existing)
         for_nccl = prepare(nccl_real or real, NCCL_NAME, existing)
     except (CruxError, OSError) as error:
         logger.warning("queue pairs can't be steered: %s", error)
         return {}
-    preloaded = [entry for entry in _preloaded(existing) if not _is_standin(entry)]
+    preloaded = [entry for entry in _preloaded(existing) if not is_standin(entry)]
     added = [str(path) for path in (TRANSPORT, for_programs, for_nccl)]
     preloaded += [path for path in added if path not in preloaded]
     return {"LD_PRELOAD": ":".join(preloaded), NCCL_VARIABLE: str(for_nccl)}
@@ -101,7 +101,7 @@ def find_real(existing: Mapping[str, str], name: str = PROGRAM_NAME) -> Path | N
     """
     env = {key: value for key, value in existing.items() if key != NCCL_VARIABLE}
     others = (entry for entry in _preloaded(existing) if entry != str(TRANSPORT))
-    env["LD_PRELOAD"] = ":".join(entry for entry in others if not _is_standin(entry))
+    env["LD_PRELOAD"] = ":".join(entry for entry in others if not is_standin(entry))
     found = _python(_WHERE, name, env=env)
     if found.returncode or not found.stdout:
         return None
@@ -247,7 +247,7 @@ def _preloaded(env: Mapping[str, str]) -> list[str]:
     return [entry for entry in re.split(r"[\s:]+", env.get("LD_PRELOAD", "")) if entry]
 
 
-def _is_standin(path: str) -> bool:
+def is_standin(path: str) -> bool:
     """Whether :func:`prepare` made it."""
     named = Path(path)
     return named.name in (NCCL_NAME, PROGRAM_NAME) and named.parent.name.startswith(_FOLDER_PREFIX)

@@ -32,6 +32,9 @@ _background: Background | None = None
 _world_store: weakref.ref[Any] | None = None
 _why_not = "no process group was made"
 
+#: The process whose job ``CRUX_JOB`` names. Its children inherit both variables.
+JOB_OF = "CRUX_JOB_OF"
+
 
 def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -> None:
     """Called on the training thread when a process group was made, with its ``store``.
@@ -114,13 +117,24 @@ def _start(settings: Settings, store: Any, rank: int, size: int) -> Background:
     from crux_torch.runtime.background import Background
 
     GROUPS.patience_s = settings.switch_timeout_s
-    if not settings.job:
-        # Not launched by cruxrun: the leader names its job itself.
+    here = str(os.getpid())
+    if not settings.job or _first_of_job(here) != here:
+        # Not launched by cruxrun, or started by a rank: the leader names its job itself.
         settings = dataclasses.replace(settings, job=f"{socket.gethostname()}-{os.getpid()}")
+    if os.environ.get("LD_PRELOAD"):
+        from crux_torch.apply import preload
+
+        preload.leave_to_this_process(os.environ)
     background = Background(settings, recorder(), OWNED_SOCKETS, store, rank, size)
     background.start()
     atexit.register(background.stop)
     return background
+
+
+def _first_of_job(here: str) -> str:
+    """The first process on the way from the launcher to this one, ``here``, that made a group."""
+    os.environ[JOB_OF] = os.environ.get(JOB_OF) or here
+    return os.environ[JOB_OF]
 
 
 def _agent() -> Agent | None:

@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <pthread.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <ctime>
 #include <exception>
+#include <optional>
 #include <string_view>
 
 #include "guard.h"
@@ -77,6 +79,26 @@ class Exclusive {
   int fd_;
   std::array<bool, 2> cleared_{};
 };
+
+// Whether `size` bytes at `address` can be read, as the kernel sees it. It copies eight bytes in
+// before it refuses the bad first argument. 28 bytes, the most that are asked for, lie in two
+// pages.
+bool is_readable(const void* address, size_t size) {
+  constexpr size_t kStep = 8;
+  const auto fails = [](const char* at) {
+    return ::syscall(SYS_rt_sigprocmask, ~0, at, nullptr, kStep) != 0 && errno == EFAULT;
+  };
+  const SavedErrno unchanged;
+  const char* const first = static_cast<const char*>(address);
+  return size >= kStep && !fails(first) && !fails(first + size - kStep);
+}
+
+// The peer that a program names. Its pointer may lead anywhere: then the kernel says so.
+std::optional<Endpoint> named_peer(const sockaddr* address, socklen_t size) {
+  const size_t most = std::min<size_t>(size, sizeof(sockaddr_in6));
+  if (address == nullptr || !is_readable(address, most)) return std::nullopt;
+  return Endpoint::from(address, static_cast<socklen_t>(most));
+}
 
 // The path of the object that `address` belongs to, or null.
 const char* object_of(const void* address) {
@@ -223,7 +245,7 @@ int interposed_connect(int fd, const sockaddr* address, socklen_t size, const vo
   {
     const SavedErrno unchanged;
     const auto inode = socket_inode(fd);
-    const auto peer = Endpoint::from(address, size);
+    const auto peer = named_peer(address, size);
     // A repeated call, to ask for the state of an attempt or to try again, is no new
     // connection.
     if (inode && peer && is_tcp(fd) && !transport->registry.has(fd, *inode)) {

@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(str(error))
 
     exports["CRUX_ATTACH"] = "1"
-    if not (exports.get("CRUX_JOB") or os.environ.get("CRUX_JOB")):
+    started_by_a_rank = bool(os.environ.get("CRUX_JOB_OF"))
+    exports["CRUX_JOB_OF"] = ""
+    if not exports.get("CRUX_JOB") and (started_by_a_rank or not os.environ.get("CRUX_JOB")):
         exports["CRUX_JOB"] = job_name(args)
     with _environment(exports):
         settings = Settings.from_env()
