@@ -218,6 +218,26 @@ def test_a_job_alone_costs_no_events():
     assert engine.events < 20
 
 
+@pytest.mark.parametrize("start_s", [0.0, 395.0])
+def test_a_job_that_is_skipped_ahead_from_its_first_iteration_has_its_mean(start_s):
+    engine = one_link()
+    engine.add_job("a", compute_s=1.0, bursts=[(1.0, {"l": GB})], start_s=start_s)
+    engine.run_until(start_s + 21.0)
+    assert engine.events < 10
+    assert engine.result("a")["completed"] == 10
+    assert engine.result("a")["mean_iteration_s"] == 2.0
+
+
+def test_the_mean_of_a_job_that_was_held_before_it_was_skipped_ahead():
+    engine = one_link()
+    engine.add_job("a", compute_s=1.0, bursts=[(1.0, {"l": GB})])
+    engine.run_until(3.0)
+    engine.shift("a", 5.0)  # its third iteration begins at 9
+    engine.run_until(30.0)
+    assert engine.result("a")["completed"] == 12
+    assert engine.result("a")["mean_iteration_s"] == 29.0 / 12
+
+
 def test_jobs_on_links_that_can_carry_them_all_do_not_meet():
     engine = Engine([("core", 10 * GB, 0.0), ("a", GB, 0.0), ("b", GB, 0.0)])
     for name in "ab":
@@ -247,7 +267,9 @@ def test_a_starved_job_does_not_move():
         (lambda e: e.add_job("a", compute_s=1, bursts=[], start_s=-1), "before the current time"),
         (lambda e: e.add_job("busy", compute_s=1, bursts=[]), "appears twice"),
         (lambda e: e.remove_job("nobody"), "no job nobody"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[], weight=1e7), "weight is 1e\\+07"),
         (lambda e: e.set_weight("busy", -1.0), "weight"),
+        (lambda e: e.set_weight("busy", 1e-7), "weight is 1e-07"),
         (lambda e: e.set_traffic("busy", []), "each of its bursts"),
         (lambda e: e.shift("busy", -1.0), "shift"),
         (lambda e: e.set_pace("busy", origin_s=0, period_s=0, tolerance=0), "positive finite per"),

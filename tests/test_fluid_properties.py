@@ -75,6 +75,11 @@ def assert_agrees_with_the_reference(links: Links, jobs: Jobs) -> None:
         assert result["compute_s"] == pytest.approx(expected[name].busy_s, abs=1e-6)
         assert result["comm_s"] == pytest.approx(expected[name].comm_s, abs=1e-6)
         assert result["completed"] == expected[name].completed
+        if result["completed"]:
+            ran_s = expected[name].last_end_s - jobs[name].get("start_s", 0.0)
+            assert result["mean_iteration_s"] == pytest.approx(
+                ran_s / result["completed"], abs=1e-6
+            )
     assert engine.link_bytes() == pytest.approx(carried, rel=1e-6, abs=100)
 
 
@@ -199,6 +204,9 @@ def test_skipped_stretches_end_where_an_unskipped_run_does(scenario):
         other = played.result(name)
         assert result["compute_s"] == pytest.approx(other["compute_s"], abs=1e-4)
         assert abs(result["completed"] - other["completed"]) <= 1
+        if result["completed"] == other["completed"]:
+            expected_s = other["mean_iteration_s"]
+            assert result["mean_iteration_s"] == pytest.approx(expected_s, abs=1e-4)
 
 
 def test_jobs_that_lock_into_step_are_skipped():

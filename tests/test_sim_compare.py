@@ -18,9 +18,10 @@ def scenario(**changes: object) -> dict:
     job = {"gpus": 8, "flops": 1e12, "compute_s": 0.05}
     paths = {"x": {"l0": 5e7}, "y": {"l1": 5e7}}
     jobs = {n: {**job, "paths": paths, "path": "x"} for n in ("a", "b")}
+    horizon_s = changes.pop("horizon_s", 100)
     jobs["b"].update(changes)
     links = {"l0": {"capacity_Bps": 1e9}, "l1": {"capacity_Bps": 1e9}}
-    return {"links": links, "jobs": jobs, "horizon_s": 100}
+    return {"links": links, "jobs": jobs, "horizon_s": horizon_s}
 
 
 def rows_of(file: Path, out: Path, *flags: str) -> dict[str, dict]:
@@ -44,7 +45,8 @@ def test_all_schedulers_play_the_scenario(tmp_path) -> None:
     ("changes", "message"),
     [
         ({"paths": {"x": {"l0": 1.0}, "y": {"l1": 2.0}}}, "jobs.b.paths: expected the same bytes"),
-        ({"iterations": 5}, "jobs.b.iterations"),
+        ({"iterations": 5}, "s.json: jobs.b.iterations"),
+        ({"compute_s": 1e-8, "paths": None, "path": None, "horizon_s": 1e6}, "s.json: horizon_s"),
     ],
 )
 def test_what_a_cluster_cannot_hold_is_refused(tmp_path, changes, message) -> None:
@@ -53,6 +55,7 @@ def test_what_a_cluster_cannot_hold_is_refused(tmp_path, changes, message) -> No
     result = CliRunner().invoke(compare, [str(file)])
     assert result.exit_code == 1
     assert message in result.output
+    assert str(file) in result.output
     result = CliRunner().invoke(compare, [str(file), "--schedulers", "best"])
     assert result.exit_code == 2
     assert "expected some of" in result.output

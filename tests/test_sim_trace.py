@@ -82,6 +82,30 @@ def test_a_generated_trace_needs_no_data() -> None:
     assert "generated trace: 20 jobs" in found.output
 
 
+def test_what_is_cut_off_a_trace_is_said(tiny: Path) -> None:
+    how = ("--topology", "testbed", "--schedulers", "ideal", "--placement", "hived")
+    found = crux_sim("--trace", tiny, "--jobs", 2, *how)
+    assert "Left out of the trace: 1 (after --days 14), 1 (beyond --jobs 2)." in found.output
+    whole = crux_sim("--trace", tiny, "--days", 30, *how)
+    assert "Left out" not in whole.output
+
+
+def test_a_trace_whose_jobs_all_come_at_once_has_no_mean_demand(tmp_path: Path) -> None:
+    file = tmp_path / "at_once.csv"
+    file.write_text("name,model,gpus,submit_s,duration_s\na,bert,16,0,60\nb,bert,16,0,1e6\n")
+    out = tmp_path / "out.json"
+    how = ("--topology", "testbed", "--schedulers", "ideal", "--json", out)
+    found = crux_sim("--trace", file, *how)
+    assert found.exit_code == 0, found.output
+    assert "2 jobs that arrive within 0 s" in " ".join(found.output.split())
+    assert json.loads(out.read_text())["settings"]["trace"]["mean_gpus_wanted"] is None
+    late = tmp_path / "late.csv"
+    late.write_text("name,model,gpus,submit_s,duration_s\na,bert,16,2000000,60\n")
+    found = crux_sim("--trace", late, *how)
+    assert found.exit_code == 1
+    assert "no job arrives within --days 14" in found.output
+
+
 def test_what_can_not_be_used_is_named(tiny: Path, tmp_path: Path) -> None:
     for arguments, said in (
         (("--trace", "hybrid", "--data", tmp_path), "philly.csv.gz is missing"),

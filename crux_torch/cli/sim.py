@@ -47,11 +47,14 @@ def run(file: Path, json_path: Path | None, skip_repeats: bool, repeat_tolerance
     """Play the scenario in FILE to its horizon."""
     try:
         scenario = read_scenario(file)
+    except ScenarioError as error:
+        raise click.ClickException(str(error)) from None
+    try:
         report = run_scenario(
             scenario, skip_repeats=skip_repeats, repeat_tolerance=repeat_tolerance
         )
     except ScenarioError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(f"{file}: {error}") from None
     if json_path is not None:
         write_text(json_path, json.dumps(asdict(report), indent=2) + "\n")
     Console().print(_table(scenario, report))

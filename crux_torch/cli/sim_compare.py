@@ -38,6 +38,9 @@ def compare(
     """
     try:
         scenario = read_scenario(file)
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+    try:
         cluster, default_path = cluster_of(scenario)
         options = SchedulerOptions(tuple(range(levels)), seed, default_path)
         start_s = {name: job.start_s for name, job in scenario.jobs.items()}
@@ -64,7 +67,7 @@ def compare(
                 {"scheduler": name, "gpu_utilization": report.gpu_utilization, "jobs": jobs}
             )
     except (CruxError, _fluid.SpecError) as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(f"{file}: {error}") from None
     if json_path is not None:
         settings = {"file": file.name, "levels": levels, "seed": seed}
         text = json.dumps({"benchmark": "compare", "settings": settings, "rows": rows}, indent=1)

@@ -148,7 +148,11 @@ def play_rows(
     bar = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     rows: list[Row] = []
     try:
-        settings = settings_of(workload, options, workload.load())
+        loaded = workload.load()
+        if loaded.dropped:
+            left = ", ".join(f"{count} ({why})" for why, count in loaded.dropped.items())
+            click.echo(f"Left out of the trace: {left}.", err=True)
+        settings = settings_of(workload, options, loaded)
         for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
             topology_of(topology)
         with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
@@ -166,11 +170,14 @@ def _text(
 ) -> str:
     """One table for each network and placement. Gains are over ECMP in the same table."""
     found = settings["trace"]
+    wanted = found["mean_gpus_wanted"]
+    load = f"that arrive within {found['window_s']:g} s"
+    if wanted is not None:
+        load = f"in {found['days']} days, which want {wanted:.0f} GPUs on average"
     buffer = io.StringIO()
     console = Console(file=buffer, width=132)
     console.print(
-        f"{found['kind']} trace: {found['jobs']} jobs in {found['days']} days, which want "
-        f"{found['mean_gpus_wanted']:.0f} GPUs on average. It is not the paper's trace: compare "
+        f"{found['kind']} trace: {found['jobs']} jobs {load}. It is not the paper's trace: compare "
         "orderings and gaps.",
         highlight=False,
     )

@@ -73,10 +73,17 @@ def run_scenario(
                 start_s=job.start_s,
                 iterations=job.iterations,
             )
-        engine.run_until(scenario.horizon_s)
     except _fluid.SpecError as error:
         raise ScenarioError(str(error)) from None
+    _run_to_horizon(engine, scenario.horizon_s)
     return report_of(engine, scenario.horizon_s)
+
+
+def _run_to_horizon(engine: _fluid.Engine, horizon_s: float) -> None:
+    try:
+        engine.run_until(horizon_s)
+    except _fluid.SpecError as error:
+        raise ScenarioError(f"horizon_s: {error}") from None
 
 
 def report_of(engine: _fluid.Engine, horizon_s: float) -> Report:
@@ -136,7 +143,12 @@ def play(
     *,
     start_s: Mapping[str, float] | None = None,
 ) -> Report:
-    """What becomes of the cluster's jobs in ``horizon_s`` seconds, see :func:`engine_of`."""
+    """What becomes of the cluster's jobs in ``horizon_s`` seconds, see :func:`engine_of`.
+
+    Raises:
+        SpecError: a job or link that can't be simulated.
+        ScenarioError: the clock can't resolve the shortest iteration at the horizon.
+    """
     engine = engine_of(cluster, decision, start_s=start_s)
-    engine.run_until(horizon_s)
+    _run_to_horizon(engine, horizon_s)
     return report_of(engine, horizon_s)

@@ -77,7 +77,15 @@ class Workload:
         else:
             whole = traces.load_csv(self.kind)
         inside = [job for job in whole.jobs if job.submit_s < self.days * traces.DAY_S]
-        return Trace(whole.kind, tuple(inside[: self.jobs]), whole.dropped)
+        if not inside:
+            raise WorkloadError(f"{self.kind}: no job arrives within --days {self.days}")
+        kept = inside[: self.jobs]
+        cut = {
+            f"after --days {self.days}": len(whole.jobs) - len(inside),
+            f"beyond --jobs {self.jobs}": len(inside) - len(kept),
+        }
+        dropped = {**whole.dropped, **{why: count for why, count in cut.items() if count}}
+        return Trace(whole.kind, tuple(kept), dropped)
 
     def _folder(self, files: Sequence[str]) -> Path:
         folder = Path(self.data or ".")
@@ -149,12 +157,16 @@ def run_rows(runs: Sequence[Run], threads: int = 1) -> Iterator[dict[str, Any]]:
 def settings_of(workload: Workload, options: ReplayOptions, trace: Trace) -> dict[str, Any]:
     """What a result file says about how it came to be."""
     gpu_s = sum(job.gpus * job.duration_s for job in trace.jobs)
+    window_s = trace.jobs[-1].submit_s
+    # Arrivals within less time than a job takes have no rate to speak of.
+    spread = window_s >= sum(job.duration_s for job in trace.jobs) / len(trace.jobs)
     return {
         "trace": {
             **{k: v for k, v in asdict(workload).items() if k != "data"},
             "kind": trace.kind,
             "jobs": len(trace.jobs),
-            "mean_gpus_wanted": gpu_s / max(trace.jobs[-1].submit_s, 1.0),
+            "window_s": window_s,
+            "mean_gpus_wanted": gpu_s / window_s if spread else None,
             "dropped": dict(trace.dropped),
         },
         "replay": {k: v for k, v in asdict(options).items() if k != "placement"},

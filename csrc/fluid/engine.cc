@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <utility>
 
 namespace crux::fluid {
@@ -93,9 +94,7 @@ void Engine::set_level(JobId id, int level) {
 
 void Engine::set_weight(JobId id, double weight) {
   Job& job = at(id);
-  if (!(std::isfinite(weight) && weight > 0.0)) {
-    throw SpecError("job " + job.spec.name + ": expected a positive finite weight");
-  }
+  check_weight("job " + job.spec.name, weight);
   if (job.spec.weight == weight) return;
   sync(id);
   job.spec.weight = weight;
@@ -184,7 +183,10 @@ bool Engine::advance(double until, std::uint64_t max_events, bool stop_at_end) {
     throw SpecError("run_until: expected a finite time that is not in the past");
   }
   if (until > kLongestRun * shortest_iteration_s_) {
-    throw SpecError("run_until: the clock can't resolve the shortest iteration that late");
+    std::ostringstream message;
+    message << "got " << until << " s, expected at most " << kLongestRun * shortest_iteration_s_
+            << ": the clock can't resolve the shortest iteration beyond that";
+    throw SpecError(message.str());
   }
   const std::uint64_t first = events_;
   const double last_time = until + kClockTolerance * until;
@@ -280,6 +282,7 @@ void Engine::start_iteration(JobId id, double t) {
 void Engine::begin_iteration(JobId id, double t) {
   Job& job = jobs_[id];
   job.iteration_start = t;
+  if (job.completed == 0) job.last_end = t;
   job.burst = 0;
   if (components_[job.component].reference == id) boundaries_.push_back(job.component);
   next_burst(id, t);

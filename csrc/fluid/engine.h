@@ -103,8 +103,8 @@ class Engine {
     double rate = 0.0;  // of progress, per second
     double hold_s = 0.0;
     std::optional<Pace> pace;
-    double carry = 0.0;  // of an iteration that steady skips have not counted yet
-    double last_end = 0.0;
+    double carry = 0.0;     // of an iteration that steady skips have not counted yet
+    double last_end = 0.0;  // before the first has ended: when it began
     double end = kForever;
     std::int64_t completed = 0;
     std::int64_t flushed = 0;  // iterations already in past_comm_s and the links' totals

@@ -142,8 +142,10 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
   Component& component = components_[id];
   if (!component.used || component.repeating || t <= component.not_before) return;
   if (jobs_[component.reference].iteration_start != t) return;
-  if (component.members.size() == 1) {
-    const double alone_s = jobs_[component.reference].program.alone_iteration_s();
+  const Job& first = jobs_[component.reference];
+  // Not after a hold: the skip takes the next iterations' ends to follow on the last one's.
+  if (component.members.size() == 1 && first.last_end == t) {
+    const double alone_s = first.program.alone_iteration_s();
     if (keeps_paces(component, alone_s, options_.repeat_tolerance * alone_s)) {
       start_repeating(id, t, alone_s, {1});
       return;

@@ -59,7 +59,7 @@ JobResult Engine::result_now(const Job& job) const {
   if (job.stage != Stage::kEnded) result.comm_s += comm_s(job);
   if (job.completed > 0) {
     result.mean_iteration_s =
-        (job.last_end - job.spec.start.value()) / static_cast<double>(job.completed);
+        (job.last_end - job.spec.start.value()) / (static_cast<double>(job.completed) + job.carry);
   }
   if (job.stage == Stage::kEnded) result.end_s = job.end;
   return result;

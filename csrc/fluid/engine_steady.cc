@@ -133,7 +133,7 @@ double Engine::wake_steady(Component& component, double t) {
     }
     job.completed += whole;
     job.carry = std::clamp(done - static_cast<double>(whole), 0.0, 1.0);
-    if (whole > 0) job.last_end += skipped;
+    if (steady.rate[i] > 0.0) job.last_end += skipped;
   }
   const double now = component.repeating_from + skipped;
   const double rest_s = kFewestSkipped * jobs_[component.reference].program.alone_iteration_s();

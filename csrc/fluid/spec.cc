@@ -11,6 +11,7 @@ namespace {
 
 // Shorter iterations than this vanish in the clock's rounding within a simulated month.
 constexpr double kShortestIteration_s = 1e-9;
+constexpr double kLargestWeight = 1e6;
 
 [[noreturn]] void fail(const std::string& where, const std::string& what, double got,
                        const std::string& expected) {
@@ -84,6 +85,11 @@ std::vector<Footprint> footprint_of(const std::vector<Burst>& bursts) {
 
 }  // namespace
 
+void check_weight(const std::string& where, double weight) {
+  require(weight >= 1.0 / kLargestWeight && weight <= kLargestWeight, where, "weight", weight,
+          "a number from 1e-6 to 1e6");
+}
+
 Network Network::validate(std::vector<LinkSpec> links) {
   std::set<std::string> names;
   for (const LinkSpec& link : links) {
@@ -104,7 +110,7 @@ Program Program::validate(const JobSpec& spec, const Network& network) {
   require(positive(spec.gpus), where, "gpus", spec.gpus, "a positive finite number");
   require(non_negative(spec.compute.value()), where, "compute_s", spec.compute.value(),
           "a finite number, 0 or more");
-  require(positive(spec.weight), where, "weight", spec.weight, "a positive finite number");
+  check_weight(where, spec.weight);
   require(std::isfinite(spec.start.value()), where, "start_s", spec.start.value(),
           "a finite number");
   if (spec.iterations) {

@@ -81,6 +81,9 @@ struct Footprint {
   double least_Bps;
 };
 
+// Throws SpecError for weights so far apart that sums over a link would lose the smaller ones.
+void check_weight(const std::string& where, double weight);
+
 // One iteration of a job, checked.
 class Program {
  public:
