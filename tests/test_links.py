@@ -235,6 +235,7 @@ class FakeGate:
         self.joined: list[str] = []
         self.neighbours: set[str] = set()
         self.refuse: set[str] = set()
+        self.cut: set[int] = set()
         self.crossed: dict[int, list[int]] = {}
         self.level: int | None = None
         self.priority = 0.0
@@ -255,6 +256,9 @@ class FakeGate:
 
     def shared(self, link: int) -> bool:
         return self.joined[link] in self.neighbours
+
+    def lost(self, link: int) -> bool:
+        return link in self.cut
 
     def cross(self, group: int, links: list[int]) -> None:
         self.crossed[group] = links
@@ -315,6 +319,20 @@ def test_operations_look_only_where_another_job_is(gate: FakeGate, links: HostLi
     gate.neighbours = set()
     links.tick([WORLD])
     assert (gate.installed, gate.crossed) == (False, {0: []})
+
+
+def test_a_file_that_was_cut_is_joined_anew(
+    gate: FakeGate, links: HostLinks, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.neighbours = {"x", "y"}
+    links.follow("job", 3)
+    links.tick([WORLD])
+    assert gate.crossed == {0: [0, 1]}
+    gate.cut = {0}
+    links.tick([WORLD])
+    assert gate.joined == ["x", "y", "x"]
+    assert gate.crossed == {0: [2, 1]}
+    assert caplog.text.count("link x was cut short") == 1
 
 
 def test_a_link_that_refuses_is_said_and_tried_again(

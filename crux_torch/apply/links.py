@@ -174,6 +174,9 @@ class HostLinks:
             return
         for new in set(groups) - self._known.keys():
             self._known[new] = self._routes(new)
+        for name in [n for n, index in self._joined.items() if self._gate.lost(index)]:
+            self._warn(f"lost {name}", f"the file of link {name} was cut short: starting it anew")
+            del self._joined[name]
         routes = [self._known[group] for group in groups[:MAX_GROUPS]]
         self._join({name for route in routes for name in route})
         if self._gate is None:

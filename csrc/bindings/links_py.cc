@@ -32,6 +32,7 @@ void bind_links(py::module_& module) {
           "install", [](LinkGate& self, bool on) { set_gate(on ? &self : nullptr); }, py::arg("on"))
       .def_property_readonly("installed", [](const LinkGate& self) { return gate() == &self; })
       .def("shared", &LinkGate::shared, py::arg("link"), unlocked)
+      .def("lost", &LinkGate::lost, py::arg("link"), unlocked)
       .def("holders", &LinkGate::holders, py::arg("link"), unlocked)
       .def_property_readonly("waits",
                              [](const LinkGate& self) {

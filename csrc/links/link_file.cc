@@ -77,13 +77,16 @@ LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const 
       std::this_thread::sleep_for(kPause);
     }
     map(size);
+    guard_.emplace(memory_, size);
   } catch (...) {
+    if (memory_) munmap(memory_, size_);
     close();
     throw;
   }
 }
 
 LinkFile::~LinkFile() {
+  guard_.reset();
   if (memory_) munmap(memory_, size_);
   close();
 }

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
+
+#include "bus_guard.h"
 
 namespace crux {
 
@@ -22,6 +25,8 @@ class LinkFile {
 
   const std::string& path() const noexcept { return path_; }
   void* memory() const noexcept { return memory_; }
+  // Whether somebody cut the file short, and memory() is this process's alone.
+  bool lost() const noexcept { return guard_ && guard_->lost(); }
 
   // Locks of this process on one byte, until unlock() or its end. Those of one LinkFile don't
   // exclude each other.
@@ -49,6 +54,7 @@ class LinkFile {
   const size_t size_;
   int descriptor_ = -1;
   void* memory_ = nullptr;
+  std::optional<BusGuard> guard_;
 };
 
 }  // namespace crux

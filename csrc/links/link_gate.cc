@@ -109,7 +109,7 @@ size_t LinkGate::join(const std::string& folder, const std::string& cluster,
   const std::lock_guard<std::mutex> lock(mutex_);
   const std::string path = LinkFile::path_of(folder, cluster, link);
   for (size_t i = 0; i < tables_.size(); ++i) {
-    if (tables_[i]->path() == path && tables_[i]->rejoin(hash_of(job))) {
+    if (tables_[i]->path() == path && !tables_[i]->lost() && tables_[i]->rejoin(hash_of(job))) {
       tables_[i]->set_rank(rank_);
       return i;
     }
@@ -142,6 +142,11 @@ void LinkGate::cross(uint32_t group, const std::vector<size_t>& links) {
   route.erase(std::unique(route.begin(), route.end()), route.end());
   const Route* kept = route.empty() ? nullptr : &*known_routes_.insert(std::move(route)).first;
   routes_[group].store(kept, std::memory_order_release);
+}
+
+bool LinkGate::lost(size_t link) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return tables_.at(link)->lost();
 }
 
 std::vector<Holder> LinkGate::holders(size_t link) {

@@ -46,6 +46,8 @@ class LinkGate final : public Gate {
   void cross(uint32_t group, const std::vector<size_t>& links);
 
   std::vector<Holder> holders(size_t link);
+  // Whether the link's file was cut short. join() makes another table of it.
+  bool lost(size_t link);
   // Whether another job is on the link.
   bool shared(size_t link);
 

@@ -45,6 +45,8 @@ class LinkTable {
 
   const std::string& link() const noexcept { return link_; }
   const std::string& path() const noexcept { return file_.path(); }
+  // Whether the file was cut short: then nobody else is seen here, and nobody sees this process.
+  bool lost() const noexcept { return file_.lost(); }
 
   // The order in which operations go, by rank_at(). 0: nobody waits for this process, and it waits
   // for nobody.

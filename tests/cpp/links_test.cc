@@ -4,6 +4,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -456,6 +457,47 @@ void a_full_table_refuses() {
   CHECK(!refused(folder, "a", ""));
 }
 
+// Another program of the user may cut the file while it is mapped.
+void a_file_that_is_cut() {
+  const Folder folder;
+  Process one(folder, "one", 2), two(folder, "two", 1);
+  const uint64_t ticket = one.enter();
+  CHECK(one.gate.shared(0));
+  CHECK(truncate(folder.file("a").c_str(), 0) == 0);
+  one.leave(ticket);
+  two.leave(two.enter());
+  for (Process* each : {&one, &two}) {
+    CHECK(each->gate.lost(0));
+    CHECK(!each->gate.shared(0));
+    CHECK(each->gate.holders(0).empty());
+  }
+  CHECK(one.gate.join(folder.path, "c", "a", "one") == 1);
+  CHECK(two.gate.join(folder.path, "c", "a", "two") == 1);
+  CHECK(one.gate.shared(1) && two.gate.shared(1));
+  CHECK(!one.gate.lost(1));
+}
+
+// A file that is not ours ends the process, as without the guard; and so does kill().
+void a_fault_elsewhere_is_not_ours() {
+  const Folder folder;
+  const Process one(folder, "one", 2);
+  for (const bool sent : {false, true}) {
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+      if (sent) raise(SIGBUS);
+      const int file = open((folder.path + "/other").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+      auto* const memory = static_cast<volatile char*>(
+          mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+      memory[0] = 1;
+      _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
+  }
+}
+
 // Threads of several processes on two links, while levels change and processes come and go. Only
 // wakes and looks lead on: no wait may run out.
 void many_threads() {
@@ -505,10 +547,13 @@ void many_threads() {
 }  // namespace crux
 
 int main() {
+  // A sanitizer has a handler of its own, which a_fault_elsewhere_is_not_ours() must not find.
+  CHECK(signal(SIGBUS, SIG_DFL) != SIG_ERR);
   crux::a_fork_takes_nothing_along();
 #ifdef CRUX_FORKS_AMONG_THREADS
   crux::a_fork_while_a_place_is_taken();
 #endif
+  crux::a_fault_elsewhere_is_not_ours();
   crux::a_holder_dies();
   crux::who_gives_way();
   crux::the_order_of_ranks();
@@ -519,6 +564,7 @@ int main() {
   crux::foreign_files_are_refused();
   crux::files_go_with_the_last();
   crux::a_full_table_refuses();
+  crux::a_file_that_is_cut();
   crux::many_threads();
   std::puts("links: ok");
 }
