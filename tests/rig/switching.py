@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rig.beside import Neighbours, SideStream
+from rig.faults import Faults, die_in
 from rig.kind import GLOO
 from rig.part import Rank, part
 from rig.training import model
@@ -42,14 +43,22 @@ class Requests(threading.Thread):
         rank, size: of this process in its job.
         wanted: switches.
         seconds: after which no other is asked for.
+        faults: that meet every other switch.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, wanted: int, seconds: float
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        wanted: int,
+        seconds: float,
+        faults: Faults | None = None,
     ) -> None:
         super().__init__(name="requests", daemon=True)
         self._store, self._rank, self._size = store, rank, size
         self._wanted, self._seconds = wanted, seconds
+        self._faults = faults
         self.finished = threading.Event()
         self.requested = 0
         self.switched: set[int] = set()
@@ -68,9 +77,13 @@ class Requests(threading.Thread):
             if self._store.get(f"another/{generation}") != b"yes":
                 break
             self.requested = generation
+            if self._faults is not None:
+                self._faults.begin(generation)
             GROUPS.request(generation)
             while not GROUPS.wait(1.0):
                 pass
+            if self._faults is not None:
+                self._faults.end(generation, GROUPS.status())
             self.resources.append(resources())
             statuses = GROUPS.status()
             self.errors += [status.error for status in statuses if status.error]
@@ -102,18 +115,23 @@ def _local(tensor: Any) -> torch.Tensor:
 @part(measures=True)
 def training_while_switching(rank: Rank) -> Any:
     """Arguments: ``switches``, until which it trains, but no longer than ``seconds``; or ``steps``
-    where there are none. ``model``, if it is ``fsdp2``. ``dies_at``, the step at which rank 1 dies.
+    where there are none. ``model``, if it is ``fsdp2``. ``dies_at``, the step at which rank 1 dies,
+    or ``dies_in``, the moment of a switch. ``seed``, if faults drawn by it meet the switches.
     """
     switches, steps = int(rank.arguments["switches"]), int(rank.arguments["steps"])
     dies_at = int(rank.arguments.get("dies_at", -1)) if rank.rank == 1 else -1
-    requests = None
+    requests = faults = None
     if switches:
         from crux_torch.c10d import switch_attempt
 
         switch_attempt.LOOKAHEAD_S = LOOKAHEAD_S
         store = dist.FileStore(rank.arguments["store"], rank.size)
         seconds = float(rank.arguments["seconds"])
-        requests = Requests(store, rank.rank, rank.size, switches, seconds)
+        if "seed" in rank.arguments:
+            faults = Faults(rank, int(rank.arguments["seed"]))
+        requests = Requests(store, rank.rank, rank.size, switches, seconds, faults)
+        if rank.rank == 1 and "dies_in" in rank.arguments:
+            die_in(rank.arguments["dies_in"])
     net = _network(rank)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     beside = Neighbours(rank) if rank.kind.name == GLOO else SideStream(rank)
@@ -136,6 +154,8 @@ def training_while_switching(rank: Rank) -> Any:
         optimizer.step()
         losses.append(loss.item().hex())
         losses.append(beside.step(step, loss.detach()).hex())
+        if faults is not None:
+            faults.step()
     beside.end()
     found = {
         "losses": losses,
@@ -149,5 +169,6 @@ def training_while_switching(rank: Rank) -> Any:
             "switched": len(requests.switched),
             "errors": sorted(set(requests.errors)),
             "resources": requests.resources,
+            "faults": faults.met if faults is not None else [],
         }
     return found

@@ -1,0 +1,118 @@
+"""Switches of NCCL's communicators that meet faults, on the rig: training as on the stock backend.
+
+Each fault of :mod:`rig.faults` meets a switch on one of two ranks, and the switch after it, without
+a fault, has to succeed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import cuda_rig
+import pytest
+from rig import faults
+from rig.job import ATTACHED, STOCK, Job
+from rig.kind import OLD_TORCH
+from rig.kind import rig as the_rig
+from rig.outcome import DIED, VALUE, Outcome
+from rig.part import PAIR
+
+_ok, _why_not = cuda_rig.available()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _ok, reason=_why_not),
+    pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 has no nccl2, whose init can be left"),
+]
+
+#: Switches with a fault that the long run draws, and its seed.
+RUNS = int(os.environ.get("CRUX_FAULT_RUNS", "200"))
+SEED = int(os.environ.get("CRUX_FAULT_SEED", "8"))
+FEW = 4
+#: A switch waits for other ranks' start, for what they made, and for the counts.
+BOUND_S = 2.5 * faults.PATIENCE_S + 10.0
+#: A communicator is polled, and aborted after half of the patience; beside that, a busy machine.
+GIVEN_UP_S = faults.PATIENCE_S / 2 + 10.0
+#: Operations wait for a verdict no longer (``HOLD_S``); beside that, a busy machine.
+HELD_MS = 10e3 + 5e3
+#: The watchdog would first wait for every rank to write down what it did last.
+NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+
+
+def trained(mode: str, folder: Path, limit_s: float, **arguments: Any) -> list[Outcome]:
+    cuda_rig.build()
+    folder.mkdir()
+    given = {"switches": 0, "steps": 0, "seconds": limit_s, "store": folder / "requests"}
+    job = Job(
+        the_rig(),
+        mode,
+        PAIR,
+        ("training_while_switching",),
+        eager=True,
+        env=NO_DUMP,
+        limit_s=limit_s,
+        budget_s=limit_s + 60.0,
+        arguments={name: str(value) for name, value in (given | arguments).items()},
+    )
+    (outcomes,) = job.run(folder / "job").values()
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    for outcome in outcomes:
+        assert outcome.kind == VALUE, outcome.value
+    return [outcome.value for outcome in outcomes]
+
+
+def check(met: dict[str, Any]) -> None:
+    """One switch as one rank saw it."""
+    assert met["switched"] == (met["fault"] not in faults.KEEPS), met
+    assert bool(met["error"]) == (not met["switched"]), met
+    assert met["seconds"] < BOUND_S, met
+    assert met["held_ms"] < HELD_MS, met
+    assert all(seconds < GIVEN_UP_S for seconds in met["given_up_s"]), met
+    if met["fault"] == faults.HANGS:
+        assert max(met["given_up_s"], default=0.0) >= faults.PATIENCE_S / 2, met
+
+
+@pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=pytest.mark.full)])
+def test_faults_in_switches_change_no_loss(runs: int, tmp_path: Path) -> None:
+    seed, limit_s = SEED, 300.0 + 6.0 * runs
+    switched = values(
+        trained(ATTACHED, tmp_path / "switched", limit_s, switches=2 * runs, seed=seed)
+    )
+    for rank, found in enumerate(switched):
+        assert len(found["faults"]) == 2 * runs
+        for number, met in enumerate(found["faults"], 1):
+            try:
+                check(met)
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, switch {number}, rank {rank}") from error
+    stock = values(trained(STOCK, tmp_path / "stock", limit_s, steps=switched[0]["steps"]))
+    for mine, theirs in zip(switched, stock, strict=True):
+        assert mine["losses"] == theirs["losses"], f"seed {seed}"
+        assert mine["weights"] == theirs["weights"], f"seed {seed}"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """How a rank of stock NCCL ends when the other one dies."""
+    folder = tmp_path_factory.mktemp("killed") / "stock"
+    survivor, dead = trained(STOCK, folder, 120.0, steps=1000, dies_at=30)
+    assert "code -9" in dead.value
+    assert survivor.kind == DIED, survivor
+    code = str(survivor.value).partition(": ")[0].rpartition(" ")[2]
+    assert code != "-9", "nothing but the test ended it"
+    return code
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", faults.PHASES)
+def test_a_rank_that_dies_in_a_switch_ends_the_other_as_without(
+    phase: str, killed: str, tmp_path: Path
+) -> None:
+    survivor, dead = trained(ATTACHED, tmp_path / "job", 120.0, switches=1000, dies_in=phase)
+    assert "code -9" in dead.value
+    assert survivor.kind == DIED, survivor
+    assert f"code {killed}:" in survivor.value, survivor.value
