@@ -46,7 +46,7 @@ class ServerThread:
     def client(self, secret: bytes | None = None, **options: Any) -> StoreClient:
         known = self.secret if secret is None else secret
         return StoreClient(
-            TcpConnector("127.0.0.1", self.port), known, **{"timeout_s": 10.0, **options}
+            TcpConnector("127.0.0.1", self.port), known, **{"timeout_s": 60.0, **options}
         )
 
 

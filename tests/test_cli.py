@@ -163,11 +163,11 @@ def cluster(request):
     while host.state != "hosting":
         assert time.monotonic() < end, host.state
         time.sleep(0.01)
-    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=5.0)
+    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=60.0)
     registry = Registry(client, "lab")
     for job in JOBS:
         registry.publish_job(job, lease_s=getattr(request, "param", 60.0))
-    assert registry.swap_plan(registry.plan(), StoredPlan(renewal=1, plan=PLAN))
+    assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=1, plan=PLAN))
     yield f"tcp://127.0.0.1:{port}", registry
     client.close()
     host.stop()
@@ -223,7 +223,7 @@ def test_status_sees_a_plan_being_renewed(cluster, monkeypatch):
     endpoint, registry = cluster
 
     def renew(seconds: float) -> None:
-        assert registry.swap_plan(registry.plan(), StoredPlan(renewal=2, plan=PLAN))
+        assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=2, plan=PLAN))
 
     monkeypatch.setattr(cluster_status.time, "sleep", renew)
     assert cluster_status.read_status(endpoint, "", "lab", settle_s=1.0).plan_renewed is True

@@ -38,7 +38,7 @@ def put(store: MemoryStore, plan: Plan, renewal: int = 0) -> None:
 
 
 def in_store(store: MemoryStore) -> Plan:
-    stored = Registry(store, "c").plan().stored
+    stored = Registry(store, "c").look().plan.stored
     assert stored is not None
     return stored.plan
 

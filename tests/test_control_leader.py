@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import JobRecord, Plan, PlanEntry
-from crux_torch.control.registry import Registry
+from crux_torch.control.registry import PlanState, Registry, View
 from crux_torch.errors import StoreError
 from crux_torch.fabric.route import PlannedPath
 from crux_torch.fabric.topology import Topology
@@ -200,7 +201,7 @@ def test_a_lost_plan_is_put_back_under_its_epoch(clock: FakeClock) -> None:
     store.entries.clear()
     run(leaders, clock, 3)
     assert agreed(leaders) == plan
-    assert Registry(store, "c").plan().stored is not None
+    assert Registry(store, "c").look().plan.stored is not None
 
 
 def test_the_topology_is_renewed_unless_another_replaced_it(clock: FakeClock) -> None:
@@ -230,8 +231,14 @@ def test_leaders_that_see_different_jobs_do_not_swap_plans_for_ever(clock: FakeC
     store = MemoryStore(clock)
 
     class Blind(Registry):
-        def jobs(self) -> Any:
-            return tuple(r for r in super().jobs() if r.job != "hidden")
+        def look(self) -> View:
+            view = super().look()
+            if view is not self.whole:
+                jobs = tuple(r for r in view.jobs if r.job != "hidden")
+                self.whole, self.part = view, replace(view, jobs=jobs)
+            return self.part
+
+        whole = part = View((), None, PlanState(None, None))
 
     leaders = [leader_of(store, name, clock, n) for n, name in enumerate(("a", "b", "hidden"))]
     leaders[0]._registry = Blind(store, "c")
@@ -368,7 +375,8 @@ def test_processes_agree_and_survive_the_death_of_the_storing_process() -> None:
 
     def back_in_the_store() -> bool:
         try:
-            jobs, found = registry.jobs(), registry.plan().stored
+            view = registry.look()
+            jobs, found = view.jobs, view.plan.stored
         except StoreError:
             return False
         in_place = found is not None and found.plan == latest["j0"]

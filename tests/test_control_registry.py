@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,10 +27,10 @@ def test_names_with_any_character_stay_apart() -> None:
     names = ["a", "a/b", "a b", "ä/..", "%2F"]
     for name in names:
         registry.publish_job(record(name), 6.0)
-    assert [r.job for r in registry.jobs()] == sorted(names)
-    assert Registry(store, "team").jobs() == ()
+    assert [r.job for r in registry.look().jobs] == sorted(names)
+    assert Registry(store, "team").look().jobs == ()
     registry.remove_job("a/b")
-    assert [r.job for r in registry.jobs()] == sorted(set(names) - {"a/b"})
+    assert [r.job for r in registry.look().jobs] == sorted(set(names) - {"a/b"})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_record_that_cannot_be_used_is_named_once(
     registry.publish_job(record("good"), 6.0)
     store.write(registry.job_key("bad"), raw)
     for _ in range(3):
-        assert [r.job for r in registry.jobs()] == ["good"]
+        assert [r.job for r in registry.look().jobs] == ["good"]
     assert len(caplog.records) == 1
     assert "crux/c/jobs/bad" in caplog.text
     assert re.search(reason, caplog.text)
@@ -83,15 +84,41 @@ def test_any_bytes_decode_or_raise_the_named_error(raw: bytes) -> None:
 def test_the_plan_is_read_swapped_and_refused() -> None:
     store = MemoryStore()
     registry = Registry(store, "c")
-    empty = registry.plan()
+    empty = registry.look().plan
     assert empty == PlanState(None, None)
     raw = registry.swap_plan(empty, StoredPlan(renewal=0, plan=plan(1)))
     assert raw is not None
     assert registry.swap_plan(empty, StoredPlan(renewal=0, plan=plan(2))) is None
-    state = registry.plan()
+    state = registry.look().plan
     assert state.stored is not None
     assert state.stored.plan == plan(1)
     for bad in (b"junk", msgspec.json.encode(StoredPlan(renewal=0, plan=plan(MAX_EPOCH + 1)))):
         store.put(registry.plan_key, bad)
-        assert registry.plan() == PlanState(bad, None)
-    assert registry.swap_plan(registry.plan(), StoredPlan(renewal=0, plan=plan(3))) is not None
+        assert registry.look().plan == PlanState(bad, None)
+    assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=0, plan=plan(3))) is not None
+
+
+def test_what_has_not_changed_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    registry = Registry(store, "c")
+    decoded: list[str] = []
+
+    def counting(kind: Any, raw: bytes, where: str) -> Any:
+        decoded.append(where.rpartition("/")[2])
+        return decode(kind, raw, where)
+
+    monkeypatch.setattr("crux_torch.control.registry.decode", counting)
+    for name in ("a", "b"):
+        registry.publish_job(record(name), 6.0)
+    first = registry.look()
+    assert registry.look() is first
+    assert decoded == ["a", "b"]
+    registry.swap_plan(first.plan, StoredPlan(renewal=0, plan=plan(1)))
+    second = registry.look()
+    assert second.jobs is first.jobs
+    registry.publish_job(record("b", "i1"), 6.0)
+    registry.publish_topology(b"t")
+    third = registry.look()
+    assert decoded == ["a", "b", "plan", "b"]
+    assert third.jobs[0] is first.jobs[0]
+    assert (third.jobs[1].incarnation, third.topology, third.plan) == ("i1", b"t", second.plan)

@@ -39,12 +39,12 @@ class Cluster:
 
     def jobs(self) -> set[str]:
         with contextlib.suppress(StoreError):
-            return {record.job for record in self._registry.jobs()}
+            return {record.job for record in self._registry.look().jobs}
         return set()
 
     def plan(self) -> Plan | None:
         with contextlib.suppress(StoreError):
-            state = self._registry.plan()
+            state = self._registry.look().plan
             return state.stored.plan if state.stored is not None else None
         return None
 

@@ -117,7 +117,7 @@ def planned(status: dict[str, Any]) -> bool:
 def job_keys(endpoint: str) -> list[str]:
     store = open_store(endpoint)
     try:
-        return [record.job for record in Registry(store, "default").jobs()]
+        return [record.job for record in Registry(store, "default").look().jobs]
     finally:
         store.close()
 

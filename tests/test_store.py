@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, clock: FakeClock) -> Iterator[SharedSt
         return
     if request.param == "etcd":
         endpoints = request.getfixturevalue("etcd").endpoints
-        over_etcd = open_store(f"etcd://{endpoints}/{time.monotonic_ns()}", timeout_s=10.0)
+        over_etcd = open_store(f"etcd://{endpoints}/{time.monotonic_ns()}", timeout_s=60.0)
         until(lambda: _works(over_etcd), what="an answer")
         over_etcd.delete("k")
         yield over_etcd

@@ -43,7 +43,7 @@ def test_the_loopback_store_listens_on_loopback_only_and_serves() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.2", host.port))
         other.listen()  # fails if the server took every address
-    store = open_store(f"tcp://127.0.0.1:{host.port}", timeout_s=5.0)
+    store = open_store(f"tcp://127.0.0.1:{host.port}", timeout_s=60.0)
     store.put("k", b"v")
     host.stop()
     assert host.state == "stopped"
@@ -75,7 +75,7 @@ def test_racing_hosts_start_one_server_and_replace_one_that_dies() -> None:
     for thread in threads:
         thread.join(10)
     for left in (6, 5, 4):
-        store = open_store(endpoint, timeout_s=5.0)
+        store = open_store(endpoint, timeout_s=60.0)
         until(lambda: [h.state for h in hosts].count("hosting") == 1, what="one server")
         until(lambda n=left, s=store: clients(s) == n + 1, what="all to use it")
         assert sorted(host.state for host in hosts) == ["hosting"] + ["standby"] * (left - 1)
@@ -112,7 +112,7 @@ def test_a_server_outlives_who_started_it_and_ends_unused() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     pid = int(done.stdout)
-    store = open_store(f"tcp://127.0.0.1:{port}", timeout_s=5.0)
+    store = open_store(f"tcp://127.0.0.1:{port}", timeout_s=60.0)
     store.put("k", b"v")
     assert os.getsid(pid) == pid, "a terminal's Ctrl-Z and Ctrl-C don't reach it"
     until(lambda: clients(store) == 1, what="its starter to be gone")
@@ -156,6 +156,25 @@ def test_any_other_fault_is_one_warning(
     assert caplog.text.count("can't host the store") == 1
 
 
+def test_more_clients_than_the_store_bears_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("crux_torch.store.host.BEARABLE_CLIENTS", 2)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    host = StoreHost(endpoint, poll_s=0.02, linger_s=0.5)
+    host.start()
+    stores = [open_store(endpoint, timeout_s=60.0) for _ in range(2)]
+    for n, store in enumerate(stores):
+        assert "which bears" not in caplog.text
+        until(lambda s=store: clients(s) is not None, what="an answer")
+        until(lambda n=n, s=store: clients(s) == n + 2, what="all of them")
+    until(lambda: caplog.text.count("3 clients use the store") == 1, what="the warning")
+    host.stop()
+    assert caplog.text.count("which bears") == 1
+    for store in stores:
+        store.close()
+
+
 def test_beyond_loopback_there_is_no_store_without_a_secret(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -169,7 +188,7 @@ def test_beyond_loopback_there_is_no_store_without_a_secret(
     host = StoreHost(endpoint, secret, poll_s=0.05, linger_s=0.5)
     host.start()
     until(lambda: host.state == "hosting", what="hosting")
-    store = open_store(endpoint, secret, timeout_s=5.0)
+    store = open_store(endpoint, secret, timeout_s=60.0)
     store.put("k", b"v")
     store.close()
     host.stop()

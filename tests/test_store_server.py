@@ -52,7 +52,7 @@ def running() -> Iterator[ServerThread]:
 
 def greeted(port: int) -> socket.socket:
     """The socket of a client that has greeted."""
-    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=10.0)
+    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=60.0)
     client.clients()
     connection = client._connection
     assert connection is not None
@@ -324,7 +324,7 @@ def test_thousands_of_connections_and_floods_leave_the_launcher_and_the_store_at
     host = StoreHost(endpoint, poll_s=0.1, linger_s=0.5)
     host.start()
     until(lambda: host.state == "hosting", what="hosting")
-    store = open_store(endpoint, timeout_s=5.0)
+    store = open_store(endpoint, timeout_s=60.0)
     store.put("k", b"v")
     pid = host.pid
     assert pid is not None

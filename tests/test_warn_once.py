@@ -31,7 +31,7 @@ def test_a_key_can_neither_forge_a_message_nor_reach_the_terminal(
     registry = Registry(store, "c")
     registry.publish_job(record("good"), 6.0)
     store.write("crux/c/jobs/\x1b[2Jevil\n[crux] WARNING all is lost\r\u202e", b"junk")
-    assert [r.job for r in registry.jobs()] == ["good"]
+    assert [r.job for r in registry.look().jobs] == ["good"]
     [said] = [r.getMessage() for r in caplog.records]
     assert said.isprintable()
     assert r"\x1b[2Jevil\n[crux] WARNING all is lost\r\u202e" in said

@@ -236,12 +236,12 @@ class Leader:
         return True
 
     def _look(self, now: float) -> PlanState:
-        jobs = self._registry.jobs()
-        if self._snapshot.update(jobs, self._registry.topology(), now):
+        view = self._registry.look()
+        if self._snapshot.update(view.jobs, view.topology, now):
             self._patience_s = self._lease_s
             self._say_overclaims()
         self._find_self(now)
-        state = self._registry.plan()
+        state = view.plan
         if state.stored is not None:
             self._note(state.stored.plan, now)
             if not self._adopted.knows(state) and self._follows(state):

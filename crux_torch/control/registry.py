@@ -62,6 +62,20 @@ class PlanState:
     stored: StoredPlan | None
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a look at the store showed.
+
+    Attributes:
+        jobs: the live, valid records, in the order of their names.
+        topology: as it was published, not validated; None if there is none.
+    """
+
+    jobs: tuple[JobRecord, ...]
+    topology: bytes | None
+    plan: PlanState
+
+
 def decode(kind: type[R], raw: bytes, where: str) -> R:
     """The record in ``raw``, found at ``where``. Fields that are not known are left out.
 
@@ -98,6 +112,9 @@ class Registry:
         self.plan_key = self.prefix + "plan"
         self.topology_key = self.prefix + "topology"
         self._warn = WarnOnce(_log)
+        self._found: dict[str, bytes] = {}
+        self._records: dict[str, tuple[bytes, JobRecord | None]] = {}
+        self._view = View((), None, PlanState(None, None))
 
     def job_key(self, job: str) -> str:
         """Key of the record of ``job``, whose name may have any characters."""
@@ -111,21 +128,6 @@ class Registry:
         """Delete the record of ``job``, so that the others don't wait for its lease to end."""
         self.store.delete(self.job_key(job))
 
-    def jobs(self) -> tuple[JobRecord, ...]:
-        """The live, valid records, in the order of their names; ``MAX_JOBS`` at most."""
-        records = []
-        for key, raw in sorted(self.store.list(self.prefix + "jobs/").items())[:MAX_JOBS]:
-            try:
-                record = decode(JobRecord, raw, key)
-                if self.job_key(record.job) != key:
-                    raise RecordError(f"{key}: it is of job {record.job!r}")
-            except RecordError as error:
-                self._warn(key, f"ignoring a job record: {error}")
-            else:
-                self._warn.forget(key)
-                records.append(record)
-        return tuple(sorted(records, key=lambda record: record.job))
-
     def publish_topology(self, topology: bytes) -> None:
         """Write the cluster's topology. All read what was written last."""
         self.store.put(self.topology_key, topology)
@@ -136,22 +138,30 @@ class Registry:
             if self.store.compare_and_swap(self.topology_key, before, topology):
                 return
 
-    def topology(self) -> bytes | None:
-        """The cluster's topology as it was published, not validated."""
-        return self.store.get(self.topology_key)
+    def look(self) -> View:
+        """What the store holds, read at once. The same view again if nothing has changed.
 
-    def plan(self) -> PlanState:
-        """The plan in the store."""
-        raw = self.store.get(self.plan_key)
-        if raw is None:
-            return PlanState(None, None)
-        try:
-            stored = decode(StoredPlan, raw, self.plan_key)
-        except RecordError as error:
-            self._warn(self.plan_key, f"ignoring the plan: {error}")
-            return PlanState(raw, None)
-        self._warn.forget(self.plan_key)
-        return PlanState(raw, stored)
+        Of jobs, ``MAX_JOBS`` at most. What has not changed is not decoded again: many jobs look
+        several times a second.
+        """
+        found = self.store.list(self.prefix)
+        if found == self._found:
+            return self._view
+        prefix = self.prefix + "jobs/"
+        records = {key: raw for key, raw in found.items() if key.startswith(prefix)}
+        jobs, plan = self._view.jobs, self._view.plan
+        if records != {key: raw for key, (raw, _) in self._records.items()}:
+            self._records = {
+                key: (records[key], self._record(key, records[key]))
+                for key in sorted(records)[:MAX_JOBS]
+            }
+            known = [record for _, record in self._records.values() if record is not None]
+            jobs = tuple(sorted(known, key=lambda record: record.job))
+        if found.get(self.plan_key) != plan.raw:
+            plan = self._plan(found.get(self.plan_key))
+        self._found = found
+        self._view = View(jobs, found.get(self.topology_key), plan)
+        return self._view
 
     def swap_plan(self, before: PlanState, after: StoredPlan) -> bytes | None:
         """The bytes of ``after``, written in place of ``before``; None if another was first."""
@@ -162,6 +172,31 @@ class Registry:
         renewed = msgspec.json.decode(before.raw or b"", type=_Renewed)
         renewed.renewal = (renewed.renewal + 1) % (1 << 62)
         return self._swap(before, msgspec.json.encode(renewed))
+
+    def _record(self, key: str, raw: bytes) -> JobRecord | None:
+        before = self._records.get(key)
+        if before is not None and before[0] == raw:
+            return before[1]
+        try:
+            record = decode(JobRecord, raw, key)
+            if self.job_key(record.job) != key:
+                raise RecordError(f"{key}: it is of job {record.job!r}")
+        except RecordError as error:
+            self._warn(key, f"ignoring a job record: {error}")
+            return None
+        self._warn.forget(key)
+        return record
+
+    def _plan(self, raw: bytes | None) -> PlanState:
+        if raw is None:
+            return PlanState(None, None)
+        try:
+            stored = decode(StoredPlan, raw, self.plan_key)
+        except RecordError as error:
+            self._warn(self.plan_key, f"ignoring the plan: {error}")
+            return PlanState(raw, None)
+        self._warn.forget(self.plan_key)
+        return PlanState(raw, stored)
 
     def _swap(self, before: PlanState, raw: bytes) -> bytes | None:
         return raw if self.store.compare_and_swap(self.plan_key, before.raw, raw) else None

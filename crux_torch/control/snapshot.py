@@ -32,10 +32,12 @@ class Snapshot:
 
     def update(self, jobs: tuple[JobRecord, ...], topology: bytes | None, now: float) -> bool:
         """Take in what was read at ``now``; return whether anything has changed."""
-        if topology != self.topology:
-            self._recent.clear()
-        self.jobs, self.topology = jobs, topology
-        current = fingerprint(jobs, topology)
+        current = self.fingerprint
+        if jobs is not self.jobs or topology != self.topology or not current:
+            if topology != self.topology:
+                self._recent.clear()
+            self.jobs, self.topology = jobs, topology
+            current = fingerprint(jobs, topology)
         self._recent.pop(current, None)
         recent = [(key, seen) for key, seen in self._recent.items() if now - seen[1] < MAX_RECENT_S]
         self._recent = {**dict(recent[1 - MAX_RECENT :]), current: (jobs, now)}

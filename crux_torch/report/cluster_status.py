@@ -60,13 +60,13 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
     store = open_store(endpoint, secret, timeout_s=TIMEOUT_S)
     try:
         registry = Registry(store, cluster)
-        before = registry.jobs(), registry.plan().stored
-        jobs, plan = before
+        before = view = registry.look()
         if settle_s:
             time.sleep(settle_s)
-            jobs, plan = registry.jobs(), registry.plan().stored
-        renewed = plan is not None and before[1] != plan if settle_s else None
-        return ClusterStatus(endpoint, cluster, jobs, plan.plan if plan else None, renewed)
+            view = registry.look()
+        plan = view.plan.stored
+        renewed = plan is not None and before.plan.stored != plan if settle_s else None
+        return ClusterStatus(endpoint, cluster, view.jobs, plan.plan if plan else None, renewed)
     finally:
         store.close()
 

@@ -36,6 +36,8 @@ POLL_S = 0.5
 CALL_S = 2.0
 #: Seconds without an answer from whoever holds the port before a warning.
 PATIENCE_S = 15.0
+#: Clients that the embedded store bears: benchmarks/control.py, docs/store.md.
+BEARABLE_CLIENTS = 1000
 
 
 class StoreHost:
@@ -118,7 +120,13 @@ class StoreHost:
 
     def _use(self, client: StoreClient) -> None:
         try:
-            client.clients()
+            count = client.clients()
+            if count > BEARABLE_CLIENTS:
+                self._warn(
+                    "crowd",
+                    f"{count} clients use the store at {self.host}:{self.port}, which bears "
+                    f"{BEARABLE_CLIENTS}: plans will come late. Use an etcd (docs/store.md)",
+                )
             self._unanswered_s = 0.0
             self._warn.forget("answer")
         except StoreError as error:
