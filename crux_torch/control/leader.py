@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from crux_torch.control.adopted_plan import AdoptedPlan
+from crux_torch.control.beside import Beside
 from crux_torch.control.inputs import overclaims
 from crux_torch.control.planner import within
 from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
@@ -48,8 +49,6 @@ PATIENCE_S = 3.0
 MAX_HEAD_BYTES = 4096
 #: Jobs and flows up to which each leader computes what it adopts.
 MAX_VERIFIED = 1 << 13
-#: Results of the planner that are kept.
-MAX_COMPUTED = 4
 
 
 class Leader:
@@ -69,6 +68,7 @@ class Leader:
         plan_valid_s: seconds without renewal after which a plan of this leader is dropped.
         poll_s: seconds between two looks at the store.
         debounce_s: seconds for which the snapshot must stand still before it is planned.
+        in_thread: whether a thread of its own computes plans, so that no tick takes long.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Leader:
         plan_valid_s: float = 15.0,
         poll_s: float = 0.25,
         debounce_s: float = 0.5,
+        in_thread: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -117,8 +118,7 @@ class Leader:
 
         self._snapshot = Snapshot()
         self._adopted = AdoptedPlan(clock, self._random, plan_valid_s)
-        #: What was computed last, by fingerprint and policy; None: that failed.
-        self._computed: dict[tuple[str, str], tuple[PlanEntry, ...] | None] = {}
+        self._beside = Beside(in_thread=in_thread, clock=clock)
         #: The plan that lies in the store, and since when.
         self._stored: tuple[int, str, str] | None = None
         self._stored_since_s = float("-inf")
@@ -133,8 +133,17 @@ class Leader:
 
     @property
     def topology(self) -> Topology | None:
-        """The cluster's topology as the store has it, in which plans choose paths."""
-        return self._topologies.read(self._snapshot.topology)
+        """The cluster's topology as the store has it, in which plans choose paths.
+
+        None if there is none, and until it was read.
+        """
+        raw = self._snapshot.topology
+        if raw is None:
+            return None
+        found: tuple[bool, Topology | None] = self._beside.ask(
+            ("topology", raw), lambda: self._topologies.read(raw)
+        )
+        return found[1]
 
     @property
     def state(self) -> LeaderState:
@@ -288,7 +297,10 @@ class Leader:
             )
             follows = self._is_plausible(plan, jobs)
         else:
-            follows = self._entries(plan.fingerprint, plan.policy) == plan.entries
+            done, entries = self._entries(plan.fingerprint, plan.policy)
+            if not done:
+                return False
+            follows = entries == plan.entries
         if not follows:
             self._unfollowed = state.raw
             self._warn(
@@ -355,7 +367,7 @@ class Leader:
         patience_s = self._plan_valid_s / 3 if fits else self._patience_s
         if usable and not self._out_of_patience(now, patience_s):
             return
-        entries = self._entries(snapshot.fingerprint, self._policy)
+        _, entries = self._entries(snapshot.fingerprint, self._policy)
         if entries is None:
             return
         plan = Plan(
@@ -389,29 +401,35 @@ class Leader:
         self._patience_s = min(MAX_PATIENCE_S, 2 * self._patience_s)
         return True
 
-    def _entries(self, fingerprint: str, policy: str) -> tuple[PlanEntry, ...] | None:
-        """The entries for a snapshot that was seen, computed once; None if that failed."""
-        of = fingerprint, policy
-        if of not in self._computed:
-            entries = None
-            try:
-                jobs = self._snapshot.jobs_of(fingerprint) or ()
-                computed = self._compute(jobs, self.topology, policy=policy)
-                entries, without, left_out = within(computed, MAX_RECORD_BYTES - MAX_HEAD_BYTES)
-            except Exception as error:
-                self._warn("compute", f"no plan could be computed: {type(error).__name__}: {error}")
-            else:
-                if without:
-                    self._warn(
-                        "size",
-                        f"the plan is over {MAX_RECORD_BYTES} bytes: the network chooses the paths "
-                        f"of the {without} jobs of the lowest priority"
-                        + (f", and the level of {left_out} of them" if left_out else ""),
-                    )
-            self._computed[of] = entries
-            if len(self._computed) > MAX_COMPUTED:
-                del self._computed[next(iter(self._computed))]
-        return self._computed[of]
+    def _entries(self, fingerprint: str, policy: str) -> tuple[bool, tuple[PlanEntry, ...] | None]:
+        """Whether the entries for a snapshot that was seen are there, and the entries.
+
+        They are None if the planner failed.
+        """
+        snapshot = self._snapshot
+        jobs, raw = snapshot.jobs_of(fingerprint) or (), snapshot.topology
+        found: tuple[bool, tuple[PlanEntry, ...] | None] = self._beside.ask(
+            (fingerprint, policy), lambda: self._plan_of(jobs, raw, policy)
+        )
+        return found
+
+    def _plan_of(
+        self, jobs: Sequence[JobRecord], raw: bytes | None, policy: str
+    ) -> tuple[PlanEntry, ...] | None:
+        try:
+            computed = self._compute(jobs, self._topologies.read(raw), policy=policy)
+            entries, without, left_out = within(computed, MAX_RECORD_BYTES - MAX_HEAD_BYTES)
+        except Exception as error:
+            self._warn("compute", f"no plan could be computed: {type(error).__name__}: {error}")
+            return None
+        if without:
+            self._warn(
+                "size",
+                f"the plan is over {MAX_RECORD_BYTES} bytes: the network chooses the paths "
+                f"of the {without} jobs of the lowest priority"
+                + (f", and the level of {left_out} of them" if left_out else ""),
+            )
+        return entries
 
     def _swap(self, before: PlanState, plan: Plan, renewal: int, now: float) -> None:
         raw = self._registry.swap_plan(before, StoredPlan(renewal=renewal, plan=plan))

@@ -76,6 +76,7 @@ def make_conductor(
             published,
             policy=settings.policy,
             levels=settings.plan_levels,
+            in_thread=True,
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,
         )

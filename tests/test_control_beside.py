@@ -1,0 +1,85 @@
+"""Long work is done beside the thread that asks, once, one piece at a time, in a share of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from control_fakes import FakeClock, MemoryStore, by_name, profile, record, until
+
+from crux_torch.control.beside import BURST_S, MAX_RESULTS, SHARE, Beside
+from crux_torch.control.leader import Leader
+
+
+def test_results_are_computed_once_and_the_last_ones_are_kept() -> None:
+    done: list[int] = []
+
+    def work(n: int) -> int:
+        done.append(n)
+        return -n
+
+    beside = Beside(in_thread=False)
+    for n in range(MAX_RESULTS + 1):
+        assert beside.ask(n, lambda n=n: work(n)) == (True, -n)
+        assert beside.ask(0, lambda: work(0)) == (True, 0), "what is asked for again stays"
+    assert done == list(range(MAX_RESULTS + 1))
+    beside.ask(1, lambda: work(1))
+    assert done[-1] == 1
+
+
+def test_work_takes_a_share_of_the_time_in_the_long_run() -> None:
+    clock = FakeClock()
+    beside = Beside(in_thread=True, clock=clock)
+    pieces: list[int] = []
+
+    def work(n: int) -> None:
+        clock.advance(4.0)
+        pieces.append(n)
+
+    def asked(n: int) -> bool:
+        done, _ = beside.ask(n, lambda: work(n))
+        if not done and beside._thread is not None:
+            beside._thread.join()
+        return beside.ask(n, lambda: work(n))[0]
+
+    assert [asked(n) for n in range(4)] == [True, True, True, False], "10 seconds in a row"
+    began_s = clock.now
+    for n in range(10, 2000):
+        asked(n)
+        clock.advance(1.0)
+    assert 4.0 * (len(pieces) - 3) <= SHARE * (clock.now - began_s) + 4.0
+    assert len(pieces) > 10
+    assert BURST_S > 2 * 4.0
+
+
+def test_no_tick_waits_for_the_planner_and_its_plan_comes_when_it_is_ready() -> None:
+    """Nothing but ticks gives orders to the ranks: they must go on."""
+    go_on = threading.Event()
+
+    def slow(*args: object, **options: object) -> object:
+        assert go_on.wait(300)
+        return by_name(*args, **options)  # type: ignore[arg-type]
+
+    leader = Leader(
+        MemoryStore(),
+        "c",
+        record("a"),
+        slow,
+        in_thread=True,
+        poll_s=0.0,
+        debounce_s=0.0,  # type: ignore[arg-type]
+    )
+    for _ in range(200):
+        leader.tick()  # would never return
+        time.sleep(0.001)
+    assert leader.plan is None
+    assert leader.state == "waiting"
+    leader.update(profile=profile(t_s=0.2))
+    leader.tick()
+    go_on.set()
+
+    def planned() -> bool:
+        leader.tick()
+        return leader.plan is not None
+
+    until(planned, what="the plan")
