@@ -85,8 +85,8 @@ class Engine:
     ) -> None:
         """Keeps a job's starts to the grid origin_s + n * period_s (CASSINI's drift correction).
 
-        An iteration that would start further from the nearest point of the grid than tolerance
-        times period_s, early or late, is held until the next point; any other starts at once. An
+        An iteration that would start later than a point of the grid by more than tolerance times
+        period_s is held until the next point, so none starts early; any other starts at once. An
         iteration that is under way or held already is left as it is.
 
         Args:

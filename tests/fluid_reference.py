@@ -162,7 +162,7 @@ def _begin(j: Job, now: float) -> None:
     if j.pace is None or j.ended:
         return
     origin_s, period_s, tolerance = j.pace
-    nearest_s = origin_s + round((now - origin_s) / period_s) * period_s
-    if abs(now - nearest_s) > (tolerance + 1e-9) * period_s:
+    late_s = (now - origin_s + 1e-9 * period_s) % period_s
+    if late_s > (tolerance + 2e-9) * period_s:
         j.began_s = None
         j.start_s = origin_s + math.ceil((now - origin_s) / period_s) * period_s

@@ -155,8 +155,9 @@ def test_shift_delays_the_next_iteration_once():
     [
         (0.0, 1.0, 0.05, 100),  # its own period
         (0.25, 1.0, 0.05, 99),  # held once, at its start
-        (0.25, 1.0, 0.25, 100),  # near enough
-        (0.0, 1.04, 0.05, 96),  # early by 0.04, then held at 0.08: 2 in each 2.08 s
+        (-0.25, 1.0, 0.25, 100),  # late, but near enough
+        (0.01, 1.0, 0.05, 100),  # held for 0.01 s: no start is early, however little
+        (0.0, 1.04, 0.05, 96),  # early by 0.04 each time, and held
         (0.0, 0.96, 0.05, 70),  # late by 0.04, then held at 0.08: 2 in each 2.88 s
         (0.0, 0.9, 0.05, 56),  # late each time: one in each 1.8 s
     ],

@@ -38,9 +38,7 @@ from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import burst_times_s, solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
-#: Share of an iteration by which its start may leave the grid before it is held (§5.7).
-DRIFT = 0.05
-#: Draws of random shifts that a tree's shifts are compared with, and of drifts.
+#: Draws of random shifts that a tree's shifts are compared with.
 _DRAWS = 8
 #: Numbers that are held at once while draws are compared.
 _AT_ONCE = 1 << 21
@@ -228,11 +226,7 @@ class _Tree:
     def stretch(self, shift: dict[int, int]) -> FloatArray:
         """By how much the grid must be stretched for each job to keep to it, at least 1."""
         turn = np.array([shift[j] for j in self.jobs])[None]
-        # Only a job that needs less than its grid's period ever starts early.
-        drifts = (self._alone < self._angles * (1 - 1e-9)) * DRIFT * self._angles
-        early = np.random.default_rng(1).random((_DRAWS, len(self.jobs))) * drifts
-        drifted = self._waiting(turn - early.astype(np.int64), self._mean)[0].mean(axis=0)
-        steady = np.maximum(self._waiting(turn, self._mean)[0][0], drifted)
+        steady = self._waiting(turn, self._mean)[0][0]
         worst = np.minimum(self._waiting(turn, self._peak)[0][0], steady + self._others)
         needed: FloatArray = (self._alone + np.maximum(worst, steady)) / self._angles
         return np.maximum(np.maximum(needed, self._load()), 1.0)

@@ -84,7 +84,7 @@ class Decision:
         shift_s: for each job that is shifted in time, when its iterations start, modulo
             ``grid_s``, from an origin that all jobs have in common.
         grid_s: for each job that keeps to a grid, the distance of its iterations' starts: a start
-            that has drifted is held back until the next point ``shift_s + n grid_s``.
+            that is early or too late is held back until the next point ``shift_s + n grid_s``.
         slowdown: for each job, where the scheduler gives one, a guaranteed bound on its mean
             iteration over its iteration alone; infinite: nothing is guaranteed.
         isolated: every job has a network of its own: nothing can carry this out, it is what the

@@ -10,7 +10,7 @@ from crux_torch.schedule.intensity import burst_traffic, link_traffic
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.sim.scenario import Scenario, ScenarioError
 
-#: Share of an iteration by which its start may leave the grid before it is held (CASSINI §4.2).
+#: Share of its period by which an iteration may start late on its grid (CASSINI §5.7).
 DRIFT = 0.05
 
 

@@ -16,13 +16,13 @@ constexpr double kLongestRun = 1e12;
 // A start that is off its grid by less than this share of the period is on it.
 constexpr double kOnGrid = 1e-9;
 
-// The next point of a grid where an iteration that could start at t is off it, otherwise t.
+// t where it is on a grid or late by no more than the tolerance, otherwise the grid's next point.
 double paced(const Pace& pace, double t) {
   const double origin = pace.origin.value();
   const double period = pace.period.value();
   const double turns = (t - origin) / period;
-  const double off = std::abs(turns - std::round(turns));
-  return off > pace.tolerance + kOnGrid ? origin + std::ceil(turns) * period : t;
+  const double late = turns - std::floor(turns + kOnGrid);
+  return late > pace.tolerance + kOnGrid ? origin + std::ceil(turns) * period : t;
 }
 
 }  // namespace

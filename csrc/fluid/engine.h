@@ -30,7 +30,7 @@ struct Options {
 struct Pace {
   Seconds origin;
   Seconds period;
-  double tolerance;  // share of the period by which a start may be off
+  double tolerance;  // share of the period by which a start may be late; it is never early
 };
 
 struct JobResult {
@@ -61,8 +61,8 @@ class Engine {
   void set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic);
   // Starts the job's next iteration this much later than it could.
   void shift(JobId id, Seconds by);
-  // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start off it by
-  // more than the tolerance is held until the next point of the grid. nullopt: no longer.
+  // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start early, or
+  // late by more than the tolerance, is held until the next point of the grid. nullopt: no longer.
   void set_pace(JobId id, std::optional<Pace> pace);
 
   // Advances to `until` and returns true; false when max_events were handled before.
