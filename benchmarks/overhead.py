@@ -32,6 +32,8 @@ SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 #: How Crux runs, by whether its recorder times.
 TIMES = {"between measurements": False, "measuring": True}
+#: Where torch's hooks record a group, and not a wrapper of its backend.
+HOOKS = ", by hooks"
 #: Short blocks, so that all sides meet the same mood of the machine.
 BLOCK_S = 0.01
 NULL_CALLS = 20_000
@@ -149,17 +151,34 @@ def _ratios(stock: Pair, crux: Pair, what: Any, pairs: int) -> tuple[Ratios, flo
 
 
 def _null_ns(pairs: int) -> Ratios:
-    """Nanoseconds that Crux adds to an all-reduce of a backend that does nothing."""
+    """Nanoseconds that Crux adds to an all-reduce of a group whose backend does nothing."""
     import torch
+    import torch.distributed as dist
     from torch._C._distributed_c10d import FakeProcessGroup
+    from torch.distributed import distributed_c10d as c10d
 
     from crux_torch import _C
     from crux_torch.c10d import backend
 
     recorder = backend.recorder()
-    inner = FakeProcessGroup._create_internal(0, 2)
-    wrapped = _C.DelegatingBackend("crux", 0, 2, recorder)
-    wrapped.add_inner("cpu", inner)
+    hooked: Any = getattr(_C, "HookedGroup", None)
+
+    def group(wraps: bool = False, hooks: bool = False) -> Any:
+        inner: Any = FakeProcessGroup._create_internal(0, 2)
+        if wraps:
+            inner, fake = _C.DelegatingBackend("crux", 0, 2, recorder), inner
+            inner.add_inner("cpu", fake)
+        made: Any = c10d.ProcessGroup(dist.HashStore(), 0, 2)
+        kind = c10d.ProcessGroup.BackendType.CUSTOM
+        made._set_default_backend(kind)
+        made._register_backend(torch.device("cpu"), kind, inner)
+        if hooks:
+            hooked.attach(made, inner, "cpu", True, recorder)
+        return made
+
+    stock, sides = group(), {"": group(wraps=True)}
+    if hooked is not None:
+        sides[HOOKS] = group(hooks=True)
     tensors = [torch.ones(1)]
 
     def block(target: Any) -> float:
@@ -170,15 +189,17 @@ def _null_ns(pairs: int) -> Ratios:
         recorder.drain(1 << 20)
         return seconds / NULL_CALLS * 1e9
 
-    block(inner), block(wrapped)
-    added: Ratios = {how: [] for how in TIMES}
+    for each in (stock, *sides.values()):
+        block(each)
+    ways = {f"{how}{by}": (sides[by], TIMES[how]) for by in sides for how in TIMES}
+    added: Ratios = {way: [] for way in ways}
     for _ in range(pairs):
         taken = {}
-        for how in random.sample(("stock", *TIMES), 1 + len(TIMES)):
-            recorder.timing = TIMES.get(how, False)
-            taken[how] = block(inner if how == "stock" else wrapped)
-        for how in TIMES:
-            added[how].append(taken[how] - taken["stock"])
+        for way in random.sample(("stock", *ways), 1 + len(ways)):
+            target, recorder.timing = ways.get(way, (stock, False))
+            taken[way] = block(target)
+        for way in ways:
+            added[way].append(taken[way] - taken["stock"])
     assert recorder.dropped == 0
     return added
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend, ProcessGroup, Store, Work
 
 #: Size of one record; ``crux_torch.measure.record.RECORD`` describes it to numpy.
 RECORD_BYTES: int
@@ -181,6 +181,31 @@ class InnerSwitch:
 
     def release(self) -> None:
         """Close the backend that ``finish`` took out of use; waits for its operations."""
+
+class HookedGroup:
+    """Records what a process group over a stock backend issues. Only in a torch with hooks."""
+
+    @staticmethod
+    def suffices(backend: Backend) -> bool:
+        """Whether the backend reports the end of its operations."""
+
+    @staticmethod
+    def attach(
+        group: ProcessGroup, backend: Backend, device: str, alone: bool, recorder: Recorder
+    ) -> HookedGroup:
+        """Record its operations on ``device``. ``alone``: it has no other backend."""
+
+    def start_block(self) -> None:
+        """Coalesced operations follow."""
+
+    def end_block(self) -> None:
+        """They are about to be issued."""
+
+    def block_ended(self, work: Work | None) -> None:
+        """They were issued."""
+
+    def block_failed(self) -> None:
+        """They were refused."""
 
 def inner_switches() -> list[InnerSwitch]:
     """Those of all process groups of this process that were published and have not ended."""

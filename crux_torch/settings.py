@@ -146,6 +146,12 @@ class Settings:
         500.0,
         "the longest that an operation waits on the host's links, in milliseconds (up to 10000)",
     )
+    switch_groups: Literal["auto", "all", "none"] = _says(
+        "auto",
+        "groups that may get new connections: all, none, or auto: all but those over NCCL where "
+        "paths are off, or every RDMA device can change live queue pairs; those that may not keep "
+        "torch's own backend if torch has hooks enough",
+    )
     switch_timeout_s: Positive = _says(
         30.0,
         "seconds that ranks wait for each other before they give up a switch to new connections",

@@ -72,6 +72,36 @@ def test_same_results_as_the_stock_backend(
     same_as_stock(tmp_path, kind, FOUR, PARTS + ("splits",) * bound, eager=bound, env=env)
 
 
+#: Groups that may not switch keep torch's own backend, where torch has hooks.
+HOOKED = {"CRUX_SWITCH_GROUPS": "none"}
+needs_hooks = pytest.mark.skipif(OLD_TORCH, reason="torch has no hooks before 2.15")
+
+
+@needs_hooks
+@pytest.mark.full
+@pytest.mark.parametrize("bound", [False, True])
+def test_same_results_by_hooks(bound: bool, kind: Kind, tmp_path: Path) -> None:
+    same_as_stock(tmp_path, kind, FOUR, PARTS + ("splits",) * bound, eager=bound, env=HOOKED)
+
+
+@needs_hooks
+def test_hooks_record_what_the_wrapper_records(kind: Kind, tmp_path: Path) -> None:
+    found = []
+    for env in ({"CRUX_SWITCH_GROUPS": "all"}, HOOKED):
+        job = Job(kind, ATTACHED, PAIR, ("records",), env=env)
+        (ranks,) = job.run(tmp_path / env["CRUX_SWITCH_GROUPS"]).values()
+        assert all(rank.kind == "value" for rank in ranks), ranks
+        found.append([rank.value for rank in ranks])
+    wrapped, hooked = found
+    assert [one["type"] for one in wrapped + hooked] == 2 * ["DelegatingBackend"] + 2 * [
+        "ProcessGroupNCCL2"
+    ]
+    assert {one["name"] for one in wrapped + hooked} == {wrapped[0]["name"]}
+    for ours, theirs in zip(hooked, wrapped, strict=True):
+        assert len(theirs["records"]) > 40
+        assert ours["records"] == theirs["records"]
+
+
 @pytest.mark.full
 def test_same_results_while_collectives_are_checked(kind: Kind, tmp_path: Path) -> None:
     parts = ("all_reduce", "all_reduce_async", *(() if OLD_TORCH else ("coalesced",)), "ddp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crux_torch.apply.transport import (
@@ -20,9 +20,31 @@ from crux_torch.apply.transport import (
     QueuePairOutcome,
     Transport,
 )
+from crux_torch.errors import CruxError
+from crux_torch.host.rdma import RdmaDevice, rdma_devices
 
 #: ``IBV_QPS_RTS``: connected, and may send.
 READY_TO_SEND = 3
+
+
+def all_can_move(
+    env: Mapping[str, str], devices: Callable[[], Sequence[RdmaDevice]] = rdma_devices
+) -> bool:
+    """Whether NCCL's live connections can take another path, as far as this host tells.
+
+    That is so if NCCL will use queue pairs that this library sees, on mlx5 devices alone.
+
+    Args:
+        env: this process's, where NCCL may be told to use another network.
+        devices: lists those of this host.
+    """
+    if env.get("NCCL_IB_DISABLE") == "1" or env.get("NCCL_NET", "IB") != "IB":
+        return False
+    try:
+        found = devices()
+        return bool(found) and all(d.is_mlx5 for d in found) and QueuePairs().are_seen
+    except (CruxError, OSError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ def delegate(
         raise CruxError("this torch's ProcessGroupGloo is laid out in another way")
     if getattr(options, "use_pg_for_symm_mem_rendezvous", False):
         backend.setUsePgForSymmMemRendezvous(True)
+    if inner_backends.settings().switch_groups == "none":
+        for switch in backend.switches:
+            switch.refuse("CRUX_SWITCH_GROUPS is none")
     GROUPS.group_was_made(backend, store, born, options)
     events.group_was_made(store, first.rank(), first.size(), inners.keys())
     return backend

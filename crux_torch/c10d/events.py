@@ -41,6 +41,9 @@ class Listener(Protocol):
             ``options`` themselves where the communicator is to have the script's class.
         """
 
+    def needs_switches(self) -> bool:
+        """Whether only new connections may give NCCL another path."""
+
     def made_by_nccl(self) -> Collection[int]:
         """Inodes of the TCP connections that NCCL made in this process."""
 
@@ -89,6 +92,12 @@ def with_nccl_class(options: Any, new: Callable[[], Any], group: str) -> Any:
     """See :meth:`Listener.with_nccl_class`."""
     listener = _listener()
     return options if listener is None else listener.with_nccl_class(options, new, group)
+
+
+def needs_switches() -> bool:
+    """See :meth:`Listener.needs_switches`; nobody asks for a switch where there is no listener."""
+    listener = _listener()
+    return listener is not None and listener.needs_switches()
 
 
 def made_by_nccl() -> Collection[int]:

@@ -69,6 +69,14 @@ def kind_of(backend: Any) -> str:
     return "nccl" if name.startswith("nccl") else name
 
 
+def may_switch(backend: Any) -> bool:
+    """Whether a stock backend's connections may have to be made anew while its group lives."""
+    chosen = settings().switch_groups
+    if chosen == "auto":
+        return kind_of(backend) != "nccl" or events.needs_switches()
+    return chosen == "all"
+
+
 def accelerator() -> str | None:
     """The type of the accelerator that this process can use, if any."""
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed import distributed_c10d as c10d
 
-from crux_torch.c10d import inner_backends, passed_on
-from crux_torch.c10d.delegating import delegate
+from crux_torch.c10d import events, hooked, inner_backends, passed_on
+from crux_torch.c10d.delegating import delegate, recorder
 from crux_torch.c10d.switch import GROUPS
 
 #: The names that scripts ask for stock backends by.
@@ -62,7 +62,7 @@ class StandIn(_pybind_type):  # type: ignore[misc]
             else:
                 kwargs["options"] = classed
             make = functools.partial(cls.__base__, *args, **kwargs)
-        return _wrapped(name, place, options, make)
+        return _wrapped(name, place, options, make, in_group=False)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__base__)
@@ -83,10 +83,22 @@ def shown_class(backend: Any, own: type) -> type:
         return own  # it has ended
 
 
-def _wrapped(name: str, place: tuple[Any, ...], options: Any, make: Callable[[], Any]) -> Any:
-    """What ``make`` makes, wrapped; unwrapped if wrapping fails or it is not a backend.
+def _wrapped(
+    name: str,
+    place: tuple[Any, ...],
+    options: Any,
+    make: Callable[[], Any],
+    *,
+    in_group: bool = True,
+) -> Any:
+    """What ``make`` makes, wrapped.
 
-    ``place`` is the store, rank and size that it is made with.
+    It stays unwrapped if wrapping fails, if it is not a backend, or if it may never switch and
+    torch's hooks suffice to record it.
+
+    Args:
+        place: the store, rank and size that it is made with.
+        in_group: whether c10d makes it for a group, and not the script for itself.
     """
     born = GROUPS.generation
     with inner_backends.OWNED_SOCKETS.watching(*place):
@@ -95,6 +107,9 @@ def _wrapped(name: str, place: tuple[Any, ...], options: Any, make: Callable[[],
         return inner
     try:
         inners = dict.fromkeys(devices_of(name), inner)
+        if in_group and not inner_backends.may_switch(inner) and hooked.suffices(inner):
+            events.group_was_made(place[0], place[1], place[2], inners.keys())
+            return inner
         return delegate(inner.name(), inners, place[0], born=born, options=options)
     except Exception as error:
         _log.warning("a process group stays with the stock backend: %s", error)
@@ -233,6 +248,7 @@ def install(also: Collection[str] = ()) -> None:
         setattr(c10d, function, instead(getattr(c10d, function)))
     group_class: Any = c10d.ProcessGroup
     group_class._register_backend = _registering(group_class._register_backend)
+    hooked.install(_of_stock.keys(), recorder)
     if dist.is_nccl_available():
         _splitting_from(c10d.ProcessGroupNCCL.Options)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from crux_torch.apply import nccl, nccl_sockets
+from crux_torch.apply import nccl, nccl_sockets, queue_pairs
 from crux_torch.settings import Settings
 
 if TYPE_CHECKING:
@@ -90,6 +90,13 @@ def connections_were_made() -> None:
 def with_nccl_class(options: Any, new: Callable[[], Any], group: str) -> Any:
     """Called when a NCCL communicator is to be made: its options, with the class of the level."""
     return nccl.with_class(options, planned_dscp(), new=new, owner=group)
+
+
+def needs_switches() -> bool:
+    """Called for whether only new connections may give NCCL another path."""
+    settings = Settings.from_env()
+    moves = settings.paths and settings.transport
+    return moves and not queue_pairs.all_can_move(os.environ)
 
 
 def made_by_nccl() -> frozenset[int]:

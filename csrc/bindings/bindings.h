@@ -7,6 +7,7 @@ namespace crux {
 
 void bind_recorder(pybind11::module_& module);
 void bind_delegating_backend(pybind11::module_& module);
+void bind_hooked_group(pybind11::module_& module);
 void bind_inner_switch(pybind11::module_& module);
 void bind_links(pybind11::module_& module);
 

@@ -21,7 +21,7 @@
 
 #include "gate_ticket.h"
 #include "inner_switch.h"
-#include "recorder.h"
+#include "operation_log.h"
 
 namespace crux {
 
@@ -79,7 +79,7 @@ class DelegatingBackend final : public LikeGloo {
   bool stand_as_gloo(OptionsPtr options);
   // Lets inner backends be replaced; see InnerSwitch::publish.
   void publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born);
-  uint32_t group_index() const noexcept { return group_; }
+  uint32_t group_index() const noexcept { return log_.group(); }
 
   const std::string getBackendName() const override { return name_; }
   OptionsPtr getBackendOptions() override { return default_inner()->getBackendOptions(); }
@@ -136,7 +136,7 @@ class DelegatingBackend final : public LikeGloo {
 
   // While set, this rank only simulates operations. They are not recorded and take no part in a
   // switch. For backends whose time estimation is not part of c10d's interface.
-  void set_estimating(bool estimating) noexcept { estimating_ = estimating; }
+  void set_estimating(bool estimating) noexcept { log_.set_estimating(estimating); }
   bool supportsTimeEstimation() const override { return default_inner()->supportsTimeEstimation(); }
 #ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
   void startTimeEstimate() override;
@@ -201,18 +201,6 @@ class DelegatingBackend final : public LikeGloo {
   void shutdown() override;
 
  private:
-  // An operation that is being issued.
-  struct Call {
-    Op op;
-    int64_t bytes;
-    // The caller waits for it immediately.
-    bool synchronous = false;
-    int peer = -1;
-    // Whether the inner handle has a future. If it has none, the end is when wait() returns.
-    bool has_future = true;
-    int tag = 0;
-  };
-
   // The operations from startCoalescing to endCoalescing. All go to one inner backend: the one that
   // serves the first of them.
   struct Block {
@@ -243,7 +231,6 @@ class DelegatingBackend final : public LikeGloo {
   InnerSwitch::Ticket count(InnerSwitch& inners, const Call& call) const;
   // May wait for the host's links. Empty if there is nothing to leave, or the block leaves it.
   GateTicket pass_gate(const InnerSwitch& inners, const Call& call);
-  Record begin(const Call& call, Device device);
   // Issues the operation. When it ends, it is recorded and leaves the gate.
   template <typename Issue>
   WorkPtr record(c10::Device device, const Call& call, Issue&& issue) {
@@ -254,38 +241,11 @@ class DelegatingBackend final : public LikeGloo {
     }
   }
   WorkPtr run(c10::Device device, const Call& call, IssueRef issue);
-  // Whether it is part of a block, which the device runs as one operation.
-  bool is_part(const Call& call) const {
-    return coalescing_ != Coalescing::kNo && call.op != Op::kCoalesced;
-  }
-  bool is_timed() const {
-    // A block is timed if its begin was.
-    if (coalescing_ != Coalescing::kNo) return coalescing_ == Coalescing::kTimed;
-    return recorder_.timing();
-  }
-  // Without an operation, it only leaves the gate.
-  WorkPtr finish_later(Inner& inner, const Call& call, std::optional<DeviceOperation> operation,
-                       DeviceWatch* watch, const WorkPtr& work, GateTicket&& gated);
-  WorkPtr finish_by_future(const Call& call, std::optional<DeviceOperation> operation,
-                           const WorkPtr& work, GateTicket&& gated);
-  // Gives an operation that no hook reports, or only its gate ticket, to the device's watch.
-  void hand_over(Inner& inner, const Call& call, std::optional<DeviceOperation>& operation,
-                 DeviceWatch& watch, const WorkPtr& work, GateTicket&& gated);
-  // Records the operations since startCoalescing if no handle tells when they end.
-  void flush_coalesced(Status status);
-
   const std::string name_;
-  Recorder& recorder_;
-  const uint32_t group_;
+  OperationLog log_;
   std::map<Device, std::shared_ptr<InnerSwitch>> inners_;
-  std::atomic<uint64_t> collectives_{0};
-  std::atomic<uint64_t> transfers_{0};
-  bool estimating_ = false;
   // Set between startCoalescing and endCoalescing, which the same thread calls.
   std::optional<Block> block_;
-  enum class Coalescing : uint8_t { kNo, kUntimed, kTimed };
-  Coalescing coalescing_ = Coalescing::kNo;
-  std::vector<Record> coalesced_;
   // The last group that was split from this one or merged with it.
   std::string derived_name_;
   std::optional<c10::weak_intrusive_ptr<c10d::Backend>> derived_;

@@ -6,23 +6,7 @@
 namespace crux {
 namespace {
 
-int64_t bytes_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return 0;
-  if (tensor.is_sparse()) return bytes_of(tensor._indices()) + bytes_of(tensor._values());
-  return static_cast<int64_t>(tensor.nbytes());
-}
-
-int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  int64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes += bytes_of(tensor);
-  return bytes;
-}
-
 c10::Device device_holding(const at::Tensor& tensor) { return tensor.device(); }
-
-c10::Device device_holding(const std::vector<at::Tensor>& tensors) {
-  return tensors.empty() ? c10::Device(c10::DeviceType::CPU) : device_holding(tensors.front());
-}
 
 }  // namespace
 
@@ -193,18 +177,18 @@ void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool 
   // It throws after it has run, so it counts however it ends.
   ticket.issued();
   c10d::Backend& inner = *ticket.inner()->backend;
-  if (!recorder_.enabled()) return inner.monitoredBarrier(opts, wait_all_ranks);
-  Record record = begin({Op::kBarrier, 0, /*synchronous=*/true}, Device::CPU);
+  if (!log_.recorder().enabled()) return inner.monitoredBarrier(opts, wait_all_ranks);
+  Record record = log_.record_of({Op::kBarrier, 0, /*synchronous=*/true}, Device::CPU);
   try {
     inner.monitoredBarrier(opts, wait_all_ranks);
   } catch (...) {
     record.status = Status::kFailed;
     record.end_ns = monotonic_ns();
-    recorder_.push(record);
+    log_.recorder().push(record);
     throw;
   }
   record.end_ns = monotonic_ns();
-  recorder_.push(record);
+  log_.recorder().push(record);
 }
 
 }  // namespace crux

@@ -48,7 +48,7 @@ DelegatingBackend::BackendPtr DelegatingBackend::wrap(
     if (!child) continue;
     if (!wrapper) {
       wrapper = c10::make_intrusive<DelegatingBackend>(name_, child->getRank(), child->getSize(),
-                                                       recorder_);
+                                                       log_.recorder());
       wrapper->set_options(options());
     }
     for (const auto& [device, inners] : inners_) {
@@ -123,11 +123,11 @@ DelegatingBackend::BackendPtr DelegatingBackend::shrink(
 #ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
 void DelegatingBackend::startTimeEstimate() {
   default_inner()->startTimeEstimate();
-  estimating_ = true;
+  log_.set_estimating(true);
 }
 
 float DelegatingBackend::endTimeEstimate() {
-  estimating_ = false;
+  log_.set_estimating(false);
   return default_inner()->endTimeEstimate();
 }
 #endif
@@ -235,7 +235,7 @@ void DelegatingBackend::setGroupUid(const std::string& uid) {
       // A backend without options does not tell its members; they count as the whole world.
     }
   }
-  recorder_.rename_group(group_, uid, std::move(ranks));
+  log_.name(uid, std::move(ranks));
 }
 
 void DelegatingBackend::describe() {

@@ -15,7 +15,7 @@ from drained import drain
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rig.part import ALONE, Rank, part
+from rig.part import ALONE, DEVICES, PAIR, Rank, part
 
 TIMES = 15
 #: Operations in which the recorder finds out what the device's clock says, on a busy host too.
@@ -119,6 +119,75 @@ def overlap(rank: Rank) -> Any:
         "span_ns": int(rows["end_ns"][-1] - rows["start_ns"][0]),
         "overlapping_ns": int(-np.minimum(gaps, 0).sum()),
     }
+
+
+@part(kinds=DEVICES, sizes=(PAIR,), measures=True)
+def records(rank: Rank) -> Any:
+    """What the recorder says of one of everything, less its times; and the backend's class."""
+    from crux_torch import runtime
+    from crux_torch.c10d import backend
+    from crux_torch.measure.record import OPS, from_bytes
+
+    recorder = backend.recorder()
+    x, peer = torch.ones(6, device=rank.device), 1 - rank.rank
+    both = torch.ones(12, device=rank.device)
+    sub = dist.new_group([0, 1])
+
+    def p2p() -> list[Any]:
+        kinds = (dist.isend, dist.irecv)
+        return dist.batch_isend_irecv([dist.P2POp(kind, x.clone(), peer) for kind in kinds])
+
+    def coalesced() -> None:
+        with dist.distributed_c10d._coalescing_manager(None, rank.device, async_ops=True) as block:
+            dist.all_reduce(x)
+            dist.broadcast(x, 0)
+        block.wait()
+
+    calls = [
+        lambda: dist.all_reduce(x),
+        lambda: dist.all_reduce(x, async_op=True, group=sub).wait(),
+        lambda: dist.broadcast(x, 1),
+        lambda: dist.reduce(x, 1),
+        lambda: dist.all_gather([x.clone(), x.clone()], x),
+        lambda: dist.all_gather_into_tensor(both, x),
+        lambda: dist.all_gather([x.clone(), torch.ones(6, device=rank.device)], x, async_op=True),
+        lambda: dist.gather(x, [x.clone(), x.clone()] if rank.rank == 0 else None, 0),
+        lambda: dist.scatter(x, [x.clone(), x.clone()] if rank.rank == 0 else None, 0),
+        lambda: dist.reduce_scatter(x, [x.clone(), x.clone()]),
+        lambda: dist.reduce_scatter_tensor(x, both, async_op=True).wait(),
+        lambda: dist.all_to_all_single(both, both.clone()),
+        lambda: dist.all_to_all([x.clone(), x.clone()], [x.clone(), x.clone()], group=sub),
+        lambda: (dist.send if rank.rank == 0 else dist.recv)(x, peer),
+        lambda: [work.wait() for work in p2p()],
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce_coalesced([x, both]),
+        coalesced,
+    ]
+    rank.synchronize()
+    # Nobody else drains, or decides what is timed.
+    runtime.world_ended()
+    recorder.drain(1 << 30)
+    for timed in (False, True):
+        recorder.timing = timed
+        for call in calls:
+            call()
+            rank.synchronize()
+    raw, wanted = b"", 2 * (len(calls) + 2 + 2)
+    deadline = time.monotonic() + 60.0
+    while len(raw) < wanted * from_bytes(b"").itemsize and time.monotonic() < deadline:
+        time.sleep(0.05)
+        raw += recorder.drain(1 << 30)
+    names = [group.name for group in recorder.groups()]
+    told = []
+    for row in np.sort(from_bytes(raw), order=["issue_ns", "op"]):
+        fields = [int(row[name]) for name in ("sequence", "bytes", "world_size", "peer", "device")]
+        timed = [int(row[name]) >= 0 for name in ("start_ns", "end_ns", "device_ns")]
+        flags = int(row["flags"])
+        told.append(
+            [OPS[row["op"]], names[row["group"]], *fields, int(row["status"]), flags, timed]
+        )
+    shown = dist.distributed_c10d._get_default_group()._get_backend(rank.device)
+    return {"records": told, "type": type(shown).__name__, "name": shown.name()}
 
 
 class Attention(nn.Module):

@@ -93,6 +93,7 @@ MODULES = (
     "measured",
     "switching",
     "network",
+    "frameworks",
     "failures",
 )
 #: Every part by name, in the order in which they run: what is worth most comes first.

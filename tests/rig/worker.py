@@ -39,13 +39,16 @@ def _done_on_the_rig() -> list[Any]:
     return issued
 
 
-def _no_group_is_stock(device: torch.device) -> None:
+def _every_group_is_recorded(device: torch.device) -> None:
     from crux_torch import _C
+    from crux_torch.c10d import hooked
 
     for group in c10d._world.pg_map:
         backend = group._get_backend(device)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-        assert isinstance(getattr(backend, "wrapped_pg", backend), _C.DelegatingBackend), group
+        wrapped = isinstance(getattr(backend, "wrapped_pg", backend), _C.DelegatingBackend)
+        assert wrapped or device.type in hooked._recording[group], group
+        assert wrapped or os.environ["CRUX_SWITCH_GROUPS"] == "none"
 
 
 def _attempt(made: part.Part, rank: part.Rank) -> outcome.Outcome:
@@ -55,7 +58,7 @@ def _attempt(made: part.Part, rank: part.Rank) -> outcome.Outcome:
         kind_, value = outcome.VALUE, outcome.plain(made.run(rank))
         rank.synchronize()
         if rank.crux:
-            _no_group_is_stock(rank.device)
+            _every_group_is_recorded(rank.device)
         if compared_on_the_rig:
             done = _done_on_the_rig()
             value = [value, [] if made.only_crux else done]
