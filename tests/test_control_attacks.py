@@ -241,6 +241,21 @@ def test_no_ticket_holds_the_measuring_slot_for_good(
     assert WAIT_LEASE_S > 2.0
 
 
+def test_a_record_in_another_jobs_name_supersedes_it_until_its_lease_ends(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 3)
+    Registry(store, "c").publish_job(record("a", incarnation="evil"), MAX_LEASE_S)
+    run([leader], clock, 0.5)
+    assert leader.state == "superseded"
+    run([leader], clock, MAX_LEASE_S - 2, step_s=1.0)
+    assert leader.state == "superseded"
+    run([leader], clock, 5, step_s=0.5)
+    assert leader.record.incarnation == "i0"
+    assert agreed([leader])
+
+
 class NewerProfile(JobProfile, frozen=True, kw_only=True):
     energy_J: float = 0.0
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +99,11 @@ def test_what_is_no_greeting_ends_the_connection(running: ServerThread, bytes_: 
         b"\x93\xa3put\xa2\xff\xfe\xc4\x01v\xc0",  # a key that is not UTF-8
         b"\x91\xa4what",
         b"\x94\xa3put\xa1k\xc4\x01v\xcb" + b"\x7f\xf8" + b"\0" * 6,  # a lease that is no number
+        b"\x94\xa3put\xa1k\xc4\x01v\xcb" + struct.pack(">d", 601.0),  # longer than any lease
+        b"\x94\xa3put\xa1k\xc4\x01v\xc0",  # no lease
         b"\xdd\xff\xff\xff\xff",
     ],
-    ids=["not UTF-8", "unknown", "nan", "an endless list"],
+    ids=["not UTF-8", "unknown", "nan", "too long a lease", "no lease", "an endless list"],
 )
 def test_what_is_no_request_ends_the_connection_of_its_sender(
     running: ServerThread, body: bytes
