@@ -192,17 +192,49 @@ def test_jobs_of_40_and_60_ms_are_shifted_apart() -> None:
         assert report.jobs[name].mean_iteration_s == pytest.approx(alone_s, rel=0.02)
 
 
-def test_a_grid_that_waits_for_the_others_bursts_beats_random_starts() -> None:
-    """Nearly full: with starts that may be early, the shifts lost a fifth to plain ECMP."""
-    cluster = Cluster({"l": 1.0}, (job("a", 0.2, 0.12), job("b", 0.08, 0.08)))
+@pytest.mark.parametrize("moved", [(0.04, 0.1), (0.08, 0.08), (0.12, 0.04)])
+def test_jobs_of_320_and_160_ms_that_fit_run_as_if_alone(moved) -> None:
+    periods = (0.32, 0.16)
+    jobs = tuple(job(f"j{p}", p - m, m) for p, m in zip(periods, moved, strict=True))
+    cluster = Cluster({"l": 1.0}, jobs)
     decision = cassini(cluster, SchedulerOptions())
-    assert decision.grid_s
-    plain = ecmp(cluster, SchedulerOptions())
-    by_chance = [
-        play(cluster, plain, 60.0, start_s={"b": phase * 0.04}).gpu_utilization
-        for phase in range(8)
-    ]
-    assert play(cluster, decision, 60.0).gpu_utilization > 1.02 * statistics.mean(by_chance)
+    assert sorted(decision.grid_s.values()) == pytest.approx(sorted(periods))
+    report = play(cluster, decision, 60.0)
+    for p in periods:
+        assert report.jobs[f"j{p}"].mean_iteration_s == pytest.approx(p, rel=1e-2)
+
+
+def test_shifts_that_are_adopted_do_not_lose_to_random_starts() -> None:
+    """Seeded clusters of two to four jobs on one or two links."""
+    draw = random.Random(5)
+    adopted = 0
+    for _ in range(24):
+        links = ["l", "m"][: draw.choice((1, 1, 2))]
+        jobs = []
+        for i in range(draw.choice((2, 2, 3, 4))):
+            period_s = draw.choice((0.32, 0.32, 0.16, 0.16, 0.1, 0.2)) * draw.uniform(0.97, 1.0)
+            moved = period_s * draw.uniform(0.1, 0.6)
+            mine = draw.sample(links, draw.randint(1, len(links)))
+            jobs.append(job(f"j{i}", period_s - moved, moved, *mine))
+        cluster = Cluster(dict.fromkeys(links, 1.0), tuple(jobs))
+        decision = cassini(cluster, SchedulerOptions())
+        starts = [{j.name: draw.uniform(0, 0.3) for j in jobs} for _ in range(4)]
+        if not decision.grid_s:
+            continue
+        adopted += 1
+        plain = ecmp(cluster, SchedulerOptions())
+        by_chance = [play(cluster, plain, 24.0, start_s=s).gpu_utilization for s in starts]
+        shifted = play(cluster, decision, 24.0).gpu_utilization
+        assert shifted >= 0.99 * statistics.mean(by_chance)
+    assert adopted >= 6
+
+
+def test_bursts_do_not_stretch_with_the_grid() -> None:
+    """A grid 20% longer than the jobs: rotations for stretched bursts put them onto each other."""
+    cluster = Cluster({"l": 1.0}, (job("a", 0.18, 0.14), job("b", 0.08, 0.08)))
+    shifted = play(cluster, cassini(cluster, SchedulerOptions()), 32.0).gpu_utilization
+    plain = play(cluster, ecmp(cluster, SchedulerOptions()), 32.0).gpu_utilization
+    assert shifted >= 0.99 * plain
 
 
 def test_who_cannot_be_interleaved_is_left_alone() -> None:

@@ -127,10 +127,10 @@ class _Circles:
     busy: list[FloatArray]
 
 
-def _circles(part: _Part) -> _Circles:
+def _circles(part: _Part, stretch: float = 1.0) -> _Circles:
     grid = families(np.array(part.period_s))
     angles = (grid.units * ANGLES_PER_UNIT).tolist()
-    angle_s = grid.unit_s / ANGLES_PER_UNIT
+    angle_s = grid.unit_s * (stretch / ANGLES_PER_UNIT)
     busy = [
         circle(b, n * s, n) for b, n, s in zip(part.busy_s, angles, angle_s.tolist(), strict=True)
     ]
@@ -149,10 +149,20 @@ def _part_shifts(part: _Part) -> dict[int, tuple[float, float]]:
         for shift in time_shifts(graph, circles.angles):
             tree = _Tree(part, circles, demand, duty, sorted(shift))
             stretch = tree.stretch(shift)
+            used, found = circles, shift
+            if stretch.max() > 1.0:
+                # Bursts keep their length on a longer grid: they are rotated anew there.
+                used = _circles(part, float(stretch.max()))
+                others = set(range(len(duty))) - shift.keys()
+                again = loop_free(_meetings(used, demand, duty)).without(others)
+                trees = time_shifts(again, used.angles)
+                found = trees[0] if trees and trees[0].keys() == shift.keys() else shift
+                tree = _Tree(part, used, demand, duty, tree.jobs)
+                stretch = tree.stretch(found)
             if tree.gains(float(stretch.max())):
-                for j, turn in shift.items():
-                    angle_s = float(circles.angle_s[j] * stretch.max())
-                    decided[j] = (turn * angle_s, circles.angles[j] * angle_s)
+                for j, turn in found.items():
+                    angle_s = float(used.angle_s[j] * stretch.max())
+                    decided[j] = (turn * angle_s, used.angles[j] * angle_s)
                 out |= shift.keys()
             else:
                 worst = np.argsort(-stretch, kind="stable")
