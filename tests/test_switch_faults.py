@@ -72,8 +72,7 @@ def check(met: dict[str, Any]) -> None:
     assert met["seconds"] < BOUND_S, met
     assert met["held_ms"] < HELD_MS, met
     assert all(seconds < GIVEN_UP_S for seconds in met["given_up_s"]), met
-    if met["fault"] == faults.HANGS:
-        assert max(met["given_up_s"], default=0.0) >= faults.PATIENCE_S / 2, met
+    assert met["given_up_s"] or met["fault"] != faults.HANGS, met
 
 
 @pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=pytest.mark.full)])

@@ -16,7 +16,7 @@ from rig.report import Report
 
 #: ``make test-gpu`` sets it: without a GPU the suite fails instead of running on the rig.
 REQUIRE = "CRUX_TEST_GPU"
-#: Where the report goes; the published one by default.
+#: Where the report goes: on a GPU, the published one by default; on the rig, nowhere.
 RESULTS = "CRUX_GPU_RESULTS"
 
 #: What is worth most comes first, in case the time on a GPU ends early.
@@ -72,10 +72,11 @@ def kind() -> Kind:
 
 @pytest.fixture(scope="session")
 def report(kind: Kind) -> Iterator[Report]:
-    """Only a GPU's figures are published."""
+    """What this session found."""
     global _report
-    path = Path(os.environ.get(RESULTS, ROOT / "benchmarks/results/gpu_suite"))
-    _report = Report(path if kind.is_gpu else None, kind)
+    published = ROOT / "benchmarks/results/gpu_suite" if kind.is_gpu else ""
+    path = os.environ.get(RESULTS, published)
+    _report = Report(Path(path) if path else None, kind)
     yield _report
     _report.end()
 

@@ -19,6 +19,8 @@ from rig.part import Rank
 PATIENCE_S = 8.0
 #: Of the device's memory that is left where a communicator finds none.
 LEFT_BYTES = 48 << 20
+#: What NCCL takes for a communicator on the rig.
+COMMUNICATOR_BYTES = "CUDA_RIG_COMMUNICATOR_BYTES"
 
 #: Faults with which the group has to keep its communicator.
 HANGS = "init hangs"
@@ -32,9 +34,9 @@ KEEPS = (
 #: Faults with which it has to switch all the same.
 SWITCHES = ("init is slow", "a capture is under way", "a free waits", "operations are slow")
 
-#: The moments of a switch in which a rank can die: what it is about to say, in the rounds of
-#: docs/switching.md, and between them.
-PHASES = ("start", "making", "made", "hold", "decided", "drained")
+#: The moments of a switch in which a rank can die: when it is about to say something in a round of
+#: docs/switching.md, to make its communicator, or to come to a state.
+PHASES = ("start", "making", "made", "hold", "decided", "closing")
 
 
 class Faults:
@@ -70,8 +72,6 @@ class Faults:
         self._began_s = time.monotonic()
 
     def _inject(self, chance: random.Random) -> None:
-        from crux_torch.c10d import switch_makers
-
         if self._kind == HANGS:
             control.inject("hold", "init")
         elif self._kind == "init fails":
@@ -86,9 +86,9 @@ class Faults:
             self._at_step = self._capture
         elif self._kind == "a free waits":
             self._at_step = self._free
+        elif self._kind == "NCCL gets no memory":
+            os.environ[COMMUNICATOR_BYTES] = str(1 << 40)
         else:
-            if self._kind == "NCCL gets no memory":
-                switch_makers._taken.clear()
             free, _ = torch.cuda.mem_get_info()
             self._ballast = torch.empty(free - LEFT_BYTES, dtype=torch.uint8, device="cuda")
 
@@ -98,6 +98,7 @@ class Faults:
         self._at_step = None
         if self._mine:
             control.release()
+            os.environ.pop(COMMUNICATOR_BYTES, None)
             if self._ballast is not None:
                 self._ballast = None
                 torch.cuda.empty_cache()
@@ -161,15 +162,15 @@ def die_in(phase: str) -> None:
 
     if phase == "making":
         switch_attempt.make_next = lambda *_: die()
-    elif phase == "decided":
+    elif phase in switch_attempt.UNDER_WAY:
         note = switch_attempt.Member.note
 
-        def dies_decided(member: Any, **changes: Any) -> None:
+        def dies_in_state(member: Any, **changes: Any) -> None:
             if changes.get("state") == phase:
                 die()
             note(member, **changes)
 
-        switch_attempt.Member.note = dies_decided  # type: ignore[method-assign]
+        switch_attempt.Member.note = dies_in_state  # type: ignore[method-assign]
     else:
         round_ = switch_agreement.Agreement.round
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,11 @@ class Report:
             + ("all tests had their turn" if found["complete"] else "CUT OFF"),
             "",
         ]
-        counts: dict[str, int] = {}
-        for test in found["tests"].values():
-            counts[test["outcome"]] = counts.get(test["outcome"], 0) + 1
-        lines.append(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
+        tests = found["tests"].values()
+        outcomes = Counter(test["outcome"] for test in tests)
+        lines.append(", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items())))
+        skips = Counter(test["why"] for test in tests if test["outcome"] == "skipped")
+        lines += [f"  {n} skipped: {why}" for why, n in skips.most_common()]
         lines += [
             f"{test['outcome']:8} {test['seconds']:7.1f} s  {name}"
             + (f"  ({test['why']})" if test["why"] else "")

@@ -44,6 +44,8 @@ struct ncclComm {
   std::atomic<bool> aborted{false};
   std::atomic<ncclResult_t> error{ncclSuccess};
   std::mutex mutex;
+  // Reached when making it has ended.
+  Moment made;
   // What was issued last: kernels of one communicator run one after another.
   std::shared_ptr<Moment> last;
   std::map<int, double> scales;
@@ -60,6 +62,7 @@ struct ncclComm {
   int left() const { return (rank + size - 1) % size; }
 
   void wait_for_last() {
+    made.wait();
     std::shared_ptr<Moment> before;
     {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -157,6 +160,7 @@ ncclResult_t connect_all(ncclComm& of, const Address& meeting) {
 }
 
 ncclResult_t initialize(ncclComm& of, const Address& meeting) {
+  const std::shared_ptr<Moment> ended(&of.made, [](Moment* made) { made->reach(); });
   cudaSetDevice(of.device);
   const Fault fault = take_fault("init", true);
   if (fault.kind == "error") return ncclSystemError;

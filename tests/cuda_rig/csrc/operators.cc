@@ -5,6 +5,7 @@
 // the call, to learn the shapes, and again whenever the graph is replayed.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -167,6 +168,7 @@ Stack written_arguments(const c10::FunctionSchema& schema, const Stack& given) {
 
 void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   auto call = std::make_shared<Call>(op, *stack);
+  const c10::DeviceGuard guard(call->device);
   const auto stream = c10::cuda::getCurrentCUDAStream(call->device.index());
   cuda_rig::Stream* const queue = cuda_rig::stream_of(stream.stream());
   bool captured = false;
@@ -244,6 +246,7 @@ struct Quiet : c10::WarningHandler {
 };
 
 at::Scalar local_scalar(const at::Tensor& of) {
+  const c10::DeviceGuard guard(of.device());
   cuda_rig::Stream* const queue =
       cuda_rig::stream_of(c10::cuda::getCurrentCUDAStream(of.device().index()).stream());
   C10_CUDA_CHECK(cudaStreamSynchronize(reinterpret_cast<cudaStream_t>(queue)));
