@@ -1,4 +1,4 @@
-"""SIGKILL to a job's leader, to a whole job, to the store's host: the other jobs must not care.
+"""SIGKILL to a job's leader, to a whole job, to the store: the other jobs must not care.
 
 Jobs of two ranks under ``cruxrun`` on loopback. The one that stays has the same losses, bit for
 bit, as under plain torchrun; it gets a plan again, and the dead ones leave it.
@@ -83,6 +83,18 @@ def listens(endpoint: str) -> bool:
         return client.connect_ex((host, int(port))) == 0
 
 
+def child_of(parent: int, module: str) -> int:
+    """The process of ``parent`` that runs ``module``."""
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(folder.name)
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            ppid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and module.encode() in arguments:
+                return pid
+    raise AssertionError(f"process {parent} has no child that runs {module}")
+
+
 def test_a_job_trains_on_and_is_planned_anew_whoever_dies(start, endpoint, cluster):
     crux = {
         "CRUX_STORE": endpoint,
@@ -133,9 +145,13 @@ def test_a_job_trains_on_and_is_planned_anew_whoever_dies(start, endpoint, clust
     del jobs["gone"]
     still_trains()
 
-    # With it the store: another cruxrun hosts an empty one, and the leaders write their records.
+    # The job that started the store; then the store: another cruxrun starts an empty one, and the
+    # leaders write their records.
+    store = child_of(host.launcher.pid, "crux_torch.store.server")
     host.kill_everything()
     del jobs["host"]
+    still_trains()
+    os.kill(store, signal.SIGKILL)
     still_trains()
     until(lambda: stays.leader()["store"] == "ok", BOUND_S, "the store to be back")
 

@@ -286,6 +286,34 @@ def test_slow_bytes_do_not_stretch_a_call() -> None:
         store.close()
 
 
+def test_a_name_that_takes_long_to_look_up_does_not_stretch_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = threading.Event()
+    with ServerThread() as server:
+
+        def slow(*args: object, **options: object) -> object:
+            release.wait(60)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", server.port))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", slow)
+        clock = FakeClock()
+        store = open_store("tcp://a.name.invalid:1", timeout_s=0.2, clock=clock)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="still looked up"):
+                store.get("k")
+            assert sum(t.name == "crux-names" for t in threading.enumerate()) == 1
+            clock.advance(10.0)
+        release.set()
+
+        def answered() -> bool:
+            clock.advance(10.0)
+            return _works(store)
+
+        until(answered, what="an answer")
+        store.close()
+
+
 def test_neither_server_nor_client_import_torch() -> None:
     code = (
         "import sys, crux_torch.store.server, crux_torch.store.host; "

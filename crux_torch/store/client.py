@@ -12,7 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -74,20 +76,55 @@ class Connector(Protocol):
 
 
 class TcpConnector:
-    """To the server at ``host:port``."""
+    """To the server at ``host:port``.
+
+    A name is looked up in a thread, because nothing bounds the time that it takes.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
         self.where = f"store tcp://{host}:{port}"
+        self._looked_up: Future[list[tuple[Any, ...]]] | None = None
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A new connection; raises OSError."""
-        connected = socket.create_connection(self._address, timeout_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connected
+        """A new connection; raises OSError, also while the name is looked up."""
+        until_s = time.monotonic() + timeout_s
+        if self._looked_up is None:
+            self._looked_up = Future()
+            args = self._address, self._looked_up
+            threading.Thread(target=_look_up, args=args, name="crux-names", daemon=True).start()
+        pending = self._looked_up
+        try:
+            found = pending.result(timeout_s)
+        except FutureTimeoutError:
+            raise OSError(f"{self._address[0]!r} is still looked up") from None
+        finally:
+            if pending.done():
+                # Each attempt to connect looks anew: another host may have the name by then.
+                self._looked_up = None
+        failure: OSError | None = None
+        for family, kind, protocol, _, address in found:
+            connected = socket.socket(family, kind, protocol)
+            try:
+                connected.settimeout(max(0.001, until_s - time.monotonic()))
+                connected.connect(address)
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                failure = error
+                connected.close()
+            else:
+                return connected
+        raise failure or OSError(f"{self._address[0]!r} has no address")
 
     def close(self) -> None:
         """Nothing is left over."""
+
+
+def _look_up(address: tuple[str, int], found: Future[list[tuple[Any, ...]]]) -> None:
+    try:
+        found.set_result(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+    except Exception as error:
+        found.set_exception(error)
 
 
 class _Look:
