@@ -210,7 +210,7 @@ def main(leaders: str, seconds: float, changes: int, lease_s: float, store: str,
     rows = []
     for count in map(int, leaders.split(",")):
         endpoint = store or f"tcp://127.0.0.1:{free_port()}"
-        host = None if store else StoreHost(endpoint, linger_s=1.0)
+        host = None if store else StoreHost(endpoint)
         if host is not None:
             host.start()
             while host.pid is None:
