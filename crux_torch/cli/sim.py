@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crux_torch.cli.results import write_text
+from crux_torch.cli.sim_advise import advise_command
 from crux_torch.cli.sim_compare import compare
 from crux_torch.cli.sim_options import json_option, numbers_table, scenario_argument
 from crux_torch.cli.sim_trace import trace
@@ -23,6 +24,7 @@ def sim() -> None:
     """Simulate jobs on a network under Crux and other schedulers."""
 
 
+sim.add_command(advise_command)
 sim.add_command(compare)
 sim.add_command(trace)
 
