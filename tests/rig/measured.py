@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -164,8 +165,12 @@ def records(rank: Rank) -> Any:
         coalesced,
     ]
     rank.synchronize()
-    # Nobody else drains, or decides what is timed.
+    # Nobody else drains, or decides what is timed, which an agent does once more as it ends.
     runtime.world_ended()
+    for thread in threading.enumerate():
+        if thread.name == "crux":
+            thread.join(60.0)
+            assert not thread.is_alive(), thread
     recorder.drain(1 << 30)
     for timed in (False, True):
         recorder.timing = timed
