@@ -31,7 +31,7 @@ from crux_torch.control.inputs import (
     plan_inputs,
 )
 from crux_torch.control.planner import compute_entries, fingerprint, within
-from crux_torch.control.records import PlanEntry
+from crux_torch.control.records import JobRecord, PathCounts, PlanEntry
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
@@ -290,6 +290,70 @@ def test_the_fingerprint_sees_what_matters_and_only_that() -> None:
         assert fingerprint([record("a", **{name: value}), base[1]], None) != print_of, name
     assert len({print_of, fingerprint(base, b""), fingerprint(base, b"x")}) == 3
     assert fingerprint(base[:1], None) != print_of
+
+
+#: Another value of each field, chosen so that it may well change a plan.
+OTHER_PROFILE: dict[str, object] = {
+    "period_s": 1e-3,
+    "period_source": "marks",
+    "compute_s": 0.1,
+    "flops": 1e9,
+    "flops_source": "time",
+    "flops_by_time": 1e20,
+    "flops_note": "another",
+    "device_flops": 1e9,
+    "device_busy": 0.5,
+    "tensor_busy": 0.5,
+    "uncounted_ops": ("op",),
+    "gpus": 1,
+    "flows": (HostFlow("h0", "h2", 1e12),),
+    "inside": (HostFlow("h0", "h1", 1e12),),
+    "bursts": (ProfileBurst(0.1, 1.0),),
+    "t_s": 100.0,
+    "t_source": "topology",
+    "t_measured_s": 100.0,
+    "overlap": 0.0,
+    "exposed_s": 50.0,
+    "iterations": 1,
+    "measured_alone": False,
+}
+OTHER_RECORD: dict[str, object] = {
+    "job": "z",
+    "incarnation": "i1",
+    "hosts": ("h0",),
+    "gpus": 1 << 20,
+    "state": "profiling",
+    "peak_flops": 1.0,
+    "paths": PathCounts(1, 2, 3, 4),
+}
+
+
+@pytest.mark.parametrize("policy", sorted(LIVE))
+def test_the_fingerprint_covers_all_that_a_plan_follows_from(policy: str) -> None:
+    topology = parse_yaml(LEAF_SPINE)
+    flows = (HostFlow("h0", "h1", 1e9), HostFlow("h0", "x", 1e9))
+    told = profile(flows=flows, flops=1e30)
+    first, second = record("a", gpus=1 << 20, profile=told), record("b", profile=profile())
+
+    def of(changed: JobRecord) -> tuple[str, tuple[PlanEntry, ...]]:
+        records = [changed, second]
+        entries = compute_entries(records, topology, policy=policy, levels=(0, 1, 2))
+        return fingerprint(records, b"t"), entries
+
+    left_out = set(OTHER_PROFILE) ^ set(type(told).__struct_fields__)
+    assert not left_out, "give every field of a profile another value here"
+    assert set(OTHER_RECORD) | {"version", "profile"} == set(type(first).__struct_fields__)
+    before = of(first)
+    changed = [
+        *(msgspec.structs.replace(first, **{name: value}) for name, value in OTHER_RECORD.items()),
+        *(
+            msgspec.structs.replace(first, profile=msgspec.structs.replace(told, **{name: value}))
+            for name, value in OTHER_PROFILE.items()
+        ),
+    ]
+    for one in changed:
+        after = of(one)
+        assert after[1] == before[1] or after[0] != before[0], one
 
 
 def test_a_topology_is_read_once_and_one_that_cannot_be_read_counts_as_unknown(
