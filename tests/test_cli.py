@@ -90,6 +90,11 @@ def test_doctor_finds_a_store_that_answers(crux):
         assert states(crux("doctor", "--json", CRUX_STORE=store))["store"] == "ok"
     assert states(crux("doctor", "--json", CRUX_STORE=store))["store"] == "missing"
     assert states(crux("doctor", "--json", CRUX_STORE="none"))["store"] == "missing"
+    told = states(crux("doctor", "--json", CRUX_STORE=store, CRUX_STORE_SECRET="/absent"))
+    assert told["store"] == "broken"
+    assert states(crux("doctor", "--json", CRUX_STORE="etcd://127.0.0.1:1,[::1]:1"))["store"] == (
+        "missing"
+    )
 
 
 def test_doctor_fails_only_for_what_is_broken(crux):

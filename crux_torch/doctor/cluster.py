@@ -10,6 +10,7 @@ from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import TopologyError
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import ETCD, server_addresses
+from crux_torch.store.secret import read_secret
 
 CONNECT_TIMEOUT_S = 1.0
 
@@ -25,8 +26,9 @@ def store(settings: Settings) -> Check:
         remedy = "start the etcd, or open its port in firewalls"
     try:
         addresses = server_addresses(settings.store)
+        read_secret(settings.store_secret)
     except SettingsError as error:
-        return part.broken(str(error), "correct CRUX_STORE (docs/store.md)")
+        return part.broken(str(error), "correct the setting (docs/store.md)")
     reason = ""
     for address in addresses:
         try:
