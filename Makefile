@@ -160,6 +160,7 @@ evaluation: setup
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)
+	$(EVALUATE) dispatch --out $(RESULTS)
 	$(BIN)/python benchmarks/decision.py --out $(RESULTS)
 	$(BIN)/python benchmarks/sim_speed.py --out $(RESULTS)
 	$(EVALUATE) figures $(RESULTS) --out $(RESULTS)/figures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from evaluation.commands.beyond import beyond
+from evaluation.commands.dispatch import dispatch
 from evaluation.commands.figures import figures
 from evaluation.commands.optimality import optimality
 from evaluation.commands.testbed import testbed
@@ -18,7 +19,7 @@ def evaluation() -> None:
     """The paper's evaluation, run again in the simulator (docs/evaluation.md)."""
 
 
-for _command in (testbed, optimality, trace, torus, beyond, variants, figures):
+for _command in (testbed, optimality, trace, torus, beyond, variants, dispatch, figures):
     evaluation.add_command(_command)
 
 if __name__ == "__main__":

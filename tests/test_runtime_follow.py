@@ -31,7 +31,7 @@ QUICK = {"store": "none", "job": "j", "tick_s": 0.01, "profile_s": 0.5, "warmup_
 class Silent:
     """A recorder that never sees an operation."""
 
-    recorded = dropped = 0
+    recorded = dropped = captured = 0
     capacity = 8
 
     def drain(self, _limit):

@@ -107,28 +107,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--packages", default=PACKAGES)
     options = parser.parse_args()
-    every = [
-        (file, site)
-        for package in options.packages.split(",")
-        for file in sorted((ROOT / "crux_torch" / package).glob("*.py"))
-        for site in sites(ast.parse(file.read_text()))
-    ]
-    sample = random.Random(options.seed).sample(every, min(options.count, len(every)))
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".*", "build", "out", "__pycache__")
         shutil.copytree(ROOT, tree, ignore=ignored)
+        every = [
+            (file, site)
+            for package in options.packages.split(",")
+            for file in sorted((tree / "crux_torch" / package).glob("*.py"))
+            for site in sites(ast.parse(file.read_text()))
+        ]
+        sample = random.Random(options.seed).sample(every, min(options.count, len(every)))
         dead = 0
         for file, site in sample:
-            mutant = ast.parse(file.read_text())
+            original = file.read_text()
+            mutant = ast.parse(original)
             change = mutate(mutant, site)
-            copied = tree / file.relative_to(ROOT)
-            copied.write_text(ast.unparse(mutant))
+            file.write_text(ast.unparse(mutant))
             alive = not killed(tree, file.parent.name, file.stem)
-            shutil.copy(file, copied)
+            file.write_text(original)
             dead += not alive
             if alive:
-                print(f"survived: {file.relative_to(ROOT)}:{change}", flush=True)
+                print(f"survived: {file.relative_to(tree)}:{change}", flush=True)
     print(f"{dead}/{len(sample)} mutants killed, of {len(every)} (seed {options.seed})")
 
 

@@ -18,6 +18,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "host": ("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
     "probe": ("crux_torch.cli.probe:probe_command", "Find which source port takes which path."),
     "sim": ("crux_torch.cli.sim:sim", "Simulate jobs on a network under a scheduler."),
+    "dispatch": ("crux_torch.cli.dispatch:dispatch", "Choose which GPUs to give to a job."),
 }
 #: The extra of crux-torch that installs a module.
 EXTRAS = {"scipy": "sim", "torch": "live"}

@@ -1,0 +1,240 @@
+"""Bandwidths that were not measured: LiteGD's network (§4.2.2), and a fit of each host's link.
+
+Both learn from choices that were measured. A choice within one host is never predicted: its table
+has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Floats, Ints, Predictor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Bools = NDArray[np.bool_]
+
+#: Hosts of a cluster whose places the network can tell apart.
+MAX_HOSTS = 256
+#: 3 encoder layers and 3 linear ones of this width have the paper's 642 KB.
+_WIDTH, _HEADS, _FEED_FORWARD, _LAYERS = 64, 4, 192, 3
+_GIGA = 1e9
+#: A new sample that differs by more than this from what was predicted tells of a change.
+SURPRISE = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Choices that were measured, and their bytes/s; every one of them spans hosts."""
+
+    choices: Ints
+    bandwidth_Bps: Floats
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def joined(self, other: Samples) -> Samples:
+        """These samples, then those of ``other``."""
+        return Samples(
+            np.concatenate([self.choices, other.choices]),
+            np.concatenate([self.bandwidth_Bps, other.bandwidth_Bps]),
+        )
+
+    def part(self, rows: Ints) -> Samples:
+        """Some of these samples."""
+        return Samples(self.choices[rows], self.bandwidth_Bps[rows])
+
+
+def fit_uplinks(tables_only: DispatchCluster, samples: Samples) -> DispatchCluster:
+    """The cluster whose hosts' links explain ``samples``: each as fast as it was ever seen.
+
+    A choice is as fast as its weakest link. So a host's link has at least the most that any choice
+    with it had, and exactly that once it was the weakest. Noise makes it too fast by as much as the
+    largest error. A host without a sample gets the median of the others.
+
+    Args:
+        tables_only: the hosts; its uplinks are not looked at.
+
+    Raises:
+        DispatchError: if there is no sample.
+    """
+    if not len(samples):
+        raise DispatchError("no measured choice that spans hosts: measure some first")
+    seen = np.where(samples.choices > 0, samples.bandwidth_Bps[:, None], 0.0).max(axis=0)
+    seen[seen == 0] = np.median(seen[seen > 0])
+    return DispatchCluster(tables_only.tables, seen)
+
+
+class Network:
+    """LiteGD's predictor: a small Transformer over the hosts of a choice, trained on samples.
+
+    A token is a host that the choice involves: the bandwidth of its part by its own table, how many
+    devices it takes, and the host's place. So the number of hosts and devices may change. A
+    host that it has not seen has a place without training, and is judged by its table alone.
+
+    Args:
+        seed: of the weights and of the order of samples; equal seeds and samples train equally.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        import torch
+
+        self._torch = torch
+        self._seed = seed
+        self._memory: Samples | None = None
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self.module = _module()
+
+    @property
+    def bytes(self) -> int:
+        """What its weights take."""
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+    def train(
+        self, cluster: DispatchCluster, samples: Samples, epochs: int = 120, patience: int = 20
+    ) -> None:
+        """Learn ``samples``, and again those of earlier calls, so that they are not forgotten.
+
+        Earlier samples of a host go where new ones show that it has changed. A fifth of the samples
+        tells when to stop: after ``patience`` epochs without progress. The best weights are kept.
+
+        Raises:
+            DispatchError: for fewer than ten samples, or too many hosts.
+        """
+        torch = self._torch
+        if self._memory is not None:
+            predicted = self.predictor(cluster)(samples.choices)
+            error = np.abs(predicted / samples.bandwidth_Bps - 1)
+            changed = changed_hosts(error > SURPRISE, samples.choices > 0)
+            kept = ~(self._memory.choices[:, changed] > 0).any(axis=1)
+            samples = self._memory.part(np.flatnonzero(kept)).joined(samples)
+        self._memory = samples
+        if len(samples) < 10 or samples.choices.shape[1] > MAX_HOSTS:
+            raise DispatchError(
+                f"{len(samples)} samples of {samples.choices.shape[1]} hosts: expected 10 samples "
+                f"or more, of {MAX_HOSTS} hosts or fewer"
+            )
+        rng = np.random.default_rng(self._seed)
+        order = rng.permutation(len(samples))
+        held = max(2, len(samples) // 5)
+        tokens = _tokens(cluster, samples.choices)
+        truth = torch.from_numpy(np.log(samples.bandwidth_Bps / _GIGA)).float()
+        check, learn = order[:held], order[held:]
+        best, waited, state = np.inf, 0, self.module.state_dict()
+        optimizer = torch.optim.AdamW(self.module.parameters(), lr=2e-3, weight_decay=1e-4)
+        plan = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        for _ in range(epochs):
+            self.module.train()
+            rng.shuffle(learn)
+            for rows in np.array_split(learn, max(1, len(learn) // 100)):
+                optimizer.zero_grad()
+                error = self.module(*(t[rows] for t in tokens)) - truth[rows]
+                error.abs().mean().backward()
+                optimizer.step()
+            plan.step()
+            with torch.no_grad():
+                self.module.eval()
+                found = self.module(*(t[check] for t in tokens))
+                loss = float((found.exp() - truth[check].exp()).abs().mean())
+            if loss < best:
+                best, waited = loss, 0
+                state = {name: value.clone() for name, value in self.module.state_dict().items()}
+            elif (waited := waited + 1) >= patience:
+                break
+        self.module.load_state_dict(state)
+        self.module.eval()
+
+    def predictor(self, cluster: DispatchCluster) -> Predictor:
+        """Bytes/s of choices of ``cluster``: by the table within a host, else by the network."""
+
+        def predict(choices: Ints) -> Floats:
+            inside = cluster.inside_Bps(choices).min(axis=1)
+            across = (choices > 0).sum(axis=1) > 1
+            if across.any():
+                with self._torch.no_grad():
+                    found = self.module(*_tokens(cluster, choices[across])).double().exp().numpy()
+                # A set whose table has no value stays out, whatever the network makes of it.
+                inside[across] = np.where(inside[across] > 0, found * _GIGA, 0.0)
+            return np.asarray(inside)
+
+        return predict
+
+
+def changed_hosts(surprising: Bools, involved: Bools) -> Ints:
+    """The fewest hosts that explain surprises, greedily: most of their samples surprised.
+
+    Args:
+        surprising: for each sample whether its bandwidth was not as predicted.
+        involved: for each sample which hosts it involves.
+    """
+    changed = []
+    left = np.ones(len(surprising), dtype=bool)
+    while (surprising & left).any():
+        with_host = (involved & left[:, None]).sum(axis=0)
+        surprises = (involved & (left & surprising)[:, None]).sum(axis=0)
+        share = surprises / np.maximum(with_host, 1)
+        host = int(np.argmax(share))
+        if share[host] <= 0.5:
+            break
+        changed.append(host)
+        left &= ~involved[:, host]
+    return np.array(changed, dtype=np.int64)
+
+
+def _tokens(cluster: DispatchCluster, choices: Ints) -> Sequence[Tensor]:
+    """Features of each host of each choice, the hosts' places, and which tokens are padding."""
+    import torch
+
+    involved = choices > 0
+    longest = int(involved.sum(axis=1).max())
+    # The hosts that are involved come first, in their order.
+    place = np.argsort(~involved, axis=1, kind="stable")[:, :longest]
+    padding = ~np.take_along_axis(involved, place, axis=1)
+    inside = np.take_along_axis(cluster.inside_Bps(choices), place, axis=1)
+    alone = ~np.isfinite(inside)
+    rate = np.log(np.maximum(np.where(alone, _GIGA, inside), 1.0) / _GIGA)
+    taken = np.take_along_axis(choices, place, axis=1)
+    number = (taken[..., None] >> np.arange(16) & 1).sum(axis=-1) / 8
+    features = np.stack([rate, alone, number], axis=-1)
+    return (
+        torch.from_numpy(features).float(),
+        torch.from_numpy(place),
+        torch.from_numpy(padding),
+    )
+
+
+def _module() -> torch.nn.Module:  # type: ignore[name-defined] # noqa: F821
+    import torch
+    from torch import nn
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter = nn.Linear(3, _WIDTH)
+            self.place = nn.Embedding(MAX_HOSTS, _WIDTH)
+            nn.init.zeros_(self.place.weight)
+            layer = nn.TransformerEncoderLayer(
+                _WIDTH, _HEADS, _FEED_FORWARD, dropout=0.0, batch_first=True, norm_first=True
+            )
+            self.encoder = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
+            self.leave = nn.Sequential(
+                *(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()),
+                *(nn.Linear(_WIDTH, _WIDTH // 2), nn.ReLU()),
+                nn.Linear(_WIDTH // 2, 1),
+            )
+
+        def forward(self, features: Tensor, place: Tensor, padding: Tensor) -> Tensor:
+            x = self.encoder(self.enter(features) + self.place(place), src_key_padding_mask=padding)
+            # The weakest host decides: the least of each feature over the hosts.
+            weakest = x.masked_fill(padding[..., None], torch.inf).amin(dim=1)
+            rate: Tensor = self.leave(weakest).squeeze(-1)
+            return rate
+
+    return Module()

@@ -1,0 +1,166 @@
+"""The bandwidth of every set of a host's devices: LiteGD's dictionary (§4.2.3)."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from crux_torch.errors import CruxError
+
+#: All sets of so many devices are 65,536 values.
+MAX_DEVICES = 16
+#: What the paper measures with (§5.1): smaller messages give less stable or less distinct results.
+MESSAGE_BYTES = 16 << 20
+
+Bandwidth = Annotated[float, msgspec.Meta(gt=0.0, le=1e15)]
+
+
+class TableError(CruxError, ValueError):
+    """A table that can't be used. Names the file, and what was expected."""
+
+
+class HostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """Bandwidths of the sets of one host's devices.
+
+    Attributes:
+        host: its name.
+        devices: names of its devices; bit ``i`` of a set stands for the ``i``-th.
+        collective, message_bytes: what was measured.
+        bandwidth_Bps: by set, in ascending order from the empty one; None where a set was not
+            measured, and for sets of fewer than two devices.
+    """
+
+    version: Literal[1] = 1
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    devices: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_DEVICES)]
+    collective: Literal["all_gather", "all_reduce"] = "all_gather"
+    message_bytes: Annotated[int, msgspec.Meta(ge=1)] = MESSAGE_BYTES
+    bandwidth_Bps: tuple[Bandwidth | None, ...]
+
+    def __post_init__(self) -> None:
+        sets = 1 << len(self.devices)
+        if len(self.bandwidth_Bps) != sets:
+            raise ValueError(
+                f"expected {sets} bandwidths, one for each set of {len(self.devices)} devices, "
+                f"not {len(self.bandwidth_Bps)}"
+            )
+
+    @cached_property
+    def array(self) -> NDArray[np.float64]:
+        """Bytes/s by set: infinite for fewer than two devices, 0 where nothing was measured."""
+        known = np.array([value or 0.0 for value in self.bandwidth_Bps])
+        known[[0, *(1 << i for i in range(len(self.devices)))]] = np.inf
+        return known
+
+    @property
+    def missing(self) -> int:
+        """Number of sets of two devices or more that were not measured."""
+        return int(np.count_nonzero(self.array == 0.0))
+
+
+def table_of(host: str, devices: Iterable[str], found: Mapping[int, float]) -> HostTable:
+    """A table from bandwidths in bytes/s by set (bit ``i``: the ``i``-th device)."""
+    names = tuple(devices)
+    values = tuple(found.get(members) for members in range(1 << len(names)))
+    return HostTable(host=host, devices=names, bandwidth_Bps=values)
+
+
+def save(table: HostTable, path: Path) -> None:
+    """Write ``table`` to ``path``, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(msgspec.json.encode(table))
+    partial.replace(path)
+
+
+def load(path: Path) -> HostTable:
+    """The table in the file ``path``.
+
+    Raises:
+        TableError: for a file that is no table of this version.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HostTable)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TableError(f"{path}: {error}") from None
+
+
+def from_csv(path: Path, host: str) -> HostTable:
+    """The table in a file of lines ``device device …,GB/s``, as ``0 1 5,21.5``; # begins a comment.
+
+    Raises:
+        TableError: with the number of the line that is wrong.
+    """
+    found: dict[tuple[int, ...], float] = {}
+    try:
+        with path.open(newline="") as file:
+            for number, row in enumerate(csv.reader(file), 1):
+                if not row or row[0].lstrip().startswith("#"):
+                    continue
+                members, rate = _line(row, f"{path}:{number}")
+                found[members] = rate
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TableError(f"{path}: {error}") from None
+    return _from_sets(found, host, str(path))
+
+
+def _line(row: list[str], where: str) -> tuple[tuple[int, ...], float]:
+    expected = f"{where}: expected `device device ...,GB/s`, as `0 1 5,21.5`, not {','.join(row)!r}"
+    try:
+        devices, rate = row
+        members = tuple(sorted({int(name) for name in devices.split()}))
+        rate_Bps = float(rate) * 1e9
+    except ValueError:
+        raise TableError(expected) from None
+    if len(members) < 2 or not 0 < rate_Bps <= 1e15 or members[0] < 0:
+        raise TableError(expected)
+    if members[-1] >= MAX_DEVICES:
+        raise TableError(f"{where}: device {members[-1]}: a host has {MAX_DEVICES} at most")
+    return members, rate_Bps
+
+
+_DEVICE = re.compile(r"^#\s+Rank\s+\d+ .*\bdevice\s+(\d+)\b")
+_MESSAGE = re.compile(r"^\s*(\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s")
+
+
+def from_nccl_tests(
+    paths: Iterable[Path], host: str, message_bytes: int = MESSAGE_BYTES
+) -> HostTable:
+    """A table from outputs of nccl-tests, one file for each set: the bus bandwidth, out of place.
+
+    Raises:
+        TableError: for a file that lacks its devices or the line for ``message_bytes``.
+    """
+    found: dict[tuple[int, ...], float] = {}
+    for path in paths:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TableError(f"{path}: {error}") from None
+        members = tuple(sorted({int(m[1]) for line in lines if (m := _DEVICE.match(line))}))
+        rows = [m for line in lines if (m := _MESSAGE.match(line))]
+        rates = [float(m[4]) * 1e9 for m in rows if int(m[1]) == message_bytes]
+        if len(members) < 2 or not rates or not rates[-1] > 0:
+            raise TableError(
+                f"{path}: expected nccl-tests' output with `# Rank ... device N` lines of two "
+                f"devices or more, and a result for {message_bytes} bytes"
+            )
+        if members[-1] >= MAX_DEVICES:
+            raise TableError(f"{path}: device {members[-1]}: a host has {MAX_DEVICES} at most")
+        found[members] = rates[-1]
+    return _from_sets(found, host, "nccl-tests")
+
+
+def _from_sets(found: Mapping[tuple[int, ...], float], host: str, where: str) -> HostTable:
+    if not found:
+        raise TableError(f"{where}: no bandwidths in it")
+    devices = range(1 + max(members[-1] for members in found))
+    sets = {sum(1 << device for device in members): rate for members, rate in found.items()}
+    return table_of(host, map(str, devices), sets)

@@ -1,0 +1,39 @@
+"""LiteGD's evaluation: the clusters, the yardstick, and the table that it prints."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from crux_torch.dispatch.cluster import count
+from crux_torch.dispatch.search import strongest
+from evaluation.commands.dispatch import efficacy_rows, text_of, time_rows
+from evaluation.dispatch import MIXED, case, efficacy, methods
+
+
+def test_a_case_is_drawn_by_its_seed_and_measured_across_hosts() -> None:
+    one, again, other = (case(MIXED, seed, samples=20) for seed in (3, 3, 4))
+    assert (one.free == again.free).all()
+    assert (one.samples.choices == again.samples.choices).all()
+    assert (one.free != other.free).any()
+    assert ((one.samples.choices > 0).sum(axis=1) > 1).all()
+    assert ((one.cluster.uplink_Bps >= 20e9) & (one.cluster.uplink_Bps <= 40e9)).all()
+    assert 30 <= count(one.free) <= 64
+
+
+def test_efficacy_is_one_for_the_best_choice_and_no_more_for_others() -> None:
+    one = case(("A6000", "V100"), 0, samples=100, hosts=2)
+    chosen = methods(one, 0, None) | {"best": lambda k: strongest(one.cluster, one.free, k)}
+    found = efficacy(one, chosen)
+    assert {gbe for gbe, _ in found["best"]} == {1.0}
+    for name, values in found.items():
+        assert len(values) == count(one.free) - 1
+        assert all(0 < gbe <= 1 for gbe, _ in values), name
+    by_index = np.mean([gbe for gbe, _ in found["by index"]])
+    assert np.mean([gbe for gbe, _ in found["strongest, links fitted"]]) > by_index
+
+
+def test_the_table_names_every_cluster_beside_the_papers_figures() -> None:
+    text = text_of([*efficacy_rows(seeds=1, network_seeds=0), *time_rows([2])])
+    assert "V100, links of 20 to 40 GB/s  paper 90.45 | 70.4 54.9 50.5" in text
+    assert text.count("strongest, links fitted") == 7 + 3 + 1
+    assert "16 GPUs: strongest" in text

@@ -1,0 +1,139 @@
+"""``crux dispatch``: choices, what is taken, what is wrong with the input, and measuring."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from crux_torch.cli.main import main
+from crux_torch.dispatch.hosts import host_table
+from crux_torch.dispatch.table import load, save, table_of
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> list[str]:
+    arguments = []
+    for name, kind in (("a", "V100"), ("b", "A6000"), ("c", "A800")):
+        path = tmp_path / f"{name}.json"
+        save(msgspec.structs.replace(host_table(kind), host=name), path)
+        arguments += ["--table", str(path)]
+    return arguments
+
+
+def crux(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["dispatch", *arguments])
+
+
+def best(result: Result) -> dict[str, Sequence[str]]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Sequence[str]] = json.loads(result.output)[0]["devices"]
+    return found
+
+
+def test_the_fastest_free_devices_are_chosen(tables: list[str]) -> None:
+    asked = [*tables, "--uplink", "25", "--json", "--gpus"]
+    assert list(best(crux(*asked, "4"))) == ["c"]
+    assert list(best(crux(*asked, "4", "--exclude", "c"))) == ["a"]
+    assert best(crux(*asked, "2", "--exclude", "c", "--exclude", "a")) in (
+        {"b": ["0", "1"]},
+        {"b": ["2", "3"]},
+        {"b": ["4", "5"]},
+        {"b": ["6", "7"]},
+    )
+    taken = ["--exclude", "c:0,1,2,3,4", "--exclude", "a:0", "--exclude", "b:1,2,3,4,5,6,7"]
+    assert set(best(crux(*asked, "10", *taken))) == {"a", "c"}
+
+
+def test_a_fast_link_draws_a_request_that_spans_hosts(tables: list[str]) -> None:
+    asked = [*tables, "--json", "--gpus", "12", "--uplink", "10", "--uplink"]
+    assert set(best(crux(*asked, "a=30", "--uplink", "c=30"))) == {"a", "c"}
+    assert set(best(crux(*asked, "b=30", "--uplink", "c=30"))) == {"b", "c"}
+
+
+def test_choices_come_best_first_over_different_hosts_with_what_limits_them(
+    tables: list[str],
+) -> None:
+    result = crux(*tables, "--uplink", "25", "--gpus", "8", "--json", "--top", "9")
+    found = json.loads(result.output)
+    rates = [one["bandwidth_Bps"] for one in found]
+    assert rates == sorted(rates, reverse=True)
+    assert [list(one["devices"]) for one in found] == [["c"], ["a"], ["b"]]
+    assert [one["limit"] for one in found] == ["within c", "within a", "within b"]
+    text = crux(*tables, "--uplink", "25", "--gpus", "20").output
+    assert "the link of a" in text
+    assert "25.0" in text
+    nodes = crux(*tables, "--uplink", "25", "--gpus", "20", "--nodelist").output
+    assert sorted(nodes.strip().split(",")) == ["a", "b", "c"]
+
+
+def test_links_are_fitted_from_samples(tables: list[str], tmp_path: Path) -> None:
+    samples = tmp_path / "samples.csv"
+    samples.write_text("# measured\na:0,2 c:0;12\nb:0 c:1;30\n\n")
+    result = crux(*tables, "--samples", str(samples), "--gpus", "16", "--json")
+    assert set(best(result)) == {"b", "c"}
+    assert json.loads(result.output)[0]["bandwidth_Bps"] == 30e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpus", "2"], "name a table of each host with --table"),
+        (["--gpus", "25", "T", "--uplink", "1"], "25 devices asked for, and 24 are free"),
+        (["--gpus", "2", "T"], "the link of a is not known: give --uplink"),
+        (["--gpus", "2", "T", "--uplink", "fast"], "--uplink fast: expected GB/s"),
+        (["--gpus", "2", "T", "--uplink", "d=1"], "no host 'd'; there are a, b, c"),
+        (["--gpus", "2", "T", "--uplink", "1", "--exclude", "d"], "no host 'd'"),
+        (["--gpus", "2", "T", "--uplink", "1", "--exclude", "a:9"], "host 'a' has no device '9'"),
+        (["T"], "say how many GPUs with --gpus"),
+    ],
+)
+def test_what_is_wrong_is_said(tables: list[str], arguments: list[str], says: str) -> None:
+    given = [part for one in arguments for part in (tables if one == "T" else [one])]
+    result = crux(*given)
+    assert result.exit_code != 0
+    assert says in result.output
+
+
+@pytest.mark.parametrize(
+    "line", ["a:0 b:0", "a:0;5", "a b;5", "a:0 b:0;-1", "a:0 z:0;5", "a:0 b:0;x"]
+)
+def test_a_wrong_sample_is_named(tables: list[str], tmp_path: Path, line: str) -> None:
+    samples = tmp_path / "samples.csv"
+    samples.write_text(f"a:0 b:0;5\n{line}\n")
+    result = crux(*tables, "--samples", str(samples), "--gpus", "2")
+    assert result.exit_code == 1
+    assert "samples.csv:2: expected" in result.output
+
+
+@pytest.mark.slow
+def test_measuring_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "host.json"
+    arguments = ["measure", "--out", str(out), "--bytes", "100000", "--host", "h", "--devices"]
+    begun = table_of("h", "012", {0b011: 12345.0})
+    save(msgspec.structs.replace(begun, message_bytes=100000), out)
+    result = crux(*arguments, "3")
+    assert result.exit_code == 0, result.output
+    assert "complete" in result.output
+    table = load(out)
+    assert table.missing == 0
+    assert table.array[0b011] == 12345.0, "it was not measured again"
+    for other in ("4",), ("3", "--collective", "all_reduce"):
+        refused = crux(*arguments, *other)
+        assert refused.exit_code == 1
+        assert "is of another host, number of devices, collective or message" in refused.output
+
+
+@pytest.mark.slow
+def test_an_all_reduce_is_measured_too(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "host.json"
+    arguments = ["measure", "--out", str(out), "--bytes", "100000", "--host", "h"]
+    result = crux(*arguments, "--devices", "2", "--collective", "all_reduce")
+    assert result.exit_code == 0, result.output
+    assert (load(out).collective, load(out).missing) == ("all_reduce", 0)
