@@ -153,10 +153,10 @@ evaluation: setup
 	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --placement hived,muri \
 	  --schedulers $(TRACED) --threads 2 --out $(RESULTS)
 	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
-	  --topology clos,double-sided,non-blocking --schedulers $(TRACED),crux-fair --max-slowdown 2 \
+	  --topology clos,double-sided,non-blocking --schedulers $(TRACED),crux \
 	  --name trace_random --out $(RESULTS)
 	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
-	  --topology clos,double-sided --schedulers crux --levels 1 --name trace_one_level --out $(RESULTS)
+	  --topology clos,double-sided --schedulers crux-paper --levels 1 --name trace_one_level --out $(RESULTS)
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)
@@ -165,7 +165,7 @@ evaluation: setup
 	$(BIN)/python benchmarks/sim_speed.py --out $(RESULTS)
 	$(EVALUATE) figures $(RESULTS) --out $(RESULTS)/figures
 EVALUATE := $(BIN)/python -m evaluation
-TRACED := ecmp,sincronia,varys,taccl,cassini,crux-pa,crux-ps-pa,crux,ideal
+TRACED := ecmp,sincronia,varys,taccl,cassini,crux-pa,crux-ps-pa,crux-paper,ideal
 
 endif
 

@@ -54,10 +54,10 @@ Links = Annotated[tuple[Name, ...], Meta(min_length=1, title=_LINKS)]
 Port = Annotated[int, Meta(ge=1024, le=65535)]
 #: The schedulers that a running cluster can carry out. They choose among the candidate paths and
 #: the given levels. The others need what no network offers (``ideal``), what the processes of a job
-#: can't do yet (time shifts), or too much time for a training process (``crux+``).
-LIVE_POLICIES = ("crux", "crux-fair", "ecmp", "sincronia", "taccl", "varys")
+#: can't do yet (time shifts), or too many levels (``crux-pa``).
+LIVE_POLICIES = ("crux", "crux-paper", "ecmp", "sincronia", "taccl", "varys")
 #: Those that choose paths. Under the others, the network's own hash does.
-PATH_POLICIES = ("crux", "crux-fair", "taccl")
+PATH_POLICIES = ("crux", "crux-paper", "taccl")
 _POLICIES = f"one of {', '.join(LIVE_POLICIES)} (`crux sim` plays the others)"
 Policy = Annotated[str, Meta(pattern=rf"\A({'|'.join(LIVE_POLICIES)})\Z", title=_POLICIES)]
 
@@ -115,8 +115,8 @@ class Settings:
         "crux", f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}"
     )
     max_slowdown: NotNegative = _says(
-        0.0,
-        "with the policy crux-fair, a job's mean iteration may take at most this many times as "
+        3.0,
+        "with the policy crux, levels may make a job's mean iteration at most this many times as "
         "long as alone; 0 means no bound",
     )
     topology: str = _says(

@@ -35,20 +35,19 @@ from crux_torch.schedule.arrays import (
 )
 from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.crux import compress_priorities, crux_pa, crux_ps_pa
-from crux_torch.schedule.crux_plus import crux_plus
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import by_descending
 from crux_torch.schedule.model import Cluster, Scheduler, SchedulerOptions
+from crux_torch.schedule.policy import crux
 from crux_torch.schedule.rehearsal import Length, Rehearsal, RoutedJob
 from crux_torch.schedule.sincronia import compress_first, sincronia
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import compress_balanced, varys
-from evaluation.plus_mechanisms import plus_compression, plus_order
 from evaluation.small_case import SmallCase
 
 LEVELS = (0, 1, 2)
 MECHANISMS = ("paths", "priority", "compression")
-#: Plays that judge; crux+ rehearses shorter ones, from other start times.
+#: Plays that judge; the default policy rehearses shorter ones, from other start times.
 JUDGED = Length(phases=4, iterations=400, rounds=16)
 #: Brief plays of everything, and how far below their best, as a share of it, a plan may be there to
 #: be judged. Next to long plays the brief ones err by 0.4% (RMS), and at most by 4%, which happens
@@ -59,9 +58,9 @@ _JUDGE_SEED = 1 << 20
 _CDF_POINTS = 201
 #: Mean share of the optimum that the paper reports (§4.4); the baselines' are drawn, not stated.
 PAPER = {
-    ("paths", "crux"): 0.9769,
-    ("priority", "crux"): 0.9724,
-    ("compression", "crux"): 0.9712,
+    ("paths", "crux-paper"): 0.9769,
+    ("priority", "crux-paper"): 0.9724,
+    ("compression", "crux-paper"): 0.9712,
 }
 
 Path = dict[str, tuple[int, ...]]
@@ -318,44 +317,30 @@ def _uncorrected(cluster: Cluster, options: SchedulerOptions) -> Order:
 
 
 def _weighted(cluster: Cluster, options: SchedulerOptions) -> Order:
-    """crux+'s order without its search: factors against all jobs that a job contends with."""
+    """By corrected priorities: factors against all jobs that a job contends with."""
     arrays = arrays_of(cluster)
     choice = choice_of(arrays, options.default_path)
     priority = contention_priorities(arrays, traffic_matrix(arrays, choice)).priority
     return tuple(arrays.jobs[j].name for j in by_descending(priority).tolist())
 
 
-def _plus_order(cluster: Cluster, options: SchedulerOptions) -> Order:
-    assert options.default_path is not None
-    return plus_order(cluster, options.default_path, options)
-
-
-def _plus_compression(
-    cluster: Cluster, order: Order, options: SchedulerOptions
-) -> Mapping[str, int]:
-    assert options.default_path is not None
-    return plus_compression(cluster, options.default_path, order, options)
-
-
 #: Who selects paths, assigns priorities and compresses them. The baselines are the paper's. Added
 #: are Varys' compression (Figure 13) and orders that show what the correction factors bring.
 PATHS: dict[str, Scheduler] = {
-    "crux": crux_ps_pa,
-    "crux+": crux_plus,
+    "crux-paper": crux_ps_pa,
+    "crux": crux,
     "taccl": taccl,
     "ecmp": ecmp,
 }
 ORDERS: dict[str, Callable[[Cluster, SchedulerOptions], Order]] = {
-    "crux": _by_priority(crux_pa),
-    "crux+": _plus_order,
+    "crux-paper": _by_priority(crux_pa),
     "intensity": _uncorrected,
     "weighted": _weighted,
     "sincronia": _by_priority(sincronia),
     "varys": _by_priority(varys),
 }
 COMPRESSIONS: dict[str, Compression] = {
-    "crux": _crux_compression,
-    "crux+": _plus_compression,
+    "crux-paper": _crux_compression,
     "sincronia": _by_rank(compress_first),
     "varys": _by_rank(compress_balanced),
 }

@@ -89,7 +89,7 @@ def _utilization(
         stack.callback(correction._found.clear)
         for where, name, what in patches:
             stack.enter_context(mock.patch.object(where, name, what))
-        decision = crux.crux(case.cluster, case.options)
+        decision = crux.crux_paper(case.cluster, case.options)
     return play(case.cluster, decision, horizon_s, start_s=case.start_s).gpu_utilization
 
 

@@ -41,7 +41,7 @@ SENSITIVITY: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 def paths_only(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux's paths without its priorities: what path selection alone is worth."""
-    found = SCHEDULERS["crux"](cluster, options)
+    found = SCHEDULERS["crux-paper"](cluster, options)
     lowest = min(options.levels)
     return Decision(path=found.path, level=dict.fromkeys(found.level, lowest))
 
@@ -145,8 +145,10 @@ def sensitivity(
         for value in values:
             setup = replace(Setup(), **{changed: value})
             for case in cases:
-                rows = evaluate(case, ("crux", "paths-only"), draws, setup)
-                row, paths = ({r["scheduler"]: r for r in rows}[n] for n in ("crux", "paths-only"))
+                rows = evaluate(case, ("crux-paper", "paths-only"), draws, setup)
+                row, paths = (
+                    {r["scheduler"]: r for r in rows}[n] for n in ("crux-paper", "paths-only")
+                )
                 largest = max(case.parts, key=lambda part: part.gpus).kind
                 yield {
                     "changed": changed,

@@ -9,7 +9,7 @@ meets them at a few uplinks. That has two consequences, which the schedulers her
 * Strict priority can cost more than it gives: a ring moves at the pace of its slowest hop, so one
   that meets two more intense jobs on two links moves only while both are silent, whereas with fair
   sharing it always moves. Correction factors, which look at two jobs on one link, don't see that.
-  ``crux+`` plays its plans, with and without levels and sweeps among them, and sees it.
+  ``crux`` plays its plans, with and without levels and sweeps among them, and sees it.
 
 A case is a torus of hosts and the jobs on them, drawn at random: a model of §6.3 and 2 to 16 whole
 hosts each, until hardly any host is free; iterations start at random times.
@@ -28,7 +28,7 @@ from typing import Literal
 from crux_torch.fabric.builders import torus
 from crux_torch.fabric.builders.server import GBPS
 from crux_torch.fabric.topology import Path, Topology
-from crux_torch.schedule.crux import crux
+from crux_torch.schedule.crux import crux_paper
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
@@ -53,9 +53,9 @@ SCHEDULERS_PLAYED = (
     "taccl",
     "crux-pa",
     "crux-paths",
-    "crux",
+    "crux-paper",
     "crux-sweeps",
-    "crux+",
+    "crux",
     "ideal",
 )
 
@@ -128,9 +128,9 @@ def decide(case: TorusCase, scheduler: str) -> Decision:
     """
     cluster = case.cluster
     if scheduler == "crux-paths":
-        return crux(cluster, SchedulerOptions(LEVELS[:1]))
+        return crux_paper(cluster, SchedulerOptions(LEVELS[:1]))
     if scheduler == "crux-sweeps":
-        return crux(cluster, SchedulerOptions(LEVELS), sweeps=SWEEPS)
+        return crux_paper(cluster, SchedulerOptions(LEVELS), sweeps=SWEEPS)
     paths = case.hashed
     if scheduler == "dimension-order":
         paths = {job.name: dimension_ordered(case.topology, job) for job in cluster.jobs}

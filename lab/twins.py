@@ -95,6 +95,8 @@ class Twins:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         crux = ["--crux-store", self._store, "--crux-cluster", self._cluster]
+        # What is shown is the paper's: levels also where a rehearsal would see no gain in them.
+        crux += ["--crux-policy", "crux-paper"]
         if self._fabric:
             # Beyond loopback the store wants one.
             secret = self._folder / "secret"

@@ -123,7 +123,7 @@ def test_two_jobs_that_meet_on_pcie_only_are_ordered(topology: Topology) -> None
     links = {j.name: set(j.flows[0].candidates[0]) for j in cluster.jobs}
     assert links["light"] & links["heavy"]
     assert not links["apart"] & (links["light"] | links["heavy"])
-    entries = compute_entries([light, heavy], topology, policy="crux", levels=(0, 1))
+    entries = compute_entries([light, heavy], topology, policy="crux-paper", levels=(0, 1))
     level = {entry.job: entry.level for entry in entries}
     assert level == {"heavy": 1, "light": 0}
     assert all(entry.paths == () for entry in entries), "nobody chooses a path inside a host"

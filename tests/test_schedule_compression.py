@@ -219,10 +219,10 @@ class TestLargeInputs:
         jobs = tuple(Job(f"j{i}", 1, 1.0 + i, 1.0, (Flow(1.0, (("x",),)),)) for i in range(4))
         cluster = Cluster({"x": 1.0}, jobs)
         options = SchedulerOptions(levels=(0, 1))
-        assert crux.crux(cluster, options).notes == ()
+        assert crux.crux_paper(cluster, options).notes == ()
         monkeypatch.setattr(contention_dag, "_VISITS", 12)
         notes = ("6 contending pairs: 2 orders, not m = 10",)
-        assert crux.crux(cluster, options).notes == notes
+        assert crux.crux_paper(cluster, options).notes == notes
 
 
 @given(st.data())

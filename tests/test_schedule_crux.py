@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import clusters
 
-from crux_torch.schedule.crux import crux
+from crux_torch.schedule.crux import crux_paper
 from crux_torch.schedule.intensity import link_traffic
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
@@ -48,7 +48,7 @@ def test_contending_jobs_are_never_inverted(name: str, cluster: Cluster) -> None
 
 @given(clusters())
 def test_priority_is_corrected_intensity(cluster: Cluster) -> None:
-    decision = crux(cluster, SchedulerOptions(LEVELS))
+    decision = crux_paper(cluster, SchedulerOptions(LEVELS))
     for job in cluster.jobs:
         traffic = link_traffic(job, decision.path[job.name])
         t_s = max((moved / cluster.capacity_Bps[e] for e, moved in traffic.items()), default=0.0)
@@ -68,7 +68,7 @@ def example_1() -> Cluster:
 
 
 def test_example_1_puts_the_shorter_job_first() -> None:
-    decision = crux(example_1(), SchedulerOptions((0, 1)))
+    decision = crux_paper(example_1(), SchedulerOptions((0, 1)))
     assert decision.intensity == {"job 1": 5e9, "job 2": 5e9}
     assert decision.correction["job 1"] == 1.0
     assert decision.correction["job 2"] == pytest.approx(1.5)

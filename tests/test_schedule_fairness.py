@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from schedule_cases import clusters
 
 from crux_torch import _fluid
-from crux_torch.schedule.crux import crux
-from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.fairness_bound import bounds
 from crux_torch.schedule.intensity import burst_traffic, link_traffic
-from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
 from crux_torch.sim.play import play
 
 ITERATIONS = 12
@@ -164,63 +162,3 @@ def test_no_mean_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float]
     cluster, decision, start_s = plan
     mean_s = {name: bound.mean_s for name, bound in bounds(cluster, decision).items()}
     assert_means_keep(cluster, decision, mean_s, start_s)
-
-
-def fair_sharing(cluster: Cluster, decision: Decision) -> dict[str, float]:
-    equal = replace(decision, level=dict.fromkeys(decision.level, 0))
-    return {name: bound.slowdown for name, bound in bounds(cluster, equal).items()}
-
-
-@given(plans(), st.sampled_from((1.0, 1.25, 1.5, 2.0, 4.0)))
-@settings(max_examples=60)
-def test_the_knob_is_kept(
-    plan: tuple[Cluster, Decision, dict[str, float]], max_slowdown: float
-) -> None:
-    cluster, _, start_s = plan
-    options = SchedulerOptions(levels=(0, 1, 2), max_slowdown=max_slowdown)
-    decision = crux_fair(cluster, options)
-    fair = fair_sharing(cluster, decision)
-    for name, slowdown in decision.slowdown.items():
-        assert slowdown <= max(max_slowdown, fair[name]) * (1 + 1e-9)
-    alone_s = {name: b.alone_s for name, b in bounds(cluster, decision).items()}
-    mean_s = {name: s * alone_s[name] for name, s in decision.slowdown.items()}
-    assert_means_keep(cluster, decision, mean_s, start_s)
-    theirs = crux(cluster, options)
-    assert decision.path == theirs.path
-    assert all(decision.level[name] >= theirs.level[name] for name in theirs.level)
-
-
-@given(clusters())
-@settings(max_examples=50)
-def test_without_a_bound_it_is_crux(cluster: Cluster) -> None:
-    options = SchedulerOptions(levels=(0, 1, 2))
-    decision = crux_fair(cluster, options)
-    assert replace(decision, slowdown={}) == crux(cluster, options)
-    assert decision.slowdown == {n: b.slowdown for n, b in bounds(cluster, decision).items()}
-
-
-def test_a_starved_job_is_raised_and_no_other() -> None:
-    # a never pauses and is the most intense; b starves below it, c meets neither.
-    cluster = on_one_link((0.0, 1.0), (1.0, 1.0))
-    loud, quiet = cluster.jobs
-    apart = (
-        Job("c", 1, 5.0, 1.0, (Flow(1.0, (("m",),)),)),
-        Job("d", 1, 1.0, 1.0, (Flow(1.0, (("m",),)),)),
-    )
-    cluster = Cluster({"l": 1.0, "m": 1.0}, (replace(loud, flops=9.0), quiet, *apart))
-    options = SchedulerOptions(levels=(0, 1))
-    starving = crux_fair(cluster, options)
-    assert starving.level == {"a": 1, "b": 0, "c": 1, "d": 0}
-    assert starving.slowdown["b"] == math.inf
-    assert play(cluster, starving, 100.0).jobs["b"].completed == 0
-    bounded = crux_fair(cluster, replace(options, max_slowdown=2.0))
-    assert bounded.level == {"a": 1, "b": 1, "c": 1, "d": 0}
-    # b gets half of the link: 1 s of computing and 2 s of sending, 2 s alone.
-    assert bounded.slowdown["b"] == pytest.approx(1.5)
-    assert play(cluster, bounded, 300.0).jobs["b"].mean_iteration_s == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("limit", [0.5, math.nan])
-def test_a_bound_below_one_is_refused(limit: float) -> None:
-    with pytest.raises(ValueError, match="expected 1 or more"):
-        crux_fair(Cluster({}, ()), SchedulerOptions(max_slowdown=limit))

@@ -48,9 +48,9 @@ def cluster_of(seed: int) -> Cluster:
 
 def decided(name: str, seed: int) -> dict[str, Any]:
     """Paths and levels exactly; numbers to nine digits, which is more than CPUs differ in."""
-    options = SchedulerOptions(levels=(0, 1, 2), seed=seed, max_slowdown=2.0)
+    options = SchedulerOptions(levels=(0, 1, 2), seed=seed)
     decision = SCHEDULERS[name](cluster_of(seed), options)
-    numbers = (decision.priority, decision.shift_s, decision.grid_s, decision.slowdown)
+    numbers = (decision.priority, decision.shift_s, decision.grid_s)
     return {
         "path": {job: list(path) for job, path in sorted(decision.path.items())},
         "level": dict(sorted(decision.level.items())),

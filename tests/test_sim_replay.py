@@ -66,7 +66,7 @@ def test_a_job_alone_takes_its_duration_to_the_last_iteration(testbed: Placer) -
     alone_s = testbed.reference("bert", 16).alone_s
     trace = trace_of(("bert", 16, 5.0, 100 * alone_s))
     hived = ReplayOptions(placement="hived")
-    outcome = replay(trace, testbed, SCHEDULERS["crux"], hived)
+    outcome = replay(trace, testbed, SCHEDULERS["crux-paper"], hived)
     assert ends(outcome) == {"a": pytest.approx(5.0 + 100 * alone_s, rel=1e-9)}
     (record,) = outcome.records
     assert record.iterations == 100
@@ -104,8 +104,8 @@ def test_a_job_waits_until_the_gpus_that_it_needs_are_free(testbed: Placer) -> N
     )
 
 
-CHOICES = [(name, "none", 25) for name in sorted(set(SCHEDULERS) - {"crux+"})]
-CHOICES += [("crux", placement, 60) for placement in sorted(PLACEMENTS)]
+CHOICES = [(name, "none", 25) for name in sorted(set(SCHEDULERS))]
+CHOICES += [("crux-paper", placement, 60) for placement in sorted(PLACEMENTS)]
 
 
 @pytest.mark.parametrize(("scheduler", "placement", "jobs"), CHOICES)
@@ -137,7 +137,7 @@ def test_nobody_does_better_than_on_an_empty_network(testbed: Placer, placement:
     ideal = replay(trace, testbed, SCHEDULERS["ideal"], options)
     assert ideal.summary.slowdown_worst == pytest.approx(1.0)
     best = ends(replay(apart, testbed, SCHEDULERS["ideal"], options))
-    for name in ("ecmp", "crux", "sincronia"):
+    for name in ("ecmp", "crux-paper", "sincronia"):
         other = replay(apart, testbed, SCHEDULERS[name], options)
         assert all(end >= best[job] * (1 - 1e-9) for job, end in ends(other).items())
         busy = replay(trace, testbed, SCHEDULERS[name], options)
@@ -147,7 +147,7 @@ def test_nobody_does_better_than_on_an_empty_network(testbed: Placer, placement:
 def test_the_same_replay_gives_the_same_result(testbed: Placer) -> None:
     trace, options = busy_trace(30, seed=4), ReplayOptions(seed=5)
     first, second = (
-        replay(trace, Placer(crux_testbed()), SCHEDULERS["crux"], options) for _ in range(2)
+        replay(trace, Placer(crux_testbed()), SCHEDULERS["crux-paper"], options) for _ in range(2)
     )
     assert (first.records, first.series, first.summary) == (
         second.records,
@@ -161,9 +161,9 @@ def test_without_shared_links_all_schedulers_are_the_same() -> None:
     placer = Placer(non_blocking())
     found = {
         name: ends(replay(trace, placer, SCHEDULERS[name], ReplayOptions()))
-        for name in ("ideal", "ecmp", "crux")
+        for name in ("ideal", "ecmp", "crux-paper")
     }
-    for name in ("ecmp", "crux"):
+    for name in ("ecmp", "crux-paper"):
         assert found[name] == pytest.approx(found["ideal"], rel=1e-9)
 
 
@@ -189,7 +189,7 @@ def test_grains_hold_the_work(iterations: int, size: int) -> None:
 
 def test_series_add_up_to_the_summary(testbed: Placer) -> None:
     outcome = replay(
-        busy_trace(40, seed=7), testbed, SCHEDULERS["crux"], ReplayOptions(grid_s=100.0)
+        busy_trace(40, seed=7), testbed, SCHEDULERS["crux-paper"], ReplayOptions(grid_s=100.0)
     )
     series = outcome.series
     lengths = np.diff(series.time_s)
@@ -264,6 +264,6 @@ def test_a_bounded_alltoall_leaves_every_host_with_all_its_bytes(peers: int, ran
 def test_a_day_of_the_hybrid_trace_is_played_to_its_end() -> None:
     trace = load_hybrid(PHILLY, SIZES, days=1, jobs=60)
     options = ReplayOptions(placement="hived", iterations_as_one=50)
-    outcome = replay(trace, Placer(two_layer_clos()), SCHEDULERS["crux"], options)
+    outcome = replay(trace, Placer(two_layer_clos()), SCHEDULERS["crux-paper"], options)
     assert outcome.summary.jobs == 60
     assert math.isfinite(outcome.summary.jct_p99_s)

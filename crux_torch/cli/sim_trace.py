@@ -68,7 +68,8 @@ Row = dict[str, Any]
 @click.option(
     "--max-slowdown",
     type=click.FloatRange(1.0),
-    help="With crux-fair, a job's mean iteration takes at most this many times as long as alone.",
+    default=3.0,
+    help="With crux, levels make a job's mean iteration at most this many times as long as alone.",
 )
 @click.option(
     "--steady-tolerance",
@@ -111,7 +112,7 @@ def play_rows(
     seed: int,
     iterations_as_one: int,
     levels: int,
-    max_slowdown: float | None,
+    max_slowdown: float,
     steady_tolerance: float,
     replan_s: float,
     threads: int,

@@ -32,7 +32,7 @@ def compute_entries(
     *,
     policy: str,
     levels: Sequence[int],
-    max_slowdown: float | None = None,
+    max_slowdown: float = 3.0,
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job, in the order of the names.
 
@@ -42,7 +42,7 @@ def compute_entries(
         records, topology: see :func:`plan_inputs`.
         policy: the scheduler, a key of ``LIVE``.
         levels: that may be assigned, ascending.
-        max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
+        max_slowdown: what the policy crux keeps to, see ``SchedulerOptions``.
 
     Raises:
         SettingsError: an unknown policy, or no level.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -65,7 +66,7 @@ def make_conductor(
         compute = partial(
             compute_entries,
             levels=settings.plan_levels,
-            max_slowdown=settings.max_slowdown or None,
+            max_slowdown=settings.max_slowdown or math.inf,
         )
         leader = Leader(
             store,

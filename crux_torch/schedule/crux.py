@@ -157,7 +157,7 @@ def best_cuts(crossing: FloatArray, groups: int) -> tuple[float, IntArray]:
     return float(f[-1][n]), cuts
 
 
-def crux(cluster: Cluster, options: SchedulerOptions, *, sweeps: int = 0) -> Decision:
+def crux_paper(cluster: Cluster, options: SchedulerOptions, *, sweeps: int = 0) -> Decision:
     """Crux-full of §6.3: all three parts of §4.
 
     Raises:

@@ -85,8 +85,6 @@ class Decision:
             ``grid_s``, from an origin that all jobs have in common.
         grid_s: for each job that keeps to a grid, the distance of its iterations' starts: a start
             that is early or too late is held back until the next point ``shift_s + n grid_s``.
-        slowdown: for each job, where the scheduler gives one, a guaranteed bound on its mean
-            iteration over its iteration alone; infinite: nothing is guaranteed.
         isolated: every job has a network of its own: nothing can carry this out, it is what the
             others are compared with.
         notes: what was computed more coarsely than usual because the input is large.
@@ -99,7 +97,6 @@ class Decision:
     correction: Mapping[str, float] = field(default_factory=dict)
     shift_s: Mapping[str, float] = field(default_factory=dict)
     grid_s: Mapping[str, float] = field(default_factory=dict)
-    slowdown: Mapping[str, float] = field(default_factory=dict)
     isolated: bool = False
     notes: tuple[str, ...] = ()
 
@@ -114,15 +111,15 @@ class SchedulerOptions:
         default_path: what the network does by itself: for each job the index of the candidate
             that ECMP's hash gives to each of its flows. Jobs that are not named, or all jobs
             where it is None, take the first candidate.
-        max_slowdown: what crux-fair guarantees: no job's mean iteration takes longer than this
-            many times its iteration alone, or than fair sharing guarantees where that is more.
-            None: no bound. Other schedulers ignore it.
+        max_slowdown: what the policy ``crux`` keeps to: under its levels no job's mean iteration
+            takes longer than this many times its iteration alone, or than fair sharing guarantees
+            where that is more. Infinite: no cap. Other schedulers ignore it.
     """
 
     levels: tuple[int, ...] = tuple(range(8))
     seed: int = 0
     default_path: Mapping[str, tuple[int, ...]] | None = None
-    max_slowdown: float | None = None
+    max_slowdown: float = 3.0
 
 
 #: Pure: no I/O, no clock; equal arguments give equal decisions, in any order of the jobs.

@@ -15,25 +15,22 @@ from ``phases`` sets of start times, the same ones for all plans, and the result
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
 from crux_torch import _fluid
-from crux_torch.schedule.arrays import FloatArray, IntArray, arrays_of, choice_of, traffic_matrix
-from crux_torch.schedule.intensity import (
-    burst_traffic,
-    link_traffic,
-    solo_periods_s,
-    transfer_times_s,
-)
+from crux_torch.schedule.arrays import FloatArray, IntArray
+from crux_torch.schedule.intensity import burst_times_s, burst_traffic, link_traffic
 from crux_torch.schedule.model import Cluster, Job, Link
 
 #: Bounds what a play costs where jobs' iterations differ by orders of magnitude.
 _LONGEST = 40
 #: Seconds that run before the count begins, as a share of those that are counted.
 _WARM_UP = 0.2
+#: Units of work for each job of an engine that is set up.
+_SET_UP = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +92,11 @@ class Rehearsal:
     def __init__(
         self, cluster: Cluster, length: Length, *, seed: int = 0, threads: int = 1
     ) -> None:
-        self._arrays = arrays_of(cluster)
-        self.jobs: tuple[Job, ...] = self._arrays.jobs
+        self.jobs: tuple[Job, ...] = tuple(sorted(cluster.jobs, key=lambda job: job.name))
         #: Engines that have been run; a new plan of a part takes ``phases`` of them.
         self.plays = 0
+        #: What that took, see :func:`work_of`.
+        self.work = 0
         self._capacity_Bps = cluster.capacity_Bps
         self._length = length
         self._threads = threads
@@ -118,9 +116,9 @@ class Rehearsal:
                 for link, moved in link_traffic(spec, path).items()
                 if np.isfinite(self._capacity_Bps[link])
             }
-            choice = choice_of(self._arrays, {spec.name: path})
-            t_s = transfer_times_s(self._arrays, traffic_matrix(self._arrays, choice))
-            period_s = float(solo_periods_s(self._arrays, t_s)[job])
+            t_s = max((m / self._capacity_Bps[e] for e, m in traffic.items()), default=0.0)
+            times_s = burst_times_s(spec, t_s)
+            period_s = max(spec.compute_s, times_s[-1][1] if times_s else 0.0)
             known = self._routes[job, path] = RoutedJob(job, traffic, period_s)
         return known
 
@@ -168,7 +166,8 @@ class Rehearsal:
         job = self.jobs[route.job]
         return job.gpus * job.compute_s / route.period_s if route.period_s > 0 else 0.0
 
-    def _part(self, routes: Sequence[RoutedJob]) -> Neighbours:
+    def _part(self, members: Sequence[RoutedJob]) -> Neighbours:
+        routes = _distinct_links(members, self._capacity_Bps)
         number: dict[Link, int] = {}
         shape = []
         for route in routes:
@@ -192,7 +191,7 @@ class Rehearsal:
         for part, level in missing.values():
             horizon_s = self._horizon_s(part)
             for phase in range(self._length.phases):
-                engines.append(self._engine(part, level, phase))
+                engines.append(self.engine(part, level, phase))
                 warm_s.append(_WARM_UP * horizon_s)
                 until_s.append((1 + _WARM_UP) * horizon_s)
         if not engines:
@@ -201,6 +200,8 @@ class Rehearsal:
         before = [engine.results() for engine in engines]
         _fluid.run_all(engines, until_s, threads=self._threads)
         self.plays += len(engines)
+        parts = (part for part, _ in missing.values() for _ in range(self._length.phases))
+        self.work += sum(work_of(e.events, p) for e, p in zip(engines, parts, strict=True))
         for m, (key, (part, _)) in enumerate(missing.items()):
             busy = 0.0
             for e in range(m * self._length.phases, (m + 1) * self._length.phases):
@@ -217,7 +218,8 @@ class Rehearsal:
         enough_s = self._length.iterations / rate
         return min(max(enough_s, self._length.rounds * max(periods_s)), _LONGEST * enough_s)
 
-    def _engine(self, part: Neighbours, level: IntArray, phase: int) -> _fluid.Engine:
+    def engine(self, part: Neighbours, level: IntArray, phase: int) -> _fluid.Engine:
+        """An engine at time 0 with the jobs of ``part``; ``level`` is that of all jobs."""
         links = {link: self._capacity_Bps[link] for r in part.routes for link in r.traffic}
         engine = _fluid.Engine([(link, capacity, 0.0) for link, capacity in links.items()])
         for route in part.routes:
@@ -231,6 +233,37 @@ class Rehearsal:
                 start_s=float(self._start[phase, route.job]) * route.period_s,
             )
         return engine
+
+
+def work_of(events: int, part: Neighbours) -> int:
+    """What a play took, in a unit of some 5 ns: an event looks at pairs of jobs, a play is set up.
+
+    A budget in this unit gives equal plans on any machine, which one in seconds would not.
+    """
+    return events * len(part.routes) ** 2 + _SET_UP * len(part.routes)
+
+
+def _distinct_links(
+    routes: Sequence[RoutedJob], capacity_Bps: Mapping[Link, float]
+) -> list[RoutedJob]:
+    """``routes`` without the links that slow the same jobs as much as another link does.
+
+    Of those the one of the largest capacity stays: a job's share follows its busiest link.
+    """
+    held: dict[Link, list[tuple[int, float]]] = {}
+    for i, route in enumerate(routes):
+        for link, moved in route.traffic.items():
+            held.setdefault(link, []).append((i, moved / capacity_Bps[link]))
+    kept: dict[tuple[tuple[int, float], ...], Link] = {}
+    for link, column in held.items():
+        alike = tuple(column)
+        if alike not in kept or capacity_Bps[link] > capacity_Bps[kept[alike]]:
+            kept[alike] = link
+    stay = set(kept.values())
+    return [
+        replace(route, traffic={e: m for e, m in route.traffic.items() if e in stay})
+        for route in routes
+    ]
 
 
 def _computing(job: Job, before: _fluid.JobResult, after: _fluid.JobResult, span_s: float) -> float:

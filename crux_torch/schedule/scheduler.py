@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from crux_torch.schedule.cassini import cassini
-from crux_torch.schedule.crux import crux, crux_pa, crux_ps_pa
-from crux_torch.schedule.crux_plus import crux_plus
+from crux_torch.schedule.crux import crux_pa, crux_paper, crux_ps_pa
 from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.fairness import crux_fair
 from crux_torch.schedule.ideal import ideal
 from crux_torch.schedule.model import Scheduler
+from crux_torch.schedule.policy import crux
 from crux_torch.schedule.sincronia import sincronia
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import varys
@@ -17,10 +16,9 @@ from crux_torch.settings import LIVE_POLICIES
 #: All that there are: the simulator can play every one of them.
 SCHEDULERS: dict[str, Scheduler] = {
     "crux": crux,
+    "crux-paper": crux_paper,
     "crux-pa": crux_pa,
     "crux-ps-pa": crux_ps_pa,
-    "crux+": crux_plus,
-    "crux-fair": crux_fair,
     "sincronia": sincronia,
     "varys": varys,
     "taccl": taccl,

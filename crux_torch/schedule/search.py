@@ -14,9 +14,7 @@ from crux_torch.schedule.rehearsal import Rehearsal
 
 #: Choices of paths that one job is offered at a time.
 _ALTERNATIVES = 8
-#: A plan must be better by this share: less is rounding.
-_BETTER = 1e-6
-_BEAM = 5
+BEAM = 5
 #: Choices of paths of all jobs together up to which every one is a move.
 _ALL_PATHS = 64
 
@@ -39,28 +37,34 @@ Moves = Callable[[Assignment], Iterable[Assignment]]
 
 
 def search(
-    rehearsal: Rehearsal, starts: Sequence[Assignment], moves: Moves, plays: int
-) -> Assignment:
-    """The best plan found: from the best of ``starts`` on to the best of their moves.
+    rehearsal: Rehearsal,
+    starts: Sequence[Assignment],
+    moves: Moves,
+    work: int,
+    allowed: Callable[[Assignment], bool] = lambda _: True,
+) -> list[Assignment]:
+    """The best plans found, the best first: from ``starts`` on to the best of their moves.
 
-    This is a beam search. It continues from ``_BEAM`` plans with different paths at a time, so that
-    paths that need other levels to be best are not lost. All starts are judged, so that the result
-    is no worse than any of them. ``plays`` is the budget of the rehearsal; the plans of a step are
-    cut to what is left of it.
+    This is a beam search. It continues from ``BEAM`` plans with different paths at a time, so that
+    paths that need other levels to be best are not lost. All starts are judged, so that the best
+    is no worse than any of them. ``work`` is the budget of the rehearsal; the plans of a step are
+    cut to what is left of it, at the mean work of the plays so far. Only ``allowed`` plans, the
+    first start among them, are grown and returned.
     """
     busy = judge(rehearsal, starts)
-    beam = _beam(busy)
+    beam = _beam(busy, allowed)
     grown: set[Assignment] = set()
     while ready := [plan for plan in beam if plan not in grown]:
-        left = (plays - rehearsal.plays) // rehearsal.phases
+        a_plan = rehearsal.work * rehearsal.phases // max(1, rehearsal.plays)
+        left = (work - rehearsal.work) // max(1, a_plan)
         grown.update(ready)
         fresh = (p for p in _in_turn([moves(plan) for plan in ready]) if p not in busy)
         step = dict.fromkeys(islice(fresh, max(0, left)))
         if not step:
             break
         busy |= judge(rehearsal, list(step))
-        beam = _beam(busy)
-    return beam[0]
+        beam = _beam(busy, allowed)
+    return beam
 
 
 def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment, float]:
@@ -79,14 +83,19 @@ def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment,
     return dict(zip(judged, np.concatenate(values).tolist(), strict=True))
 
 
-def _beam(busy: Mapping[Assignment, float]) -> list[Assignment]:
+def _beam(
+    busy: Mapping[Assignment, float], allowed: Callable[[Assignment], bool]
+) -> list[Assignment]:
     """The best plans of different paths, the best first; of equals the one judged first."""
-    best: dict[JobPaths, Assignment] = {}
-    for plan, value in busy.items():
-        known = best.get(plan.path)
-        if known is None or value > busy[known] * (1 + _BETTER):
-            best[plan.path] = plan
-    return sorted(best.values(), key=lambda plan: -busy[plan])[:_BEAM]
+    best: dict[JobPaths, float] = {}
+    beam: list[Assignment] = []
+    for plan in sorted(busy, key=lambda plan: -busy[plan]):
+        if plan.path not in best and allowed(plan):
+            best[plan.path] = busy[plan]
+            beam.append(plan)
+            if len(beam) == BEAM:
+                break
+    return beam
 
 
 def _in_turn(sources: Sequence[Iterable[Assignment]]) -> Iterator[Assignment]:

@@ -27,7 +27,7 @@ class ReplayOptions:
     Attributes:
         placement: a name of ``PLACEMENTS``.
         levels: priority levels, ascending; the paper's simulator has 8 (§6.1).
-        max_slowdown: what crux-fair is to guarantee, see ``SchedulerOptions``.
+        max_slowdown: what the policy crux keeps to, see ``SchedulerOptions``.
         seed: of placement and of the scheduler.
         replan_s: the least time between two plans; the changes within it are planned for together,
             as the paper allows itself up to a minute for each (§5).
@@ -38,7 +38,7 @@ class ReplayOptions:
 
     placement: str = "none"
     levels: tuple[int, ...] = tuple(range(8))
-    max_slowdown: float | None = None
+    max_slowdown: float = 3.0
     seed: int = 0
     replan_s: float = 60.0
     grid_s: float = 3600.0

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from crux_torch.cli.results import Result, publish
 from crux_torch.cli.sim_options import json_option, numbers_table, threads_option
-from crux_torch.schedule.crux_plus import GROUP_PLAYS, REHEARSED
+from crux_torch.schedule.policy import BRIEF, WORK
 from evaluation.optimality import (
     JUDGED,
     LEVELS,
@@ -80,8 +80,8 @@ def _settings(cases: int, seed: int, outcomes: Sequence[Outcome]) -> dict[str, A
         "screened": asdict(SCREENED),
         "near": NEAR,
         "judged": asdict(JUDGED),
-        "rehearsed": asdict(REHEARSED),
-        "rehearsal_plays": GROUP_PLAYS,
+        "rehearsed": asdict(BRIEF),
+        "rehearsal_work": WORK,
         "optimum_mean": float(np.mean([outcome.optimum for outcome in outcomes])),
         "plays": sum(outcome.plays for outcome in outcomes),
     }

@@ -31,7 +31,7 @@ from evaluation.testbed_runs import (
 
 FIGURES = tuple(sorted({case.figure for case in CASES}))
 #: The paper's bars, what explains them, and what a job is at best.
-SHOWN = ("ecmp", "crux", "paths-only", "crux-pa", "alone", "ideal")
+SHOWN = ("ecmp", "crux-paper", "paths-only", "crux-pa", "alone", "ideal")
 
 
 @click.command()

@@ -19,22 +19,22 @@ PAPER: dict[Cell, float] = {
     ("clos", "none", "cassini"): 0.48,
     ("clos", "none", "crux-pa"): 0.51,
     ("clos", "none", "crux-ps-pa"): 0.62,
-    ("clos", "none", "crux"): 0.62,
+    ("clos", "none", "crux-paper"): 0.62,
     ("double-sided", "none", "sincronia"): 0.43,
     ("double-sided", "none", "taccl"): 0.46,
     ("double-sided", "none", "cassini"): 0.45,
     ("double-sided", "none", "crux-pa"): 0.48,
     ("double-sided", "none", "crux-ps-pa"): 0.51,
-    ("double-sided", "none", "crux"): 0.50,
+    ("double-sided", "none", "crux-paper"): 0.50,
     # Figure 25, on the two-layer network: job schedulers alone, and with Crux.
     ("clos", "none", "ecmp"): 0.39,
     ("clos", "muri", "ecmp"): 0.59,
-    ("clos", "muri", "crux"): 0.73,
+    ("clos", "muri", "crux-paper"): 0.73,
     ("clos", "hived", "ecmp"): 0.64,
-    ("clos", "hived", "crux"): 0.75,
+    ("clos", "hived", "crux-paper"): 0.75,
 }
 #: Schedulers of Figure 25's rows and of the network without contention.
-STACKED = ("ecmp", "crux", "ideal")
+STACKED = ("ecmp", "crux-paper", "ideal")
 
 
 @click.command(

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from evaluation.beyond import BASE, LIMITS, Summary, fair_name
+from evaluation.beyond import BASE, LIMITS, Summary, capped_name
 
 
 def draw(found: Sequence[Summary]) -> Figure:
@@ -16,19 +16,19 @@ def draw(found: Sequence[Summary]) -> Figure:
     kinds = list(dict.fromkeys(s.kind for s in found))
     figure = Figure(figsize=(4.5 * len(kinds), 3.8))
     axes = figure.subplots(1, len(kinds), squeeze=False)
-    frontier = [fair_name(limit) for limit in LIMITS]
-    beside = ("crux", "ecmp", "crux paths, fair", "crux+")
+    frontier = [capped_name(limit) for limit in LIMITS]
+    beside = (BASE, "ecmp", "crux paths, fair")
     for axis, kind in zip(axes[0], kinds, strict=True):
         mine = {s.plan: s for s in found if s.kind == kind}
         # Where the median cluster has a starving job there is no such point.
         points = [
-            ("none" if limit is None else f"{limit:g}", mine[name])
+            (f"{limit:g}", mine[name])
             for limit, name in zip(LIMITS, frontier, strict=True)
             if np.isfinite(np.median(mine[name].worst))
         ]
         x = [np.median(s.worst) for _, s in points]
         y = [np.mean(s.ratio) for _, s in points]
-        axis.plot(x, y, "o-", color="tab:blue", label="crux-fair, by its bound")
+        axis.plot(x, y, "o-", color="tab:blue", label="crux, by its cap")
         at: dict[tuple[str, str], list[int]] = {}
         for i in range(len(points)):
             at.setdefault((f"{x[i]:.2g}", f"{y[i]:.2f}"), []).append(i)
@@ -39,7 +39,7 @@ def draw(found: Sequence[Summary]) -> Figure:
             axis.annotate(
                 " to ".join(ends), place, textcoords="offset points", xytext=(4, 6), fontsize=8
             )
-        for marker, name in zip("s^Dv", beside, strict=True):
+        for marker, name in zip("s^D", beside, strict=True):
             one = mine.get(name)
             if one and np.isfinite(np.median(one.worst)):
                 axis.plot(np.median(one.worst), np.mean(one.ratio), marker, label=name)

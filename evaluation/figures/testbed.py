@@ -11,7 +11,7 @@ from evaluation.figures.fields import Value
 from evaluation.figures.style import MARKERS, PAPER, colour, in_order, label, panels
 
 #: Bars of the utilisation, of those that the result has.
-BARS = ("ecmp", "crux-pa", "paths-only", "crux", "crux+", "alone", "ideal")
+BARS = ("ecmp", "crux-pa", "paths-only", "crux-paper", "crux", "alone", "ideal")
 KINDS = {"gpt": "GPT", "bert": "BERT", "resnet": "ResNet"}
 #: Where the paper gives the lowest and the highest of several cases.
 RANGE: dict[str, Any] = {"color": PAPER["color"], "alpha": 0.16}
@@ -50,7 +50,7 @@ def _utilization(axes: Axes, rows: list[Value], cases: list[str]) -> None:
             elinewidth=0.9,
             capsize=2,
         )
-        if scheduler == "crux":
+        if scheduler == "crux-paper":
             gain = row["gain_pct.median"].number()
             axes.text(at, high + 1, f"{gain:+.1f}%", ha="center", fontsize=8, weight="bold")
     axes.set_xticks(range(len(cases)), [_broken(case) for case in cases])
@@ -64,7 +64,7 @@ def _utilization(axes: Axes, rows: list[Value], cases: list[str]) -> None:
 
 def _completion(axes: Axes, rows: list[Value], cases: list[str]) -> None:
     exact = False
-    crux = [row for row in rows if row["scheduler"].text() == "crux"]
+    crux = [row for row in rows if row["scheduler"].text() == "crux-paper"]
     kinds = list(dict.fromkeys(kind for row in crux for kind, _ in row["jobs"].entries()))
     for row in crux:
         for kind, job in row["jobs"].entries():

@@ -19,7 +19,7 @@ DAY_S = 86400.0
 NETWORKS = {"clos": "two-layer Clos", "double-sided": "three-layer, double-sided"}
 PLACEMENTS = {"none": "none (random)", "muri": "Muri", "hived": "HiveD"}
 #: Columns of Figure 24, of those that the result has.
-OVER_TIME = ("sincronia", "taccl", "cassini", "crux-pa", "crux-ps-pa", "crux")
+OVER_TIME = ("sincronia", "taccl", "cassini", "crux-pa", "crux-ps-pa", "crux-paper", "crux")
 LAYERS = {
     "pcie-nic": "PCIe to NIC",
     "nic-tor": "NIC to ToR",
@@ -55,11 +55,11 @@ def draw_placements(rows: list[Value]) -> Figure | None:
         for r in rows
         if r["topology"].text() == "clos"
     }
-    placements = [p for p in PLACEMENTS if (p, "crux") in found and (p, "ecmp") in found]
+    placements = [p for p in PLACEMENTS if (p, "crux-paper") in found and (p, "ecmp") in found]
     if len(placements) < 2:
         return None
     figure, (at,) = panels(1, 7.5, 4.0)
-    names = ("crux", "ecmp")
+    names = ("crux-paper", "ecmp")
     ticks = []
     for i, placement in enumerate(reversed(placements)):
         for j, name in enumerate(names):

@@ -42,7 +42,7 @@ def trace_row(topology: str, placement: str, scheduler: str) -> dict[str, Any]:
         "scheduler": scheduler,
         "gpu_utilization": 0.5,
         "held_utilization": 0.8,
-        "paper_gpu_utilization": 0.62 if scheduler == "crux" else None,
+        "paper_gpu_utilization": 0.62 if scheduler == "crux-paper" else None,
         "series": {
             "time_s": [0.0, 21600.0, 43200.0],
             "gpu_utilization": [0.4, 0.6],
@@ -56,25 +56,29 @@ def optimality_row(mechanism: str, scheduler: str) -> dict[str, Any]:
         "mechanism": mechanism,
         "scheduler": scheduler,
         "share_mean": 0.98,
-        "paper_share": 0.97 if scheduler == "crux" else None,
+        "paper_share": 0.97 if scheduler == "crux-paper" else None,
         "error_cdf": [[0.0, 0.0], [0.0, 0.5], [0.05, 1.0]],
     }
 
 
 def results() -> dict[str, dict[str, Any]]:
     trace_cells = [
-        *[(t, "none", s) for t in ("clos", "double-sided") for s in ("ecmp", "taccl", "crux")],
-        *[("clos", p, s) for p in ("muri", "hived") for s in ("ecmp", "crux")],
+        *[
+            (t, "none", s)
+            for t in ("clos", "double-sided")
+            for s in ("ecmp", "taccl", "crux-paper")
+        ],
+        *[("clos", p, s) for p in ("muri", "hived") for s in ("ecmp", "crux-paper")],
     ]
     rows = {
         "testbed": [
-            row_of_testbed(n, s) for n in (19, 20, 21, 22) for s in ("ecmp", "crux", "ideal")
+            row_of_testbed(n, s) for n in (19, 20, 21, 22) for s in ("ecmp", "crux-paper", "ideal")
         ],
         "trace": [trace_row(*cell) for cell in trace_cells],
         "optimality": [
             optimality_row(m, s)
             for m in ("paths", "priority", "compression")
-            for s in ("crux", "sincronia", "one that has no colour")
+            for s in ("crux-paper", "sincronia", "one that has no colour")
         ],
     }
     settings = {"trace": {"intensity_edges": EDGES}}
@@ -140,8 +144,8 @@ def test_figures_without_a_file_are_left_out_and_named(tmp_path: Path) -> None:
 
 def test_figures_without_their_rows_are_left_out(tmp_path: Path) -> None:
     plain = results()
-    plain["testbed"]["rows"] = [row_of_testbed(20, "ecmp"), row_of_testbed(20, "crux")]
-    plain["trace"]["rows"] = [trace_row("double-sided", "none", "crux")]
+    plain["testbed"]["rows"] = [row_of_testbed(20, "ecmp"), row_of_testbed(20, "crux-paper")]
+    plain["trace"]["rows"] = [trace_row("double-sided", "none", "crux-paper")]
     drawn, left_out = draw_all(written(tmp_path, plain))
     assert [item.plate.number for item in drawn] == [16, 20, 23]
     assert {item.plate.number for item in left_out} == {19, 21, 22, 24, 25}
@@ -194,9 +198,9 @@ def test_a_value_knows_its_place() -> None:
 def test_schedulers_have_one_colour_and_one_label() -> None:
     assert len(set(COLOURS.values())) == len(COLOURS)
     assert set(LABELS) == set(COLOURS)
-    assert in_order(["other", "ideal", "crux", "ecmp", "crux"]) == [
+    assert in_order(["other", "ideal", "crux-paper", "ecmp", "crux-paper"]) == [
         "ecmp",
-        "crux",
+        "crux-paper",
         "ideal",
         "other",
     ]

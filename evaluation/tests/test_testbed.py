@@ -96,17 +96,19 @@ def test_hashed_paths_differ_between_seeds_and_only_there(topology: Topology) ->
 
 def test_rows_compare_with_ecmp_on_the_same_draws() -> None:
     found = case("BERT-16 + 2 ResNet-4")
-    rows = evaluate(found, ("ecmp", "crux", "ideal"), FEW)
+    rows = evaluate(found, ("ecmp", "crux-paper", "ideal"), FEW)
     by_name = {row["scheduler"]: row for row in rows}
-    assert list(by_name) == ["ecmp", "crux", "ideal"]
+    assert list(by_name) == ["ecmp", "crux-paper", "ideal"]
     assert set(by_name["ecmp"]["gain_pct"].values()) == {0.0}
-    assert by_name["ideal"]["utilization"]["median"] >= by_name["crux"]["utilization"]["median"]
+    assert (
+        by_name["ideal"]["utilization"]["median"] >= by_name["crux-paper"]["utilization"]["median"]
+    )
     for row in rows:
         spread = row["utilization"]
         assert 0 < spread["p10"] <= spread["median"] <= spread["p90"] <= 1
         assert row["jobs"]["resnet"]["count"] == 2
         assert row["jobs"]["bert"]["iteration_s"]["p10"] >= row["jobs"]["bert"]["compute_s"]
-    assert evaluate(found, ("crux",), replace(FEW, threads=2)) == [by_name["crux"]]
+    assert evaluate(found, ("crux-paper",), replace(FEW, threads=2)) == [by_name["crux-paper"]]
 
 
 def test_a_job_alone_at_its_bound_takes_compute_and_transfer(topology: Topology) -> None:
@@ -122,12 +124,12 @@ def test_paths_only_has_the_paths_of_crux_and_one_level(topology: Topology) -> N
     cluster = cluster_of(jobs_of(CASES[4], topology, Setup()), topology)
     options = SchedulerOptions()
     decision = paths_only(cluster, options)
-    assert decision.path == scheduler("crux")(cluster, options).path
+    assert decision.path == scheduler("crux-paper")(cluster, options).path
     assert len(set(decision.level.values())) == 1
 
 
 def test_command(tmp_path: Path) -> None:
-    few = ["--draws", "2", "--horizon", "10", "--schedulers", "ecmp,crux"]
+    few = ["--draws", "2", "--horizon", "10", "--schedulers", "ecmp,crux-paper"]
     ran = CliRunner().invoke(
         evaluation,
         ["testbed", "--figure", "20", *few, "--out", str(tmp_path)],
@@ -138,7 +140,7 @@ def test_command(tmp_path: Path) -> None:
     assert (tmp_path / "testbed.txt").read_text() == ran.stdout
     plain = json.loads((tmp_path / "testbed.json").read_text())
     assert plain["benchmark"] == "testbed"
-    assert [row["scheduler"] for row in plain["rows"]] == ["ecmp", "crux"]
+    assert [row["scheduler"] for row in plain["rows"]] == ["ecmp", "crux-paper"]
 
 
 @pytest.mark.parametrize(

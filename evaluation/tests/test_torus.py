@@ -8,7 +8,7 @@ import pytest
 
 from crux_torch.fabric.builders import GpuServer, torus
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.crux import crux
+from crux_torch.schedule.crux import crux_paper
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.play import play
@@ -99,9 +99,9 @@ def test_priority_stops_a_ring_that_meets_two_jobs_in_turn() -> None:
     jobs = (job("a", 9.0, "x"), job("b", 9.0, "y"), job("ring", 1.0, "x", "y"))
     cluster = Cluster({"x": 1.0, "y": 1.0}, jobs)
     start_s = {"b": 1.0}
-    strict = crux(cluster, SchedulerOptions((0, 1)))
+    strict = crux_paper(cluster, SchedulerOptions((0, 1)))
     assert strict.level == {"a": 1, "b": 1, "ring": 0}
-    fair = crux(cluster, SchedulerOptions((0,)))
+    fair = crux_paper(cluster, SchedulerOptions((0,)))
     stopped = play(cluster, strict, 100.0, start_s=start_s).jobs["ring"].completed
     moving = play(cluster, fair, 100.0, start_s=start_s).jobs["ring"].completed
     assert stopped == 0

@@ -1,0 +1,345 @@
+"""Is a policy safe to leave on? Seeded clusters of many kinds, each played from many phases.
+
+    python -m benchmarks.safety [--clusters 100] [--policies ecmp,crux] [--out DIR]
+
+Each cluster is played under every policy, from the same start times. A policy *loses* where it
+keeps fewer GPUs busy than a baseline, by more than 1%. There are two baselines: what the network
+does by itself (``ecmp``), and Crux's paths with fair sharing (``one-level``). A job's slowdown is
+its mean iteration over its iteration alone on Crux's paths; a cluster counts its worst job, in the
+mean of the phases. A job is *beyond the cap* where that is more than the cap and more than 1% above
+what either baseline gives to it.
+
+The kinds are: ``small`` (five jobs, §4.4 of Crux), ``testbed`` (eight jobs on Crux's), ``clos``
+and ``double-sided`` (twelve jobs), ``torus`` (4 by 4 hosts), ``periods`` (two to six jobs of few
+periods that meet on one or two links, as in CASSINI) and ``heavy`` (rings over a few links that
+are asked for up to twice what they carry).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+
+from crux_torch import _fluid
+from crux_torch.cli.results import Result, publish
+from crux_torch.fabric.builders.clos import crux_testbed, double_sided, two_layer_clos
+from crux_torch.fabric.builders.server import GBPS
+from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.crux import crux_paper
+from crux_torch.schedule.intensity import solo_periods_s, transfer_times_s
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.sim.play import engine_of
+from evaluation.beyond import place_models
+from evaluation.small_case import draw_case
+from evaluation.torus import torus_case
+
+#: A difference that counts.
+NOTICED = 0.01
+CAP = 3.0
+#: A play lasts for this many iterations of the slowest job alone, unless all jobs together would
+#: do more than so many; a share of it runs before the count begins.
+ROUNDS, ITERATIONS, WARM_UP = 60, 12_000, 0.2
+POLICIES = (
+    "ecmp",
+    "one-level",
+    "crux",
+    "crux-paper",
+    "sincronia",
+    "varys",
+    "taccl",
+    "cassini",
+)
+BASELINES = ("ecmp", "one-level")
+
+
+class Case(NamedTuple):
+    """A cluster and how it is to be scheduled."""
+
+    cluster: Cluster
+    options: SchedulerOptions
+
+
+def small(seed: int) -> Case:
+    """Five jobs on three levels, as in §4.4."""
+    found = draw_case(seed)
+    options = SchedulerOptions((0, 1, 2), seed, found.default_path)
+    return Case(found.cluster, options)
+
+
+def testbed(seed: int) -> Case:
+    """Eight jobs of 8 or 16 GPUs."""
+    return _placed("testbed", seed, crux_testbed(), (8, 8, 8, 8, 16, 16, 16, 16))
+
+
+def clos(seed: int) -> Case:
+    """Twelve jobs on 24 hosts under 12 ToR switches, oversubscribed by up to 2."""
+    network = two_layer_clos(24, 12, 4, oversubscription=1.0 + seed % 3 / 2)
+    return _placed("safe clos", seed, network, (8,) * 5 + (16,) * 4 + (24, 24, 32))
+
+
+def two_sided(seed: int) -> Case:
+    """Twelve jobs on a double-sided network of 24 hosts."""
+    network = double_sided(24, pods=3, cores=8)
+    return _placed("safe double-sided", seed, network, (8,) * 5 + (16,) * 4 + (24, 24, 32))
+
+
+def torus(seed: int) -> Case:
+    """Jobs on a torus of 4 by 4 hosts, packed or scattered."""
+    found = torus_case((4, 4), "packed" if seed % 2 else "scattered", seed)
+    options = SchedulerOptions(seed=seed, default_path=found.hashed)
+    return Case(_used(found.cluster), options)
+
+
+def periods(seed: int) -> Case:
+    """Jobs whose periods are a few multiples of each other, on one or two links."""
+    rng = random.Random(f"periods {seed}")
+    unit_s = rng.choice((0.04, 0.08, 0.16))
+    capacity_Bps = {"x": 50 * GBPS, "y": 50 * GBPS}
+    jobs = []
+    for j in range(rng.randint(2, 6)):
+        period_s = unit_s * rng.choice((1, 2, 2, 3, 4)) * rng.choice((1.0, 1.0, 1.03))
+        sends = rng.uniform(0.2, 0.7)
+        gpus = rng.choice((2, 4, 8, 16))
+        jobs.append(
+            Job(
+                name=f"j{j}",
+                gpus=gpus,
+                flops=gpus * period_s * (1 - sends) * rng.uniform(0.5e14, 1.5e14),
+                compute_s=period_s * (1 - sends),
+                flows=(Flow(period_s * sends * 50 * GBPS, (("x",), ("y",))),),
+                bursts=(Burst(rng.choice((0.5, 1.0, 1.0)), 1.0),),
+            )
+        )
+    cluster = Cluster(capacity_Bps, tuple(jobs))
+    return Case(cluster, SchedulerOptions(tuple(range(8)), seed, _hashed(cluster, rng)))
+
+
+def heavy(seed: int) -> Case:
+    """Rings over one to three of a few links, which are asked for up to twice what they carry."""
+    rng = random.Random(f"heavy {seed}")
+    links = [f"l{i}" for i in range(rng.randint(2, 6))]
+    capacity_Bps = {link: rng.choice((25.0, 50.0, 100.0)) * GBPS for link in links}
+    jobs = []
+    for j in range(rng.randint(3, 10)):
+        width = rng.randint(1, min(3, len(links)))
+        paths = rng.sample(list(combinations(links, width)), 2 if width < len(links) else 1)
+        period_s = 10 ** rng.uniform(-1.5, 0.5)
+        sends = rng.uniform(0.2, 0.8)
+        gpus = rng.choice((8, 8, 16, 32, 64))
+        slowest_Bps = min(capacity_Bps[link] for path in paths for link in path)
+        at = sorted(rng.uniform(0.2, 1.0) for _ in range(rng.choice((1, 1, 2, 4))))
+        jobs.append(
+            Job(
+                name=f"j{j}",
+                gpus=gpus,
+                flops=gpus * period_s * 10 ** rng.uniform(13, 14.5),
+                compute_s=period_s * (1 - sends / 2),
+                flows=(Flow(period_s * sends * slowest_Bps, tuple(paths)),),
+                bursts=tuple(Burst(a, 1 / len(at)) for a in at),
+            )
+        )
+    cluster = Cluster(capacity_Bps, tuple(jobs))
+    levels = tuple(range(rng.choice((3, 7, 8))))
+    return Case(cluster, SchedulerOptions(levels, seed, _hashed(cluster, rng)))
+
+
+#: By name; each is drawn in turn, the cheap ones more often.
+KINDS: dict[str, Callable[[int], Case]] = {
+    "small": small,
+    "periods": periods,
+    "heavy": heavy,
+    "testbed": testbed,
+    "clos": clos,
+    "double-sided": two_sided,
+    "torus": torus,
+}
+TURNS = (*("small", "periods", "heavy") * 3, "testbed", "clos", "double-sided", "torus", "small")
+
+
+def _placed(kind: str, seed: int, topology: Any, sizes: Sequence[int]) -> Case:
+    cluster, hashed = place_models(kind, seed, topology, sizes)
+    return Case(cluster, SchedulerOptions(tuple(range(8)), seed, hashed))
+
+
+def _used(cluster: Cluster) -> Cluster:
+    links = {link for job in cluster.jobs for f in job.flows for p in f.candidates for link in p}
+    return replace(cluster, capacity_Bps={e: cluster.capacity_Bps[e] for e in sorted(links)})
+
+
+def _hashed(cluster: Cluster, rng: random.Random) -> dict[str, tuple[int, ...]]:
+    return {
+        job.name: tuple(rng.randrange(len(flow.candidates)) for flow in job.flows)
+        for job in cluster.jobs
+    }
+
+
+def one_level(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Crux's paths with fair sharing."""
+    return crux_paper(cluster, replace(options, levels=options.levels[:1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One cluster under one policy.
+
+    Attributes:
+        busy: GPUs that compute, as a share of all.
+        slowdown: of each job.
+        cpu_s: that the decision took.
+    """
+
+    busy: float
+    slowdown: Mapping[str, float]
+    cpu_s: float
+
+
+def measure(case: Case, policies: Sequence[str], phases: int) -> dict[str, Played]:
+    """What becomes of a cluster under each policy."""
+    arrays = arrays_of(case.cluster)
+    base = one_level(case.cluster, case.options)
+    t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice_of(arrays, base.path)))
+    alone_s = dict(zip((j.name for j in arrays.jobs), solo_periods_s(arrays, t_s), strict=True))
+    rate = sum(1 / s for s in alone_s.values())
+    until_s = min(ROUNDS * max(alone_s.values()), ITERATIONS / rate)
+    rng = random.Random(f"phases {case.options.seed}")
+    starts = [{name: rng.random() * s for name, s in alone_s.items()} for _ in range(phases)]
+    found = {}
+    for name in policies:
+        scheduler = one_level if name == "one-level" else SCHEDULERS[name]
+        began_s = time.thread_time()
+        decision = scheduler(case.cluster, case.options)
+        cpu_s = time.thread_time() - began_s
+        engines = [engine_of(case.cluster, decision, start_s=start) for start in starts]
+        computed_s = []
+        for end_s in (WARM_UP * until_s, (1 + WARM_UP) * until_s):
+            _fluid.run_all(engines, [end_s] * phases)
+            results = [engine.results() for engine in engines]
+            computed_s.append(
+                {n: sum(r[n]["compute_s"] for r in results) / phases for n in alone_s}
+            )
+        share = {n: (computed_s[1][n] - computed_s[0][n]) / until_s for n in alone_s}
+        gpus = {job.name: job.gpus for job in case.cluster.jobs}
+        compute_s = {job.name: job.compute_s for job in case.cluster.jobs}
+        found[name] = Played(
+            busy=sum(share[n] * gpus[n] for n in share) / sum(gpus.values()),
+            slowdown={
+                n: compute_s[n] / s / alone_s[n] if s > 0 else float("inf")
+                for n, s in share.items()
+            },
+            cpu_s=cpu_s,
+        )
+    return found
+
+
+def row_of(task: tuple[int, tuple[str, ...], int]) -> list[dict[str, Any]]:
+    """The rows of one cluster, one for each policy."""
+    seed, policies, phases = task
+    kind = TURNS[seed % len(TURNS)]
+    case = KINDS[kind](seed)
+    played = measure(case, policies, phases)
+    rows = []
+    for name, one in played.items():
+        worst = max(one.slowdown, key=lambda job: one.slowdown[job])
+        beyond = [
+            job
+            for job, slowdown in one.slowdown.items()
+            if slowdown > CAP
+            and slowdown > (1 + NOTICED) * max(played[b].slowdown[job] for b in BASELINES)
+        ]
+        rows.append(
+            {
+                "kind": kind,
+                "seed": seed,
+                "jobs": len(case.cluster.jobs),
+                "policy": name,
+                "busy": one.busy,
+                **{f"over_{b}": one.busy / played[b].busy - 1 for b in BASELINES},
+                "worst_slowdown": min(one.slowdown[worst], 1e9),
+                "beyond_cap": len(beyond),
+                "cpu_s": one.cpu_s,
+            }
+        )
+    return rows
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each policy, over all kinds and for each kind."""
+    lines = []
+    for kind in ("all", *KINDS):
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            mine = [r for r in rows if r["policy"] == policy and kind in ("all", r["kind"])]
+            if not mine:
+                continue
+            line: dict[str, Any] = {"kind": kind, "policy": policy, "clusters": len(mine)}
+            for base in BASELINES:
+                over = np.array([r[f"over_{base}"] for r in mine])
+                line[f"loses_to_{base}"] = float((over < -NOTICED).mean())
+                line[f"worst_over_{base}"] = float(over.min())
+                line[f"mean_over_{base}"] = float(over.mean())
+            line["worst_slowdown"] = max(r["worst_slowdown"] for r in mine)
+            line["beyond_cap"] = sum(r["beyond_cap"] > 0 for r in mine) / len(mine)
+            line["cpu_ms"] = float(np.median([r["cpu_s"] for r in mine])) * 1e3
+            lines.append(line)
+    return lines
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The lines as text."""
+    text = [
+        f"{'kind':<13} {'policy':<11} {'n':>5} | {'loses to ECMP':>13} {'worst':>7} {'mean':>7} | "
+        f"{'to one level':>12} {'worst':>7} {'mean':>7} | {'worst job':>9} {'over cap':>8} "
+        f"{'CPU ms':>7}"
+    ]
+    for line in lines:
+        text.append(
+            f"{line['kind']:<13} {line['policy']:<11} {line['clusters']:>5} | "
+            f"{line['loses_to_ecmp']:>13.1%} {line['worst_over_ecmp']:>+7.1%} "
+            f"{line['mean_over_ecmp']:>+7.1%} | {line['loses_to_one-level']:>12.1%} "
+            f"{line['worst_over_one-level']:>+7.1%} {line['mean_over_one-level']:>+7.1%} | "
+            f"{line['worst_slowdown']:>9.4g} {line['beyond_cap']:>8.1%} {line['cpu_ms']:>7.1f}"
+        )
+    return "\n".join(text) + "\n"
+
+
+@click.command()
+@click.option("--clusters", default=100, help="How many.")
+@click.option("--first", default=0, help="Seed of the first one.")
+@click.option("--phases", default=6, help="Sets of start times that each is played from.")
+@click.option("--policies", default=",".join(POLICIES), help="With commas.")
+@click.option("--processes", default=os.cpu_count() or 1, help="Clusters at a time.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/safety.{json,txt}.")
+def main(
+    clusters: int,
+    first: int,
+    phases: int,
+    policies: str,
+    processes: int,
+    json_path: Path | None,
+    out: Path | None,
+) -> None:
+    """Plays seeded clusters under every policy."""
+    # Read by the libraries when a process imports them.
+    os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    names = tuple(dict.fromkeys((*BASELINES, *policies.split(","))))
+    tasks = [(seed, names, phases) for seed in range(first, first + clusters)]
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        rows = [row for part in pool.imap(row_of, tasks) for row in part]
+    lines = summarise(rows)
+    settings = {"clusters": clusters, "first": first, "phases": phases, "cap": CAP}
+    publish(Result("safety", settings, rows), table(lines), json_path, out)
+
+
+if __name__ == "__main__":
+    main()

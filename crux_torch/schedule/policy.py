@@ -1,0 +1,298 @@
+"""The default policy: fair sharing on Crux's paths, and whatever a rehearsal shows to be better.
+
+1. Every job gets Crux's paths (§4.1) and one level, so that nobody starves.
+2. The jobs fall into components that share no link. For each component a portfolio of plans is
+   played (:mod:`crux_torch.schedule.race`): one level on Crux's paths and on the network's, paths
+   that flows reconsidered, levels of corrected priorities (:mod:`crux_torch.schedule.contention`)
+   on two, on four and on all, the paper's levels, and in a small component what a search over paths
+   and levels finds. Levels are used only where they lead both one-level plans by ``LEAD``.
+3. No plan with levels slows a job down by more than ``max_slowdown``, whatever the phases
+   (:mod:`crux_torch.schedule.slowdown_cap`).
+
+Budgets are work of the engine, not seconds, so equal clusters give equal plans on any machine. A
+component too large for its budget keeps one level on Crux's paths. One that has not changed keeps
+its plan: it is looked up, not decided again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import sparse
+
+from crux_torch import _fluid
+from crux_torch.schedule.arrays import (
+    Arrays,
+    arrays_of,
+    check_levels,
+    choice_of,
+    paths_of,
+    traffic_matrix,
+)
+from crux_torch.schedule.contention import contention_priorities
+from crux_torch.schedule.contention_dag import components_of
+from crux_torch.schedule.crux import Priorities, assign_priorities, levels_of, select_paths
+from crux_torch.schedule.intensity import intensities, transfer_times_s
+from crux_torch.schedule.model import Cluster, Decision, Job, Link, SchedulerOptions
+from crux_torch.schedule.race import race
+from crux_torch.schedule.rehearsal import Length, Rehearsal
+from crux_torch.schedule.search import (
+    Assignment,
+    JobPaths,
+    dense,
+    judge,
+    moves_of_levels,
+    moves_of_plans,
+    search,
+)
+from crux_torch.schedule.slowdown_cap import SlowdownCap
+
+#: Share by which levels must be better than none.
+LEAD = 0.01
+#: Units of work (some 5 ns) of a component of n jobs: the least, by n² and by n at most.
+WORK, WORK_BY_SQUARE, WORK_BY_JOB = 4_000_000, 30_000, 1_500_000
+#: Units of one decision.
+ALL_WORK = 200_000_000
+#: Jobs of a component that searches, that tries reconsidered paths, and that is played at all.
+SEARCHED_JOBS, SWEPT_JOBS, PLAYED_JOBS = 16, 64, 128
+SWEEPS = 4
+#: Numbers of levels that corrected priorities are tried on, beside all of them.
+COARSER = (2, 4)
+#: Plays of a search; it is worth it where its share of the work affords so many plans a start.
+BRIEF = Length(phases=1, iterations=150, rounds=5)
+PLANS_A_START = 3
+SEARCHING = 0.7
+#: Sets of start times of a race: of a component that searches, and of a larger one.
+PHASES, FEW_PHASES = 4, 2
+#: Components whose plans are remembered.
+REMEMBERED = 1024
+
+_remembered: OrderedDict[object, tuple[Assignment, str]] = OrderedDict()
+
+
+def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Paths and levels that are no worse than fair sharing, as far as a rehearsal can tell.
+
+    ``options.max_slowdown`` caps every job's slowdown. Without ``options.default_path`` the
+    network's own paths are not known, and no plan uses them.
+
+    Raises:
+        ClusterError: a cluster that contradicts itself.
+        ValueError: levels that are not ascending, or none; a cap below 1.
+    """
+    arrays = arrays_of(cluster)
+    usable = check_levels(options.levels)
+    if not options.max_slowdown >= 1:
+        raise ValueError(f"max_slowdown is {options.max_slowdown}; expected 1 or more")
+    selected = select_paths(arrays)
+    traffic = traffic_matrix(arrays, selected)
+    path = paths_of(arrays, selected)
+    level = dict.fromkeys(path, int(usable[-1]))
+    notes = []
+    left = ALL_WORK
+    for count, component in _components(arrays, path, traffic, options, cluster.capacity_Bps):
+        if component is None or left <= 0:
+            notes.append(f"{count} jobs that meet share one level: no plan was played")
+            continue
+        left -= component.work
+        found, note = _decided(component, options)
+        if note:
+            notes.append(f"{count} jobs that meet: {note}")
+        first = len(usable) - 1 - max(found.level)
+        for job, own, k in zip(component.jobs, found.path, found.level, strict=True):
+            path[job.name], level[job.name] = own, int(usable[first + k])
+    intensity = arrays.by_name(intensities(arrays, transfer_times_s(arrays, traffic)))
+    order = sorted(level, key=lambda name: (level[name], intensity[name]), reverse=True)
+    return Decision(
+        path=path,
+        level=level,
+        priority={name: float(len(order) - rank) for rank, name in enumerate(order)},
+        intensity=intensity,
+        notes=tuple(notes),
+    )
+
+
+class Component(NamedTuple):
+    """Jobs that share links with each other and with nobody else; all that their plan depends on.
+
+    Attributes:
+        jobs: in the order of their names.
+        capacity_Bps: of the links of their candidates, by name.
+        selected: Crux's paths of each.
+        default: the network's, if they are known.
+        movable: whether they may take any of their candidates: nobody else is on any of these.
+    """
+
+    jobs: tuple[Job, ...]
+    capacity_Bps: tuple[tuple[Link, float], ...]
+    selected: JobPaths
+    default: JobPaths | None
+    movable: bool
+
+    @property
+    def work(self) -> int:
+        """Units that its decision may take, of its engines' work."""
+        n = len(self.jobs)
+        return max(WORK, min(WORK_BY_SQUARE * n * n, WORK_BY_JOB * n))
+
+
+def _components(
+    arrays: Arrays,
+    selected: Mapping[str, tuple[int, ...]],
+    traffic: Any,
+    options: SchedulerOptions,
+    capacity_Bps: Mapping[Link, float],
+) -> Iterator[tuple[int, Component | None]]:
+    """How many jobs each has, and itself if it is small enough to be played.
+
+    Those of one job are left out; the ones with the most GPUs come first.
+    """
+    known = options.default_path is not None
+    default = choice_of(arrays, options.default_path)
+    default_path = paths_of(arrays, default)
+    meet = components_of((traffic + traffic_matrix(arrays, default)).tocsr() if known else traffic)
+    reach = components_of(_candidate_links(arrays))
+    # Few jobs that can meet decide together, as they may then take any of their candidates.
+    movable = np.bincount(reach)[reach] <= SEARCHED_JOBS
+    members: dict[tuple[bool, int], list[Job]] = {}
+    for j, job in enumerate(arrays.jobs):
+        group = reach[j] if movable[j] else meet[j]
+        members.setdefault((bool(movable[j]), int(group)), []).append(job)
+    groups = [(free, jobs) for (free, _), jobs in members.items() if len(jobs) > 1]
+    for free, jobs in sorted(groups, key=lambda group: -sum(job.gpus for job in group[1])):
+        if len(jobs) > PLAYED_JOBS:
+            yield len(jobs), None
+            continue
+        crossed = (e for job in jobs for f in job.flows for p in f.candidates for e in p)
+        links = sorted(set(crossed))
+        yield (
+            len(jobs),
+            Component(
+                jobs=tuple(jobs),
+                capacity_Bps=tuple((link, capacity_Bps[link]) for link in links),
+                selected=tuple(selected[job.name] for job in jobs),
+                default=tuple(default_path[job.name] for job in jobs) if known else None,
+                movable=free,
+            ),
+        )
+
+
+def _candidate_links(arrays: Arrays) -> Any:
+    """Which links (columns) each job's candidates cross, of those that can be contended."""
+    sets = len(arrays.set_start) - 1
+    flows = (np.ones(len(arrays.flow_set), np.int32), arrays.flow_set, arrays.flow_start)
+    on_set = sparse.csr_array(flows, shape=(len(arrays.jobs), sets))
+    finite = np.isfinite(arrays.capacity_Bps[arrays.path_links])
+    links = (finite, arrays.path_links, arrays.path_start[arrays.set_start])
+    per_set = sparse.csr_array(links, shape=(sets, len(arrays.capacity_Bps)))
+    per_set.sum_duplicates()
+    per_set.eliminate_zeros()
+    member = on_set @ per_set.astype(np.int32)
+    member.eliminate_zeros()
+    return member.tocsr()
+
+
+def _decided(component: Component, options: SchedulerOptions) -> tuple[Assignment, str]:
+    """:func:`decide`, or what it gave before for the same component and options."""
+    key = component, options.levels, options.seed, options.max_slowdown
+    known = _remembered.get(key)
+    if known is None:
+        known = _remembered[key] = decide(component, options)
+        if len(_remembered) > REMEMBERED:
+            _remembered.popitem(last=False)
+    else:
+        _remembered.move_to_end(key)
+    return known
+
+
+def forget_components() -> None:
+    """Decide every component anew."""
+    _remembered.clear()
+
+
+def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment, str]:
+    """The plan of one component, and a note on what was done more coarsely than usual."""
+    levels = len(check_levels(options.levels))
+    jobs = component.jobs
+    cluster = Cluster(dict(component.capacity_Bps), jobs)
+    arrays = arrays_of(cluster)
+    cap = SlowdownCap(arrays, options.max_slowdown)
+    one = (0,) * len(jobs)
+    safe = [Assignment(component.selected, one)]
+    if component.default is not None and component.default != component.selected:
+        safe.append(Assignment(component.default, one))
+    small = len(jobs) <= SEARCHED_JOBS
+    plans: Iterable[Assignment] = _portfolio(component, arrays, levels, options)
+    left = component.work
+    try:
+        if small:
+            plans = list(dict.fromkeys((*safe, *plans)))
+            brief = Rehearsal(cluster, BRIEF, seed=options.seed)
+            moves = moves_of_plans(jobs, levels) if component.movable else moves_of_levels(levels)
+            budget = int(SEARCHING * left)
+            judge(brief, safe[:1])
+            if brief.work * len(plans) * PLANS_A_START <= budget:
+                plans = (*search(brief, plans, moves, budget, cap.keeps), *plans)
+            left -= brief.work
+        length = Length(PHASES if small else FEW_PHASES, 0, 0)
+        rehearsal = Rehearsal(cluster, length, seed=options.seed + 1)
+        capped = (
+            plan if cap.keeps(plan) else Assignment(plan.path, dense(cap.raised(plan, levels)))
+            for plan in dict.fromkeys(plans)
+            if plan not in safe
+        )
+        return race(rehearsal, safe, capped, left, LEAD), ""
+    except _fluid.SpecError as error:
+        return safe[0], f"the engine can't play them: {error}"
+
+
+def _portfolio(
+    component: Component, arrays: Arrays, levels: int, options: SchedulerOptions
+) -> Iterator[Assignment]:
+    """Reconsidered paths, corrected levels on fewer and more levels, and the paper's plan.
+
+    Those that gain in the largest components come first: there, not all can be played.
+    """
+
+    def plan(path: JobPaths, priorities: Priorities, traffic: Any, count: int) -> Assignment:
+        fewer = replace(options, levels=tuple(range(count)))
+        return Assignment(path, dense(levels_of(traffic, priorities, fewer)[0].tolist()))
+
+    names = [job.name for job in arrays.jobs]
+    swept = None
+    if component.movable or len(names) <= SWEPT_JOBS:
+        swept = select_paths(arrays, sweeps=SWEEPS)
+        path = tuple(paths_of(arrays, swept).values())
+        if path == component.selected or not (component.movable or _stays(component, path)):
+            swept = None
+        else:
+            yield Assignment(path, (0,) * len(names))
+    selected = dict(zip(names, component.selected, strict=True))
+    traffic = traffic_matrix(arrays, choice_of(arrays, selected))
+    corrected = contention_priorities(arrays, traffic)
+    for count in (*(fewer for fewer in COARSER if fewer < levels), levels):
+        yield plan(component.selected, corrected, traffic, count)
+    yield plan(component.selected, assign_priorities(arrays, traffic), traffic, levels)
+    if swept is not None:
+        moved = traffic_matrix(arrays, swept)
+        yield plan(path, assign_priorities(arrays, moved), moved, levels)
+
+
+def _stays(component: Component, path: JobPaths) -> bool:
+    """Whether these paths cross no link that the component is not on already."""
+
+    def crossed(of: JobPaths) -> set[Link]:
+        pairs = zip(component.jobs, of, strict=True)
+        return {
+            link
+            for job, own in pairs
+            for flow, c in zip(job.flows, own, strict=True)
+            for link in flow.candidates[c]
+        }
+
+    own = crossed(component.selected)
+    return crossed(path) <= (own | crossed(component.default) if component.default else own)

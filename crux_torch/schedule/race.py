@@ -1,0 +1,144 @@
+"""Successive halving: plans of one component are played side by side, the worse half drops out.
+
+All plans are played from the same start times for equal lengths. After each round the better half
+goes on from where it stands, for a round of twice the length. The plans to beat stay to the end, so
+that the winner and they have been seen from equal phases for equal times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from crux_torch import _fluid
+from crux_torch.schedule.arrays import FloatArray
+from crux_torch.schedule.rehearsal import Rehearsal, work_of
+from crux_torch.schedule.search import Assignment
+
+#: Iterations of a job, on average, in the first round; a share of a round runs before the count.
+_FIRST = 10
+_WARM_UP = 0.5
+#: Share of the work that the first round may take.
+_FIRST_ROUND = 0.6
+#: Iterations of a job, on average, that settle a race.
+_SETTLED = 240
+#: Standard errors of a lead that are not counted as lead.
+_CAUTION = 2.0
+
+
+class Run:
+    """One plan on its way, from every set of start times."""
+
+    def __init__(self, rehearsal: Rehearsal, plan: Assignment) -> None:
+        self.plan = plan
+        self.work = 0
+        routes = [rehearsal.route(j, own) for j, own in enumerate(plan.path)]
+        self._alone, parts = rehearsal.parts(routes)
+        level = np.array(plan.level, np.int64)
+        self._phases = rehearsal.phases
+        self._parts = [part for part in parts for _ in range(self._phases)]
+        self._engines = [
+            rehearsal.engine(part, level, k) for part in parts for k in range(self._phases)
+        ]
+        self._gpus = {job.name: job.gpus for job in rehearsal.jobs}
+        self._begun: FloatArray = np.zeros(self._phases)
+        self._span_s = 0.0
+
+    def advance(self, until_s: float) -> None:
+        """Play on."""
+        _fluid.run_all(self._engines, [until_s] * len(self._engines))
+        pairs = zip(self._engines, self._parts, strict=True)
+        self.work = sum(work_of(engine.events, part) for engine, part in pairs)
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._begun = self._computed()
+        self._span_s = -self._now_s
+
+    def busy_gpus(self) -> FloatArray:
+        """GPUs that compute, from each set of start times, since the count began."""
+        span_s = self._now_s + self._span_s
+        if not self._engines:
+            return np.full(self._phases, self._alone)
+        return np.asarray(self._alone + (self._computed() - self._begun) / span_s)
+
+    @property
+    def _now_s(self) -> float:
+        return self._engines[0].now_s if self._engines else 0.0
+
+    def _computed(self) -> FloatArray:
+        """Seconds times GPUs."""
+        total = np.zeros(self._phases)
+        for e, engine in enumerate(self._engines):
+            done = engine.results()
+            total[e % self._phases] += sum(r["compute_s"] * self._gpus[n] for n, r in done.items())
+        return total
+
+
+def race(
+    rehearsal: Rehearsal,
+    safe_plans: Sequence[Assignment],
+    plans: Iterable[Assignment],
+    work: int,
+    lead: float,
+) -> Assignment:
+    """The plan to adopt.
+
+    Args:
+        rehearsal: of the component's jobs.
+        safe_plans: at least one, those to beat.
+        plans: the others; no more are taken than the budget affords.
+        work: budget, see :func:`~crux_torch.schedule.rehearsal.work_of`.
+        lead: share by which another plan must beat the best of the safe ones, beyond what the
+            start times may make of it.
+    """
+    favourite = safe_plans[0]
+    periods_s = [rehearsal.route(j, own).period_s for j, own in enumerate(favourite.path)]
+    rate = sum(1.0 / s for s in periods_s if s > 0)
+    if rate == 0.0:
+        return favourite
+    an_iteration_s = len(periods_s) / rate
+    length_s = max(_FIRST * an_iteration_s, max(periods_s))
+    now_s = _WARM_UP * length_s
+    first = Run(rehearsal, favourite)
+    first.advance(now_s)
+    first_round = first.work * (1 + _WARM_UP) / _WARM_UP
+    affordable = int(_FIRST_ROUND * work / max(1.0, first_round)) - len(safe_plans)
+    if affordable < 1 and len(safe_plans) == 1:
+        return favourite
+    safe = [first, *(Run(rehearsal, plan) for plan in safe_plans[1:])]
+    taken = dict.fromkeys(islice(plans, max(0, affordable)))
+    others = [Run(rehearsal, plan) for plan in taken if plan not in safe_plans]
+    for run in (*safe, *others):
+        run.advance(now_s)
+        run.begin()
+    gone = 0
+    while True:
+        now_s += length_s
+        spent = sum(run.work for run in (*safe, *others))
+        for run in (*safe, *others):
+            run.advance(now_s)
+        spent_now = sum(run.work for run in (*safe, *others))
+        if now_s >= _SETTLED * an_iteration_s and len(others) <= 1:
+            break
+        stay = math.ceil(len(others) / 2) if len(others) > 1 else len(others)
+        ranked = sorted(others, key=lambda run: -float(run.busy_gpus().mean()))
+        gone += sum(run.work for run in ranked[stay:])
+        others = ranked[:stay]
+        kept = sum(run.work for run in (*safe, *others))
+        length_s *= 2
+        ahead = 2 * (spent_now - spent) * kept / max(1, spent_now)
+        if gone + kept + ahead > work:
+            break
+    best_safe = max(safe, key=lambda run: float(run.busy_gpus().mean()))
+    if others:
+        best = max(others, key=lambda run: float(run.busy_gpus().mean()))
+        floor = best_safe.busy_gpus()
+        gain = best.busy_gpus() - floor
+        doubt = _CAUTION * float(gain.std(ddof=1)) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
+        if float(gain.mean()) - doubt > lead * float(floor.mean()):
+            return best.plan
+    return best_safe.plan
