@@ -1,9 +1,10 @@
 """What a switch of inner backends costs: a DDP step with switches against without, in one run.
 
-    python benchmarks/switch.py [--every K] [--switches N] [--pairs N] [--quick] [--json FILE]
-                                [--out DIR]
+    python benchmarks/switch.py [--rig] [--every K] [--switches N] [--pairs N] [--quick]
+                                [--json FILE] [--out DIR]
 
-Two ranks train over gloo on loopback. Blocks of steps with a switch every K steps take turns with
+Two ranks train over gloo on loopback, or over NCCL on the rig (docs/gpu.md), where training stops
+for a switch: "held" is for how long. Blocks of steps with a switch every K steps take turns with
 blocks of as many steps without, in random order, so whatever slows the machine for longer than a
 block slows both. Of each pair come the ratio of the step times and, from their difference, what one
 switch cost: time, and CPU time of one rank, which other programs of the machine disturb less.
@@ -33,7 +34,7 @@ from crux_torch.cli.results import Result, publish
 WAIT_S = 30.0
 
 
-def _worker(rank: int, store: str, pipe: Connection) -> None:
+def _worker(rank: int, backend: str, store: str, pipe: Connection) -> None:
     """Runs the blocks it is told to: steps, and after how many of them each switch begins."""
     os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR")
     import torch
@@ -46,8 +47,15 @@ def _worker(rank: int, store: str, pipe: Connection) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     crux_torch.attach()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    step = ddp_step()
+    device = "cpu" if backend == "gloo" else "cuda"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    train = ddp_step(device)
+
+    def step() -> None:
+        train()
+        if device != "cpu":
+            torch.cuda.synchronize()
+
     for _ in range(5):
         step()
     generation = 0
@@ -64,7 +72,7 @@ def _worker(rank: int, store: str, pipe: Connection) -> None:
             step()
         seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
         # What is still under way passes with a few more steps, which are not counted.
-        while every and not _all_finished(GROUPS):
+        while every and not _all_finished(GROUPS, device):
             step()
         dist.barrier()
         switched += _finished(GROUPS, generation) if every else []
@@ -80,12 +88,12 @@ def _finished(groups: Any, generation: int) -> list[dict[str, Any]]:
     ]
 
 
-def _all_finished(groups: Any) -> bool:
+def _all_finished(groups: Any, device: str) -> bool:
     """Whether no rank has a switch under way: asked of all, for the steps need all."""
     import torch
     import torch.distributed as dist
 
-    waiting = torch.tensor([0.0 if groups.wait(0.0001) else 1.0])
+    waiting = torch.tensor([0.0 if groups.wait(0.0001) else 1.0]).to(device)
     dist.all_reduce(waiting)
     return not waiting
 
@@ -93,12 +101,14 @@ def _all_finished(groups: Any) -> bool:
 class Ranks:
     """Two processes that train together."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, backend: str, folder: str) -> None:
         context = mp.get_context("spawn")
         ends = [context.Pipe() for _ in range(2)]
         self._pipes = [mine for mine, _ in ends]
         self._processes = [
-            context.Process(target=_worker, args=(rank, f"{folder}/store", theirs), daemon=True)
+            context.Process(
+                target=_worker, args=(rank, backend, f"{folder}/store", theirs), daemon=True
+            )
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process in self._processes:
@@ -147,11 +157,13 @@ def measure(ranks: Ranks, every: int, switches: int, pairs: int) -> dict[str, An
         "cpu_ms": _quartiles(cpu_ms),
         **{name: _quartiles([s[name] for s in noted]) for name in ("created_ms", "agreed_ms")},
         "held": sum(s["held_ms"] > 0 for s in noted),
+        "held_ms": _quartiles([s["held_ms"] for s in noted]),
         "longest_held_ms": round(max(s["held_ms"] for s in noted), 3),
     }
 
 
 @click.command()
+@click.option("--rig", is_flag=True, help="Over NCCL on the rig instead of gloo.")
 @click.option("--every", default="25,100", show_default=True, help="Steps from switch to switch.")
 @click.option("--switches", default=1, show_default=True, help="Switches in a block.")
 @click.option("--pairs", default=40, show_default=True, help="Pairs of blocks.")
@@ -161,21 +173,34 @@ def measure(ranks: Ranks, every: int, switches: int, pairs: int) -> dict[str, An
 )
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Results go here.")
 def main(
-    every: str, switches: int, pairs: int, quick: bool, json_path: Path | None, out: Path | None
+    rig: bool,
+    every: str,
+    switches: int,
+    pairs: int,
+    quick: bool,
+    json_path: Path | None,
+    out: Path | None,
 ) -> None:
-    """Measure what a switch of inner backends costs a DDP step over gloo."""
+    """Measure what a switch of inner backends costs a DDP step."""
+    if rig:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        import cuda_rig
+
+        os.environ.update(cuda_rig.environment(os.environ))
+    backend = "nccl" if rig else "gloo"
     random.seed(0)
     spacings = [12] if quick else [int(k) for k in every.split(",")]
     if quick:
         switches, pairs = 2, 2
     with tempfile.TemporaryDirectory() as folder:
-        ranks = Ranks(folder)
+        ranks = Ranks(backend, folder)
         # The largest blocks get fewer pairs.
         rows = [
             measure(ranks, k, switches, max(2, round(pairs * spacings[0] / k))) for k in spacings
         ]
         ranks.close()
-    table = Table(title="A DDP step over gloo, 2 ranks on loopback, with switches against without")
+    title = f"A DDP step over {backend}, 2 ranks on loopback, with switches against without"
+    table = Table(title=title)
     for column in (
         "every",
         "switches",
@@ -200,7 +225,7 @@ def main(
             f"{row['cpu_ms'][1]:.1f} ms ({row['cpu_ms'][0]:.1f} to {row['cpu_ms'][2]:.1f})",
             f"{row['created_ms'][1]:.1f} ms",
             f"{row['agreed_ms'][1]:.1f} ms",
-            f"{row['held']}, {row['longest_held_ms']:.1f} ms at most",
+            f"{row['held']}, {row['held_ms'][1]:.1f} ms, {row['longest_held_ms']:.1f} ms at most",
         )
     text = io.StringIO()
     console = Console(file=text, width=170)
@@ -209,7 +234,8 @@ def main(
         "ratio, and one switch's cost and CPU time of a rank: median and quartiles of pairs"
     )
     settings = {"switches": switches, "pairs": pairs, "cpus": os.cpu_count()}
-    publish(Result("switch", settings, rows), text.getvalue(), json_path, out)
+    name = "switch_rig" if rig else "switch"
+    publish(Result(name, settings, rows), text.getvalue(), json_path, out)
 
 
 if __name__ == "__main__":

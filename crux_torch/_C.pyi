@@ -130,8 +130,20 @@ class InnerSwitch:
         """Collectives issued so far."""
 
     @property
-    def transfers_stay(self) -> bool:
-        """Whether the next switch leaves point-to-point operations where they are."""
+    def has_transfers(self) -> bool:
+        """Whether point-to-point operations were issued."""
+
+    @property
+    def armed(self) -> bool:
+        """Whether a switch is under way that was not given up."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether all below the count was issued, and an operation waits for the next backend."""
+
+    @property
+    def waits_on(self) -> int:
+        """Index of the device of the operation that waits, or waited last; -1: none has."""
 
     @property
     def waits(self) -> tuple[int, float]:
@@ -155,11 +167,11 @@ class InnerSwitch:
     def refuse(self, reason: str) -> None:
         """No switch from now on."""
 
-    def arm(self, next: Backend, margin: int, limit: timedelta) -> Counts:
+    def arm(self, next: Backend | None, margin: int, limit: timedelta) -> Counts:
         """Begin a switch to ``next``.
 
         Args:
-            next: made by the stock creator.
+            next: made by the stock creator; None: ``replace`` will bring it.
             margin: collectives that may be issued before any has to wait.
             limit: that one waits at most; then the switch is given up.
 
@@ -174,13 +186,22 @@ class InnerSwitch:
         """Let the switch happen at ``counts``; False where this rank has given it up."""
 
     def cancel(self) -> None:
-        """Give the switch up, unless it is decided, and close the next backend."""
+        """Give the switch up, unless it is decided and has a next backend, which it closes.
+
+        Operations that wait go on.
+        """
 
     def finish(self) -> bool:
         """Make the next backend the current one, once no operation takes the current any more."""
 
+    def replace(self, next: Backend) -> bool:
+        """Make ``next`` the current backend of a rank that has ``stopped``, until ``cancel``.
+
+        Operations wait until then. False where this rank has given the switch up.
+        """
+
     def release(self) -> None:
-        """Close the backend that ``finish`` took out of use; waits for its operations."""
+        """Close the backend that is out of use; waits for its operations."""
 
 class HookedGroup:
     """Records what a process group over a stock backend issues. Only in a torch with hooks."""

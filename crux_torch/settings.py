@@ -154,7 +154,8 @@ class Settings:
     )
     switch_timeout_s: Positive = _says(
         30.0,
-        "seconds that ranks wait for each other before they give up a switch to new connections",
+        "seconds that ranks wait for each other before they give up a switch to new connections; "
+        "on a device also the longest that an operation waits for a switch",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = _says(
         "WARNING",

@@ -5,7 +5,6 @@ No GPU is needed for the options, which are the real ones; no communicator is ma
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_stand_in import ProcessGroupNCCL
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from crux_torch import runtime
@@ -23,7 +23,7 @@ from crux_torch.apply import nccl
 from crux_torch.apply.ecn import Ecn
 from crux_torch.apply.nccl_labels import COUNT, ECN_BITS, NcclLabels, label_of
 from crux_torch.apply.transport import TransportError
-from crux_torch.c10d import inner_backends, stand_ins, switch_makers
+from crux_torch.c10d import inner_backends, stand_ins, switch_device
 from crux_torch.c10d.switch_makers import like_nccl
 from crux_torch.errors import CruxError
 from crux_torch.runtime.agent import Agent
@@ -270,18 +270,23 @@ class ProcessGroupNCCL2(ProcessGroupNCCL):
         self.options._timeout = timeout
 
 
-def test_a_communicator_is_made_without_blocking_and_where_it_has_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    free = iter([100, 60, 90, 50, 39])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 1000))
-    monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(switch_makers, "_taken", {})
+def test_a_communicator_is_made_without_blocking() -> None:
     script = options()
     current = ProcessGroupNCCL2(None, 0, 2, script)
-    for _ in range(2):
-        made = like_nccl(current, dist.HashStore(), timedelta(seconds=1), script)
-        assert made.options.config.blocking == 0
+    made = like_nccl(current, dist.HashStore(), timedelta(seconds=1), script)
+    assert made.options.config.blocking == 0
     assert script.config.blocking != 0
-    with pytest.raises(CruxError, match="39 bytes are free on cuda:0; the last"):
-        like_nccl(current, dist.HashStore(), timedelta(seconds=1), script)
+
+
+def test_a_communicator_is_made_where_the_last_one_would_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = iter([100, 60, 40, 39])
+    device = torch.device("cpu", 0)
+    monkeypatch.setattr(switch_device, "_free", lambda device: next(free))
+    monkeypatch.setattr(switch_device, "_taken", {})
+    made = FakeProcessGroup._create_internal(0, 1)
+    assert switch_device.make_connected(lambda: made, device, 60.0) is made
+    switch_device.require_room(device)
+    with pytest.raises(CruxError, match="39 bytes are free on cpu:0; the last"):
+        switch_device.require_room(device)

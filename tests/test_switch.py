@@ -332,26 +332,22 @@ def test_groups_on_a_device_make_their_communicators_in_turn(
     groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(switch_attempt, "MAY_KEEP_TWO", frozenset())
-    # The ranks of one process would be groups of their own, so each world has one.
+    # The ranks of one process would wait for each other's turn, so each world has one.
     worlds = [World(1, groups) for _ in range(3)]
-    making: list[int] = []
-    order: list[int] = []
+    making: list[Any] = []
 
     def make(current: Any, store: Any, timeout: timedelta, options: Any) -> Any:
-        of = next(i for i, each in enumerate(worlds) if current in each.inners())
-        assert not making
-        making.append(of)
-        order.append(of)
+        making.append(current)
+        assert len(making) == 1
         time.sleep(0.05)
         made = switch_makers.like_gloo(current, store, timeout, options)
-        making.remove(of)
+        making.remove(current)
         return made
 
     monkeypatch.setitem(switch_makers.MAKERS, "gloo", make)
     groups.request(1)
-    for world in worlds:
-        world.train_until(world.switched(1))
-    assert order == [0, 1, 2]
+    with ranks_at_work(lambda i: worlds[i].train_until(worlds[i].switched(1)), len(worlds)):
+        pass
 
 
 def test_handles_stay_valid(world: World, groups: Groups) -> None:
@@ -561,8 +557,8 @@ def test_who_waits_is_let_go_at_the_end(groups: Groups) -> None:
 def test_an_inner_backend_of_another_kind(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Crux can't make stays; what it is taught to make is switched, on a device too."""
     made = _C.DelegatingBackend("crux", 0, 1, backend.recorder())
-    # Not cuda: without a GPU, fake tensors leave it a guard that torch 2.11 can ask nothing.
-    made.add_inner("xpu", FakeProcessGroup._create_internal(0, 1))
+    monkeypatch.setattr(switch_attempt, "MAY_KEEP_TWO", frozenset())
+    made.add_inner("cpu", FakeProcessGroup._create_internal(0, 1))
     groups.group_was_made(made, HashStore(), 0)
     groups.request(1)
     assert groups.wait(LIMIT_S)

@@ -19,7 +19,6 @@ from crux_torch.c10d.switch_agreement import (
     Unreachable,
     Verdict,
     decide,
-    decide_whole,
     unanimous,
 )
 from crux_torch.errors import StoreError
@@ -197,12 +196,6 @@ def test_a_verdict_that_was_written_too_late_is_followed_by_all() -> None:
     end.set("g/hold/1", '{"collectives": 4}')
     assert first.round("hold", Hold(collectives=2), decide, patience_s=5.0).collectives == 4
     assert second.round("hold", Hold(collectives=4), decide, patience_s=0.0).go
-
-
-def test_a_group_that_must_not_keep_two_backends_moves_whole_or_not_at_all() -> None:
-    holds = [Hold(collectives=2), Hold(collectives=3)]
-    assert decide_whole(holds) == decide(holds)
-    assert not decide_whole([*holds, Hold(collectives=1, stay=True)]).go
 
 
 @pytest.mark.parametrize("written", ["no json", '{"collectives": -1}', "[]"])

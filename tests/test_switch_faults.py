@@ -32,10 +32,11 @@ SEED = int(os.environ.get("CRUX_FAULT_SEED", "8"))
 FEW = 4
 #: A switch waits for other ranks' start, for what they made, and for the counts.
 BOUND_S = 2.5 * faults.PATIENCE_S + 10.0
-#: A communicator is polled, and aborted after half of the patience; beside that, a busy machine.
-GIVEN_UP_S = faults.PATIENCE_S / 2 + 10.0
-#: Operations wait for a verdict no longer (``HOLD_S``); beside that, a busy machine.
-HELD_MS = 10e3 + 5e3
+#: A communicator is aborted after its part of the patience; beside that, a busy machine.
+MAKING_S = faults.PATIENCE_S / 4
+GIVEN_UP_S = MAKING_S + 10.0
+#: Operations wait for a switch no longer; beside that, a busy machine.
+HELD_MS = 1e3 * faults.PATIENCE_S + 5e3
 #: The watchdog would first wait for every rank to write down what it did last.
 NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
 

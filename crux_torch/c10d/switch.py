@@ -8,14 +8,12 @@ protocol and its limits.
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import threading
 import time
 from typing import Any
 
-from crux_torch.c10d import switch_attempt
 from crux_torch.c10d.switch_attempt import Attempt, GroupStatus, Member
 from crux_torch.c10d.switch_store import close_clients
 from crux_torch.warn_once import WarnOnce
@@ -35,7 +33,8 @@ class Groups:
 
     Args:
         patience_s: seconds that a rank waits for the others before it writes that nobody switches.
-        hold_s: seconds for which operations may wait for a decision.
+        hold_s: seconds for which operations may wait for a decision. On a device they may wait
+            for ``patience_s`` in all.
     """
 
     def __init__(self, *, patience_s: float = PATIENCE_S, hold_s: float = HOLD_S) -> None:
@@ -51,6 +50,7 @@ class Groups:
         self._made: dict[int, tuple[Any, float]] = {}
         self._newest, self._pairs_moved = 0, False
         self._stopping = threading.Event()
+        self._turn = threading.Lock()
         self._warn = WarnOnce(_log)
 
     @property
@@ -145,19 +145,6 @@ class Groups:
                 )
                 member.thread.start()
 
-    def _is_turn(self, member: Member) -> bool:
-        """Whether no older group on a device has still to make its next communicator.
-
-        Two that were made at once would take their memory at once. The order is the same on all
-        ranks, because all make groups in the same order.
-        """
-        with self._lock:
-            return member.switch.device in switch_attempt.MAY_KEEP_TWO or not any(
-                other.made < self._newest and other.switch.group < member.switch.group
-                for other in self._members.values()
-                if other.switch.device not in switch_attempt.MAY_KEEP_TWO
-            )
-
     def _run(self, member: Member) -> None:
         while True:
             with self._lock:
@@ -169,7 +156,7 @@ class Groups:
                 attempt = Attempt(
                     member,
                     member.attempted,
-                    is_turn=functools.partial(self._is_turn, member),
+                    turn=self._turn,
                     pairs_moved=self._pairs_moved,
                     patience_s=self.patience_s,
                     hold_s=self.hold_s,

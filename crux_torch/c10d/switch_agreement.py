@@ -26,9 +26,6 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 #: Peer (group rank), tag, whether this rank sends, operations so far.
 TransferCount = tuple[Rank, int, bool, Count]
 
-#: Why a group on a device, where two communicators take twice the memory, keeps the one it has.
-TRANSFERS_STAY = "its point-to-point operations were batched, or had no source: they can't be moved"
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -108,12 +105,6 @@ def decide(holds: Sequence[Hold]) -> Verdict:
         transfers=[(*key, max(two)) for key, two in sorted(counts.items()) if two[0] != two[1]],
         stay=any(hold.stay for hold in holds),
     )
-
-
-def decide_whole(holds: Sequence[Hold]) -> Verdict:
-    """As :func:`decide`; but nothing moves if point-to-point operations would stay."""
-    verdict = decide(holds)
-    return Verdict(go=False, reason=TRANSFERS_STAY) if verdict.stay else verdict
 
 
 def unanimous(says: Sequence[Says]) -> Verdict:

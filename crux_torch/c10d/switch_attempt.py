@@ -1,5 +1,7 @@
 """One switch of one process group: makes the next inner backend and moves the group to it.
 
+On the CPU the next one is made beside training. On a device training stops for it.
+
 It runs in a thread of its own. docs/switching.md explains the protocol and its limits.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -15,10 +18,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
+
 from crux_torch.c10d import events
 from crux_torch.c10d import switch_agreement as rounds
-from crux_torch.c10d.inner_backends import OWNED_SOCKETS, kind_of
-from crux_torch.c10d.switch_makers import make_next
+from crux_torch.c10d import switch_device as on_device
+from crux_torch.c10d.inner_backends import OWNED_SOCKETS, connects_when_made, kind_of
+from crux_torch.c10d.switch_makers import make_next, obstacle
 from crux_torch.c10d.switch_store import GroupStore, Rendezvous
 from crux_torch.errors import CruxError, StoreError
 from crux_torch.warn_once import WarnOnce
@@ -33,10 +39,22 @@ LOOKAHEAD_S = 0.25
 #: Seconds between two looks whether the current inner backend is out of use.
 DRAIN_POLL_S = 0.01
 
-#: Types of device whose groups may keep two inner backends: on others, that takes twice the memory.
+#: Types of device whose groups may have two inner backends at work. On others that takes twice the
+#: memory, and none may be made or freed beside operations.
 MAY_KEEP_TWO = frozenset({"cpu"})
 #: Inner backends whose connections are queue pairs.
 ON_QUEUE_PAIRS = frozenset({"nccl"})
+
+#: Parts of the longest wait of an operation on a device: for the decision, until the device is
+#: idle, until all ranks have stopped, for the next backend, until all have one, for the end of the
+#: old one. A store that fails is given up after twice such a part, so they sum to less than 1.
+DECIDE, IDLE, STOP, MAKE, MADE, FREE = 1 / 12, 1 / 6, 1 / 6, 1 / 4, 1 / 6, 1 / 12
+
+#: Why a group on a device keeps its connections.
+MESSAGES_STAY = (
+    "its point-to-point operations can't be moved: this backend makes connections of their own "
+    "for them, or keeps messages that nobody has received yet"
+)
 
 State = Literal["idle", "making", "agreeing", "decided", "closing", "failed"]
 #: States in which connections are about to be replaced.
@@ -87,8 +105,6 @@ class Member:
         self.switch, self.options, self.made_at_s = switch, options, made_at_s
         self.status = GroupStatus(switch.group, switch.device)
         self.attempted = 0
-        #: The newest generation for which nothing is left to make.
-        self.made = 0
         self.thread: threading.Thread | None = None
         # What earlier switches left in the store; deleted once all ranks are past them.
         self.left: list[rounds.Agreement] = []
@@ -107,7 +123,7 @@ class Attempt:
     Args:
         generation, pairs_moved, patience_s, hold_s: see :class:`~crux_torch.c10d.switch.Groups`.
         stopping: set when the process exits.
-        is_turn: whether this group may make its next inner backend.
+        turn: held by the one group of this process that makes or frees a backend on a device.
     """
 
     def __init__(
@@ -115,7 +131,7 @@ class Attempt:
         member: Member,
         generation: int,
         *,
-        is_turn: Callable[[], bool],
+        turn: threading.Lock,
         pairs_moved: bool,
         patience_s: float,
         hold_s: float,
@@ -128,7 +144,7 @@ class Attempt:
         self._stopping, self._warn = stopping, warn
         self._switch = member.switch
         self._all_or_none = self._switch.device not in MAY_KEEP_TWO
-        self._is_turn = is_turn
+        self._turn = turn
         self._next: Any = None
 
     def run(self, skipped: range) -> None:
@@ -146,8 +162,12 @@ class Attempt:
             self._moved = self._pairs_moved and kind_of(current) in ON_QUEUE_PAIRS
             # Ranks that wait for this one in a collective must not time out.
             if hasattr(getattr(current, "options", None), "_timeout"):
-                timeout_s = current.options._timeout.total_seconds()
-                self._hold_s = min(self._hold_s, timeout_s / 3)
+                limit_s = current.options._timeout.total_seconds() / 3
+                self._hold_s = min(self._hold_s, limit_s)
+                if self._all_or_none:
+                    self._patience_s = min(self._patience_s, limit_s)
+            self._obstacle = obstacle(current)
+            self._messages_move = not self._all_or_none or connects_when_made(type(current))
             # Hold nothing of the group while waiting: it must be able to end.
             del store, current
             for generation in skipped:
@@ -166,7 +186,6 @@ class Attempt:
             _log.debug("details", exc_info=True)
         finally:
             self._next = None
-            self._member.made = self._generation
 
     def _ended(self) -> bool:
         """Whether nobody needs this switch any more."""
@@ -187,33 +206,106 @@ class Attempt:
         member, patience_s = self._member, self._patience_s
         since_s, seen = time.monotonic(), int(self._switch.collectives)
         born = self._generation if self._moved else self._switch.born
-        refusal = self._switch.refusal
-        if self._all_or_none and self._switch.transfers_stay:
-            refusal = refusal or rounds.TRANSFERS_STAY
-        says = rounds.Says(born=born, refusal=refusal[: rounds.MAX_REASON])
+        says = rounds.Says(born=born, refusal=self._refusal()[: rounds.MAX_REASON])
         start = self._agreement.round("start", says, self._needed, patience_s=patience_s)
         if not start.go and not start.reason:
             member.note(state="idle", generation=self._generation, error=None)
             return
         _expect(start)
 
+        if self._all_or_none:
+            self._replace(since_s, seen)
+        else:
+            self._move(since_s, seen)
+        member.note(state="idle", generation=self._generation)
+        self._tidy()
+
+    def _move(self, since_s: float, seen: int) -> None:
+        """Make the next inner backend beside training, and pass to it."""
+        member = self._member
         member.note(state="making", error=None)
-        made = rounds.Says(refusal=self._make())
-        _expect(self._agreement.round("made", made, rounds.unanimous, patience_s=patience_s))
+        self._all_can("made", lambda: self._make(self._patience_s / 2), self._patience_s)
 
         member.note(state="agreeing")
-        self._decide(self._margin(since_s, seen))
+        self._decide(self._margin(since_s, seen), self._hold_s, self._hold_s / 3)
 
-        while not self._switch.finish():
-            if self._ended():
-                raise rounds.Ended("the process group has ended")
-            time.sleep(DRAIN_POLL_S)
+        self._until(self._switch.finish)
         held, held_s = self._switch.waits
         member.note(state="closing", held=held, held_ms=1e3 * held_s)
         self._agreement.round("drained", rounds.Says(), rounds.unanimous, patience_s=None)
         self._switch.release()
-        member.note(state="idle", generation=self._generation)
-        self._tidy()
+
+    def _replace(self, since_s: float, seen: int) -> None:
+        """Stop all ranks at one operation, and put the next inner backend in the old one's place.
+
+        Nothing waits before a rank has come to that operation, so nothing is bounded until then.
+        """
+        member, limit_s = self._member, self._patience_s
+        member.note(state="agreeing", error=None)
+        self._decide(self._margin(since_s, seen), limit_s, limit_s * DECIDE)
+
+        self._until(lambda: self._switch.stopped or not self._switch.armed)
+        member.note(state="making")
+        self._device = torch.device(self._switch.device, max(0, self._switch.waits_on))
+        if not self._turn.acquire(timeout=limit_s * IDLE):
+            raise CruxError("another group's connections are being made")
+        try:
+            self._replace_stopped(limit_s)
+        finally:
+            self._switch.cancel()
+            self._turn.release()
+            # Whoever waited tells for how long when it wakes.
+            self._until(lambda: self._switch.waits[0] > 0)
+            held, held_s = self._switch.waits
+            member.note(held=held, held_ms=1e3 * held_s)
+
+    def _replace_stopped(self, limit_s: float) -> None:
+        self._all_can("stopped", lambda: self._be_quiet(limit_s * IDLE), limit_s * STOP)
+        try:
+            self._all_can("made", lambda: self._make(limit_s * MAKE), limit_s * MADE)
+            if not self._switch.replace(self._next):
+                raise CruxError("operations waited too long, and go on as before")
+        except Exception:
+            if self._next is not None:
+                on_device.end(self._next, self._device, limit_s * FREE)
+            raise
+        self._member.note(state="closing")
+        try:
+            late = "the old connections were not closed"
+            on_device.within(limit_s * FREE, self._switch.release, self._device, late)
+        except Exception as error:
+            self._warn("free", f"training goes on over new connections: {_reason(error)}")
+
+    def _all_can(self, name: str, call: Callable[[], None], patience_s: float) -> None:
+        """Raise CruxError unless ``call`` went well on all ranks."""
+        says = rounds.Says(refusal=_failure(call))
+        _expect(
+            self._agreement.round(
+                name,
+                says,
+                rounds.unanimous,
+                patience_s=patience_s,
+                longest_poll_s=HOLD_POLL_S if self._all_or_none else rounds.LONGEST_POLL_S,
+            )
+        )
+
+    def _refusal(self) -> str:
+        """Why this rank can't switch now; empty if it can."""
+        if not self._messages_move and self._switch.has_transfers:
+            return self._obstacle or MESSAGES_STAY
+        return str(self._switch.refusal) or self._obstacle
+
+    def _be_quiet(self, limit_s: float) -> None:
+        if refusal := self._refusal():
+            raise CruxError(refusal)
+        on_device.wait_until_idle(self._device, limit_s)
+        on_device.require_room(self._device)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            if self._ended():
+                raise rounds.Ended("the process group has ended")
+            time.sleep(DRAIN_POLL_S)
 
     def _needed(self, says: list[rounds.Says]) -> rounds.Verdict:
         """Whether the group lacks what this generation wants.
@@ -225,35 +317,22 @@ class Attempt:
             return rounds.Verdict(go=False)
         return rounds.unanimous(says)
 
-    def _make(self) -> str:
-        """Make the next inner backend; returns why that failed, or nothing."""
+    def _make(self, limit_s: float) -> None:
+        """Make the next inner backend; raises what made that fail."""
         began_s = time.monotonic()
-        try:
-            self._await_turn()
-            current = self._switch.backend
-            prefix = f"{PREFIX}{self._generation}/{self._switch.device}/inner/"
-            store = Rendezvous(self._store, prefix, self._ended)
-            self._member.stores.append(store)
-            timeout = timedelta(seconds=self._patience_s / 2)
-            with OWNED_SOCKETS.watching(store, current.rank(), current.size()):
-                self._next = make_next(current, store, timeout, self._member.options)
-        except Exception as error:
-            _log.debug("details", exc_info=True)
-            return _reason(error)
-        finally:
-            self._member.made = self._generation
+        current = self._switch.backend
+        prefix = f"{PREFIX}{self._generation}/{self._switch.device}/inner/"
+        store = Rendezvous(self._store, prefix, self._ended)
+        self._member.stores.append(store)
+        timeout, options = timedelta(seconds=limit_s), self._member.options
+        with OWNED_SOCKETS.watching(store, current.rank(), current.size()):
+            if self._all_or_none:
+                make = functools.partial(make_next, current, store, timeout, options)
+                self._next = on_device.make_connected(make, self._device, limit_s)
+            else:
+                self._next = make_next(current, store, timeout, options)
         self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
         events.connections_were_made()
-        return ""
-
-    def _await_turn(self) -> None:
-        deadline_s = time.monotonic() + self._patience_s / 2
-        while not self._is_turn():
-            if self._ended():
-                raise rounds.Ended("the process group has ended")
-            if time.monotonic() >= deadline_s:
-                raise CruxError("an older group still makes its connections")
-            time.sleep(DRAIN_POLL_S)
 
     def _margin(self, since_s: float, seen: int) -> int:
         """Collectives that this rank may issue while the ranks agree (docs/switching.md).
@@ -269,19 +348,21 @@ class Attempt:
             return 0
         return max(2, math.ceil(expected))
 
-    def _decide(self, margin: int) -> None:
+    def _decide(self, margin: int, limit_s: float, patience_s: float) -> None:
         """Agree on the operation counts from which the next inner backend serves."""
         began_s = time.monotonic()
         collectives, transfers, stay = self._switch.arm(
-            self._next, margin, timedelta(seconds=self._hold_s)
+            self._next, margin, timedelta(seconds=limit_s)
         )
         self._next = None
+        if self._all_or_none:
+            transfers, stay = [], False
         verdict = self._agreement.round(
             "hold",
             rounds.Hold(collectives=collectives, transfers=transfers, stay=stay),
-            rounds.decide_whole if self._all_or_none else rounds.decide,
-            # A store that fails is given up after twice this: still less than the hold.
-            patience_s=self._hold_s / 3,
+            rounds.decide,
+            # A store that fails is given up after twice this: still less than the limit.
+            patience_s=patience_s,
             longest_poll_s=HOLD_POLL_S,
         )
         _expect(verdict)
@@ -308,6 +389,16 @@ class Attempt:
 def _expect(verdict: rounds.Verdict) -> None:
     if not verdict.go:
         raise CruxError(verdict.reason)
+
+
+def _failure(call: Callable[[], None]) -> str:
+    """Why ``call`` failed; empty if it did not."""
+    try:
+        call()
+    except Exception as error:
+        _log.debug("details", exc_info=True)
+        return _reason(error)
+    return ""
 
 
 def _reason(error: Exception) -> str:

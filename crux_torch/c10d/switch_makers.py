@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +16,6 @@ from crux_torch.errors import CruxError
 #: Arguments: the current backend, an empty store, a timeout for making the next one, and the
 #: options that the script gave for the first one, if any.
 Maker = Callable[[Any, Any, timedelta, Any], Any]
-
-#: Bytes that the last communicator took on each device, as far as that was seen.
-_taken: dict[int, int] = {}
 
 
 def like_gloo(current: Any, store: Any, timeout: timedelta, script_options: Any) -> Any:
@@ -48,13 +44,7 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
     It is not split from another one, because the connections of a split share its parent's
     resources.
     """
-    if _symmetric_memory() == "NCCL":
-        raise CruxError("symmetric memory is bound to NCCL's communicators")
-    stock = type(current)
-    if not inner_backends.connects_when_made(stock) and _registers_all_memory():
-        # The allocator keeps a communicator that was shut down in its list, and then fails.
-        raise CruxError("all memory is registered with NCCL's communicators")
-    wanted = current.options
+    stock, wanted = type(current), current.options
     options = copy.copy(wanted)
     options.split_from = None
     # Only the first communicator of a process may leave them out for the world.
@@ -63,39 +53,30 @@ def like_nccl(current: Any, store: Any, timeout: timedelta, script_options: Any)
     options.config.traffic_class = inner_backends.scripts_class(wanted, script_options)
     options = inner_backends.with_nccl_class(options)
     native = store.native(timeout) if hasattr(store, "native") else store
-    if not inner_backends.connects_when_made(stock):
-        return stock(native, current.rank(), current.size(), options)
-    device = current.bound_device_id
-    if device is None:
-        raise CruxError("a NCCL group without a bound device")
-    options._timeout = timeout
     # Without it, a rank that fails leaves the others in NCCL for as long as the job lives.
     options.config.blocking = 0
-    with torch.accelerator.device_index(device.index), _room_on(device):
-        made = stock(native, current.rank(), current.size(), options, device)
+    if not inner_backends.connects_when_made(stock):
+        return stock(native, current.rank(), current.size(), options)
+    options._timeout = timeout
+    made = stock(native, current.rank(), current.size(), options, current.bound_device_id)
     made.set_timeout(wanted._timeout)
     return made
 
 
-@contextlib.contextmanager
-def _room_on(device: torch.device) -> Iterator[None]:
-    """Within it a communicator is made on the current device.
-
-    Raises:
-        CruxError: less memory is free than the last one took.
-    """
-    from crux_torch import _C
-
-    # What NCCL asks of CUDA breaks another thread's capture of a graph otherwise.
-    _C.tolerate_captures(device.type)
-    info = getattr(torch.get_device_module(device), "mem_get_info", None)
-    free = 0 if info is None else info(device)[0]
-    wanted = _taken.get(device.index, 0)
-    if info is not None and free < wanted:
-        raise CruxError(f"{free} bytes are free on {device}; the last communicator took {wanted}")
-    yield
-    if info is not None:
-        _taken[device.index] = max(0, free - info(device)[0])
+def obstacle(current: Any) -> str:
+    """Why no backend like it can be made, in words; empty if one can."""
+    kind = inner_backends.kind_of(current)
+    if kind not in MAKERS:
+        return f"a backend of the kind {current.name()!r} can't be made anew"
+    if kind != "nccl":
+        return ""
+    if _symmetric_memory() == "NCCL":
+        return "symmetric memory is bound to NCCL's communicators"
+    if inner_backends.connects_when_made(type(current)):
+        return "" if current.bound_device_id else "a NCCL group without a bound device"
+    # The allocator keeps a communicator that was shut down in its list, and then fails.
+    registered = _registers_all_memory()
+    return "all memory is registered with NCCL's communicators" if registered else ""
 
 
 def _registers_all_memory() -> bool:
@@ -120,10 +101,9 @@ def make_next(current: Any, store: Any, timeout: timedelta, script_options: Any 
     """The next inner backend; its arguments are those of :data:`Maker`.
 
     Raises:
-        CruxError: a backend of this kind can't be made anew.
+        CruxError: there is an :func:`obstacle`.
         RuntimeError: c10d could not make it, in time or at all.
     """
-    maker = MAKERS.get(inner_backends.kind_of(current))
-    if maker is None:
-        raise CruxError(f"a backend of the kind {current.name()!r} can't be made anew")
-    return maker(current, store, timeout, script_options)
+    if why := obstacle(current):
+        raise CruxError(why)
+    return MAKERS[inner_backends.kind_of(current)](current, store, timeout, script_options)

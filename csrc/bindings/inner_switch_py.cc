@@ -61,7 +61,7 @@ class Turn {
   explicit Turn(std::shared_ptr<InnerSwitch> owner) : owner_(std::move(owner)) {}
 
   InnerSwitch::BackendPtr enter() {
-    ticket_.emplace(owner_->collective());
+    ticket_.emplace(owner_->collective(owner_->device()));
     ticket_->issued();
     return ticket_->inner()->backend;
   }
@@ -111,10 +111,10 @@ void bind_inner_switch(py::module_& module) {
       .def_property_readonly("born", &InnerSwitch::born)
       .def_property_readonly("collectives",
                              [](const InnerSwitch& self) { return self.point().collectives(); })
-      .def_property_readonly("transfers_stay",
+      .def_property_readonly("has_transfers",
                              [](const InnerSwitch& self) {
                                const py::gil_scoped_release release;
-                               return self.point().transfers_stay();
+                               return self.point().has_transfers();
                              })
       .def_property_readonly("waits",
                              [](const InnerSwitch& self) {
@@ -123,6 +123,10 @@ void bind_inner_switch(py::module_& module) {
                                    waits.count,
                                    std::chrono::duration<double>(waits.longest).count());
                              })
+      .def_property_readonly("armed", [](const InnerSwitch& self) { return self.point().armed(); })
+      .def_property_readonly("stopped",
+                             [](const InnerSwitch& self) { return self.point().stopped(); })
+      .def_property_readonly("waits_on", &InnerSwitch::waits_on)
       .def(
           "arm",
           [](InnerSwitch& self, const c10::intrusive_ptr<c10d::Backend>& next, uint64_t margin,
@@ -155,6 +159,7 @@ void bind_inner_switch(py::module_& module) {
       .def("refuse", &InnerSwitch::refuse, py::arg("reason"), unlocked)
       .def("cancel", &InnerSwitch::cancel, unlocked)
       .def("finish", &InnerSwitch::finish, unlocked)
+      .def("replace", &InnerSwitch::replace, py::arg("next"), unlocked)
       .def("release", &InnerSwitch::release, unlocked);
   module.def("inner_switches", &InnerSwitch::all, unlocked);
   module.def("store_prefix", &Prefix::of, py::arg("store"));

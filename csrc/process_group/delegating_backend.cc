@@ -61,18 +61,19 @@ std::vector<std::shared_ptr<InnerSwitch>> DelegatingBackend::switches() const {
   return found;
 }
 
-InnerSwitch::Ticket DelegatingBackend::count(InnerSwitch& inners, const Call& call) const {
+InnerSwitch::Ticket DelegatingBackend::count(InnerSwitch& inners, c10::Device device,
+                                             const Call& call) const {
   if (log_.estimating() || call.op == Op::kCoalesced) return inners.uncounted();
-  if (!call.is_transfer()) return inners.collective();
-  if (call.peer < 0) return inners.any_source(call.tag);
-  return inners.transfer(call.peer, call.tag, call.op == Op::kSend);
+  if (!call.is_transfer()) return inners.collective(device);
+  if (call.peer < 0) return inners.any_source(call.tag, device);
+  return inners.transfer(call.peer, call.tag, call.op == Op::kSend, device);
 }
 
 InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, c10::Device device,
                                               const Call& call,
                                               std::optional<InnerSwitch::Ticket>& own) {
   if (!described_.load(std::memory_order_relaxed)) describe();
-  if (!block_ || &inners != &default_switch()) return own.emplace(count(inners, call));
+  if (!block_ || &inners != &default_switch()) return own.emplace(count(inners, device, call));
   // When a block is opened, the keys of its transfers are not known.
   if (call.is_transfer()) inners.keep_transfers();
   if (block_->ticket) {
@@ -81,7 +82,7 @@ InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, c10::Device d
     return *block_->ticket;
   }
   block_->device = device;
-  block_->ticket.emplace(count(inners, call));
+  block_->ticket.emplace(count(inners, device, call));
   block_->ticket->inner()->backend->startCoalescing();
   return *block_->ticket;
 }
@@ -114,12 +115,11 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
     inners.captured(ticket);
     return work;
   }
-  inners.before_issue(ticket);
   OperationLog::Pending pending = log_.begin(inner, device, call, watch, pass_gate(inners, call));
   WorkPtr work;
   try {
     work = issue(*inner.backend, inner.tag_of(call.tag));
-    inners.issued(ticket, work);
+    ticket.issued();
   } catch (...) {
     log_.failed(pending);
     throw;

@@ -228,7 +228,7 @@ class DelegatingBackend final : public LikeGloo {
   // Counts the operation and chooses its inner backend. The ticket is the block's, or the caller's.
   InnerSwitch::Ticket& enter(InnerSwitch& inners, c10::Device device, const Call& call,
                              std::optional<InnerSwitch::Ticket>& own);
-  InnerSwitch::Ticket count(InnerSwitch& inners, const Call& call) const;
+  InnerSwitch::Ticket count(InnerSwitch& inners, c10::Device device, const Call& call) const;
   // May wait for the host's links. Empty if there is nothing to leave, or the block leaves it.
   GateTicket pass_gate(const InnerSwitch& inners, const Call& call);
   // Issues the operation. When it ends, it is recorded and leaves the gate.

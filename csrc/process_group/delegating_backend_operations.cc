@@ -173,7 +173,7 @@ DelegatingBackend::WorkPtr DelegatingBackend::barrier(const c10d::BarrierOptions
 }
 
 void DelegatingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  InnerSwitch::Ticket ticket = at(Device::CPU).collective();
+  InnerSwitch::Ticket ticket = at(Device::CPU).collective(Device::CPU);
   // It throws after it has run, so it counts however it ends.
   ticket.issued();
   c10d::Backend& inner = *ticket.inner()->backend;

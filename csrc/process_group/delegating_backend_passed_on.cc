@@ -94,7 +94,7 @@ DelegatingBackend::BackendPtr DelegatingBackend::split(const c10::intrusive_ptr<
                                                        const OptionsPtr& opts) {
   return derive(store, opts, [&](InnerSwitch& inners, const auto& part, const OptionsPtr& own) {
     // All ranks of the parent split the same inner backend, so this counts as a collective.
-    InnerSwitch::Ticket ticket = inners.collective();
+    InnerSwitch::Ticket ticket = inners.collective(inners.device());
     ticket.issued();
     return ticket.inner()->backend->split(part, ranks, own);
   });

@@ -1,12 +1,26 @@
 #include "inner_switch.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <iterator>
 
 #include "gil_release.h"
+#include "stream_capture.h"
 
 namespace crux {
 namespace {
+
+constexpr const char* kCaptured = "operations were captured into a graph";
+
+// A backend without sequence numbers has none to continue from.
+uint64_t sequence_of(c10d::Backend& backend) noexcept {
+  try {
+    return backend.getSequenceNumberForGroup();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
 
 struct Switches {
   std::mutex mutex;
@@ -45,54 +59,38 @@ std::vector<std::shared_ptr<InnerSwitch>> InnerSwitch::all() {
   return found;
 }
 
-InnerSwitch::Ticket InnerSwitch::cleared(Ticket ticket) {
-  if (!ticket.inner()) {
-    const GilRelease release;
-    ticket.wait();
-  }
+InnerSwitch::Ticket InnerSwitch::cleared(Ticket ticket, c10::Device device) {
+  if (ticket.inner()) return ticket;
+  const GilRelease release;
+  if (device_ != c10::DeviceType::CPU) look_at(device);
+  ticket.wait();
   return ticket;
 }
 
-InnerSwitch::Ticket InnerSwitch::transfer(int peer, int tag, bool sends) {
-  return cleared(point_.transfer({peer, tags_match_ ? tag : 0, sends}));
+void InnerSwitch::look_at(c10::Device device) noexcept {
+  try {
+    const c10::impl::VirtualGuardImpl guard(device_);
+    if (!device.has_index()) device = guard.getDevice();
+    waits_on_.store(device.index());
+    if (is_capturing(guard.getStream(device))) refuse(kCaptured);
+  } catch (const std::exception&) {
+    // A device that can't be asked will not become idle for the switch either.
+  }
 }
 
-void InnerSwitch::before_issue(const Ticket& ticket) {
-  Inner* last = last_inner_.load();
-  if (!last || last == ticket.inner()) return;
-  const std::lock_guard<std::mutex> lock(last_mutex_);
-  // Makes the current stream wait, because the operations of two communicators must begin in the
-  // same order on all devices.
-  if (last_) last_->synchronize();
-  last_.reset();
-  last_inner_.store(nullptr);
-}
-
-void InnerSwitch::issued(Ticket& ticket, const WorkPtr& work) {
-  ticket.issued();
-  if (device_ == c10::DeviceType::CPU || !work || !point_.armed()) return;
-  const std::lock_guard<std::mutex> lock(last_mutex_);
-  last_ = work;
-  last_inner_.store(ticket.inner());
+InnerSwitch::Ticket InnerSwitch::transfer(int peer, int tag, bool sends, c10::Device device) {
+  return cleared(point_.transfer({peer, tags_match_ ? tag : 0, sends}), device);
 }
 
 void InnerSwitch::captured(Ticket& ticket) {
   ticket.issued();
-  if (!ticket.inner()->in_graph.exchange(true)) refuse("operations were captured into a graph");
+  if (!ticket.inner()->in_graph.exchange(true)) refuse(kCaptured);
 }
 
 InnerSwitch::BackendPtr InnerSwitch::backend() const {
   const auto inner = point_.current();
   TORCH_CHECK(inner != nullptr, "crux: the process group has ended");
   return inner->backend;
-}
-
-void InnerSwitch::forget_last(const Inner* inner) {
-  WorkPtr last;
-  const std::lock_guard<std::mutex> lock(last_mutex_);
-  if (!inner || last_inner_.load() != inner) return;
-  last = std::move(last_);
-  last_inner_.store(nullptr);
 }
 
 std::vector<std::shared_ptr<Inner>> InnerSwitch::inners() const {
@@ -139,16 +137,20 @@ void InnerSwitch::forget(const std::string& name) {
   }
 }
 
-uint64_t InnerSwitch::configure_like_current(c10d::Backend& next) const {
-  Settings settings;
-  uint64_t changes = 0;
-  {
+template <typename Then>
+auto InnerSwitch::configured(c10d::Backend& next, Then&& then) {
+  for (;;) {
+    Settings settings;
+    uint64_t changes = 0;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      settings = settings_;
+      changes = changes_;
+    }
+    for (const auto& [name, setting] : settings) (*setting)(next);
     const std::lock_guard<std::mutex> lock(mutex_);
-    settings = settings_;
-    changes = changes_;
+    if (changes == changes_) return then();
   }
-  for (const auto& [name, setting] : settings) (*setting)(next);
-  return changes;
 }
 
 uint64_t InnerSwitch::sequence_number() const {
@@ -181,56 +183,65 @@ InnerSwitch::StorePtr InnerSwitch::store() const {
 
 void InnerSwitch::refuse(const std::string& reason) {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(refusal_mutex_);
     refusal_ = reason;
   }
   point_.let_go();
 }
 
 std::string InnerSwitch::refusal() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(refusal_mutex_);
   return refusal_;
 }
 
 Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::milliseconds limit) {
   const std::string refused = refusal();
   TORCH_CHECK(refused.empty(), refused);
-  TORCH_CHECK(next != nullptr, "crux: arm needs a backend");
+  Counts hold;
+  const auto arm = [&](std::shared_ptr<Inner> inner) {
+    TORCH_CHECK(point_.arm(std::move(inner), margin, limit, &hold),
+                "a switch is under way, or the process group has ended");
+    return hold;
+  };
+  if (!next) return arm(nullptr);
+  auto inner = as_inner(next);
+  return configured(*next, [&] { return arm(std::move(inner)); });
+}
+
+std::shared_ptr<Inner> InnerSwitch::as_inner(const BackendPtr& next) const {
   auto inner = std::make_shared<Inner>(next, device_, hook_id_, recorder_);
   // Gloo's monitoredBarrier uses the numbers of its collectives as tags, and they start anew. They
   // must not match a message of the script.
   if (next->getBackendName() == "gloo") inner->tag_flip = 1 << 30;
-  // On a device, the next backend's first operation is ordered behind the last one seen here.
-  if (device_ != c10::DeviceType::CPU) margin = std::max<uint64_t>(margin, 2);
-  Counts hold;
-  for (;;) {
-    const uint64_t changes = configure_like_current(*next);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    // From here on, settings reach the next backend too.
-    if (changes != changes_) continue;
-    TORCH_CHECK(point_.arm(std::move(inner), margin, limit, &hold),
-                "a switch is under way, or the process group has ended");
-    return hold;
-  }
+  return inner;
 }
 
-void InnerSwitch::cancel() {
-  const auto unused = point_.cancel();
-  forget_last(point_.current().get());
+void InnerSwitch::cancel() { const auto unused = point_.cancel(); }
+
+bool InnerSwitch::replace(const BackendPtr& next) {
+  TORCH_CHECK(next != nullptr, "crux: replace needs a backend");
+  auto inner = as_inner(next);
+  return configured(*next, [&] {
+    std::shared_ptr<Inner> retired;
+    if (!point_.replace(std::move(inner), &retired)) return false;
+    // What connected it was no operation of the script's.
+    retired_sequence_ -= sequence_of(*next);
+    retire(std::move(retired));
+    return true;
+  });
 }
 
 bool InnerSwitch::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Inner> retired;
   if (!point_.finish(&retired)) return false;
-  if (!retired) return true;
-  try {
-    retired_sequence_ += retired->backend->getSequenceNumberForGroup();
-  } catch (const std::exception&) {
-    // A backend without sequence numbers has none to continue from.
-  }
-  retired_ = std::move(retired);
+  if (retired) retire(std::move(retired));
   return true;
+}
+
+void InnerSwitch::retire(std::shared_ptr<Inner> retired) {
+  retired_sequence_ += sequence_of(*retired->backend);
+  retired_ = std::move(retired);
 }
 
 void InnerSwitch::release() {
@@ -240,9 +251,7 @@ void InnerSwitch::release() {
     retired = std::move(retired_);
     if (retired && retired->in_graph.load()) kept_.push_back(retired);
   }
-  if (!retired) return;
-  forget_last(retired.get());
-  if (retired->in_graph.load()) return;
+  if (!retired || retired->in_graph.load()) return;
   retired->unwatch(kUnwatchPatience);
   retired->backend->shutdown();
 }
@@ -259,7 +268,6 @@ void InnerSwitch::close() {
     settings.swap(settings_);
     store = std::move(store_);
   }
-  for (const auto& inner : all) forget_last(inner.get());
 }
 
 }  // namespace crux

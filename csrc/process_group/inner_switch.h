@@ -25,7 +25,6 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   using Point = SwitchPoint<Inner>;
   using Ticket = Point::Ticket;
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
   using Setting = std::function<void(c10d::Backend&)>;
 
@@ -38,16 +37,13 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   // All that were published in this process and are not closed, oldest first.
   static std::vector<std::shared_ptr<InnerSwitch>> all();
 
-  // For the threads that issue operations. Each may wait for a decision: see SwitchPoint.
-  Ticket collective() { return cleared(point_.collective()); }
-  Ticket transfer(int peer, int tag, bool sends);
-  Ticket any_source(int tag) { return cleared(point_.any_source(tag)); }
+  // For the threads that issue operations, on `device`. Each may wait: see SwitchPoint.
+  Ticket collective(c10::Device device) { return cleared(point_.collective(), device); }
+  Ticket transfer(int peer, int tag, bool sends, c10::Device device);
+  Ticket any_source(int tag, c10::Device device) { return cleared(point_.any_source(tag), device); }
   Ticket uncounted() { return point_.uncounted(); }
   void count_collective() { point_.count_collective(); }
   void keep_transfers() { point_.keep_transfers(); }
-  // Makes the next backend's first work on a device wait for the current backend's last.
-  void issued(Ticket& ticket, const WorkPtr& work);
-  void before_issue(const Ticket& ticket);
   // An operation went into a graph, which may be replayed as long as the process group lives. So
   // its backend is kept that long, and no new switch begins.
   void captured(Ticket& ticket);
@@ -75,12 +71,16 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   // Why no switch can begin; empty if one can.
   std::string refusal() const;
 
-  // For the one thread that switches; see SwitchPoint. arm() throws c10::Error with the refusal.
+  // For the one thread that switches; see SwitchPoint. arm() throws c10::Error with the refusal;
+  // without `next`, replace() brings it.
   Counts arm(const BackendPtr& next, uint64_t margin, std::chrono::milliseconds limit);
   bool decide(Counts counts) { return point_.decide(std::move(counts)); }
   void cancel();
   bool finish();
-  // Closes the backend that finish() retired, after its operations have ended.
+  bool replace(const BackendPtr& next);
+  // The index of the device that operations wait for; -1 if none has waited.
+  int waits_on() const noexcept { return waits_on_.load(); }
+  // Closes the backend that finish() or replace() retired, after its operations have ended.
   void release();
 
   // Drops all backends; threads that wait here go on. Called when the process group ends.
@@ -96,10 +96,16 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   using Settings = std::vector<std::pair<std::string, std::shared_ptr<const Setting>>>;
 
   std::vector<std::shared_ptr<Inner>> inners() const;
-  Ticket cleared(Ticket ticket);
-  // Returns the number of changes that were considered.
-  uint64_t configure_like_current(c10d::Backend& next) const;
-  void forget_last(const Inner* inner);
+  Ticket cleared(Ticket ticket, c10::Device device);
+  // Before an operation waits on it.
+  void look_at(c10::Device device) noexcept;
+  std::shared_ptr<Inner> as_inner(const BackendPtr& next) const;
+  // Sets `next` up like the current backend, then calls `then` with mutex_ held. Every later
+  // setting reaches what `then` has put into use.
+  template <typename Then>
+  auto configured(c10d::Backend& next, Then&& then);
+  // Needs mutex_.
+  void retire(std::shared_ptr<Inner> retired);
 
   Recorder& recorder_;
   const c10::DeviceType device_;
@@ -113,14 +119,13 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   uint64_t changes_ = 0;
   StorePtr store_;
   int64_t born_ = 0;
-  std::string refusal_;
   std::shared_ptr<Inner> retired_;
   uint64_t retired_sequence_ = 0;
   std::vector<std::shared_ptr<Inner>> kept_;  // for graphs
 
-  std::mutex last_mutex_;
-  std::atomic<Inner*> last_inner_{nullptr};
-  WorkPtr last_;
+  mutable std::mutex refusal_mutex_;  // operations take it on their way, mutex_ never
+  std::string refusal_;
+  std::atomic<int> waits_on_{-1};
 };
 
 }  // namespace crux

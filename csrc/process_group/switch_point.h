@@ -10,7 +10,15 @@
 //            with the current inner backend, any other takes the next;
 //   finish   this rank has passed all of these counts; the next becomes the current.
 //
-// An operation that reaches the hold point before the decision waits for it, for a limited time.
+// A device's next backend is made when nothing runs. So arm() gets none, and instead of finish come
+//
+//   stopped  every collective below this count was issued, and at least one other waits;
+//   replace  the next becomes the current, still waited for, so that the old one can be freed;
+//   cancel   whoever waits goes on.
+//
+// Transfers need no counts then: on a device that is idle, each one has met its other end.
+//
+// An operation that reaches one of these points waits there, for a limited time.
 // The counts are at least every rank's hold points, so no rank has passed them when they become
 // known. This file does not depend on torch; Inner is any type that serves operations.
 #pragma once
@@ -150,20 +158,21 @@ class SwitchPoint {
     count_.transfers_stay = true;
   }
 
-  bool transfers_stay() const {
+  bool has_transfers() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return count_.transfers_stay;
+    return count_.transfers_stay || !count_.transfers.empty();
   }
 
   // For the one thread that switches -----------------------------------------------------------
 
   // This rank's hold point: `margin` collectives from now, and no further transfer.
-  // Operations that reach it wait, each for `limit` at most; then this switch is given up.
+  // Operations that wait do so for `limit` at most; then this switch is given up, and all go on.
   // Returns false if a switch is under way or the point is closed.
   bool arm(InnerPtr next, uint64_t margin, std::chrono::milliseconds limit, Counts* hold) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ != Phase::kIdle || next_ || passed_ || closed_) return false;
     next_ = std::move(next);
+    stops_ = !next_;
     limit_ = limit;
     waits_ = {};
     armed_.store(true);
@@ -185,10 +194,11 @@ class SwitchPoint {
     return true;
   }
 
-  // Gives up a switch that is not decided. Returns the backend that would have been next.
+  // Gives up a switch, unless it is decided and the next backend exists; after replace(), ends it.
+  // Returns the backend that would have been next.
   InnerPtr cancel() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (phase_ == Phase::kDecided) return nullptr;
+    if (phase_ == Phase::kDecided && !stops_) return nullptr;
     give_up();
     return std::move(next_);
   }
@@ -202,6 +212,28 @@ class SwitchPoint {
     if (!passed_) return false;
     passed_ = false;
     *retired = std::move(retired_);
+    return true;
+  }
+
+  // Whether this rank has come as far as it can without the next backend.
+  bool stopped() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return has_stopped();
+  }
+
+  // Makes `next` the current inner backend of a rank that has stopped. Operations wait until
+  // cancel(). Returns false if this rank has given up the switch.
+  bool replace(InnerPtr next, InnerPtr* retired) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    // Another thread may just be on its way to where it waits.
+    while (!has_stopped()) {
+      if (phase_ != Phase::kDecided || !stops_) return false;
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+    *retired = std::move(current_);
+    transfers_ = current_ = std::move(next);
+    fast_.store(current_.get());
+    phase_ = Phase::kReplaced;
     return true;
   }
 
@@ -262,12 +294,13 @@ class SwitchPoint {
   }
 
  private:
-  enum class Phase { kIdle, kHolding, kDecided };
+  enum class Phase { kIdle, kHolding, kDecided, kReplaced };
   using Kind = typename Ticket::Kind;
 
   // All below with mutex_ held, except leave() and wait(), which take it.
 
   Inner* route(Ticket& ticket) {
+    if (phase_ == Phase::kReplaced && ticket.kind_ != Kind::kUncounted) return nullptr;
     switch (ticket.kind_) {
       case Kind::kCollective:
         if (phase_ == Phase::kIdle) return current_.get();
@@ -276,7 +309,7 @@ class SwitchPoint {
         }
         return ticket.number_ < decided_.collectives ? current_.get() : next_.get();
       case Kind::kTransfer:
-        if (phase_ == Phase::kIdle || hold_.transfers_stay) return transfers_.get();
+        if (phase_ == Phase::kIdle || stops_ || hold_.transfers_stay) return transfers_.get();
         if (phase_ == Phase::kHolding) {
           return ticket.number_ < count_at(hold_, ticket.key_) ? transfers_.get() : nullptr;
         }
@@ -291,9 +324,9 @@ class SwitchPoint {
   }
 
   Inner* route_any_source(Ticket& ticket) {
-    if (phase_ == Phase::kHolding && !hold_.transfers_stay) return nullptr;
+    if (phase_ == Phase::kHolding && !stops_ && !hold_.transfers_stay) return nullptr;
     count_.transfers_stay = true;
-    if (phase_ != Phase::kDecided || decided_.transfers_stay) return transfers_.get();
+    if (phase_ != Phase::kDecided || stops_ || decided_.transfers_stay) return transfers_.get();
     // A message that was sent before the switch must be received on the same backend.
     for (const auto& [key, count] : decided_.transfers) {
       if (key.sends || key.tag != ticket.key_.tag) continue;
@@ -318,7 +351,16 @@ class SwitchPoint {
   bool has_passed() const {
     // An operation on its way may still be refused, and its number reused. Both values are read at
     // the same moment, because an operation could enter between two reads with the last number.
-    const uint64_t issuing = issuing_.load();
+    return has_passed(issuing_.load());
+  }
+
+  bool has_stopped() const {
+    if (phase_ != Phase::kDecided || !stops_ || stopped_ == 0) return false;
+    // Whoever waits has a number, and is on its way to the next backend.
+    return has_passed(issuing_.load() - stopped_ * kActive);
+  }
+
+  bool has_passed(uint64_t issuing) const {
     if (issuing >= kActive || collectives_of(issuing) < decided_.collectives) return false;
     if (decided_.transfers_stay) return true;
     for (const auto& [key, count] : decided_.transfers) {
@@ -328,7 +370,7 @@ class SwitchPoint {
   }
 
   void pass() {
-    if (phase_ != Phase::kDecided || !has_passed()) return;
+    if (phase_ != Phase::kDecided || stops_ || !has_passed()) return;
     retired_ = std::move(current_);
     current_ = std::move(next_);
     fast_.store(current_.get());
@@ -343,7 +385,7 @@ class SwitchPoint {
   }
 
   void give_up() {
-    if (phase_ != Phase::kHolding) return;
+    if (phase_ == Phase::kIdle || (phase_ == Phase::kDecided && !stops_)) return;
     phase_ = Phase::kIdle;
     armed_.store(false);
     changed_.notify_all();
@@ -353,7 +395,10 @@ class SwitchPoint {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto begin = Clock::now();
     while (!(ticket.inner_ = route(ticket))) {
+      const uint64_t stops = phase_ == Phase::kDecided ? 1 : 0;
+      stopped_ += stops;
       if (changed_.wait_until(lock, begin + limit_) == std::cv_status::timeout) give_up();
+      stopped_ -= stops;
     }
     const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
     ++waits_.count;
@@ -395,6 +440,8 @@ class SwitchPoint {
   Counts count_;  // of transfers; issuing_ counts the rest
   Counts hold_;
   Counts decided_;
+  bool stops_ = false;    // whether the next backend is made when this rank has stopped
+  uint64_t stopped_ = 0;  // operations that wait for it
   std::chrono::milliseconds limit_{0};
   Waits waits_;
 };

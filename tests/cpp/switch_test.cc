@@ -429,6 +429,82 @@ void who_waits_too_long_goes_on_as_before() {
   CHECK(hold.collectives == 2);
 }
 
+// Ranks stop at one collective, each in a thread. Whoever comes too late finds that it was given
+// up.
+void ranks_stop_where_the_next_one_is_made(int size, int switches, bool give_up) {
+  std::vector<std::unique_ptr<Point>> points;
+  std::vector<std::vector<int>> went(size);
+  std::atomic<bool> over{false};
+  std::vector<std::thread> training;
+  for (int rank = 0; rank < size; ++rank) {
+    points.push_back(std::make_unique<Point>(std::make_shared<Fake>(0)));
+    training.emplace_back([&point = *points.back(), &went = went[rank], &over] {
+      while (!over.load()) {
+        {
+          Point::Ticket message = point.transfer({0, 0, true});
+          if (!message.inner()) message.wait();
+          CHECK(!message.inner()->closed.load());
+          message.issued();
+        }
+        Point::Ticket ticket = point.collective();
+        if (!ticket.inner()) ticket.wait();
+        CHECK(!ticket.inner()->closed.load());
+        went.push_back(ticket.inner()->generation);
+        ticket.issued();
+      }
+    });
+  }
+  int generation = 0;
+  for (int i = 1; i <= switches; ++i) {
+    Counts decided;
+    for (auto& point : points) {
+      Counts hold;
+      CHECK(point->arm(nullptr, 3, kLong, &hold));
+      decided.collectives = std::max(decided.collectives, hold.collectives);
+    }
+    for (auto& point : points) CHECK(point->decide(decided));
+    for (auto& point : points) {
+      while (!point->stopped()) rest();
+      CHECK(point->collectives() == decided.collectives + 1);
+    }
+    if (give_up && i % 2 == 0) {
+      for (auto& point : points) CHECK(!point->cancel());
+      for (auto& point : points) CHECK(!point->replace(std::make_shared<Fake>(-1), nullptr));
+      continue;
+    }
+    for (auto& point : points) {
+      std::shared_ptr<Fake> retired;
+      CHECK(point->replace(std::make_shared<Fake>(generation + 1), &retired));
+      CHECK(retired->generation == generation && retired.use_count() == 1);
+      CHECK(point->collectives() == decided.collectives + 1);
+    }
+    ++generation;
+    for (auto& point : points) CHECK(!point->cancel());
+  }
+  over.store(true);
+  for (auto& thread : training) thread.join();
+  for (int rank = 1; rank < size; ++rank) {
+    const size_t both = std::min(went[0].size(), went[rank].size());
+    CHECK(std::equal(went[0].begin(), went[0].begin() + both, went[rank].begin()));
+  }
+}
+
+void who_stops_for_too_long_goes_on() {
+  Point point(std::make_shared<Fake>(0));
+  Counts hold;
+  CHECK(point.arm(nullptr, 0, milliseconds(20), &hold));
+  CHECK(point.decide(hold));
+  CHECK(!point.stopped());
+  Point::Ticket before = point.collective();
+  before.wait();
+  CHECK(before.inner()->generation == 0 && !point.armed() && !point.stopped());
+  before.issued();
+  std::shared_ptr<Fake> retired;
+  CHECK(!point.replace(std::make_shared<Fake>(1), &retired));
+  CHECK(!point.cancel());
+  CHECK(point.arm(nullptr, 0, milliseconds(20), &hold));
+}
+
 void transfers_stay_where_anybody_may_be_the_source() {
   Point point(std::make_shared<Fake>(0));
   {
@@ -539,6 +615,9 @@ int main() {
   threads_switch_many_times(3, 500);
   nobody_slips_past_the_look(20000);
   who_waits_too_long_goes_on_as_before();
+  ranks_stop_where_the_next_one_is_made(3, 100, false);
+  ranks_stop_where_the_next_one_is_made(2, 100, true);
+  who_stops_for_too_long_goes_on();
   transfers_stay_where_anybody_may_be_the_source();
   first_receive_from_anybody_after_the_decision_takes_what_was_sent_before();
   ever_new_tags_are_given_up();

@@ -17,6 +17,8 @@ FIELDS = ("op", "communicator", "rank", "size", "peer", "type", "reduction", "co
           "stream", "captured", "first_thread", "issue_ns", "start_ns", "end_ns")  # fmt: skip
 #: Those that two runs of one program have alike.
 SAME = ("op", "rank", "size", "peer", "type", "reduction", "count", "captured", "first_thread")
+#: What is done to communicators and memory.
+NO_OPERATIONS = frozenset({"init", "split", "destroy", "abort", "register", "deregister"})
 #: Calls that make the host wait for the device.
 WAITS = ("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize")
 EVER = 1 << 40
@@ -63,8 +65,20 @@ def issued() -> list[dict[str, Any]]:
 
 def operations() -> list[dict[str, Any]]:
     """The same without communicators that were made, split and ended."""
-    no_operations = {"init", "split", "destroy", "abort", "register", "deregister"}
-    return [each for each in issued() if each["op"] not in no_operations]
+    return [each for each in issued() if each["op"] not in NO_OPERATIONS]
+
+
+def beside() -> list[tuple[str, str]]:
+    """Communicators that were made or freed while a kernel of NCCL ran: what, and which kernel."""
+    all_ = issued()
+    kernels = [each for each in all_ if each["op"] not in NO_OPERATIONS and each["start_ns"] >= 0]
+    return [
+        (each["op"], kernel["op"])
+        for each in all_
+        if each["op"] in ("init", "destroy", "abort")
+        for kernel in kernels
+        if kernel["start_ns"] < each["end_ns"] and each["start_ns"] < kernel["end_ns"]
+    ]
 
 
 def calls(thread: str = "first") -> dict[str, int]:

@@ -15,8 +15,8 @@ from cuda_rig import control
 
 from rig.part import Rank
 
-#: Seconds that ranks wait for each other, half of it for a communicator.
-PATIENCE_S = 8.0
+#: Seconds that operations wait for a switch, a quarter of it for a communicator.
+PATIENCE_S = 24.0
 #: Of the device's memory that is left where a communicator finds none.
 LEFT_BYTES = 48 << 20
 #: What NCCL takes for a communicator on the rig.
@@ -36,7 +36,7 @@ SWITCHES = ("init is slow", "a capture is under way", "a free waits", "operation
 
 #: The moments of a switch in which a rank can die: when it is about to say something in a round of
 #: docs/switching.md, to make its communicator, or to come to a state.
-PHASES = ("start", "making", "made", "hold", "decided", "closing")
+PHASES = ("start", "hold", "decided", "stopped", "making", "made", "closing")
 
 
 class Faults:

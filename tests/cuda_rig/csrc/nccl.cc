@@ -198,22 +198,30 @@ ncclResult_t make(ncclComm_t* made, int size, int rank, const ncclConfig_t* with
   auto issued = described(*comm, "init");
   // Where an operation has its type; NCCL_CONFIG_UNDEF_INT where nobody chose.
   issued->type = with == nullptr ? NCCL_CONFIG_UNDEF_INT : with->trafficClass;
-  log_issued(*issued);
-  if (with == nullptr || with->blocking != 0) {
+  const int64_t start = now_ns();
+  const uint64_t number = log_issued(*issued);
+  const auto initialized = [=] {
     const ncclResult_t result = initialize(*comm, meeting);
+    log_ran(number, start, now_ns());
+    return result;
+  };
+  if (with == nullptr || with->blocking != 0) {
+    const ncclResult_t result = initialized();
     *made = result == ncclSuccess ? comm : nullptr;
     return result;
   }
   *made = comm;
   comm->error = ncclInProgress;
-  std::thread([comm, meeting] { comm->error = initialize(*comm, meeting); }).detach();
+  std::thread([comm, initialized] { comm->error = initialized(); }).detach();
   return ncclInProgress;
 }
 
-void give_back(ncclComm& of) {
+void give_back(ncclComm& of, uint64_t number) {
+  const int64_t start = now_ns();
   of.close_all();
   relaxed([&] { return cudaFree(of.memory); });
   of.memory = nullptr;
+  log_ran(number, start, now_ns());
 }
 
 // Groups of calls, and the kernels that they become.
@@ -480,17 +488,17 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
-  log_issued(*described(*comm, "destroy"));
+  const uint64_t number = log_issued(*described(*comm, "destroy"));
   comm->wait_for_last();
   comm->aborted = true;
-  give_back(*comm);
+  give_back(*comm, number);
   return ncclSuccess;
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  log_issued(*described(*comm, "abort"));
+  const uint64_t number = log_issued(*described(*comm, "abort"));
   comm->aborted = true;
   comm->wait_for_last();
-  give_back(*comm);
+  give_back(*comm, number);
   return ncclSuccess;
 }
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int) {
