@@ -76,9 +76,17 @@ def check(met: dict[str, Any]) -> None:
     assert met["given_up_s"] or met["fault"] != faults.HANGS, met
 
 
-@pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=pytest.mark.full)])
+def limit_s_of(runs: int) -> float:
+    """Seconds that a job with so many faults may take on a loaded machine."""
+    return 300.0 + 6.0 * runs
+
+
+LONG = (pytest.mark.full, pytest.mark.timeout(3 * limit_s_of(RUNS)))
+
+
+@pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=LONG)])
 def test_faults_in_switches_change_no_loss(runs: int, tmp_path: Path) -> None:
-    seed, limit_s = SEED, 300.0 + 6.0 * runs
+    seed, limit_s = SEED, limit_s_of(runs)
     switched = values(
         trained(ATTACHED, tmp_path / "switched", limit_s, switches=2 * runs, seed=seed)
     )
