@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 
 FLAGS = [s for s in SETTINGS if s.flag]
 GOOD = {
+    "switch_groups": "none",
     "roce_ecn": "2",
     "store": "tcp://10.0.0.1:29410",
     "cluster": "prod",

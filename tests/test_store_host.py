@@ -100,6 +100,7 @@ def clients(store: StoreClient) -> int | None:
         return None
 
 
+@pytest.mark.slow
 def test_a_server_outlives_who_started_it_and_ends_unused() -> None:
     """And no pipe of whoever started it stays open with it."""
     port = free_port()

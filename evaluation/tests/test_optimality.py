@@ -131,6 +131,7 @@ def test_threads_do_not_change_the_optimum() -> None:
     assert one.optimum == two.optimum
 
 
+@pytest.mark.slow
 def test_the_papers_crux_and_the_default_reach_what_they_are_held_to() -> None:
     """Of 20 cases; the benchmark judges 1,500 by longer plays."""
     rows = summarise([judge(draw_case(s), length=Length(2, 200, 8)) for s in range(500, 520)])

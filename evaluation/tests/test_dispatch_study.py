@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from crux_torch.dispatch.cluster import count
 from crux_torch.dispatch.search import strongest
@@ -32,6 +33,7 @@ def test_efficacy_is_one_for_the_best_choice_and_no_more_for_others() -> None:
     assert np.mean([gbe for gbe, _ in found["strongest, links fitted"]]) > by_index
 
 
+@pytest.mark.slow
 def test_the_table_names_every_cluster_beside_the_papers_figures() -> None:
     text = text_of([*efficacy_rows(seeds=1, network_seeds=0), *time_rows([2])])
     assert "V100, links of 20 to 40 GB/s  paper 90.45 | 70.4 54.9 50.5" in text
