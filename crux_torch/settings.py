@@ -138,9 +138,9 @@ class Settings:
         "RoCE devices are configured",
     )
     links: Links = _says(
-        ("auto",),
-        "links of the host on which operations of lower levels wait for higher ones: auto (the "
-        "PCIe links that this process crosses), none, or names of stand-in links",
+        ("none",),
+        "links of the host on which operations of lower levels wait for higher ones: none, auto "
+        "(the PCIe links that this process crosses), or names of stand-in links",
     )
     link_wait_ms: WaitMs = _says(
         500.0,

@@ -17,7 +17,8 @@ PART = Part(
 def semaphores(settings: Settings) -> Check:
     """Whether the semaphores of the links work, and which links ``CRUX_LINKS`` names here."""
     if settings.links == ("none",):
-        return PART.missing("switched off: CRUX_LINKS=none", "unset CRUX_LINKS")
+        remedy = "set CRUX_LINKS=auto if jobs on this host meet on PCIe links (docs/pcie.md)"
+        return PART.missing("switched off: CRUX_LINKS=none", remedy)
     try:
         # The extension needs its libraries.
         import_module("torch")
