@@ -20,6 +20,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from crux_torch.schedule.intensity import solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.play import engine_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evaluation.beyond import place_models
 from evaluation.small_case import draw_case
 from evaluation.torus import torus_case

@@ -83,7 +83,9 @@ def test_workers_get_torchruns_environment_and_crux(start, tmp_path):
             {k: v for k, v in runs[worker]["env"].items() if k not in random}
             for runs in (expected, got, disabled)
         ]
-        added = {k: envs[1].pop(k) for k in ("CRUX_ATTACH", "CRUX_JOB", "CRUX_LEVELS")}
+        added = {
+            k: envs[1].pop(k) for k in ("CRUX_ATTACH", "CRUX_JOB", "CRUX_JOB_OF", "CRUX_LEVELS")
+        }
         assert envs[2].pop("CRUX_DISABLE") == "1"
         preloaded = [env.pop("LD_PRELOAD", "") for env in envs]
         assert preloaded[0] == preloaded[2]

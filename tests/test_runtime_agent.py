@@ -191,8 +191,9 @@ def test_every_rank_gets_profile_plan_and_class_and_gives_all_back(how, start, s
 
 def test_of_two_jobs_the_one_with_the_higher_intensity_goes_first(start, store):
     # As many bytes, 64 times the FLOPs.
-    heavy = start("heavy", "--batch=512", CRUX_STORE=store)
-    light = start("light", "--batch=8", CRUX_STORE=store)
+    env = {"CRUX_STORE": store, "CRUX_POLICY": "crux-paper"}
+    heavy = start("heavy", "--batch=512", **env)
+    light = start("light", "--batch=8", **env)
 
     levels: dict[str, set[int]] = {}
 

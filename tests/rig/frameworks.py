@@ -75,13 +75,12 @@ def groups_by_name(rank: Rank) -> Any:
 @part(sizes=(PAIR,))
 def barriers_by_name(rank: Rank) -> Any:
     """lightning and accelerate: devices for NCCL alone, and a gloo group that may wait for days."""
-    name = dist.get_backend()
-    dist.barrier(device_ids=[rank.device.index] if name == "nccl" else None)
+    dist.barrier(device_ids=[rank.device.index] if dist.get_backend() == "nccl" else None)
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=10000))
     group.monitored_barrier()
     known = group in c10d._pg_map, c10d._world.pg_map.get(group) is not None
     dist.destroy_process_group(group)
-    return name, known, group in c10d._world.pg_map
+    return known, group in c10d._world.pg_map
 
 
 @part(sizes=(PAIR,))
