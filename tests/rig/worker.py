@@ -42,8 +42,11 @@ def _done_on_the_rig() -> list[Any]:
 def _every_group_is_recorded(device: torch.device) -> None:
     from crux_torch import _C
     from crux_torch.c10d import hooked
+    from crux_torch.c10d.backend import is_attached
 
     for group in c10d._world.pg_map:
+        if not is_attached() and dist.get_backend(group) != "crux":
+            continue  # the script asked for another backend by its name
         backend = group._get_backend(device)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
         wrapped = isinstance(getattr(backend, "wrapped_pg", backend), _C.DelegatingBackend)
