@@ -31,9 +31,14 @@ REAL_PROCESSES = (
     "test_cruxrun_processes.py",
     "test_demo_job.py",
     "test_examples.py",
+    "test_frameworks.py",
     "test_kill.py",
     "test_nccl_sockets.py",
+    "test_on_rig.py",
     "test_runtime_agent.py",
+    "test_store_etcd.py",
+    "test_store_paused.py",
+    "test_switch_faults.py",
 )
 #: The fixture of an emulated machine, which the tests that use it share.
 EMULATED = "guest"
