@@ -98,6 +98,8 @@ def server_of(job: Job) -> int | None:
 def test_a_job_trains_on_and_is_planned_anew_whoever_dies(start, endpoint, cluster):
     crux = {
         "CRUX_STORE": endpoint,
+        # The default gives no levels where it knows no link that jobs share.
+        "CRUX_POLICY": "crux-paper",
         "CRUX_LEASE_S": str(LEASE_S),
         "CRUX_PLAN_VALID_S": "4",
         "CRUX_PROFILE_S": "3",
