@@ -53,9 +53,11 @@ _LINKS = f"auto, none, or different names of links separated by commas, each {_W
 Links = Annotated[tuple[Name, ...], Meta(min_length=1, title=_LINKS)]
 Port = Annotated[int, Meta(ge=1024, le=65535)]
 #: The schedulers that a running cluster can carry out. They choose among the candidate paths and
-#: the given levels. The others need what no network offers (``ideal``), what the processes of a job
-#: can't do yet (time shifts), or too many levels (``crux-pa``).
-LIVE_POLICIES = ("crux", "crux-paper", "ecmp", "sincronia", "taccl", "varys")
+#: the given levels, or shift jobs in time. The others need what no network offers (``ideal``), or
+#: too many levels (``crux-ps-pa``).
+LIVE_POLICIES = (
+    "crux", "crux-paper", "crux-pa", "cassini", "ecmp", "sincronia", "taccl", "varys",
+)  # fmt: skip
 #: Those that choose paths. Under the others, the network's own hash does.
 PATH_POLICIES = ("crux", "crux-paper", "taccl")
 _POLICIES = f"one of {', '.join(LIVE_POLICIES)} (`crux sim` plays the others)"

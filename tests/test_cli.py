@@ -13,7 +13,7 @@ from loopback import free_port
 
 from crux_torch import doctor
 from crux_torch.cli import main as cli
-from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry
+from crux_torch.control.records import Grid, JobRecord, PathCounts, Plan, PlanEntry
 from crux_torch.control.registry import Registry, StoredPlan
 from crux_torch.measure.job_profile import JobProfile, ProfileBurst
 from crux_torch.report import cluster_status
@@ -146,6 +146,7 @@ JOBS = (
         state="running",
         profile=PROFILE,
         paths=PathCounts(as_planned=3, elsewhere=1, unknown=2),
+        corrections_per_minute=2,
     ),
 )
 PLAN = Plan(
@@ -154,7 +155,16 @@ PLAN = Plan(
     valid_s=15.0,
     author="gpt",
     policy="crux",
-    entries=(PlanEntry(job="gpt", level=5, priority=1.5e16, intensity=1e16, correction=1.5),),
+    entries=(
+        PlanEntry(
+            job="gpt",
+            level=5,
+            priority=1.5e16,
+            intensity=1e16,
+            correction=1.5,
+            grid=Grid(shift_s=0.1, period_s=0.2575),
+        ),
+    ),
 )
 
 
@@ -199,7 +209,7 @@ def test_status_shows_a_row_for_each_job(crux, cluster):
     }
     assert rows["gpt"][1:] == [
         *("h1,h2 +1", "8", "running", "2.5 P", "25.0%", "0.25", "0.5", "60%"),
-        *("10 P", "1.5", "15 P", "5", "3/6, 1 astray"),
+        *("10 P", "1.5", "15 P", "5", "3/6, 1 astray", "0.2575", "2"),
     ]
     assert rows["bert"][1:4] == ["h0", "4", "starting"]
     assert not any(rows["bert"][4:])

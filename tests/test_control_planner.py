@@ -324,6 +324,7 @@ OTHER_RECORD: dict[str, object] = {
     "state": "profiling",
     "peak_flops": 1.0,
     "paths": PathCounts(1, 2, 3, 4),
+    "corrections_per_minute": 5,
 }
 
 

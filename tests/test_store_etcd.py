@@ -318,3 +318,12 @@ def test_no_etcd_and_no_file_are_said(tmp_path: Path, open_: Open) -> None:
     until(lambda: refusal(away) == "no contact", what="no contact")
     missing = open_(f"127.0.0.1:1?ca={tmp_path / 'missing'}")
     until(lambda: "No such file" in refusal(missing), what="the missing file")
+
+
+def test_an_etcd_refuses_to_tell_a_clock_and_goes_on(etcd: Etcd, open_: Open) -> None:
+    store = open_(etcd.endpoints)
+    until(lambda: works(store), what="an answer")
+    store.put("a", b"1")
+    with pytest.raises(StoreError, match="time shifts need a store tcp://"):
+        store.clock_ns()
+    assert store.get("a") == b"1"

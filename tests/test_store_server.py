@@ -367,3 +367,11 @@ def _call_s(store: StoreClient) -> float:
 def _resident_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def test_the_server_tells_its_clock(running: ServerThread) -> None:
+    client = running.client()
+    before_ns = time.monotonic_ns()
+    told = [client.clock_ns() for _ in range(3)]
+    assert before_ns <= told[0] <= told[1] <= told[2] <= time.monotonic_ns()
+    client.close()

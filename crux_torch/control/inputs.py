@@ -89,6 +89,7 @@ def plan_inputs(
             compute_s=profile.compute_s,
             flows=flows,
             bursts=_bursts(profile),
+            period_s=min(profile.period_s, MAX_PERIOD_S),
         )
         placed = record.job in planned and all(
             known.issuperset((f.src, f.dst)) for f in profile.flows

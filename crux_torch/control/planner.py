@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
 
 from crux_torch.control.inputs import UNLOCATED, candidate_limit, plan_inputs
-from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.control.records import MAX_GRID_S, Grid, JobRecord, PlanEntry
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.route import PlannedPath, planned_paths
 from crux_torch.fabric.topology import Path, Topology
 from crux_torch.measure.job_profile import JobProfile
-from crux_torch.schedule.model import Job, SchedulerOptions
+from crux_torch.schedule.model import Decision, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
 
@@ -55,6 +55,7 @@ def compute_entries(
         return ()
     options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
     decision = LIVE[policy](cluster, options)
+    level = _usable(decision.level, levels) if policy == "crux-pa" else decision.level
     profiles = {r.job: r.profile for r in records if r.profile is not None}
 
     def paths(job: Job) -> tuple[PlannedPath, ...]:
@@ -66,11 +67,12 @@ def compute_entries(
     return tuple(
         PlanEntry(
             job=job.name,
-            level=decision.level[job.name],
+            level=level[job.name],
             priority=_finite(decision.priority.get(job.name, 0.0)),
             intensity=_finite(decision.intensity.get(job.name, 0.0)),
             correction=_finite(decision.correction.get(job.name, 1.0)),
             paths=paths(job),
+            grid=_grid(decision, job.name),
         )
         for job in sorted(cluster.jobs, key=lambda j: j.name)
     )
@@ -146,6 +148,19 @@ def _chosen(
         if told.src != told.dst and known.issuperset(pair) and path != (UNLOCATED,):
             paths.setdefault(pair, path)
     return paths
+
+
+def _usable(level: Mapping[str, int], levels: Sequence[int]) -> dict[str, int]:
+    """A level for every job, from the top of ``levels`` down; what is left shares the lowest."""
+    below = len(levels) - len(level)
+    return {job: levels[max(0, place + below)] for job, place in level.items()}
+
+
+def _grid(decision: Decision, job: str) -> Grid | msgspec.UnsetType:
+    period_s = decision.grid_s.get(job, 0.0)
+    if not 0.0 < period_s <= MAX_GRID_S:
+        return msgspec.UNSET
+    return Grid(decision.shift_s[job] % period_s, period_s)
 
 
 def _finite(value: float) -> float:

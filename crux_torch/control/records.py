@@ -19,7 +19,11 @@ MAX_JOBS = 50_000
 #: After the last epoch comes 1 again.
 MAX_EPOCH = (1 << 62) - 1
 
+#: The longest time for which a job is held back at once, and so the longest grid.
+MAX_GRID_S = 60.0
+
 Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
+GridSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_GRID_S)]
 
 
 class RecordError(CruxError, ValueError):
@@ -55,6 +59,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         peak_flops: FLOP/s that its devices could do at most, 0 if unknown; bounds its claim.
         profile: what was measured; absent while starting.
         paths: what became of the plan's paths; absent if the plan has none for the job.
+        corrections_per_minute: iterations of the last minute that came after their window and were
+            held until the next point of their grid; absent if the job keeps to none.
     """
 
     version: int = SCHEMA_VERSION
@@ -66,6 +72,14 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops: Annotated[float, msgspec.Meta(ge=0.0, le=1e30)] = 0.0
     profile: JobProfile | None = None
     paths: PathCounts | None = None
+    corrections_per_minute: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+
+
+class Grid(msgspec.Struct, frozen=True):
+    """When a job's iterations begin: at ``shift_s + n period_s`` on the clock of the store."""
+
+    shift_s: GridSeconds
+    period_s: GridSeconds
 
 
 class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +89,7 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
         level: priority level of its connections; a higher level goes first.
         priority, intensity, correction: P_j = k_j I_j, with I_j in FLOP/s.
         paths: of its pairs of hosts that have a choice; empty if the network decides.
+        grid: of its iterations' begins; unset, which takes no room: whenever they are ready.
     """
 
     job: Name
@@ -83,6 +98,7 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
     intensity: float
     correction: float
     paths: Annotated[tuple[PlannedPath, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
+    grid: Grid | msgspec.UnsetType = msgspec.UNSET
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ class IterationMarks:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._marks: deque[int] = deque(maxlen=capacity)
+        #: Marks that were ever made; all ranks of a job count alike.
+        self.total = 0
         self._elected: weakref.ref[Any] | None = None
         self._others = 0
         self._armed = False
@@ -108,6 +110,7 @@ class IterationMarks:
             self._armed = False
             now_ns = time.monotonic_ns()
             self._marks.append(now_ns)
+            self.total += 1
             for listener in tuple(self._listeners):
                 listener(now_ns)
         except Exception:

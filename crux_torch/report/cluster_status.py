@@ -129,7 +129,13 @@ def _row(job: JobRecord, plan: Plan | None) -> dict[str, str]:
         "P": _si(entry.priority) if entry else "",
         "level": str(entry.level) if entry else "",
         "paths": _paths(job.paths),
+        "grid s": f"{entry.grid.period_s:.4g}" if entry and entry.grid else "",
+        "late/min": _count(job.corrections_per_minute),
     }
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
 
 
 def _paths(paths: PathCounts | None) -> str:

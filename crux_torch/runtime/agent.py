@@ -33,6 +33,7 @@ from crux_torch.runtime.join import make_conductor
 from crux_torch.runtime.lead import Conductor
 from crux_torch.runtime.measure import RankMeter
 from crux_torch.runtime.order import Order, PathReports, answer
+from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.settings import Settings
 from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
@@ -81,7 +82,8 @@ class Agent:
         self.rank, self.world_size = rank, world_size
         self.host = settings.host or socket.gethostname()
         self._meter = RankMeter(recorder, settings, rank, world_size, self.host, device, marks)
-        self._follower = Follower(settings, self.host, ownership, store, device)
+        self._pace = PaceKeeper(marks)
+        self._follower = Follower(settings, self.host, ownership, store, device, self._pace)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
@@ -136,6 +138,7 @@ class Agent:
     def run(self) -> None:
         """Measure, lead and follow until the world's end, or until told to stop."""
         self._meter.install()
+        self._pace.install()
         while not self._stop.is_set() and not self._world_has_ended():
             self._attempt("measure", self._measure)
             self._attempt("lead", self._lead)
@@ -194,7 +197,8 @@ class Agent:
             if self._channel.error is not None:
                 return
             about = secrets.token_hex(8), self.host, self.world_size, _number_of(earlier) + 1
-            self._conductor, self._shared_store = make_conductor(self.settings, *about, self._warn)
+            made = make_conductor(self.settings, *about, self._pace, self._warn)
+            self._conductor, self._shared_store = made
         conductor = self._conductor
         order = conductor.step(
             conductor.phase == "warming" and self._meter.is_warm(),
@@ -205,7 +209,12 @@ class Agent:
         if conductor.leader is not None:
             followed = self._follower.order
             planned = followed is not None and bool(followed.routes)
-            conductor.leader.update(paths=self._path_reports.gather(planned))
+            conductor.leader.update(
+                paths=self._path_reports.gather(planned),
+                corrections_per_minute=(
+                    self._pace.corrections_per_minute if self._pace.keeps else None
+                ),
+            )
         self._unpublished = order or self._unpublished
         if self._unpublished is not None and self._publish(self._unpublished):
             self._unpublished = None
@@ -218,11 +227,13 @@ class Agent:
         return self._channel.publish(raw)
 
     def _has_changed(self) -> bool:
-        """Whether an iteration moves other amounts than when the job was measured."""
+        """Whether an iteration moves other amounts, or needs less time, than was measured."""
         now = time.monotonic()
         if now < self._drift_at_s:
             return False
         self._drift_at_s = now + DRIFT_POLL_S
+        if now - self._measured_at_s >= REMEASURE_S and self._outgrew_pace():
+            return True
         moved = self._meter.bytes_per_iteration(DRIFT_ITERATIONS)
         if moved is None:
             return False
@@ -230,6 +241,16 @@ class Agent:
             self._bytes_then = moved
         changed = abs(moved - self._bytes_then) > DRIFT_SHARE * max(self._bytes_then, 1.0)
         return changed and now - self._measured_at_s >= REMEASURE_S
+
+    def _outgrew_pace(self) -> bool:
+        """Whether the grid of the plan is of an iteration that is not the job's any more."""
+        assert self._conductor is not None
+        if self._conductor.misses_pace:
+            return True
+        own_s, profile = self._pace.iteration_s, self.profile()
+        if own_s is None or profile is None or not self._pace.keeps:
+            return False
+        return own_s < (1.0 - DRIFT_SHARE) * profile.period_s
 
     def _follow(self) -> None:
         """Look for an order and obey it; apply it to connections that were made since."""

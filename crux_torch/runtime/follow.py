@@ -1,4 +1,4 @@
-"""One rank follows its leader: the class of its connections, its host's links, its paths."""
+"""One rank follows its leader: its connections' class and paths, its host's links, its pace."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.record import GroupInfo
 from crux_torch.runtime.order import Order
+from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.steer import make_steering
 from crux_torch.settings import Settings
 from crux_torch.warn_once import WarnOnce
@@ -32,12 +33,19 @@ class Follower:
     """
 
     def __init__(
-        self, settings: Settings, host: str, ownership: Ownership, store: Any, device: OwnDevice
+        self,
+        settings: Settings,
+        host: str,
+        ownership: Ownership,
+        store: Any,
+        device: OwnDevice,
+        pace: PaceKeeper,
     ) -> None:
         self._dscp_map = settings.dscp_map
         self._traffic_class = TrafficClass(ownership)
         self._steering = make_steering(settings, host, ownership, store)
         self._links = make_links(settings, device)
+        self._pace = pace
         self._warn = WarnOnce(_log)
         #: What is in force; None before the first order, and after the leader fell silent.
         self.order: Order | None = None
@@ -78,6 +86,7 @@ class Follower:
                 self._traffic_class.apply_level(order.level, self._dscp_map)
         priority = order.entry.priority if order.entry is not None else 0.0
         self._links.follow(order.incarnation, order.level, priority)
+        self._pace.follow(order.pace)
         return order
 
     def steer(self, order: Order) -> None:
@@ -93,6 +102,7 @@ class Follower:
             self._traffic_class.revert()
             self._steering.revert()
             self._links.revert()
+            self._pace.follow(None)
         LABELS.set_dscp(self.dscp or 0)
 
     def refresh(self) -> PathCounts | None:
@@ -107,6 +117,7 @@ class Follower:
 
     def revert(self) -> None:
         """Take everything back. Raises an error after it has tried the rest."""
+        self._pace.remove()
         with contextlib.ExitStack() as stack:
             for part in (self._links, self._steering, self._traffic_class):
                 stack.callback(part.revert)
@@ -134,4 +145,5 @@ class Follower:
             },
             "paths": self._steering.status(),
             "links": self._links.status(),
+            "pace": self._pace.status(),
         }

@@ -12,11 +12,14 @@ from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import check_policy, compute_entries
 from crux_torch.control.records import JobRecord
+from crux_torch.control.shared_clock import SharedClock
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import CruxError
 from crux_torch.host.machine import this_host
 from crux_torch.runtime.lead import GRACE_S, Conductor, Routing
+from crux_torch.runtime.pace_keeper import PaceKeeper
+from crux_torch.runtime.pace_setter import PaceSetter
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
@@ -28,6 +31,7 @@ def make_conductor(
     host: str,
     world_size: int,
     first_number: int,
+    keeper: PaceKeeper,
     warn: Callable[[str, str], None],
 ) -> tuple[Conductor, SharedStore | None]:
     """The leading rank's parts, and its connection to the shared store.
@@ -37,6 +41,7 @@ def make_conductor(
     Args:
         settings, incarnation, world_size, first_number: see :class:`Conductor`.
         host: where the leader runs.
+        keeper: this rank's.
     """
     topologies = TopologyReader()
     topology, published = None, None
@@ -47,7 +52,7 @@ def make_conductor(
             warn("topology", f"going on without the cluster's topology: {error}")
     device_flops, bound_flops = _device_flops(settings, os.environ)
     store: SharedStore | None = None
-    leader, slot, routing = None, None, None
+    leader, slot, routing, setter = None, None, None, None
     if settings.store != "none":
         try:
             check_policy(settings.policy, settings.plan_levels)
@@ -85,6 +90,7 @@ def make_conductor(
         slot = ProfilingSlot(store, settings.cluster, settings.job, incarnation, lease_s=lease_s)
         # A new generation comes with an order of its own, so its number is new to the store, too.
         routing = Routing(first_generation=first_number) if settings.paths else None
+        setter = PaceSetter(SharedClock(store), keeper)
     conductor = Conductor(
         settings,
         incarnation,
@@ -93,6 +99,7 @@ def make_conductor(
         topology,
         world_size=world_size,
         routing=routing,
+        pace_setter=setter,
         first_number=first_number,
         device_flops=device_flops,
     )

@@ -23,6 +23,7 @@ from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order, heading
+from crux_torch.runtime.pace_setter import PaceSetter
 from crux_torch.settings import Settings
 from crux_torch.warn_once import WarnOnce
 
@@ -149,6 +150,7 @@ class Conductor:
             without a shared store.
         topology: of the cluster, if this job knows it.
         routing: turns the plan's paths into routes; None: the network decides.
+        pace_setter: turns the plan's grid into a pace; None: iterations begin when they are ready.
         first_number: above those of all orders that may still lie in the job's store.
         device_flops: FLOP/s of one device, for W from time; 0 if it is not known.
     """
@@ -163,6 +165,7 @@ class Conductor:
         *,
         world_size: int,
         routing: Routing | None = None,
+        pace_setter: PaceSetter | None = None,
         first_number: int = 1,
         device_flops: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
@@ -174,6 +177,7 @@ class Conductor:
         self._topology = topology
         self._world_size = world_size
         self._routing = routing
+        self._pace_setter = pace_setter
         self._clock = clock
         self._warn = WarnOnce(_log)
         self.phase: Phase = "warming"
@@ -232,6 +236,11 @@ class Conductor:
         finally:
             if self.leader is not None:
                 self.leader.close()
+
+    @property
+    def misses_pace(self) -> bool:
+        """Whether the job was found not to fit the grid of the plan in force."""
+        return self._pace_setter is not None and self._pace_setter.gave_up
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self._since_s = phase, self._clock()
@@ -345,6 +354,10 @@ class Conductor:
         if measuring and self._is_alone():
             level = self._settings.profiling_level
         wanted = self._routes(entry, measuring)
+        pace = None
+        if self._pace_setter is not None:
+            # Holds in a measurement would be part of what is measured.
+            pace = self._pace_setter.wanted(None if measuring else entry)
         return Order(
             incarnation=self._incarnation,
             number=1,
@@ -357,6 +370,7 @@ class Conductor:
             profile=self.profile,
             routes=wanted.routes,
             generation=wanted.generation,
+            pace=pace,
         )
 
     def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
@@ -379,4 +393,6 @@ class Conductor:
             status |= self.leader.status()
         if self._routing is not None:
             status["unroutable"] = list(self._routing.problems)
+        if self._pace_setter is not None:
+            status["pace"] = self._pace_setter.status()
         return status

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from crux_torch.control.job_channel import JobChannel
-from crux_torch.control.records import PathCounts, PlanEntry
+from crux_torch.control.records import MAX_GRID_S, PathCounts, PlanEntry
 from crux_torch.fabric.route import HostRoute
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
 from crux_torch.measure.sample import RankSample
@@ -28,6 +28,21 @@ from crux_torch.measure.sample import RankSample
 SCHEMA_VERSION = 2
 #: Seconds between two rounds of the leader over its ranks' reports.
 GATHER_S = 5.0
+
+
+class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When iterations may begin: at ``lead_s + n grid_s`` after an iteration that has ended.
+
+    All ranks end an iteration at about the same time, so none needs to know another host's clock.
+
+    Attributes:
+        mark: number of the iteration, counted from the job's first.
+        lead_s, grid_s: seconds.
+    """
+
+    mark: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    lead_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_GRID_S)]
+    grid_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_GRID_S)]
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,6 +60,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         profile: the job's profile, once it was measured.
         routes: the paths that new connections are to take; empty: any.
         generation: of the job's connections; 0 for those that it began with.
+        pace: what iterations keep to; None: they begin when they are ready.
     """
 
     version: int = SCHEMA_VERSION
@@ -59,6 +75,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     profile: JobProfile | None = None
     routes: Annotated[tuple[HostRoute, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
     generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    pace: Pace | None = None
 
     def to_json(self) -> bytes:
         """The order as JSON."""

@@ -38,6 +38,8 @@ from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import burst_times_s, solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
+#: What a measured iteration time gets added, so that a job that came late catches up.
+HEADROOM = 0.015
 #: Draws of random shifts that a tree's shifts are compared with.
 _DRAWS = 8
 #: Numbers that are held at once while draws are compared.
@@ -89,7 +91,8 @@ class _Part:
 def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
     """The jobs that meet on links which they can overfill together, component by component."""
     t_s = transfer_times_s(arrays, traffic)
-    period_s = solo_periods_s(arrays, t_s)
+    measured_s = np.array([job.period_s for job in arrays.jobs], np.float64)
+    period_s = np.maximum(solo_periods_s(arrays, t_s), (1.0 + HEADROOM) * measured_s)
     rows = np.repeat(np.arange(traffic.shape[0]), np.diff(traffic.indptr))
     share = traffic.data / (t_s[rows] * arrays.capacity_Bps[traffic.indices])
     peak = np.bincount(traffic.indices, share, traffic.shape[1])

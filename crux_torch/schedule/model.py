@@ -48,6 +48,8 @@ class Job:
         compute_s: seconds of one iteration in which its devices compute.
         flows: what it moves in one iteration.
         bursts: when in the iteration it moves it, ascending in ``at``.
+        period_s: seconds of an iteration alone as measured, for what keeps jobs to a pace; 0 where
+            the others tell.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Job:
     compute_s: float
     flows: tuple[Flow, ...] = ()
     bursts: tuple[Burst, ...] = (Burst(1.0, 1.0),)
+    period_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from crux_torch import _fluid
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.intensity import burst_traffic
 from crux_torch.schedule.model import Decision, Link
+from crux_torch.schedule.pace import DRIFT
 from crux_torch.sim.placed import PlacedJob
-from crux_torch.sim.play import DRIFT
 
 #: A job of this many simulated iterations or more may end half of one early or late.
 MANY = 20

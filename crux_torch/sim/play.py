@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from crux_torch import _fluid
 from crux_torch.schedule.intensity import burst_traffic, link_traffic
 from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.pace import DRIFT
 from crux_torch.sim.scenario import Scenario, ScenarioError
-
-#: Share of its period by which an iteration may start late on its grid (CASSINI §5.7).
-DRIFT = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from crux_torch.store.frames import (
     Answer,
     Challenge,
     Changes,
+    Clock,
     Count,
     Delete,
     Done,
@@ -257,6 +258,10 @@ class StoreClient:
         """How many clients the server has; StoreError where it does not tell."""
         with self._turn():
             return self._write(Count())
+
+    def clock_ns(self) -> int:
+        with self._turn():
+            return self._write(Clock())
 
     def close(self) -> None:
         self._closed = True

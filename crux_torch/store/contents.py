@@ -9,6 +9,7 @@ from crux_torch.store.frames import (
     PAGE_BYTES,
     Answer,
     Changes,
+    Clock,
     Count,
     Delete,
     Done,
@@ -78,7 +79,7 @@ class Contents:
         if isinstance(request, Read):
             since, limit = request.since, PAGE_BYTES
             return Changes(*self.journal.changes(request.key, request.prefix, since, limit))
-        if isinstance(request, Count):
+        if isinstance(request, (Count, Clock)):
             return Refused("not kept here")
         if isinstance(request, Delete):
             there = request.key in self._keys

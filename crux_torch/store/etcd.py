@@ -25,6 +25,7 @@ from crux_torch.store.frames import (
     PAGE_BYTES,
     Answer,
     Changes,
+    Clock,
     Count,
     Delete,
     Done,
@@ -132,6 +133,8 @@ class EtcdContents:
                 return Changes(*found)
             if isinstance(request, Count):
                 raise _Refusal("an etcd does not tell its clients")
+            if isinstance(request, Clock):
+                raise _Refusal("an etcd has no clock to tell: time shifts need a store tcp://...")
             return self._write(session, request, until_s)
         except grpc.RpcError as error:
             return Refused(_told(error))

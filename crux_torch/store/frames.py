@@ -108,6 +108,10 @@ class Count(_Message, frozen=True, tag="count"):
     """How many clients does the server have?"""
 
 
+class Clock(_Message, frozen=True, tag="clock"):
+    """What does the server's monotonic clock say, in nanoseconds?"""
+
+
 class Changes(_Message, frozen=True, tag="changes"):
     """The answer to :class:`Read`.
 
@@ -125,7 +129,8 @@ class Changes(_Message, frozen=True, tag="changes"):
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """The answer to a write: whether it did something; and to :class:`Count`."""
+    """The answer to a write: whether it did something; and to :class:`Count` and
+    :class:`Clock`."""
 
     count: int
 
@@ -136,7 +141,7 @@ class Refused(_Message, frozen=True, tag="refused"):
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-Request = Read | Put | Swap | Delete | Count
+Request = Read | Put | Swap | Delete | Count | Clock
 Answer = Changes | Done | Refused
 request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -27,6 +27,7 @@ from crux_torch.store.frames import (
     NONCE_BYTES,
     PROTOCOL_VERSION,
     Challenge,
+    Clock,
     Count,
     Done,
     Handshake,
@@ -200,6 +201,8 @@ class Session(asyncio.Protocol):
             request = unpack(frame, request_decoder, self._opener)
             if isinstance(request, Count):
                 answer: msgspec.Struct = Done(self._server.clients)
+            elif isinstance(request, Clock):
+                answer = Done(time.monotonic_ns())
             else:
                 answer = self._server.contents.answer(request, self._client)
             self._transport.write(pack(answer, self._sealer))

@@ -44,6 +44,12 @@ class SharedStore(Protocol):
     def list(self, prefix: str) -> dict[str, bytes]:
         """All live keys that start with ``prefix``, with their values."""
 
+    def clock_ns(self) -> int:
+        """What the clock of the store's process says, in nanoseconds; it never goes back.
+
+        A store that has no clock refuses.
+        """
+
     def close(self) -> None:
         """Release connections and threads. Later operations raise."""
 
