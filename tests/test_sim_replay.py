@@ -23,7 +23,7 @@ from crux_torch.fabric.builders import (
     two_layer_clos,
 )
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.schedule.scheduler import IN_TRACES, SCHEDULERS
 from crux_torch.sim.catalogue import MODELS, WorkloadError
 from crux_torch.sim.collectives import transfers
 from crux_torch.sim.joined import JoinedPaths
@@ -104,7 +104,7 @@ def test_a_job_waits_until_the_gpus_that_it_needs_are_free(testbed: Placer) -> N
     )
 
 
-CHOICES = [(name, "none", 25) for name in sorted(set(SCHEDULERS))]
+CHOICES = [(name, "none", 25) for name in sorted(IN_TRACES)]
 CHOICES += [("crux-paper", placement, 60) for placement in sorted(PLACEMENTS)]
 
 

@@ -88,6 +88,7 @@ class Decision:
             ``grid_s``, from an origin that all jobs have in common.
         grid_s: for each job that keeps to a grid, the distance of its iterations' starts: a start
             that is early or too late is held back until the next point ``shift_s + n grid_s``.
+        slot_s: where jobs book their rates in the links' load tables (mlcc), the seconds of a slot.
         isolated: every job has a network of its own: nothing can carry this out, it is what the
             others are compared with.
         notes: what was computed more coarsely than usual because the input is large.
@@ -100,6 +101,7 @@ class Decision:
     correction: Mapping[str, float] = field(default_factory=dict)
     shift_s: Mapping[str, float] = field(default_factory=dict)
     grid_s: Mapping[str, float] = field(default_factory=dict)
+    slot_s: float | None = None
     isolated: bool = False
     notes: tuple[str, ...] = ()
 

@@ -6,6 +6,7 @@ from crux_torch.schedule.cassini import cassini
 from crux_torch.schedule.crux import crux_pa, crux_paper, crux_ps_pa
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.ideal import ideal
+from crux_torch.schedule.mlcc import mlcc
 from crux_torch.schedule.model import Scheduler
 from crux_torch.schedule.policy import crux
 from crux_torch.schedule.sincronia import sincronia
@@ -23,9 +24,13 @@ SCHEDULERS: dict[str, Scheduler] = {
     "varys": varys,
     "taccl": taccl,
     "cassini": cassini,
+    "mlcc": mlcc,
     "ecmp": ecmp,
     "ideal": ideal,
 }
+
+#: Those that a trace of days is replayed under: too long for slots of milliseconds.
+IN_TRACES = {name: each for name, each in SCHEDULERS.items() if name != "mlcc"}
 
 #: Those whose decisions a running cluster can carry out.
 LIVE: dict[str, Scheduler] = {name: SCHEDULERS[name] for name in LIVE_POLICIES}

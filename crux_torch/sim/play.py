@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from crux_torch import _fluid
@@ -10,6 +10,7 @@ from crux_torch.schedule.intensity import burst_traffic, link_traffic
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.pace import DRIFT
 from crux_torch.sim.scenario import Scenario, ScenarioError
+from crux_torch.sim.slots import run_in_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +141,21 @@ def play(
     horizon_s: float,
     *,
     start_s: Mapping[str, float] | None = None,
+    foreign: Collection[str] = (),
 ) -> Report:
     """What becomes of the cluster's jobs in ``horizon_s`` seconds, see :func:`engine_of`.
+
+    Args:
+        foreign: jobs that are not ours: where the decision has rates booked, theirs are not.
 
     Raises:
         SpecError: a job or link that can't be simulated.
         ScenarioError: the clock can't resolve the shortest iteration at the horizon.
     """
     engine = engine_of(cluster, decision, start_s=start_s)
-    _run_to_horizon(engine, horizon_s)
+    if decision.slot_s is None:
+        _run_to_horizon(engine, horizon_s)
+    else:
+        traffic = {job.name: link_traffic(job, decision.path[job.name]) for job in cluster.jobs}
+        run_in_slots(engine, cluster.capacity_Bps, traffic, decision.slot_s, horizon_s, foreign)
     return report_of(engine, horizon_s)

@@ -62,6 +62,14 @@ class NamedEngine {
     engine_.set_pace(id(name), pace);
   }
 
+  void set_rate_limit(const std::string& name, std::optional<double> limit_Bps) {
+    std::optional<BytesPerSecond> limit;
+    if (limit_Bps) limit = BytesPerSecond(*limit_Bps);
+    engine_.set_rate_limit(id(name), limit);
+  }
+
+  std::optional<double> bytes_left(const std::string& name) { return engine_.bytes_left(id(name)); }
+
   void set_traffic(const std::string& name, const std::vector<py::dict>& traffic) {
     std::vector<std::vector<LoadSpec>> bursts;
     bursts.reserve(traffic.size());
@@ -246,6 +254,8 @@ PYBIND11_MODULE(_fluid, m) {
       .def("shift", &NamedEngine::shift, py::arg("name"), py::arg("by_s"))
       .def("set_pace", &NamedEngine::set_pace, py::arg("name"), py::kw_only(), py::arg("origin_s"),
            py::arg("period_s"), py::arg("tolerance"))
+      .def("set_rate_limit", &NamedEngine::set_rate_limit, py::arg("name"), py::arg("limit_Bps"))
+      .def("bytes_left", &NamedEngine::bytes_left, py::arg("name"))
       .def("run_until", &NamedEngine::run_until, py::arg("until_s"))
       .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, py::arg("until_s"))
       .def("result", &NamedEngine::result, py::arg("name"))

@@ -168,6 +168,25 @@ void Engine::set_pace(JobId id, std::optional<Pace> pace) {
   if (job.component != kNoComponent) components_[job.component].forget();
 }
 
+void Engine::set_rate_limit(JobId id, std::optional<BytesPerSecond> limit) {
+  Job& job = at(id);
+  if (limit && !(std::isfinite(limit->value()) && limit->value() > 0.0)) {
+    throw SpecError("job " + job.spec.name + ": expected a positive finite rate limit");
+  }
+  const double limit_Bps = limit ? limit->value() : kForever;
+  if (job.stage == Stage::kEnded || job.limit_Bps == limit_Bps) return;
+  sync(id);
+  if (job.limit_Bps == kForever) ++limited_;
+  if (limit_Bps == kForever) --limited_;
+  job.limit_Bps = limit_Bps;
+  if (job.component == kNoComponent) return;
+  components_[job.component].forget();
+  if (job.stage != Stage::kMoving) return;
+  detach(id, now_);
+  attach(id, now_);
+  apply_rates(now_);
+}
+
 bool Engine::run_until(Seconds until, std::uint64_t max_events) {
   ended_.clear();
   return advance(until.value(), max_events, false);
@@ -216,7 +235,7 @@ double Engine::handle_batch() {
     if (!handle(id, t)) break;
   }
   apply_rates(t);
-  if (options_.skip_repeats) {
+  if (options_.skip_repeats && limited_ == 0) {
     for (std::uint32_t component : boundaries_) look_for_repeat(component, t);
   }
   return t;
@@ -357,6 +376,7 @@ void Engine::leave(JobId id, double t) {
   }
   job.flushed = job.completed;
   job.stage = Stage::kEnded;
+  if (job.limit_Bps != kForever) --limited_;
   job.end = t;
   queue_.remove(id);
   if (!started) return;
@@ -384,11 +404,11 @@ void Engine::attach(JobId id, double t) {
       std::any_of(burst.crossings.begin(), burst.crossings.end(),
                   [this](const Crossing& c) { return sharing_.contended(c.link); });
   if (!meets_somebody) {
-    set_rate(id, 1.0 / burst.alone_s, t);
+    set_rate(id, std::min(1.0 / burst.alone_s, job.limit_Bps / burst.busiest_bytes), t);
     return;
   }
-  allocator_.start(id, job.spec.level, job.spec.weight, burst.busiest_bytes / burst.alone_s,
-                   burst.crossings, sharing_);
+  const double ceiling_Bps = std::min(burst.busiest_bytes / burst.alone_s, job.limit_Bps);
+  allocator_.start(id, job.spec.level, job.spec.weight, ceiling_Bps, burst.crossings, sharing_);
   set_rate(id, 0.0, t);
 }
 

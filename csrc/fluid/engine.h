@@ -64,6 +64,8 @@ class Engine {
   // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start early, or
   // late by more than the tolerance, is held until the next point of the grid. nullopt: no longer.
   void set_pace(JobId id, std::optional<Pace> pace);
+  // The most that the job's transfers may take of their busiest link; nullopt: no limit.
+  void set_rate_limit(JobId id, std::optional<BytesPerSecond> limit);
 
   // Advances to `until` and returns true; false when max_events were handled before.
   bool run_until(Seconds until, std::uint64_t max_events = UINT64_MAX);
@@ -78,6 +80,8 @@ class Engine {
   std::optional<JobId> find(const std::string& name) const;
   JobResult result(JobId id);
   std::vector<JobResult> results();
+  // Bytes that the burst under way has left for its busiest link; nothing where none moves.
+  std::optional<double> bytes_left(JobId id);
   // Bytes that each link has carried.
   std::vector<double> link_bytes();
   // Seconds of compute times GPUs, over all jobs' GPUs times now().
@@ -103,6 +107,7 @@ class Engine {
     double rate = 0.0;  // of progress, per second
     double hold_s = 0.0;
     std::optional<Pace> pace;
+    double limit_Bps = kForever;
     double carry = 0.0;     // of an iteration that steady skips have not counted yet
     double last_end = 0.0;  // before the first has ended: when it began
     double end = kForever;
@@ -173,6 +178,7 @@ class Engine {
   std::vector<std::uint32_t> free_components_;
   std::vector<std::uint32_t> boundaries_;  // components whose reference job began an iteration
   std::vector<JobId> ended_;
+  std::uint32_t limited_ = 0;  // jobs with a rate limit: nothing is skipped while there are any
   std::vector<double> link_bytes_;
   std::vector<std::uint64_t> seen_link_;
   std::uint64_t seen_ = 0;

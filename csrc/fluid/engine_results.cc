@@ -71,6 +71,13 @@ JobResult Engine::result(JobId id) {
   return result_now(job);
 }
 
+std::optional<double> Engine::bytes_left(JobId id) {
+  const Job& job = at(id);
+  sync(id);
+  if (job.stage != Stage::kMoving) return std::nullopt;
+  return (1.0 - progress_at(job, now_)) * job.program.bursts()[job.burst].busiest_bytes;
+}
+
 std::vector<JobResult> Engine::results() {
   sync_all();
   std::vector<JobResult> results;

@@ -1,0 +1,187 @@
+"""The load tables of switches (mlcc §IV-A): what is booked on each link, slot by slot.
+
+Plain state without a clock: slots are numbered, and every call says which one is the current.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from crux_torch.schedule.rates import WINDOW_SLOTS, LinkLoad, foreign_share_Bps
+
+#: Of its capacity, by which bookings may exceed a link: rounding, and a slot's rest.
+TOLERANCE = 1e-6
+
+
+@dataclass(slots=True)
+class _Booking:
+    """What one flow sends: ``rates_Bps`` from slot ``since`` on, over ``links``.
+
+    ``turn``: its place in the order in which flows began; infinite once it has ended.
+    ``readings``: slot and bytes sent so far, oldest first, at most one for each slot.
+    """
+
+    links: tuple[str, ...]
+    turn: float
+    since: int
+    rates_Bps: tuple[float, ...]
+    readings: deque[tuple[int, float]] = field(default_factory=deque)
+
+    def rate_Bps(self, slot: int) -> float:
+        at = slot - self.since
+        return self.rates_Bps[at] if 0 <= at < len(self.rates_Bps) else 0.0
+
+    def is_over(self, slot: int) -> bool:
+        return slot >= self.since + len(self.rates_Bps) + WINDOW_SLOTS
+
+
+class LoadTables:
+    """The tables of any number of links.
+
+    A flow sees what the flows that began before it have booked. So one that falls behind its
+    schedule keeps its place, and those behind it give way at their next look. If it saw all
+    bookings, its last bytes would have to wait for everybody else's.
+
+    A booking reaches ``slots`` slots ahead, so what a flow that fell silent has booked is over
+    after that. What the counters of a link showed counts for ``WINDOW_SLOTS``.
+
+    Args:
+        slots: that a table covers.
+        slot_s: seconds of one slot.
+    """
+
+    def __init__(self, slots: int, slot_s: float) -> None:
+        self.slots, self.slot_s = slots, slot_s
+        self._flows: dict[str, _Booking] = {}
+        self._turns = 0
+        self._on: dict[str, dict[str, None]] = {}
+        self._counted: dict[str, deque[tuple[int, float]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def feedback(self, flow: str, links: Mapping[str, float], slot: int) -> list[LinkLoad]:
+        """Each link as ``flow`` sees it (``fetch_feedback``).
+
+        Args:
+            links: capacity of each link of the flow's path, in bytes per second.
+        """
+        found = []
+        for link, capacity_Bps in links.items():
+            before = self._before(flow, link)
+            others = sum(
+                f != flow and self._flows[f].rate_Bps(slot) > 0.0 for f in self._on.get(link, ())
+            )
+            sending = 1 + others
+            foreign_Bps = foreign_share_Bps(self.cross_Bps(link, slot), capacity_Bps, sending)
+            load = (
+                min(capacity_Bps, foreign_Bps + sum(b.rate_Bps(slot + k) for b in before))
+                for k in range(self.slots)
+            )
+            found.append(LinkLoad(capacity_Bps, tuple(load)))
+        return found
+
+    def book(
+        self,
+        flow: str,
+        links: Mapping[str, float],
+        slot: int,
+        rates_Bps: Sequence[float],
+        sent: float,
+    ) -> bool:
+        """Book ``rates_Bps`` from ``slot`` on in place of what ``flow`` had (``update_schedule``).
+
+        Returns whether it fits beside what flows that began earlier have booked; if not, the flow
+        has its place, and nothing else. Where two flows have read the same tables, the one that
+        books second is told so. One that books no slots has ended.
+
+        Args:
+            links: see :meth:`feedback`.
+            sent: bytes that the flow has sent so far, by its own count.
+        """
+        rates = tuple(rates_Bps[: self.slots])
+        fits = all(
+            rate == 0.0 or rate <= self._left_Bps(flow, link, capacity_Bps, slot + k)
+            for link, capacity_Bps in links.items()
+            for k, rate in enumerate(rates)
+        )
+        before = self._flows.pop(flow, None)
+        readings = before.readings if before is not None else deque()
+        turn = inf
+        if before is not None:
+            self._off(flow, before)
+            turn = before.turn
+        if not rates:
+            turn = inf
+        elif turn == inf:
+            turn = self._turns = self._turns + 1
+        _read(readings, slot, sent)
+        kept = rates if fits else (0.0,) * len(rates)
+        self._flows[flow] = _Booking(tuple(links), turn, slot, kept, readings)
+        for link in links:
+            self._on.setdefault(link, {})[flow] = None
+        return fits
+
+    def count(self, link: str, slot: int, moved: float) -> None:
+        """The counter of ``link`` stands at ``moved`` bytes, foreign flows' included."""
+        readings = self._counted.setdefault(link, deque())
+        _read(readings, slot, moved)
+
+    def cross_Bps(self, link: str, slot: int) -> float:
+        """What flows that book nothing have sent over ``link`` lately; 0 if nobody counts it."""
+        readings = self._counted.get(link)
+        if not readings or readings[-1][0] < slot - WINDOW_SLOTS or len(readings) < 2:
+            return 0.0
+        (first, before), (last, now) = readings[0], readings[-1]
+        ours = sum(_moved(self._flows[f].readings, first, last) for f in self._on.get(link, ()))
+        return max(0.0, now - before - ours) / ((last - first) * self.slot_s)
+
+    def rate_Bps(self, flow: str, slot: int) -> float:
+        """What ``flow`` has booked in ``slot``."""
+        booking = self._flows.get(flow)
+        return booking.rate_Bps(slot) if booking is not None else 0.0
+
+    def expire(self, slot: int) -> None:
+        """Forget flows and counters that have been silent for longer than a table reaches."""
+        for flow in [f for f, booking in self._flows.items() if booking.is_over(slot)]:
+            self._off(flow, self._flows.pop(flow))
+        oldest = slot - self.slots - WINDOW_SLOTS
+        for link in [n for n, readings in self._counted.items() if readings[-1][0] < oldest]:
+            del self._counted[link]
+
+    def _before(self, flow: str, link: str) -> list[_Booking]:
+        """What is booked on ``link`` by flows that began before ``flow``."""
+        mine = self._flows.get(flow)
+        turn = inf if mine is None else mine.turn
+        on = (self._flows[f] for f in self._on.get(link, ()) if f != flow)
+        return [booking for booking in on if booking.turn < turn]
+
+    def _left_Bps(self, flow: str, link: str, capacity_Bps: float, slot: int) -> float:
+        booked = sum(booking.rate_Bps(slot) for booking in self._before(flow, link))
+        return capacity_Bps * (1.0 + TOLERANCE) - booked
+
+    def _off(self, flow: str, booking: _Booking) -> None:
+        for link in booking.links:
+            flows = self._on[link]
+            flows.pop(flow, None)
+            if not flows:
+                del self._on[link]
+
+
+def _read(readings: deque[tuple[int, float]], slot: int, total: float) -> None:
+    """Keep one reading of a counter for each slot of the window; one that fell begins anew."""
+    if readings and total < readings[-1][1]:
+        readings.clear()
+    if not readings or readings[-1][0] < slot:
+        readings.append((slot, total))
+    while readings[0][0] < slot - WINDOW_SLOTS and len(readings) > 1:
+        readings.popleft()
+
+
+def _moved(readings: Sequence[tuple[int, float]], first: int, last: int) -> float:
+    """Bytes that a flow sent between two slots, by the readings nearest to them."""
+    inside = [sent for slot, sent in readings if first <= slot <= last]
+    return inside[-1] - inside[0] if inside else 0.0
