@@ -161,6 +161,7 @@ evaluation: setup
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)
 	$(EVALUATE) dispatch --out $(RESULTS)
+	$(EVALUATE) dispatch-contention --out $(RESULTS)
 	$(BIN)/python benchmarks/decision.py --out $(RESULTS)
 	$(BIN)/python benchmarks/sim_speed.py --out $(RESULTS)
 	$(EVALUATE) figures $(RESULTS) --out $(RESULTS)/figures

@@ -6,6 +6,7 @@ import click
 
 from evaluation.commands.beyond import beyond
 from evaluation.commands.dispatch import dispatch
+from evaluation.commands.dispatch_contention import dispatch_contention
 from evaluation.commands.figures import figures
 from evaluation.commands.optimality import optimality
 from evaluation.commands.testbed import testbed
@@ -19,7 +20,17 @@ def evaluation() -> None:
     """The paper's evaluation, run again in the simulator (docs/evaluation.md)."""
 
 
-for _command in (testbed, optimality, trace, torus, beyond, variants, dispatch, figures):
+for _command in (
+    testbed,
+    optimality,
+    trace,
+    torus,
+    beyond,
+    variants,
+    dispatch,
+    dispatch_contention,
+    figures,
+):
     evaluation.add_command(_command)
 
 if __name__ == "__main__":

@@ -9,10 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from control_fakes import profile, record
+from store_server import ServerThread
 
 from crux_torch.cli.main import main
+from crux_torch.control.claims import DeviceClaim, DeviceClaims
+from crux_torch.control.registry import Registry
 from crux_torch.dispatch.hosts import host_table
 from crux_torch.dispatch.table import load, save, table_of
+from crux_torch.fabric.builders.clos import two_layer_clos
+from crux_torch.fabric.builders.server import GpuServer
+from crux_torch.fabric.loaders import dump_yaml
+from crux_torch.measure.job_profile import HostFlow
 
 
 @pytest.fixture
@@ -79,9 +87,52 @@ def test_links_are_fitted_from_samples(tables: list[str], tmp_path: Path) -> Non
     assert json.loads(result.output)[0]["bandwidth_Bps"] == 30e9
 
 
+def test_beside_running_jobs_the_gpus_of_all_jobs_are_kept_busy(tables: list[str]) -> None:
+    flows = (HostFlow("a", "c", 20e9), HostFlow("c", "a", 20e9))
+    busy = record("gpt", hosts=("a", "c"), profile=profile(compute_s=0.1, flows=flows))
+    with ServerThread() as server:
+        client = server.client()
+        asked = [*tables, "--uplink", "25", "--exclude", "a:4,5,6,7", "--exclude", "c:4,5,6,7"]
+        asked += ["--exclude", "b:4,5,6,7", "--store", f"tcp://127.0.0.1:{server.port}"]
+        nothing = crux(*asked, "--gpus", "8")
+        assert "No measured job runs on the network" in nothing.output
+        Registry(client, "default").publish_job(busy, 60.0)
+        claim = DeviceClaim(job="gpt", incarnation="1", index=1)
+        assert DeviceClaims(client, "default").take("b", {"GPU-1": claim}, 60.0)
+        result = crux(*asked, "--gpus", "6", "--json", "--top", "9")
+        shown = crux(*asked, "--gpus", "6").output
+        unknown = crux(*asked, "--gpus", "6", "--like", "bert")
+        alike = crux(*asked, "--gpus", "6", "--like", "gpt", "--nodelist")
+        client.close()
+    found = json.loads(result.output)
+    used = [one["utilisation"] for one in found]
+    assert used == sorted(used, reverse=True)
+    assert "b" in found[0]["devices"], "the link of either a or c alone is half taken"
+    assert all("1" not in one["devices"].get("b", ()) for one in found), "it is claimed"
+    assert len(found[0]["ranks"]) == 6
+    assert found[0]["now_Bps"] <= found[0]["bandwidth_Bps"]
+    assert "GPUs busy" in shown
+    assert "no job 'bert' runs; there are gpt" in unknown.output
+    assert set(alike.output.strip().split(",")) == set(found[0]["devices"])
+
+
+def test_links_are_those_of_the_topology(tables: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "network.yaml"
+    server = GpuServer(nics=2, pcie_switches=2, nic_Bps=6e9)
+    text = dump_yaml(two_layer_clos(3, 3, 2, server))
+    file.write_text(text.replace("h0", "a").replace("h1", "b").replace("h2", "c"))
+    found = crux(*tables, "--topology", str(file), "--gpus", "24", "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output)[0]["bandwidth_Bps"] == 12e9
+    file.write_text(text)
+    missing = crux(*tables, "--topology", str(file), "--gpus", "24")
+    assert "host 'a' is not in the topology" in missing.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--gpus", "2", "T", "--uplink", "1", "--like", "x"], "name the store with --store"),
         (["--gpus", "2"], "name a table of each host with --table"),
         (["--gpus", "25", "T", "--uplink", "1"], "25 devices asked for, and 24 are free"),
         (["--gpus", "2", "T"], "the link of a is not known: give --uplink"),

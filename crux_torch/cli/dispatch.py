@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from crux_torch.cli.sim_options import numbers_table
-from crux_torch.dispatch.alternatives import Alternative, alternatives
+from crux_torch.dispatch.alternatives import alternatives, limit
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
+from crux_torch.dispatch.newcomer import uplinks_Bps
+from crux_torch.dispatch.order import in_ring_order
 from crux_torch.dispatch.predictor import Samples, fit_uplinks
+from crux_torch.dispatch.running import Running, contention, look, without_taken
 from crux_torch.dispatch.table import (
     MAX_DEVICES,
     MESSAGE_BYTES,
@@ -27,74 +32,205 @@ from crux_torch.dispatch.table import (
     load,
 )
 from crux_torch.errors import CruxError
+from crux_torch.fabric.loaders import load_topology
+from crux_torch.fabric.topology import Topology
+from crux_torch.settings import Settings
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A choice as it is printed; ``now_Bps`` and ``utilisation`` only beside running jobs."""
+
+    choice: Ints
+    alone_Bps: float
+    limit: str
+    now_Bps: float | None = None
+    utilisation: float | None = None
+
+
+def _hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What the hosts are, what is taken, and what runs there."""
+    for option in reversed(
+        (
+            click.option(
+                "--table",
+                "files",
+                multiple=True,
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="A host's bandwidths: a file of `crux dispatch measure`, or HOST.csv. "
+                "Repeat it.",
+            ),
+            click.option(
+                "--uplink",
+                "uplinks",
+                multiple=True,
+                metavar="[HOST=]GB/s",
+                help="A host's link to the network, or that of all hosts.",
+            ),
+            click.option(
+                "--samples",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="Choices measured across hosts, from which the links are fitted "
+                "(docs/dispatch.md).",
+            ),
+            click.option(
+                "--topology",
+                "topology_file",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="The cluster's network (docs/topology.md): hosts' links, and the paths "
+                "between them.",
+            ),
+            click.option(
+                "--exclude",
+                "excluded",
+                multiple=True,
+                metavar="HOST[:DEVICE,...]",
+                help="What is taken already: a host, or some of its devices. Repeat it.",
+            ),
+            click.option(
+                "--store", help="tcp://HOST:PORT of the store, for the jobs that run now."
+            ),
+            click.option(
+                "--cluster", "cluster_name", help="Name of the cluster [default: CRUX_CLUSTER]."
+            ),
+            click.option(
+                "--like",
+                "model",
+                metavar="JOB",
+                help="The running job that the new one is like [default: the median one].",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
 
 
 @click.group(invoke_without_command=True)
 @click.option("--gpus", "k", type=click.IntRange(1), help="How many the job needs.")
-@click.option(
-    "--table",
-    "files",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A host's bandwidths: a file of `crux dispatch measure`, or HOST.csv. Repeat it.",
-)
-@click.option(
-    "--uplink",
-    "uplinks",
-    multiple=True,
-    metavar="[HOST=]GB/s",
-    help="A host's link to the network, or that of all hosts.",
-)
-@click.option(
-    "--samples",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Choices measured across hosts, from which the links are fitted (docs/dispatch.md).",
-)
-@click.option(
-    "--exclude",
-    "excluded",
-    multiple=True,
-    metavar="HOST[:DEVICE,...]",
-    help="What is taken already: a host, or some of its devices. Repeat it.",
-)
+@_hosts_options
 @click.option("--top", default=3, show_default=True, type=click.IntRange(1), help="Choices shown.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--nodelist", is_flag=True, help="Print the hosts of the best choice, as for Slurm.")
 @click.pass_context
 def dispatch(
     context: click.Context,
+    /,
     k: int | None,
-    files: Sequence[Path],
-    uplinks: Sequence[str],
-    samples: Path | None,
-    excluded: Sequence[str],
     top: int,
     as_json: bool,
     nodelist: bool,
+    **hosts: Any,
 ) -> None:
     """Choose the GPUs with the most bandwidth between them.
 
-    Hosts are those of the tables. Every choice is over other hosts, the best one comes first.
+    Hosts are those of the tables. Every choice is over other hosts, the best one comes first. With
+    --store, the best is the one that keeps the GPUs of all jobs the busiest.
     """
     if context.invoked_subcommand is not None:
         return
     if k is None:
         raise click.UsageError("say how many GPUs with --gpus, or call `crux dispatch measure`")
     try:
-        cluster = _cluster(files, uplinks, samples)
-        found = list(islice(alternatives(cluster, _free(cluster, excluded), k), top))
+        asked = _asked(**hosts)
+        found = list(islice(asked.choices(k), top))
     except CruxError as error:
         raise click.ClickException(str(error)) from None
+    cluster = asked.cluster
     if nodelist:
-        click.echo(",".join(cluster.names(found[0].choice)))
+        click.echo(",".join(dict.fromkeys(host for host, _ in asked.ranks(found[0]))))
     elif as_json:
-        click.echo(json.dumps([_plain(cluster, one) for one in found], indent=1))
+        click.echo(json.dumps([asked.plain(one) for one in found], indent=1))
     else:
         _print(cluster, found)
+        if asked.running is not None and found[0].utilisation is None:
+            click.echo("No measured job runs on the network: the choice is by bandwidth alone.")
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What the options say: hosts, free devices, and the jobs that run."""
+
+    cluster: DispatchCluster
+    free: Ints
+    topology: Topology | None
+    running: Running | None
+    model: str | None
+
+    def choices(self, k: int) -> Iterator[Shown]:
+        """Each over other hosts, the best first."""
+        beside = None
+        if self.running is not None:
+            beside = contention(self.cluster, self.running, self.topology, self.model)
+        if beside is None:
+            for one in alternatives(self.cluster, self.free, k):
+                yield Shown(one.choice, one.bandwidth_Bps, one.limit)
+            return
+        seen: set[tuple[int, ...]] = set()
+        for placement in beside.best(self.free, k):
+            hosts = tuple(np.flatnonzero(placement.choice).tolist())
+            if hosts not in seen:
+                seen.add(hosts)
+                nominal_Bps = self.cluster.weakest_link_Bps(placement.choice[None])[0]
+                slower = placement.alone_Bps < 0.999 * nominal_Bps
+                yield Shown(
+                    placement.choice,
+                    placement.alone_Bps,
+                    "the network" if slower else limit(self.cluster, placement.choice),
+                    placement.now_Bps,
+                    placement.utilisation,
+                )
+
+    def ranks(self, one: Shown) -> list[tuple[str, str]]:
+        """Host and device of every rank, in the order of the ring."""
+        known = self.topology or (self.running.topology if self.running else None)
+        return in_ring_order(self.cluster, one.choice, known)
+
+    def plain(self, one: Shown) -> dict[str, object]:
+        """As JSON has it; rates that are not bounded are null."""
+        found: dict[str, object] = {
+            "devices": self.cluster.names(one.choice),
+            "ranks": [f"{host}:{device}" for host, device in self.ranks(one)],
+            "bandwidth_Bps": one.alone_Bps if np.isfinite(one.alone_Bps) else None,
+            "limit": one.limit,
+        }
+        if one.now_Bps is not None:
+            found["now_Bps"] = one.now_Bps if np.isfinite(one.now_Bps) else None
+            found["utilisation"] = one.utilisation
+        return found
+
+
+def _asked(
+    files: Sequence[Path],
+    uplinks: Sequence[str],
+    samples: Path | None,
+    topology_file: Path | None,
+    excluded: Sequence[str],
+    store: str | None,
+    cluster_name: str | None,
+    model: str | None,
+) -> Asked:
+    given = {"CRUX_STORE": store, "CRUX_CLUSTER": cluster_name}
+    settings = Settings.from_env({**os.environ, **{k: v for k, v in given.items() if v}})
+    named = store or os.environ.get("CRUX_STORE")
+    if model and not named:
+        raise DispatchError("--like JOB: name the store with --store, or CRUX_STORE")
+    running = None
+    if named and settings.store != "none":
+        running = look(settings.store, settings.store_secret, settings.cluster)
+    topology = load_topology(topology_file) if topology_file else None
+    known = topology or (running.topology if running else None)
+    cluster = _cluster(files, uplinks, samples, known)
+    free = _free(cluster, excluded)
+    if running is not None:
+        free = without_taken(cluster, free, running)
+    return Asked(cluster, free, topology, running, model)
 
 
 def _cluster(
-    files: Sequence[Path], uplinks: Sequence[str], samples: Path | None
+    files: Sequence[Path],
+    uplinks: Sequence[str],
+    samples: Path | None,
+    topology: Topology | None,
 ) -> DispatchCluster:
     if not files:
         raise DispatchError("name a table of each host with --table")
@@ -103,7 +239,9 @@ def _cluster(
     for name in names:
         if names.count(name) > 1:
             raise DispatchError(f"two tables of the host {name!r}")
-    given = DispatchCluster(tables, _uplinks(uplinks, names, needed=samples is None))
+    known = uplinks_Bps(topology, names) if topology is not None else dict.fromkeys(names, 0.0)
+    rates = _uplinks(uplinks, known, needed=samples is None)
+    given = DispatchCluster(tables, rates)
     return given if samples is None else fit_uplinks(given, _samples(samples, given))
 
 
@@ -111,8 +249,8 @@ def _table(file: Path) -> HostTable:
     return from_csv(file, file.stem) if file.suffix == ".csv" else load(file)
 
 
-def _uplinks(given: Iterable[str], hosts: Sequence[str], needed: bool) -> np.ndarray:
-    rates = dict.fromkeys(hosts, 0.0)
+def _uplinks(given: Iterable[str], known: Mapping[str, float], needed: bool) -> np.ndarray:
+    rates, hosts = dict(known), list(known)
     for text in sorted(given, key=lambda text: "=" in text):
         host, _, number = text.rpartition("=")
         try:
@@ -127,7 +265,8 @@ def _uplinks(given: Iterable[str], hosts: Sequence[str], needed: bool) -> np.nda
     missing = [host for host, rate in rates.items() if not rate]
     if needed and missing and len(hosts) > 1:
         raise DispatchError(
-            f"the link of {missing[0]} is not known: give --uplink GB/s, or measured --samples"
+            f"the link of {missing[0]} is not known: give --uplink GB/s, a --topology, or measured "
+            "--samples"
         )
     return np.array(list(rates.values()))
 
@@ -173,21 +312,16 @@ def _free(cluster: DispatchCluster, excluded: Iterable[str]) -> Ints:
     return free
 
 
-def _plain(cluster: DispatchCluster, one: Alternative) -> dict[str, object]:
-    known = np.isfinite(one.bandwidth_Bps)
-    return {
-        "devices": cluster.names(one.choice),
-        "bandwidth_Bps": one.bandwidth_Bps if known else None,
-        "limit": one.limit,
-    }
-
-
-def _print(cluster: DispatchCluster, found: Sequence[Alternative]) -> None:
-    table = numbers_table("", "devices", "GB/s", "limited by")
+def _print(cluster: DispatchCluster, found: Sequence[Shown]) -> None:
+    beside = found[0].utilisation is not None
+    more = ("GB/s now", "GPUs busy") if beside else ()
+    table = numbers_table("", "devices", "GB/s", *more, "limited by")
     for one in found:
         devices = " ".join(f"{host}:{','.join(d)}" for host, d in cluster.names(one.choice).items())
-        rate = f"{one.bandwidth_Bps / 1e9:.1f}" if np.isfinite(one.bandwidth_Bps) else "-"
-        table.add_row(devices, rate, one.limit)
+        rates = [one.alone_Bps] if one.now_Bps is None else [one.alone_Bps, one.now_Bps]
+        cells = [f"{rate / 1e9:.1f}" if np.isfinite(rate) else "-" for rate in rates]
+        busy = [] if one.utilisation is None else [f"{one.utilisation:.1%}"]
+        table.add_row(devices, *cells, *busy, one.limit)
     console = Console()
     console.print(table)
     for host in cluster.tables:

@@ -50,14 +50,16 @@ def alternatives(cluster: DispatchCluster, free: Ints, k: int) -> Iterator[Alter
         hosts = tuple(np.flatnonzero(choice).tolist())
         if hosts not in seen:
             seen.add(hosts)
-            yield Alternative(choice, -rate, _limit(cluster, choice, -rate))
+            yield Alternative(choice, -rate, limit(cluster, choice))
         for host in hosts:
             without = allowed.copy()
             without[host] = 0
             add(without)
 
 
-def _limit(cluster: DispatchCluster, choice: Ints, rate_Bps: float) -> str:
+def limit(cluster: DispatchCluster, choice: Ints) -> str:
+    """What the weakest link of a choice is, in words."""
+    rate_Bps = float(cluster.weakest_link_Bps(choice[None])[0])
     hosts = np.flatnonzero(choice).tolist()
     inside = cluster.inside_Bps(choice[None])[0]
     for host in hosts:

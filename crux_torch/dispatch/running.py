@@ -1,0 +1,96 @@
+"""What runs in a cluster now, as its shared store has it, and scores beside that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from crux_torch.control.claims import DeviceClaims
+from crux_torch.control.inputs import candidate_limit, plan_inputs
+from crux_torch.control.records import JobRecord
+from crux_torch.control.registry import Registry
+from crux_torch.control.topology_reader import TopologyReader
+from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
+from crux_torch.dispatch.contention import Contention
+from crux_torch.dispatch.newcomer import like, star, typical
+from crux_torch.fabric.topology import Topology
+from crux_torch.store.endpoint import open_store
+
+TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A look at a cluster.
+
+    Attributes:
+        records: of the live jobs.
+        topology: the published one; None without.
+        taken: by host, the devices (by number, as tables name them) that launchers claim, and for
+            which job.
+    """
+
+    records: tuple[JobRecord, ...]
+    topology: Topology | None
+    taken: Mapping[str, Mapping[str, str]]
+
+
+def look(endpoint: str, secret: str, cluster: str) -> Running:
+    """Read the store once.
+
+    Raises:
+        StoreError: it can't be reached or does not answer in time.
+        SettingsError: ``endpoint`` or ``secret`` can't be used.
+    """
+    store = open_store(endpoint, secret, timeout_s=TIMEOUT_S)
+    try:
+        view = Registry(store, cluster).look()
+        claims = DeviceClaims(store, cluster).taken()
+    finally:
+        store.close()
+    taken = {
+        host: {str(claim.index): claim.job for claim in devices.values()}
+        for host, devices in claims.items()
+    }
+    return Running(view.jobs, TopologyReader().read(view.topology), taken)
+
+
+def without_taken(cluster: DispatchCluster, free: Ints, running: Running) -> Ints:
+    """``free`` less the devices that launchers claim."""
+    left = free.copy()
+    for number, table in enumerate(cluster.tables):
+        for bit, device in enumerate(table.devices):
+            if device in running.taken.get(table.host, {}):
+                left[number] &= ~(1 << bit)
+    return left
+
+
+def contention(
+    cluster: DispatchCluster,
+    running: Running,
+    topology: Topology | None = None,
+    model: str | None = None,
+) -> Contention | None:
+    """Scores beside the running jobs; None where no record tells of any traffic.
+
+    Args:
+        topology: in place of the published one; without either, each host's link to one switch.
+        model: the running job that the newcomer is like; by default the median one.
+
+    Raises:
+        DispatchError: ``model`` is no running job with a profile, or a host with a table is not in
+            the topology.
+    """
+    if model is None:
+        newcomer = typical(running.records)
+    else:
+        by_name = {record.job: record for record in running.records}
+        if model not in by_name:
+            known = ", ".join(sorted(by_name)) or "none"
+            raise DispatchError(f"no job {model!r} runs; there are {known}")
+        newcomer = like(by_name[model])
+    if newcomer is None:
+        return None
+    topology = topology or running.topology or star(cluster)
+    jobs = plan_inputs(running.records, topology, candidate_limit(running.records))
+    return Contention(cluster, topology, jobs, newcomer)

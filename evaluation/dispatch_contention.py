@@ -1,0 +1,187 @@
+"""Dispatching beside running jobs: what the cluster's GPUs do with a newcomer placed by each rule.
+
+A cluster has sixteen hosts of the four kinds of LiteGD's Appendix A in a leaf-spine network, with
+half as much capacity above the leaves as below. Jobs of published models hold a part of it. The
+dispatcher sees their records, as the live system publishes them. What its choice leads to is judged
+by playing all jobs for longer, from other start times, and with what the records don't tell: the
+running jobs' bandwidth within their hosts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+
+import msgspec
+import numpy as np
+
+from crux_torch.control.inputs import plan_inputs
+from crux_torch.control.records import JobRecord
+from crux_torch.dispatch.baselines import at_random
+from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
+from crux_torch.dispatch.contention import Contention
+from crux_torch.dispatch.hosts import host_table
+from crux_torch.dispatch.newcomer import Newcomer, like, uplinks_Bps
+from crux_torch.dispatch.search import strongest
+from crux_torch.fabric.builders.clos import two_layer_clos
+from crux_torch.fabric.builders.server import GpuServer
+from crux_torch.fabric.topology import Topology
+from crux_torch.measure.job_profile import HostFlow, JobProfile, ProfileBurst
+from crux_torch.schedule.model import Burst, Cluster, Job, Link, SchedulerOptions
+from crux_torch.schedule.placing import alone
+from crux_torch.schedule.policy import crux
+from crux_torch.schedule.rehearsal import Length, Rehearsal
+from crux_torch.sim.catalogue import MODELS
+from crux_torch.sim.placement import Allocation, Request, cells, place_hived
+from evaluation.dispatch import MIXED
+
+HOSTS, TORS, AGGREGATIONS = 16, 4, 2
+NIC_BPS = 12.5e9
+#: Data-parallel models whose communication takes about as long as their computation.
+TRAINED = ("bert", "nmt", "llama-7b", "transformer-nlp", "resnet-152")
+#: Share of the GPUs that running jobs hold, and GPUs of a job.
+HELD, SIZES = 0.6, (4, 6, 8, 12, 16, 24)
+#: What judges a choice: longer than the dispatcher's rehearsal, and from other start times.
+JUDGED, JUDGE_SEED = Length(phases=8, iterations=1200, rounds=40), 1_000_003
+RULES = ("bandwidth alone", "compactness", "at random", "contention-aware")
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """A cluster with running jobs, and a newcomer that wants ``k`` GPUs.
+
+    Attributes:
+        jobs: the running jobs as they are, with links of their own within hosts.
+        records: what the live system publishes of them.
+    """
+
+    cluster: DispatchCluster
+    topology: Topology
+    free: Ints
+    jobs: tuple[Job, ...]
+    own_Bps: Mapping[Link, float]
+    records: tuple[JobRecord, ...]
+    newcomer: Newcomer
+    k: int
+
+
+def scene(seed: int) -> Scene:
+    """A cluster whose jobs came one after the other, each compactly or anywhere."""
+    rng = Random(seed)
+    server = GpuServer(nics=1, pcie_switches=1, nic_Bps=NIC_BPS, pcie_Bps=4 * NIC_BPS, nvlink_Bps=0)
+    topology = two_layer_clos(HOSTS, TORS, AGGREGATIONS, server, oversubscription=2.0)
+    kinds = [rng.choice(MIXED) for _ in topology.hosts]
+    tables = [
+        msgspec.structs.replace(host_table(kind), host=host)
+        for kind, host in zip(kinds, topology.hosts, strict=True)
+    ]
+    uplinks = uplinks_Bps(topology, topology.hosts)
+    cluster = DispatchCluster(tables, np.array([uplinks[host] for host in topology.hosts]))
+    free = cluster.everything
+    jobs: list[Job] = []
+    own_Bps: dict[Link, float] = {}
+    records: list[JobRecord] = []
+    while count(free) > (1 - HELD) * 8 * HOSTS:
+        k = min(rng.choice(SIZES), int(count(free)))
+        choice = compact(topology, free, k) if rng.random() < 0.5 else at_random(free, k, rng)
+        job, own = trains(rng.choice(TRAINED)).job(f"job{len(jobs)}", cluster, choice, topology)
+        free = free & ~choice
+        jobs.append(job)
+        own_Bps |= own
+        records.append(record_of(job, cluster, choice, topology))
+    between = [one for one in records if one.profile and one.profile.flows]
+    k = min(rng.choice(SIZES[2:]), int(count(free)))
+    return Scene(
+        *(cluster, topology, free, tuple(jobs), own_Bps, tuple(records)),
+        *(like(rng.choice(between)), k),
+    )
+
+
+def trains(name: str) -> Newcomer:
+    """A job of a model of the catalogue that reduces its gradients during the backward pass."""
+    model = MODELS[name]
+    bursts = (Burst(1 / 3, 0.5), Burst(2 / 3, 0.5))
+    return Newcomer(model.gradient_bytes, model.compute_s, model.flops_per_gpu, bursts)
+
+
+def compact(topology: Topology, free: Ints, k: int) -> Ints:
+    """HiveD's buddy allocation, by the topology alone."""
+    allocation = Allocation(cells(topology))
+    gpus = {host: topology.gpus(host) for host in topology.hosts}
+    taken = [
+        gpu
+        for members, host in zip(free.tolist(), topology.hosts, strict=True)
+        for i, gpu in enumerate(gpus[host])
+        if not members >> i & 1
+    ]
+    if taken:
+        allocation.take(Request("taken", len(taken)), taken)
+    chosen = place_hived(Request("newcomer", k), allocation, Random(0))
+    assert chosen is not None, "the request is for no more than what is free"
+    mine = set(chosen)
+    return np.array([sum((g in mine) << i for i, g in enumerate(gpus[h])) for h in topology.hosts])
+
+
+def record_of(job: Job, cluster: DispatchCluster, choice: Ints, topology: Topology) -> JobRecord:
+    """What Crux measures of a job: bytes from host to host, and how it computes."""
+    moved: Counter[tuple[str, str]] = Counter()
+    for flow in job.flows:
+        path = flow.candidates[0]
+        if path[0] in topology.capacity_Bps:
+            src, dst = topology.ends(path[0])[0], topology.ends(path[-1])[1]
+            moved[topology.host_of(src) or "", topology.host_of(dst) or ""] += flow.bytes  # type: ignore[assignment]
+    crossed = {e for flow in job.flows for path in flow.candidates for e in path}
+    own = {e: topology.capacity_Bps.get(e, np.inf) for e in crossed}
+    network = alone(job, {e: min(c, 1e15) for e, c in own.items()})
+    profile = JobProfile(
+        period_s=max(job.compute_s, network.period_s),
+        period_source="both",
+        compute_s=job.compute_s,
+        flops=job.flops,
+        flops_source="counted",
+        gpus=job.gpus,
+        flows=tuple(HostFlow(src, dst, size) for (src, dst), size in moved.items()),
+        bursts=tuple(ProfileBurst(b.at, b.share) for b in job.bursts),
+        t_s=network.t_s if moved else 0.0,
+        t_source="topology",
+        t_measured_s=network.t_s if moved else 0.0,
+        overlap=0.0,
+        exposed_s=0.0,
+        iterations=12,
+        measured_alone=True,
+    )
+    return JobRecord(
+        job=job.name,
+        incarnation="1",
+        hosts=tuple(cluster.names(choice)),
+        gpus=job.gpus,
+        state="running",
+        profile=profile,
+    )
+
+
+def choices(one: Scene, seed: int) -> dict[str, Ints]:
+    """What each rule chooses."""
+    running = plan_inputs(one.records, one.topology)
+    contention = Contention(one.cluster, one.topology, running, one.newcomer)
+    return {
+        "bandwidth alone": strongest(one.cluster, one.free, one.k),
+        "compactness": compact(one.topology, one.free, one.k),
+        "at random": at_random(one.free, one.k, Random(seed)),
+        "contention-aware": contention.best(one.free, one.k)[0].choice,
+    }
+
+
+def judged(one: Scene, choice: Ints, length: Length = JUDGED) -> float:
+    """Share of the time in which the GPUs of all jobs compute, the newcomer's included."""
+    job, own = one.newcomer.job("newcomer", one.cluster, choice, one.topology)
+    capacity_Bps = {**one.topology.capacity_Bps, **one.own_Bps, **own}
+    cluster = Cluster(capacity_Bps, (*one.jobs, job))
+    decision = crux(cluster, SchedulerOptions())
+    played = Rehearsal(cluster, length, seed=JUDGE_SEED)
+    routes = [played.route(i, decision.path[j.name]) for i, j in enumerate(played.jobs)]
+    levels = np.array([[decision.level[j.name] for j in played.jobs]])
+    (busy,) = played.busy_gpus([(routes, levels)])
+    return float(busy[0]) / sum(j.gpus for j in cluster.jobs)

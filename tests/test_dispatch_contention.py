@@ -1,0 +1,161 @@
+"""Choices beside running jobs: what their traffic leaves, and what Crux makes of it."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import msgspec
+import numpy as np
+import pytest
+from control_fakes import profile, record
+
+from crux_torch.control.inputs import plan_inputs
+from crux_torch.control.records import JobRecord
+from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints, count
+from crux_torch.dispatch.contention import Contention
+from crux_torch.dispatch.hosts import host_table
+from crux_torch.dispatch.newcomer import Newcomer, like, star, typical, uplinks_Bps
+from crux_torch.dispatch.order import in_ring_order, ring_of_devices, ring_of_hosts
+from crux_torch.dispatch.running import Running, contention, without_taken
+from crux_torch.dispatch.search import strongest
+from crux_torch.dispatch.table import table_of
+from crux_torch.fabric.builders.clos import two_layer_clos
+from crux_torch.fabric.builders.server import GpuServer
+from crux_torch.measure.job_profile import HostFlow
+
+NEWCOMER = Newcomer(reduced_bytes=1e9, compute_s=0.1)
+
+
+def hosts_of(number: int, rate_Bps: float = 10e9) -> DispatchCluster:
+    tables = [msgspec.structs.replace(host_table("A800"), host=f"h{i}") for i in range(number)]
+    return DispatchCluster(tables, np.full(number, rate_Bps))
+
+
+def job_between(one: str, other: str, size: float = 5e9, name: str = "busy") -> JobRecord:
+    flows = (HostFlow(one, other, size), HostFlow(other, one, size))
+    told = profile(compute_s=0.1, t_s=size / 10e9, t_source="topology", flows=flows)
+    return record(name, hosts=(one, other), profile=told)
+
+
+def four_of_each(number: int) -> Ints:
+    return np.full(number, 0b1111)
+
+
+def test_a_newcomer_keeps_off_links_that_are_busy() -> None:
+    cluster = hosts_of(4)
+    running = plan_inputs([job_between("h0", "h1")], star(cluster))
+    scored = Contention(cluster, star(cluster), running, NEWCOMER)
+    best = scored.best(four_of_each(4), 8)[0]
+    assert set(cluster.names(best.choice)) == {"h2", "h3"}
+    assert (best.alone_Bps, best.now_Bps) == pytest.approx((10e9, 10e9))
+    beside = scored.placement(np.array([0b1111, 0, 0b1111, 0]))
+    assert beside.alone_Bps == pytest.approx(10e9)
+    # The job keeps the link busy all the time. An even share of two is half of it.
+    assert beside.now_Bps == pytest.approx(5e9)
+    assert beside.utilisation < best.utilisation
+
+
+def test_utilisation_is_that_of_gpus_that_compute() -> None:
+    """Alone: 0.1 s of computation, 1e9 · 2 · 7/8 bytes at 10 GB/s from its half on."""
+    cluster = hosts_of(2)
+    scored = Contention(cluster, star(cluster), plan_inputs([], star(cluster)), NEWCOMER)
+    found = scored.placement(four_of_each(2))
+    assert found.utilisation == pytest.approx(0.1 / (0.05 + 0.175), rel=1e-3)
+    # One host: 200 GB/s within it.
+    inside = scored.placement(np.array([0xFF, 0]))
+    assert inside.utilisation == 1.0
+    assert inside.alone_Bps == pytest.approx(200e9)
+
+
+@pytest.mark.slow
+def test_the_best_is_no_worse_than_the_strongest_and_free() -> None:
+    rng = np.random.default_rng(5)
+    topology = two_layer_clos(8, 4, 2, GpuServer(nics=1, pcie_switches=1), oversubscription=2.0)
+    kinds = ("V100", "A6000", "4090")
+    tables = [
+        msgspec.structs.replace(host_table(kinds[i % 3]), host=host)
+        for i, host in enumerate(topology.hosts)
+    ]
+    rates = uplinks_Bps(topology, topology.hosts)
+    cluster = DispatchCluster(tables, np.array([rates[host] for host in topology.hosts]))
+    jobs = [job_between(f"h{i}", f"h{i + 3}", name=f"job{i}") for i in range(3)]
+    scored = Contention(cluster, topology, plan_inputs(jobs, topology), NEWCOMER)
+    free = rng.integers(1, 256, 8)
+    for k in (2, 9, int(count(free))):
+        found = scored.best(free, k)
+        assert all(count(p.choice) == k and not (p.choice & ~free).any() for p in found)
+        by_bandwidth = scored.placement(strongest(cluster, free, k))
+        assert found[0].utilisation >= by_bandwidth.utilisation - 1e-3
+        assert all(p.now_Bps <= p.alone_Bps * (1 + 1e-9) for p in found)
+
+
+def test_a_newcomer_like_a_job_moves_what_that_job_does() -> None:
+    cluster = hosts_of(3)
+    job, _ = NEWCOMER.job("j", cluster, four_of_each(3), star(cluster))
+    between = [f for f in job.flows if not f.candidates[0][0].startswith("within")]
+    assert {f.bytes for f in between} == {1e9 * 2 * 11 / 12}
+    assert len(between) == 3
+    told = profile(
+        gpus=12, flops=12.0, compute_s=0.1, flows=(HostFlow("h0", "h1", between[0].bytes),)
+    )
+    alike = like(record("r", profile=told))
+    assert alike.reduced_bytes == pytest.approx(1e9)
+    assert (alike.compute_s, alike.device_flops) == (0.1, 1.0)
+    assert typical([record("r", profile=told), record("s", profile=None)]) == alike
+    assert typical([record("s", profile=profile(flows=()))]) is None
+    for unfit in (None, profile(flows=())):
+        with pytest.raises(DispatchError, match="job 's'"):
+            like(record("s", profile=unfit))
+
+
+def test_what_runs_decides_who_the_newcomer_is_like_and_what_is_free() -> None:
+    cluster = hosts_of(2)
+    nothing = Running((), None, {})
+    assert contention(cluster, nothing) is None
+    with pytest.raises(DispatchError, match="no job 'gpt' runs; there are none"):
+        contention(cluster, nothing, model="gpt")
+    some = Running((job_between("h0", "h1"),), None, {"h0": {"0": "x", "7": "y"}, "h9": {"1": "z"}})
+    assert contention(cluster, some, model="busy") is not None
+    left = without_taken(cluster, cluster.everything, some)
+    assert left.tolist() == [0b01111110, 0xFF]
+    with pytest.raises(DispatchError, match="host 'h1' has a table, and is not in the topology"):
+        contention(cluster, some, star(hosts_of(1)))
+
+
+def test_a_set_that_was_not_measured_has_no_score() -> None:
+    cluster = DispatchCluster([table_of("h0", "abc", {0b011: 1e9})], np.array([1e9]))
+    scored = Contention(cluster, star(cluster), plan_inputs([], star(cluster)), NEWCOMER)
+    with pytest.raises(DispatchError, match="'h0' was not measured"):
+        scored.placement(np.array([0b111]))
+
+
+def test_uplinks_of_a_topology() -> None:
+    topology = two_layer_clos(4, 2, 2, GpuServer(nics=4, nic_Bps=5e9))
+    assert set(uplinks_Bps(topology, topology.hosts).values()) == {20e9}
+    with pytest.raises(DispatchError, match="host 'x' is not in the topology"):
+        uplinks_Bps(topology, ["x"])
+
+
+def test_ring_neighbours_are_near() -> None:
+    # 0 and 2, 2 and 3, 3 and 1 of a DGX-1 have two NVLinks or so; 0 and 4 have none.
+    v100 = host_table("V100")
+    slowest = {}
+    for order in permutations("0235"):
+        ring = zip(order, (*order[1:], order[0]), strict=True)
+        slowest[order] = min(v100.array[1 << int(a) | 1 << int(b)] for a, b in ring)
+    chosen = tuple(ring_of_devices(v100, list("0235")))
+    assert slowest[chosen] == max(slowest.values())
+    assert ring_of_devices(v100, ["3"]) == ["3"]
+    many = table_of(
+        "h", map(str, range(9)), {1 << a | 1 << b: 1e9 for b in range(9) for a in range(b)}
+    )
+    assert sorted(ring_of_devices(many, list(many.devices))) == sorted(many.devices)
+
+
+def test_ring_neighbours_are_below_one_leaf() -> None:
+    topology = two_layer_clos(4, 2, 2, GpuServer(nics=1, pcie_switches=1))
+    assert ring_of_hosts(["h0", "h2", "h1", "h3"], topology) == ["h0", "h1", "h2", "h3"]
+    assert ring_of_hosts(["h0", "x", "h1"], topology) == ["h0", "x", "h1"]
+    cluster = hosts_of(4)
+    order = in_ring_order(cluster, np.array([1, 0, 1, 3]), topology)
+    assert order == [("h0", "0"), ("h2", "0"), ("h3", "0"), ("h3", "1")]
