@@ -59,6 +59,7 @@ class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     links: list[_LinkEntry]
     addresses: dict[str, tuple[str, ...]] = {}
     device_flops: float = 0.0
+    tables: str = ""
 
 
 class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +70,7 @@ class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] = {}
     addresses: dict[str, tuple[str, ...]] = {}
     device_flops: float = 0.0
+    tables: str = ""
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
@@ -135,6 +137,7 @@ def dump_yaml(topology: Topology) -> str:
     )
     if topology.device_flops:
         file.device_flops = float(topology.device_flops)
+    file.tables = topology.tables
     document = msgspec.to_builtins(file)
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
 
@@ -234,6 +237,7 @@ def _assemble(file: _TopologyFile) -> Topology:
         builder.node(name, switch)
     builder.addresses.update(file.addresses)
     builder.device_flops = file.device_flops
+    builder.tables = file.tables
     for i, entry in enumerate(file.links):
         link = Link(entry.capacity_Bps, entry.delay_s, entry.cost)
         if entry.count < 1:
@@ -268,9 +272,9 @@ def _call_builder(file: _BuilderFile) -> Topology:
         built = build(**parameters)
     except TypeError as error:
         raise TopologyError(f"parameters: {error}") from None
-    if not (file.addresses or file.device_flops):
+    if not (file.addresses or file.device_flops or file.tables):
         return built
-    return Topology(built.nodes, built.edges, file.addresses, file.device_flops)
+    return Topology(built.nodes, built.edges, file.addresses, file.device_flops, file.tables)
 
 
 def _own_name(edge: Edge, names: TopologyBuilder) -> str | None:

@@ -77,6 +77,8 @@ class Topology:
             switch those of all its interfaces. They tell which path a packet took.
         device_flops: FLOP/s of the fastest GPU, an upper bound of what a job may claim for each of
             its GPUs; 0: unknown.
+        tables: the host that keeps the load tables of all links (docs/mlcc.md); empty: each host
+            keeps those of the links that leave it.
 
     Attributes:
         node_at: the node of every address.
@@ -93,10 +95,12 @@ class Topology:
         edges: Sequence[Edge],
         addresses: Mapping[str, Sequence[str]] | None = None,
         device_flops: float = 0.0,
+        tables: str = "",
     ) -> None:
         if not (isfinite(device_flops) and device_flops >= 0):
             raise TopologyError(f"device_flops is {device_flops!r}; expected FLOP/s, 0 or more")
         self.device_flops = device_flops
+        self.tables = tables
         _check_nodes(nodes)
         _check_edges(nodes, edges)
         self.addresses: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -106,6 +110,8 @@ class Topology:
         self.nodes: Mapping[str, Node] = MappingProxyType(dict(nodes))
         self.edges = tuple(edges)
         self.hosts = tuple(name for name, node in nodes.items() if node.kind == "host")
+        if tables and (tables not in self.hosts or not self.addresses.get(tables)):
+            raise TopologyError(f"tables: {tables!r}; expected a host that has addresses")
         self.links: Mapping[str, Link] = MappingProxyType({e.name: e.link for e in edges})
         self.capacity_Bps: Mapping[str, float] = MappingProxyType(
             {e.name: e.link.capacity_Bps for e in edges}
@@ -229,6 +235,7 @@ class TopologyBuilder:
     edges: list[Edge] = field(default_factory=list)
     addresses: dict[str, Sequence[str]] = field(default_factory=dict)
     device_flops: float = 0.0
+    tables: str = ""
     _names: set[str] = field(default_factory=set)
     _next: dict[str, int] = field(default_factory=dict)
 
@@ -265,7 +272,7 @@ class TopologyBuilder:
 
     def build(self) -> Topology:
         """The topology; raises what :class:`Topology` raises."""
-        return Topology(self.nodes, self.edges, self.addresses, self.device_flops)
+        return Topology(self.nodes, self.edges, self.addresses, self.device_flops, self.tables)
 
 
 def check_size(nodes: int, links: int) -> None:

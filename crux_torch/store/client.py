@@ -152,8 +152,13 @@ class _Look:
         self.revision = changes.revision
 
 
-class _Connection:
-    """A connection that has greeted."""
+class Connection:
+    """A connection that has greeted.
+
+    Raises:
+        OSError, EOFError, ValueError: it failed, or the other side is no server of ours.
+        StoreError: the other side is of another release, or asks for another secret.
+    """
 
     def __init__(self, connected: socket.socket, secret: bytes, deadline_s: float) -> None:
         self._frames = FrameSocket(connected)
@@ -184,15 +189,20 @@ class _Connection:
         self.life = welcome.life
         self._opener, self._sealer = handshake.sealer("server"), handshake.sealer("client")
 
-    def ask(self, request: Request, deadline_s: float) -> Answer:
+    def ask(
+        self, request: msgspec.Struct, deadline_s: float, decoder: msgspec.msgpack.Decoder[M]
+    ) -> M:
+        """The answer to ``request``; raises OSError, EOFError or ValueError."""
         self._frames.send(pack(request, self._sealer), deadline_s)
         frame = self._frames.receive(MAX_ANSWER_BYTES, deadline_s)
-        return unpack(frame, answer_decoder, self._opener)
+        return unpack(frame, decoder, self._opener)
 
     def has_ended(self) -> bool:
+        """Whether the other side is known to be gone."""
         return self._frames.has_ended()
 
     def close(self) -> None:
+        """Close it."""
         self._frames.close()
 
 
@@ -222,7 +232,7 @@ class StoreClient:
         self._clock = clock
         self._lock = threading.Lock()
         self._random = random.Random()
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._life = ""
         self._looks: dict[tuple[str, bool], _Look] = {}
         self._failures = 0
@@ -309,9 +319,9 @@ class StoreClient:
             raise self._fail("an answer to another question")
         return answer.count
 
-    def _ask(self, connection: _Connection, request: Request) -> Answer:
+    def _ask(self, connection: Connection, request: Request) -> Answer:
         try:
-            answer = connection.ask(request, time.monotonic() + self._timeout_s)
+            answer = connection.ask(request, time.monotonic() + self._timeout_s, answer_decoder)
         except (OSError, EOFError, ValueError) as error:
             raise self._fail(self._told(error)) from None
         self._failures = 0
@@ -319,7 +329,7 @@ class StoreClient:
             raise StoreError(f"{self._connector.where}: {answer.reason}")
         return answer
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> Connection:
         if self._connection is not None and self._connection.has_ended():
             self._drop()
         if self._connection is not None:
@@ -332,7 +342,7 @@ class StoreClient:
         connected = None
         try:
             connected = self._connector.connect(self._timeout_s)
-            connection = _Connection(connected, self._secret, deadline_s)
+            connection = Connection(connected, self._secret, deadline_s)
         except (OSError, EOFError, ValueError) as error:
             if connected is not None:
                 connected.close()

@@ -18,6 +18,7 @@ from crux_torch.store.frames import (
     Refused,
     Request,
     Swap,
+    request_decoder,
 )
 from crux_torch.store.journal import Journal
 
@@ -65,6 +66,8 @@ class _Key:
 
 class Contents:
     """The store's keys. ``clock`` judges leases: seconds, never back."""
+
+    decoder = request_decoder
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.journal = Journal()

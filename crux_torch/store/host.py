@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import threading
+from collections.abc import Sequence
 from typing import Literal
 
 from crux_torch.errors import StoreError
@@ -41,7 +42,7 @@ BEARABLE_CLIENTS = 1000
 
 
 class StoreHost:
-    """Keeps the store at ``endpoint`` running, if that is an address of this host.
+    """Keeps the server at ``endpoint`` running, if that is an address of this host.
 
     Runs in a daemon thread. Nothing raises after construction.
 
@@ -49,6 +50,7 @@ class StoreHost:
         endpoint, secret: the settings ``store`` and ``store_secret``.
         poll_s: seconds between two looks at the server.
         linger_s: seconds without a client after which a server that this process starts ends.
+        module, arguments: of the server: the store's, or another one that speaks its frames.
 
     Raises:
         SettingsError: ``endpoint`` or ``secret`` can't be used.
@@ -61,7 +63,10 @@ class StoreHost:
         *,
         poll_s: float = POLL_S,
         linger_s: float = LINGER_S,
+        module: str = "crux_torch.store.server",
+        arguments: Sequence[str] = (),
     ) -> None:
+        self._module, self._arguments = module, tuple(arguments)
         self.host, self.port = parse_endpoint(endpoint)
         self._has_secret = bool(read_secret(secret))
         self._secret = os.path.abspath(secret) if secret else ""
@@ -144,7 +149,7 @@ class StoreHost:
                 )
             about = (f"--linger-s={self._linger_s}", f"--secret={self._secret}")
             fd = listener.fileno()
-            self._server = start_child("crux_torch.store.server", *about, fd=fd)
+            self._server = start_child(self._module, *about, *self._arguments, fd=fd)
         self.state = "hosting"
         _log.info("the store at %s:%d is process %d", address, self.port, self._server.pid)
 

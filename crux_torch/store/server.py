@@ -16,6 +16,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,7 +37,6 @@ from crux_torch.store.frames import (
     Sealer,
     Welcome,
     pack,
-    request_decoder,
     unpack,
 )
 from crux_torch.store.secret import read_secret
@@ -70,6 +70,19 @@ MAX_STEP_S = 0.5
 
 _hello = msgspec.msgpack.Decoder(Hello)
 _proof = msgspec.msgpack.Decoder(Proof)
+
+
+class Service(Protocol):
+    """What clients ask: the store's contents, or something else that speaks its frames."""
+
+    #: Of requests, :class:`~crux_torch.store.frames.Count` among them, which the session answers.
+    decoder: msgspec.msgpack.Decoder[Any]
+
+    def answer(self, request: Any, client: Client) -> msgspec.Struct:
+        """Carry out ``request`` for ``client``."""
+
+    def expire(self) -> None:
+        """Drop what has outlived its writer."""
 
 
 class RunningClock:
@@ -198,7 +211,7 @@ class Session(asyncio.Protocol):
 
     def _obey(self, frame: bytes) -> None:
         if self._client is not None:
-            request = unpack(frame, request_decoder, self._opener)
+            request = unpack(frame, self._server.contents.decoder, self._opener)
             if isinstance(request, Count):
                 answer: msgspec.Struct = Done(self._server.clients)
             elif isinstance(request, Clock):
@@ -231,15 +244,20 @@ class Server:
         secret: what clients must know; empty where none is asked for.
         linger_s: seconds without a client after which :meth:`run` returns.
         clock: judges leases, and the time without a client.
+        contents: makes what clients ask, by the clock.
     """
 
     def __init__(
-        self, secret: bytes, linger_s: float = LINGER_S, clock: Callable[[], float] | None = None
+        self,
+        secret: bytes,
+        linger_s: float = LINGER_S,
+        clock: Callable[[], float] | None = None,
+        contents: Callable[[Callable[[], float]], Service] = Contents,
     ) -> None:
         self.secret = secret
         self.life = secrets.token_hex(8)
         self._clock = clock or RunningClock()
-        self.contents = Contents(self._clock)
+        self.contents = contents(self._clock)
         self.unfinished_bytes = 0
         self.stuck: set[Session] = set()
         self._linger_s = linger_s
@@ -319,16 +337,22 @@ class Server:
                 each.abort()
 
 
-def main() -> None:
-    """The command of the module."""
-    parser = argparse.ArgumentParser(prog="crux-store")
+def arguments(name: str) -> argparse.ArgumentParser:
+    """The command line of a process that serves: ``--fd N [--secret FILE] [--linger-s S]``."""
+    parser = argparse.ArgumentParser(prog=name)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--secret", default="")
     parser.add_argument("--linger-s", type=float, default=LINGER_S)
-    args = parser.parse_args()
-    server = Server(read_secret(args.secret), args.linger_s)
+    return parser
+
+
+def serve(
+    args: argparse.Namespace, contents: Callable[[Callable[[], float]], Service] = Contents
+) -> None:
+    """Serve as the command line says, until there was no client for a while."""
+    server = Server(read_secret(args.secret), args.linger_s, contents=contents)
     asyncio.run(server.run(socket.socket(fileno=args.fd)))
 
 
 if __name__ == "__main__":
-    main()
+    serve(arguments("crux-store").parse_args())

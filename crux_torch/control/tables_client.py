@@ -1,0 +1,113 @@
+"""A host's connection to the service of the load tables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from crux_torch.control.tables_frames import (
+    Answer,
+    Feedback,
+    FetchFeedback,
+    Request,
+    UpdateSchedule,
+    answer_decoder,
+)
+from crux_torch.errors import StoreError
+from crux_torch.store.client import Connection, TcpConnector
+from crux_torch.store.frames import Done, Refused
+
+#: Seconds that one exchange may take, connecting included, and from a failure to the next attempt.
+TIMEOUT_S = 0.2
+RETRY_S = 1.0
+
+A = TypeVar("A", bound=Answer)
+
+
+class TablesClient:
+    """Asks the service at ``host:port``; not safe for use by several threads.
+
+    Args:
+        secret: of the store, which the service shares.
+        clock: paces the attempts to connect again.
+
+    Every call raises StoreError where there is no answer in time.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes = b"",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connector = TcpConnector(host, port)
+        self._where = f"load tables at {host}:{port}"
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._retry_at_s = float("-inf")
+
+    def fetch_feedback(self, flow: str, links: Mapping[str, float]) -> Feedback:
+        """How loaded the path of ``flow`` is.
+
+        Args:
+            links: capacity of each link, in bytes per second.
+        """
+        answer = self._ask(FetchFeedback(flow, dict(links)), Feedback)
+        if len(answer.loads_Bps) != len(links) or not all(answer.loads_Bps):
+            raise self._failed("an answer about another path")
+        return answer
+
+    def update_schedule(
+        self,
+        flow: str,
+        links: Mapping[str, float],
+        slot: int,
+        rates_Bps: Sequence[float],
+        sent: float,
+        counters: Mapping[str, float],
+    ) -> bool:
+        """Whether these rates are booked; see :class:`UpdateSchedule`."""
+        request = UpdateSchedule(flow, dict(links), slot, tuple(rates_Bps), sent, dict(counters))
+        return self._ask(request, Done).count > 0
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, request: Request, kind: type[A]) -> A:
+        deadline_s = time.monotonic() + self._timeout_s
+        if self._connection is None and self._clock() < self._retry_at_s:
+            raise StoreError(f"{self._where}: another attempt is not due yet")
+        try:
+            if self._connection is None:
+                connected = self._connector.connect(self._timeout_s)
+                try:
+                    self._connection = Connection(connected, self._secret, deadline_s)
+                except BaseException:
+                    connected.close()
+                    raise
+            answer = self._connection.ask(request, deadline_s, answer_decoder)
+        except StoreError as error:
+            raise self._failed(str(error)) from None
+        except TimeoutError:
+            raise self._failed(f"no answer within {self._timeout_s} s") from None
+        except (OSError, EOFError, ValueError) as error:
+            raise self._failed(str(error)) from None
+        if isinstance(answer, Refused):
+            raise StoreError(f"{self._where}: {answer.reason}")
+        if not isinstance(answer, kind):
+            raise self._failed("an answer to another question")
+        return answer
+
+    def _failed(self, reason: str) -> StoreError:
+        self.close()
+        self._retry_at_s = self._clock() + RETRY_S
+        return StoreError(f"{self._where}: {reason}")
