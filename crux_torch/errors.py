@@ -13,3 +13,7 @@ class SettingsError(CruxError, ValueError):
 
 class StoreError(CruxError, ConnectionError):
     """The shared store can't be reached or refused an operation; Crux goes on without it."""
+
+
+class StoreForbidden(StoreError):
+    """The shared store's roles do not let this user write that key; reading goes on."""

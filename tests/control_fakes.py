@@ -132,7 +132,12 @@ def record(job: str, incarnation: str = "i0", **changes: Any) -> JobRecord:
 
 
 def by_name(
-    records: Sequence[JobRecord], _topology: Topology | None, /, *, policy: str = ""
+    records: Sequence[JobRecord],
+    _topology: Topology | None,
+    /,
+    *,
+    policy: str = "",
+    weights: object = None,
 ) -> tuple[PlanEntry, ...]:
     """A planner that needs no scheduler: levels in the order of the names."""
     named = sorted((r for r in records if r.profile is not None), key=lambda r: r.job)

@@ -190,7 +190,7 @@ def test_in_a_cluster_too_large_to_compute_levels_and_names_are_checked(
     computed: list[int] = []
 
     def counted(
-        records: Sequence[JobRecord], topology: Topology | None, *, policy: str
+        records: Sequence[JobRecord], topology: Topology | None, **_: object
     ) -> tuple[PlanEntry, ...]:
         computed.append(len(records))
         return by_name(records, topology)

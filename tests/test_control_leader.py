@@ -255,7 +255,7 @@ def test_leaders_that_see_different_jobs_do_not_swap_plans_for_ever(clock: FakeC
 def test_a_planner_that_fails_costs_only_its_own_plan(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(_records: object, _topology: object, *, policy: str) -> Any:
+    def broken(*_: object, **__: object) -> Any:
         raise ZeroDivisionError("injected")
 
     store = MemoryStore(clock)
@@ -275,7 +275,7 @@ def test_a_plan_over_the_limit_goes_without_paths_and_says_so_once(
     paths = tuple(PlannedPath("s" * 250, "d" * 250, ()) for _ in range(4096))
 
     def large(
-        records: Sequence[JobRecord], topology: Topology | None, *, policy: str
+        records: Sequence[JobRecord], topology: Topology | None, **_: object
     ) -> tuple[PlanEntry, ...]:
         return tuple(msgspec.structs.replace(e, paths=paths) for e in by_name(records, topology))
 

@@ -20,6 +20,7 @@ from crux_torch.control.leader import Leader
 from crux_torch.control.planner import compute_entries
 from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
+from crux_torch.errors import StoreForbidden
 from crux_torch.measure.sample import GroupRow, RankSample, TrafficRow
 from crux_torch.runtime.lead import (
     GRACE_S,
@@ -30,6 +31,7 @@ from crux_torch.runtime.lead import (
 )
 from crux_torch.runtime.order import SCHEMA_VERSION, Order, answer
 from crux_torch.settings import Settings
+from crux_torch.store.shared_store import MAX_LEASE_S
 
 SETTINGS = Settings(profile_s=3.0, lease_s=2.0, plan_valid_s=6.0)
 WORLD = 2
@@ -196,6 +198,20 @@ def test_a_store_that_is_away_delays_the_measurement_but_does_not_prevent_it(sto
     run(clock, 10.0, job)
     assert job.told.level == 0
     assert len(caplog.records) == 1
+
+
+def test_a_job_whose_role_may_not_take_the_slot_is_measured_without_it(clock):
+    class Forbidding(MemoryStore):
+        def put(self, key, value, lease_s=MAX_LEASE_S):
+            if "/waiting/" in key:
+                raise StoreForbidden("permission_denied")
+            super().put(key, value, lease_s)
+
+    job = Job("a", clock, Forbidding(clock))
+    run(clock, WITHOUT_STORE_S + 2.0, job)
+    assert job.phases[-1] == "running"
+    assert not job.conductor.profile.measured_alone
+    assert job.leader.store_state == "ok"
 
 
 def test_without_a_shared_store_a_job_is_measured_and_keeps_the_default_class(clock):

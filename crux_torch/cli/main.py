@@ -14,6 +14,7 @@ import click
 #: Every subcommand: where it is (``module:attribute``), and its line in ``crux --help``.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "status": ("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
+    "cluster": ("crux_torch.cli.cluster:group", "Operate a cluster: drain, weigh, pin, audit."),
     "doctor": ("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
     "host": ("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
     "probe": ("crux_torch.cli.probe:probe_command", "Find which source port takes which path."),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 
@@ -11,9 +14,44 @@ from crux_torch.report.cluster_status import as_json_text, read_status, render
 from crux_torch.settings import Settings
 
 
+def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command about one cluster: ``store``, ``cluster`` and ``as_json``."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER]."),
+        click.option("--store", help="tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."),
+    ):
+        command = option(command)
+    return command
+
+
+def settings_of(store: str | None, cluster: str | None) -> Settings:
+    """The settings of the environment, with those that the command line gives instead."""
+    given = {"CRUX_STORE": store, "CRUX_CLUSTER": cluster}
+    try:
+        settings = Settings.from_env({**os.environ, **{k: v for k, v in given.items() if v}})
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from None
+    if settings.store == "none":
+        raise click.UsageError("CRUX_STORE=none: there is no store to read; give --store")
+    return settings
+
+
+@contextlib.contextmanager
+def store_errors(
+    what: str,
+    remedy: str = "The first cruxrun on the store's host starts the store; from another host its "
+    "port must be open",
+) -> Iterator[None]:
+    """Says what can't be done where the store fails, and what helps."""
+    try:
+        yield
+    except CruxError as error:
+        raise click.ClickException(f"can't {what}: {error}. {remedy}") from None
+
+
 @click.command()
-@click.option("--store", help="tcp://HOST:PORT of the store [default: CRUX_STORE].")
-@click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER].")
+@of_a_cluster
 @click.option(
     "--settle",
     "settle_s",
@@ -23,23 +61,11 @@ from crux_torch.settings import Settings
     help="Read the store a second time after SECONDS and show what is still alive: jobs that "
     "crashed disappear when their lease ends, and the title says whether the plan was renewed.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(store: str | None, cluster: str | None, settle_s: float, as_json: bool) -> None:
     """Show the cluster's jobs and the plan in force, as the store has them."""
-    given = {"CRUX_STORE": store, "CRUX_CLUSTER": cluster}
-    try:
-        settings = Settings.from_env({**os.environ, **{k: v for k, v in given.items() if v}})
-    except SettingsError as error:
-        raise click.UsageError(str(error)) from None
-    if settings.store == "none":
-        raise click.UsageError("CRUX_STORE=none: there is no store to read; give --store")
-    try:
+    settings = settings_of(store, cluster)
+    with store_errors("read the cluster's state"):
         found = read_status(settings.store, settings.store_secret, settings.cluster, settle_s)
-    except CruxError as error:
-        raise click.ClickException(
-            f"can't read the cluster's state: {error}. The first cruxrun on the store's host "
-            "starts the store; from another host its port must be open"
-        ) from None
     if as_json:
         click.echo(as_json_text(found))
     else:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from crux_torch.control.records import JobRecord
 from crux_torch.fabric.topology import CANDIDATE_LIMIT, Topology
@@ -38,7 +39,10 @@ MAX_HOST_DEVICES = 256
 
 
 def plan_inputs(
-    records: Sequence[JobRecord], topology: Topology | None, limit: int = CANDIDATE_LIMIT
+    records: Sequence[JobRecord],
+    topology: Topology | None,
+    limit: int = CANDIDATE_LIMIT,
+    weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Cluster:
     """The profiled jobs, and the capacities of the links that they share.
 
@@ -58,6 +62,7 @@ def plan_inputs(
     Args:
         records: live, in any order, no two of one name.
         limit: of the candidates of a pair, see :func:`candidate_limit`.
+        weights: of jobs other than 1: W_j, as bounded, is multiplied by it.
     """
     known = frozenset(topology.hosts if topology is not None else ())
     capacity_Bps = dict(topology.capacity_Bps) if topology is not None else {}
@@ -85,7 +90,7 @@ def plan_inputs(
         job = Job(
             name=record.job,
             gpus=claimed_devices(record, topology),
-            flops=claimed_flops(record, profile, topology),
+            flops=claimed_flops(record, profile, topology) * weights.get(record.job, 1.0),
             compute_s=profile.compute_s,
             flows=flows,
             bursts=_bursts(profile),

@@ -9,19 +9,21 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from crux_torch.control.adopted_plan import AdoptedPlan
+from crux_torch.control.audit import Basis, of_plan
 from crux_torch.control.beside import Beside
 from crux_torch.control.inputs import overclaims
+from crux_torch.control.operator import ComputeEntries, OperatorSettings, operated
 from crux_torch.control.planner import within
 from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
-from crux_torch.control.registry import PlanState, Registry, StoredPlan
+from crux_torch.control.registry import PlanState, Registry, StoredPlan, View
 from crux_torch.control.snapshot import Snapshot
 from crux_torch.control.topology_reader import TopologyReader
-from crux_torch.errors import StoreError
+from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.fabric.topology import Topology
 from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
 from crux_torch.warn_once import WarnOnce, one_line
@@ -33,18 +35,12 @@ _log = logging.getLogger(__name__)
 LeaderState = Literal["waiting", "planned", "offline", "superseded", "closed"]
 
 
-class ComputeEntries(Protocol):
-    """Entries from live records and the topology; pure, and equal on all leaders."""
-
-    def __call__(
-        self, records: Sequence[JobRecord], topology: Topology | None, /, *, policy: str
-    ) -> Sequence[PlanEntry]: ...
-
-
 #: Longest time for which a leader bears with a plan that its own snapshot contradicts.
 MAX_PATIENCE_S = 60.0
 #: Seconds without the store before a warning: its next host takes a moment.
 PATIENCE_S = 3.0
+#: Seconds for which a leader whose role may not write plans leaves them to the others.
+FORBIDDEN_S = 60.0
 #: Bytes of a stored plan beside its entries.
 MAX_HEAD_BYTES = 4096
 #: Jobs and flows up to which each leader computes what it adopts.
@@ -98,6 +94,12 @@ class Leader:
         self._published = published
         self._topology_is_there = published is None
         self._renew_topology_at_s = float("inf")
+        #: The operator's settings as they were seen last, and when they are due to be written.
+        self._operator: bytes | None = None
+        self._operator_lost = False
+        self._keep_operator_at_s = float("inf")
+        #: What the plan that this leader followed last follows from.
+        self._basis: Basis | None = None
         self._policy = policy
         self._levels = frozenset(levels)
         self._lease_s = lease_s
@@ -113,6 +115,7 @@ class Leader:
         self._store_error: str | None = None
         self._away_since_s = float("-inf")
         self._settled_at_s = float("-inf")
+        self._forbidden_until_s = float("-inf")
         self._closed = False
         self._superseded = False
 
@@ -186,8 +189,8 @@ class Leader:
             if now >= self._look_at_s:
                 self._look_at_s = now + self._poll_s
                 state = self._look(now)
-                if not self._superseded:
-                    self._agree(state, now)
+                if not self._superseded and now >= self._forbidden_until_s:
+                    self._agree_as_allowed(state, now)
                 if self._store_error is not None:
                     self._store_error = None
                     # The others' back-off lets them return later: until then the snapshot is not
@@ -246,7 +249,8 @@ class Leader:
 
     def _look(self, now: float) -> PlanState:
         view = self._registry.look()
-        if self._snapshot.update(view.jobs, view.topology, now):
+        self._keep_operator(view, now)
+        if self._snapshot.update(view.jobs, view.topology, view.operator, now):
             self._patience_s = self._lease_s
             self._say_overclaims()
         self._find_self(now)
@@ -256,6 +260,23 @@ class Leader:
             if not self._adopted.knows(state) and self._follows(state):
                 self._adopted.confirm(state.stored.plan, state.raw)
         return state
+
+    def _keep_operator(self, view: View, now: float) -> None:
+        """Keep the operator's settings in a store that forgets. A tenant's role may not."""
+        if view.operator.revision and view.operator_raw != self._operator:
+            self._operator = view.operator_raw
+            self._keep_operator_at_s = now + MAX_LEASE_S / 3
+        if self._operator is None:
+            return
+        lost, before = view.operator_raw is None, self._operator_lost
+        self._operator_lost = lost
+        if now < self._keep_operator_at_s and (before or not lost):
+            return
+        self._keep_operator_at_s = now + (self._lease_s if lost else MAX_LEASE_S / 3)
+        try:
+            self._registry.keep_operator(self._operator)
+        except StoreError as error:
+            _log.debug("the operator's settings were not written again: %s", error)
 
     def _say_overclaims(self) -> None:
         """Say which claims count for less; as a warning only of this job's own."""
@@ -336,6 +357,13 @@ class Leader:
             )
         self._superseded = superseded
 
+    def _agree_as_allowed(self, state: PlanState, now: float) -> None:
+        try:
+            self._agree(state, now)
+        except StoreForbidden as error:
+            _log.info("this job follows plans that others write: %s", error)
+            self._forbidden_until_s = now + FORBIDDEN_S
+
     def _agree(self, state: PlanState, now: float) -> None:
         """Renew, restore or replace the stored plan, or leave it."""
         snapshot, adopted = self._snapshot, self._adopted
@@ -347,6 +375,7 @@ class Leader:
         if stored is not None and fits and adopted.is_this(stored.plan):
             self._disagreed_since_s = None
             snapshot.was_planned()
+            self._basis = Basis(snapshot.jobs, snapshot.topology, snapshot.operator)
             if stored.plan.policy != self._policy:
                 self._warn(
                     "policy",
@@ -378,7 +407,15 @@ class Leader:
             policy=self._policy,
             entries=entries,
         )
-        self._swap(state, plan, 0, now)
+        if self._swap(state, plan, 0, now):
+            self._append_audit(stored.plan if stored is not None else None, plan)
+
+    def _append_audit(self, before: Plan | None, plan: Plan) -> None:
+        now = Basis(self._snapshot.jobs, self._snapshot.topology, self._snapshot.operator)
+        try:
+            self._registry.append_audit(of_plan(before, plan, self._basis, now))
+        except StoreError as error:
+            _log.debug("plan %d is not in the audit log: %s", plan.epoch, error)
 
     def _out_of_patience(self, now: float, patience_s: float) -> bool:
         """Whether the stored plan, which does not fit this leader's snapshot, may be replaced.
@@ -408,16 +445,24 @@ class Leader:
         """
         snapshot = self._snapshot
         jobs, raw = snapshot.jobs_of(fingerprint) or (), snapshot.topology
+        operator = snapshot.operator
         found: tuple[bool, tuple[PlanEntry, ...] | None] = self._beside.ask(
-            (fingerprint, policy), lambda: self._plan_of(jobs, raw, policy)
+            (fingerprint, policy), lambda: self._plan_of(jobs, raw, operator, policy)
         )
         return found
 
     def _plan_of(
-        self, jobs: Sequence[JobRecord], raw: bytes | None, policy: str
+        self, jobs: Sequence[JobRecord], raw: bytes | None, operator: OperatorSettings, policy: str
     ) -> tuple[PlanEntry, ...] | None:
         try:
-            computed = self._compute(jobs, self._topologies.read(raw), policy=policy)
+            computed = operated(
+                self._compute,
+                jobs,
+                self._topologies.read(raw),
+                policy=policy,
+                levels=self._levels,
+                settings=operator,
+            )
             entries, without, left_out = within(computed, MAX_RECORD_BYTES - MAX_HEAD_BYTES)
         except Exception as error:
             self._warn("compute", f"no plan could be computed: {type(error).__name__}: {error}")
@@ -431,9 +476,10 @@ class Leader:
             )
         return entries
 
-    def _swap(self, before: PlanState, plan: Plan, renewal: int, now: float) -> None:
+    def _swap(self, before: PlanState, plan: Plan, renewal: int, now: float) -> bool:
         raw = self._registry.swap_plan(before, StoredPlan(renewal=renewal, plan=plan))
         self._wrote(plan, raw, now)
+        return raw is not None
 
     def _wrote(self, plan: Plan, raw: bytes | None, now: float) -> None:
         """``plan`` lies in the store as ``raw``; None: another leader was first."""

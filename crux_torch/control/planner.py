@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 
 import msgspec
 
@@ -33,6 +34,7 @@ def compute_entries(
     policy: str,
     levels: Sequence[int],
     max_slowdown: float = 3.0,
+    weights: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job, in the order of the names.
 
@@ -43,6 +45,7 @@ def compute_entries(
         policy: the scheduler, a key of ``LIVE``.
         levels: that may be assigned, ascending.
         max_slowdown: what the policy crux keeps to, see ``SchedulerOptions``.
+        weights: see :func:`plan_inputs`.
 
     Raises:
         SettingsError: an unknown policy, or no level.
@@ -50,7 +53,7 @@ def compute_entries(
     """
     check_policy(policy, levels)
     limit = candidate_limit(records)
-    cluster = plan_inputs(records, topology, limit)
+    cluster = plan_inputs(records, topology, limit, weights)
     if not cluster.jobs:
         return ()
     options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
@@ -115,12 +118,13 @@ def within(
     return tuple(e for e in kept if e.job not in left_out), len(without), len(left_out)
 
 
-def fingerprint(records: Sequence[JobRecord], topology: bytes | None) -> str:
+def fingerprint(records: Sequence[JobRecord], topology: bytes | None, operator: bytes = b"") -> str:
     """Hash of all that a plan follows from and that is the same for all leaders.
 
     That is each profiled job's name, incarnation, hosts, devices, and the fields of its profile
-    that :func:`plan_inputs` reads, and the bytes of the topology. A field that only a newer release
-    knows is not part of it, nor are a leader's own settings (policy, levels; docs/agreement.md).
+    that :func:`plan_inputs` reads, the bytes of the topology, and ``OperatorSettings.effect``. A
+    field that only a newer release knows is not part of it, nor are a leader's own settings
+    (policy, levels; docs/agreement.md).
     """
     snapshot = [
         [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, _READ(r.profile)]
@@ -130,6 +134,7 @@ def fingerprint(records: Sequence[JobRecord], topology: bytes | None) -> str:
     canonical = msgspec.json.encode(snapshot, order="deterministic")
     digest = hashlib.sha256(canonical)
     digest.update(b"-" if topology is None else b"+" + topology)
+    digest.update(operator and b"#" + operator)
     return digest.hexdigest()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
+from crux_torch.control.audit import AuditEntry
+from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.records import (
     MAX_JOBS,
     MAX_RECORD_BYTES,
@@ -17,7 +19,7 @@ from crux_torch.control.records import (
     Plan,
     RecordError,
 )
-from crux_torch.store.shared_store import SharedStore
+from crux_torch.store.shared_store import AUDIT, OPERATOR, SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -69,11 +71,15 @@ class View:
     Attributes:
         jobs: the live, valid records, in the order of their names.
         topology: as it was published, not validated; None if there is none.
+        operator: the operator's settings; the defaults if there are none that can be used.
+        operator_raw: their bytes, which a swap must expect; None if there are none.
     """
 
     jobs: tuple[JobRecord, ...]
     topology: bytes | None
     plan: PlanState
+    operator: OperatorSettings = field(default_factory=OperatorSettings)
+    operator_raw: bytes | None = None
 
 
 def decode(kind: type[R], raw: bytes, where: str) -> R:
@@ -111,6 +117,8 @@ class Registry:
         self.prefix = f"crux/{quote(cluster, safe='')}/"
         self.plan_key = self.prefix + "plan"
         self.topology_key = self.prefix + "topology"
+        self.operator_key = self.prefix + OPERATOR
+        self.audit_prefix = f"{AUDIT}{quote(cluster, safe='')}/"
         self._warn = WarnOnce(_log)
         self._found: dict[str, bytes] = {}
         self._records: dict[str, tuple[bytes, JobRecord | None]] = {}
@@ -159,8 +167,11 @@ class Registry:
             jobs = tuple(sorted(known, key=lambda record: record.job))
         if found.get(self.plan_key) != plan.raw:
             plan = self._plan(found.get(self.plan_key))
+        operator, raw = self._view.operator, found.get(self.operator_key)
+        if raw != self._view.operator_raw:
+            operator = self._operator(raw)
         self._found = found
-        self._view = View(jobs, found.get(self.topology_key), plan)
+        self._view = View(jobs, found.get(self.topology_key), plan, operator, raw)
         return self._view
 
     def swap_plan(self, before: PlanState, after: StoredPlan) -> bytes | None:
@@ -172,6 +183,42 @@ class Registry:
         renewed = msgspec.json.decode(before.raw or b"", type=_Renewed)
         renewed.renewal = (renewed.renewal + 1) % (1 << 62)
         return self._swap(before, msgspec.json.encode(renewed))
+
+    def swap_operator(self, before: bytes | None, after: OperatorSettings) -> bool:
+        """Write ``after`` in place of ``before``; return False if another was first."""
+        raw = msgspec.json.encode(after)
+        return self.store.compare_and_swap(self.operator_key, before, raw)
+
+    def keep_operator(self, raw: bytes) -> None:
+        """Write the operator's settings again: before their lease ends, or after a loss."""
+        for before in (raw, None):
+            if self.store.compare_and_swap(self.operator_key, before, raw):
+                return
+
+    def append_audit(self, entry: AuditEntry) -> None:
+        """Write ``entry`` over the oldest one of its kind."""
+        self.store.put(self.audit_prefix + entry.slot, msgspec.json.encode(entry))
+
+    def audit(self) -> tuple[AuditEntry, ...]:
+        """The audit log, the oldest entry first."""
+        found = []
+        for key, raw in self.store.list(self.audit_prefix).items():
+            try:
+                found.append(decode(AuditEntry, raw, key))
+            except RecordError as error:
+                self._warn(key, f"ignoring an entry of the audit log: {error}")
+        return tuple(sorted(found, key=lambda entry: (entry.at_s, entry.after)))
+
+    def _operator(self, raw: bytes | None) -> OperatorSettings:
+        if raw is None:
+            return OperatorSettings()
+        try:
+            found = decode(OperatorSettings, raw, self.operator_key)
+        except RecordError as error:
+            self._warn(self.operator_key, f"ignoring the operator's settings: {error}")
+            return OperatorSettings()
+        self._warn.forget(self.operator_key)
+        return found
 
     def _record(self, key: str, raw: bytes) -> JobRecord | None:
         before = self._records.get(key)

@@ -75,6 +75,8 @@ class ProfilingSlot:
         self._held: bytes | None = None
         self._until_s = float("-inf")
         self._warn = WarnOnce(_log)
+        #: Whether the store did not let this job try the last time.
+        self.refused = False
 
     @property
     def held(self) -> bool:
@@ -91,9 +93,12 @@ class ProfilingSlot:
             return True
         self._held = None
         try:
-            return self._try()
+            taken = self._try()
         except StoreError:
+            self.refused = True
             return self.held
+        self.refused = False
+        return taken
 
     def release(self) -> None:
         """Free the slot, or leave the line. If the store is away, the leases end both later."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.planner import fingerprint
 from crux_torch.control.records import JobRecord
 
@@ -16,9 +17,9 @@ MAX_RECENT_S = 5.0
 
 
 class Snapshot:
-    """The live job records and the topology's bytes at one leader's last look.
+    """The job records, the topology's bytes and the operator's settings at one leader's last look.
 
-    ``fingerprint`` is of both, and ``since_s`` tells when they last changed.
+    ``fingerprint`` is of all three, and ``since_s`` tells when they last changed.
     """
 
     def __init__(self) -> None:
@@ -26,18 +27,26 @@ class Snapshot:
         self._recent: dict[str, tuple[tuple[JobRecord, ...], float]] = {}
         self.jobs: tuple[JobRecord, ...] = ()
         self.topology: bytes | None = None
+        self.operator = OperatorSettings()
         self.fingerprint = ""
         self.since_s = float("-inf")
         self._unplanned_since_s = float("inf")
 
-    def update(self, jobs: tuple[JobRecord, ...], topology: bytes | None, now: float) -> bool:
+    def update(
+        self,
+        jobs: tuple[JobRecord, ...],
+        topology: bytes | None,
+        operator: OperatorSettings,
+        now: float,
+    ) -> bool:
         """Take in what was read at ``now``; return whether anything has changed."""
         current = self.fingerprint
-        if jobs is not self.jobs or topology != self.topology or not current:
-            if topology != self.topology:
+        same = topology == self.topology and operator == self.operator
+        if jobs is not self.jobs or not same or not current:
+            if not same:
                 self._recent.clear()
-            self.jobs, self.topology = jobs, topology
-            current = fingerprint(jobs, topology)
+            self.jobs, self.topology, self.operator = jobs, topology, operator
+            current = fingerprint(jobs, topology, operator.effect)
         self._recent.pop(current, None)
         recent = [(key, seen) for key, seen in self._recent.items() if now - seen[1] < MAX_RECENT_S]
         self._recent = {**dict(recent[1 - MAX_RECENT :]), current: (jobs, now)}

@@ -1,9 +1,10 @@
-"""The state of a cluster, read once from its store: for ``crux status``."""
+"""The state of a cluster, read once from its store: ``crux status``, ``crux cluster``."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from crux_torch.control.operator import OperatorSettings
     from crux_torch.control.records import JobRecord, PathCounts, Plan
 
 TIMEOUT_S = 2.0
 HOSTS_SHOWN = 2
 #: Columns of text; the others are numbers.
-TEXT = ("job", "hosts", "state")
+TEXT = ("job", "hosts", "state", "operator")
 #: Width of a table that is not printed to a terminal, so that nothing is cut off.
 PIPE_WIDTH = 200
 #: Larger values stand for infinity.
@@ -33,6 +35,7 @@ class ClusterStatus:
     Attributes:
         plan: the plan in the store; None if there is none, or none that can be used.
         plan_renewed: whether the plan was renewed between two looks; None after a single look.
+        operator: the operator's settings.
     """
 
     store: str
@@ -40,6 +43,7 @@ class ClusterStatus:
     jobs: tuple[JobRecord, ...]
     plan: Plan | None
     plan_renewed: bool | None
+    operator: OperatorSettings
 
 
 def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0) -> ClusterStatus:
@@ -66,7 +70,8 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
             view = registry.look()
         plan = view.plan.stored
         renewed = plan is not None and before.plan.stored != plan if settle_s else None
-        return ClusterStatus(endpoint, cluster, view.jobs, plan.plan if plan else None, renewed)
+        found = plan.plan if plan else None
+        return ClusterStatus(endpoint, cluster, view.jobs, found, renewed, view.operator)
     finally:
         store.close()
 
@@ -76,16 +81,22 @@ def as_json_text(status: ClusterStatus) -> str:
     return json.dumps(msgspec.to_builtins(status), indent=2)
 
 
-def render(status: ClusterStatus) -> None:
-    """Print ``status`` as a table, one row a job."""
+def render(status: ClusterStatus, columns: Sequence[str] = ()) -> None:
+    """Print ``status`` as a table, one row a job; of these ``columns``, or of all."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
     console.print(Text(f"cluster {_safe(status.cluster)} at {status.store}: {_plan_line(status)}"))
+    if status.operator.disabled:
+        console.print("disabled by the operator: all jobs keep the network's defaults")
     if not status.jobs:
         console.print("no jobs")
         return
-    rows = [_row(job, status.plan) for job in status.jobs]
+    rows = [_row(job, status.plan, status.operator) for job in status.jobs]
+    if not any(row["operator"] for row in rows):
+        rows = [{k: v for k, v in row.items() if k != "operator"} for row in rows]
+    if columns:
+        rows = [{k: v for k, v in row.items() if k in columns} for row in rows]
     table = Table(pad_edge=False)
     for heading in rows[0]:
         overflow: OverflowMethod = "fold" if heading in ("job", "hosts") else "ellipsis"
@@ -107,7 +118,7 @@ def _plan_line(status: ClusterStatus) -> str:
     )
 
 
-def _row(job: JobRecord, plan: Plan | None) -> dict[str, str]:
+def _row(job: JobRecord, plan: Plan | None, operator: OperatorSettings) -> dict[str, str]:
     """One job's cells by heading; MFU is the share of their peak that its devices achieve."""
     profile = job.profile
     entry = plan.entry(job.job) if plan else None
@@ -131,6 +142,7 @@ def _row(job: JobRecord, plan: Plan | None) -> dict[str, str]:
         "paths": _paths(job.paths),
         "grid s": f"{entry.grid.period_s:.4g}" if entry and entry.grid else "",
         "late/min": _count(job.corrections_per_minute),
+        "operator": operator.about(job.job),
     }
 
 

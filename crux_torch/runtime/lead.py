@@ -254,7 +254,7 @@ class Conductor:
             if self._slot.acquire_step():
                 self._alone = True
                 return True
-        store_is_away = self.leader.store_state != "ok"
+        store_is_away = self._slot.refused or self.leader.store_state != "ok"
         return store_is_away and now - self._since_s >= WITHOUT_STORE_S
 
     def _measure(self, collect: Collect) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from crux_torch.errors import StoreError
+from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.store.frame_socket import FrameSocket
 from crux_torch.store.frames import (
     MAX_ANSWER_BYTES,
@@ -49,6 +49,9 @@ from crux_torch.store.frames import (
 from crux_torch.store.shared_store import MAX_LEASE_S, check_write
 
 M = TypeVar("M")
+
+#: How the reason begins with which an etcd refuses what a role does not allow.
+FORBIDDEN = "permission_denied"
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
@@ -326,7 +329,8 @@ class StoreClient:
             raise self._fail(self._told(error)) from None
         self._failures = 0
         if isinstance(answer, Refused):
-            raise StoreError(f"{self._connector.where}: {answer.reason}")
+            kind = StoreForbidden if answer.reason.startswith(FORBIDDEN) else StoreError
+            raise kind(f"{self._connector.where}: {answer.reason}")
         return answer
 
     def _connected(self) -> Connection:

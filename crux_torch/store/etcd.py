@@ -36,7 +36,7 @@ from crux_torch.store.frames import (
     Swap,
 )
 from crux_torch.store.journal import Journal
-from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_VALUE_BYTES, is_kept
 
 #: Seconds that one request to an etcd may take, and all of one answer.
 CALL_S = 1.0
@@ -184,7 +184,7 @@ class EtcdContents:
         with self._changed:
             same = kept and self._mirror.get(key) == request.value
             same = same and self._leased.get(key) == lease
-        if same and isinstance(request, Put):
+        if same and (isinstance(request, Put) or is_kept(key)):
             return Done(1)
         put = etcdrpc.PutRequest(key=name, value=request.value, lease=lease)
         done = session.kv.Txn(
@@ -197,7 +197,9 @@ class EtcdContents:
         return Done(int(done.succeeded))
 
     def _lease(self, session: _Session, key: str, lease_s: float) -> tuple[int, bool]:
-        """A lease for ``key`` from now on, and whether it is the one that it had."""
+        """A lease for ``key`` from now on (0: none), and whether it is the one that it had."""
+        if is_kept(key):
+            return 0, True
         metadata = session.metadata
         known = self._leases.get(key)
         if known is not None and known[1] == lease_s:
@@ -258,7 +260,7 @@ class EtcdContents:
             revision = revision or page.header.revision
             for kv in page.kvs:
                 key = self._key(kv)
-                if key is not None:
+                if key is not None and _counts(key, kv):
                     seen[key] = kv.value, kv.lease
             if not page.more:
                 break
@@ -315,7 +317,7 @@ class EtcdContents:
                 # revision come together.
                 if key is None or kv.mod_revision <= self._revision:
                     continue
-                if event.type == event.DELETE:
+                if event.type == event.DELETE or not _counts(key, kv):
                     self._mirror.delete(key)
                     self._leased.pop(key, None)
                 else:
@@ -328,7 +330,7 @@ class EtcdContents:
             self._changed.notify_all()
 
     def _key(self, kv: Any) -> str | None:
-        """The key of ``kv`` without the prefix; None for one that no client of ours wrote."""
+        """The key of ``kv`` without the prefix; None for what no client of ours wrote."""
         raw = kv.key[len(self._prefix) :]
         if len(raw) > MAX_KEY_BYTES or len(kv.value) > MAX_VALUE_BYTES:
             return None
@@ -336,6 +338,11 @@ class EtcdContents:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
             return None
+
+
+def _counts(key: str, kv: Any) -> bool:
+    """Whether ``kv`` ends by itself: otherwise it could hold a name or the slot for good."""
+    return bool(kv.lease) or is_kept(key)
 
 
 def _end(prefix: bytes) -> bytes:

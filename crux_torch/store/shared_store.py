@@ -10,6 +10,10 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_KEY_BYTES = 512
 #: Nothing in the store outlives its writers by more than this.
 MAX_LEASE_S = 600.0
+#: What an etcd keeps without a lease: the end of the key of a cluster's operator settings, and the
+#: beginning of the keys of the audit logs. Roles say who may write them (docs/cluster.md).
+OPERATOR = "operator/settings"
+AUDIT = "crux-audit/"
 
 
 @runtime_checkable
@@ -52,6 +56,11 @@ class SharedStore(Protocol):
 
     def close(self) -> None:
         """Release connections and threads. Later operations raise."""
+
+
+def is_kept(key: str) -> bool:
+    """Whether a store that lasts holds ``key`` for good, whatever its writer's lease."""
+    return key.startswith(AUDIT) or key.endswith("/" + OPERATOR)
 
 
 def check_write(key: str, value: bytes, lease_s: float) -> None:

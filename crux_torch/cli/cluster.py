@@ -1,0 +1,203 @@
+"""``crux cluster``: what its operator sees of a cluster, and decides about its jobs."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from crux_torch.cli.status import of_a_cluster, settings_of, status, store_errors
+from crux_torch.errors import CruxError
+from crux_torch.report.cluster_status import TIMEOUT_S, read_status, render
+
+if TYPE_CHECKING:
+    from crux_torch.control.operator import OperatorSettings
+    from crux_torch.control.registry import Registry
+
+#: Attempts to change the settings while others change them, too.
+ATTEMPTS = 10
+JOBS = ("job", "hosts", "GPUs", "state", "W FLOP", "MFU", "t s", "period s", "overlap", "operator")
+PLAN = ("job", "I FLOP/s", "k", "P", "level", "paths", "operator")
+
+Change = Callable[["OperatorSettings"], dict[str, Any]]
+
+
+@click.group("cluster")
+def group() -> None:
+    """See a cluster as its operator, and set what holds for its jobs.
+
+    The settings have effect with the next plan, within about a second. Every command takes --json.
+    """
+
+
+group.add_command(status)
+
+
+@group.command()
+@of_a_cluster
+def jobs(store: str | None, cluster: str | None, as_json: bool) -> None:
+    """Show the records of the jobs."""
+    settings = settings_of(store, cluster)
+    with store_errors("read the jobs"):
+        found = read_status(settings.store, settings.store_secret, settings.cluster)
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(found.jobs), indent=2))
+    else:
+        render(found, JOBS)
+
+
+@group.command()
+@of_a_cluster
+def plan(store: str | None, cluster: str | None, as_json: bool) -> None:
+    """Show the plan in force."""
+    settings = settings_of(store, cluster)
+    with store_errors("read the plan"):
+        found = read_status(settings.store, settings.store_secret, settings.cluster)
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(found.plan), indent=2))
+    else:
+        render(found, PLAN)
+
+
+@group.command()
+@of_a_cluster
+def audit(store: str | None, cluster: str | None, as_json: bool) -> None:
+    """Show the last plans and commands: who, when, from what, to what, and why."""
+    with _registry(store, cluster, "read the audit log") as registry:
+        entries = registry.audit()
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(entries), indent=2))
+        return
+    for entry in entries:
+        at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(entry.at_s))
+        click.echo(f"{at} {entry.kind} {entry.before} -> {entry.after} by {entry.who}")
+        for word, lines in (("why", entry.why), ("then", entry.changes)):
+            for line in lines:
+                click.echo(f"    {word}: {line}")
+
+
+def _setting(*parameters: Callable[..., Any]) -> Callable[[Callable[..., Change]], Any]:
+    """A command that changes the settings, as its function says from the other arguments."""
+
+    def wrap(change_of: Callable[..., Change]) -> Any:
+        name = change_of.__name__
+
+        def command(store: str | None, cluster: str | None, as_json: bool, **given: Any) -> None:
+            words = [name, *("none" if v is None else f"{v}" for v in given.values())]
+            _change(store, cluster, as_json, change_of(**given), words)
+
+        made: Any = of_a_cluster(command)
+        for parameter in reversed(parameters):
+            made = parameter(made)
+        return group.command(name, help=change_of.__doc__)(made)
+
+    return wrap
+
+
+def _level(_context: click.Context, _parameter: click.Parameter, given: str) -> int | None:
+    if given == "none":
+        return None
+    if not given.isdecimal() or int(given) > 63:
+        raise click.BadParameter("expected a level from 0 to 63, or none")
+    return int(given)
+
+
+_JOB = click.argument("job")
+
+
+@_setting(_JOB)
+def drain(job: str) -> Change:
+    """Put JOB on the lowest level, without paths and without a say in the plan."""
+    return lambda was: {"drained": tuple(sorted({*was.drained, job}))}
+
+
+@_setting(_JOB)
+def undrain(job: str) -> Change:
+    """Plan JOB again as all others."""
+    return lambda was: {"drained": tuple(name for name in was.drained if name != job)}
+
+
+@_setting(_JOB, click.argument("x", type=click.FloatRange(1e-3, 1e3)))
+def weight(job: str, x: float) -> Change:
+    """Multiply the intensity of JOB by X (0.001 to 1000; 1: as all others)."""
+    return lambda was: {"weights": _with(was.weights, job, None if x == 1 else x)}
+
+
+@_setting(_JOB, click.argument("level", callback=_level))
+def pin(job: str, level: int | None) -> Change:
+    """Give JOB this LEVEL whatever the planner says; none: no longer."""
+    return lambda was: {"pins": _with(was.pins, job, level)}
+
+
+@_setting()
+def disable() -> Change:
+    """Let all jobs keep the network's defaults: no levels, no paths."""
+    return lambda was: {"disabled": True}
+
+
+@_setting()
+def enable() -> Change:
+    """Plan again."""
+    return lambda was: {"disabled": False}
+
+
+def _with(values: dict[str, Any], job: str, value: Any) -> dict[str, Any]:
+    others = {k: v for k, v in values.items() if k != job}
+    return others if value is None else {**others, job: value}
+
+
+def _change(
+    store: str | None, cluster: str | None, as_json: bool, change: Change, words: list[str]
+) -> None:
+    from crux_torch.control.audit import of_act
+    from crux_torch.control.operator import OperatorSettings
+    from crux_torch.control.registry import decode
+
+    said = " ".join(words)
+    who = f"{getpass.getuser()}@{socket.gethostname()}"
+    remedy = "With an etcd, only the operator's role may do this (docs/cluster.md)"
+    with _registry(store, cluster, f"carry out {said!r}", remedy) as registry:
+        for _ in range(ATTEMPTS):
+            view = registry.look()
+            after = view.operator.changed(**change(view.operator))
+            try:
+                # What no reader would accept, such as a name of a thousand letters.
+                decode(OperatorSettings, msgspec.json.encode(after), "the settings")
+            except CruxError as error:
+                raise click.UsageError(str(error)) from None
+            if registry.swap_operator(view.operator_raw, after):
+                break
+        else:
+            raise click.ClickException("others change the settings all the time: try again")
+        registry.append_audit(of_act(who, said, after))
+        known = {record.job for record in view.jobs}
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(after), indent=2))
+        return
+    about = f"{said}: done, settings {after.revision}"
+    if len(words) > 1 and words[1] not in known:
+        about += "; no job of that name runs now, it holds when one does"
+    click.echo(about)
+
+
+@contextmanager
+def _registry(
+    store: str | None, cluster: str | None, what: str, *remedy: str
+) -> Iterator[Registry]:
+    from crux_torch.control.registry import Registry
+    from crux_torch.store.endpoint import open_store
+
+    settings = settings_of(store, cluster)
+    with store_errors(what, *remedy):
+        client = open_store(settings.store, settings.store_secret, timeout_s=TIMEOUT_S)
+        try:
+            yield Registry(client, settings.cluster)
+        finally:
+            client.close()

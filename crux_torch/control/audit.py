@@ -1,0 +1,139 @@
+"""The audit log: who changed the plan or the operator's settings, when, to what, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from crux_torch.control.operator import OperatorSettings
+from crux_torch.control.records import SCHEMA_VERSION, JobRecord, Plan, PlanEntry
+from crux_torch.warn_once import one_line
+
+#: Entries that are kept: each overwrites one that is older by so many.
+MAX_PLANS, MAX_ACTS = 64, 32
+#: Lines of one entry that say why, and lines that say what has changed; letters of each.
+MAX_LINES = 16
+MAX_LINE = 256
+
+Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
+Lines = Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_LINES + 1)]
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One change.
+
+    Attributes:
+        kind: of the plan or of the operator's settings.
+        at_s: seconds since 1970 by the clock of who made it.
+        who: the job whose leader wrote the plan, or USER@HOST.
+        before, after: the plan's epoch or the settings' revision; 0: there was none.
+        why: which records have changed, or the command.
+        changes: of levels, paths and grids, by job.
+    """
+
+    version: int = SCHEMA_VERSION
+    kind: Literal["plan", "operator"]
+    at_s: float
+    who: Line
+    before: int
+    after: int
+    why: Lines = ()
+    changes: Lines = ()
+
+    @property
+    def slot(self) -> str:
+        """The end of its key."""
+        return f"{self.kind}-{self.after % (MAX_PLANS if self.kind == 'plan' else MAX_ACTS):02d}"
+
+
+class Basis(NamedTuple):
+    """What a plan follows from."""
+
+    jobs: tuple[JobRecord, ...]
+    topology: bytes | None
+    operator: OperatorSettings
+
+
+def of_plan(before: Plan | None, after: Plan, known: Basis | None, now: Basis) -> AuditEntry:
+    """The entry about ``after`` in place of ``before``.
+
+    Args:
+        known: what the author's plan before followed from; None if it had none.
+        now: what ``after`` follows from.
+    """
+    if known is None:
+        why = ["its author has not followed a plan before"]
+    else:
+        why = reasons(known, now) or ["the plan in the store did not follow from the records"]
+    return AuditEntry(
+        kind="plan",
+        at_s=time.time(),
+        who=line(after.author),
+        before=before.epoch if before is not None else 0,
+        after=after.epoch,
+        why=_bounded(why),
+        changes=_bounded(differences(before.entries if before is not None else (), after.entries)),
+    )
+
+
+def of_act(who: str, command: str, after: OperatorSettings) -> AuditEntry:
+    """The entry about an operator's ``command``."""
+    revision = after.revision
+    return AuditEntry(
+        kind="operator",
+        at_s=time.time(),
+        who=line(who),
+        before=revision - 1,
+        after=revision,
+        why=(line(command),),
+    )
+
+
+def reasons(before: Basis, after: Basis) -> list[str]:
+    """Which records differ, in words."""
+    old, new = ({r.job: r for r in basis.jobs if r.profile} for basis in (before, after))
+    found = []
+    for job in sorted(old.keys() | new.keys()):
+        was, now = old.get(job), new.get(job)
+        if was is None or now is None:
+            found.append(f"{job} {'came' if was is None else 'left'}")
+        elif was.incarnation != now.incarnation:
+            found.append(f"{job} began anew")
+        elif was.profile != now.profile or (was.hosts, was.gpus) != (now.hosts, now.gpus):
+            found.append(f"{job} has another profile")
+    if before.topology != after.topology:
+        found.append("another topology")
+    if before.operator.effect != after.operator.effect:
+        found.append(f"the operator's settings {after.operator.revision}")
+    return found
+
+
+def differences(before: Sequence[PlanEntry], after: Sequence[PlanEntry]) -> list[str]:
+    """Whose level, paths or grid differ, in words."""
+    old, new = ({entry.job: entry for entry in entries} for entries in (before, after))
+    found = []
+    for job in sorted(old.keys() | new.keys()):
+        was, now = old.get(job), new.get(job)
+        levels = [str(e.level) if e is not None else "default" for e in (was, now)]
+        parts = [f"level {levels[0]} -> {levels[1]}"] if levels[0] != levels[1] else []
+        if (was.paths if was else ()) != (now.paths if now else ()):
+            parts.append("other paths")
+        if (was.grid if was else UNSET) != (now.grid if now else UNSET):
+            parts.append("another grid")
+        if parts:
+            found.append(f"{job}: {', '.join(parts)}")
+    return found
+
+
+def line(text: str) -> str:
+    """``text`` as it may stand in an entry."""
+    return one_line(text)[:MAX_LINE]
+
+
+def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
+    more = len(lines) - MAX_LINES
+    return (*map(line, lines[:MAX_LINES]), *([f"and {more} more"] if more > 0 else []))

@@ -1,0 +1,115 @@
+"""What a cluster's operator decides about jobs, whatever they say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Protocol
+
+import msgspec
+
+from crux_torch.control.records import (
+    MAX_JOBS,
+    SCHEMA_VERSION,
+    JobRecord,
+    Level,
+    PlanEntry,
+)
+from crux_torch.fabric.topology import Topology
+from crux_torch.measure.job_profile import Name
+
+MAX_WEIGHT = 1000.0
+Weight = Annotated[float, msgspec.Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
+
+
+class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The operator's settings of one cluster.
+
+    Attributes:
+        revision: counts the changes.
+        disabled: there is no plan: all jobs keep the network's defaults.
+        drained: jobs on the lowest level, without paths and without a say in the plan.
+        weights: of jobs other than 1; a job's intensity is multiplied by it.
+        pins: levels of jobs that the planner does not choose. It takes the next one below that the
+            plan may use.
+    """
+
+    version: int = SCHEMA_VERSION
+    revision: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    disabled: bool = False
+    drained: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_JOBS)] = ()
+    weights: Annotated[dict[Name, Weight], msgspec.Meta(max_length=MAX_JOBS)] = {}
+    pins: Annotated[dict[Name, Level], msgspec.Meta(max_length=MAX_JOBS)] = {}
+
+    @property
+    def effect(self) -> bytes:
+        """All that a plan follows from; empty where nothing is set.
+
+        So a release that knows no such settings agrees with one that does until they are used.
+        """
+        if not (self.disabled or self.drained or self.weights or self.pins):
+            return b""
+        found = [self.disabled, sorted(self.drained), self.weights, self.pins]
+        return msgspec.json.encode(found, order="deterministic")
+
+    def changed(self, **changes: Any) -> OperatorSettings:
+        """The next revision of these settings."""
+        return msgspec.structs.replace(self, revision=self.revision + 1, **changes)
+
+    def about(self, job: str) -> str:
+        """What is set for ``job``, in a few words."""
+        found = ["drained"] if job in self.drained else []
+        if job in self.weights:
+            found.append(f"weight {self.weights[job]:g}")
+        if job in self.pins:
+            found.append(f"pinned to {self.pins[job]}")
+        return ", ".join(found)
+
+
+class ComputeEntries(Protocol):
+    """Entries from live records and the topology; pure, and equal on all leaders."""
+
+    def __call__(
+        self,
+        records: Sequence[JobRecord],
+        topology: Topology | None,
+        /,
+        *,
+        policy: str,
+        weights: Mapping[str, float],
+    ) -> Sequence[PlanEntry]: ...
+
+
+def operated(
+    compute: ComputeEntries,
+    records: Sequence[JobRecord],
+    topology: Topology | None,
+    *,
+    policy: str,
+    levels: Collection[int],
+    settings: OperatorSettings,
+) -> Sequence[PlanEntry]:
+    """What ``compute`` plans for the jobs that have a say, within the operator's ``settings``.
+
+    Args:
+        records, topology, policy: for ``compute``.
+        levels: that the plan may use.
+    """
+    if settings.disabled:
+        return ()
+    drained, usable = frozenset(settings.drained), sorted(levels)
+    heard = [record for record in records if record.job not in drained]
+    entries = list(compute(heard, topology, policy=policy, weights=settings.weights))
+    entries += [
+        PlanEntry(job=record.job, level=usable[0], priority=0.0, intensity=0.0, correction=1.0)
+        for record in records
+        if record.job in drained and record.profile is not None
+    ]
+
+    def pinned(entry: PlanEntry) -> PlanEntry:
+        if entry.job not in settings.pins:
+            return entry
+        most = settings.pins[entry.job]
+        level = max((k for k in usable if k <= most), default=usable[0])
+        return msgspec.structs.replace(entry, level=level)
+
+    return sorted(map(pinned, entries), key=lambda entry: entry.job)
