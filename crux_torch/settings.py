@@ -124,6 +124,11 @@ class Settings:
     topology: str = _says(
         "", "file with the cluster's topology (YAML); without it, all hosts share one core link"
     )
+    dispatch: str = _says(
+        "",
+        "cruxrun chooses the GPUs of --nproc-per-node ranks among the free ones of this host: auto "
+        "(by NVLinks and PCIe switches), or the file of a table of `crux dispatch measure`",
+    )
     transport: bool = _says(
         True, "preload libcrux_transport.so, which sets source ports and settings of queue pairs"
     )

@@ -35,6 +35,8 @@ class FakeGpu:
     #: not supported.
     nvlinks: Sequence[tuple[bool, str, int] | None] = ()
     peers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    #: Ids of the processes that compute on it.
+    processes: Sequence[int] | None = ()
 
 
 def error(code: int) -> pynvml.NVMLError:
@@ -106,6 +108,9 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[Any]:
+        return [pynvml.c_nvmlProcessInfo_t(pid=pid) for pid in _there(handle.processes)]
 
     def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu, version: Any = None) -> Any:
         return pynvml.c_nvmlMemory_t(total=_there(handle.memory_bytes))

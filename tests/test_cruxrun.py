@@ -34,6 +34,7 @@ GOOD = {
     "warmup_iterations": "5",
     "records": "1024",
     "ports": "30000-30999",
+    "dispatch": "",
 }
 
 
@@ -156,6 +157,9 @@ def test_each_flag_becomes_its_variable_and_beats_it(setting, underscores, launc
         (["--crux-reserved-levels", "9"], {}, "--crux-reserved-levels"),
         (["--crux-dscp-map", "8,8,16,24,32,40,48,56"], {}, "--crux-dscp-map"),
         (["--crux-tick-s", "1e-9"], {}, "--crux-tick-s"),
+        (["--crux-dispatch", "/nonexistent.json"], {}, "--crux-dispatch"),
+        (["--crux-dispatch", "auto", "--nproc-per-node", "gpu"], {}, "say how many GPUs"),
+        (["--crux-dispatch", "auto"], {"CRUX_STORE": "none"}, "can't be chosen"),
     ],
 )
 def test_a_bad_value_stops_the_launcher_and_names_the_flag(argv, env, named, monkeypatch, capsys):

@@ -39,7 +39,9 @@ class HostModel:
         nvlink_Bps: one direction of one of these.
         nvswitch_Bps: one direction between a GPU and the NVSwitch; 0: there is none.
         groups: for each GPU the PCIe root port that it shares with the others of its group
-            (PXB or PIX in the tables); each socket has as many groups as the other (SYS).
+            (PXB or PIX in the tables).
+        sockets: the socket of each group; by default the first half of the groups is on one socket,
+            the other on another (SYS).
         pcie_Bps, socket_Bps: one direction of a PCIe link, and between the two sockets.
         peer_to_peer: whether two GPUs of a group exchange through their switch. GeForce boards
             don't: everything goes through the host's memory, and a group shares one root port. So
@@ -54,6 +56,11 @@ class HostModel:
     nvlink_Bps: float = NVLINK_BPS
     nvswitch_Bps: float = 0.0
     peer_to_peer: bool = True
+    sockets: tuple[int, ...] = ()
+
+    def socket(self, group: int) -> int:
+        """The socket of a group."""
+        return self.sockets[group] if self.sockets else group // ((max(self.groups) + 1) // 2)
 
     def links(self, one: int, other: int) -> int:
         """Number of NVLinks between two GPUs."""
@@ -78,9 +85,9 @@ class HostModel:
         if one != other or not self.peer_to_peer:
             yield f"up from {one}", self.pcie_Bps
             yield f"down to {other}", self.pcie_Bps
-        half = (max(self.groups) + 1) // 2
-        if one // half != other // half:
-            yield f"socket {one // half} to {other // half}", self.socket_Bps
+        here, there = self.socket(one), self.socket(other)
+        if here != there:
+            yield f"socket {here} to {there}", self.socket_Bps
 
 
 @lru_cache

@@ -81,6 +81,8 @@ class Gpu:
         peak_flops: fastest published FLOP/s of the model; None if the model is not known.
         mig, mig_uuids: whether it is split into MIG instances (None if unknown), and which.
         gpm: whether it has GPM's hardware counters.
+        processes: how many processes compute on it; None if NVML does not say. In a container, NVML
+            may see its own processes alone.
     """
 
     index: int
@@ -93,6 +95,7 @@ class Gpu:
     mig: bool | None = None
     mig_uuids: tuple[str, ...] = ()
     gpm: bool = False
+    processes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,7 @@ def _gpu(nvml: Any, index: int) -> tuple[Gpu, Any]:
     mode = _ask(nvml, "nvmlDeviceGetMigMode", handle)
     support = _ask(nvml, "nvmlGpmQueryDeviceSupport", handle)
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
     gpu = Gpu(
         index=index,
         name=name,
@@ -212,6 +216,7 @@ def _gpu(nvml: Any, index: int) -> tuple[Gpu, Any]:
         mig=None if mode is None else bool(mode[0]),
         mig_uuids=_mig_uuids(nvml, handle) if mode and mode[0] else (),
         gpm=bool(support and support.isSupportedDevice),
+        processes=None if processes is None else len(processes),
     )
     return gpu, handle
 

@@ -75,6 +75,8 @@ def environment(args: Namespace, env: Mapping[str, str]) -> dict[str, str]:
         settings = Settings.from_env(merged)
         if settings.topology and not os.path.isfile(settings.topology):
             raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: no such file")
+        if settings.dispatch not in ("", "auto") and not os.path.isfile(settings.dispatch):
+            raise SettingsError(f"CRUX_DISPATCH={settings.dispatch!r}: expected auto, or a file")
     except SettingsError as error:
         raise SettingsError(with_flags(str(error))) from None
     return exports

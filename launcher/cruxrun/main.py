@@ -6,7 +6,7 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -17,6 +17,7 @@ from crux_torch.apply import preload
 from crux_torch.errors import SettingsError
 from crux_torch.settings import Settings
 from cruxrun import autoload, flags, launched
+from cruxrun.devices import chosen_devices
 from cruxrun.job_name import job_name
 
 PROG = "cruxrun"
@@ -81,10 +82,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             # A forked worker inherits torch, so no import of torch calls the entry point.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
         logger.info("job %s, store %s", settings.job, settings.store)
-        with (
-            _environment(preload.environment(settings, os.environ)),
-            _hosted_store(settings),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(_environment(preload.environment(settings, os.environ)))
+            stack.enter_context(_hosted_store(settings))
+            try:
+                devices = stack.enter_context(chosen_devices(args, settings))
+            except SettingsError as error:
+                parser.error(flags.with_flags(str(error)))
+            stack.enter_context(_environment(devices))
             _torchrun(args)
 
 
