@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from crux_torch.cli.sim_options import numbers_table
-from crux_torch.dispatch.alternatives import alternatives, limit
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
+from crux_torch.dispatch.dispatcher import Dispatcher, Ranked
 from crux_torch.dispatch.newcomer import uplinks_Bps
-from crux_torch.dispatch.order import in_ring_order
 from crux_torch.dispatch.predictor import Samples, fit_uplinks
-from crux_torch.dispatch.running import Running, contention, look, without_taken
+from crux_torch.dispatch.running import look
 from crux_torch.dispatch.table import (
     MAX_DEVICES,
     MESSAGE_BYTES,
@@ -35,17 +33,6 @@ from crux_torch.errors import CruxError
 from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import Topology
 from crux_torch.settings import Settings
-
-
-@dataclass(frozen=True, eq=False)
-class Shown:
-    """A choice as it is printed; ``now_Bps`` and ``utilisation`` only beside running jobs."""
-
-    choice: Ints
-    alone_Bps: float
-    limit: str
-    now_Bps: float | None = None
-    utilisation: float | None = None
 
 
 def _hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,75 +118,21 @@ def dispatch(
     if k is None:
         raise click.UsageError("say how many GPUs with --gpus, or call `crux dispatch measure`")
     try:
-        asked = _asked(**hosts)
+        asked = _dispatcher(**hosts)
         found = list(islice(asked.choices(k), top))
     except CruxError as error:
         raise click.ClickException(str(error)) from None
-    cluster = asked.cluster
     if nodelist:
         click.echo(",".join(dict.fromkeys(host for host, _ in asked.ranks(found[0]))))
     elif as_json:
-        click.echo(json.dumps([asked.plain(one) for one in found], indent=1))
+        click.echo(json.dumps([_plain(asked, one) for one in found], indent=1))
     else:
-        _print(cluster, found)
+        _print(asked.cluster, found)
         if asked.running is not None and found[0].utilisation is None:
             click.echo("No measured job runs on the network: the choice is by bandwidth alone.")
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """What the options say: hosts, free devices, and the jobs that run."""
-
-    cluster: DispatchCluster
-    free: Ints
-    topology: Topology | None
-    running: Running | None
-    model: str | None
-
-    def choices(self, k: int) -> Iterator[Shown]:
-        """Each over other hosts, the best first."""
-        beside = None
-        if self.running is not None:
-            beside = contention(self.cluster, self.running, self.topology, self.model)
-        if beside is None:
-            for one in alternatives(self.cluster, self.free, k):
-                yield Shown(one.choice, one.bandwidth_Bps, one.limit)
-            return
-        seen: set[tuple[int, ...]] = set()
-        for placement in beside.best(self.free, k):
-            hosts = tuple(np.flatnonzero(placement.choice).tolist())
-            if hosts not in seen:
-                seen.add(hosts)
-                nominal_Bps = self.cluster.weakest_link_Bps(placement.choice[None])[0]
-                slower = placement.alone_Bps < 0.999 * nominal_Bps
-                yield Shown(
-                    placement.choice,
-                    placement.alone_Bps,
-                    "the network" if slower else limit(self.cluster, placement.choice),
-                    placement.now_Bps,
-                    placement.utilisation,
-                )
-
-    def ranks(self, one: Shown) -> list[tuple[str, str]]:
-        """Host and device of every rank, in the order of the ring."""
-        known = self.topology or (self.running.topology if self.running else None)
-        return in_ring_order(self.cluster, one.choice, known)
-
-    def plain(self, one: Shown) -> dict[str, object]:
-        """As JSON has it; rates that are not bounded are null."""
-        found: dict[str, object] = {
-            "devices": self.cluster.names(one.choice),
-            "ranks": [f"{host}:{device}" for host, device in self.ranks(one)],
-            "bandwidth_Bps": one.alone_Bps if np.isfinite(one.alone_Bps) else None,
-            "limit": one.limit,
-        }
-        if one.now_Bps is not None:
-            found["now_Bps"] = one.now_Bps if np.isfinite(one.now_Bps) else None
-            found["utilisation"] = one.utilisation
-        return found
-
-
-def _asked(
+def _dispatcher(
     files: Sequence[Path],
     uplinks: Sequence[str],
     samples: Path | None,
@@ -208,7 +141,7 @@ def _asked(
     store: str | None,
     cluster_name: str | None,
     model: str | None,
-) -> Asked:
+) -> Dispatcher:
     given = {"CRUX_STORE": store, "CRUX_CLUSTER": cluster_name}
     settings = Settings.from_env({**os.environ, **{k: v for k, v in given.items() if v}})
     named = store or os.environ.get("CRUX_STORE")
@@ -220,10 +153,7 @@ def _asked(
     topology = load_topology(topology_file) if topology_file else None
     known = topology or (running.topology if running else None)
     cluster = _cluster(files, uplinks, samples, known)
-    free = _free(cluster, excluded)
-    if running is not None:
-        free = without_taken(cluster, free, running)
-    return Asked(cluster, free, topology, running, model)
+    return Dispatcher(cluster, _free(cluster, excluded), topology, running, model)
 
 
 def _cluster(
@@ -312,7 +242,21 @@ def _free(cluster: DispatchCluster, excluded: Iterable[str]) -> Ints:
     return free
 
 
-def _print(cluster: DispatchCluster, found: Sequence[Shown]) -> None:
+def _plain(asked: Dispatcher, one: Ranked) -> dict[str, object]:
+    """As JSON has it; rates that are not bounded are null."""
+    found: dict[str, object] = {
+        "devices": asked.cluster.names(one.choice),
+        "ranks": [f"{host}:{device}" for host, device in asked.ranks(one)],
+        "bandwidth_Bps": one.alone_Bps if np.isfinite(one.alone_Bps) else None,
+        "limit": one.limit,
+    }
+    if one.now_Bps is not None:
+        found["now_Bps"] = one.now_Bps if np.isfinite(one.now_Bps) else None
+        found["utilisation"] = one.utilisation
+    return found
+
+
+def _print(cluster: DispatchCluster, found: Sequence[Ranked]) -> None:
     beside = found[0].utilisation is not None
     more = ("GB/s now", "GPUs busy") if beside else ()
     table = numbers_table("", "devices", "GB/s", *more, "limited by")
@@ -370,3 +314,40 @@ def measure(out: Path, host: str | None, **how: Any) -> None:
         raise click.ClickException(str(error)) from None
     _, lacking = sets_to_measure(plan)
     click.echo(f"{out}: {len(lacking)} sets lack a measurement" if lacking else f"{out}: complete")
+
+
+@dispatch.command()
+@_hosts_options
+@click.option("--listen", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8888, show_default=True, type=click.IntRange(0, 65535))
+def serve(listen: str, port: int, **hosts: Any) -> None:
+    """Serve as a scheduler extender for Kubernetes (docs/dispatch.md).
+
+    kube-scheduler posts to /filter and /prioritize. The jobs that run are read again for each.
+    """
+    from crux_torch.dispatch.extender import Extender
+    from crux_torch.dispatch.extender import serve as server_of
+
+    try:
+        _dispatcher(**hosts)
+        server = server_of(Extender(lambda: _dispatcher(**hosts)), listen, port)
+    except (CruxError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"listening on {listen}:{server.server_port}")
+    with server:
+        server.serve_forever()
+
+
+@dispatch.command()
+@_hosts_options
+def labels(**hosts: Any) -> None:
+    """Print commands that label the hosts' Kubernetes nodes with their bandwidths."""
+    from crux_torch.dispatch.extender import labels as labels_of
+
+    try:
+        found = labels_of(_dispatcher(**hosts))
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+    for host, pairs in found.items():
+        told = " ".join(f"{key}={value}" for key, value in pairs.items())
+        click.echo(f"kubectl label --overwrite node {host} {told}")

@@ -22,10 +22,13 @@ class Alternative:
     limit: str
 
 
-def alternatives(cluster: DispatchCluster, free: Ints, k: int) -> Iterator[Alternative]:
+def alternatives(
+    cluster: DispatchCluster, free: Ints, k: int, unit: int = 1
+) -> Iterator[Alternative]:
     """Choices of ``k`` free devices, the strongest first, each over another set of hosts.
 
-    After each choice come those that do without one of its hosts.
+    After each choice come those that do without one of its hosts. Every host gives a multiple of
+    ``unit``.
 
     Raises:
         DispatchError: if there is no choice at all.
@@ -35,7 +38,7 @@ def alternatives(cluster: DispatchCluster, free: Ints, k: int) -> Iterator[Alter
 
     def add(allowed: Ints, *, must: bool = False) -> None:
         try:
-            choice = strongest(cluster, allowed, k)
+            choice = strongest(cluster, allowed, k, unit)
         except DispatchError:
             if must:
                 raise

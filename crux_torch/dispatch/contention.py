@@ -106,16 +106,17 @@ class Contention:
             found.append(crossing / alone(job, on).t_s)
         return found[0], found[1]
 
-    def best(self, free: Ints, k: int) -> list[Placement]:
+    def best(self, free: Ints, k: int, unit: int = 1) -> list[Placement]:
         """Choices of ``k`` free devices, the best first.
 
         Proposed are the strongest by bandwidth, with and without the running jobs, and compact ones
-        around each host. Then devices of the best one are exchanged while that helps.
+        around each host. Then devices of the best one are exchanged while that helps. Every host
+        gives a multiple of ``unit``.
 
         Raises:
             DispatchError: if there is no choice at all.
         """
-        proposed = _distinct(self._proposals(free, k))
+        proposed = _distinct(self._proposals(free, k, unit))
         by_bandwidth = proposed[:1]
         proposed.sort(key=lambda choice: -self.bandwidths_Bps(choice)[1])
         first = _distinct([*by_bandwidth, *proposed[:PLAYED_FIRST]])
@@ -134,10 +135,10 @@ class Contention:
     def _ranked(placements: Iterable[Placement]) -> list[Placement]:
         return sorted(placements, key=lambda p: (-round(p.utilisation / EQUAL), -p.now_Bps))
 
-    def _proposals(self, free: Ints, k: int) -> Iterator[Ints]:
+    def _proposals(self, free: Ints, k: int, unit: int) -> Iterator[Ints]:
         for cluster in (self._cluster, DispatchCluster(self._cluster.tables, self._left_of_hosts)):
-            yield from (a.choice for a in islice(alternatives(cluster, free, k), PROPOSED))
-        yield from _compact(self._cluster, self._topology, free, k)
+            yield from (a.choice for a in islice(alternatives(cluster, free, k, unit), PROPOSED))
+        yield from _compact(self._cluster, self._topology, free, k, unit)
 
     @cached_property
     def _decision(self) -> Decision:
@@ -191,7 +192,9 @@ def _distinct(choices: Iterable[Ints]) -> list[Ints]:
     return list({choice.tobytes(): choice for choice in choices}.values())
 
 
-def _compact(cluster: DispatchCluster, topology: Topology, free: Ints, k: int) -> Iterator[Ints]:
+def _compact(
+    cluster: DispatchCluster, topology: Topology, free: Ints, k: int, unit: int
+) -> Iterator[Ints]:
     """Around each host: its own free devices, then those of the hosts that are nearest to it."""
     number = [bin(members).count("1") for members in free.tolist()]
     names = [table.host for table in cluster.tables]
@@ -204,12 +207,12 @@ def _compact(cluster: DispatchCluster, topology: Topology, free: Ints, k: int) -
         allowed, room = np.zeros_like(free), 0
         for host in sorted(np.flatnonzero(free).tolist(), key=far):
             allowed[host] = free[host]
-            room += number[host]
+            room += number[host] // unit * unit
             if room >= k:
                 break
         if room >= k:
             try:
-                yield strongest(cluster, allowed, k)
+                yield strongest(cluster, allowed, k, unit)
             except DispatchError:
                 continue
 

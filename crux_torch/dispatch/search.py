@@ -109,7 +109,7 @@ def _best_pair(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Ints
     return _best(rows, predict)
 
 
-def strongest(cluster: DispatchCluster, free: Ints, k: int) -> Ints:
+def strongest(cluster: DispatchCluster, free: Ints, k: int, unit: int = 1) -> Ints:
     """The ``k`` devices with the strongest weakest link, exactly.
 
     A choice is at least as strong as ``x`` if each of its hosts takes a number of devices that its
@@ -117,13 +117,19 @@ def strongest(cluster: DispatchCluster, free: Ints, k: int) -> Ints:
     there is one is a subset sum over hosts, and bisection over the values that occur finds the
     largest ``x``. Of equals the one with the fewest hosts wins.
 
+    Args:
+        unit: every host gives a multiple of it (the devices of one pod).
+
     Raises:
-        DispatchError: if fewer than ``k`` devices are free.
+        DispatchError: if fewer than ``k`` devices are free, or not in such units.
     """
     _check(free, k)
     if k == 1:
         return _single(cluster, free)
-    best = _best_by_size(cluster, free)
+    best = [
+        [value if size % unit == 0 else (0.0, 0) for size, value in enumerate(sizes)]
+        for sizes in _best_by_size(cluster, free)
+    ]
     values = {x for sizes in best for x, _ in sizes if 0 < x < np.inf} | set(cluster.uplink_Bps)
     ascending = sorted(values)
     low, high, found = 0, len(ascending), None
@@ -136,7 +142,9 @@ def strongest(cluster: DispatchCluster, free: Ints, k: int) -> Ints:
             low, found = middle + 1, choice
     if found is None:
         raise DispatchError(
-            f"no {k} free devices whose sets were all measured: measure more sets of these hosts"
+            f"no {k} free devices whose sets were all measured"
+            + (f", {unit} or a multiple of each host" if unit > 1 else "")
+            + ": measure more sets of these hosts"
         )
     return found
 
