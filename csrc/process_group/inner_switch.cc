@@ -7,6 +7,7 @@
 
 #include "gil_release.h"
 #include "stream_capture.h"
+#include "teardown.h"
 
 namespace crux {
 namespace {
@@ -254,19 +255,28 @@ void InnerSwitch::release() {
   if (!retired || retired->in_graph.load()) return;
   retired->unwatch(kUnwatchPatience);
   retired->backend->shutdown();
+  // The script may still wait for a handle, and those of nccl2 point to their backend.
+  if (retired->completion != Completion::kHook) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pointed_to_.push_back(retired->backend);
 }
 
 void InnerSwitch::close() {
   std::vector<std::shared_ptr<Inner>> all = point_.close();
   Settings settings;
   StorePtr store;
+  std::vector<BackendPtr> pointed_to;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (retired_) all.push_back(std::move(retired_));
     std::move(kept_.begin(), kept_.end(), std::back_inserter(all));
     kept_.clear();
+    pointed_to.swap(pointed_to_);
     settings.swap(settings_);
     store = std::move(store_);
+  }
+  if (!pointed_to.empty()) {
+    tear_down([dropped = std::move(pointed_to)]() mutable { dropped.clear(); });
   }
 }
 

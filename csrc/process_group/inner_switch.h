@@ -80,7 +80,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   bool replace(const BackendPtr& next);
   // The index of the device that operations wait for; -1 if none has waited.
   int waits_on() const noexcept { return waits_on_.load(); }
-  // Closes the backend that finish() or replace() retired, after its operations have ended.
+  // Shuts down the backend that finish() or replace() retired, after its operations have ended.
   void release();
 
   // Drops all backends; threads that wait here go on. Called when the process group ends.
@@ -122,6 +122,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   std::shared_ptr<Inner> retired_;
   uint64_t retired_sequence_ = 0;
   std::vector<std::shared_ptr<Inner>> kept_;  // for graphs
+  std::vector<BackendPtr> pointed_to_;        // shut down, for handles that outlive them
 
   mutable std::mutex refusal_mutex_;  // operations take it on their way, mutex_ never
   std::string refusal_;

@@ -22,6 +22,17 @@ LEAST = 3
 MORE = "CRUX_GPU_SWITCHES"
 
 
+#: glibc overwrites what is freed, so that nobody reads it unnoticed.
+OVERWRITE = {"MALLOC_PERTURB_": "165"}
+
+
+def _values(job: Job, folder: Path) -> list[Any]:
+    (outcomes,) = job.run(folder).values()
+    for outcome in outcomes:
+        assert outcome.kind == VALUE, outcome.value
+    return [outcome.value for outcome in outcomes]
+
+
 def _run(kind: Kind, mode: str, size: int, folder: Path, **arguments: float) -> list[Any]:
     folder.mkdir()
     given = {"switches": 0, "steps": 0, "store": folder / "requests"} | arguments
@@ -38,10 +49,15 @@ def _run(kind: Kind, mode: str, size: int, folder: Path, **arguments: float) -> 
         budget_s=limit_s + 60.0,
         arguments={name: str(value) for name, value in given.items()},
     )
-    (outcomes,) = job.run(folder / "job").values()
-    for outcome in outcomes:
-        assert outcome.kind == VALUE, outcome.value
-    return [outcome.value for outcome in outcomes]
+    return _values(job, folder / "job")
+
+
+def test_a_handle_can_be_waited_for_after_its_connections_are_gone(
+    size: int, kind: Kind, tmp_path: Path
+) -> None:
+    part = ("handle_that_outlives_a_switch",)
+    for mine, before in _values(Job(kind, ATTACHED, size, part, env=OVERWRITE), tmp_path / "job"):
+        assert mine == before
 
 
 def test_losses_are_the_same_with_switches(

@@ -172,3 +172,22 @@ def training_while_switching(rank: Rank) -> Any:
             "faults": faults.met if faults is not None else [],
         }
     return found
+
+
+@part(measures=True)
+def handle_that_outlives_a_switch(rank: Rank) -> Any:
+    """Two sums that must be equal: one's handle is waited for after its connections were freed."""
+    from crux_torch.c10d.switch import GROUPS
+
+    mine, before = rank.input(1 << 10), rank.input(1 << 10)
+    dist.all_reduce(before)
+    work = dist.all_reduce(mine, async_op=True)
+    for generation in (1, 2):
+        GROUPS.request(generation)
+        ended = torch.zeros(1, device=rank.device)
+        while not ended.item():
+            ended.fill_(GROUPS.wait(0.02))
+            dist.all_reduce(ended, dist.ReduceOp.MIN)
+        assert all(status.generation == generation for status in GROUPS.status()), GROUPS.status()
+    work.wait()
+    return [mine.cpu(), before.cpu()]
