@@ -38,7 +38,6 @@ REAL_PROCESSES = (
     "test_runtime_agent.py",
     "test_store_etcd.py",
     "test_store_paused.py",
-    "test_switch_faults.py",
 )
 #: The fixture of an emulated machine, which the tests that use it share.
 EMULATED = "guest"

@@ -24,6 +24,8 @@ ENV = {
     "CRUX_PROFILE_S": "2",
     "CRUX_PROFILE_ITERATIONS": "4",
     "CRUX_TICK_S": "0.05",
+    # The default policy gives two levels only where it expects a gain.
+    "CRUX_POLICY": "crux-paper",
 }
 
 
@@ -96,9 +98,8 @@ def until(condition: Callable[[], bool], jobs: list[Job], what: str) -> None:
 
 @pytest.mark.full
 def test_the_lower_of_two_jobs_gives_way(jobs: list[Job]) -> None:
-    until(lambda: all(map(planned, jobs)), jobs, "a plan")
+    until(lambda: all(map(planned, jobs)) and level(jobs[0]) != level(jobs[1]), jobs, "two levels")
     low, high = sorted(jobs, key=level)
-    assert level(low) < level(high)
     for rank in (*links(low), *links(high)):
         link = rank["links"]["loop"]
         assert link["shared"]

@@ -34,7 +34,7 @@ FEW = 4
 BOUND_S = 2.5 * faults.PATIENCE_S + 10.0
 #: A communicator is aborted after its part of the patience; beside that, a busy machine.
 MAKING_S = faults.PATIENCE_S / 4
-GIVEN_UP_S = MAKING_S + 10.0
+GIVEN_UP_S = MAKING_S + 20.0
 #: Operations wait for a switch no longer; beside that, a busy machine.
 HELD_MS = 1e3 * faults.PATIENCE_S + 5e3
 #: The watchdog would first wait for every rank to write down what it did last.

@@ -17,6 +17,8 @@ from rig.part import Rank
 
 #: Seconds that operations wait for a switch, a quarter of it for a communicator.
 PATIENCE_S = 24.0
+#: When a communicator that hangs has been aborted, on a busy machine, too.
+LATE_S = 3 * PATIENCE_S
 #: Of the device's memory that is left where a communicator finds none.
 LEFT_BYTES = 48 << 20
 #: What NCCL takes for a communicator on the rig.
@@ -96,6 +98,10 @@ class Faults:
         """When nothing of the switch is left on this rank."""
         seconds = time.monotonic() - self._began_s
         self._at_step = None
+        # The thread that gives it up may run later than the one that tells of it.
+        late_s = self._began_s + (LATE_S if self._kind == HANGS else 0.0)
+        while not given_up_s() and time.monotonic() < late_s:
+            time.sleep(0.01)
         if self._mine:
             control.release()
             os.environ.pop(COMMUNICATOR_BYTES, None)
