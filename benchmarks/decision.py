@@ -19,8 +19,10 @@ by a process that has made none for such jobs; *warm* is one that follows a deci
 jobs but one: what is kept between decisions is the correction factors of pairs of jobs that were
 met before, and nothing else. Steps are timed cold by calling them one after the other as the
 scheduler does. All of that is ``crux-paper``. *crux* is the default policy's decision, by a process
-that remembers no component. Memory is resident: the cluster's own (with the interpreter and its
-libraries), and what one decision adds to it at its peak.
+that remembers no component. After the rows come components: jobs of the paper's models that all
+meet on an oversubscribed Clos, decided by the default policy with and without the paths of the
+network's hash (a live cluster does not know them). Memory is resident: the cluster's own (with the
+interpreter and its libraries), and what one decision adds to it at its peak.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import os
 import random
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,11 +44,15 @@ from typing import Any
 import click
 
 from crux_torch.cli.results import Result, publish
+from crux_torch.fabric.builders.clos import two_layer_clos
 from crux_torch.schedule import correction
 from crux_torch.schedule.arrays import arrays_of, traffic_matrix
 from crux_torch.schedule.crux import assign_priorities, crux_paper, levels_of, select_paths
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path, SchedulerOptions
 from crux_torch.schedule.policy import crux, forget_components
+
+sys.path.insert(0, str(FilePath(__file__).resolve().parents[1]))
+from evaluation.beyond import place_models
 
 HOSTS_PER_TOR = 16
 AGGREGATIONS = 16
@@ -54,6 +61,8 @@ LINK_BPS = 25e9
 OPTIONS = SchedulerOptions()
 #: Goal for the first plan of 5,000 jobs.
 GOAL_S = 0.3
+#: Goals for the better plan of a component of so many jobs.
+COMPONENT_GOALS_S = {10: 0.02, 40: 0.3, 100: 1.0}
 STEPS = ("read", "paths", "priorities", "compression")
 
 
@@ -207,12 +216,40 @@ def row_of(jobs: int, nics: bool, repeats: int) -> dict[str, Any]:
     }
 
 
+def component_of(jobs: int, repeats: int) -> dict[str, Any]:
+    """CPU seconds of the default policy's decisions for components of that many jobs."""
+    found: dict[str, Any] = {"component": jobs, "known_cpu_s": [], "live_cpu_s": []}
+    sizes = [(8, 8, 16, 16, 24, 32)[j % 6] for j in range(jobs)]
+    tors = -(-sum(sizes) * 5 // 64)
+    topology = two_layer_clos(2 * tors, tors, 4, oversubscription=2.0)
+    for seed in range(repeats + 1):
+        cluster, hashed = place_models("component", seed, topology, sizes)
+        for column, path in (("known_cpu_s", hashed), ("live_cpu_s", None)):
+            forget()
+            options = SchedulerOptions(seed=seed, default_path=path)
+            _, cpu_s = timed_s(lambda cluster=cluster, options=options: crux(cluster, options))
+            if seed:  # the first loads libraries
+                found[column].append(cpu_s)
+    return found
+
+
+def component_table(rows: list[dict[str, Any]]) -> str:
+    """The components as text: medians, and the least and the most in brackets."""
+    lines = [f"{'component':>9} {'goal ms':>8} {'paths known, CPU ms':>25} {'live, CPU ms':>25}"]
+    for row in rows:
+        known, live = (_spread(row[f"{column}_cpu_s"]) for column in ("known", "live"))
+        goal = f"{COMPONENT_GOALS_S[row['component']] * 1e3:.0f}"
+        lines.append(f"{row['component']:>9} {goal:>8} {known:>25} {live:>25}")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(values: list[float]) -> str:
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median * 1e3:.1f} [{least * 1e3:.1f}-{most * 1e3:.1f}]"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text: medians, and the least and the most in brackets."""
-
-    def spread(values: list[float]) -> str:
-        median, least, most = statistics.median(values), min(values), max(values)
-        return f"{median * 1e3:.1f} [{least * 1e3:.1f}-{most * 1e3:.1f}]"
 
     lines = [
         f"{'jobs':>6} {'links':>11} {'flows':>9} {'sets':>9} {'first ms':>8} {'cold ms':>25} "
@@ -223,9 +260,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         steps = " ".join(f"{statistics.median(row[f'{s}_s']) * 1e3:>7.1f}" for s in STEPS)
         lines.append(
             f"{row['jobs']:>6} {row['links']:>11} {row['flows']:>9} {row['candidate_sets']:>9} "
-            f"{row['first_s'] * 1e3:>8.1f} {spread(row['cold_s']):>25} "
+            f"{row['first_s'] * 1e3:>8.1f} {_spread(row['cold_s']):>25} "
             f"{statistics.median(row['cold_cpu_s']) * 1e3:>9.1f} "
-            f"{spread(row['warm_s']):>25} {steps} "
+            f"{_spread(row['warm_s']):>25} {steps} "
             f"{row['cluster_MiB']:>11.0f} {row['decision_MiB']:>6.0f} "
             f"{statistics.median(row['default_cpu_s']) * 1e3:>8.1f}"
         )
@@ -256,9 +293,11 @@ def main(jobs: str, repeats: int, json_path: FilePath | None, out: FilePath | No
         for nics in (False, True):
             with spawn.Pool(1) as alone:
                 rows.append(alone.apply(row_of, (count, nics, repeats)))
-    text = table(rows)
+    with spawn.Pool(1) as alone:
+        parts = [alone.apply(component_of, (count, repeats)) for count in COMPONENT_GOALS_S]
+    text = f"{table(rows)}\n{component_table(parts)}"
     settings = {"repeats": repeats, "levels": len(OPTIONS.levels), "threads": 1, "goal_s": GOAL_S}
-    result = Result("decision", settings, rows)
+    result = Result("decision", settings, [*rows, *parts])
     publish(result, text, json_path, out)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from copy import copy
 
 import pytest
 
@@ -292,6 +293,23 @@ def test_what_cannot_be_simulated_is_named(call, message):
         call(engine)
     engine.run_until(4)
     assert engine.result("busy")["completed"] == 2
+
+
+def test_a_copy_goes_on_by_itself_and_takes_the_same_work():
+    engine = Engine([("x", 1.0, 0.0)])
+    for name, seconds in (("a", 0.7), ("b", 0.9)):
+        engine.add_job(name, compute_s=seconds, bursts=[(0.5, {"x": seconds})])
+    engine.run_until(3.0)
+    twin = copy(engine)
+    twin.run_until(9.0)
+    assert engine.now_s == 3.0
+    assert twin.work > engine.work
+    engine.run_until(9.0)
+    assert (twin.results(), twin.work) == (engine.results(), engine.work)
+    twin.set_level("b", 1)
+    twin.run_until(20.0)
+    engine.run_until(20.0)
+    assert twin.results() != engine.results()
 
 
 def test_independent_runs_side_by_side_are_as_alone():

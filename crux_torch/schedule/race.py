@@ -15,12 +15,14 @@ import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.schedule.arrays import FloatArray
-from crux_torch.schedule.rehearsal import Rehearsal, work_of
+from crux_torch.schedule.rehearsal import Rehearsal
 from crux_torch.schedule.search import Assignment
 
 #: Iterations of a job, on average, in the first round; a share of a round runs before the count.
 _FIRST = 10
 _WARM_UP = 0.5
+#: Share of the warm-up that tells whether more than the favourite can be afforded at all.
+_PEEK = 0.1
 #: Share of the work that the first round may take.
 _FIRST_ROUND = 0.6
 #: Iterations of a job, on average, that settle a race.
@@ -39,7 +41,6 @@ class Run:
         self._alone, parts = rehearsal.parts(routes)
         level = np.array(plan.level, np.int64)
         self._phases = rehearsal.phases
-        self._parts = [part for part in parts for _ in range(self._phases)]
         self._engines = [
             rehearsal.engine(part, level, k) for part in parts for k in range(self._phases)
         ]
@@ -50,8 +51,7 @@ class Run:
     def advance(self, until_s: float) -> None:
         """Play on."""
         _fluid.run_all(self._engines, [until_s] * len(self._engines))
-        pairs = zip(self._engines, self._parts, strict=True)
-        self.work = sum(work_of(engine.events, part) for engine, part in pairs)
+        self.work = sum(engine.work for engine in self._engines)
 
     def begin(self) -> None:
         """Count from here."""
@@ -91,7 +91,7 @@ def race(
         rehearsal: of the component's jobs.
         safe_plans: at least one, those to beat.
         plans: the others; no more are taken than the budget affords.
-        work: budget, see :func:`~crux_torch.schedule.rehearsal.work_of`.
+        work: budget, in units of ``Engine.work``.
         lead: share by which another plan must beat the best of the safe ones, beyond what the
             start times may make of it.
     """
@@ -104,11 +104,13 @@ def race(
     length_s = max(_FIRST * an_iteration_s, max(periods_s))
     now_s = _WARM_UP * length_s
     first = Run(rehearsal, favourite)
-    first.advance(now_s)
-    first_round = first.work * (1 + _WARM_UP) / _WARM_UP
-    affordable = int(_FIRST_ROUND * work / max(1.0, first_round)) - len(safe_plans)
-    if affordable < 1 and len(safe_plans) == 1:
-        return favourite
+    affordable = 0
+    for part in (_PEEK, 1.0):
+        first.advance(part * now_s)
+        first_round = first.work * (1 + _WARM_UP) / (part * _WARM_UP)
+        affordable = int(_FIRST_ROUND * work / max(1.0, first_round)) - len(safe_plans)
+        if affordable < 1 and (len(safe_plans) == 1 or first_round * len(safe_plans) > work):
+            return favourite
     safe = [first, *(Run(rehearsal, plan) for plan in safe_plans[1:])]
     taken = dict.fromkeys(islice(plans, max(0, affordable)))
     others = [Run(rehearsal, plan) for plan in taken if plan not in safe_plans]

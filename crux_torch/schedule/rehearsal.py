@@ -15,6 +15,7 @@ from ``phases`` sets of start times, the same ones for all plans, and the result
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -29,8 +30,6 @@ from crux_torch.schedule.model import Cluster, Job, Link
 _LONGEST = 40
 #: Seconds that run before the count begins, as a share of those that are counted.
 _WARM_UP = 0.2
-#: Units of work for each job of an engine that is set up.
-_SET_UP = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class Rehearsal:
         self.jobs: tuple[Job, ...] = tuple(sorted(cluster.jobs, key=lambda job: job.name))
         #: Engines that have been run; a new plan of a part takes ``phases`` of them.
         self.plays = 0
-        #: What that took, see :func:`work_of`.
+        #: What that took, by ``Engine.work``. A budget in it gives equal plans on any machine.
         self.work = 0
         self._capacity_Bps = cluster.capacity_Bps
         self._length = length
@@ -105,6 +104,7 @@ class Rehearsal:
         self._routes: dict[tuple[int, tuple[int, ...]], RoutedJob] = {}
         self._parts: dict[tuple[int, ...], tuple[float, tuple[Neighbours, ...]]] = {}
         self._played: dict[tuple[object, bytes], float] = {}
+        self._engines: dict[Neighbours, list[_fluid.Engine]] = {}
 
     def route(self, job: int, path: tuple[int, ...]) -> RoutedJob:
         """Job ``job`` when flow i takes its candidate ``path[i]``."""
@@ -200,8 +200,7 @@ class Rehearsal:
         before = [engine.results() for engine in engines]
         _fluid.run_all(engines, until_s, threads=self._threads)
         self.plays += len(engines)
-        parts = (part for part, _ in missing.values() for _ in range(self._length.phases))
-        self.work += sum(work_of(e.events, p) for e, p in zip(engines, parts, strict=True))
+        self.work += sum(engine.work for engine in engines)
         for m, (key, (part, _)) in enumerate(missing.items()):
             busy = 0.0
             for e in range(m * self._length.phases, (m + 1) * self._length.phases):
@@ -220,6 +219,14 @@ class Rehearsal:
 
     def engine(self, part: Neighbours, level: IntArray, phase: int) -> _fluid.Engine:
         """An engine at time 0 with the jobs of ``part``; ``level`` is that of all jobs."""
+        if part not in self._engines:
+            self._engines[part] = [self._on_one_level(part, k) for k in range(self.phases)]
+        engine = copy(self._engines[part][phase])
+        for j in part.jobs:
+            engine.set_level(self.jobs[j].name, int(level[j]))
+        return engine
+
+    def _on_one_level(self, part: Neighbours, phase: int) -> _fluid.Engine:
         links = {link: self._capacity_Bps[link] for r in part.routes for link in r.traffic}
         engine = _fluid.Engine([(link, capacity, 0.0) for link, capacity in links.items()])
         for route in part.routes:
@@ -229,18 +236,9 @@ class Rehearsal:
                 compute_s=job.compute_s,
                 bursts=burst_traffic(job, route.traffic),
                 gpus=job.gpus,
-                level=int(level[route.job]),
                 start_s=float(self._start[phase, route.job]) * route.period_s,
             )
         return engine
-
-
-def work_of(events: int, part: Neighbours) -> int:
-    """What a play took, in a unit of some 5 ns: an event looks at pairs of jobs, a play is set up.
-
-    A budget in this unit gives equal plans on any machine, which one in seconds would not.
-    """
-    return events * len(part.routes) ** 2 + _SET_UP * len(part.routes)
 
 
 def _distinct_links(

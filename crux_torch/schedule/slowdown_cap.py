@@ -43,8 +43,9 @@ class SlowdownCap:
         """The levels (0 to ``levels`` - 1) of the plan, jobs raised until all keep their limits.
 
         The job that exceeds its limit the most is raised to the lowest level on which it no longer
-        does, and so on; after each step only the jobs that meet it are bounded anew. This ends,
-        because levels only rise, and because a job that no higher one meets keeps its limit.
+        does, and so on; after each step only the jobs that meet it, on the levels that it left
+        behind or came to, are bounded anew. This ends, because levels only rise, and because a job
+        that no higher one meets keeps its limit.
         """
         level = np.array(plan.level, np.int64)
         level += levels - 1 - level.max(initial=0)
@@ -53,12 +54,14 @@ class SlowdownCap:
             excess = np.array([limits.excess(j, level) for j in range(len(level))])
             while (excess > 0).any():
                 worst = int(np.argmax(excess))
+                before = level[worst]
                 for higher in range(int(level[worst]) + 1, levels):
                     level[worst] = higher
                     if limits.excess(worst, level) <= 0:
                         break
                 for j in limits.sharing.meeting(worst):
-                    excess[j] = limits.excess(j, level)
+                    if before <= level[j] <= level[worst]:
+                        excess[j] = limits.excess(j, level)
         return tuple(level.tolist())
 
     def _on(self, path: JobPaths) -> _Limits:
@@ -81,12 +84,20 @@ class _Limits:
         self._fair: dict[int, float] = {}
         used = sharing.hold > 0
         self._meet = used @ used.T
+        self._known: dict[tuple[int, bytes], float] = {}
 
     def excess(self, j: int, level: IntArray) -> float:
         """By what share the job's bound is above its limit; 0 where it keeps it."""
+        relation = np.sign(level[self._meet[j]] - level[j]).astype(np.int8)
         # With fewer jobs beside it and none above it, fair sharing's bound holds as well.
-        if not (level[self._meet[j]] > level[j]).any():
+        if not (relation > 0).any():
             return 0.0
+        key = j, relation.tobytes()
+        if key not in self._known:
+            self._known[key] = self._excess(j, level)
+        return self._known[key]
+
+    def _excess(self, j: int, level: IntArray) -> float:
         slowdown = self.sharing.bound(j, level).slowdown
         if slowdown <= self._most * (1 + _ROUNDING):
             return 0.0

@@ -90,6 +90,7 @@ class NamedEngine {
 
   double now_s() const { return engine_.now().value(); }
   std::uint64_t events() const { return engine_.events(); }
+  std::uint64_t work() const { return engine_.work(); }
   double gpu_utilization() {
     py::gil_scoped_release release;
     return engine_.gpu_utilization();
@@ -247,6 +248,7 @@ PYBIND11_MODULE(_fluid, m) {
       .def("add_job", &NamedEngine::add_job, py::arg("name"), py::kw_only(), py::arg("compute_s"),
            py::arg("bursts"), py::arg("gpus") = 1.0, py::arg("level") = 0, py::arg("weight") = 1.0,
            py::arg("start_s") = py::none(), py::arg("iterations") = py::none())
+      .def("__copy__", [](const NamedEngine& engine) { return NamedEngine(engine); })
       .def("remove_job", &NamedEngine::remove_job, py::arg("name"))
       .def("set_level", &NamedEngine::set_level, py::arg("name"), py::arg("level"))
       .def("set_weight", &NamedEngine::set_weight, py::arg("name"), py::arg("weight"))
@@ -263,6 +265,7 @@ PYBIND11_MODULE(_fluid, m) {
       .def("link_bytes", &NamedEngine::link_bytes)
       .def("gpu_utilization", &NamedEngine::gpu_utilization)
       .def_property_readonly("now_s", &NamedEngine::now_s)
-      .def_property_readonly("events", &NamedEngine::events);
+      .def_property_readonly("events", &NamedEngine::events)
+      .def_property_readonly("work", &NamedEngine::work);
   m.def("run_all", &run_all, py::arg("engines"), py::arg("until_s"), py::arg("threads") = 1);
 }

@@ -41,6 +41,7 @@ void Allocator::start(JobId id, int level, double weight, double ceiling_Bps,
   t.ceiling = ceiling_Bps / weight;
   t.bottleneck = kNone;
   t.slots.clear();
+  places_ += crossings.size();
   for (const Crossing& crossing : crossings) {
     if (!sharing.contended(crossing.link)) continue;
     std::vector<Member>& members = links_[crossing.link].members;
@@ -108,6 +109,7 @@ void Allocator::touch(JobId id) {
   Transfer& t = transfers_[id];
   t.frozen = false;
   ++rising_;
+  places_ += t.slots.size();
   for (const Slot& slot : t.slots) {
     Link& link = links_[slot.link];
     if (link.epoch != epoch_) open(slot.link);
@@ -145,6 +147,7 @@ void Allocator::open(LinkId id) {
   link.demand = 0.0;
   link.rising = 0;
   link.leaf = marks_.add(id);
+  places_ += link.members.size();
   double load = 0.0;
   double highest = 0.0;
   double old_mark = kNever;
@@ -201,9 +204,11 @@ double Allocator::mark(const Link& link) const {
 void Allocator::fill() {
   for (std::size_t i = 0; i < touched_.size(); ++i) touch(touched_[i]);
   for (LinkId id : opened_) note(id, std::min(lowest_mark(links_[id]), links_[id].old_mark));
-  while (marks_.lowest() < kNever && (rising_ > 0 || old_marks_ > 0 || any_overfull())) {
-    const double water = marks_.lowest();
-    const std::uint32_t id = marks_.owner(marks_.lowest_leaf());
+  while (rising_ > 0 || old_marks_ > 0 || any_overfull()) {
+    const std::uint32_t leaf = marks_.lowest_leaf();
+    const double water = marks_.key(leaf);
+    if (water == kNever) break;
+    const std::uint32_t id = marks_.owner(leaf);
     if (id < links_.size()) {
       reach(id, water);
     } else {

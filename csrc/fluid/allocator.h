@@ -34,6 +34,9 @@ class Allocator {
   const std::vector<JobId>& resolve();
   bool settled() const { return seeds_.empty(); }
 
+  // Places that transfers have on links, each as often as it was looked at.
+  std::uint64_t places() const { return places_; }
+
   // Rate on the transfer's busiest link, in bytes per second.
   double rate_Bps(JobId id) const { return transfers_[id].water * transfers_[id].weight; }
 
@@ -109,6 +112,7 @@ class Allocator {
   std::size_t old_marks_ = 0;  // links whose old mark the filling has not come to
   std::size_t rising_ = 0;     // touched transfers that are not frozen
   std::uint64_t epoch_ = 0;
+  std::uint64_t places_ = 0;
   int level_ = 0;  // being filled
 };
 

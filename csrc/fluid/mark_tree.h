@@ -1,70 +1,101 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 namespace crux::fluid {
 
-// Keys of a filling's links and transfers, and the lowest of them: a binary tree of minima. Unlike
-// in a heap, moving a key takes no unpredictable branches. Equal keys come out in the order of
-// their leaves.
+// Keys of a filling's links and transfers, and the lowest of them. A filling moves a hundred keys
+// for each time that it asks for the lowest, so a move only keeps lower bounds of groups of keys:
+// they are made exact on the way to the lowest key. Equal keys come out in the order of their
+// leaves.
 class MarkTree {
  public:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
 
+  MarkTree() { clear(); }
+
   void clear() {
     owners_.clear();
-    leaves_ = kFewestLeaves;
-    minima_.assign(2 * leaves_, kNever);
+    depth_ = 1;
+    levels_[0].assign(kGroup, kNever);
   }
 
   // Adds a leaf at kNever and returns its number.
   std::uint32_t add(std::uint32_t owner) {
-    if (owners_.size() == leaves_) grow();
+    if (owners_.size() == levels_[0].size()) grow();
     owners_.push_back(owner);
     return static_cast<std::uint32_t>(owners_.size() - 1);
   }
 
-  double key(std::uint32_t leaf) const { return minima_[leaves_ + leaf]; }
+  double key(std::uint32_t leaf) const { return levels_[0][leaf]; }
 
   void set(std::uint32_t leaf, double key) {
-    std::size_t node = leaves_ + leaf;
-    minima_[node] = key;
-    while (node > 1) {
-      node /= 2;
-      const double lowest = std::min(minima_[2 * node], minima_[2 * node + 1]);
-      if (minima_[node] == lowest) return;
-      minima_[node] = lowest;
+    std::size_t at = leaf;
+    levels_[0][at] = key;
+    for (std::size_t level = 1; level < depth_; ++level) {
+      at /= kGroup;
+      if (levels_[level][at] <= key) return;
+      levels_[level][at] = key;
     }
   }
 
-  double lowest() const { return minima_[1]; }
-  std::uint32_t lowest_leaf() const {
-    const double lowest = minima_[1];
-    std::size_t node = 1;
-    while (node < leaves_) node = 2 * node + (minima_[2 * node] == lowest ? 0 : 1);
-    return static_cast<std::uint32_t>(node - leaves_);
+  // The first leaf of the lowest key; of a leaf that was never added if there is none below kNever.
+  std::uint32_t lowest_leaf() {
+    for (;;) {
+      std::size_t level = depth_ - 1;
+      std::size_t at = lowest_of(level, 0);
+      while (level > 0) {
+        const std::size_t child = lowest_of(level - 1, at);
+        if (levels_[level - 1][child] != levels_[level][at]) {
+          levels_[level][at] = levels_[level - 1][child];
+          break;
+        }
+        at = child;
+        --level;
+      }
+      if (level == 0) return static_cast<std::uint32_t>(at);
+    }
   }
   std::uint32_t owner(std::uint32_t leaf) const { return owners_[leaf]; }
 
  private:
-  static constexpr std::size_t kFewestLeaves = 16;
+  static constexpr std::size_t kGroup = 16;
+  static constexpr std::size_t kMostLevels = 9;  // enough for 32-bit leaves, and whole groups
 
-  void grow() {
-    std::vector<double> minima(4 * leaves_, kNever);
-    std::copy(minima_.begin() + static_cast<std::ptrdiff_t>(leaves_), minima_.end(),
-              minima.begin() + static_cast<std::ptrdiff_t>(2 * leaves_));
-    leaves_ *= 2;
-    for (std::size_t node = leaves_ - 1; node > 0; --node) {
-      minima[node] = std::min(minima[2 * node], minima[2 * node + 1]);
+  // The first of the lowest entries of a group of a level.
+  std::size_t lowest_of(std::size_t level, std::size_t group) const {
+    const double* keys = levels_[level].data() + group * kGroup;
+    std::array<double, 4> least = {keys[0], keys[1], keys[2], keys[3]};
+    for (std::size_t i = 4; i < kGroup; i += 4) {
+      for (std::size_t k = 0; k < 4; ++k) least[k] = std::min(least[k], keys[i + k]);
     }
-    minima_ = std::move(minima);
+    const double lowest = std::min(std::min(least[0], least[1]), std::min(least[2], least[3]));
+    return group * kGroup + static_cast<std::size_t>(std::find(keys, keys + kGroup, lowest) - keys);
   }
 
-  std::size_t leaves_ = kFewestLeaves;
-  std::vector<double> minima_ = std::vector<double>(2 * kFewestLeaves, kNever);
+  // One more group of leaves, and of each level that has none for it.
+  void grow() {
+    std::size_t groups = levels_[0].size() / kGroup;
+    levels_[0].resize(levels_[0].size() + kGroup, kNever);
+    for (std::size_t level = 1;; ++level) {
+      if (level == depth_) {
+        ++depth_;
+        levels_[level].assign(kGroup, kNever);
+        levels_[level][0] = levels_[level - 1][lowest_of(level - 1, 0)];
+      }
+      if (groups < levels_[level].size()) return;
+      groups = levels_[level].size() / kGroup;
+      levels_[level].resize(levels_[level].size() + kGroup, kNever);
+    }
+  }
+
+  std::array<std::vector<double>, kMostLevels> levels_;  // a group's bound is one entry above it
+  std::size_t depth_ = 1;
   std::vector<std::uint32_t> owners_;
 };
 

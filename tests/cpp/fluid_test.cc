@@ -1,5 +1,6 @@
 // The fluid engine without Python: a random churn of jobs for the sanitizers.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -145,9 +146,35 @@ void churn(unsigned seed, const Options& options) {
   }
 }
 
+void marks_give_the_first_leaf_of_the_lowest_key() {
+  std::mt19937 random(7);
+  MarkTree marks;
+  for (const std::uint32_t leaves : {1U, 16U, 17U, 300U, 5000U}) {
+    marks.clear();
+    std::vector<double> keys;
+    while (keys.size() < leaves) {
+      CHECK(marks.add(1000 + keys.size()) == keys.size());
+      keys.push_back(MarkTree::kNever);
+      for (int moves = 0; moves < 3; ++moves) {
+        const std::uint32_t leaf = random() % keys.size();
+        keys[leaf] = random() % 4 == 0 ? MarkTree::kNever : static_cast<double>(random() % 50);
+        marks.set(leaf, keys[leaf]);
+      }
+      if (random() % 8 != 0) continue;
+      const auto lowest = std::min_element(keys.begin(), keys.end());
+      const std::uint32_t found = marks.lowest_leaf();
+      CHECK(marks.key(found) == *lowest);
+      if (*lowest == MarkTree::kNever) continue;
+      CHECK(found == static_cast<std::uint32_t>(lowest - keys.begin()));
+      CHECK(marks.owner(found) == 1000 + found);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  marks_give_the_first_leaf_of_the_lowest_key();
   queue_gives_times_in_order_and_ties_by_id();
   refuses_what_it_cannot_simulate();
   // Two at a time: engines share nothing.
