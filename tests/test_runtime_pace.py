@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from control_fakes import MemoryStore, profile, record
+from control_fakes import FakeClock, MemoryStore, profile, record
 from hypothesis import given
 from hypothesis import strategies as st
+from test_runtime_lead import Job as LedJob
+from test_runtime_lead import run
 
 from crux_torch.control.planner import compute_entries
 from crux_torch.control.records import Grid, PlanEntry
 from crux_torch.control.shared_clock import LOOK_S, SharedClock
 from crux_torch.errors import StoreError
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
-from crux_torch.runtime.order import Pace
+from crux_torch.runtime.order import Order, Pace
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.pace_setter import MAX_CORRECTIONS, MAX_ERROR, PAUSE_S, PaceSetter
 from crux_torch.schedule.cassini import HEADROOM
@@ -161,7 +163,7 @@ def test_jobs_on_hosts_with_other_clocks_begin_in_their_slots() -> None:
         assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [0, 0, 0]
 
 
-def test_a_late_iteration_waits_for_another_point_and_is_counted() -> None:
+def test_a_job_that_stays_late_waits_for_another_point_and_is_counted() -> None:
     job = Job(World(), (0, 3))
     job.iterate(0.39, 3)
     job.lead(entry())
@@ -169,7 +171,14 @@ def test_a_late_iteration_waits_for_another_point_and_is_counted() -> None:
     job.iterate(GRID_S * (1 + DRIFT / 2))  # within the window: goes on at once, and catches up
     job.iterate(0.39, 3)
     assert job.ranks[0].keeper.corrections_per_minute == 0
-    job.iterate(GRID_S * 1.2)
+    job.iterate(GRID_S * (1 + 2 * DRIFT))  # a hiccup: the same, and one more to catch up
+    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
+    job.iterate(0.39)
+    assert job.phase_s(entry()) == pytest.approx(2 * DRIFT * GRID_S, abs=0.001)
+    job.iterate(0.39, 5)
+    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
+    assert job.ranks[0].keeper.corrections_per_minute == 0
+    job.iterate(GRID_S * 1.3)
     job.iterate(0.39)
     assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
     assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [1, 1]
@@ -305,3 +314,28 @@ def test_crux_pa_gives_the_levels_that_there_are_from_the_top() -> None:
     ]
     levels = [e.level for e in compute_entries(records, None, policy="crux-pa", levels=(1, 4, 6))]
     assert levels == [1, 1, 4, 6]
+
+
+def test_orders_carry_the_pace_but_for_measurements() -> None:
+    class Told:
+        gave_up = False
+
+        def wanted(self, entry: PlanEntry | None) -> Pace | None:
+            return None if entry is None else Pace(1, 0.1, GRID_S)
+
+        def status(self) -> dict[str, Any]:
+            return {}
+
+    clock = FakeClock()
+    led = LedJob("a", clock, MemoryStore(clock), pace_setter=Told())
+    run(clock, 10.0, led)
+    assert {order.pace for order in led.orders if order.measuring} == {None}
+    assert led.told.pace == Pace(1, 0.1, GRID_S)
+    assert Order.from_json(led.told.to_json()) == led.told
+    led.changed = True
+    before = len(led.orders)
+    run(clock, 10.0, led)
+    led.changed = False
+    run(clock, 10.0, led)
+    assert {order.pace for order in led.orders[before:] if order.measuring} == {None}
+    assert led.told.pace is not None

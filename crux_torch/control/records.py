@@ -59,8 +59,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         peak_flops: FLOP/s that its devices could do at most, 0 if unknown; bounds its claim.
         profile: what was measured; absent while starting.
         paths: what became of the plan's paths; absent if the plan has none for the job.
-        corrections_per_minute: iterations of the last minute that came after their window and were
-            held until the next point of their grid; absent if the job keeps to none.
+        corrections_per_minute: iterations of the last minute that came too late and were held until
+            another point of their grid; absent if the job keeps to none.
     """
 
     version: int = SCHEMA_VERSION

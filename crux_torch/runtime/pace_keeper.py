@@ -10,7 +10,7 @@ from typing import Any
 
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.runtime.order import Pace
-from crux_torch.schedule.pace import DRIFT, start_point
+from crux_torch.schedule.pace import DRIFT, HICCUP, MAX_HICCUPS, start_point
 
 #: Iterations whose ends are remembered: an order may name one of some seconds ago.
 REMEMBERED = 4096
@@ -50,6 +50,7 @@ class PaceKeeper:
         self._origin_ns = 0
         self._point_ns: int | None = None
         self._released_ns: int | None = None
+        self._late = 0
         self._own_ns: deque[int] = deque(maxlen=TIMED)
         self._corrected_ns: deque[int] = deque(maxlen=REMEMBERED)
         self._held = 0
@@ -85,7 +86,7 @@ class PaceKeeper:
 
     @property
     def corrections_per_minute(self) -> int:
-        """Iterations of the last minute that missed their window, and waited for another point."""
+        """Iterations of the last minute that came too late, and waited for another point."""
         since_ns = self._clock_ns() - MINUTE_NS
         return sum(at_ns >= since_ns for at_ns in list(self._corrected_ns))
 
@@ -116,9 +117,7 @@ class PaceKeeper:
         grid_ns = round(pace.grid_s * 1e9)
         if self._released_ns is not None:
             self._own_ns.append(mark_ns - self._released_ns)
-        point_ns = start_point(mark_ns, self._origin_ns, grid_ns)
-        if self._point_ns is not None and point_ns - self._point_ns > (1 + DRIFT) * grid_ns:
-            self._corrected_ns.append(mark_ns)
+        point_ns = self._point_of(mark_ns, grid_ns)
         self._point_ns = point_ns
         self._released_ns = max(mark_ns, point_ns)
         wait_ns = point_ns - self._clock_ns()
@@ -126,6 +125,20 @@ class PaceKeeper:
             self._held += 1
             self._held_ns += wait_ns
             self._sleep(wait_ns / 1e9)
+
+    def _point_of(self, mark_ns: int, grid_ns: int) -> int:
+        """The point of the grid that the iteration after this mark belongs to."""
+        point_ns = start_point(mark_ns, self._origin_ns, grid_ns)
+        if self._point_ns is None or point_ns - self._point_ns <= (1 + DRIFT) * grid_ns:
+            self._late = 0
+            return point_ns
+        due_ns = self._point_ns + grid_ns
+        if self._late < MAX_HICCUPS and mark_ns - due_ns <= HICCUP * grid_ns:
+            self._late += 1
+            return due_ns
+        self._late = 0
+        self._corrected_ns.append(mark_ns)
+        return point_ns
 
     def _begin(self, pace: Pace | None) -> bool:
         """Whether there is a pace whose origin this rank knows."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 #: Share of its period by which an iteration may begin after a point of its grid.
 DRIFT = 0.05
+#: Share by which some iterations in a row may begin late before the job is held until another
+#: point. That costs an iteration, but a busy host is late once, and then the job catches up.
+HICCUP = 0.25
+MAX_HICCUPS = 3
 
 
 def start_point(ready: int, origin: int, period: int) -> int:
