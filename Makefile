@@ -21,12 +21,12 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup sdist wheels run test test-quick test-all test-rdma test-gpu rig coverage mutation \
-  bench-gpu lint format asan tsan bench evaluation clean apt apt-lab
+  bench-gpu lint format asan tsan bench contest evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
 COPY := build/torch-$(TORCH)$(if $(filter 3.10,$(PYVER)),-python3.10)
-setup run test test-quick test-all test-rdma test-gpu coverage bench-gpu lint bench evaluation:
+setup run test test-quick test-all test-rdma test-gpu coverage bench-gpu lint bench contest evaluation:
 	mkdir -p $(COPY)
 	git ls-files -zco --exclude-standard | tar -cf - --null -T - | tar -xf - -C $(COPY)
 	$(MAKE) -C $(COPY) $@ DEFAULT_TORCH=$(TORCH)
@@ -144,8 +144,12 @@ mutation: setup
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
 
-# The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/trace.md).
 RESULTS ?= out/results
+# All policies on the same real jobs in a network of namespaces (docs/contest.md); needs root.
+contest: setup
+	$(BIN)/python benchmarks/contest.py --out $(RESULTS) $(CONTEST_ARGS)
+
+# The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/trace.md).
 evaluation: setup
 	$(EVALUATE) optimality --seed 10000 --threads 2 --out $(RESULTS)
 	$(EVALUATE) testbed --schedulers all --out $(RESULTS)

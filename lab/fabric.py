@@ -204,9 +204,9 @@ class Fabric:
             commands = [c for device in devices for c in self._classes("change", device, rate_mbit)]
             netns.run_batch("tc", "\n".join(commands) + "\n", namespace)
 
-    def set_hash_seed(self, seed: int) -> None:
-        """Change the leaves' ECMP hash: every connection takes the path of the new one at once."""
-        for i in range(self.spec.leaves):
+    def set_hash_seed(self, seed: int, leaf: int | None = None) -> None:
+        """Change the leaves' ECMP hash, or one leaf's: connections take the new paths at once."""
+        for i in range(self.spec.leaves) if leaf is None else (leaf,):
             _sysctl(self._leaf(i), {"fib_multipath_hash_seed": str(seed)})
 
     def counters(self) -> list[LinkCounters]:

@@ -1,0 +1,428 @@
+"""All policies on the same jobs, arrivals and paths: real training in a leaf-spine network.
+
+    python benchmarks/contest.py [--quick] [--scenarios A,B] [--policies A,B] [--out DIR]
+
+Real DDP jobs over gloo in network namespaces with queues, which needs root; lab/contest.py says how
+a turn goes. Beside each measured step is what the simulator predicts for it: the jobs as Crux
+measured them, on the paths that the kernels took, with the levels and shifts of the plan in force.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from crux_torch.cli.results import Result, publish
+from crux_torch.control.inputs import plan_inputs
+from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.fabric.loaders import parse_yaml
+from crux_torch.schedule.model import Decision
+from crux_torch.schedule.scheduler import LIVE
+from crux_torch.sim.play import play
+from lab import netns
+from lab.contest import JOB_STEPS, NONE, Scenario, Seen, Turn
+from lab.fabric import Fabric
+from lab.job import JobError
+from lab.measurement import losses_equal
+from lab.twins import Workload
+
+#: In the order of their turns.
+POLICIES = (
+    NONE, "sincronia", "varys", "taccl", "cassini", "mlcc", "crux-pa", "crux-paper", "crux",
+)  # fmt: skip
+#: Policies that the contest plays once there are such.
+KNOWN = (NONE, *LIVE)
+#: Simulated iterations of the longest job.
+SIMULATED = 200
+
+
+def _gpt(name: str, ms: int, width: int) -> Workload:
+    return Workload(name, "gpt", ("--accelerator-ms", str(ms), "--width", str(width)))
+
+
+def _mlp(name: str, ms: int, width: int, seed: int = 0) -> Workload:
+    flags = ("--accelerator-ms", str(ms), "--width", str(width), "--seed", str(seed))
+    return Workload(name, "mlp", flags)
+
+
+_LIGHT = (
+    _mlp("B", 160, 384, 1),
+    _mlp("C", 200, 448, 2),
+    _mlp("D", 120, 320, 3),
+    _mlp("E", 180, 352, 4),
+)
+_HEAVY = _gpt("A", 240, 80)
+SCENARIOS = {
+    s.name: s
+    for s in (
+        Scenario("heavy-2", "Crux Fig. 19: two light jobs", (_HEAVY, *_LIGHT[:2]), spines=2),
+        Scenario("heavy-3", "Crux Fig. 19: three light jobs", (_HEAVY, *_LIGHT[:3]), spines=2),
+        Scenario("heavy-4", "Crux Fig. 19: four light jobs", (_HEAVY, *_LIGHT), spines=2),
+        Scenario(
+            "five",
+            "Crux Fig. 20: a mix of five jobs",
+            (
+                _gpt("A", 200, 96), _gpt("B", 150, 64), _mlp("C", 250, 512, 2),
+                _mlp("D", 100, 256, 3), _mlp("E", 160, 416, 4),
+            ),
+            spines=2,
+        ),
+        Scenario(
+            "pair",
+            "CASSINI Fig. 2: two compatible jobs that start together on one link",
+            (_mlp("A", 300, 640), _mlp("B", 300, 640, 1)),
+            rate_mbit=200.0,
+            arrivals_s=0.0,
+        ),
+        Scenario(
+            "clash",
+            "CASSINI Fig. 11: two jobs that no shift parts",
+            (_mlp("A", 60, 640), _mlp("B", 60, 640, 1)),
+            rate_mbit=100.0,
+            arrivals_s=0.0,
+        ),
+        Scenario(
+            "starve",
+            "a ring over three leaves that meets another job on each of its links",
+            (
+                _mlp("R", 200, 384), _gpt("X", 90, 80), _gpt("Y", 110, 80), _gpt("Z", 130, 80),
+            ),
+            leaves_of={"R": (0, 1, 2), "X": (0, 1), "Y": (1, 2), "Z": (2, 0)},
+        ),
+    )
+}  # fmt: skip
+QUICK = ("pair",)
+
+
+def rows_of(
+    scenario: Scenario, fabric: Fabric, seen: Seen, stock: Seen, round_: int, seed: int
+) -> list[dict[str, Any]]:
+    """A row for the turn, and one for each job; times in seconds."""
+    names = [w.name for w in scenario.workloads]
+    ranks = {name: len(scenario.leaves(name)) for name in names}
+    compute_s = {name: stock.compute_s(name) for name in names}
+    about = {"scenario": scenario.name, "policy": seen.policy, "round": round_, "seed": seed}
+    predicted = predict(fabric, seen)
+    jobs = []
+    for name in names:
+        times = seen.step_s(name)
+        equal, compared = losses_equal(stock.steps[name], seen.steps[name])
+        planned = seen.planned.get(name)
+        jobs.append(
+            {
+                **about,
+                "job": name,
+                "step_s": statistics.mean(times) if times else None,
+                "median_s": statistics.median(times) if times else None,
+                "steps": len(times),
+                "alone_s": stock.alone_s(name),
+                "predicted_s": predicted.get(name),
+                "completion_s": seen.completion_s(name),
+                "to_plan_s": None if planned is None else planned - seen.arrived[name],
+                "spine": seen.spines.get(name),
+                "losses_equal": equal,
+                "losses_compared": compared,
+            }
+        )
+    rate_Bps = scenario.rate_mbit * 1e6 / 8
+    one_link = scenario.spines == 1 and len(names) == 2
+    late = [job["corrections_per_minute"] for job in seen.status.get("jobs", ())]
+    turn = {
+        **about,
+        "utilisation": seen.utilisation(compute_s, ranks),
+        "ideal": seen_alone(stock, compute_s, ranks),
+        "overlap": seen.overlap(rate_Bps) if one_link else None,
+        "timeline": seen.timeline(rate_Bps) if one_link else None,
+        "corrections_per_minute": [n for n in late if n is not None] or None,
+        "on_paths": seen.on_paths,
+        "window_s": seen.window.length_s,
+        "bytes": seen.bytes,
+        "drops": sum(sum(of.values()) for of in seen.drops.values()),
+        "levels": {
+            e["job"]: e["level"] for e in (seen.status.get("plan") or {}).get("entries", ())
+        },
+        "load": os.getloadavg()[0],
+    }
+    return [turn, *jobs]
+
+
+def seen_alone(stock: Seen, compute_s: Mapping[str, float], ranks: Mapping[str, int]) -> float:
+    """The utilisation if every job ran as it does alone."""
+    busy = sum(compute_s[n] / stock.alone_s(n) * ranks[n] for n in ranks)
+    return busy / sum(ranks.values())
+
+
+def predict(fabric: Fabric, seen: Seen) -> dict[str, float]:
+    """Mean step of each job in the fluid engine, see the head of this file."""
+    topology = parse_yaml(fabric.topology_yaml())
+    records = msgspec.convert(seen.status.get("jobs", ()), tuple[JobRecord, ...])
+    if not records:
+        return {}
+    cluster = plan_inputs(records, topology)
+    plan = seen.status.get("plan") or {}
+    entries = {e.job: e for e in msgspec.convert(plan.get("entries", ()), tuple[PlanEntry, ...])}
+    path = {}
+    for job in cluster.jobs:
+        spine = f"spine{seen.spines.get(job.name, 0)}"
+        path[job.name] = tuple(
+            next((i for i, c in enumerate(f.candidates) if any(spine in link for link in c)), 0)
+            for f in job.flows
+        )
+    grids = {name: entry.grid for name, entry in entries.items() if entry.grid}
+    decision = Decision(
+        path=path,
+        level={
+            job.name: entries[job.name].level if job.name in entries else 0 for job in cluster.jobs
+        },
+        shift_s={name: grid.shift_s for name, grid in grids.items()},
+        grid_s={name: grid.period_s for name, grid in grids.items()},
+    )
+    longest_s = max(job.period_s for job in cluster.jobs)
+    start_s = {
+        job.name: seen.arrived[job.name] % job.period_s
+        for job in cluster.jobs
+        if job.name not in grids and job.period_s
+    }
+    report = play(cluster, decision, SIMULATED * longest_s, start_s=start_s)
+    means = {name: job.mean_iteration_s for name, job in report.jobs.items()}
+    return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def run(
+    scenario: Scenario,
+    policies: Sequence[str],
+    rounds: int,
+    seed: int,
+    window_s: float,
+    folder: Path,
+    say: Any,
+) -> list[dict[str, Any]]:
+    """All turns of one scenario."""
+    rows: list[dict[str, Any]] = []
+    for round_ in range(rounds):
+        played: dict[str, Seen] = {}
+        with scenario.fabric() as fabric:
+            for policy in (NONE, *(p for p in policies if p != NONE)):
+                where = folder / scenario.name / f"{round_}-{policy}"
+                for left in (1, 0):
+                    try:
+                        turn = Turn(
+                            scenario, policy, fabric, where, seed + round_, window_s,
+                            partial(_say, say, f"{scenario.name}, round {round_ + 1}"),
+                        )  # fmt: skip
+                        played[policy] = turn.play()
+                        break
+                    except JobError as error:
+                        say(f"{scenario.name}, {policy}: {error}")
+                        if policy == NONE and not left:
+                            raise
+            # Stock jobs publish no records: the simulator takes those of another turn.
+            stock = played[NONE]
+            known = next((s.status["jobs"] for s in played.values() if s.status), ())
+            stock.status = {"jobs": [job | {"corrections_per_minute": None} for job in known]}
+            for seen in played.values():
+                rows += rows_of(scenario, fabric, seen, stock, round_, seed + round_)
+    return rows
+
+
+def _say(say: Callable[[str], None], where: str, text: str) -> None:
+    say(f"{where}: {text}")
+
+
+def table(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of one scenario as text: medians over rounds."""
+    mine = [row for row in rows if row["scenario"] == scenario.name]
+    turns = [row for row in mine if "utilisation" in row]
+    names = [w.name for w in scenario.workloads]
+    ideal = statistics.median(t["ideal"] for t in turns)
+    lines = [
+        f"{scenario.name}: {scenario.about}; {scenario.spines} spine"
+        f"{'s' if scenario.spines > 1 else ''}, links of {scenario.rate_mbit:g} Mbit/s",
+        f"  each alone: utilisation {ideal:.1%}",
+        f"  {'policy':<12}{'utilisation':>24}{'to plan':>9}{'drops':>7}  step x alone (predicted): "
+        + ", ".join(names),
+    ]
+    for policy in dict.fromkeys(t["policy"] for t in turns):
+        of = [t for t in turns if t["policy"] == policy]
+        jobs = [r for r in mine if r["policy"] == policy and "job" in r]
+        used = [t["utilisation"] for t in of]
+        waits = [j["to_plan_s"] for j in jobs if j["to_plan_s"] is not None]
+        cells = ", ".join(_ratio([j for j in jobs if j["job"] == name]) for name in names)
+        spread = f"{statistics.median(used):.1%} ({min(used):.1%}-{max(used):.1%})"
+        wait = f"{statistics.median(waits):.0f} s" if waits else ""
+        equal = all(j["losses_equal"] for j in jobs)
+        overlaps = [t["overlap"] for t in of if t["overlap"] is not None]
+        notes = f"; overlap {statistics.median(overlaps):.0%}" if overlaps else ""
+        late = [n for t in of for n in t["corrections_per_minute"] or ()]
+        notes += f"; late in a minute {max(late)}" if late else ""
+        notes += "" if equal else "; LOSSES DIFFER"
+        notes += "" if all(t["on_paths"] is not False for t in of) else "; paths not all taken"
+        drops = statistics.median(t["drops"] for t in of)
+        lines.append(f"  {policy:<12}{spread:>24}{wait:>9}{drops:>7.0f}  {cells}{notes}")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(jobs: Sequence[dict[str, Any]]) -> str:
+    measured = [j["step_s"] / j["alone_s"] for j in jobs if j["step_s"]]
+    if not measured:
+        return "stopped"
+    predicted = [j["predicted_s"] / j["alone_s"] for j in jobs if j["predicted_s"]]
+    told = f" ({statistics.median(predicted):.2f})" if predicted else ""
+    return f"{statistics.median(measured):.2f}{told}"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Over all scenarios: utilisation against no Crux, completion times, and the prediction."""
+    turns = [row for row in rows if "utilisation" in row]
+    base = {(t["scenario"], t["round"]): t["utilisation"] for t in turns if t["policy"] == NONE}
+    jobs = [row for row in rows if "job" in row]
+    stock = {
+        (j["scenario"], j["round"], j["job"]): j["completion_s"]
+        for j in jobs
+        if j["policy"] == NONE
+    }
+    head = f"completion of {JOB_STEPS} steps x {NONE}"
+    lines = [
+        "all scenarios, means",
+        f"  {'policy':<12}{'utilisation':>12}{f'x {NONE}':>9}{'worst':>8}{head:>34}",
+    ]
+    for policy in dict.fromkeys(t["policy"] for t in turns):
+        of = [t for t in turns if t["policy"] == policy]
+        against = [t["utilisation"] / base[t["scenario"], t["round"]] for t in of]
+        mine = [j for j in jobs if j["policy"] == policy]
+        done = [
+            j["completion_s"] / before
+            for j in mine
+            if j["completion_s"] and (before := stock[j["scenario"], j["round"], j["job"]])
+        ]
+        used = statistics.mean(t["utilisation"] for t in of)
+        stopped = sum(j["completion_s"] is None for j in mine)
+        tail = f", {stopped} stopped" if stopped else ""
+        lines.append(
+            f"  {policy:<12}{used:>12.1%}{statistics.mean(against):>9.3f}{min(against):>8.3f}"
+            f"{statistics.mean(done):>34.3f}{tail}"
+        )
+    errors = sorted(
+        abs(j["predicted_s"] / j["step_s"] - 1.0) for j in jobs if j["predicted_s"] and j["step_s"]
+    )
+    if errors:
+        last = len(errors) - 1
+        lines.append(
+            f"  the simulator's error of a step: median {statistics.median(errors):.1%}, "
+            f"90th percentile {errors[round(0.9 * last)]:.1%}, of {len(errors)} jobs"
+        )
+    told = [j for j in jobs if j["losses_equal"] is not None]
+    same = sum(j["losses_equal"] for j in told)
+    lines.append(f"  losses equal to stock: {same} of {len(told)} jobs")
+    return "\n".join(lines) + "\n"
+
+
+def _chosen(context: click.Context, option: click.Option, value: str) -> list[str]:
+    known = list(SCENARIOS) if option.name == "scenarios" else list(KNOWN)
+    chosen = value.split(",")
+    if unknown := set(chosen) - set(known):
+        raise click.BadParameter(
+            f"{', '.join(sorted(unknown))}; expected some of {', '.join(known)}"
+        )
+    return chosen
+
+
+@click.command()
+@click.option(
+    "--scenarios",
+    default=",".join(SCENARIOS),
+    show_default=True,
+    callback=_chosen,
+    help="Which ones.",
+)
+@click.option(
+    "--policies",
+    default=",".join(p for p in POLICIES if p in KNOWN),
+    show_default=True,
+    callback=_chosen,
+    help="In this order; none is always played first.",
+)
+@click.option("--rounds", default=3, show_default=True, help="Turns of each policy and scenario.")
+@click.option(
+    "--window", "window_s", default=20.0, show_default=True, help="Seconds measured in a turn."
+)
+@click.option("--seed", default=1, show_default=True, help="Draws arrivals and paths.")
+@click.option("--quick", is_flag=True, help="One short round of the smallest scenario.")
+@click.option(
+    "--from",
+    "earlier",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Play nothing, and show what these files of --json hold together.",
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/contest.{json,txt}.")
+@click.option("--logs", type=click.Path(path_type=Path), help="Keep what the jobs print here.")
+def main(
+    scenarios: list[str],
+    policies: list[str],
+    rounds: int,
+    window_s: float,
+    seed: int,
+    quick: bool,
+    earlier: tuple[Path, ...],
+    json_path: Path | None,
+    out: Path | None,
+    logs: Path | None,
+) -> None:
+    """Plays every policy on the same jobs."""
+    if earlier:
+        _show([json.loads(file.read_text()) for file in earlier], json_path, out)
+        return
+    possible, reason = netns.available()
+    if not possible:
+        raise click.ClickException(f"no network of namespaces here: {reason}")
+    if quick:
+        scenarios, rounds, window_s = list(QUICK), 1, min(window_s, 8.0)
+    console = Console(stderr=True)
+    began_s = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = logs.absolute() if logs else Path(scratch)
+        for name in scenarios:
+            try:
+                rows += run(
+                    SCENARIOS[name], policies, rounds, seed, window_s, folder,
+                    lambda text: console.print(f"{time.monotonic() - began_s:5.0f} s  {text}"),
+                )  # fmt: skip
+            except JobError as error:
+                raise click.ClickException(str(error)) from None
+            console.print(table(SCENARIOS[name], rows))
+    settings = {
+        "scenarios": scenarios, "policies": policies, "rounds": rounds, "window_s": window_s,
+        "seed": seed, "torch": torch.__version__, "cpus": os.cpu_count(),
+    }  # fmt: skip
+    _show([{"settings": settings, "rows": rows}], json_path, out)
+
+
+def _show(results: Sequence[Mapping[str, Any]], json_path: Path | None, out: Path | None) -> None:
+    """Print and write what some runs showed."""
+    rows = [row for result in results for row in result["rows"]]
+    played = [name for name in SCENARIOS if any(row["scenario"] == name for row in rows)]
+    text = "\n".join([*(table(SCENARIOS[name], rows) for name in played), summary(rows)])
+    settings = [result["settings"] for result in results]
+    publish(Result("contest", {"runs": settings}, rows), text, json_path, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The contest's smallest scenarios: real jobs on one link, without Crux and shifted in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import contest
+from lab import netns
+from lab.contest import NONE, Scenario, Seen, Turn
+
+_OK, _REASON = netns.available()
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not _OK, reason=_REASON)]
+
+WINDOW_S = 10.0
+
+
+def turn(scenario: Scenario, policy: str, folder: Path) -> Seen:
+    with scenario.fabric() as fabric:
+        return Turn(scenario, policy, fabric, folder, seed=1, window_s=WINDOW_S).play()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    folder = tmp_path_factory.mktemp("pair")
+    scenario = contest.SCENARIOS["pair"]
+    return {policy: turn(scenario, policy, folder / policy) for policy in (NONE, "cassini")}
+
+
+def entries(seen: Seen) -> dict[str, dict[str, Any]]:
+    return {entry["job"]: entry for entry in seen.status["plan"]["entries"]}
+
+
+def test_two_compatible_jobs_take_turns_on_their_link(pair: dict[str, Seen]) -> None:
+    rate_Bps = contest.SCENARIOS["pair"].rate_mbit * 1e6 / 8
+    shifted = pair["cassini"]
+    grids = [entry["grid"]["period_s"] for entry in entries(shifted).values()]
+    assert len(grids) == 2
+    overlap, chance = shifted.overlap(rate_Bps), shifted.chance(rate_Bps)
+    assert overlap is not None
+    assert chance is not None
+    assert chance > 0.05
+    assert overlap < 0.5 * chance, "a busy machine makes some iterations miss their slots"
+    for seen in pair.values():
+        for job, sent in seen.sent.items():
+            assert sent[-1][1] > sent[0][1], job
+
+
+def test_training_is_the_same_as_without_crux(pair: dict[str, Seen]) -> None:
+    for job, steps in pair[NONE].steps.items():
+        shifted = pair["cassini"].steps[job]
+        both = min(len(steps), len(shifted))
+        assert both > 20
+        assert [s.loss for s in steps[:both]] == [s.loss for s in shifted[:both]]
+
+
+def test_the_benchmark_makes_rows_tables_and_predictions(pair: dict[str, Seen]) -> None:
+    scenario = contest.SCENARIOS["pair"]
+    pair[NONE].status = {"jobs": pair["cassini"].status["jobs"]}
+    fabric = scenario.fabric()
+    rows = [
+        row
+        for seen in pair.values()
+        for row in contest.rows_of(scenario, fabric, seen, pair[NONE], 0, 1)
+    ]
+    jobs = [row for row in rows if "job" in row]
+    assert len(jobs) == 4
+    for job in jobs:
+        assert job["losses_equal"]
+        assert job["predicted_s"] > 0.2
+        assert job["completion_s"] > 100 * job["step_s"]
+    text = contest.table(scenario, rows) + contest.summary(rows)
+    assert "losses equal to stock: 4 of 4 jobs" in text
+
+
+def test_jobs_that_no_shift_parts_are_left_alone(tmp_path: Path) -> None:
+    scenario = replace(contest.SCENARIOS["clash"], arrivals_s=0.5)
+    seen = turn(scenario, "cassini", tmp_path)
+    assert [entry.get("grid") for entry in entries(seen).values()] == [None, None]
+    assert [job["corrections_per_minute"] for job in seen.status["jobs"]] == [None, None]
