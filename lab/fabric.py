@@ -198,11 +198,17 @@ class Fabric:
             timeout=timeout_s,
         ).stdout
 
-    def set_rate(self, rate_mbit: float) -> None:
-        """Change the rate of every leaf-spine link, while traffic runs."""
+    def set_rate(self, rate_mbit: float, leaf: int | None = None) -> None:
+        """Change the rate of every leaf-spine link, or of one leaf's, while traffic runs."""
         for namespace, devices in self._switch_ports().items():
-            commands = [c for device in devices for c in self._classes("change", device, rate_mbit)]
-            netns.run_batch("tc", "\n".join(commands) + "\n", namespace)
+            chosen = [
+                device
+                for device, peer in devices.items()
+                if leaf is None or f"leaf{leaf}" in (peer, namespace.removeprefix(self.prefix))
+            ]
+            commands = [c for device in chosen for c in self._classes("change", device, rate_mbit)]
+            if commands:
+                netns.run_batch("tc", "\n".join(commands) + "\n", namespace)
 
     def set_hash_seed(self, seed: int, leaf: int | None = None) -> None:
         """Change the leaves' ECMP hash, or one leaf's: connections take the new paths at once."""

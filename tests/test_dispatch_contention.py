@@ -16,7 +16,8 @@ from crux_torch.dispatch.contention import Contention
 from crux_torch.dispatch.hosts import host_table
 from crux_torch.dispatch.newcomer import Newcomer, like, star, typical, uplinks_Bps
 from crux_torch.dispatch.order import in_ring_order, ring_of_devices, ring_of_hosts
-from crux_torch.dispatch.running import Running, contention, without_taken
+from crux_torch.dispatch.predictor import fit_uplinks
+from crux_torch.dispatch.running import Running, contention, measured_by_jobs, without_taken
 from crux_torch.dispatch.search import strongest
 from crux_torch.dispatch.table import table_of
 from crux_torch.fabric.builders.clos import two_layer_clos
@@ -120,6 +121,28 @@ def test_what_runs_decides_who_the_newcomer_is_like_and_what_is_free() -> None:
     assert left.tolist() == [0b01111110, 0xFF]
     with pytest.raises(DispatchError, match="host 'h1' has a table, and is not in the topology"):
         contention(cluster, some, star(hosts_of(1)))
+
+
+def test_profiles_of_running_jobs_are_live_samples_of_links() -> None:
+    cluster = hosts_of(3)
+    told = job_between("h0", "h2").profile
+    assert told is not None
+    alone = msgspec.structs.replace(told, t_measured_s=0.25)
+    contended = msgspec.structs.replace(alone, measured_alone=False)
+    jobs = (
+        record("known", hosts=("h0", "h2"), profile=alone),
+        record("unclaimed", hosts=("h1", "h2"), profile=alone),
+        record("contended", hosts=("h0", "h1"), profile=contended),
+        record("elsewhere", hosts=("h0", "x"), profile=alone),
+        record("starting", hosts=("h0", "h1"), profile=None),
+        record("within", hosts=("h0",), profile=msgspec.structs.replace(alone, flows=())),
+    )
+    taken = {"h0": {"1": "known", "2": "other"}, "h2": {"6": "known", "7": "known"}}
+    found = measured_by_jobs(cluster, Running(jobs, None, taken))
+    assert found.choices.tolist() == [[0b10, 0, 0b11000000], [0, 1, 1]]
+    assert found.bandwidth_Bps.tolist() == [20e9, 20e9]
+    assert fit_uplinks(cluster, found).uplink_Bps.tolist() == [20e9] * 3
+    assert len(measured_by_jobs(cluster, Running((), None, {}))) == 0
 
 
 def test_a_set_that_was_not_measured_has_no_score() -> None:

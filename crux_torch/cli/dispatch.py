@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,13 +18,13 @@ from crux_torch.cli.sim_options import numbers_table
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
 from crux_torch.dispatch.dispatcher import Dispatcher, Ranked
 from crux_torch.dispatch.newcomer import uplinks_Bps
-from crux_torch.dispatch.predictor import Samples, fit_uplinks
-from crux_torch.dispatch.running import look
+from crux_torch.dispatch.predictor import fit_uplinks
+from crux_torch.dispatch.running import Running, look, measured_by_jobs
+from crux_torch.dispatch.samples_file import read_samples
 from crux_torch.dispatch.table import (
     MAX_DEVICES,
     MESSAGE_BYTES,
     HostTable,
-    TableError,
     from_csv,
     load,
 )
@@ -152,7 +151,7 @@ def _dispatcher(
         running = look(settings.store, settings.store_secret, settings.cluster)
     topology = load_topology(topology_file) if topology_file else None
     known = topology or (running.topology if running else None)
-    cluster = _cluster(files, uplinks, samples, known)
+    cluster = _cluster(files, uplinks, samples, known, running)
     return Dispatcher(cluster, _free(cluster, excluded), topology, running, model)
 
 
@@ -161,7 +160,9 @@ def _cluster(
     uplinks: Sequence[str],
     samples: Path | None,
     topology: Topology | None,
+    running: Running | None,
 ) -> DispatchCluster:
+    """The hosts. With samples, their links are fitted from these and from what jobs measured."""
     if not files:
         raise DispatchError("name a table of each host with --table")
     tables = [_table(file) for file in files]
@@ -170,9 +171,11 @@ def _cluster(
         if names.count(name) > 1:
             raise DispatchError(f"two tables of the host {name!r}")
     known = uplinks_Bps(topology, names) if topology is not None else dict.fromkeys(names, 0.0)
-    rates = _uplinks(uplinks, known, needed=samples is None)
-    given = DispatchCluster(tables, rates)
-    return given if samples is None else fit_uplinks(given, _samples(samples, given))
+    given = DispatchCluster(tables, _uplinks(uplinks, known, needed=samples is None))
+    if samples is None:
+        return given
+    found = read_samples(samples, given)
+    return fit_uplinks(given, found.joined(measured_by_jobs(given, running)) if running else found)
 
 
 def _table(file: Path) -> HostTable:
@@ -199,38 +202,6 @@ def _uplinks(given: Iterable[str], known: Mapping[str, float], needed: bool) -> 
             "--samples"
         )
     return np.array(list(rates.values()))
-
-
-def _samples(file: Path, cluster: DispatchCluster) -> Samples:
-    """Lines ``HOST:DEVICE,DEVICE HOST:DEVICE;GB/s``."""
-    choices, rates = [], []
-    try:
-        with file.open(newline="") as lines:
-            for number, row in enumerate(csv.reader(lines, delimiter=";"), 1):
-                if not row or row[0].lstrip().startswith("#"):
-                    continue
-                where = f"{file}:{number}"
-                try:
-                    devices, rate = row
-                    choice = cluster.choice(dict(_named(part) for part in devices.split()))
-                    rates.append(float(rate) * 1e9)
-                except ValueError as error:
-                    raise DispatchError(
-                        f"{where}: expected `HOST:DEVICE,... HOST:DEVICE,...;GB/s`: {error}"
-                    ) from None
-                if np.count_nonzero(choice) < 2 or not 0 < rates[-1] < 1e15:
-                    raise DispatchError(f"{where}: expected a rate, and devices of several hosts")
-                choices.append(choice)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TableError(f"{file}: {error}") from None
-    return Samples(np.array(choices).reshape(-1, len(cluster.tables)), np.array(rates))
-
-
-def _named(text: str) -> tuple[str, list[str]]:
-    host, colon, devices = text.partition(":")
-    if not colon:
-        raise ValueError(f"{text!r} names no devices")
-    return host, devices.split(",")
 
 
 def _free(cluster: DispatchCluster, excluded: Iterable[str]) -> Ints:
@@ -273,25 +244,40 @@ def _print(cluster: DispatchCluster, found: Sequence[Ranked]) -> None:
             console.print(f"{host.host}: {host.missing} sets were not measured, and not considered")
 
 
-@dispatch.command()
-@click.option(
+def _how_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How sets are measured."""
+    collectives = click.Choice(["all_gather", "all_reduce"])
+    for option in reversed(
+        (
+            click.option("--devices", required=True, type=click.IntRange(1, MAX_DEVICES)),
+            click.option("--host", help="The host's name; by default its own."),
+            click.option(
+                "--backend",
+                default="gloo",
+                show_default=True,
+                type=click.Choice(["gloo", "nccl"]),
+            ),
+            click.option("--collective", default="all_gather", show_default=True, type=collectives),
+            click.option("--bytes", "message_bytes", default=MESSAGE_BYTES, show_default=True),
+            click.option("--warm-up", default=2, show_default=True, type=click.IntRange(0)),
+            click.option("--rounds", default=5, show_default=True, type=click.IntRange(1)),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+_out_option = click.option(
     "--out",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The table's file.",
+    help="The file; what it holds already is not measured again.",
 )
-@click.option("--devices", required=True, type=click.IntRange(2, MAX_DEVICES), help="How many.")
-@click.option("--host", help="The host's name in the table; by default its own.")
-@click.option("--backend", default="gloo", show_default=True, type=click.Choice(["gloo", "nccl"]))
-@click.option(
-    "--collective",
-    default="all_gather",
-    show_default=True,
-    type=click.Choice(["all_gather", "all_reduce"]),
-)
-@click.option("--bytes", "message_bytes", default=MESSAGE_BYTES, show_default=True)
-@click.option("--warm-up", default=2, show_default=True, type=click.IntRange(0))
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+
+
+@dispatch.command()
+@_out_option
+@_how_options
 def measure(out: Path, host: str | None, **how: Any) -> None:
     """Measure every set of this host's devices into a table.
 
@@ -314,6 +300,44 @@ def measure(out: Path, host: str | None, **how: Any) -> None:
         raise click.ClickException(str(error)) from None
     _, lacking = sets_to_measure(plan)
     click.echo(f"{out}: {len(lacking)} sets lack a measurement" if lacking else f"{out}: complete")
+
+
+@dispatch.command("measure-across")
+@_out_option
+@_how_options
+@click.option("--hosts", required=True, type=click.IntRange(2), help="How many take part.")
+@click.option("--host-rank", required=True, type=click.IntRange(0), help="Which of them this is.")
+@click.option(
+    "--rendezvous",
+    required=True,
+    metavar="HOST:PORT",
+    help="Where they meet: an address of host 0, and a port that is free there.",
+)
+@click.option("--number", default=200, show_default=True, type=click.IntRange(1), help="Choices.")
+def measure_across(out: Path, host: str | None, rendezvous: str, **how: Any) -> None:
+    """Measure choices across hosts, for --samples. Call it on every host at once.
+
+    Host 0 writes the file. Gloo needs GLOO_SOCKET_IFNAME where a host's name is not the address
+    that the others reach it by.
+    """
+    from crux_torch.dispatch.measure import this_host
+    from crux_torch.dispatch.measure_across import AcrossPlan
+    from crux_torch.dispatch.measure_across import measure_across as measured
+
+    address, _, port = rendezvous.rpartition(":")
+    if not address or not port.isdecimal():
+        raise click.UsageError(f"--rendezvous {rendezvous}: expected HOST:PORT")
+    if how["host_rank"] >= how["hosts"]:
+        raise click.UsageError(f"--host-rank {how['host_rank']}: expected 0 to {how['hosts'] - 1}")
+    plan = AcrossPlan(out=out, host=host or this_host(), address=address, port=int(port), **how)
+    try:
+        with Progress(*Progress.get_default_columns(), console=Console(stderr=True)) as bar:
+            task = bar.add_task("choices across hosts", total=None)
+            number = measured(plan, lambda done, all_: bar.update(task, completed=done, total=all_))
+    except (CruxError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from None
+    if plan.host_rank == 0:
+        click.echo(f"{out}: {number} choices measured")
 
 
 @dispatch.command()

@@ -24,25 +24,32 @@ spawn: Any = mp.spawn  # type: ignore[attr-defined]
 LIMIT = timedelta(minutes=5)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, and how.
+class How(msgspec.Struct, frozen=True, kw_only=True):
+    """How sets are measured.
 
     Attributes:
-        out: the file of the table; what it holds already is not measured again.
         backend: ``gloo`` or ``nccl``.
-        devices: how many, from device 0 on.
+        devices: how many of this host, from device 0 on.
         message_bytes: what all ranks together gather, or what each reduces.
         warm_up, rounds: operations before those that count, and those that do.
     """
 
-    out: Path
-    host: str
     backend: str
     devices: int
     collective: str
     message_bytes: int
     warm_up: int
     rounds: int
+
+
+class Plan(How, frozen=True, kw_only=True):
+    """What to measure on this host: every set, into the table's file ``out``.
+
+    What the file holds already is not measured again.
+    """
+
+    out: Path
+    host: str
 
 
 def sets_to_measure(plan: Plan) -> tuple[HostTable, list[int]]:
@@ -77,7 +84,9 @@ def measure(plan: Plan, progress: Callable[[int], None]) -> None:
         TableError: see :func:`sets_to_measure`.
         torch.multiprocessing.ProcessRaisedException: if a process fails.
     """
-    if not sets_to_measure(plan)[1]:
+    table, lacking = sets_to_measure(plan)
+    if not lacking:
+        save(table, plan.out)
         return
     context = mp.get_context("spawn")
     told = context.SimpleQueue()
@@ -105,10 +114,7 @@ def _listener() -> Iterator[int]:
 def _rank(rank: int, plan: Plan, port: int, told: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
-    device = torch.device("cpu")
-    if plan.backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    device = device_of(plan.backend, rank)
     dist.init_process_group(
         plan.backend, store=store, rank=rank, world_size=plan.devices, timeout=LIMIT
     )
@@ -119,7 +125,7 @@ def _rank(rank: int, plan: Plan, port: int, told: Any) -> None:
         ranks = [device for device in range(plan.devices) if members >> device & 1]
         group = dist.new_group(ranks, timeout=LIMIT)
         if rank in ranks:
-            rate = _bus_Bps(plan, group, device)
+            rate = bus_Bps(plan, group, device)
             if rank == ranks[0]:
                 store.set(f"set/{members}", str(rate))
             dist.destroy_process_group(group)
@@ -130,7 +136,16 @@ def _rank(rank: int, plan: Plan, port: int, told: Any) -> None:
     dist.destroy_process_group()
 
 
-def _bus_Bps(plan: Plan, group: Any, device: torch.device) -> float:
+def device_of(backend: str, number: int) -> torch.device:
+    """The device of a process, which becomes its current one."""
+    if backend != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device
+
+
+def bus_Bps(plan: How, group: Any, device: torch.device) -> float:
     """Bus bandwidth as nccl-tests defines it, by the median round of the slowest rank."""
     count = dist.get_world_size(group)
     part = max(1, plan.message_bytes // 4 // (count if plan.collective == "all_gather" else 1))

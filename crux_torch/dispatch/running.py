@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from crux_torch.control.claims import DeviceClaims
 from crux_torch.control.inputs import candidate_limit, plan_inputs
 from crux_torch.control.records import JobRecord
@@ -13,6 +15,7 @@ from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
 from crux_torch.dispatch.contention import Contention
 from crux_torch.dispatch.newcomer import like, star, typical
+from crux_torch.dispatch.predictor import Samples
 from crux_torch.fabric.topology import Topology
 from crux_torch.store.endpoint import open_store
 
@@ -53,6 +56,32 @@ def look(endpoint: str, secret: str, cluster: str) -> Running:
         for host, devices in claims.items()
     }
     return Running(view.jobs, TopologyReader().read(view.topology), taken)
+
+
+def measured_by_jobs(cluster: DispatchCluster, running: Running) -> Samples:
+    """What the running jobs' profiles say of the hosts' links: live samples for a fit.
+
+    Over each hop of a ring go the same bytes, in the time that the job's transfers took while it
+    was measured alone. That is at most the rate of each link on the way. Of a job whose devices
+    nobody claims, the first of each host stand for them, since a fit looks at the hosts alone.
+    """
+    numbers = {table.host: i for i, table in enumerate(cluster.tables)}
+    choices, rates = [], []
+    for record in running.records:
+        profile = record.profile
+        if profile is None or not profile.measured_alone or profile.t_measured_s <= 0:
+            continue
+        largest = max((flow.bytes for flow in profile.flows), default=0.0)
+        if not largest or not numbers.keys() >= set(record.hosts):
+            continue
+        row = np.zeros(len(numbers), np.int64)
+        for host in record.hosts:
+            table, jobs = cluster.tables[numbers[host]], running.taken.get(host, {})
+            mine = [i for i, name in enumerate(table.devices) if jobs.get(name) == record.job]
+            row[numbers[host]] = sum(1 << i for i in mine) or 1
+        choices.append(row)
+        rates.append(largest / profile.t_measured_s)
+    return Samples(np.array(choices).reshape(-1, len(numbers)), np.array(rates))
 
 
 def without_taken(cluster: DispatchCluster, free: Ints, running: Running) -> Ints:
