@@ -2,6 +2,10 @@
 
     python -m benchmarks.safety [--clusters 100] [--policies ecmp,crux] [--out DIR]
 
+With ``--append`` the rows join those that DIR has, so that many clusters can be played in parts:
+equal seeds give equal clusters. The constants of the default policy were chosen on the seeds
+``TUNED``, so these count in a line of their own only.
+
 Each cluster is played under every policy, from the same start times. A policy *loses* where it
 keeps fewer GPUs busy than a baseline, by more than 1%. There are two baselines: what the network
 does by itself (``ecmp``), and Crux's paths with fair sharing (``one-level``). A job's slowdown is
@@ -17,6 +21,7 @@ are asked for up to twice what they carry).
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -64,6 +69,8 @@ POLICIES = (
     "cassini",
 )
 BASELINES = ("ecmp", "one-level")
+#: Seeds that the default policy was tuned on.
+TUNED = range(42)
 
 
 class Case(NamedTuple):
@@ -277,11 +284,17 @@ def row_of(task: tuple[int, tuple[str, ...], int]) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each policy, over all kinds and for each kind."""
+    """A line for each policy: over all kinds, for each kind, and over the seeds ``TUNED``."""
     lines = []
-    for kind in ("all", *KINDS):
+    for kind in ("all", *KINDS, "tuned on"):
         for policy in dict.fromkeys(row["policy"] for row in rows):
-            mine = [r for r in rows if r["policy"] == policy and kind in ("all", r["kind"])]
+            mine = [
+                r
+                for r in rows
+                if r["policy"] == policy
+                and (r["seed"] in TUNED) == (kind == "tuned on")
+                and kind in ("all", "tuned on", r["kind"])
+            ]
             if not mine:
                 continue
             line: dict[str, Any] = {"kind": kind, "policy": policy, "clusters": len(mine)}
@@ -323,6 +336,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 @click.option("--processes", default=os.cpu_count() or 1, help="Clusters at a time.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/safety.{json,txt}.")
+@click.option("--append", is_flag=True, help="Keep the rows of other seeds that DIR has.")
 def main(
     clusters: int,
     first: int,
@@ -331,6 +345,7 @@ def main(
     processes: int,
     json_path: Path | None,
     out: Path | None,
+    append: bool,
 ) -> None:
     """Plays seeded clusters under every policy."""
     # Read by the libraries when a process imports them.
@@ -339,8 +354,15 @@ def main(
     tasks = [(seed, names, phases) for seed in range(first, first + clusters)]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         rows = [row for part in pool.imap(row_of, tasks) for row in part]
+    settings = {"phases": phases, "cap": CAP}
+    if append and out is not None and (out / "safety.json").exists():
+        before = json.loads((out / "safety.json").read_text())
+        if before["settings"] != settings:
+            raise click.UsageError(f"{out} was played with {before['settings']}, not {settings}")
+        seeds = {row["seed"] for row in rows}
+        rows += [row for row in before["rows"] if row["seed"] not in seeds]
+        rows.sort(key=lambda row: row["seed"])
     lines = summarise(rows)
-    settings = {"clusters": clusters, "first": first, "phases": phases, "cap": CAP}
     publish(Result("safety", settings, rows), table(lines), json_path, out)
 
 
