@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
+import msgspec
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record, until
 
 from crux_torch.control.beside import BURST_S, MAX_RESULTS, SHARE, Beside
@@ -50,6 +52,42 @@ def test_work_takes_a_share_of_the_time_in_the_long_run() -> None:
     assert 4.0 * (len(pieces) - 3) <= SHARE * (clock.now - began_s) + 4.0
     assert len(pieces) > 10
     assert BURST_S > 2 * 4.0
+
+
+def test_a_safe_plan_comes_at_once_and_the_better_one_when_it_is_found() -> None:
+    go_on = threading.Event()
+
+    def compute(*args: Any, policy: str, **options: Any) -> object:
+        if policy == "crux":
+            assert go_on.wait(300)
+        level = 3 if policy == "crux" else 7
+        return [msgspec.structs.replace(e, level=level) for e in by_name(*args, **options)]
+
+    store = MemoryStore()
+    leaders = [
+        Leader(store, "c", record(job), compute, in_thread=True, poll_s=0.0, debounce_s=0.0)
+        for job in ("a", "b")
+    ]
+
+    def plans() -> list[tuple[str, int, int]]:
+        for leader in leaders:
+            leader.tick()
+        found = [leader.plan for leader in leaders]
+        return [(p.policy, len(p.entries), p.entries[0].level) for p in found if p is not None]
+
+    until(lambda: plans() == [("crux-first", 2, 7)] * 2, what="the first plan")
+    first = leaders[0].plan
+    assert first is not None
+    for _ in range(50):
+        assert plans() == [("crux-first", 2, 7)] * 2
+    go_on.set()
+    until(lambda: plans() == [("crux", 2, 3)] * 2, what="the better plan")
+    better = leaders[1].plan
+    assert better is not None
+    assert better.epoch > first.epoch
+    assert better.fingerprint == first.fingerprint
+    for _ in range(50):
+        assert plans() == [("crux", 2, 3)] * 2
 
 
 def test_no_tick_waits_for_the_planner_and_its_plan_comes_when_it_is_ready() -> None:

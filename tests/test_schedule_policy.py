@@ -24,6 +24,7 @@ from crux_torch.schedule.policy import (
     SEARCHED_JOBS,
     WORK,
     crux,
+    crux_first,
     forget_components,
 )
 from crux_torch.schedule.race import Run
@@ -107,6 +108,13 @@ def test_equal_clusters_get_equal_plans_remembered_or_not(cluster: Cluster) -> N
 def test_a_cap_below_one_is_refused(limit: float) -> None:
     with pytest.raises(ValueError, match="expected 1 or more"):
         crux(Cluster({}, ()), SchedulerOptions(max_slowdown=limit))
+
+
+@given(clusters())
+def test_it_begins_with_cruxs_paths_and_one_level(cluster: Cluster) -> None:
+    first = crux_first(cluster, OPTIONS)
+    assert first.path == crux_paper(cluster, OPTIONS).path
+    assert set(first.level.values()) == {OPTIONS.levels[-1]}
 
 
 def test_a_job_that_would_starve_shares_instead() -> None:

@@ -52,6 +52,11 @@ class Beside:
                 self._thread.start()
         return False, None
 
+    def waits_for(self, key: Hashable) -> bool:
+        """Whether whoever asks for ``key`` now has to come back for the result."""
+        with self._lock:
+            return self._in_thread and key not in self._results
+
     def _run(self, key: Hashable, work: Callable[[], Any]) -> None:
         began_s = self._clock()
         result = work()

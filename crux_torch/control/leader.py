@@ -25,6 +25,7 @@ from crux_torch.control.snapshot import Snapshot
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.scheduler import FIRST_NAME
 from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
 from crux_torch.warn_once import WarnOnce, one_line
 
@@ -41,6 +42,8 @@ MAX_PATIENCE_S = 60.0
 PATIENCE_S = 3.0
 #: Seconds for which a leader whose role may not write plans leaves them to the others.
 FORBIDDEN_S = 60.0
+#: Seconds for which a plan that is safe at once waits for a better one that is being computed.
+BETTER_S = 0.5
 #: Bytes of a stored plan beside its entries.
 MAX_HEAD_BYTES = 4096
 #: Jobs and flows up to which each leader computes what it adopts.
@@ -122,6 +125,10 @@ class Leader:
         self._snapshot = Snapshot()
         self._adopted = AdoptedPlan(clock, self._random, plan_valid_s)
         self._beside = Beside(in_thread=in_thread, clock=clock)
+        #: First plans: they must not wait for a better one of a snapshot that is gone already.
+        self._beside_first = Beside(in_thread=in_thread, clock=clock)
+        #: The snapshot whose first plan was ready last, and since when.
+        self._first_of = "", float("-inf")
         #: The plan that lies in the store, and since when.
         self._stored: tuple[int, str, str] | None = None
         self._stored_since_s = float("-inf")
@@ -376,7 +383,12 @@ class Leader:
             self._disagreed_since_s = None
             snapshot.was_planned()
             self._basis = Basis(snapshot.jobs, snapshot.topology, snapshot.operator)
-            if stored.plan.policy != self._policy:
+            if stored.plan.policy == FIRST_NAME.get(self._policy):
+                _, better = self._entries(snapshot.fingerprint, self._policy)
+                if better is not None:
+                    self._replace(state, self._policy, better, now)
+                    return
+            elif stored.plan.policy != self._policy:
                 self._warn(
                     "policy",
                     f"the plan in force was made by policy {stored.plan.policy!r}, this job asked "
@@ -396,19 +408,42 @@ class Leader:
         patience_s = self._plan_valid_s / 3 if fits else self._patience_s
         if usable and not self._out_of_patience(now, patience_s):
             return
-        _, entries = self._entries(snapshot.fingerprint, self._policy)
-        if entries is None:
-            return
+        policy, entries = self._first_or_better(snapshot.fingerprint, now)
+        if entries is not None:
+            self._replace(state, policy, entries, now)
+
+    def _first_or_better(
+        self, fingerprint: str, now: float
+    ) -> tuple[str, tuple[PlanEntry, ...] | None]:
+        """What to write for a snapshot without a plan: by which policy, and the entries if any.
+
+        Where the policy takes longer than ``BETTER_S``, that is what it begins with.
+        """
+        first = FIRST_NAME.get(self._policy)
+        if first is None or not self._beside.waits_for((fingerprint, self._policy)):
+            return self._policy, self._entries(fingerprint, self._policy)[1]
+        done, entries = self._entries(fingerprint, first)
+        if not done:
+            return first, None
+        self._entries(fingerprint, self._policy)
+        if self._first_of[0] != fingerprint:
+            self._first_of = fingerprint, now
+        return first, entries if now - self._first_of[1] >= BETTER_S else None
+
+    def _replace(
+        self, state: PlanState, policy: str, entries: tuple[PlanEntry, ...], now: float
+    ) -> None:
+        before = state.stored.plan if state.stored is not None else None
         plan = Plan(
-            epoch=adopted.epoch_after(stored.plan if stored is not None else None),
-            fingerprint=snapshot.fingerprint,
+            epoch=self._adopted.epoch_after(before),
+            fingerprint=self._snapshot.fingerprint,
             valid_s=self._plan_valid_s,
             author=self.record.job,
-            policy=self._policy,
+            policy=policy,
             entries=entries,
         )
         if self._swap(state, plan, 0, now):
-            self._append_audit(stored.plan if stored is not None else None, plan)
+            self._append_audit(before, plan)
 
     def _append_audit(self, before: Plan | None, plan: Plan) -> None:
         now = Basis(self._snapshot.jobs, self._snapshot.topology, self._snapshot.operator)
@@ -446,7 +481,8 @@ class Leader:
         snapshot = self._snapshot
         jobs, raw = snapshot.jobs_of(fingerprint) or (), snapshot.topology
         operator = snapshot.operator
-        found: tuple[bool, tuple[PlanEntry, ...] | None] = self._beside.ask(
+        beside = self._beside_first if policy in FIRST_NAME.values() else self._beside
+        found: tuple[bool, tuple[PlanEntry, ...] | None] = beside.ask(
             (fingerprint, policy), lambda: self._plan_of(jobs, raw, operator, policy)
         )
         return found

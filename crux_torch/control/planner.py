@@ -18,11 +18,12 @@ from crux_torch.fabric.route import PlannedPath, planned_paths
 from crux_torch.fabric.topology import Path, Topology
 from crux_torch.measure.job_profile import JobProfile
 from crux_torch.schedule.model import Decision, Job, SchedulerOptions
-from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
+from crux_torch.schedule.scheduler import FIRST, FIRST_NAME, LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
 
 #: Everything in a profile that a plan follows from.
 _READ = attrgetter("period_s", "compute_s", "flops", "flows", "inside", "bursts", "t_s", "t_source")
+_PATH_POLICIES = {*PATH_POLICIES, *(FIRST_NAME[p] for p in PATH_POLICIES if p in FIRST_NAME)}
 #: JSON has no infinity: the priority of a job without traffic is this.
 MAX_FINITE = sys.float_info.max
 
@@ -42,7 +43,7 @@ def compute_entries(
 
     Args:
         records, topology: see :func:`plan_inputs`.
-        policy: the scheduler, a key of ``LIVE``.
+        policy: the scheduler, a key of ``LIVE`` or ``FIRST``.
         levels: that may be assigned, ascending.
         max_slowdown: what the policy crux keeps to, see ``SchedulerOptions``.
         weights: see :func:`plan_inputs`.
@@ -57,12 +58,12 @@ def compute_entries(
     if not cluster.jobs:
         return ()
     options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
-    decision = LIVE[policy](cluster, options)
+    decision = (LIVE | FIRST)[policy](cluster, options)
     level = _usable(decision.level, levels) if policy == "crux-pa" else decision.level
     profiles = {r.job: r.profile for r in records if r.profile is not None}
 
     def paths(job: Job) -> tuple[PlannedPath, ...]:
-        if topology is None or policy not in PATH_POLICIES:
+        if topology is None or policy not in _PATH_POLICIES:
             return ()
         chosen = decision.path.get(job.name, ())
         return planned_paths(_chosen(profiles[job.name], job, chosen, topology), topology, limit)
@@ -83,7 +84,7 @@ def compute_entries(
 
 def check_policy(policy: str, levels: Sequence[int]) -> None:
     """Raise a SettingsError for a policy that can't be carried out, or without a level."""
-    if policy not in LIVE:
+    if policy not in LIVE | FIRST:
         known = "only the simulator can carry it out, " if policy in SCHEDULERS else ""
         raise SettingsError(f"policy {policy!r}: {known}expected one of {', '.join(sorted(LIVE))}")
     if not levels:

@@ -35,7 +35,13 @@ from crux_torch.schedule.arrays import (
 )
 from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.contention_dag import components_of
-from crux_torch.schedule.crux import Priorities, assign_priorities, levels_of, select_paths
+from crux_torch.schedule.crux import (
+    Priorities,
+    assign_priorities,
+    crux_paper,
+    levels_of,
+    select_paths,
+)
 from crux_torch.schedule.intensity import intensities, transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision, Job, Link, SchedulerOptions
 from crux_torch.schedule.race import race
@@ -114,6 +120,12 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
         intensity=intensity,
         notes=tuple(notes),
     )
+
+
+def crux_first(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Where :func:`crux` begins, at once: Crux's paths (§4.1), and one level for all."""
+    top = check_levels(options.levels)[-1:]
+    return crux_paper(cluster, replace(options, levels=tuple(top.tolist())))
 
 
 class Component(NamedTuple):

@@ -8,7 +8,7 @@ from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.ideal import ideal
 from crux_torch.schedule.mlcc import mlcc
 from crux_torch.schedule.model import Scheduler
-from crux_torch.schedule.policy import crux
+from crux_torch.schedule.policy import crux, crux_first
 from crux_torch.schedule.sincronia import sincronia
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import varys
@@ -34,3 +34,7 @@ IN_TRACES = {name: each for name, each in SCHEDULERS.items() if name != "mlcc"}
 
 #: Those whose decisions a running cluster can carry out.
 LIVE: dict[str, Scheduler] = {name: SCHEDULERS[name] for name in LIVE_POLICIES}
+
+#: What a running cluster does while a policy that takes its time decides, and what that is called.
+FIRST_NAME: dict[str, str] = {"crux": "crux-first"}
+FIRST: dict[str, Scheduler] = {"crux-first": crux_first}
