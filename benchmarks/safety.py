@@ -3,8 +3,8 @@
     python -m benchmarks.safety [--clusters 100] [--policies ecmp,crux] [--out DIR]
 
 With ``--append`` the rows join those that DIR has, so that many clusters can be played in parts:
-equal seeds give equal clusters. The constants of the default policy were chosen on the seeds
-``TUNED``, so these count in a line of their own only.
+equal seeds give equal clusters, and each row is of one seed and one policy. The constants of the
+default policy were chosen on the seeds ``TUNED``, so these count in a line of their own only.
 
 Each cluster is played under every policy, from the same start times. A policy *loses* where it
 keeps fewer GPUs busy than a baseline, by more than 1%. There are two baselines: what the network
@@ -12,6 +12,9 @@ does by itself (``ecmp``), and Crux's paths with fair sharing (``one-level``). A
 its mean iteration over its iteration alone on Crux's paths; a cluster counts its worst job, in the
 mean of the phases. A job is *beyond the cap* where that is more than the cap and more than 1% above
 what either baseline gives to it.
+
+Policies with ``-blind`` know no topology, as in a cluster without one: they see all jobs on one
+link, each with its transfer time, and the network's hash chooses the paths.
 
 The kinds are: ``small`` (five jobs, §4.4 of Crux), ``testbed`` (eight jobs on Crux's), ``clos``
 and ``double-sided`` (twelve jobs), ``torus`` (4 by 4 hosts), ``periods`` (two to six jobs of few
@@ -40,10 +43,19 @@ from crux_torch import _fluid
 from crux_torch.cli.results import Result, publish
 from crux_torch.fabric.builders.clos import crux_testbed, double_sided, two_layer_clos
 from crux_torch.fabric.builders.server import GBPS
-from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.arrays import arrays_of, choice_of, paths_of, traffic_matrix
 from crux_torch.schedule.crux import crux_paper
 from crux_torch.schedule.intensity import solo_periods_s, transfer_times_s
-from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, SchedulerOptions
+from crux_torch.schedule.model import (
+    Burst,
+    Cluster,
+    Decision,
+    Flow,
+    Job,
+    Scheduler,
+    SchedulerOptions,
+)
+from crux_torch.schedule.policy import crux
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.play import engine_of
 
@@ -67,6 +79,8 @@ POLICIES = (
     "varys",
     "taccl",
     "cassini",
+    "crux-blind",
+    "crux-paper-blind",
 )
 BASELINES = ("ecmp", "one-level")
 #: Seeds that the default policy was tuned on.
@@ -199,6 +213,31 @@ def one_level(cluster: Cluster, options: SchedulerOptions) -> Decision:
     return crux_paper(cluster, replace(options, levels=options.levels[:1]))
 
 
+def blind(scheduler: Scheduler) -> Scheduler:
+    """Levels of ``scheduler`` where no topology is known, on the network's own paths."""
+
+    def decide(cluster: Cluster, options: SchedulerOptions) -> Decision:
+        arrays = arrays_of(cluster)
+        choice = choice_of(arrays, options.default_path)
+        t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice)).tolist()
+        jobs = tuple(
+            replace(job, flows=(Flow(t, (("core",),)),))
+            for job, t in zip(arrays.jobs, t_s, strict=True)
+        )
+        told = scheduler(Cluster({"core": 1.0}, jobs), replace(options, default_path=None))
+        return replace(told, path=paths_of(arrays, choice))
+
+    return decide
+
+
+PLAYED: dict[str, Scheduler] = {
+    **SCHEDULERS,
+    "one-level": one_level,
+    "crux-blind": blind(crux),
+    "crux-paper-blind": blind(crux_paper),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """One cluster under one policy.
@@ -226,7 +265,7 @@ def measure(case: Case, policies: Sequence[str], phases: int) -> dict[str, Playe
     starts = [{name: rng.random() * s for name, s in alone_s.items()} for _ in range(phases)]
     found = {}
     for name in policies:
-        scheduler = one_level if name == "one-level" else SCHEDULERS[name]
+        scheduler = PLAYED[name]
         began_s = time.process_time()  # the engine plays in threads of its own
         decision = scheduler(case.cluster, case.options)
         cpu_s = time.process_time() - began_s
@@ -313,13 +352,13 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """The lines as text."""
     text = [
-        f"{'kind':<13} {'policy':<11} {'n':>5} | {'loses to ECMP':>13} {'worst':>7} {'mean':>7} | "
+        f"{'kind':<13} {'policy':<16} {'n':>5} | {'loses to ECMP':>13} {'worst':>7} {'mean':>7} | "
         f"{'to one level':>12} {'worst':>7} {'mean':>7} | {'worst job':>9} {'over cap':>8} "
         f"{'CPU ms':>7}"
     ]
     for line in lines:
         text.append(
-            f"{line['kind']:<13} {line['policy']:<11} {line['clusters']:>5} | "
+            f"{line['kind']:<13} {line['policy']:<16} {line['clusters']:>5} | "
             f"{line['loses_to_ecmp']:>13.1%} {line['worst_over_ecmp']:>+7.1%} "
             f"{line['mean_over_ecmp']:>+7.1%} | {line['loses_to_one-level']:>12.1%} "
             f"{line['worst_over_one-level']:>+7.1%} {line['mean_over_one-level']:>+7.1%} | "
@@ -359,8 +398,8 @@ def main(
         before = json.loads((out / "safety.json").read_text())
         if before["settings"] != settings:
             raise click.UsageError(f"{out} was played with {before['settings']}, not {settings}")
-        seeds = {row["seed"] for row in rows}
-        rows += [row for row in before["rows"] if row["seed"] not in seeds]
+        new = {(row["seed"], row["policy"]) for row in rows}
+        rows += [row for row in before["rows"] if (row["seed"], row["policy"]) not in new]
         rows.sort(key=lambda row: row["seed"])
     lines = summarise(rows)
     publish(Result("safety", settings, rows), table(lines), json_path, out)

@@ -25,6 +25,8 @@ _WARM_UP = 0.5
 _PEEK = 0.1
 #: Share of the work that the first round may take.
 _FIRST_ROUND = 0.6
+#: Work, in budgets, for which the safe plans are compared even if no other plan can be.
+_FOR_SAFETY = 4
 #: Iterations of a job, on average, that settle a race.
 _SETTLED = 240
 #: Standard errors of a lead that are not counted as lead.
@@ -104,12 +106,14 @@ def race(
     length_s = max(_FIRST * an_iteration_s, max(periods_s))
     now_s = _WARM_UP * length_s
     first = Run(rehearsal, favourite)
-    affordable = 0
+    first.advance(0.0)
+    set_up, affordable = first.work, 0
     for part in (_PEEK, 1.0):
         first.advance(part * now_s)
-        first_round = first.work * (1 + _WARM_UP) / (part * _WARM_UP)
+        first_round = set_up + (first.work - set_up) * (1 + _WARM_UP) / (part * _WARM_UP)
         affordable = int(_FIRST_ROUND * work / max(1.0, first_round)) - len(safe_plans)
-        if affordable < 1 and (len(safe_plans) == 1 or first_round * len(safe_plans) > work):
+        safe_too = len(safe_plans) > 1 and first_round * len(safe_plans) <= _FOR_SAFETY * work
+        if affordable < 1 and not safe_too:
             return favourite
     safe = [first, *(Run(rehearsal, plan) for plan in safe_plans[1:])]
     taken = dict.fromkeys(islice(plans, max(0, affordable)))
