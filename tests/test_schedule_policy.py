@@ -27,8 +27,8 @@ from crux_torch.schedule.policy import (
     crux_first,
     forget_components,
 )
-from crux_torch.schedule.race import Run
-from crux_torch.schedule.rehearsal import Rehearsal
+from crux_torch.schedule.race import Run, race
+from crux_torch.schedule.rehearsal import Length, Rehearsal
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.schedule.search import (
     Assignment,
@@ -126,6 +126,20 @@ def test_a_job_that_would_starve_shares_instead() -> None:
     assert min(job.completed for job in starved.values()) <= 1
     shared = play(cluster, crux(cluster, OPTIONS), 200.0).jobs
     assert min(job.completed for job in shared.values()) > 30
+
+
+@pytest.mark.parametrize(("most", "adopted"), [(math.inf, True), (3.0, False)])
+def test_a_plan_under_which_a_job_waits_too_long_drops_out_of_the_race(
+    most: float, adopted: bool
+) -> None:
+    """The large job keeps more GPUs busy alone than both do together, and leaves no time at all."""
+    large = Job("large", 64, 1.0, 1.0, (Flow(1.0, (("x",),)),), (Burst(0.0, 1.0),))
+    small = Job("small", 1, 1.0, 0.5, (Flow(0.5, (("x",),)),), (Burst(1.0, 1.0),))
+    cluster = Cluster({"x": 1.0}, (large, small))
+    path = ((0,), (0,))
+    fair, levels = Assignment(path, (0, 0)), Assignment(path, (1, 0))
+    rehearsal = Rehearsal(cluster, Length(4, 0, 0))
+    assert race(rehearsal, [fair], [levels], 10**9, 0.01, most) == (levels if adopted else fair)
 
 
 def test_only_the_component_of_a_new_job_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:

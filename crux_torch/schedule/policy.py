@@ -7,7 +7,8 @@
    on two, on four and on all, the paper's levels, and in a small component what a search over paths
    and levels finds. Levels are used only where they lead both one-level plans by ``LEAD``.
 3. No plan with levels slows a job down by more than ``max_slowdown``, whatever the phases
-   (:mod:`crux_torch.schedule.slowdown_cap`).
+   (:mod:`crux_torch.schedule.slowdown_cap`); one whose rehearsal slows a job down by more than
+   that, and more than fair sharing does, drops out.
 
 Budgets are work of the engine, not seconds, so equal clusters give equal plans on any machine. A
 component too large for its budget keeps one level on Crux's paths. One that has not changed keeps
@@ -257,7 +258,7 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
             for plan in dict.fromkeys(plans)
             if plan not in safe
         )
-        return race(rehearsal, safe, capped, left, LEAD), ""
+        return race(rehearsal, safe, capped, left, LEAD, options.max_slowdown), ""
     except _fluid.SpecError as error:
         return safe[0], f"the engine can't play them: {error}"
 

@@ -25,6 +25,8 @@ _WARM_UP = 0.5
 _PEEK = 0.1
 #: Share of the work that the first round may take.
 _FIRST_ROUND = 0.6
+#: A difference between two plans' iterations that counts.
+_NOTICED = 0.01
 #: Work, in budgets, for which the safe plans are compared even if no other plan can be.
 _FOR_SAFETY = 4
 #: Iterations of a job, on average, that settle a race.
@@ -46,8 +48,13 @@ class Run:
         self._engines = [
             rehearsal.engine(part, level, k) for part in parts for k in range(self._phases)
         ]
-        self._gpus = {job.name: job.gpus for job in rehearsal.jobs}
-        self._begun: FloatArray = np.zeros(self._phases)
+        self._index = {job.name: j for j, job in enumerate(rehearsal.jobs)}
+        self._gpus = np.array([job.gpus for job in rehearsal.jobs])
+        self._compute_s = np.array([job.compute_s for job in rehearsal.jobs])
+        self._meets = np.zeros(len(routes), bool)
+        self._meets[[j for part in parts for j in part.jobs]] = True
+        self._period_s = np.array([route.period_s for route in routes])
+        self._begun: FloatArray = np.zeros((self._phases, len(routes)))
         self._span_s = 0.0
 
     def advance(self, until_s: float) -> None:
@@ -65,18 +72,26 @@ class Run:
         span_s = self._now_s + self._span_s
         if not self._engines:
             return np.full(self._phases, self._alone)
-        return np.asarray(self._alone + (self._computed() - self._begun) / span_s)
+        return np.asarray(self._alone + (self._computed() - self._begun) @ self._gpus / span_s)
+
+    def iteration_s(self) -> FloatArray:
+        """Mean iteration of each job, over all sets of start times, since the count began."""
+        computed_s = (self._computed() - self._begun).sum(axis=0)
+        span_s = self._phases * (self._now_s + self._span_s)
+        mean_s = np.full(len(computed_s), np.inf)
+        np.divide(self._compute_s * span_s, computed_s, out=mean_s, where=computed_s > 0)
+        return np.where(self._meets & (self._compute_s > 0), mean_s, self._period_s)
 
     @property
     def _now_s(self) -> float:
         return self._engines[0].now_s if self._engines else 0.0
 
     def _computed(self) -> FloatArray:
-        """Seconds times GPUs."""
-        total = np.zeros(self._phases)
+        """Seconds, from each set of start times (row), of each job."""
+        total = np.zeros((self._phases, len(self._index)))
         for e, engine in enumerate(self._engines):
-            done = engine.results()
-            total[e % self._phases] += sum(r["compute_s"] * self._gpus[n] for n, r in done.items())
+            for name, done in engine.results().items():
+                total[e % self._phases, self._index[name]] = done["compute_s"]
         return total
 
 
@@ -86,6 +101,7 @@ def race(
     plans: Iterable[Assignment],
     work: int,
     lead: float,
+    max_slowdown: float,
 ) -> Assignment:
     """The plan to adopt.
 
@@ -96,6 +112,9 @@ def race(
         work: budget, in units of ``Engine.work``.
         lead: share by which another plan must beat the best of the safe ones, beyond what the
             start times may make of it.
+        max_slowdown: a plan drops out if a job's mean iteration takes longer than this many times
+            its iteration alone on the paths of the first safe plan, and noticeably longer than
+            under each of the safe plans.
     """
     favourite = safe_plans[0]
     periods_s = [rehearsal.route(j, own).period_s for j, own in enumerate(favourite.path)]
@@ -121,6 +140,14 @@ def race(
     for run in (*safe, *others):
         run.advance(now_s)
         run.begin()
+
+    def slows_nobody_down(run: Run) -> bool:
+        fair_s = np.max([one.iteration_s() for one in safe], axis=0)
+        alone_s = np.array(periods_s)
+        capped_s = np.multiply(max_slowdown, alone_s, out=np.zeros(len(alone_s)), where=alone_s > 0)
+        most_s = np.maximum(capped_s, (1 + _NOTICED) * fair_s)
+        return bool((run.iteration_s() <= most_s).all())
+
     gone = 0
     while True:
         now_s += length_s
@@ -131,7 +158,9 @@ def race(
         if now_s >= _SETTLED * an_iteration_s and len(others) <= 1:
             break
         stay = math.ceil(len(others) / 2) if len(others) > 1 else len(others)
-        ranked = sorted(others, key=lambda run: -float(run.busy_gpus().mean()))
+        ranked = sorted(
+            others, key=lambda run: (not slows_nobody_down(run), -float(run.busy_gpus().mean()))
+        )
         gone += sum(run.work for run in ranked[stay:])
         others = ranked[:stay]
         kept = sum(run.work for run in (*safe, *others))
@@ -140,6 +169,7 @@ def race(
         if gone + kept + ahead > work:
             break
     best_safe = max(safe, key=lambda run: float(run.busy_gpus().mean()))
+    others = [run for run in others if slows_nobody_down(run)]
     if others:
         best = max(others, key=lambda run: float(run.busy_gpus().mean()))
         floor = best_safe.busy_gpus()
