@@ -152,7 +152,7 @@ def _dispatcher(
     topology = load_topology(topology_file) if topology_file else None
     known = topology or (running.topology if running else None)
     cluster = _cluster(files, uplinks, samples, known, running)
-    return Dispatcher(cluster, _free(cluster, excluded), topology, running, model)
+    return Dispatcher(cluster, _free(cluster, excluded), topology, running, model, settings.policy)
 
 
 def _cluster(

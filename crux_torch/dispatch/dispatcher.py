@@ -45,7 +45,7 @@ class Dispatcher:
         idle: devices that may be given out, but for those that launchers claim.
         topology: in place of the published one.
         running: a look at the cluster; None without a store.
-        model: see :func:`~crux_torch.dispatch.running.contention`.
+        model, policy: see :func:`~crux_torch.dispatch.running.contention`.
     """
 
     cluster: DispatchCluster
@@ -53,6 +53,7 @@ class Dispatcher:
     topology: Topology | None = None
     running: Running | None = None
     model: str | None = None
+    policy: str = "crux"
 
     @property
     def free(self) -> Ints:
@@ -77,7 +78,7 @@ class Dispatcher:
         free = np.where(allowed, self.free, 0)
         beside = None
         if self.running is not None:
-            beside = contention(self.cluster, self.running, self.topology, self.model)
+            beside = contention(self.cluster, self.running, self.topology, self.model, self.policy)
         if beside is None:
             for one in alternatives(self.cluster, free, k, unit):
                 yield Ranked(one.choice, one.bandwidth_Bps, one.limit)

@@ -17,6 +17,7 @@ from crux_torch.dispatch.contention import Contention
 from crux_torch.dispatch.newcomer import like, star, typical
 from crux_torch.dispatch.predictor import Samples
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.scheduler import LIVE
 from crux_torch.store.endpoint import open_store
 
 TIMEOUT_S = 2.0
@@ -99,12 +100,14 @@ def contention(
     running: Running,
     topology: Topology | None = None,
     model: str | None = None,
+    policy: str = "crux",
 ) -> Contention | None:
     """Scores beside the running jobs; None where no record tells of any traffic.
 
     Args:
         topology: in place of the published one; without either, each host's link to one switch.
         model: the running job that the newcomer is like; by default the median one.
+        policy: what computes the cluster's plan, a key of ``LIVE``.
 
     Raises:
         DispatchError: ``model`` is no running job with a profile, or a host with a table is not in
@@ -122,4 +125,4 @@ def contention(
         return None
     topology = topology or running.topology or star(cluster)
     jobs = plan_inputs(running.records, topology, candidate_limit(running.records))
-    return Contention(cluster, topology, jobs, newcomer)
+    return Contention(cluster, topology, jobs, newcomer, scheduler=LIVE[policy])

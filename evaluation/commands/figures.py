@@ -16,7 +16,7 @@ import click
     help="Folder for the PNG files and for figures.html.",
 )
 def figures(results: Path, out: Path) -> None:
-    """Draw Figures 16 and 19 to 25 from the result files in RESULTS."""
+    """Draw Figures 16 and 19 to 25, and LiteGD's 9 and 10, from the result files in RESULTS."""
     try:
         # Only this command needs matplotlib, which takes long to import.
         from evaluation.figures.catalogue import draw_all

@@ -81,6 +81,16 @@ def results() -> dict[str, dict[str, Any]]:
             for s in ("crux-paper", "sincronia", "one that has no colour")
         ],
     }
+    rows["dispatch"] = [
+        {
+            "study": "efficacy",
+            "hosts": "4090+V100+A6000+A800",
+            "link_GBps": links,
+            "gbe": {"strongest, links fitted": [0.9, 1.0], "by index": [0.3, 0.4]},
+            "by_k": {"strongest, links fitted": {"2": 1.0, "10": 0.9}, "by index": {"2": 0.1}},
+        }
+        for links in ("20 to 40", "60")
+    ]
     settings = {"trace": {"intensity_edges": EDGES}}
     return {
         name: {"benchmark": name, "settings": settings.get(name, {}), "rows": found}
@@ -146,9 +156,10 @@ def test_figures_without_their_rows_are_left_out(tmp_path: Path) -> None:
     plain = results()
     plain["testbed"]["rows"] = [row_of_testbed(20, "ecmp"), row_of_testbed(20, "crux-paper")]
     plain["trace"]["rows"] = [trace_row("double-sided", "none", "crux-paper")]
+    plain["dispatch"]["rows"] = plain["dispatch"]["rows"][:1]
     drawn, left_out = draw_all(written(tmp_path, plain))
-    assert [item.plate.number for item in drawn] == [16, 20, 23]
-    assert {item.plate.number for item in left_out} == {19, 21, 22, 24, 25}
+    assert [item.plate.number for item in drawn] == [16, 20, 23, 9]
+    assert {item.plate.number for item in left_out} == {19, 21, 22, 24, 25, 10}
     assert all("has no rows for it" in item.reason for item in left_out)
 
 
