@@ -14,7 +14,7 @@ from loopback import free_port
 from crux_torch import doctor
 from crux_torch.cli import main as cli
 from crux_torch.control.records import Grid, JobRecord, PathCounts, Plan, PlanEntry
-from crux_torch.control.registry import Registry, StoredPlan
+from crux_torch.control.registry import Registry, StoredEntry, StoredPlan
 from crux_torch.measure.job_profile import JobProfile, ProfileBurst
 from crux_torch.report import cluster_status
 from crux_torch.settings import Settings
@@ -155,6 +155,7 @@ PLAN = Plan(
     valid_s=15.0,
     author="gpt",
     policy="crux",
+    digest="d",
     entries=(
         PlanEntry(
             job="gpt",
@@ -182,7 +183,10 @@ def cluster(request):
     registry = Registry(client, "lab")
     for job in JOBS:
         registry.publish_job(job, lease_s=getattr(request, "param", 60.0))
-    assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=1, plan=PLAN))
+    assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=1, plan=PLAN.head))
+    for job in ("gpt", "gone"):
+        entry = msgspec.structs.replace(PLAN.entries[0], job=job)
+        registry.tell_follows(job, StoredEntry(fingerprint="f", entry=entry))
     yield f"tcp://127.0.0.1:{port}", registry
     client.close()
     host.stop()
@@ -238,7 +242,7 @@ def test_status_sees_a_plan_being_renewed(cluster, monkeypatch):
     endpoint, registry = cluster
 
     def renew(seconds: float) -> None:
-        assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=2, plan=PLAN))
+        assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=2, plan=PLAN.head))
 
     monkeypatch.setattr(cluster_status.time, "sleep", renew)
     assert cluster_status.read_status(endpoint, "", "lab", settle_s=1.0).plan_renewed is True

@@ -9,8 +9,8 @@ import pytest
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record
 from test_control_leader import agreed, leader_of, leaders_of, run
 
-from crux_torch.control.leader import MAX_VERIFIED, Leader
-from crux_torch.control.records import MAX_EPOCH, JobRecord, Plan, PlanEntry
+from crux_torch.control.leader import MAX_VERIFIED, PLANS_AT_ONCE, PLANS_PER_MINUTE, Leader
+from crux_torch.control.records import MAX_EPOCH, JobRecord, Plan, PlanEntry, PlanHead, digest_of
 from crux_torch.control.registry import Registry, StoredPlan
 from crux_torch.control.slots import MAX_TICKET, WAIT_LEASE_S, ProfilingSlot
 from crux_torch.fabric.route import PlannedHop, PlannedPath
@@ -18,7 +18,7 @@ from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import HostFlow, JobProfile
 from crux_torch.store.shared_store import MAX_LEASE_S
 
-PLAN = "crux/c/plan"
+PLAN = "crux/c/head"
 #: Far above what honest leaders reach.
 LEAP = 1 << 52
 
@@ -34,10 +34,14 @@ def store(clock: FakeClock) -> MemoryStore:
 
 
 def put(store: MemoryStore, plan: Plan, renewal: int = 0) -> None:
-    store.put(PLAN, msgspec.json.encode(StoredPlan(renewal=renewal, plan=plan)))
+    """Write a plan of these entries, as an attacker may that wants leaders to follow it."""
+    head = msgspec.structs.replace(plan.head, digest=digest_of(plan.entries))
+    store.put(PLAN, msgspec.json.encode(StoredPlan(renewal=renewal, plan=head)))
+    for entry in plan.entries:
+        Registry(store, "c").put_part(entry, plan.fingerprint)
 
 
-def in_store(store: MemoryStore) -> Plan:
+def in_store(store: MemoryStore) -> PlanHead:
     stored = Registry(store, "c").look().plan.stored
     assert stored is not None
     return stored.plan
@@ -87,12 +91,12 @@ def test_a_forged_plan_with_the_right_fingerprint_is_not_followed_and_replaced(
     run(leaders, clock, 5)
     plan = agreed(leaders)
     for round_ in range(3):
-        forged = forge(in_store(store))
-        put(store, msgspec.structs.replace(forged, epoch=forged.epoch + ahead), round_)
+        forged = forge(plan)
+        put(store, msgspec.structs.replace(forged, epoch=in_store(store).epoch + ahead), round_)
         never_misled(leaders, clock, plan.entries, 20)
-        assert in_store(store).entries == plan.entries
+        assert in_store(store).digest == plan.digest
     newcomer = leader_of(store, "j0", clock, 9, incarnation="i0")
-    put(store, forge(in_store(store)), 9)
+    put(store, forge(plan), 9)
     run([newcomer], clock, 0.5)
     assert newcomer.plan is None
 
@@ -184,7 +188,7 @@ def test_a_plan_of_another_known_policy_stands_with_a_warning(
     assert caplog.text.count("give all jobs of a cluster the same") == 1
 
 
-def test_in_a_cluster_too_large_to_compute_levels_and_names_are_checked(
+def test_in_a_cluster_too_large_to_compute_each_takes_its_own_entry_if_its_level_may_be(
     store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     computed: list[int] = []
@@ -204,12 +208,24 @@ def test_in_a_cluster_too_large_to_compute_levels_and_names_are_checked(
     run([author], clock, 2)
     computed.clear()
     run([author, other], clock, 5)
-    plan = agreed([author, other])
+    if author.plan is not None and author.plan.author == "b":
+        author, other = other, author
+    plan, theirs = author.plan, other.plan
+    assert plan is not None
+    assert theirs is not None
+    assert plan.head == theirs.head
+    assert [e.job for e in plan.entries] == ["a", "b"]
+    assert theirs.entries == (plan.entry(other.record.job),), "it reads what is about itself"
     assert len(computed) <= 2
     assert "too many to compute" in caplog.text
-    for forge in (with_levels(7, 1), with_levels(63, 1)):
+    for forge in (with_levels(7, 7), with_levels(63, 63)):
         put(store, msgspec.structs.replace(forge(plan), epoch=in_store(store).epoch + 1))
-        never_misled([author, other], clock, plan.entries, 10)
+        for _ in range(100):
+            run([author, other], clock, 0.1)
+            for leader in (author, other):
+                assert leader.plan is not None
+                entry = leader.plan.entry(leader.record.job)
+                assert entry == plan.entry(leader.record.job)
 
 
 def test_a_plan_of_ten_thousand_jobs_is_written(store: MemoryStore, clock: FakeClock) -> None:
@@ -219,7 +235,11 @@ def test_a_plan_of_ten_thousand_jobs_is_written(store: MemoryStore, clock: FakeC
     leader = leader_of(store, "a", clock, poll_s=2.0)
     run([leader], clock, 6, step_s=1.0)
     assert leader.plan is not None
-    assert 5000 < len(leader.plan.entries) < 10_001
+    assert len(leader.plan.entries) == 10_001
+    assert len(store.get(PLAN) or b"") < 1024
+    job = f"job-00007-{'x' * 40}"
+    run([leader], clock, 300, step_s=1.0)
+    assert registry.part(job, leader.plan.fingerprint) == leader.plan.entry(job)
 
 
 @pytest.mark.parametrize("ticket", [0, MAX_TICKET, MAX_TICKET + 1, (1 << 53) - 1])
@@ -290,12 +310,41 @@ def test_a_renewal_keeps_what_only_a_newer_release_knows(
     run([leader], clock, 3)
     raw = msgspec.json.decode(store.get(PLAN) or b"")
     raw["plan"]["signature"] = "s"
-    raw["plan"]["entries"][0]["rate_Bps"] = 1e9
+    raw["plan"]["rates_Bps"] = [1e9]
     store.put(PLAN, msgspec.json.encode(raw))
     run([leader], clock, 20)
     renewed = msgspec.json.decode(store.get(PLAN) or b"")
     assert renewed["renewal"] > raw["renewal"]
     assert renewed["plan"] == raw["plan"]
+
+
+def test_a_release_whose_plan_is_one_value_plans_apart_and_is_told_of(
+    store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = b'{"renewal":0,"plan":{"version":2,"epoch":7,"fingerprint":"f","entries":[]}}'
+    store.put("crux/c/plan", older)
+    leader = leader_of(store, "a", clock)
+    run([leader], clock, 10)
+    assert agreed([leader]).epoch == 1
+    assert store.get("crux/c/plan") == older, "it is theirs"
+    assert caplog.text.count("jobs of an older release of Crux plan apart") == 1
+
+
+def test_a_job_that_flaps_does_not_make_the_others_flap(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    leaders = leaders_of(store, 3, clock)
+    run(leaders, clock, 60)
+    before = agreed(leaders).epoch
+    for n in range(120):
+        leaders[0].update(profile=profile(t_s=0.2 + n / 1000))
+        run(leaders, clock, 1)
+        assert all(leader.plan is not None for leader in leaders)
+    planned = max(leader.status()["highest_epoch"] for leader in leaders) - before
+    assert planned <= PLANS_AT_ONCE + 2 * PLANS_PER_MINUTE
+    assert planned > PLANS_PER_MINUTE
+    run(leaders, clock, 10)
+    assert agreed(leaders).fingerprint == leaders[0].status()["snapshot"]
 
 
 def test_another_major_version_is_refused_with_a_message(

@@ -220,7 +220,7 @@ def test_the_topology_is_renewed_unless_another_replaced_it(clock: FakeClock) ->
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"renewal":1}', b"\xff" * 100])
 def test_a_malformed_plan_is_replaced(clock: FakeClock, junk: bytes) -> None:
     store = MemoryStore(clock)
-    store.put("crux/c/plan", junk)
+    store.put("crux/c/head", junk)
     store.put("crux/c/jobs/evil", junk)
     leader = leader_of(store, "a", clock)
     run([leader], clock, 3)
@@ -282,7 +282,7 @@ def test_a_plan_over_the_limit_goes_without_paths_and_says_so_once(
     leader = leader_of(MemoryStore(clock), "a", clock, compute=large)
     run([leader], clock, 5)
     assert agreed([leader]).entries[0].paths == ()
-    assert caplog.text.count("the network chooses the paths of the 1 jobs") == 1
+    assert caplog.text.count("the network chooses the paths of these 1 jobs") == 1
 
 
 def test_the_older_of_two_jobs_of_one_name_yields(

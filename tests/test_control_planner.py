@@ -235,23 +235,17 @@ def test_a_plan_names_the_routers_of_chosen_paths_if_its_policy_chooses_any(poli
     assert nowhere.paths == ()
 
 
-def test_a_plan_that_is_too_large_gives_up_the_paths_of_the_lowest_priorities() -> None:
+def test_an_entry_that_is_too_large_gives_up_its_paths() -> None:
     hops = tuple(PlannedHop(n, n, f"router{n}") for n in range(1, 9))
     paths = tuple(PlannedPath(f"h{n}", f"h{n + 1}", hops) for n in range(8))
-    entries = [
-        PlanEntry(job=f"j{n}", level=0, priority=p, intensity=1.0, correction=1.0, paths=paths)
-        for n, p in enumerate((3.0, 1.0, 2.0, 4.0))
-    ]
-    full = len(msgspec.json.encode(entries))
-    assert within(entries, full) == (tuple(entries), 0, 0)
-    kept, without, left_out = within(entries, full - 1)
-    assert ([e.job for e in kept if not e.paths], without, left_out) == (["j1"], 1, 0)
-    kept, without, left_out = within(entries, full // 2)
-    assert ([e.job for e in kept if e.paths], without, left_out) == (["j3"], 3, 0)
-    assert len(msgspec.json.encode(kept)) <= full // 2
-    kept, without, left_out = within(entries, 200)
-    assert ([e.job for e in kept], without, left_out) == (["j0", "j3"], 4, 2)
-    assert len(msgspec.json.encode(kept)) <= 200
+    about = {"level": 0, "priority": 1.0, "intensity": 1.0, "correction": 1.0}
+    entries = [PlanEntry(job=f"j{n}", paths=paths[: 2 * n], **about) for n in range(4)]
+    sizes = [len(msgspec.json.encode(entry)) for entry in entries]
+    assert within(entries, sizes[3]) == (tuple(entries), 0)
+    kept, without = within(entries, sizes[2])
+    assert (kept[:3], kept[3].paths, without) == (tuple(entries[:3]), (), 1)
+    kept, without = within(entries, sizes[1] - 1)
+    assert ([len(e.paths) for e in kept], without) == ([0, 0, 0, 0], 3)
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:

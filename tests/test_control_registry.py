@@ -12,13 +12,20 @@ from control_fakes import MemoryStore, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crux_torch.control.records import MAX_EPOCH, MAX_RECORD_BYTES, JobRecord, Plan, RecordError
-from crux_torch.control.registry import PlanState, Registry, StoredPlan, decode
+from crux_torch.control.records import (
+    MAX_EPOCH,
+    MAX_RECORD_BYTES,
+    JobRecord,
+    PlanEntry,
+    PlanHead,
+    RecordError,
+)
+from crux_torch.control.registry import PlanState, Registry, StoredEntry, StoredPlan, decode
 
 
-def plan(epoch: int = 1) -> Plan:
-    named = {"fingerprint": "f", "author": "a", "policy": "crux"}
-    return Plan(epoch=epoch, valid_s=15.0, entries=(), **named)
+def plan(epoch: int = 1) -> PlanHead:
+    named = {"fingerprint": "f", "author": "a", "policy": "crux", "digest": "d"}
+    return PlanHead(epoch=epoch, valid_s=15.0, **named)
 
 
 def test_names_with_any_character_stay_apart() -> None:
@@ -76,7 +83,7 @@ def nested(inner: st.SearchStrategy) -> st.SearchStrategy:
     st.binary(max_size=300) | st.recursive(SCALARS, nested, max_leaves=12).map(msgspec.json.encode)
 )
 def test_any_bytes_decode_or_raise_the_named_error(raw: bytes) -> None:
-    for kind in (JobRecord, StoredPlan):
+    for kind in (JobRecord, StoredPlan, StoredEntry):
         with contextlib.suppress(RecordError):
             assert isinstance(decode(kind, raw, "key"), kind)
 
@@ -119,6 +126,26 @@ def test_what_has_not_changed_is_not_decoded_again(monkeypatch: pytest.MonkeyPat
     registry.publish_job(record("b", "i1"), 6.0)
     registry.publish_topology(b"t")
     third = registry.look()
-    assert decoded == ["a", "b", "plan", "b"]
+    assert decoded == ["a", "b", "head", "b"]
     assert third.jobs[0] is first.jobs[0]
     assert (third.jobs[1].incarnation, third.topology, third.plan) == ("i1", b"t", second.plan)
+
+
+def test_entries_are_of_one_plan_and_one_job(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    registry = Registry(store, "c")
+    entry = PlanEntry(job="a/b", level=3, priority=1.0, intensity=1.0, correction=1.0)
+    assert registry.part("a/b", "f") is None
+    registry.put_part(entry, "f")
+    assert registry.part("a/b", "f") == entry
+    assert registry.part("a/b", "g") is None
+    store.put(registry.parts_prefix + "c", store.get(registry.parts_prefix + "a%2Fb") or b"")
+    assert registry.part("c", "f") is None, "it is another job's"
+    store.put(registry.parts_prefix + "c", b"junk")
+    assert registry.part("c", "f") is None
+    assert "ignoring an entry of the plan" in caplog.text
+    registry.tell_follows("a/b", StoredEntry(fingerprint="f", entry=entry))
+    assert registry.follows() == {"a/b": entry}
+    registry.tell_follows("a/b", None)
+    assert registry.follows() == {}
+    assert registry.look().jobs == ()

@@ -191,14 +191,12 @@ def test_a_leader_that_may_not_write_the_settings_goes_on() -> None:
 def test_the_audit_log_is_bounded() -> None:
     registry = Registry(MemoryStore(), "c")
     jobs = tuple(record(f"{n}-" + "\x1b\n" * 100) for n in range(100))
-    plan = msgspec.convert(
-        {"epoch": 1, "fingerprint": "f", "valid_s": 1, "author": "a", "policy": "p", "entries": ()},
-        audit.Plan,
-    )
+    named = {"fingerprint": "f", "author": "a", "policy": "p", "digest": "d"}
+    plan = audit.Plan(epoch=1, valid_s=1.0, entries=(), **named)
     now, known = Basis(jobs, None, OperatorSettings()), Basis((), None, OperatorSettings())
     for epoch in range(1, 200):
         after = msgspec.structs.replace(plan, epoch=epoch, entries=by_name(jobs, None))
-        registry.append_audit(audit.of_plan(plan, after, known, now))
+        registry.append_audit(audit.of_plan(1, plan, after, known, now))
         registry.append_audit(audit.of_act("me", "drain " + "x" * 1000, OperatorSettings()))
     found = registry.audit()
     assert len(found) == MAX_PLANS + 1

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from crux_torch.control.records import MAX_EPOCH, Plan
+from crux_torch.control.records import MAX_EPOCH, Plan, PlanHead
 from crux_torch.control.registry import PlanState
 
 _log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class AdoptedPlan:
         self._clock, self._random = clock, rng
         self._valid_s = valid_s
         self._plan: Plan | None = None
+        self._head: PlanHead | None = None
         self._raw: bytes | None = None
         self.confirmed_at_s = float("-inf")
         self.renew_at_s = float("inf")
@@ -44,22 +45,27 @@ class AdoptedPlan:
         """The plan; None if there is none or it was not renewed in time."""
         return self._plan if self._clock() - self.confirmed_at_s < self._valid_s else None
 
-    def is_this(self, plan: Plan) -> bool:
-        """Whether ``plan`` was adopted last."""
-        return plan == self._plan
+    def is_this(self, head: PlanHead) -> bool:
+        """Whether the plan of ``head`` was adopted last."""
+        return head == self._head
 
-    def refuses(self, plan: Plan) -> bool:
-        """Whether the epoch of ``plan`` is an old one, or leaps.
+    @property
+    def last(self) -> Plan | None:
+        """The plan that was adopted last, whether it is still valid or not."""
+        return self._plan
+
+    def refuses(self, head: PlanHead) -> bool:
+        """Whether the epoch of ``head`` is an old one, or leaps.
 
         One far below is of another count of the epochs: after a leap that this leader followed
         because it knew no better. It is not refused.
         """
-        if self._plan is None or plan == self._plan:
+        if self._head is None or head == self._head:
             return False
-        ahead = plan.epoch - self._plan.epoch
+        ahead = head.epoch - self._head.epoch
         return -FAR < ahead <= 0 or ahead >= FAR
 
-    def epoch_after(self, stored: Plan | None) -> int:
+    def epoch_after(self, stored: PlanHead | None) -> int:
         """The epoch of a plan in place of ``stored``."""
         known = self.epoch
         if stored is not None and not self.refuses(stored):
@@ -73,8 +79,8 @@ class AdoptedPlan:
     def confirm(self, plan: Plan, raw: bytes | None) -> None:
         """Adopt ``plan``, which lies in the store as ``raw`` since just now."""
         now = self._clock()
-        if self._plan != plan:
+        if self._head != plan.head:
             _log.info("plan %d of %r, %d jobs", plan.epoch, plan.author, len(plan.entries))
         self.confirmed_at_s = now
-        self._plan, self._raw = plan, raw
+        self._plan, self._head, self._raw = plan, plan.head, raw
         self.renew_at_s = now + self._valid_s / 3 * self._random.uniform(0.8, 1.2)

@@ -58,10 +58,14 @@ class Basis(NamedTuple):
     operator: OperatorSettings
 
 
-def of_plan(before: Plan | None, after: Plan, known: Basis | None, now: Basis) -> AuditEntry:
-    """The entry about ``after`` in place of ``before``.
+def of_plan(
+    epoch: int, before: Plan | None, after: Plan, known: Basis | None, now: Basis
+) -> AuditEntry:
+    """The entry about ``after``.
 
     Args:
+        epoch: of the plan in whose place it was written; 0: there was none.
+        before: the plan that its author followed; None if it had none.
         known: what the author's plan before followed from; None if it had none.
         now: what ``after`` follows from.
     """
@@ -73,7 +77,7 @@ def of_plan(before: Plan | None, after: Plan, known: Basis | None, now: Basis) -
         kind="plan",
         at_s=time.time(),
         who=line(after.author),
-        before=before.epoch if before is not None else 0,
+        before=epoch,
         after=after.epoch,
         why=_bounded(why),
         changes=_bounded(differences(before.entries if before is not None else (), after.entries)),

@@ -19,8 +19,16 @@ from crux_torch.control.beside import Beside
 from crux_torch.control.inputs import overclaims
 from crux_torch.control.operator import ComputeEntries, OperatorSettings, operated
 from crux_torch.control.planner import within
-from crux_torch.control.records import MAX_RECORD_BYTES, JobRecord, Plan, PlanEntry
-from crux_torch.control.registry import PlanState, Registry, StoredPlan, View
+from crux_torch.control.records import (
+    MAX_RECORD_BYTES,
+    JobRecord,
+    Plan,
+    PlanEntry,
+    PlanHead,
+    digest_of,
+    plan_of,
+)
+from crux_torch.control.registry import PlanState, Registry, StoredEntry, StoredPlan, View
 from crux_torch.control.snapshot import Snapshot
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import StoreError, StoreForbidden
@@ -44,8 +52,13 @@ PATIENCE_S = 3.0
 FORBIDDEN_S = 60.0
 #: Seconds for which a plan that is safe at once waits for a better one that is being computed.
 BETTER_S = 0.5
-#: Bytes of a stored plan beside its entries.
-MAX_HEAD_BYTES = 4096
+#: Bytes of a stored entry beside the entry.
+MAX_AROUND_BYTES = 4096
+#: Entries that a planner writes in one tick.
+PARTS_A_TICK = 64
+#: Plans in a minute in the long run, and at once: one job that flaps must not make all flap.
+PLANS_PER_MINUTE = 12
+PLANS_AT_ONCE = 6
 #: Jobs and flows up to which each leader computes what it adopts.
 MAX_VERIFIED = 1 << 13
 
@@ -129,6 +142,12 @@ class Leader:
         self._beside_first = Beside(in_thread=in_thread, clock=clock)
         #: The snapshot whose first plan was ready last, and since when.
         self._first_of = "", float("-inf")
+        #: What this job said last of the entry that it follows, and until when that holds.
+        self._told: PlanEntry | None = None
+        self._told_until_s = float("-inf")
+        #: Entries of this leader's own plan that are still to be written.
+        self._parts: list[PlanEntry] = []
+        self._allowance, self._allowance_at_s = float(PLANS_AT_ONCE), clock()
         #: The plan that lies in the store, and since when.
         self._stored: tuple[int, str, str] | None = None
         self._stored_since_s = float("-inf")
@@ -198,6 +217,7 @@ class Leader:
                 state = self._look(now)
                 if not self._superseded and now >= self._forbidden_until_s:
                     self._agree_as_allowed(state, now)
+                self._tell(now)
                 if self._store_error is not None:
                     self._store_error = None
                     # The others' back-off lets them return later: until then the snapshot is not
@@ -224,6 +244,8 @@ class Leader:
         try:
             if not self._superseded:
                 self._registry.remove_job(self.record.job)
+                if self._told is not None:
+                    self._registry.tell_follows(self.record.job, None)
         except StoreError as error:
             _log.debug("the record of %r ends with its lease: %s", self.record.job, error)
 
@@ -264,8 +286,9 @@ class Leader:
         state = view.plan
         if state.stored is not None:
             self._note(state.stored.plan, now)
-            if not self._adopted.knows(state) and self._follows(state):
-                self._adopted.confirm(state.stored.plan, state.raw)
+            plan = None if self._adopted.knows(state) else self._followed(state)
+            if plan is not None:
+                self._adopted.confirm(plan, state.raw)
         return state
 
     def _keep_operator(self, view: View, now: float) -> None:
@@ -296,58 +319,86 @@ class Leader:
                 else:
                     _log.info("%s", one_line(said))
 
-    def _note(self, plan: Plan, now: float) -> None:
-        """Remember since when ``plan`` lies in the store."""
-        stored = plan.epoch, plan.fingerprint, plan.author
+    def _note(self, head: PlanHead, now: float) -> None:
+        """Remember since when the plan of ``head`` lies in the store."""
+        stored = head.epoch, head.fingerprint, head.author
         if stored != self._stored:
+            same = self._stored is not None and self._stored[1] == head.fingerprint
             self._stored, self._stored_since_s = stored, now
+            if not same:
+                self._allowance = max(0.0, self._earned(now) - 1)
+                self._allowance_at_s = now
 
-    def _follows(self, state: PlanState) -> bool:
-        """Whether this leader would have written the same plan, so that it may adopt it.
+    def _earned(self, now: float) -> float:
+        """Plans that may be written now."""
+        earned = self._allowance + (now - self._allowance_at_s) * PLANS_PER_MINUTE / 60
+        return min(PLANS_AT_ONCE, earned)
 
-        A cluster that is too large to compute for every plan is the exception: see
-        :meth:`_is_plausible`.
+    def _followed(self, state: PlanState) -> Plan | None:
+        """The stored plan if this leader would have written the same, so that it may adopt it.
+
+        In a cluster that is too large to compute for every plan it takes its own entry as the
+        plan's author wrote it, if that has a level that a plan may assign.
         """
         assert state.stored is not None
-        plan = state.stored.plan
-        if self._superseded or state.raw == self._unfollowed or self._adopted.refuses(plan):
-            return False
-        if self._adopted.is_this(plan):
-            return True
-        jobs = self._snapshot.jobs_of(plan.fingerprint)
+        head = state.stored.plan
+        if self._superseded or state.raw == self._unfollowed or self._adopted.refuses(head):
+            return None
+        if self._adopted.is_this(head):
+            return self._adopted.last
+        jobs = self._snapshot.jobs_of(head.fingerprint)
         if jobs is None:
-            return False  # of a snapshot that this leader has not seen, or not yet
+            return None  # of a snapshot that this leader has not seen, or not yet
         if _size(jobs) > MAX_VERIFIED:
             self._warn(
                 "unverified",
-                f"{len(jobs)} jobs are too many to compute every plan here: plans of others are "
-                "checked for levels and names only",
+                f"{len(jobs)} jobs are too many to compute every plan here: of plans of others, "
+                "this job's level is checked only",
             )
-            follows = self._is_plausible(plan, jobs)
+            entry = self._registry.part(self.record.job, head.fingerprint)
+            if entry is None:
+                return None  # not written yet
+            entries: tuple[PlanEntry, ...] = (entry,)
+            follows = entry.level in self._levels
         else:
-            done, entries = self._entries(plan.fingerprint, plan.policy)
+            done, computed = self._entries(head.fingerprint, head.policy)
             if not done:
-                return False
-            follows = entries == plan.entries
-        if not follows:
-            self._unfollowed = state.raw
-            self._warn(
-                "unfollowed",
-                f"ignoring plan {plan.epoch} of {plan.author}: it does not follow from the jobs' "
-                "records. Give all jobs of a cluster the same settings and release of Crux; if "
-                "they have them, somebody else writes to the store",
-            )
-        return follows
-
-    def _is_plausible(self, plan: Plan, jobs: Sequence[JobRecord]) -> bool:
-        """Whether the entries are of these jobs, and of levels that a plan may assign."""
-        profiled = {record.job for record in jobs if record.profile is not None}
-        names = [entry.job for entry in plan.entries]
-        return (
-            len(set(names)) == len(names)
-            and profiled.issuperset(names)
-            and self._levels.issuperset(entry.level for entry in plan.entries)
+                return None
+            entries = computed or ()
+            follows = computed is not None and digest_of(computed) == head.digest
+        if follows:
+            return plan_of(head, entries)
+        self._unfollowed = state.raw
+        self._warn(
+            "unfollowed",
+            f"ignoring plan {head.epoch} of {head.author}: it does not follow from the jobs' "
+            "records. Give all jobs of a cluster the same settings and release of Crux; if "
+            "they have them, somebody else writes to the store",
         )
+        return None
+
+    def _tell(self, now: float) -> None:
+        """Write this job's own entry for whoever looks, and parts of this leader's plan."""
+        try:
+            self._tell_plan(self.plan, now)
+        except StoreForbidden as error:
+            _log.debug("this job's role may not say what it follows: %s", error)
+            self._told_until_s = now + FORBIDDEN_S
+
+    def _tell_plan(self, plan: Plan | None, now: float) -> None:
+        entry = plan.entry(self.record.job) if plan is not None else None
+        if plan is None or entry is None:
+            if self._told is not None:
+                self._registry.tell_follows(self.record.job, None)
+                self._told = None
+        elif entry != self._told or now >= self._told_until_s:
+            told = StoredEntry(fingerprint=plan.fingerprint, entry=entry)
+            self._told, self._told_until_s = entry, now + MAX_LEASE_S / 3
+            self._registry.tell_follows(self.record.job, told)
+        if self._parts and plan is not None:
+            for part in self._parts[:PARTS_A_TICK]:
+                self._registry.put_part(part, plan.fingerprint)
+            del self._parts[:PARTS_A_TICK]
 
     def _find_self(self, now: float) -> None:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
@@ -395,7 +446,8 @@ class Leader:
                     f"for {self._policy!r}: give all jobs of a cluster the same",
                 )
             if now >= adopted.renew_at_s:
-                self._wrote(stored.plan, self._registry.renew_plan(state), now)
+                assert adopted.last is not None
+                self._wrote(adopted.last, self._registry.renew_plan(state), now)
             return
         current = self.plan
         # Only into an empty place: a plan that began to count anew is replaced by a higher epoch.
@@ -406,6 +458,10 @@ class Leader:
             return
         # Soon enough that the plan in force does not end if the stored one is made up.
         patience_s = self._plan_valid_s / 3 if fits else self._patience_s
+        if fits and state.raw != self._unfollowed and _size(snapshot.jobs) > MAX_VERIFIED:
+            patience_s = self._plan_valid_s / 2  # its entries are written one after the other
+        if current is not None and self._earned(now) < 1:
+            return
         if usable and not self._out_of_patience(now, patience_s):
             return
         policy, entries = self._first_or_better(snapshot.fingerprint, now)
@@ -433,22 +489,25 @@ class Leader:
     def _replace(
         self, state: PlanState, policy: str, entries: tuple[PlanEntry, ...], now: float
     ) -> None:
-        before = state.stored.plan if state.stored is not None else None
+        stored = state.stored.plan if state.stored is not None else None
         plan = Plan(
-            epoch=self._adopted.epoch_after(before),
+            epoch=self._adopted.epoch_after(stored),
             fingerprint=self._snapshot.fingerprint,
             valid_s=self._plan_valid_s,
             author=self.record.job,
             policy=policy,
+            digest=digest_of(entries),
             entries=entries,
         )
+        before = self._adopted.last
         if self._swap(state, plan, 0, now):
-            self._append_audit(before, plan)
+            self._parts = list(entries) if _size(self._snapshot.jobs) > MAX_VERIFIED else []
+            self._append_audit(stored.epoch if stored is not None else 0, before, plan)
 
-    def _append_audit(self, before: Plan | None, plan: Plan) -> None:
+    def _append_audit(self, epoch: int, before: Plan | None, plan: Plan) -> None:
         now = Basis(self._snapshot.jobs, self._snapshot.topology, self._snapshot.operator)
         try:
-            self._registry.append_audit(of_plan(before, plan, self._basis, now))
+            self._registry.append_audit(of_plan(epoch, before, plan, self._basis, now))
         except StoreError as error:
             _log.debug("plan %d is not in the audit log: %s", plan.epoch, error)
 
@@ -499,21 +558,20 @@ class Leader:
                 levels=self._levels,
                 settings=operator,
             )
-            entries, without, left_out = within(computed, MAX_RECORD_BYTES - MAX_HEAD_BYTES)
+            entries, without = within(computed, MAX_RECORD_BYTES - MAX_AROUND_BYTES)
         except Exception as error:
             self._warn("compute", f"no plan could be computed: {type(error).__name__}: {error}")
             return None
         if without:
             self._warn(
                 "size",
-                f"the plan is over {MAX_RECORD_BYTES} bytes: the network chooses the paths "
-                f"of the {without} jobs of the lowest priority"
-                + (f", and the level of {left_out} of them" if left_out else ""),
+                f"entries of the plan are over {MAX_RECORD_BYTES} bytes: the network chooses the "
+                f"paths of these {without} jobs",
             )
         return entries
 
     def _swap(self, before: PlanState, plan: Plan, renewal: int, now: float) -> bool:
-        raw = self._registry.swap_plan(before, StoredPlan(renewal=renewal, plan=plan))
+        raw = self._registry.swap_plan(before, StoredPlan(renewal=renewal, plan=plan.head))
         self._wrote(plan, raw, now)
         return raw is not None
 

@@ -91,32 +91,19 @@ def check_policy(policy: str, levels: Sequence[int]) -> None:
         raise SettingsError("no priority level is left to plan with")
 
 
-def within(
-    entries: Sequence[PlanEntry], limit_bytes: int
-) -> tuple[tuple[PlanEntry, ...], int, int]:
-    """``entries`` in ``limit_bytes`` of JSON: jobs of the lowest priority go without paths.
-
-    If that does not suffice, those of the lowest priority are left out.
+def within(entries: Sequence[PlanEntry], limit_bytes: int) -> tuple[tuple[PlanEntry, ...], int]:
+    """``entries``, each in ``limit_bytes`` of JSON: those over it go without paths.
 
     Returns:
-        the entries, how many jobs lost their paths, and how many were left out.
+        the entries, and how many jobs lost their paths.
     """
-    excess = len(msgspec.json.encode(entries)) - limit_bytes
-    without: set[str] = set()
-    for entry in sorted(entries, key=lambda e: (e.priority, e.job)):
-        if excess <= 0:
-            break
-        if entry.paths:
-            excess -= len(msgspec.json.encode(entry.paths)) - len(b"[]")
-            without.add(entry.job)
-    kept = [msgspec.structs.replace(e, paths=()) if e.job in without else e for e in entries]
-    left_out: set[str] = set()
-    for entry in sorted(kept, key=lambda e: (e.priority, e.job)):
-        if excess <= 0:
-            break
-        excess -= len(msgspec.json.encode(entry)) + len(b",")
-        left_out.add(entry.job)
-    return tuple(e for e in kept if e.job not in left_out), len(without), len(left_out)
+    kept = [
+        msgspec.structs.replace(entry, paths=())
+        if len(msgspec.json.encode(entry)) > limit_bytes
+        else entry
+        for entry in entries
+    ]
+    return tuple(kept), sum(a is not b for a, b in zip(entries, kept, strict=True))
 
 
 def fingerprint(records: Sequence[JobRecord], topology: bytes | None, operator: bytes = b"") -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -101,8 +103,8 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
     grid: Grid | msgspec.UnsetType = msgspec.UNSET
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The schedule in force.
+class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What the leaders agree on: which schedule is in force.
 
     Attributes:
         epoch: grows by one with every plan.
@@ -110,7 +112,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         valid_s: seconds without a renewal after which its author returns to the default; every
             leader goes by its own setting.
         author: the job whose leader wrote it.
-        entries: one for each job that was profiled.
+        digest: of its entries.
     """
 
     version: int = SCHEMA_VERSION
@@ -119,8 +121,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     valid_s: Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
     author: Name
     policy: Name
+    digest: Name
+
+
+class Plan(PlanHead, frozen=True, kw_only=True):
+    """The schedule in force, with its entries.
+
+    Attributes:
+        entries: one for each job that was profiled, or as many of them as are known here.
+    """
+
     entries: Annotated[tuple[PlanEntry, ...], msgspec.Meta(max_length=MAX_JOBS)]
 
+    @property
+    def head(self) -> PlanHead:
+        """All but the entries."""
+        return PlanHead(**{name: getattr(self, name) for name in PlanHead.__struct_fields__})
+
     def entry(self, job: str) -> PlanEntry | None:
-        """The entry of ``job``; None if the plan has none."""
+        """The entry of ``job``; None if the plan has none, or it is not known here."""
         return next((e for e in self.entries if e.job == job), None)
+
+
+def plan_of(head: PlanHead, entries: tuple[PlanEntry, ...]) -> Plan:
+    """The plan of that head with these entries."""
+    return Plan(**msgspec.structs.asdict(head), entries=entries)
+
+
+def digest_of(entries: Sequence[PlanEntry]) -> str:
+    """What a head says of its entries. A new field of an entry is unset by default, so that
+    releases which know it agree with those that do not."""
+    return hashlib.sha256(msgspec.json.encode(entries)).hexdigest()

@@ -16,9 +16,11 @@ from crux_torch.control.records import (
     MAX_RECORD_BYTES,
     SCHEMA_VERSION,
     JobRecord,
-    Plan,
+    PlanEntry,
+    PlanHead,
     RecordError,
 )
+from crux_torch.measure.job_profile import Name
 from crux_torch.store.shared_store import AUDIT, OPERATOR, SharedStore
 from crux_torch.warn_once import WarnOnce
 
@@ -28,7 +30,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class StoredPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan as it lies in the store.
+    """A plan's head as it lies in the store.
 
     Attributes:
         renewal: changes with every renewal, so that each reader sees by its own clock when the
@@ -36,7 +38,15 @@ class StoredPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     renewal: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-    plan: Plan
+    plan: PlanHead
+
+
+class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One job's entry of the plan with that fingerprint."""
+
+    version: int = SCHEMA_VERSION
+    fingerprint: Name
+    entry: PlanEntry
 
 
 class _Renewed(msgspec.Struct, kw_only=True):
@@ -115,7 +125,13 @@ class Registry:
     def __init__(self, store: SharedStore, cluster: str) -> None:
         self.store = store
         self.prefix = f"crux/{quote(cluster, safe='')}/"
-        self.plan_key = self.prefix + "plan"
+        self.plan_key = self.prefix + "head"
+        #: Where releases kept it whose plans were one value.
+        self._older_plan_key = self.prefix + "plan"
+        #: Entries lie apart, so that a look does not read them: those that a planner wrote because
+        #: its cluster is too large for every leader to compute them, and what each job follows.
+        self.parts_prefix = f"crux-plan/{quote(cluster, safe='')}/parts/"
+        self.follows_prefix = f"crux-plan/{quote(cluster, safe='')}/follows/"
         self.topology_key = self.prefix + "topology"
         self.operator_key = self.prefix + OPERATOR
         self.audit_prefix = f"{AUDIT}{quote(cluster, safe='')}/"
@@ -167,6 +183,12 @@ class Registry:
             jobs = tuple(sorted(known, key=lambda record: record.job))
         if found.get(self.plan_key) != plan.raw:
             plan = self._plan(found.get(self.plan_key))
+        if self._older_plan_key in found:
+            self._warn(
+                self._older_plan_key,
+                "jobs of an older release of Crux plan apart, from the same records: give all jobs "
+                "of a cluster the same release",
+            )
         operator, raw = self._view.operator, found.get(self.operator_key)
         if raw != self._view.operator_raw:
             operator = self._operator(raw)
@@ -183,6 +205,41 @@ class Registry:
         renewed = msgspec.json.decode(before.raw or b"", type=_Renewed)
         renewed.renewal = (renewed.renewal + 1) % (1 << 62)
         return self._swap(before, msgspec.json.encode(renewed))
+
+    def put_part(self, entry: PlanEntry, fingerprint: str) -> None:
+        """Write a job's entry of the plan with that fingerprint, for that job's leader."""
+        raw = msgspec.json.encode(StoredEntry(fingerprint=fingerprint, entry=entry))
+        self.store.put(self.parts_prefix + quote(entry.job, safe=""), raw)
+
+    def part(self, job: str, fingerprint: str) -> PlanEntry | None:
+        """The entry of ``job`` in that plan; None if it is not there, or can't be used."""
+        key = self.parts_prefix + quote(job, safe="")
+        raw = self.store.get(key)
+        if raw is None:
+            return None
+        found = self._entry(key, raw)
+        fits = found is not None and found.fingerprint == fingerprint and found.entry.job == job
+        return found.entry if found is not None and fits else None
+
+    def tell_follows(self, job: str, follows: StoredEntry | None) -> None:
+        """Write which entry ``job`` follows, for whoever looks at the cluster; None: none."""
+        key = self.follows_prefix + quote(job, safe="")
+        if follows is None:
+            self.store.delete(key)
+        else:
+            self.store.put(key, msgspec.json.encode(follows))
+
+    def follows(self) -> dict[str, PlanEntry]:
+        """The entries that jobs say they follow, by job."""
+        told = (self._entry(*item) for item in self.store.list(self.follows_prefix).items())
+        return {found.entry.job: found.entry for found in told if found is not None}
+
+    def _entry(self, key: str, raw: bytes) -> StoredEntry | None:
+        try:
+            return decode(StoredEntry, raw, key)
+        except RecordError as error:
+            self._warn(key, f"ignoring an entry of the plan: {error}")
+            return None
 
     def swap_operator(self, before: bytes | None, after: OperatorSettings) -> bool:
         """Write ``after`` in place of ``before``; return False if another was first."""

@@ -33,7 +33,8 @@ class ClusterStatus:
     """What was read of a cluster, and where.
 
     Attributes:
-        plan: the plan in the store; None if there is none, or none that can be used.
+        plan: the plan in the store, with the entries that live jobs say they follow; None if there
+            is none, or none that can be used.
         plan_renewed: whether the plan was renewed between two looks; None after a single look.
         operator: the operator's settings.
     """
@@ -58,6 +59,7 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
         StoreError: the store can't be reached or does not answer in time.
         SettingsError: ``endpoint`` or ``secret`` can't be used.
     """
+    from crux_torch.control.records import plan_of
     from crux_torch.control.registry import Registry
     from crux_torch.store.endpoint import open_store
 
@@ -68,9 +70,13 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
         if settle_s:
             time.sleep(settle_s)
             view = registry.look()
-        plan = view.plan.stored
-        renewed = plan is not None and before.plan.stored != plan if settle_s else None
-        found = plan.plan if plan else None
+        stored = view.plan.stored
+        renewed = stored is not None and before.plan.stored != stored if settle_s else None
+        found = None
+        if stored is not None:
+            follows = registry.follows()
+            entries = (follows[job.job] for job in view.jobs if job.job in follows)
+            found = plan_of(stored.plan, tuple(entries))
         return ClusterStatus(endpoint, cluster, view.jobs, found, renewed, view.operator)
     finally:
         store.close()

@@ -26,10 +26,10 @@ from crux_torch.store.journal import Journal
 MAX_BYTES = 256 << 20
 MAX_KEYS = 100_000
 KEY_BYTES = 512
-#: What one client may hold: a leader has five keys, of 1 MiB at most each, and writes to the audit
-#: log, which has up to 96.
+#: What one client may hold. A leader has six keys, of 1 MiB at most each; a large cluster's planner
+#: has entries of all its jobs.
 CLIENT_BYTES = 8 << 20
-CLIENT_KEYS = 128
+CLIENT_KEYS = 2048
 #: Bytes of changes that one client may make in a second on average, and at once. Each change goes
 #: to every leader. A renewal is none.
 CHANGE_BYTES_PER_S = 512 << 10
