@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,8 @@ POLICIES = (
 )  # fmt: skip
 #: Policies that the contest plays once there are such.
 KNOWN = (NONE, *LIVE)
+#: Seconds of a timeline, and of one of its characters.
+TIMELINE_S, CELL_S = 3.0, 0.05
 #: Simulated iterations of the longest job.
 SIMULATED = 200
 
@@ -147,7 +150,7 @@ def rows_of(
         "utilisation": seen.utilisation(compute_s, ranks),
         "ideal": seen_alone(stock, compute_s, ranks),
         "overlap": seen.overlap(rate_Bps) if one_link else None,
-        "timeline": seen.timeline(rate_Bps) if one_link else None,
+        "timeline": seen.timeline(rate_Bps, TIMELINE_S) if one_link else None,
         "corrections_per_minute": [n for n in late if n is not None] or None,
         "on_paths": seen.on_paths,
         "window_s": seen.window.length_s,
@@ -156,7 +159,7 @@ def rows_of(
         "levels": {
             e["job"]: e["level"] for e in (seen.status.get("plan") or {}).get("entries", ())
         },
-        "load": os.getloadavg()[0],
+        "load": seen.load,
     }
     return [turn, *jobs]
 
@@ -274,7 +277,22 @@ def table(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> str:
         notes += "" if all(t["on_paths"] is not False for t in of) else "; paths not all taken"
         drops = statistics.median(t["drops"] for t in of)
         lines.append(f"  {policy:<12}{spread:>24}{wait:>9}{drops:>7.0f}  {cells}{notes}")
+    last = {t["policy"]: t["timeline"] for t in turns if t.get("timeline")}
+    if last:
+        lines.append(f"  who sends in the last {TIMELINE_S:g} s, {1e3 * CELL_S:g} ms a character")
+    for policy, lanes in last.items():
+        lines += [f"  {policy:<12}{name}  {_lane(spans)}" for name, spans in lanes.items()]
     return "\n".join(lines) + "\n"
+
+
+def _lane(spans: Sequence[Sequence[float]]) -> str:
+    """A job's timeline: # where it sends for half of a character's time or longer."""
+    cells = []
+    for n in range(round(TIMELINE_S / CELL_S)):
+        begin, end = n * CELL_S, (n + 1) * CELL_S
+        sends_s = sum(max(0.0, min(b, end) - max(a, begin)) for a, b in spans)
+        cells.append("#" if sends_s >= CELL_S / 2 else ".")
+    return "".join(cells)
 
 
 def _ratio(jobs: Sequence[dict[str, Any]]) -> str:
@@ -417,7 +435,13 @@ def main(
 
 def _show(results: Sequence[Mapping[str, Any]], json_path: Path | None, out: Path | None) -> None:
     """Print and write what some runs showed."""
-    rows = [row for result in results for row in result["rows"]]
+    rows: list[dict[str, Any]] = []
+    for result in results:
+        # The rounds of another file come after those that are there.
+        after = Counter(dict.fromkeys(SCENARIOS, 0))
+        for row in rows:
+            after[row["scenario"]] = max(after[row["scenario"]], row["round"] + 1)
+        rows += [row | {"round": row["round"] + after[row["scenario"]]} for row in result["rows"]]
     played = [name for name in SCENARIOS if any(row["scenario"] == name for row in rows)]
     text = "\n".join([*(table(SCENARIOS[name], rows) for name in played), summary(rows)])
     settings = [result["settings"] for result in results]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import random
 import secrets
 import statistics
@@ -94,6 +95,7 @@ class Seen:
         bytes, drops: of each direction of each leaf-spine link, by level.
         sent: bytes that rank 0 of each job had sent, with times.
         status: the store's state in the window, as ``crux status --json`` prints it.
+        load: the machine's load average, of a minute, at the window's end.
     """
 
     policy: str
@@ -108,6 +110,7 @@ class Seen:
     drops: dict[str, dict[int, int]] = field(default_factory=dict)
     sent: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
+    load: float = 0.0
 
     def step_s(self, job: str) -> list[float]:
         """Times between the starts of the job's steps in the window."""
@@ -163,7 +166,7 @@ class Seen:
             two += (following - at) * (count > 1)
         return two / one if one else None
 
-    def timeline(self, rate_Bps: float, length_s: float = 3.0) -> dict[str, list[list[float]]]:
+    def timeline(self, rate_Bps: float, length_s: float) -> dict[str, list[list[float]]]:
         """When each job sends in the window's last seconds, from their begin."""
         begin = self.window.end - length_s
         spans: dict[str, list[list[float]]] = {}
@@ -378,7 +381,7 @@ class Turn:
         for was, now in zip(before, self._fabric.counters(), strict=True):
             self.seen.bytes[now.link] = {n: now.bytes[n] - was.bytes[n] for n in now.bytes}
             self.seen.drops[now.link] = {n: now.drops[n] - was.drops[n] for n in now.drops}
-        self.seen.status = self._status
+        self.seen.status, self.seen.load = self._status, os.getloadavg()[0]
         for name, job in self._jobs.items():
             if len(self._hosts[name]) == 2:
                 with sockets.busiest(job.workers()[0]) as connection:
