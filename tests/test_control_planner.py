@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from pathlib import Path
@@ -41,7 +40,8 @@ from crux_torch.fabric.topology import CANDIDATE_LIMIT, Link, TopologyBuilder
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.intensity import transfer_times_s
-from crux_torch.schedule.model import Cluster
+from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
+from crux_torch.schedule.policy import crux_first
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
 
@@ -176,6 +176,14 @@ def test_a_claim_counts_up_to_what_the_hosts_devices_can_do(
     assert job.flops == min(flops, min(peak_flops or peak, peak) * min(period_s, MAX_PERIOD_S))
 
 
+@given(st.lists(st.floats(0.05, 0.9), min_size=2, max_size=4))
+def test_without_a_topology_the_default_gives_one_level_and_no_paths(t_s: list[float]) -> None:
+    records = [record(f"j{i}", profile=profile(t_s=t)) for i, t in enumerate(t_s)]
+    entries = compute_entries(records, None, policy="crux", levels=(1, 2, 4))
+    assert {entry.level for entry in entries} == {4}
+    assert not any(entry.paths for entry in entries)
+
+
 def test_unprofiled_jobs_have_no_entry_and_shares_are_normalised() -> None:
     bursts = (ProfileBurst(0.9, 0.2), ProfileBurst(0.1, 0.2))
     records = [
@@ -204,19 +212,28 @@ def test_every_policy_gives_usable_levels_and_finite_numbers(policy: str) -> Non
     assert all(abs(e.priority) < float("inf") and abs(e.intensity) < float("inf") for e in entries)
 
 
-def test_the_more_intense_job_goes_first_and_a_bound_on_slowdown_brings_the_lower_one_up() -> None:
+def test_the_more_intense_job_goes_first_under_the_papers_policy() -> None:
     shape = {"t_s": 0.6, "compute_s": 0.5, "period_s": 1.1}
     records = [
         record("intense", profile=profile(flops=9e12, **shape)),
         record("other", profile=profile(flops=1e12, **shape)),
     ]
+    first, second = compute_entries(records, None, policy="crux-paper", levels=(1, 2, 3))
+    assert first.intensity == pytest.approx(9e12 / 0.6)
+    assert first.level > second.level
 
-    def told(max_slowdown: float) -> list[PlanEntry]:
-        options = {"policy": "crux", "levels": (1, 2, 3), "max_slowdown": max_slowdown}
-        return list(compute_entries(records, None, **options))
 
-    assert told(math.inf)[0].intensity == pytest.approx(9e12 / 0.6)
-    assert len({entry.level for entry in told(1.0)}) == 1
+def test_the_bound_on_slowdowns_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def noted(cluster: Cluster, options: SchedulerOptions) -> Decision:
+        seen.append(options.max_slowdown)
+        return crux_first(cluster, options)
+
+    monkeypatch.setitem(LIVE, "crux", noted)
+    topology = parse_yaml(LEAF_SPINE)
+    compute_entries([record("a")], topology, policy="crux", levels=(1, 2), max_slowdown=1.5)
+    assert seen == [1.5]
 
 
 @pytest.mark.parametrize("policy", sorted(LIVE))

@@ -39,7 +39,8 @@ def compute_entries(
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job, in the order of the names.
 
-    A policy that leaves paths to the network gives entries without any.
+    A policy that leaves paths to the network gives entries without any. Without a topology the
+    default policy gives all jobs one level.
 
     Args:
         records, topology: see :func:`plan_inputs`.
@@ -58,6 +59,9 @@ def compute_entries(
     if not cluster.jobs:
         return ()
     options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
+    if topology is None:
+        # Who meets whom is not known: levels would lose as often as they gain (docs/policies.md).
+        policy = FIRST_NAME.get(policy, policy)
     decision = (LIVE | FIRST)[policy](cluster, options)
     level = _usable(decision.level, levels) if policy == "crux-pa" else decision.level
     profiles = {r.job: r.profile for r in records if r.profile is not None}
