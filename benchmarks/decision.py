@@ -49,7 +49,7 @@ from crux_torch.schedule import correction
 from crux_torch.schedule.arrays import arrays_of, traffic_matrix
 from crux_torch.schedule.crux import assign_priorities, crux_paper, levels_of, select_paths
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path, SchedulerOptions
-from crux_torch.schedule.policy import crux, forget_components
+from crux_torch.schedule.policy import crux, crux_first, forget_components
 
 sys.path.insert(0, str(FilePath(__file__).resolve().parents[1]))
 from evaluation.beyond import place_models
@@ -188,8 +188,10 @@ def row_of(jobs: int, nics: bool, repeats: int) -> dict[str, Any]:
     reset_peak()
     first_s, _ = timed_s(lambda: crux_paper(cluster, OPTIONS))
     added_MiB = resident_MiB("VmHWM") - before_MiB
-    cold, warm, laps, default = [], [], [], []
+    cold, warm, laps, default, begun = [], [], [], [], []
     for repeat in range(repeats):
+        forget()
+        begun.append(timed_s(lambda: crux_first(cluster, OPTIONS)))
         forget()
         default.append(timed_s(lambda: crux(cluster, OPTIONS)))
         forget()
@@ -208,6 +210,8 @@ def row_of(jobs: int, nics: bool, repeats: int) -> dict[str, Any]:
         "cold_s": [wall for wall, _ in cold],
         "cold_cpu_s": [cpu for _, cpu in cold],
         "warm_s": [wall for wall, _ in warm],
+        "begun_s": [wall for wall, _ in begun],
+        "begun_cpu_s": [cpu for _, cpu in begun],
         "default_s": [wall for wall, _ in default],
         "default_cpu_s": [cpu for _, cpu in default],
         **{f"{step}_s": [lap[step] for lap in laps] for step in STEPS},
@@ -268,12 +272,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
     for row in rows:
         if row["jobs"] == 5000:
-            default_s, cpu_s = (
-                statistics.median(row[key]) for key in ("default_s", "default_cpu_s")
-            )
+            begun_s, cpu_s = (statistics.median(row[key]) for key in ("begun_s", "begun_cpu_s"))
             lines.append(
-                f"5,000 jobs, {row['links']} links: the default's plan in {default_s:.3f} s "
-                f"({cpu_s:.3f} s of CPU), {default_s / GOAL_S:.2f} of the goal of {GOAL_S} s"
+                f"5,000 jobs, {row['links']} links: the default's first plan in {begun_s:.3f} s "
+                f"({cpu_s:.3f} s of CPU), {begun_s / GOAL_S:.2f} of the goal of {GOAL_S} s"
             )
     return "\n".join(lines) + "\n"
 
