@@ -94,7 +94,7 @@ SCENARIOS = {
         ),
         Scenario(
             "clash",
-            "CASSINI Fig. 11: two jobs that no shift parts",
+            "CASSINI §2.2: two jobs that no shift parts",
             (_mlp("A", 60, 640), _mlp("B", 60, 640, 1)),
             rate_mbit=100.0,
             arrivals_s=0.0,
