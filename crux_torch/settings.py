@@ -51,12 +51,13 @@ DscpMap = Annotated[
 ]
 _LINKS = f"auto, none, or different names of links separated by commas, each {_WORD}"
 Links = Annotated[tuple[Name, ...], Meta(min_length=1, title=_LINKS)]
-Port = Annotated[int, Meta(ge=1024, le=65535)]
+Port = Annotated[int, Meta(ge=1024, le=65535, title="a port from 1024 to 65535")]
+SlotMs = Annotated[float, Meta(ge=5, le=1000, title="a number of milliseconds from 5 to 1000")]
 #: The schedulers that a running cluster can carry out. They choose among the candidate paths and
-#: the given levels, or shift jobs in time. The others need what no network offers (``ideal``), or
-#: too many levels (``crux-ps-pa``).
+#: the given levels, shift jobs in time, or pace flows. The others need what no network offers
+#: (``ideal``), or too many levels (``crux-ps-pa``).
 LIVE_POLICIES = (
-    "crux", "crux-paper", "crux-pa", "cassini", "ecmp", "sincronia", "taccl", "varys",
+    "crux", "crux-paper", "crux-pa", "cassini", "ecmp", "mlcc", "sincronia", "taccl", "varys",
 )  # fmt: skip
 #: Those that choose paths. Under the others, the network's own hash does.
 PATH_POLICIES = ("crux", "crux-paper", "taccl")
@@ -181,6 +182,14 @@ class Settings:
         "measuring",
         "when the recorder times operations: measuring (while the job is measured, or with a "
         "trace) or always; at other times it records only the call, at a third of the cost",
+    )
+    tables_port: Port = _says(
+        29412,
+        "with the policy mlcc, TCP port of the load tables: on the host that the topology names, "
+        "else on each host's loopback",
+    )
+    slot_ms: SlotMs = _says(
+        60.0, "with the policy mlcc, milliseconds for which a flow keeps a rate; where tables start"
     )
     lease_s: Span = _says(
         6.0, "seconds after which a job that gives no sign of life counts as gone"

@@ -57,6 +57,9 @@ class Twins:
         say: called with what is going on.
         cluster: name in the store.
         settings: ``CRUX_*`` variables of the runs under Crux.
+        policy: of the runs under Crux. By default the paper's: levels also where a rehearsal would
+            see no gain in them.
+        topology: the network as YAML; empty: as the fabric describes itself.
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class Twins:
         *,
         cluster: str,
         settings: Mapping[str, str] | None = None,
+        policy: str = "crux-paper",
+        topology: str = "",
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.names = tuple(workload.name for workload in workloads)
         self._workloads, self._fabric, self._hosts = workloads, fabric, hosts
         self._folder, self._say = folder, say
         self._cluster, self._settings = cluster, dict(settings or {})
+        self._policy, self._topology = policy, topology
         # The first job's leader is on this host, and cruxrun starts the store there.
         self._first = hosts[self.names[0]][0] if fabric else None
         self._store = f"tcp://{self._first.address if self._first else '127.0.0.1'}:{STORE_PORT}"
@@ -95,8 +101,7 @@ class Twins:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         crux = ["--crux-store", self._store, "--crux-cluster", self._cluster]
-        # What is shown is the paper's: levels also where a rehearsal would see no gain in them.
-        crux += ["--crux-policy", "crux-paper"]
+        crux += ["--crux-policy", self._policy]
         if self._fabric:
             # Beyond loopback the store wants one.
             secret = self._folder / "secret"
@@ -105,7 +110,7 @@ class Twins:
             self._secret = str(secret)
             crux += ["--crux-store-secret", self._secret]
             topology = self._folder / "topology.yaml"
-            topology.write_text(self._fabric.topology_yaml())
+            topology.write_text(self._topology or self._fabric.topology_yaml())
             crux += ["--crux-topology", str(topology)]
         for number, workload in enumerate(self._workloads):
             launcher = [sys.executable, "-m", "cruxrun", "--crux-job", workload.name, *crux]

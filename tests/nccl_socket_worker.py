@@ -130,9 +130,9 @@ def main(meeting: Meeting) -> dict[str, Any]:
         transport.set_routes([])
         report = traffic_class.apply_level(2, LEVELS)
         result["low"] = report.applied == len(both), sorted(set(classes([*both.values()])))
-        report = traffic_class.apply_rate(RATE_BPS)
+        report = traffic_class.apply_rates(dict.fromkeys(both, RATE_BPS))
         result["paced"] = sorted({str(m.rate_Bps) for m in report.marks})
-        traffic_class.apply_rate(None)
+        traffic_class.apply_rates({})
 
         meeting.exchange("closing", None)
         second.destroy()

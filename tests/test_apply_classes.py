@@ -215,17 +215,21 @@ def test_a_refusal_is_reported_with_its_errno_and_tried_again(ours):
     assert kernel.tos == 0
 
 
+def paced(sock: socket.socket, rate_Bps: int) -> dict[int, int]:
+    return {os.fstat(sock.fileno()).st_ino: rate_Bps}
+
+
 def test_a_rate_limits_and_is_taken_back(ours, others, traffic_class):
-    report = traffic_class.apply_rate(5_000_000)
-    assert (report.rate_Bps, report.applied) == (5_000_000, 1)
+    report = traffic_class.apply_rates(paced(ours, 5_000_000))
+    assert (report.rates_Bps, report.applied) == (paced(ours, 5_000_000), 1)
     assert (report.level, report.error) == (None, "")
     assert (_pacing(ours), _pacing(others)) == (5_000_000, None)
     report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
-    assert (report.rate_Bps, report.applied) == (5_000_000, 1)
+    assert (report.rates_Bps, report.applied) == (paced(ours, 5_000_000), 1)
     assert (_tos(ours), _pacing(ours)) == (TOS, 5_000_000)
-    assert traffic_class.apply_rate(None).applied == 1
+    assert traffic_class.apply_rates({}).applied == 1
     assert (_tos(ours), _pacing(ours)) == (TOS, None)
-    traffic_class.apply_rate(7_000_000)
+    traffic_class.apply_rates(paced(ours, 7_000_000))
     assert traffic_class.revert() == ClassReport()
     assert (_tos(ours), _pacing(ours)) == (0, None)
 
@@ -234,10 +238,10 @@ def test_a_rate_returns_to_the_limit_that_was_there_unless_others_changed_it(our
     inode = os.fstat(ours.fileno()).st_ino
     ours.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 9_000_000)
     traffic_class = TrafficClass(FixedOwnership(ours))
-    assert traffic_class.apply_rate(5_000_000).applied == 1
+    assert traffic_class.apply_rates(paced(ours, 5_000_000)).applied == 1
     traffic_class.revert()
     assert _pacing(ours) == 9_000_000
-    traffic_class.apply_rate(5_000_000)
+    traffic_class.apply_rates(paced(ours, 5_000_000))
     ours.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 6_000_000)
     assert traffic_class.revert().marks == ()
     assert _pacing(ours) == 6_000_000
@@ -246,10 +250,10 @@ def test_a_rate_returns_to_the_limit_that_was_there_unless_others_changed_it(our
 
 @pytest.mark.parametrize("rate_Bps", [0, -1])
 def test_what_is_no_rate_changes_nothing_and_says_so(rate_Bps, ours, traffic_class):
-    traffic_class.apply_rate(5_000_000)
-    report = traffic_class.apply_rate(rate_Bps)
+    traffic_class.apply_rates(paced(ours, 5_000_000))
+    report = traffic_class.apply_rates(paced(ours, rate_Bps))
     assert str(rate_Bps) in report.error
-    assert (report.rate_Bps, _pacing(ours)) == (5_000_000, 5_000_000)
+    assert (report.rates_Bps, _pacing(ours)) == (paced(ours, 5_000_000), 5_000_000)
 
 
 def test_without_the_library_the_report_says_so_and_nothing_is_touched():
@@ -261,7 +265,7 @@ def test_without_the_library_the_report_says_so_and_nothing_is_touched():
         report = traffic_class.apply_level(LEVEL, CLASS_SELECTORS)
         assert (report.applied, report.refused) == (0, 0)
         assert report.error == "libcrux_transport.so: build it"
-        assert "build it" in traffic_class.apply_rate(1000).error
+        assert "build it" in traffic_class.apply_rates(paced(ours, 1000)).error
         assert "build it" in traffic_class.refresh().error
         assert _tos(ours) == 0
         assert traffic_class.revert() == ClassReport()

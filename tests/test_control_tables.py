@@ -51,16 +51,16 @@ def ask(service: TablesService, request: object) -> object:
 
 
 def test_what_one_books_another_is_told(service: TablesService) -> None:
-    assert ask(service, UpdateSchedule("a", LINKS, 100, (4.0, 1.0), 0.0, {})) == Done(1)
+    assert ask(service, UpdateSchedule("a", LINKS, 100, (4.0, 1.0), 0.0, "a", {})) == Done(1)
     service._clock.now_s = 101.25
     told = ask(service, FetchFeedback("b", {"m": 5.0}))
     assert told == Feedback(101, 0.25, 1.0, ((1.0, *(0.0,) * (SLOTS - 1)),))
-    assert ask(service, UpdateSchedule("b", LINKS, 101, (4.5,), 0.0, {})) == Done(0)
-    assert ask(service, UpdateSchedule("b", LINKS, 101, (4.0,), 0.0, {})) == Done(1)
+    assert ask(service, UpdateSchedule("b", LINKS, 101, (4.5,), 0.0, "b", {})) == Done(0)
+    assert ask(service, UpdateSchedule("b", LINKS, 101, (4.0,), 0.0, "b", {})) == Done(1)
 
 
 def test_what_a_silent_host_has_booked_ends(service: TablesService) -> None:
-    ask(service, UpdateSchedule("a", LINKS, 100, (4.0,) * SLOTS, 0.0, {}))
+    ask(service, UpdateSchedule("a", LINKS, 100, (4.0,) * SLOTS, 0.0, "a", {}))
     service._clock.now_s += SLOTS
     (loads, _) = ask(service, FetchFeedback("b", LINKS)).loads_Bps
     assert set(loads) == {0.0}
@@ -71,7 +71,7 @@ def test_what_a_silent_host_has_booked_ends(service: TablesService) -> None:
 
 @pytest.mark.parametrize("slot", [90, 101, 2**50])
 def test_a_slot_that_is_not_of_now_is_refused(service: TablesService, slot: int) -> None:
-    assert isinstance(ask(service, UpdateSchedule("a", LINKS, slot, (4.0,), 0.0, {})), Refused)
+    assert isinstance(ask(service, UpdateSchedule("a", LINKS, slot, (4.0,), 0.0, "a", {})), Refused)
     assert isinstance(ask(service, Count()), Refused)
 
 
@@ -79,7 +79,7 @@ def test_counters_show_foreign_flows(service: TablesService) -> None:
     for _ in range(5):
         now = service._clock.now_s
         counters = {"l": 6.0 * now}
-        ask(service, UpdateSchedule("a", {"l": 10.0}, int(now), (3.0,), 3.0 * now, counters))
+        ask(service, UpdateSchedule("a", {"l": 10.0}, int(now), (3.0,), 3.0 * now, "a", counters))
         service._clock.now_s += 1.0
     (loads,) = ask(service, FetchFeedback("a", {"l": 10.0})).loads_Bps
     assert loads == (pytest.approx(4.5),) * SLOTS
@@ -127,7 +127,7 @@ def test_a_real_process_that_is_killed_is_missed_within_a_bound_and_comes_back(p
     until(lambda: reached(client) is not None, 20.0)
     seen = client.fetch_feedback("a", LINKS)
     assert seen.slot_s == 0.05
-    assert client.update_schedule("a", LINKS, seen.slot, (5.0,) * SLOTS, 1.0, {"l": 3.0})
+    assert client.update_schedule("a", LINKS, seen.slot, (5.0,) * SLOTS, 1.0, "a", {"l": 3.0})
     until(lambda: reached(other) is not None, 20.0)
     assert max(other.fetch_feedback("b", LINKS).loads_Bps[0]) == 5.0
     os.kill(port_of_host[port].pid, signal.SIGKILL)

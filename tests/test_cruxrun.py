@@ -35,6 +35,8 @@ GOOD = {
     "records": "1024",
     "ports": "30000-30999",
     "dispatch": "",
+    "tables_port": "29500",
+    "slot_ms": "25",
 }
 
 

@@ -139,14 +139,14 @@ def test_a_parameter_server_couples_the_slowest_worker_and_the_fastest_broadcast
 @given(st.floats(0.0, 2.0), st.integers(1, 20))
 def test_foreign_flows_keep_what_they_send_and_grow_to_their_share(cross, flows) -> None:
     kept = foreign_share_Bps(cross, 1.0, flows)
-    if cross <= 0.1:
+    if cross <= 0.2:
         assert kept == 0.0
         return
     assert kept <= 1.0 / (flows + 1)
     assert kept >= min(cross, 1.0 / (flows + 1))
     for _ in range(20):
         kept = foreign_share_Bps(kept, 1.0, flows)
-    if flows < 9:  # else its share is taken for noise
+    if flows < 4:  # else its share is taken for noise
         assert kept == 1.0 / (flows + 1)
 
 
@@ -192,7 +192,7 @@ def test_once_all_have_looked_no_link_is_booked_beyond_its_capacity(seed, flows)
         for name, capacity_Bps in links.items():
             (seen,) = tables.feedback("nobody", {name: 1e9}, slot)
             assert max(seen.load_Bps) <= capacity_Bps * (1 + 1e-5)
-    tables.expire(7 + SLOTS + 4)
+    tables.expire(7 + SLOTS + 8)
     assert len(tables) == 0
     (seen,) = tables.feedback("nobody", {"x": 9.0}, 8 + SLOTS)
     assert set(seen.load_Bps) == {0.0}
@@ -217,15 +217,15 @@ def test_a_flow_that_falls_behind_keeps_its_place() -> None:
 
 def test_a_counter_shows_what_foreign_flows_send() -> None:
     tables, links = LoadTables(4, 1.0), {"l": 10.0}
-    for slot in range(6):
+    for slot in range(10):
         tables.book("a", links, slot, (4.0,) * 4, sent=4.0 * slot)
         tables.count("l", slot, 7.0 * slot)
-    assert tables.cross_Bps("l", 5) == pytest.approx(3.0)
+    assert tables.cross_Bps("l", 9) == pytest.approx(3.0)
     # Beside one flow of ours, foreign ones may grow to a half; beside two, to a third.
-    (mine,) = tables.feedback("a", links, 5)
+    (mine,) = tables.feedback("a", links, 9)
     assert mine.load_Bps == (4.5,) * 4
-    (seen,) = tables.feedback("b", links, 5)
+    (seen,) = tables.feedback("b", links, 9)
     assert seen.load_Bps[0] == pytest.approx(4.0 + 10 / 3)
-    assert tables.cross_Bps("l", 20) == 0.0
-    tables.expire(30)
-    assert tables.cross_Bps("l", 30) == 0.0
+    assert tables.cross_Bps("l", 29) == 0.0
+    tables.expire(40)
+    assert tables.cross_Bps("l", 40) == 0.0

@@ -10,8 +10,8 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from crux_torch.apply.transport import Transport, TransportError
 from crux_torch.c10d.ownership import Ownership
@@ -57,20 +57,20 @@ class SocketMark:
 
 @dataclass(frozen=True, slots=True)
 class ClassReport:
-    """The traffic class and the rate that this process has now.
+    """The traffic class and the rates that this process has now.
 
     Attributes:
         level: priority level in force, None for the network's default.
         marks: one for each connection that Crux marked, tried to mark, or could not revert.
         error: why the last request could not be carried out, or empty.
-        rate_Bps: limit of each connection in bytes per second, None for none.
+        rates_Bps: limits in bytes per second, by the inodes of the connections that have one.
     """
 
     level: int | None = None
     dscp: int | None = None
     marks: tuple[SocketMark, ...] = ()
     error: str = ""
-    rate_Bps: int | None = None
+    rates_Bps: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def applied(self) -> int:
@@ -126,26 +126,30 @@ class TrafficClass:
         with self._lock:
             if not 0 <= level < len(dscp_map) or not 0 <= dscp_map[level] <= 63:
                 return self._failed(f"level {level} has no DSCP value in {tuple(dscp_map)}")
-            rate_Bps = self._report.rate_Bps
-            self._report = ClassReport(level, dscp_map[level], rate_Bps=rate_Bps)
+            rates_Bps = self._report.rates_Bps
+            self._report = ClassReport(level, dscp_map[level], rates_Bps=rates_Bps)
             return self._mark(everything=True)
 
-    def apply_rate(self, rate_Bps: int | None) -> ClassReport:
-        """Limit what each connection sends, in bytes per second; the kernel paces it.
+    def apply_rates(self, rates_Bps: Mapping[int, int]) -> ClassReport:
+        """Limit what connections send, in bytes per second; the kernel paces them.
 
-        None gives each connection its earlier limit back. A rate that is not positive changes
+        Those that are not named get their earlier limit back. A rate that is not positive changes
         nothing and is reported.
+
+        Args:
+            rates_Bps: by the inodes of connections.
         """
         with self._lock:
-            if rate_Bps is not None and rate_Bps <= 0:
-                return self._failed(f"{rate_Bps} bytes per second is no rate")
-            self._report = replace(self._report, rate_Bps=rate_Bps, marks=(), error="")
+            wrong = next((rate for rate in rates_Bps.values() if rate <= 0), None)
+            if wrong is not None:
+                return self._failed(f"{wrong} bytes per second is no rate")
+            self._report = replace(self._report, rates_Bps=dict(rates_Bps), marks=(), error="")
             return self._mark(everything=True)
 
     def refresh(self) -> ClassReport:
         """Mark connections that appeared since, and try those again that refused."""
         with self._lock:
-            if self._report.dscp is None and self._report.rate_Bps is None:
+            if self._report.dscp is None and not self._report.rates_Bps:
                 return self._report
             return self._mark(everything=False)
 
@@ -174,7 +178,7 @@ class TrafficClass:
         return self._report
 
     def _mark(self, everything: bool) -> ClassReport:
-        dscp, rate_Bps = self._report.dscp, self._report.rate_Bps
+        dscp, rates_Bps = self._report.dscp, self._report.rates_Bps
         try:
             setter = self._transport()
             owned = self._ownership.owned()
@@ -189,7 +193,7 @@ class TrafficClass:
         for sock in owned:
             _, mark = self._marks.get(sock.inode, (sock, None))
             if mark is None or everything or not mark.applied:
-                mark = _set(setter, sock, dscp, rate_Bps, mark)
+                mark = _set(setter, sock, dscp, rates_Bps.get(sock.inode), mark)
             if mark is not None:
                 marks[sock.inode] = (sock, mark)
         self._marks = marks

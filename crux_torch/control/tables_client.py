@@ -70,10 +70,13 @@ class TablesClient:
         slot: int,
         rates_Bps: Sequence[float],
         sent: float,
+        job: str,
         counters: Mapping[str, float],
     ) -> bool:
         """Whether these rates are booked; see :class:`UpdateSchedule`."""
-        request = UpdateSchedule(flow, dict(links), slot, tuple(rates_Bps), sent, dict(counters))
+        request = UpdateSchedule(
+            flow, dict(links), slot, tuple(rates_Bps), sent, job, dict(counters)
+        )
         return self._ask(request, Done).count > 0
 
     def close(self) -> None:

@@ -56,6 +56,7 @@ class UpdateSchedule(_Message, frozen=True, tag="update"):
 
     Attributes:
         sent: bytes that the flow has sent so far.
+        job: whose flow it is.
         counters: bytes that went over links so far, foreign flows' included, by an interface.
     """
 
@@ -64,6 +65,7 @@ class UpdateSchedule(_Message, frozen=True, tag="update"):
     slot: Slot
     rates_Bps: Rates
     sent: Amount
+    job: Name
     counters: Annotated[dict[Name, Amount], Meta(max_length=MAX_LINKS)]
 
 

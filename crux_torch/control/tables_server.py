@@ -59,9 +59,8 @@ class TablesService:
             return Refused("the tables are full")
         for link, moved in request.counters.items():
             self._tables.count(link, now, moved)
-        booked = self._tables.book(
-            request.flow, request.links, request.slot, request.rates_Bps, request.sent
-        )
+        about = request.flow, request.links, request.slot, request.rates_Bps, request.sent
+        booked = self._tables.book(*about, job=request.job)
         return Done(int(booked))
 
     def expire(self) -> None:

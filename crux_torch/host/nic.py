@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import socket
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,8 @@ from crux_torch.host.sysfs import SYSFS, entries, numa_node, number, pci_address
 #: ARPHRD_LOOPBACK of <linux/if_arp.h>.
 LOOPBACK_TYPE = "772"
 MEGABIT_Bps = 1e6 / 8
+#: <linux/sockios.h>
+SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +57,24 @@ def read_nics(sysfs: Path = SYSFS) -> tuple[Nic, ...]:
         where = device.pci_address, device.numa_node
         nics.append(Nic(f"{device.name}/{port.number}", port.rate_Bps, device.name, *where))
     return tuple(nics)
+
+
+def interface_of(address: str) -> str | None:
+    """The interface of this host that has ``address``; None if none does, or it is IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
+            except OSError:
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
+
+
+def moved_bytes(interface: str, sysfs: Path = SYSFS) -> tuple[int, int] | None:
+    """Bytes that ``interface`` has sent and received so far; None if it does not tell."""
+    statistics = sysfs / "class" / "net" / interface / "statistics"
+    sent, received = number(text(statistics / "tx_bytes")), number(text(statistics / "rx_bytes"))
+    return None if sent is None or received is None else (int(sent), int(received))

@@ -20,6 +20,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from crux_torch.apply.classes import TrafficClass
+from crux_torch.apply.wire import Wire
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
@@ -34,6 +36,7 @@ from crux_torch.runtime.lead import Conductor
 from crux_torch.runtime.measure import RankMeter
 from crux_torch.runtime.order import Order, PathReports, answer
 from crux_torch.runtime.pace_keeper import PaceKeeper
+from crux_torch.runtime.rate_scheduler import RateScheduler, make_rate_scheduler
 from crux_torch.settings import Settings
 from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
@@ -83,7 +86,13 @@ class Agent:
         self.host = settings.host or socket.gethostname()
         self._meter = RankMeter(recorder, settings, rank, world_size, self.host, device, marks)
         self._pace = PaceKeeper(marks)
-        self._follower = Follower(settings, self.host, ownership, store, device, self._pace)
+
+        def rates(traffic_class: TrafficClass) -> RateScheduler:
+            wire = Wire(ownership, traffic_class)
+            return make_rate_scheduler(settings, rank, self.host, marks, wire)
+
+        about = settings, self.host, ownership, store, device
+        self._follower = Follower(*about, self._pace, rates)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from crux_torch.apply.classes import TrafficClass
@@ -19,6 +19,7 @@ from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.record import GroupInfo
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.pace_keeper import PaceKeeper
+from crux_torch.runtime.rate_scheduler import RateScheduler
 from crux_torch.runtime.steer import make_steering
 from crux_torch.settings import Settings
 from crux_torch.warn_once import WarnOnce
@@ -40,12 +41,14 @@ class Follower:
         store: Any,
         device: OwnDevice,
         pace: PaceKeeper,
+        rates: Callable[[TrafficClass], RateScheduler],
     ) -> None:
         self._dscp_map = settings.dscp_map
         self._traffic_class = TrafficClass(ownership)
         self._steering = make_steering(settings, host, ownership, store)
         self._links = make_links(settings, device)
         self._pace = pace
+        self._rates = rates(self._traffic_class)
         self._warn = WarnOnce(_log)
         #: What is in force; None before the first order, and after the leader fell silent.
         self.order: Order | None = None
@@ -87,6 +90,7 @@ class Follower:
         priority = order.entry.priority if order.entry is not None else 0.0
         self._links.follow(order.incarnation, order.level, priority)
         self._pace.follow(order.pace)
+        self._rates.follow(order.flows, order.tables)
         return order
 
     def steer(self, order: Order) -> None:
@@ -103,6 +107,8 @@ class Follower:
             self._steering.revert()
             self._links.revert()
             self._pace.follow(None)
+            self._rates.revert()
+        self._rates.check()
         LABELS.set_dscp(self.dscp or 0)
 
     def refresh(self) -> PathCounts | None:
@@ -119,7 +125,8 @@ class Follower:
         """Take everything back. Raises an error after it has tried the rest."""
         self._pace.remove()
         with contextlib.ExitStack() as stack:
-            for part in (self._links, self._steering, self._traffic_class):
+            # The last one comes first: rates are limits on what the class has marked.
+            for part in (self._links, self._steering, self._traffic_class, self._rates):
                 stack.callback(part.revert)
 
     def status(self) -> dict[str, Any]:
@@ -146,4 +153,5 @@ class Follower:
             "paths": self._steering.status(),
             "links": self._links.status(),
             "pace": self._pace.status(),
+            "rates": self._rates.status(),
         }

@@ -17,9 +17,10 @@ import msgspec
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import PlanEntry
 from crux_torch.control.slots import ProfilingSlot
+from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
 from crux_torch.fabric.route import HostRoute, PlannedPath, Routes, routes_of
 from crux_torch.fabric.topology import Topology
-from crux_torch.measure.job_profile import JobProfile
+from crux_torch.measure.job_profile import HostFlow, JobProfile
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order, heading
@@ -358,6 +359,7 @@ class Conductor:
         if self._pace_setter is not None:
             # Holds in a measurement would be part of what is measured.
             pace = self._pace_setter.wanted(None if measuring else entry)
+        flows, tables = self._booked(entry, measuring)
         return Order(
             incarnation=self._incarnation,
             number=1,
@@ -370,6 +372,8 @@ class Conductor:
             profile=self.profile,
             routes=wanted.routes,
             generation=wanted.generation,
+            flows=flows,
+            tables=tables,
             pace=pace,
         )
 
@@ -385,6 +389,30 @@ class Conductor:
         seen = leader.record.paths
         missed = seen.missed if seen is not None else 0
         return routing.wanted(may_switch=not measuring, missed=missed)
+
+    def _booked(
+        self, entry: PlanEntry | None, measuring: bool
+    ) -> tuple[tuple[HostFlowLinks, ...], str]:
+        """The flows whose rates the hosts book, and where the tables are."""
+        topology = self.leader.topology if self.leader is not None else None
+        unbooked = self._settings.policy != "mlcc" or entry is None or measuring
+        if unbooked or self.profile is None or topology is None:
+            return (), ""
+        pairs = {(topology.host_of(f.src), topology.host_of(f.dst)): None for f in self._sent()}
+        found = [flow_links(topology, a, b) for a, b in pairs if a and b and a != b]
+        if not all(found):
+            self._warn("flows", "flows without a sure link, or addresses in the topology: unpaced")
+        address = topology.addresses[topology.tables][0] if topology.tables else ""
+        host = f"[{address}]" if ":" in address else address
+        tables = f"tcp://{host}:{self._settings.tables_port}" if address else ""
+        return tuple(flow for flow in found if flow is not None), tables
+
+    def _sent(self) -> list[HostFlow]:
+        """The profile's flows between places that the topology knows."""
+        topology = self.leader.topology if self.leader is not None else None
+        if topology is None or self.profile is None:
+            return []
+        return [f for f in self.profile.flows if {f.src, f.dst} <= topology.nodes.keys()]
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of the leader; plain values."""

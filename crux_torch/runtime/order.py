@@ -21,6 +21,7 @@ import msgspec
 
 from crux_torch.control.job_channel import JobChannel
 from crux_torch.control.records import MAX_GRID_S, PathCounts, PlanEntry
+from crux_torch.fabric.flow_links import HostFlowLinks
 from crux_torch.fabric.route import HostRoute
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
 from crux_torch.measure.sample import RankSample
@@ -60,6 +61,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         profile: the job's profile, once it was measured.
         routes: the paths that new connections are to take; empty: any.
         generation: of the job's connections; 0 for those that it began with.
+        flows: those whose rates are booked, of all hosts of the job; empty: none.
+        tables: endpoint of the load tables; empty: each host's own.
         pace: what iterations keep to; None: they begin when they are ready.
     """
 
@@ -75,6 +78,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     profile: JobProfile | None = None
     routes: Annotated[tuple[HostRoute, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
     generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    flows: Annotated[tuple[HostFlowLinks, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
+    tables: Annotated[str, msgspec.Meta(max_length=256)] = ""
     pace: Pace | None = None
 
     def to_json(self) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from crux_torch.schedule.rates import WINDOW_SLOTS, LinkLoad, foreign_share_Bps
+from crux_torch.schedule.rates import FOREIGN_SLOTS, LinkLoad, foreign_share_Bps
 
 #: Of its capacity, by which bookings may exceed a link: rounding, and a slot's rest.
 TOLERANCE = 1e-6
@@ -20,10 +20,11 @@ TOLERANCE = 1e-6
 class _Booking:
     """What one flow sends: ``rates_Bps`` from slot ``since`` on, over ``links``.
 
-    ``turn``: its place in the order in which flows began; infinite once it has ended.
+    ``turn``: its job's place in the order in which jobs began; infinite once the flow has ended.
     ``readings``: slot and bytes sent so far, oldest first, at most one for each slot.
     """
 
+    job: str
     links: tuple[str, ...]
     turn: float
     since: int
@@ -35,18 +36,19 @@ class _Booking:
         return self.rates_Bps[at] if 0 <= at < len(self.rates_Bps) else 0.0
 
     def is_over(self, slot: int) -> bool:
-        return slot >= self.since + len(self.rates_Bps) + WINDOW_SLOTS
+        return slot >= self.since + len(self.rates_Bps) + FOREIGN_SLOTS
 
 
 class LoadTables:
     """The tables of any number of links.
 
-    A flow sees what the flows that began before it have booked. So one that falls behind its
+    A flow sees what jobs that began before its own have booked. So one that falls behind its
     schedule keeps its place, and those behind it give way at their next look. If it saw all
-    bookings, its last bytes would have to wait for everybody else's.
+    bookings, its last bytes would have to wait for everybody else's. All flows of a job have one
+    place: if each of two rings came first on another link, both would stand still.
 
     A booking reaches ``slots`` slots ahead, so what a flow that fell silent has booked is over
-    after that. What the counters of a link showed counts for ``WINDOW_SLOTS``.
+    after that. What the counters of a link showed counts for ``FOREIGN_SLOTS``.
 
     Args:
         slots: that a table covers.
@@ -70,8 +72,10 @@ class LoadTables:
             links: capacity of each link of the flow's path, in bytes per second.
         """
         found = []
+        mine = self._flows.get(flow)
+        turn = inf if mine is None else mine.turn
         for link, capacity_Bps in links.items():
-            before = self._before(flow, link)
+            before = self._before(turn, link, but=flow)
             others = sum(
                 f != flow and self._flows[f].rate_Bps(slot) > 0.0 for f in self._on.get(link, ())
             )
@@ -91,6 +95,8 @@ class LoadTables:
         slot: int,
         rates_Bps: Sequence[float],
         sent: float,
+        *,
+        job: str = "",
     ) -> bool:
         """Book ``rates_Bps`` from ``slot`` on in place of what ``flow`` had (``update_schedule``).
 
@@ -101,26 +107,27 @@ class LoadTables:
         Args:
             links: see :meth:`feedback`.
             sent: bytes that the flow has sent so far, by its own count.
+            job: whose flow it is; empty: it is one by itself.
         """
+        job = job or flow
         rates = tuple(rates_Bps[: self.slots])
-        fits = all(
-            rate == 0.0 or rate <= self._left_Bps(flow, link, capacity_Bps, slot + k)
-            for link, capacity_Bps in links.items()
-            for k, rate in enumerate(rates)
-        )
         before = self._flows.pop(flow, None)
         readings = before.readings if before is not None else deque()
-        turn = inf
         if before is not None:
             self._off(flow, before)
-            turn = before.turn
+        turn = inf if before is None else before.turn
         if not rates:
             turn = inf
         elif turn == inf:
-            turn = self._turns = self._turns + 1
+            turn = self._turn(job)
+        fits = all(
+            rate == 0.0 or rate <= self._left_Bps(turn, link, capacity_Bps, slot + k)
+            for link, capacity_Bps in links.items()
+            for k, rate in enumerate(rates)
+        )
         _read(readings, slot, sent)
         kept = rates if fits else (0.0,) * len(rates)
-        self._flows[flow] = _Booking(tuple(links), turn, slot, kept, readings)
+        self._flows[flow] = _Booking(job, tuple(links), turn, slot, kept, readings)
         for link in links:
             self._on.setdefault(link, {})[flow] = None
         return fits
@@ -133,7 +140,7 @@ class LoadTables:
     def cross_Bps(self, link: str, slot: int) -> float:
         """What flows that book nothing have sent over ``link`` lately; 0 if nobody counts it."""
         readings = self._counted.get(link)
-        if not readings or readings[-1][0] < slot - WINDOW_SLOTS or len(readings) < 2:
+        if not readings or readings[-1][0] < slot - FOREIGN_SLOTS or len(readings) < 2:
             return 0.0
         (first, before), (last, now) = readings[0], readings[-1]
         ours = sum(_moved(self._flows[f].readings, first, last) for f in self._on.get(link, ()))
@@ -148,19 +155,26 @@ class LoadTables:
         """Forget flows and counters that have been silent for longer than a table reaches."""
         for flow in [f for f, booking in self._flows.items() if booking.is_over(slot)]:
             self._off(flow, self._flows.pop(flow))
-        oldest = slot - self.slots - WINDOW_SLOTS
+        oldest = slot - self.slots - FOREIGN_SLOTS
         for link in [n for n, readings in self._counted.items() if readings[-1][0] < oldest]:
             del self._counted[link]
 
-    def _before(self, flow: str, link: str) -> list[_Booking]:
-        """What is booked on ``link`` by flows that began before ``flow``."""
-        mine = self._flows.get(flow)
-        turn = inf if mine is None else mine.turn
-        on = (self._flows[f] for f in self._on.get(link, ()) if f != flow)
-        return [booking for booking in on if booking.turn < turn]
+    def _turn(self, job: str) -> float:
+        """The place of ``job``: that of its flows under way, or behind everybody."""
+        known = (b.turn for b in self._flows.values() if b.job == job and b.turn < inf)
+        turn = next(known, 0.0)
+        if not turn:
+            self._turns += 1
+        return turn or self._turns
 
-    def _left_Bps(self, flow: str, link: str, capacity_Bps: float, slot: int) -> float:
-        booked = sum(booking.rate_Bps(slot) for booking in self._before(flow, link))
+    def _before(self, turn: float, link: str, but: str = "") -> list[_Booking]:
+        """What is booked on ``link`` by jobs that began before ``turn``, and by flows of the job
+        that has it."""
+        on = (self._flows[f] for f in self._on.get(link, ()) if f != but)
+        return [booking for booking in on if booking.turn <= turn]
+
+    def _left_Bps(self, turn: float, link: str, capacity_Bps: float, slot: int) -> float:
+        booked = sum(booking.rate_Bps(slot) for booking in self._before(turn, link))
         return capacity_Bps * (1.0 + TOLERANCE) - booked
 
     def _off(self, flow: str, booking: _Booking) -> None:
@@ -177,7 +191,7 @@ def _read(readings: deque[tuple[int, float]], slot: int, total: float) -> None:
         readings.clear()
     if not readings or readings[-1][0] < slot:
         readings.append((slot, total))
-    while readings[0][0] < slot - WINDOW_SLOTS and len(readings) > 1:
+    while readings[0][0] < slot - FOREIGN_SLOTS and len(readings) > 1:
         readings.popleft()
 
 

@@ -18,9 +18,10 @@ WINDOW_SLOTS = 4
 
 #: Of what foreign flows send, they are left this much more, so that they can grow to their share.
 FOREIGN_GROWTH = 1.5
-#: Below this share of a link, what a counter shows beside our flows is its error: headers, and
-#: packets in queues.
-FOREIGN_NOISE = 0.1
+#: Slots over which they are counted. Hosts read their counters at different times in a slot, so
+#: what a counter shows beside our flows below this share of a link is its error.
+FOREIGN_SLOTS = 2 * WINDOW_SLOTS
+FOREIGN_NOISE = 0.2
 #: A flow that waits for its slot still gets this share of its path, so that nothing stands still.
 LEAST_SHARE = 0.01
 #: Left over of a volume by rounding, as a share of it.

@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with ExitStack() as stack:
             stack.enter_context(_environment(preload.environment(settings, os.environ)))
             stack.enter_context(_hosted_store(settings))
+            stack.enter_context(_hosted_tables(settings))
             try:
                 devices = stack.enter_context(chosen_devices(args, settings))
             except SettingsError as error:
@@ -115,6 +116,34 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+
+
+@contextmanager
+def _hosted_tables(settings: Settings) -> Iterator[None]:
+    """Keep the load tables of the policy mlcc while the job runs, if their place is this host."""
+    host: Any = None
+    if settings.policy == "mlcc":
+        try:
+            from crux_torch.fabric.loaders import load_topology
+            from crux_torch.store.host import StoreHost
+
+            topology = load_topology(settings.topology) if settings.topology else None
+            named = topology.addresses[topology.tables][0] if topology and topology.tables else ""
+            address = f"[{named}]" if ":" in named else named or "127.0.0.1"
+            host = StoreHost(
+                f"tcp://{address}:{settings.tables_port}",
+                settings.store_secret,
+                module="crux_torch.control.tables_server",
+                arguments=(f"--slot-s={settings.slot_ms / 1e3}",),
+            )
+            host.start()
+        except Exception as error:
+            logger.warning("the load tables are not kept here, rates are not paced: %s", error)
+    try:
+        yield
+    finally:
+        if host is not None:
+            host.stop()
 
 
 @contextmanager

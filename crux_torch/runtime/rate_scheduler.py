@@ -1,0 +1,337 @@
+"""One rank's part of mlcc: it books the rates of its flows in the load tables, and paces them.
+
+Everything fails open. A flow has a limit only while it is under way and the tables answer. A table
+service that is silent for ``tables_client.TIMEOUT_S`` ends all limits; so does a leader that is
+silent for as long as an order lasts. If this thread itself stands still, the rank's other thread
+ends them after ``SILENT_S``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from crux_torch.apply.transport import Connection
+from crux_torch.apply.wire import Key
+from crux_torch.control.tables_client import TIMEOUT_S, TablesClient
+from crux_torch.control.tables_frames import Feedback
+from crux_torch.errors import CruxError
+from crux_torch.fabric.flow_links import HostFlowLinks
+from crux_torch.host.nic import interface_of, moved_bytes
+from crux_torch.measure.iterations import IterationMarks
+from crux_torch.runtime.flow_progress import FlowProgress
+from crux_torch.schedule.rates import LinkLoad, allocate, applied_Bps, ceiling_Bps, room_Bps
+from crux_torch.settings import Settings
+from crux_torch.store.endpoint import parse_endpoint
+from crux_torch.store.secret import read_secret
+from crux_torch.warn_once import WarnOnce
+
+_log = logging.getLogger(__name__)
+
+#: How often in a slot a rank looks at its counters; flows that wait look at the tables as often.
+LOOKS = 6
+#: Seconds without a look after which limits end: more than a look may take.
+SILENT_S = 5 * TIMEOUT_S
+#: Of a slot of its path, below which an iteration's bytes are not worth booking.
+LEAST_SLOTS = 0.5
+#: Slots without a byte after which a flow gives back what it has booked, and keeps its place.
+IDLE_SLOTS = 2
+#: Share of what a flow's busiest connection has sent, from which on another one is busy, too.
+BUSY = 0.1
+#: How often a booking that another flow has forestalled is tried again at once.
+ATTEMPTS = 3
+
+
+class Tables(Protocol):
+    """See :class:`~crux_torch.control.tables_client.TablesClient`."""
+
+    def fetch_feedback(self, flow: str, links: Mapping[str, float]) -> Feedback: ...
+
+    def update_schedule(
+        self,
+        flow: str,
+        links: Mapping[str, float],
+        slot: int,
+        rates_Bps: Sequence[float],
+        sent: float,
+        job: str,
+        counters: Mapping[str, float],
+    ) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Wire(Protocol):
+    """The connections of this process, and their limits."""
+
+    def connections(self) -> list[Connection]:
+        """Those of the inner backends."""
+
+    def limit(self, rates_Bps: Mapping[Key, int]) -> None:
+        """Limit these and no others."""
+
+
+class _Flow:
+    """One flow with what is known of it."""
+
+    def __init__(self, name: str, about: HostFlowLinks, local: bool, hosts: int) -> None:
+        self.name, self.about = name, about
+        #: Tables that hosts keep are those of the links that leave them.
+        kept = {about.leaves: about.links[about.leaves]} if local and about.leaves else {}
+        self.links = kept if local else about.links
+        self.progress = FlowProgress(hosts)
+        self.connections: list[Connection] = []
+        self.booked = False
+        self.waits = False
+        self.limit_Bps: float | None = None
+        self.due_s = float("-inf")
+
+    @property
+    def least_bytes(self) -> float:
+        return LEAST_SLOTS * min(self.links.values())
+
+
+class RateScheduler:
+    """Paces the flows that leave this rank, slot by slot.
+
+    A thread of its own does the work while there are flows. Any thread may call the methods.
+
+    Args:
+        job, rank: the job's name in the cluster, and this process's rank in it.
+        host: where it runs, as the topology calls it.
+        marks: tells the ends of iterations.
+        wire: the connections.
+        connect: gives a client of the tables at an endpoint.
+        slot_s: seconds of a slot, until the tables say otherwise.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        host: str,
+        marks: IterationMarks,
+        wire: Wire,
+        connect: Callable[[str], Tables],
+        *,
+        slot_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job, self._name, self._host = job, f"{job}/{rank}", host
+        self._marks, self._wire, self._connect = marks, wire, connect
+        self._slot_s, self._clock = slot_s, clock
+        self._warn = WarnOnce(_log)
+        self._lock = threading.Lock()
+        self._of: tuple[Sequence[HostFlowLinks], str | None] = (), None
+        self._stop: threading.Event | None = None
+        self._looked_s = float("-inf")
+        self._limits: dict[Key, int] = {}
+        self._problem = ""
+        self._rounds = self._refused = 0
+        self._flows: list[_Flow] = []
+
+    def follow(self, flows: Sequence[HostFlowLinks], tables: str) -> None:
+        """Pace ``flows`` of the job by the tables at ``tables``; none: pace nothing.
+
+        Args:
+            flows: those of all hosts of the job.
+            tables: endpoint of the service; empty: this host's own.
+        """
+        told = tuple(flows), tables
+        if told == self._of:
+            return
+        self._of = told
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+        self._flows = []
+        if not flows:
+            self.lift()
+            return
+        hosts = len({end for flow in flows for end in (flow.src, flow.dst)})
+        mine = [
+            _Flow(f"{self._name}>{flow.dst}", flow, not tables, hosts)
+            for flow in flows
+            if flow.src == self._host
+        ]
+        self._flows = [flow for flow in mine if flow.links]
+        enters = {flow.enters for flow in flows if flow.dst == self._host} - {""}
+        self._stop = threading.Event()
+        args = self._flows, min(enters, default=""), tables, self._stop
+        threading.Thread(target=self._run, args=args, name="crux-rates", daemon=True).start()
+
+    def check(self) -> None:
+        """End the limits if the thread that renews them stands still."""
+        if self._limits and self._clock() - self._looked_s > SILENT_S:
+            self._warn("silent", "flows are not paced: their thread stands still")
+            self.lift()
+
+    def lift(self) -> None:
+        """End all limits."""
+        with self._lock:
+            if self._limits:
+                self._limits = {}
+                self._wire.limit({})
+
+    def revert(self) -> None:
+        """Pace nothing any more."""
+        self.follow((), "")
+        self.lift()
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for :func:`crux_torch.status`."""
+        return {
+            "paced": len(self._limits),
+            "rounds": self._rounds,
+            "forestalled": self._refused,
+            "why_not": self._problem or None,
+            "flows": [
+                {
+                    "to": flow.about.dst,
+                    "links": list(flow.links),
+                    "volume_bytes": flow.progress.volume_bytes,
+                    "limit_Bps": flow.limit_Bps,
+                }
+                for flow in self._flows
+            ],
+        }
+
+    def _run(self, flows: list[_Flow], enters: str, endpoint: str, stop: threading.Event) -> None:
+        tables: Tables | None = None
+        try:
+            while not stop.wait(self._slot_s / LOOKS):
+                try:
+                    tables = tables or self._connect(endpoint)
+                    self._look(flows, enters, tables, stop)
+                    self._problem = ""
+                except Exception as error:
+                    self._problem = str(error) or type(error).__name__
+                    self._warn("rates", f"flows are not paced: {self._problem}")
+                    if not isinstance(error, CruxError):
+                        _log.debug("details", exc_info=True)
+                    for flow in flows:
+                        flow.booked, flow.limit_Bps = False, None
+                    self.lift()
+        finally:
+            if tables is not None:
+                tables.close()
+
+    def _look(self, flows: list[_Flow], enters: str, tables: Tables, stop: threading.Event) -> None:
+        """Read the counters; book for flows that began, wait, or come to another slot."""
+        now_s = self._clock()
+        self._read(flows, now_s)
+        for flow in flows:
+            progress = flow.progress
+            if progress.begun and progress.volume_bytes >= flow.least_bytes * self._slot_s:
+                due = now_s >= flow.due_s or not flow.booked
+                if progress.is_idle(now_s, IDLE_SLOTS * self._slot_s):
+                    if due or flow.limit_Bps is not None:
+                        self._keep_place(flow, enters, tables)
+                elif due or flow.waits or flow.limit_Bps is None:
+                    self._book(flow, enters, tables)
+            elif flow.booked:
+                slot = tables.fetch_feedback(flow.name, flow.links).slot
+                counters = self._counters(flow, enters)
+                tables.update_schedule(
+                    flow.name, flow.links, slot, (), progress.sent, self._job, counters
+                )
+                flow.booked, flow.limit_Bps, flow.due_s = False, None, float("-inf")
+        self._apply(flows, stop)
+        self._looked_s = self._clock()
+
+    def _keep_place(self, flow: _Flow, enters: str, tables: Tables) -> None:
+        """Book nothing, for a flow whose iteration has more to send later."""
+        seen = tables.fetch_feedback(flow.name, flow.links)
+        counters = self._counters(flow, enters)
+        nothing = (0.0,) * len(seen.loads_Bps[0])
+        about = flow.name, flow.links, seen.slot, nothing, flow.progress.sent
+        tables.update_schedule(*about, self._job, counters)
+        flow.booked, flow.limit_Bps, flow.waits = True, None, False
+        flow.due_s = self._clock() + seen.slot_s * (1.0 - seen.gone)
+
+    def _read(self, flows: list[_Flow], now_s: float) -> None:
+        connections = self._wire.connections()
+        for flow in flows:
+            flow.connections = [c for c in connections if c.peer in flow.about.destinations]
+        # A ring's worker sends to one host what it has received from another.
+        received = sum(c.bytes_received for flow in flows for c in flow.connections)
+        for flow in flows:
+            sent = sum(c.bytes_sent for c in flow.connections)
+            flow.progress.read(self._marks.total, sent, received, now_s)
+
+    def _book(self, flow: _Flow, enters: str, tables: Tables) -> None:
+        """One round of the control protocol: feedback, Algorithm 2, schedule."""
+        progress = flow.progress
+        if self._clock() >= flow.due_s:
+            progress.end_slot(self._clock())
+        for _ in range(ATTEMPTS):
+            self._rounds += 1
+            seen = tables.fetch_feedback(flow.name, flow.links)
+            self._slot_s = seen.slot_s
+            path = [
+                LinkLoad(capacity, load)
+                for capacity, load in zip(flow.links.values(), seen.loads_Bps, strict=True)
+            ]
+            left_s = seen.slot_s * (1.0 - seen.gone)
+            volume = float(progress.left_bytes)
+            plan = allocate(path, volume, seen.slot_s, 0.0, 0.0, gone=seen.gone)
+            change = progress.change_bytes(plan[0] * left_s, left_s) / max(left_s, 1e-3)
+            most_Bps = ceiling_Bps(progress.sent_Bps, room_Bps(path)[0])
+            rates = allocate(path, volume, seen.slot_s, change, most_Bps, gone=seen.gone)
+            counters = self._counters(flow, enters)
+            # A raise beyond the room is not booked: it uses what others leave.
+            room = room_Bps(path)
+            booked = [min(rate, most) for rate, most in zip(rates, room, strict=True)]
+            if tables.update_schedule(
+                flow.name, flow.links, seen.slot, booked, progress.sent, self._job, counters
+            ):
+                break
+            self._refused += 1
+        else:
+            rates = (0.0,) * len(rates)
+        flow.booked = True
+        flow.limit_Bps = applied_Bps(rates, path)
+        flow.waits = flow.limit_Bps < 0.99 * max(rates) or not any(rates)
+        flow.due_s = self._clock() + left_s
+
+    def _counters(self, flow: _Flow, enters: str) -> dict[str, float]:
+        """What this host's interface has moved over its own links, in both directions."""
+        local = next((c.local for c in flow.connections), None)
+        interface = interface_of(local) if local is not None else None
+        moved = moved_bytes(interface) if interface is not None else None
+        if moved is None:
+            return {}
+        found = {flow.about.leaves: float(moved[0]), enters: float(moved[1])}
+        return {link: count for link, count in found.items() if link}
+
+    def _apply(self, flows: list[_Flow], stop: threading.Event) -> None:
+        """Divide each flow's limit among its busy connections."""
+        limits: dict[Key, int] = {}
+        for flow in flows:
+            if flow.limit_Bps is None:
+                continue
+            most = max((c.bytes_sent for c in flow.connections), default=0)
+            used = [c for c in flow.connections if c.kind == "qp" or c.bytes_sent > BUSY * most]
+            share = max(1, round(flow.limit_Bps / max(1, len(used))))
+            limits |= dict.fromkeys(((c.kind, c.id) for c in used), share)
+        with self._lock:
+            if limits != self._limits and not stop.is_set():
+                self._limits = limits
+                self._wire.limit(limits)
+
+
+def make_rate_scheduler(
+    settings: Settings, rank: int, host: str, marks: IterationMarks, wire: Wire
+) -> RateScheduler:
+    """The rate scheduler of this rank."""
+
+    def connect(endpoint: str) -> Tables:
+        where = parse_endpoint(endpoint) if endpoint else ("127.0.0.1", settings.tables_port)
+        return TablesClient(*where, read_secret(settings.store_secret))
+
+    job = f"{settings.cluster}/{settings.job}"
+    slot_s = settings.slot_ms / 1e3
+    return RateScheduler(job, rank, host, marks, wire, connect, slot_s=slot_s)
