@@ -43,7 +43,7 @@ def tables_pids(port: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_is_paced_and_loses_nothing_with_its_tables(tmp_path: Path) -> None:
     topology = tmp_path / "topology.yaml"
     topology.write_text(TOPOLOGY)
