@@ -9,15 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 
 import numpy as np
 
 from crux_torch.dispatch.baselines import at_random, by_index, by_topology
-from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
+from crux_torch.dispatch.cluster import DispatchCluster, Floats, Ints, Predictor, count
 from crux_torch.dispatch.hosts import host_table
 from crux_torch.dispatch.predictor import Network, Samples, fit_uplinks
+from crux_torch.dispatch.sampling import across_hosts
 from crux_torch.dispatch.search import bidirectional, strongest
+from evaluation.dispatch_trees import Trees
 
 #: Table 1: LiteGD, topology-aware, by index and at random, mean GBE in % over k = 2 … 64.
 TABLE_1: Mapping[tuple[str, ...], tuple[float, float, float, float]] = {
@@ -68,17 +71,8 @@ def case(
 
 
 def measured(cluster: DispatchCluster, number: int, rng: np.random.Generator) -> Samples:
-    """Random choices across hosts, of every size alike, with their true bandwidths."""
-    devices = [(h, i) for h, size in enumerate(cluster.sizes) for i in range(size)]
-    rows: list[Ints] = []
-    while len(rows) < number:
-        row = np.zeros(len(cluster.sizes), np.int64)
-        for one in rng.choice(len(devices), rng.integers(2, len(devices) + 1), replace=False):
-            host, device = devices[one]
-            row[host] |= 1 << device
-        if np.count_nonzero(row) > 1:
-            rows.append(row)
-    choices = np.stack(rows)
+    """Choices across hosts as `crux dispatch measure` draws them, with their true bandwidths."""
+    choices = across_hosts(cluster.sizes, number, rng)
     return Samples(choices, cluster.weakest_link_Bps(choices))
 
 
@@ -86,7 +80,7 @@ Method = Callable[[int], Ints]
 
 
 def methods(one: Case, seed: int, network: Network | None) -> dict[str, Method]:
-    """Every way to choose; a trained ``network`` adds LiteGD as the paper has it."""
+    """Every way to choose; a trained ``network`` adds LiteGD as the paper has it, and the trees."""
     cluster, free = one.cluster, one.free
     fitted = fit_uplinks(cluster, one.samples)
     rng = Random(seed)
@@ -99,15 +93,44 @@ def methods(one: Case, seed: int, network: Network | None) -> dict[str, Method]:
         "at random": lambda k: at_random(free, k, rng),
     }
     if network is not None:
-        predict = network.predictor(cluster)
+        predict = remembered(network.predictor(cluster))
+        trees = remembered(Trees(cluster, one.samples, seed).predictor(cluster))
+        found["Algorithm 1, trees"] = lambda k: bidirectional(cluster, free, k, trees)
+        told = links_of(cluster, predict)
+        found["strongest, network's links"] = lambda k: strongest(told, free, k)
         found["Algorithm 1, network"] = lambda k: bidirectional(cluster, free, k, predict)
     return found
 
 
-def efficacy(one: Case, chosen: Mapping[str, Method]) -> dict[str, list[tuple[float, float]]]:
-    """For each method and k from 2 to the number of free GPUs: GBE, and seconds to choose."""
+def links_of(cluster: DispatchCluster, predict: Predictor) -> DispatchCluster:
+    """The cluster with links that explain what is predicted for one device each of two hosts."""
+    pairs = list(combinations(range(len(cluster.sizes)), 2))
+    choices = np.zeros((len(pairs), len(cluster.sizes)), np.int64)
+    for row, pair in zip(choices, pairs, strict=True):
+        row[list(pair)] = 1
+    return fit_uplinks(cluster, Samples(choices, predict(choices)))
+
+
+def remembered(predict: Predictor) -> Predictor:
+    """``predict``, which is asked once for each choice: the searches for all k pass by the same."""
+    known: dict[bytes, float] = {}
+
+    def asked(choices: Ints) -> Floats:
+        keys = [row.tobytes() for row in choices]
+        new = [i for i, key in enumerate(keys) if key not in known]
+        if new:
+            known.update(zip((keys[i] for i in new), predict(choices[new]).tolist(), strict=True))
+        return np.array([known[key] for key in keys])
+
+    return asked
+
+
+def efficacy(
+    one: Case, chosen: Mapping[str, Method], step: int = 1
+) -> dict[str, list[tuple[float, float]]]:
+    """For each method and every ``step``-th k from 2 to all free GPUs: GBE, seconds to choose."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    for k in range(2, int(count(one.free)) + 1):
+    for k in range(2, int(count(one.free)) + 1, step):
         best = rate_Bps(one, strongest(one.cluster, one.free, k))
         for name, choose in chosen.items():
             begin_s = time.perf_counter()
@@ -129,23 +152,71 @@ def trained(one: Case, seed: int) -> tuple[Network, float]:
     return network, time.perf_counter() - begin_s
 
 
-def errors_GBps(cluster: DispatchCluster, learned_from: Samples, seed: int) -> tuple[float, float]:
-    """Mean absolute error of the network and of the fitted links on 500 other choices."""
+def errors_GBps(cluster: DispatchCluster, learned_from: Samples, seed: int) -> dict[str, float]:
+    """Mean absolute error of what learns, on 500 other choices."""
     test = measured(cluster, 500, np.random.default_rng(seed + 1))
+    learned = predictors(cluster, cluster, learned_from, seed)
+    return {name: _mae_GBps(predict(test.choices), test) for name, predict in learned.items()}
+
+
+def predictors(
+    seen: DispatchCluster, asked: DispatchCluster, samples: Samples, seed: int
+) -> dict[str, Predictor]:
+    """What learns, after ``samples`` of the cluster ``seen``, for the hosts of ``asked``.
+
+    These are the hosts that were seen, and then any that were not.
+    """
     network = Network(seed)
-    network.train(cluster, learned_from)
-    fitted = fit_uplinks(cluster, learned_from)
-    return (
-        _mae_GBps(network.predictor(cluster)(test.choices), test),
-        _mae_GBps(fitted.weakest_link_Bps(test.choices), test),
-    )
+    network.train(seen, samples)
+    new = len(asked.tables) - len(seen.tables)
+    wider = Samples(np.pad(samples.choices, ((0, 0), (0, new))), samples.bandwidth_Bps)
+    return {
+        "network": network.predictor(asked),
+        "trees": Trees(seen, samples, seed).predictor(asked),
+        "fitted links": fit_uplinks(asked, wider).weakest_link_Bps,
+    }
 
 
-def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[tuple[int, float, float]]:
-    """A host's link becomes three times as fast: the network's error after so many new samples.
+def unseen(kind: str, seed: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Two hosts of a ``kind`` that was not there join a cluster: their tables are measured, and no
+    choice with them across hosts.
 
     Returns:
-        number of new samples, and the error in GB/s on choices with and without that host.
+        the error in GB/s on choices with the new hosts, and mean GBE of the choices made, each by
+        what made the predictions.
+    """
+    one = case([other for other in MIXED if other != kind], seed)
+    rng = np.random.default_rng(seed + 3)
+    tables = [*one.cluster.tables, host_table(kind), host_table(kind)]
+    uplink_Bps = np.concatenate([one.cluster.uplink_Bps, rng.uniform(20e9, 40e9, 2)])
+    larger = DispatchCluster(tables, uplink_Bps)
+    test = measured(larger, 2000, rng)
+    test = test.part(np.flatnonzero((test.choices[:, HOSTS:] > 0).any(axis=1))[:500])
+    learned = predictors(one.cluster, larger, one.samples, seed)
+    errors = {name: _mae_GBps(predict(test.choices), test) for name, predict in learned.items()}
+    free = np.concatenate([one.free, [0xFF, 0xFF]])
+    wider = Case(larger, free, test)
+    chosen: dict[str, Method] = {
+        f"Algorithm 1, {name}": _searched(larger, free, remembered(predict))
+        for name, predict in learned.items()
+    }
+    padded = Samples(np.pad(one.samples.choices, ((0, 0), (0, 2))), one.samples.bandwidth_Bps)
+    fitted = fit_uplinks(larger, padded)
+    chosen["strongest, links fitted"] = lambda k: strongest(fitted, free, k)
+    found = efficacy(wider, chosen, step=3)
+    return errors, {name: float(np.mean([gbe for gbe, _ in f])) for name, f in found.items()}
+
+
+def _searched(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Method:
+    return lambda k: bidirectional(cluster, free, k, predict)
+
+
+def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[dict[str, float]]:
+    """A host's link becomes three times as fast: errors in GB/s before and after new samples.
+
+    Returns:
+        for none and for each number of ``steps`` of new samples, the error on choices with that
+        host and on others.
     """
     network = Network(seed)
     network.train(one.cluster, one.samples)
@@ -154,18 +225,25 @@ def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[tuple[int, floa
     uplink_Bps[slowest] *= 3
     after = DispatchCluster(one.cluster.tables, uplink_Bps)
     rng = np.random.default_rng(seed + 2)
-    test = measured(after, 1000, rng)
+    new, test = measured(after, max(steps), rng), measured(after, 1000, rng)
     with_it = test.choices[:, slowest] > 0
-    parts = [test.part(np.flatnonzero(rows)) for rows in (with_it, ~with_it)]
+    parts = {
+        name: test.part(np.flatnonzero(rows))
+        for name, rows in (("with the host", with_it), ("others", ~with_it))
+    }
 
-    def told(samples: int) -> tuple[int, float, float]:
-        predict = network.predictor(after)
-        changed, others = (_mae_GBps(predict(part.choices), part) for part in parts)
-        return samples, changed, others
+    def told(samples: int) -> dict[str, float]:
+        fitted = fit_uplinks(after, one.samples.joined(new.part(np.arange(samples))))
+        predict = {"network": network.predictor(after), "links": fitted.weakest_link_Bps}
+        return {
+            f"{by}, {name}": _mae_GBps(asked(part.choices), part)
+            for by, asked in predict.items()
+            for name, part in parts.items()
+        }
 
     found, seen = [told(0)], 0
     for step in steps:
-        network.train(after, measured(after, step - seen, rng))
+        network.train(after, new.part(np.arange(seen, step)))
         seen = step
         found.append(told(seen))
     return found

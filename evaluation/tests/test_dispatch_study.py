@@ -8,7 +8,8 @@ import pytest
 from crux_torch.dispatch.cluster import count
 from crux_torch.dispatch.search import strongest
 from evaluation.commands.dispatch import efficacy_rows, text_of, time_rows
-from evaluation.dispatch import MIXED, case, efficacy, methods
+from evaluation.dispatch import MIXED, case, efficacy, links_of, measured, methods, remembered
+from evaluation.dispatch_trees import Trees
 
 
 def test_a_case_is_drawn_by_its_seed_and_measured_across_hosts() -> None:
@@ -31,6 +32,39 @@ def test_efficacy_is_one_for_the_best_choice_and_no_more_for_others() -> None:
         assert all(0 < gbe <= 1 for gbe, _ in values), name
     by_index = np.mean([gbe for gbe, _ in found["by index"]])
     assert np.mean([gbe for gbe, _ in found["strongest, links fitted"]]) > by_index
+
+
+def test_links_that_a_true_predictor_tells_choose_as_true_links_do() -> None:
+    one = case(("4090", "A800"), 1, samples=30)
+    told = links_of(one.cluster, one.cluster.weakest_link_Bps)
+    for k in range(2, int(count(one.free)) + 1, 5):
+        choice = strongest(told, one.free, k)
+        best = strongest(one.cluster, one.free, k)
+        rates = one.cluster.weakest_link_Bps(np.stack([choice, best]))
+        assert rates[0] == rates[1]
+
+
+def test_trees_learn_and_leave_a_host_to_its_table() -> None:
+    one = case(MIXED, 2, samples=400)
+    predict = Trees(one.cluster, one.samples).predictor(one.cluster)
+    test = measured(one.cluster, 200, np.random.default_rng(7))
+    error = np.abs(predict(test.choices) / test.bandwidth_Bps - 1)
+    assert np.median(error) < 0.02
+    inside = np.array([[0b11, 0, 0, 0, 0, 0, 0, 0]])
+    assert predict(inside) == one.cluster.table[0, 0b11]
+
+
+def test_what_is_remembered_is_asked_once() -> None:
+    asked = []
+
+    def predict(choices: np.ndarray) -> np.ndarray:
+        asked.extend(choices.tolist())
+        return choices.sum(axis=1).astype(float)
+
+    known = remembered(predict)
+    rows = np.array([[1, 2], [3, 4]])
+    assert known(rows).tolist() == known(rows[::-1])[::-1].tolist() == [3.0, 7.0]
+    assert asked == [[1, 2], [3, 4]]
 
 
 @pytest.mark.slow
