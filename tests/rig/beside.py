@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rig.kind import OLD_TORCH
 from rig.part import PAIR, Rank
 
 
@@ -27,7 +28,8 @@ class SideStream:
             dist.all_gather_into_tensor(gathered, loss.repeat(64))
             work.wait()
             out = mine.sum() + gathered.sum()
-            if size == PAIR:
+            # A group on ProcessGroupNCCL that has exchanged messages is not switched.
+            if size == PAIR and not OLD_TORCH:
                 # Not batched: a group on a device that batches messages is not switched.
                 got, other = torch.empty_like(mine), 1 - self._rank.rank
                 calls = [lambda: dist.isend(mine, other), lambda: dist.irecv(got, other)]

@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from rig.collectives import all_are, ones, total
+from rig.kind import OLD_TORCH, RIG
 from rig.part import DEVICES, PAIR, Rank, part
 
 
@@ -51,7 +52,7 @@ def borrowed_communicator(rank: Rank) -> Any:
     return bool(group._get_backend(rank.device)._comm_ptr()), bool(group.group_name)
 
 
-@part(sizes=(PAIR,), kinds=DEVICES)
+@part(sizes=(PAIR,), kinds=DEVICES, refused_on=(RIG,) if OLD_TORCH else ())
 def pools_of_a_group(rank: Rank) -> Any:
     """Megatron-LM's NCCL allocator, up to where the rig's memory ends."""
     backend = dist.group.WORLD._get_backend(rank.device)  # type: ignore[union-attr]
