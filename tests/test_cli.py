@@ -186,7 +186,7 @@ def cluster(request):
     assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=1, plan=PLAN.head))
     for job in ("gpt", "gone"):
         entry = msgspec.structs.replace(PLAN.entries[0], job=job)
-        registry.tell_follows(job, StoredEntry(fingerprint="f", entry=entry))
+        registry.tell_follows(job, StoredEntry(digest="d", entry=entry))
     yield f"tcp://127.0.0.1:{port}", registry
     client.close()
     host.stop()

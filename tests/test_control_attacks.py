@@ -38,7 +38,7 @@ def put(store: MemoryStore, plan: Plan, renewal: int = 0) -> None:
     head = msgspec.structs.replace(plan.head, digest=digest_of(plan.entries))
     store.put(PLAN, msgspec.json.encode(StoredPlan(renewal=renewal, plan=head)))
     for entry in plan.entries:
-        Registry(store, "c").put_part(entry, plan.fingerprint)
+        Registry(store, "c").put_part(entry, head.digest)
 
 
 def in_store(store: MemoryStore) -> PlanHead:
@@ -239,7 +239,7 @@ def test_a_plan_of_ten_thousand_jobs_is_written(store: MemoryStore, clock: FakeC
     assert len(store.get(PLAN) or b"") < 1024
     job = f"job-00007-{'x' * 40}"
     run([leader], clock, 300, step_s=1.0)
-    assert registry.part(job, leader.plan.fingerprint) == leader.plan.entry(job)
+    assert registry.part(job, leader.plan.digest) == leader.plan.entry(job)
 
 
 @pytest.mark.parametrize("ticket", [0, MAX_TICKET, MAX_TICKET + 1, (1 << 53) - 1])

@@ -144,8 +144,9 @@ def test_entries_are_of_one_plan_and_one_job(caplog: pytest.LogCaptureFixture) -
     store.put(registry.parts_prefix + "c", b"junk")
     assert registry.part("c", "f") is None
     assert "ignoring an entry of the plan" in caplog.text
-    registry.tell_follows("a/b", StoredEntry(fingerprint="f", entry=entry))
-    assert registry.follows() == {"a/b": entry}
+    registry.tell_follows("a/b", StoredEntry(digest="f", entry=entry))
+    assert registry.follows("f") == {"a/b": entry}
+    assert registry.follows("g") == {}, "of another plan"
     registry.tell_follows("a/b", None)
-    assert registry.follows() == {}
+    assert registry.follows("f") == {}
     assert registry.look().jobs == ()

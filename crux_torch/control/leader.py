@@ -143,7 +143,7 @@ class Leader:
         #: The snapshot whose first plan was ready last, and since when.
         self._first_of = "", float("-inf")
         #: What this job said last of the entry that it follows, and until when that holds.
-        self._told: PlanEntry | None = None
+        self._told: StoredEntry | None = None
         self._told_until_s = float("-inf")
         #: Entries of this leader's own plan that are still to be written.
         self._parts: list[PlanEntry] = []
@@ -355,7 +355,7 @@ class Leader:
                 f"{len(jobs)} jobs are too many to compute every plan here: of plans of others, "
                 "this job's level is checked only",
             )
-            entry = self._registry.part(self.record.job, head.fingerprint)
+            entry = self._registry.part(self.record.job, head.digest)
             if entry is None:
                 return None  # not written yet
             entries: tuple[PlanEntry, ...] = (entry,)
@@ -391,13 +391,14 @@ class Leader:
             if self._told is not None:
                 self._registry.tell_follows(self.record.job, None)
                 self._told = None
-        elif entry != self._told or now >= self._told_until_s:
-            told = StoredEntry(fingerprint=plan.fingerprint, entry=entry)
-            self._told, self._told_until_s = entry, now + MAX_LEASE_S / 3
+        elif (told := StoredEntry(digest=plan.digest, entry=entry)) != self._told or (
+            now >= self._told_until_s
+        ):
+            self._told, self._told_until_s = told, now + MAX_LEASE_S / 3
             self._registry.tell_follows(self.record.job, told)
         if self._parts and plan is not None:
             for part in self._parts[:PARTS_A_TICK]:
-                self._registry.put_part(part, plan.fingerprint)
+                self._registry.put_part(part, plan.digest)
             del self._parts[:PARTS_A_TICK]
 
     def _find_self(self, now: float) -> None:

@@ -42,10 +42,10 @@ class StoredPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One job's entry of the plan with that fingerprint."""
+    """One job's entry of the plan with that digest."""
 
     version: int = SCHEMA_VERSION
-    fingerprint: Name
+    digest: Name
     entry: PlanEntry
 
 
@@ -206,19 +206,19 @@ class Registry:
         renewed.renewal = (renewed.renewal + 1) % (1 << 62)
         return self._swap(before, msgspec.json.encode(renewed))
 
-    def put_part(self, entry: PlanEntry, fingerprint: str) -> None:
-        """Write a job's entry of the plan with that fingerprint, for that job's leader."""
-        raw = msgspec.json.encode(StoredEntry(fingerprint=fingerprint, entry=entry))
+    def put_part(self, entry: PlanEntry, digest: str) -> None:
+        """Write a job's entry of the plan with that digest, for that job's leader."""
+        raw = msgspec.json.encode(StoredEntry(digest=digest, entry=entry))
         self.store.put(self.parts_prefix + quote(entry.job, safe=""), raw)
 
-    def part(self, job: str, fingerprint: str) -> PlanEntry | None:
+    def part(self, job: str, digest: str) -> PlanEntry | None:
         """The entry of ``job`` in that plan; None if it is not there, or can't be used."""
         key = self.parts_prefix + quote(job, safe="")
         raw = self.store.get(key)
         if raw is None:
             return None
         found = self._entry(key, raw)
-        fits = found is not None and found.fingerprint == fingerprint and found.entry.job == job
+        fits = found is not None and found.digest == digest and found.entry.job == job
         return found.entry if found is not None and fits else None
 
     def tell_follows(self, job: str, follows: StoredEntry | None) -> None:
@@ -229,10 +229,10 @@ class Registry:
         else:
             self.store.put(key, msgspec.json.encode(follows))
 
-    def follows(self) -> dict[str, PlanEntry]:
-        """The entries that jobs say they follow, by job."""
+    def follows(self, digest: str) -> dict[str, PlanEntry]:
+        """The entries of the plan with that digest that jobs say they follow, by job."""
         told = (self._entry(*item) for item in self.store.list(self.follows_prefix).items())
-        return {found.entry.job: found.entry for found in told if found is not None}
+        return {e.entry.job: e.entry for e in told if e is not None and e.digest == digest}
 
     def _entry(self, key: str, raw: bytes) -> StoredEntry | None:
         try:
