@@ -229,6 +229,7 @@ class Leader:
                 self._away_since_s = now
             self._store_error = str(error)
             self._topology_is_there = self._published is None
+            self._told_until_s = float("-inf")
             self._settled_at_s = float("inf")
             if now - self._away_since_s >= PATIENCE_S:
                 self._warn("store", f"going on without the shared store: {error}")
@@ -405,7 +406,7 @@ class Leader:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
         mine = next((r for r in self._snapshot.jobs if r.job == self.record.job), None)
         if mine is None:
-            self._publish_at_s = float("-inf")
+            self._publish_at_s = self._told_until_s = float("-inf")
             self._snapshot.since_s = now  # without this job it is not the cluster's
         superseded = mine is not None and mine.incarnation != self.record.incarnation
         if superseded and not self._superseded:
