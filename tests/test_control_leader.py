@@ -381,7 +381,8 @@ def test_processes_agree_and_survive_the_death_of_the_storing_process() -> None:
             jobs, found = view.jobs, view.plan.stored
         except StoreError:
             return False
-        in_place = found is not None and found.plan == latest["j0"]
+        plan = latest["j0"]
+        in_place = found is not None and plan is not None and found.plan == plan.head
         return settled() and in_place and [r.job for r in jobs] == names
 
     with Hosts(2) as hosts:
