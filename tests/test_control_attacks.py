@@ -9,7 +9,8 @@ import pytest
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record
 from test_control_leader import agreed, leader_of, leaders_of, run
 
-from crux_torch.control.leader import MAX_VERIFIED, PLANS_AT_ONCE, PLANS_PER_MINUTE, Leader
+from crux_torch.control.leader import MAX_VERIFIED, Leader
+from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
 from crux_torch.control.records import MAX_EPOCH, JobRecord, Plan, PlanEntry, PlanHead, digest_of
 from crux_torch.control.registry import Registry, StoredPlan
 from crux_torch.control.slots import MAX_TICKET, WAIT_LEASE_S, ProfilingSlot

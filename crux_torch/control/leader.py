@@ -16,8 +16,11 @@ import msgspec
 from crux_torch.control.adopted_plan import AdoptedPlan
 from crux_torch.control.audit import Basis, of_plan
 from crux_torch.control.beside import Beside
+from crux_torch.control.followed_entry import FollowedEntry
 from crux_torch.control.inputs import overclaims
+from crux_torch.control.kept_in_store import KeptSettings, KeptTopology
 from crux_torch.control.operator import ComputeEntries, OperatorSettings, operated
+from crux_torch.control.plan_allowance import PlanAllowance
 from crux_torch.control.planner import within
 from crux_torch.control.records import (
     MAX_RECORD_BYTES,
@@ -28,13 +31,13 @@ from crux_torch.control.records import (
     digest_of,
     plan_of,
 )
-from crux_torch.control.registry import PlanState, Registry, StoredEntry, StoredPlan, View
+from crux_torch.control.registry import PlanState, Registry, StoredPlan
 from crux_torch.control.snapshot import Snapshot
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.scheduler import FIRST_NAME
-from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
+from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce, one_line
 
 _log = logging.getLogger(__name__)
@@ -54,11 +57,6 @@ FORBIDDEN_S = 60.0
 BETTER_S = 0.5
 #: Bytes of a stored entry beside the entry.
 MAX_AROUND_BYTES = 4096
-#: Entries that a planner writes in one tick.
-PARTS_A_TICK = 64
-#: Plans in a minute in the long run, and at once: one job that flaps must not make all flap.
-PLANS_PER_MINUTE = 12
-PLANS_AT_ONCE = 6
 #: Jobs and flows up to which each leader computes what it adopts.
 MAX_VERIFIED = 1 << 13
 
@@ -107,13 +105,6 @@ class Leader:
         self.record = record
         self._compute = compute
         self._topologies = topologies or TopologyReader()
-        self._published = published
-        self._topology_is_there = published is None
-        self._renew_topology_at_s = float("inf")
-        #: The operator's settings as they were seen last, and when they are due to be written.
-        self._operator: bytes | None = None
-        self._operator_lost = False
-        self._keep_operator_at_s = float("inf")
         #: What the plan that this leader followed last follows from.
         self._basis: Basis | None = None
         self._policy = policy
@@ -125,6 +116,10 @@ class Leader:
         self._clock = clock
         self._random = rng or random.Random()
         self._warn = WarnOnce(_log)
+        self._kept_topology = KeptTopology(self._registry, published, self._warn)
+        self._kept_settings = KeptSettings(self._registry, lease_s)
+        self._followed_entry = FollowedEntry(self._registry, record.job)
+        self._allowance = PlanAllowance(clock())
 
         self._publish_at_s = float("-inf")
         self._look_at_s = float("-inf")
@@ -142,12 +137,6 @@ class Leader:
         self._beside_first = Beside(in_thread=in_thread, clock=clock)
         #: The snapshot whose first plan was ready last, and since when.
         self._first_of = "", float("-inf")
-        #: What this job said last of the entry that it follows, and until when that holds.
-        self._told: StoredEntry | None = None
-        self._told_until_s = float("-inf")
-        #: Entries of this leader's own plan that are still to be written.
-        self._parts: list[PlanEntry] = []
-        self._allowance, self._allowance_at_s = float(PLANS_AT_ONCE), clock()
         #: The plan that lies in the store, and since when.
         self._stored: tuple[int, str, str] | None = None
         self._stored_since_s = float("-inf")
@@ -206,18 +195,13 @@ class Leader:
             if now >= self._publish_at_s and not self._superseded:
                 self._registry.publish_job(self.record, self._lease_s)
                 self._publish_at_s = now + self._lease_s / 3 * self._random.uniform(0.8, 1.0)
-            if not self._topology_is_there:
-                self._topology_is_there = self._publish_topology()
-                self._renew_topology_at_s = now + MAX_LEASE_S / 3
-            elif now >= self._renew_topology_at_s:
-                self._registry.renew_topology(self._published or b"")
-                self._renew_topology_at_s = now + MAX_LEASE_S / 3
+            self._kept_topology.keep(now)
             if now >= self._look_at_s:
                 self._look_at_s = now + self._poll_s
                 state = self._look(now)
                 if not self._superseded and now >= self._forbidden_until_s:
                     self._agree_as_allowed(state, now)
-                self._tell(now)
+                self._followed_entry.tell(self.plan, now)
                 if self._store_error is not None:
                     self._store_error = None
                     # The others' back-off lets them return later: until then the snapshot is not
@@ -228,8 +212,8 @@ class Leader:
             if self._store_error is None:
                 self._away_since_s = now
             self._store_error = str(error)
-            self._topology_is_there = self._published is None
-            self._told_until_s = float("-inf")
+            self._kept_topology.publish_again()
+            self._followed_entry.tell_again()
             self._settled_at_s = float("inf")
             if now - self._away_since_s >= PATIENCE_S:
                 self._warn("store", f"going on without the shared store: {error}")
@@ -245,8 +229,7 @@ class Leader:
         try:
             if not self._superseded:
                 self._registry.remove_job(self.record.job)
-                if self._told is not None:
-                    self._registry.tell_follows(self.record.job, None)
+                self._followed_entry.withdraw()
         except StoreError as error:
             _log.debug("the record of %r ends with its lease: %s", self.record.job, error)
 
@@ -268,18 +251,9 @@ class Leader:
             "policy": plan.policy if plan is not None else None,
         }
 
-    def _publish_topology(self) -> bool:
-        """Whether it is there now; one that the store refuses must not keep us from the plan."""
-        try:
-            self._registry.publish_topology(self._published or b"")
-        except StoreError as error:
-            self._warn("topology", f"the topology was not published: {error}")
-            return False
-        return True
-
     def _look(self, now: float) -> PlanState:
         view = self._registry.look()
-        self._keep_operator(view, now)
+        self._kept_settings.keep(view, now)
         if self._snapshot.update(view.jobs, view.topology, view.operator, now):
             self._patience_s = self._lease_s
             self._say_overclaims()
@@ -291,23 +265,6 @@ class Leader:
             if plan is not None:
                 self._adopted.confirm(plan, state.raw)
         return state
-
-    def _keep_operator(self, view: View, now: float) -> None:
-        """Keep the operator's settings in a store that forgets. A tenant's role may not."""
-        if view.operator.revision and view.operator_raw != self._operator:
-            self._operator = view.operator_raw
-            self._keep_operator_at_s = now + MAX_LEASE_S / 3
-        if self._operator is None:
-            return
-        lost, before = view.operator_raw is None, self._operator_lost
-        self._operator_lost = lost
-        if now < self._keep_operator_at_s and (before or not lost):
-            return
-        self._keep_operator_at_s = now + (self._lease_s if lost else MAX_LEASE_S / 3)
-        try:
-            self._registry.keep_operator(self._operator)
-        except StoreError as error:
-            _log.debug("the operator's settings were not written again: %s", error)
 
     def _say_overclaims(self) -> None:
         """Say which claims count for less; as a warning only of this job's own."""
@@ -327,13 +284,7 @@ class Leader:
             same = self._stored is not None and self._stored[1] == head.fingerprint
             self._stored, self._stored_since_s = stored, now
             if not same:
-                self._allowance = max(0.0, self._earned(now) - 1)
-                self._allowance_at_s = now
-
-    def _earned(self, now: float) -> float:
-        """Plans that may be written now."""
-        earned = self._allowance + (now - self._allowance_at_s) * PLANS_PER_MINUTE / 60
-        return min(PLANS_AT_ONCE, earned)
+                self._allowance.count(now)
 
     def _followed(self, state: PlanState) -> Plan | None:
         """The stored plan if this leader would have written the same, so that it may adopt it.
@@ -378,35 +329,12 @@ class Leader:
         )
         return None
 
-    def _tell(self, now: float) -> None:
-        """Write this job's own entry for whoever looks, and parts of this leader's plan."""
-        try:
-            self._tell_plan(self.plan, now)
-        except StoreForbidden as error:
-            _log.debug("this job's role may not say what it follows: %s", error)
-            self._told_until_s = now + FORBIDDEN_S
-
-    def _tell_plan(self, plan: Plan | None, now: float) -> None:
-        entry = plan.entry(self.record.job) if plan is not None else None
-        if plan is None or entry is None:
-            if self._told is not None:
-                self._registry.tell_follows(self.record.job, None)
-                self._told = None
-        elif (told := StoredEntry(digest=plan.digest, entry=entry)) != self._told or (
-            now >= self._told_until_s
-        ):
-            self._told, self._told_until_s = told, now + MAX_LEASE_S / 3
-            self._registry.tell_follows(self.record.job, told)
-        if self._parts and plan is not None:
-            for part in self._parts[:PARTS_A_TICK]:
-                self._registry.put_part(part, plan.digest)
-            del self._parts[:PARTS_A_TICK]
-
     def _find_self(self, now: float) -> None:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
         mine = next((r for r in self._snapshot.jobs if r.job == self.record.job), None)
         if mine is None:
-            self._publish_at_s = self._told_until_s = float("-inf")
+            self._publish_at_s = float("-inf")
+            self._followed_entry.tell_again()
             self._snapshot.since_s = now  # without this job it is not the cluster's
         superseded = mine is not None and mine.incarnation != self.record.incarnation
         if superseded and not self._superseded:
@@ -462,7 +390,7 @@ class Leader:
         patience_s = self._plan_valid_s / 3 if fits else self._patience_s
         if fits and state.raw != self._unfollowed and _size(snapshot.jobs) > MAX_VERIFIED:
             patience_s = self._plan_valid_s / 2  # its entries are written one after the other
-        if current is not None and self._earned(now) < 1:
+        if current is not None and not self._allowance.allows(now):
             return
         if usable and not self._out_of_patience(now, patience_s):
             return
@@ -503,7 +431,8 @@ class Leader:
         )
         before = self._adopted.last
         if self._swap(state, plan, 0, now):
-            self._parts = list(entries) if _size(self._snapshot.jobs) > MAX_VERIFIED else []
+            parted = _size(self._snapshot.jobs) > MAX_VERIFIED
+            self._followed_entry.publish_parts(entries if parted else ())
             self._append_audit(stored.epoch if stored is not None else 0, before, plan)
 
     def _append_audit(self, epoch: int, before: Plan | None, plan: Plan) -> None:
