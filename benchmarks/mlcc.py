@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from crux_torch.control.tables_client import TablesClient
+from crux_torch.control.tables_frames import UpdateSchedule
 from crux_torch.errors import StoreError
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.mlcc import mlcc
@@ -134,7 +135,9 @@ def delays(hosts: int = 6, rounds: int = 300) -> dict[str, dict[str, float]]:
         volume = draw.uniform(0.1, 0.6) * 1e9
         rates = allocate(path, volume, seen.slot_s, 1e7, 1e9, gone=seen.gone)
         done_s = time.perf_counter()
-        client.update_schedule(flow, links, seen.slot, rates[:SLOTS], float(n), flow, {})
+        client.update_schedule(
+            UpdateSchedule(flow, links, seen.slot, rates[:SLOTS], float(n), flow, {})
+        )
         negotiation_ms.append((told_s - began_s) * 1e3)
         computation_ms.append((done_s - told_s) * 1e3)
     for client in clients:

@@ -127,7 +127,9 @@ def test_a_real_process_that_is_killed_is_missed_within_a_bound_and_comes_back(p
     until(lambda: reached(client) is not None, 20.0)
     seen = client.fetch_feedback("a", LINKS)
     assert seen.slot_s == 0.05
-    assert client.update_schedule("a", LINKS, seen.slot, (5.0,) * SLOTS, 1.0, "a", {"l": 3.0})
+    assert client.update_schedule(
+        UpdateSchedule("a", LINKS, seen.slot, (5.0,) * SLOTS, 1.0, "a", {"l": 3.0})
+    )
     until(lambda: reached(other) is not None, 20.0)
     assert max(other.fetch_feedback("b", LINKS).loads_Bps[0]) == 5.0
     os.kill(port_of_host[port].pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 from control_fakes import until
 
 from crux_torch.apply.transport import Connection
-from crux_torch.control.tables_frames import Feedback
+from crux_torch.control.tables_frames import Feedback, UpdateSchedule
 from crux_torch.errors import StoreError
 from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
 from crux_torch.fabric.loaders import parse_yaml
@@ -118,8 +118,8 @@ class FakeTables:
             raise StoreError("no answer")
         return Feedback(1, 0.0, SLOT_S, (self.load,))
 
-    def update_schedule(self, flow, links, slot, rates_Bps, sent, job, counters) -> bool:
-        self.booked.append(tuple(rates_Bps))
+    def update_schedule(self, schedule: UpdateSchedule) -> bool:
+        self.booked.append(schedule.rates_Bps)
         return True
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from crux_torch.control.tables_frames import (
@@ -63,21 +63,9 @@ class TablesClient:
             raise self._failed("an answer about another path")
         return answer
 
-    def update_schedule(
-        self,
-        flow: str,
-        links: Mapping[str, float],
-        slot: int,
-        rates_Bps: Sequence[float],
-        sent: float,
-        job: str,
-        counters: Mapping[str, float],
-    ) -> bool:
-        """Whether these rates are booked; see :class:`UpdateSchedule`."""
-        request = UpdateSchedule(
-            flow, dict(links), slot, tuple(rates_Bps), sent, job, dict(counters)
-        )
-        return self._ask(request, Done).count > 0
+    def update_schedule(self, schedule: UpdateSchedule) -> bool:
+        """Whether these rates are booked."""
+        return self._ask(schedule, Done).count > 0
 
     def close(self) -> None:
         """Close the connection."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from crux_torch.apply.transport import Connection
 from crux_torch.apply.wire import Key
 from crux_torch.control.tables_client import TIMEOUT_S, TablesClient
-from crux_torch.control.tables_frames import Feedback
+from crux_torch.control.tables_frames import Feedback, UpdateSchedule
 from crux_torch.errors import CruxError
 from crux_torch.fabric.flow_links import HostFlowLinks
 from crux_torch.host.nic import interface_of, moved_bytes
@@ -50,16 +50,7 @@ class Tables(Protocol):
 
     def fetch_feedback(self, flow: str, links: Mapping[str, float]) -> Feedback: ...
 
-    def update_schedule(
-        self,
-        flow: str,
-        links: Mapping[str, float],
-        slot: int,
-        rates_Bps: Sequence[float],
-        sent: float,
-        job: str,
-        counters: Mapping[str, float],
-    ) -> bool: ...
+    def update_schedule(self, schedule: UpdateSchedule) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -233,11 +224,8 @@ class RateScheduler:
                 elif due or flow.waits or flow.limit_Bps is None:
                     self._book(flow, enters, tables)
             elif flow.booked:
-                slot = tables.fetch_feedback(flow.name, flow.links).slot
-                counters = self._counters(flow, enters)
-                tables.update_schedule(
-                    flow.name, flow.links, slot, (), progress.sent, self._job, counters
-                )
+                seen = tables.fetch_feedback(flow.name, flow.links)
+                tables.update_schedule(self._schedule(flow, enters, seen.slot, ()))
                 flow.booked, flow.limit_Bps, flow.due_s = False, None, float("-inf")
         self._apply(flows, stop)
         self._looked_s = self._clock()
@@ -245,10 +233,8 @@ class RateScheduler:
     def _keep_place(self, flow: _Flow, enters: str, tables: Tables) -> None:
         """Book nothing, for a flow whose iteration has more to send later."""
         seen = tables.fetch_feedback(flow.name, flow.links)
-        counters = self._counters(flow, enters)
         nothing = (0.0,) * len(seen.loads_Bps[0])
-        about = flow.name, flow.links, seen.slot, nothing, flow.progress.sent
-        tables.update_schedule(*about, self._job, counters)
+        tables.update_schedule(self._schedule(flow, enters, seen.slot, nothing))
         flow.booked, flow.limit_Bps, flow.waits = True, None, False
         flow.due_s = self._clock() + seen.slot_s * (1.0 - seen.gone)
 
@@ -281,13 +267,9 @@ class RateScheduler:
             change = progress.change_bytes(plan[0] * left_s, left_s) / max(left_s, 1e-3)
             most_Bps = ceiling_Bps(progress.sent_Bps, room_Bps(path)[0])
             rates = allocate(path, volume, seen.slot_s, change, most_Bps, gone=seen.gone)
-            counters = self._counters(flow, enters)
             # A raise beyond the room is not booked: it uses what others leave.
-            room = room_Bps(path)
-            booked = [min(rate, most) for rate, most in zip(rates, room, strict=True)]
-            if tables.update_schedule(
-                flow.name, flow.links, seen.slot, booked, progress.sent, self._job, counters
-            ):
+            booked = [min(rate, most) for rate, most in zip(rates, room_Bps(path), strict=True)]
+            if tables.update_schedule(self._schedule(flow, enters, seen.slot, booked)):
                 break
             self._refused += 1
         else:
@@ -296,6 +278,19 @@ class RateScheduler:
         flow.limit_Bps = applied_Bps(rates, path)
         flow.waits = flow.limit_Bps < 0.99 * max(rates) or not any(rates)
         flow.due_s = self._clock() + left_s
+
+    def _schedule(
+        self, flow: _Flow, enters: str, slot: int, rates_Bps: Sequence[float]
+    ) -> UpdateSchedule:
+        return UpdateSchedule(
+            flow.name,
+            dict(flow.links),
+            slot,
+            tuple(rates_Bps),
+            flow.progress.sent,
+            self._job,
+            self._counters(flow, enters),
+        )
 
     def _counters(self, flow: _Flow, enters: str) -> dict[str, float]:
         """What this host's interface has moved over its own links, in both directions."""
