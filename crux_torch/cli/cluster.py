@@ -6,7 +6,7 @@ import getpass
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,26 +44,26 @@ group.add_command(status)
 @of_a_cluster
 def jobs(store: str | None, cluster: str | None, as_json: bool) -> None:
     """Show the records of the jobs."""
-    settings = settings_of(store, cluster)
-    with store_errors("read the jobs"):
-        found = read_status(settings.store, settings.store_secret, settings.cluster)
-    if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(found.jobs), indent=2))
-    else:
-        render(found, JOBS)
+    _show(store, cluster, as_json, "jobs", JOBS)
 
 
 @group.command()
 @of_a_cluster
 def plan(store: str | None, cluster: str | None, as_json: bool) -> None:
     """Show the plan in force."""
+    _show(store, cluster, as_json, "plan", PLAN)
+
+
+def _show(
+    store: str | None, cluster: str | None, as_json: bool, part: str, columns: Sequence[str]
+) -> None:
     settings = settings_of(store, cluster)
-    with store_errors("read the plan"):
+    with store_errors(f"read the {part}"):
         found = read_status(settings.store, settings.store_secret, settings.cluster)
     if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(found.plan), indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(getattr(found, part)), indent=2))
     else:
-        render(found, PLAN)
+        render(found, columns)
 
 
 @group.command()

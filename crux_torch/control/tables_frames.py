@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from crux_torch.schedule.rates import SLOTS
-from crux_torch.store.frames import Count, Done, Refused
+from crux_torch.store.frames import Count, Done, Message, Refused
 
 #: Links of one path at most.
 MAX_LINKS = 32
@@ -24,18 +24,14 @@ Links = Annotated[dict[Name, Capacity], Meta(min_length=1, max_length=MAX_LINKS)
 Rates = Annotated[tuple[Amount, ...], Meta(max_length=SLOTS)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
-
-
-class FetchFeedback(_Message, frozen=True, tag="fetch"):
+class FetchFeedback(Message, frozen=True, tag="fetch"):
     """How loaded is the path of ``flow``? ``links``: the capacity of each, in bytes per second."""
 
     flow: Name
     links: Links
 
 
-class Feedback(_Message, frozen=True, tag="feedback"):
+class Feedback(Message, frozen=True, tag="feedback"):
     """The answer.
 
     Attributes:
@@ -51,7 +47,7 @@ class Feedback(_Message, frozen=True, tag="feedback"):
     loads_Bps: Annotated[tuple[Rates, ...], Meta(max_length=MAX_LINKS)]
 
 
-class UpdateSchedule(_Message, frozen=True, tag="update"):
+class UpdateSchedule(Message, frozen=True, tag="update"):
     """Book ``rates_Bps`` from ``slot`` on, in place of what the flow had; none: it has ended.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -123,13 +123,7 @@ def _rank(rank: int, plan: Plan, port: int, told: Any) -> None:
     values = list(table.bandwidth_Bps)
     for done, members in enumerate(lacking, 1):
         ranks = [device for device in range(plan.devices) if members >> device & 1]
-        group = dist.new_group(ranks, timeout=LIMIT)
-        if rank in ranks:
-            rate = bus_Bps(plan, group, device)
-            if rank == ranks[0]:
-                store.set(f"set/{members}", str(rate))
-            dist.destroy_process_group(group)
-        values[members] = float(store.get(f"set/{members}"))
+        values[members] = bandwidth_Bps(plan, ranks, rank, device, store, f"set/{members}")
         if rank == 0:
             save(msgspec.structs.replace(table, bandwidth_Bps=tuple(values)), plan.out)
             told.put(done)
@@ -145,7 +139,20 @@ def device_of(backend: str, number: int) -> torch.device:
     return device
 
 
-def bus_Bps(plan: How, group: Any, device: torch.device) -> float:
+def bandwidth_Bps(
+    plan: How, ranks: Sequence[int], rank: int, device: torch.device, store: Any, key: str
+) -> float:
+    """The bus bandwidth of ``ranks``; every rank asks, and learns it by ``key`` of the store."""
+    group = dist.new_group(ranks, timeout=LIMIT)
+    if rank in ranks:
+        measured_Bps = _bus_Bps(plan, group, device)
+        if rank == ranks[0]:
+            store.set(key, str(measured_Bps))
+        dist.destroy_process_group(group)
+    return float(store.get(key))
+
+
+def _bus_Bps(plan: How, group: Any, device: torch.device) -> float:
     """Bus bandwidth as nccl-tests defines it, by the median round of the slowest rank."""
     count = dist.get_world_size(group)
     part = max(1, plan.message_bytes // 4 // (count if plan.collective == "all_gather" else 1))

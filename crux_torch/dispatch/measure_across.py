@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
-from crux_torch.dispatch.measure import LIMIT, How, bus_Bps, device_of, dist, spawn
+from crux_torch.dispatch.measure import LIMIT, How, bandwidth_Bps, device_of, dist, spawn
 from crux_torch.dispatch.predictor import Samples
 from crux_torch.dispatch.samples_file import read_samples, sample_line
 from crux_torch.dispatch.sampling import across_hosts
@@ -143,13 +143,7 @@ def _rank(
             for i in range(cluster.sizes[host])
             if members >> i & 1
         ]
-        group = dist.new_group(ranks, timeout=LIMIT)
-        if rank in ranks:
-            rate_Bps = bus_Bps(plan, group, device)
-            if rank == ranks[0]:
-                store.set(f"choice/{done}", str(rate_Bps))
-            dist.destroy_process_group(group)
-        measured_Bps = float(store.get(f"choice/{done}"))
+        measured_Bps = bandwidth_Bps(plan, ranks, rank, device, store, f"choice/{done}")
         if rank == 0:
             with plan.out.open("a") as file:
                 file.write(sample_line(cluster.names(choice), measured_Bps))

@@ -36,18 +36,18 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """What all messages have in common."""
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """The client's first word."""
 
     version: int
     nonce: Nonce
 
 
-class Challenge(_Message, frozen=True, tag="challenge"):
+class Challenge(Message, frozen=True, tag="challenge"):
     """The server's. ``sealed``: it has a secret, and answers only who knows it, too."""
 
     version: int
@@ -55,13 +55,13 @@ class Challenge(_Message, frozen=True, tag="challenge"):
     sealed: bool
 
 
-class Proof(_Message, frozen=True, tag="proof"):
+class Proof(Message, frozen=True, tag="proof"):
     """The client knows the secret."""
 
     digest: Digest
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """The server knows it, too.
 
     Attributes:
@@ -72,7 +72,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     life: Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Read(_Message, frozen=True, tag="read"):
+class Read(Message, frozen=True, tag="read"):
     """What changed after revision ``since`` (0: everything) of ``key``, or of all keys that begin
     with it."""
 
@@ -81,7 +81,7 @@ class Read(_Message, frozen=True, tag="read"):
     since: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Put(_Message, frozen=True, tag="put"):
+class Put(Message, frozen=True, tag="put"):
     """Set a key. The same value again only renews the lease, and is no change."""
 
     key: Key
@@ -89,7 +89,7 @@ class Put(_Message, frozen=True, tag="put"):
     lease_s: Lease
 
 
-class Swap(_Message, frozen=True, tag="swap"):
+class Swap(Message, frozen=True, tag="swap"):
     """Set a key if it holds ``expected``; None: if it is absent."""
 
     key: Key
@@ -98,21 +98,21 @@ class Swap(_Message, frozen=True, tag="swap"):
     lease_s: Lease
 
 
-class Delete(_Message, frozen=True, tag="delete"):
+class Delete(Message, frozen=True, tag="delete"):
     """Remove a key."""
 
     key: Key
 
 
-class Count(_Message, frozen=True, tag="count"):
+class Count(Message, frozen=True, tag="count"):
     """How many clients does the server have?"""
 
 
-class Clock(_Message, frozen=True, tag="clock"):
+class Clock(Message, frozen=True, tag="clock"):
     """What does the server's monotonic clock say, in nanoseconds?"""
 
 
-class Changes(_Message, frozen=True, tag="changes"):
+class Changes(Message, frozen=True, tag="changes"):
     """The answer to :class:`Read`.
 
     Attributes:
@@ -128,14 +128,14 @@ class Changes(_Message, frozen=True, tag="changes"):
     anew: bool
 
 
-class Done(_Message, frozen=True, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     """The answer to a write: whether it did something; and to :class:`Count` and
     :class:`Clock`."""
 
     count: int
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """The request was understood and not carried out."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
