@@ -69,12 +69,14 @@ def test_every_interleaving_keeps_the_promises(case: str) -> None:
     assert not stuck, stuck[0]
 
 
+@pytest.mark.slow
 def test_after_a_loss_one_number_may_name_two_plans() -> None:
     """Epochs begin anew then; so plans are told apart by epoch, fingerprint and digest."""
     states, _ = explored(start(2, 0, 0, 1, 0), 2)
     assert any(map(parted, states))
 
 
+@pytest.mark.slow
 def test_the_model_would_notice_a_leader_that_takes_older_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -71,6 +71,7 @@ def test_an_oversize_order_is_ignored() -> None:
     assert channel.order() is None
 
 
+@pytest.mark.slow
 def test_the_training_threads_wait_does_not_hold_up_the_channel() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
     client = TCPStore(

@@ -257,6 +257,7 @@ def test_training_is_the_same_bit_for_bit() -> None:
     assert run(counted=True) == run(counted=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_in_full(meter: FlopMeter, backend: str, in_place: bool) -> None:

@@ -260,6 +260,7 @@ def test_a_bounded_alltoall_leaves_every_host_with_all_its_bytes(peers: int, ran
     assert sent(peers) == pytest.approx(sent(None))
 
 
+@pytest.mark.slow
 @needs_data
 def test_a_day_of_the_hybrid_trace_is_played_to_its_end() -> None:
     trace = load_hybrid(PHILLY, SIZES, days=1, jobs=60)

@@ -118,6 +118,7 @@ def test_what_is_no_request_ends_the_connection_of_its_sender(
     other.close()
 
 
+@pytest.mark.slow
 def test_strangers_and_slow_bytes_are_ended_and_harm_nobody(
     running: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ def test_idle_clients_make_room_where_there_are_too_many(
     store.close()
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_take_their_answers_are_ended(
     running: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

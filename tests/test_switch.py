@@ -180,6 +180,7 @@ def test_all_ranks_pass_to_new_connections(world: World, groups: Groups) -> None
     world.all_reduce()
 
 
+@pytest.mark.slow
 def test_many_switches_in_a_row(world: World, groups: Groups) -> None:
     for generation in range(1, 13):
         groups.request(generation)

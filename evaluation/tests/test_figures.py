@@ -116,6 +116,7 @@ def png_size(file: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn_and_put_on_the_page(tmp_path: Path) -> None:
     folder = written(tmp_path / "results", results())
     ran = command(folder, "--out", tmp_path / "out")
