@@ -19,6 +19,7 @@ from measure_stream import plain_sample
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import compute_entries
 from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.control.registry import Registry
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.errors import StoreForbidden
 from crux_torch.measure.sample import GroupRow, RankSample, TrafficRow
@@ -212,6 +213,20 @@ def test_a_job_whose_role_may_not_take_the_slot_is_measured_without_it(clock):
     assert job.phases[-1] == "running"
     assert not job.conductor.profile.measured_alone
     assert job.leader.store_state == "ok"
+
+
+@pytest.mark.parametrize("setting", [{"disabled": True}, {"drained": ("a",)}, {"pins": {"a": 3}}])
+def test_a_job_keeps_the_level_that_the_operator_gave_it_while_it_is_measured(
+    store, clock, job, setting
+):
+    registry = Registry(store, "c")
+    view = registry.look()
+    assert registry.swap_operator(view.operator_raw, view.operator.changed(**setting))
+    run(clock, 4.0, job)
+    assert job.phases == ["warming", "measuring", "running"]
+    measured_on = {order.level for order in job.orders if order.measuring}
+    assert SETTINGS.profiling_level not in measured_on
+    assert not job.conductor.profile.measured_alone
 
 
 def test_without_a_shared_store_a_job_is_measured_and_keeps_the_default_class(clock):

@@ -164,6 +164,11 @@ class Leader:
         return found[1]
 
     @property
+    def operator(self) -> OperatorSettings:
+        """The operator's settings as they were read last."""
+        return self._snapshot.operator
+
+    @property
     def state(self) -> LeaderState:
         """Where this leader stands."""
         if self._closed:

@@ -55,6 +55,10 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The next revision of these settings."""
         return msgspec.structs.replace(self, revision=self.revision + 1, **changes)
 
+    def keeps_level(self, job: str) -> bool:
+        """Whether ``job`` may not leave its level, not even while it is measured."""
+        return self.disabled or job in self.drained or job in self.pins
+
     def about(self, job: str) -> str:
         """What is set for ``job``, in a few words."""
         found = ["drained"] if job in self.drained else []

@@ -253,7 +253,7 @@ class Conductor:
         if now >= self._slot_at_s:
             self._slot_at_s = now + SLOT_POLL_S
             if self._slot.acquire_step():
-                self._alone = True
+                self._alone = not self.leader.operator.keeps_level(self._settings.job)
                 return True
         store_is_away = self._slot.refused or self.leader.store_state != "ok"
         return store_is_away and now - self._since_s >= WITHOUT_STORE_S
@@ -333,7 +333,7 @@ class Conductor:
             return None
 
     def _is_alone(self) -> bool:
-        """Whether this job still holds the slot that it took to measure."""
+        """Whether this job still holds the slot that it took to measure, and may go first."""
         return self._alone and self._slot is not None and self._slot.held
 
     def _next_order(self) -> Order | None:
