@@ -122,6 +122,11 @@ class Settings:
         "with the policy crux, levels may make a job's mean iteration at most this many times as "
         "long as alone; 0 means no bound",
     )
+    guard: bool = _says(
+        True,
+        "with the policy crux, try levels out: a component's jobs are measured before, and a plan "
+        "that does worse is taken back",
+    )
     topology: str = _says(
         "", "file with the cluster's topology (YAML); without it, all hosts share one core link"
     )

@@ -31,7 +31,7 @@ from crux_torch.control.inputs import (
     plan_inputs,
 )
 from crux_torch.control.planner import compute_entries, fingerprint, within
-from crux_torch.control.records import JobRecord, PathCounts, PlanEntry
+from crux_torch.control.records import JobRecord, PathCounts, PlanEntry, TriedPlan
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
@@ -336,6 +336,7 @@ OTHER_RECORD: dict[str, object] = {
     "peak_flops": 1.0,
     "paths": PathCounts(1, 2, 3, 4),
     "corrections_per_minute": 5,
+    "tried": (TriedPlan(name="x", jobs=("a", "b"), state="kept"),),
 }
 
 
@@ -348,7 +349,8 @@ def test_the_fingerprint_covers_all_that_a_plan_follows_from(policy: str) -> Non
 
     def of(changed: JobRecord) -> tuple[str, tuple[PlanEntry, ...]]:
         records = [changed, second]
-        entries = compute_entries(records, topology, policy=policy, levels=(0, 1, 2))
+        options = {"levels": (0, 1, 2), "guard": True}
+        entries = compute_entries(records, topology, policy=policy, **options)  # type: ignore[arg-type]
         return fingerprint(records, b"t"), entries
 
     left_out = set(OTHER_PROFILE) ^ set(type(told).__struct_fields__)

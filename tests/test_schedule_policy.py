@@ -294,3 +294,30 @@ def test_a_group_too_large_to_search_shares_where_priority_would_stop_a_ring() -
         for name in ("crux-paper", "crux")
     }
     assert busy["crux"] > 1.5 * busy["crux-paper"]
+
+
+@given(clusters())
+@settings(max_examples=30, deadline=None)
+def test_a_component_keeps_the_safe_plan_until_its_own_trial(cluster: Cluster) -> None:
+    better, safe = crux(cluster, OPTIONS), crux_first(cluster, OPTIONS)
+    waiting = crux(cluster, replace(OPTIONS, tried=frozenset()))
+    assert (waiting.path, waiting.level) == (safe.path, safe.level)
+    assert not any(trial.on for trial in waiting.trials)
+    names = {(trial.name, trial.jobs[0]) for trial in waiting.trials}
+    tried = crux(cluster, replace(OPTIONS, tried=frozenset(names)))
+    assert (tried.path, tried.level) == (better.path, better.level)
+    assert all(trial.on for trial in tried.trials)
+    changed = {
+        job
+        for job in better.path
+        if (better.path[job], better.level[job]) != (safe.path[job], safe.level[job])
+    }
+    assert changed <= {job for trial in tried.trials for job in trial.jobs}
+    for trial in waiting.trials:
+        assert list(trial.jobs) == sorted(trial.jobs)
+        alone = crux(cluster, replace(OPTIONS, tried=frozenset({(trial.name, trial.jobs[0])})))
+        for job in trial.jobs:
+            assert (alone.path[job], alone.level[job]) == (better.path[job], better.level[job])
+    turned = replace(cluster, jobs=cluster.jobs[::-1])
+    assert crux(turned, replace(OPTIONS, tried=frozenset())).trials == waiting.trials
+    assert better.trials == ()

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from crux_torch.control.operator import OperatorSettings
-from crux_torch.control.records import SCHEMA_VERSION, JobRecord, Plan, PlanEntry
+from crux_torch.control.records import SCHEMA_VERSION, JobRecord, Plan, PlanEntry, TriedPlan
 from crux_torch.warn_once import one_line
 
 #: Entries that are kept: each overwrites one that is older by so many.
@@ -18,6 +18,8 @@ MAX_PLANS, MAX_ACTS = 64, 32
 #: Lines of one entry that say why, and lines that say what has changed; letters of each.
 MAX_LINES = 16
 MAX_LINE = 256
+#: Jobs of a component that a line names.
+JOBS_NAMED = 6
 
 Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
 Lines = Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_LINES + 1)]
@@ -109,11 +111,27 @@ def reasons(before: Basis, after: Basis) -> list[str]:
             found.append(f"{job} began anew")
         elif was.profile != now.profile or (was.hosts, was.gpus) != (now.hosts, now.gpus):
             found.append(f"{job} has another profile")
+        if now is not None:
+            known = {t.name: t.state for t in was.trials} if was is not None else {}
+            found += [about_trial(t) for t in now.trials if known.get(t.name) != t.state]
     if before.topology != after.topology:
         found.append("another topology")
     if before.operator.effect != after.operator.effect:
         found.append(f"the operator's settings {after.operator.revision}")
     return found
+
+
+def about_trial(tried: TriedPlan) -> str:
+    """What a judge says of the plan of its component, in words."""
+    more = len(tried.jobs) - JOBS_NAMED
+    who = ", ".join(tried.jobs[:JOBS_NAMED]) + (f" and {more} more" if more > 0 else "")
+    if tried.state == "trying":
+        return f"a plan is tried by {who}"
+    what = "is kept by" if tried.state == "kept" else "was taken back from"
+    why = f"{tried.change:+.1%} busy GPUs (from {tried.low:+.1%} to {tried.high:+.1%})"
+    if tried.slowed:
+        why = f"{tried.slowed} was slowed down beyond the cap, {why}"
+    return f"a plan {what} {who}: {why} after {tried.iterations} iterations"
 
 
 def differences(before: Sequence[PlanEntry], after: Sequence[PlanEntry]) -> list[str]:

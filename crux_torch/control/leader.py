@@ -6,6 +6,7 @@ docs/agreement.md explains the protocol.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -34,6 +35,7 @@ from crux_torch.control.records import (
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
 from crux_torch.control.snapshot import Snapshot
 from crux_torch.control.topology_reader import TopologyReader
+from crux_torch.control.trials import IterationEnds, Trials
 from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.scheduler import FIRST_NAME
@@ -78,6 +80,8 @@ class Leader:
         plan_valid_s: seconds without renewal after which a plan of this leader is dropped.
         poll_s: seconds between two looks at the store.
         debounce_s: seconds for which the snapshot must stand still before it is planned.
+        max_slowdown, iteration_ends: for :class:`~crux_torch.control.trials.Trials`. Without the
+            latter this job can't be measured, and no plan of its component is tried.
         in_thread: whether a thread of its own computes plans, so that no tick takes long.
     """
 
@@ -96,6 +100,8 @@ class Leader:
         plan_valid_s: float = 15.0,
         poll_s: float = 0.25,
         debounce_s: float = 0.5,
+        max_slowdown: float = math.inf,
+        iteration_ends: IterationEnds | None = None,
         in_thread: bool = False,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -120,6 +126,9 @@ class Leader:
         self._kept_settings = KeptSettings(self._registry, lease_s)
         self._followed_entry = FollowedEntry(self._registry, record.job)
         self._allowance = PlanAllowance(clock())
+        self._trials = None
+        if iteration_ends is not None:
+            self._trials = Trials(self._registry, record.job, max_slowdown, iteration_ends)
 
         self._publish_at_s = float("-inf")
         self._look_at_s = float("-inf")
@@ -207,6 +216,9 @@ class Leader:
                 if not self._superseded and now >= self._forbidden_until_s:
                     self._agree_as_allowed(state, now)
                 self._followed_entry.tell(self.plan, now)
+                if self._trials is not None:
+                    tried = self._trials.step(now, self.plan, self._snapshot.jobs)
+                    self.update(tried=tried or msgspec.UNSET)
                 if self._store_error is not None:
                     self._store_error = None
                     # The others' back-off lets them return later: until then the snapshot is not
@@ -235,6 +247,8 @@ class Leader:
             if not self._superseded:
                 self._registry.remove_job(self.record.job)
                 self._followed_entry.withdraw()
+                if self._trials is not None:
+                    self._trials.withdraw()
         except StoreError as error:
             _log.debug("the record of %r ends with its lease: %s", self.record.job, error)
 
@@ -254,6 +268,7 @@ class Leader:
             "plan_age_s": now - self._adopted.confirmed_at_s if plan is not None else None,
             "author": plan.author if plan is not None else None,
             "policy": plan.policy if plan is not None else None,
+            "trial": self._trials.status() if self._trials is not None else None,
         }
 
     def _look(self, now: float) -> PlanState:

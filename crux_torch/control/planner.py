@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 
 import msgspec
 
 from crux_torch.control.inputs import UNLOCATED, candidate_limit, plan_inputs
-from crux_torch.control.records import MAX_GRID_S, Grid, JobRecord, PlanEntry
+from crux_torch.control.records import MAX_GRID_S, Grid, JobRecord, OnTrial, PlanEntry
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.route import PlannedPath, planned_paths
 from crux_torch.fabric.topology import Path, Topology
@@ -35,6 +35,7 @@ def compute_entries(
     policy: str,
     levels: Sequence[int],
     max_slowdown: float = 3.0,
+    guard: bool = False,
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[PlanEntry, ...]:
     """The plan's entries, one for each profiled job, in the order of the names.
@@ -47,6 +48,8 @@ def compute_entries(
         policy: the scheduler, a key of ``LIVE`` or ``FIRST``.
         levels: that may be assigned, ascending.
         max_slowdown: what the policy crux keeps to, see ``SchedulerOptions``.
+        guard: whether a component gets a plan that is not the safe one only after its judge has let
+            it be tried, and until the judge finds it worse (:mod:`crux_torch.control.trials`).
         weights: see :func:`plan_inputs`.
 
     Raises:
@@ -58,7 +61,8 @@ def compute_entries(
     cluster = plan_inputs(records, topology, limit, weights)
     if not cluster.jobs:
         return ()
-    options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown)
+    tried = frozenset(_admitted(records)) if guard else None
+    options = SchedulerOptions(tuple(levels), max_slowdown=max_slowdown, tried=tried)
     if topology is None:
         # Who meets whom is not known: levels would lose as often as they gain (docs/policies.md).
         policy = FIRST_NAME.get(policy, policy)
@@ -72,6 +76,11 @@ def compute_entries(
         chosen = decision.path.get(job.name, ())
         return planned_paths(_chosen(profiles[job.name], job, chosen, topology), topology, limit)
 
+    on_trial = {
+        job: OnTrial(name=trial.name, judge=trial.jobs[0], jobs=len(trial.jobs), on=trial.on)
+        for trial in decision.trials
+        for job in trial.jobs
+    }
     return tuple(
         PlanEntry(
             job=job.name,
@@ -81,6 +90,7 @@ def compute_entries(
             correction=_finite(decision.correction.get(job.name, 1.0)),
             paths=paths(job),
             grid=_grid(decision, job.name),
+            trial=on_trial.get(job.name, msgspec.UNSET),
         )
         for job in sorted(cluster.jobs, key=lambda j: j.name)
     )
@@ -114,9 +124,9 @@ def fingerprint(records: Sequence[JobRecord], topology: bytes | None, operator: 
     """Hash of all that a plan follows from and that is the same for all leaders.
 
     That is each profiled job's name, incarnation, hosts, devices, and the fields of its profile
-    that :func:`plan_inputs` reads, the bytes of the topology, and ``OperatorSettings.effect``. A
-    field that only a newer release knows is not part of it, nor are a leader's own settings
-    (policy, levels; docs/agreement.md).
+    that :func:`plan_inputs` reads, the bytes of the topology, ``OperatorSettings.effect``, and the
+    plans that judges admit. A field that only a newer release knows is not part of it, nor are a
+    leader's own settings (policy, levels; docs/agreement.md).
     """
     snapshot = [
         [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, _READ(r.profile)]
@@ -127,7 +137,17 @@ def fingerprint(records: Sequence[JobRecord], topology: bytes | None, operator: 
     digest = hashlib.sha256(canonical)
     digest.update(b"-" if topology is None else b"+" + topology)
     digest.update(operator and b"#" + operator)
+    admitted = sorted(_admitted(records))
+    digest.update(b"!" + msgspec.json.encode(admitted) if admitted else b"")
     return digest.hexdigest()
+
+
+def _admitted(records: Sequence[JobRecord]) -> Iterator[tuple[str, str]]:
+    """The plans that are on trial or stay, each with the job that says so."""
+    for record in records:
+        for tried in record.trials:
+            if record.profile is not None and tried.state != "worse":
+                yield tried.name, record.job
 
 
 def _chosen(

@@ -11,6 +11,7 @@ import msgspec
 from crux_torch.errors import CruxError
 from crux_torch.fabric.route import PlannedPath
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
+from crux_torch.schedule.guard import Sample
 from crux_torch.store.shared_store import MAX_VALUE_BYTES
 
 #: Goes up when a field changes its meaning. Readers ignore other versions, with a warning. A new
@@ -21,10 +22,14 @@ MAX_JOBS = 50_000
 #: After the last epoch comes 1 again.
 MAX_EPOCH = (1 << 62) - 1
 
+#: Plans of which a job's record speaks, and jobs of one component.
+MAX_TRIED, MAX_TRIED_JOBS = 8, 1024
+
 #: The longest time for which a job is held back at once, and so the longest grid.
 MAX_GRID_S = 60.0
 
 Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
+Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 GridSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_GRID_S)]
 
 
@@ -49,6 +54,30 @@ class PathCounts(msgspec.Struct, frozen=True):
     missed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
 
 
+class TriedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a component's judge says of a plan that it lets its component try.
+
+    Attributes:
+        name: of the component and its plan.
+        jobs: of the component.
+        state: ``trying``; ``kept``, as it did no worse than the plan before; or ``worse``: it is
+            taken back. The plan before is the one that was in force until the trial began.
+        change: share by which the busy GPUs of the component changed, as measured.
+        low, high: bounds of that.
+        iterations: under the plan on trial, of the job that had the fewest.
+        slowed: a job that was slowed down beyond the cap; empty if none was.
+    """
+
+    name: Name
+    jobs: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_TRIED_JOBS)]
+    state: Literal["trying", "kept", "worse"]
+    change: Finite = 0.0
+    low: Finite = 0.0
+    high: Finite = 0.0
+    iterations: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    slowed: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One running job, rewritten by its leader before its lease ends.
 
@@ -63,6 +92,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         paths: what became of the plan's paths; absent if the plan has none for the job.
         corrections_per_minute: iterations of the last minute that came too late and were held until
             another point of their grid; absent if the job keeps to none.
+        tried: plans that were tried in components that this job judges, the last one last; unset,
+            which takes no room, if there are none.
     """
 
     version: int = SCHEMA_VERSION
@@ -75,6 +106,30 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     profile: JobProfile | None = None
     paths: PathCounts | None = None
     corrections_per_minute: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
+    tried: (
+        Annotated[tuple[TriedPlan, ...], msgspec.Meta(max_length=MAX_TRIED)] | msgspec.UnsetType
+    ) = msgspec.UNSET
+
+    @property
+    def trials(self) -> tuple[TriedPlan, ...]:
+        """:attr:`tried`, or none."""
+        return self.tried or ()
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job's iterations take while its component has a plan to try.
+
+    Attributes:
+        name: of the component and its plan.
+        before, after: under the safe plan, and under the one on trial.
+        waiting_s: seconds since its last iteration under the plan on trial, if they are many.
+    """
+
+    version: int = SCHEMA_VERSION
+    name: Name
+    before: Sample
+    after: Sample
+    waiting_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e30)] = 0.0
 
 
 class Grid(msgspec.Struct, frozen=True):
@@ -82,6 +137,22 @@ class Grid(msgspec.Struct, frozen=True):
 
     shift_s: GridSeconds
     period_s: GridSeconds
+
+
+class OnTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """That the job's component has a plan which has to be tried out.
+
+    Attributes:
+        name: of the component and its plan.
+        judge: the job of the component that says when the trial begins and how it ends.
+        jobs: how many the component has.
+        on: whether the plan is in force; otherwise the safe one is.
+    """
+
+    name: Name
+    judge: Name
+    jobs: Annotated[int, msgspec.Meta(ge=2, le=MAX_TRIED_JOBS)]
+    on: bool
 
 
 class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +163,7 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
         priority, intensity, correction: P_j = k_j I_j, with I_j in FLOP/s.
         paths: of its pairs of hosts that have a choice; empty if the network decides.
         grid: of its iterations' begins; unset, which takes no room: whenever they are ready.
+        trial: of the plan of its component; unset if there is nothing to be tried.
     """
 
     job: Name
@@ -101,6 +173,7 @@ class PlanEntry(msgspec.Struct, frozen=True, kw_only=True):
     correction: float
     paths: Annotated[tuple[PlannedPath, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
     grid: Grid | msgspec.UnsetType = msgspec.UNSET
+    trial: OnTrial | msgspec.UnsetType = msgspec.UNSET
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -16,6 +17,7 @@ from crux_torch.control.records import (
     MAX_RECORD_BYTES,
     SCHEMA_VERSION,
     JobRecord,
+    Measured,
     PlanEntry,
     PlanHead,
     RecordError,
@@ -129,9 +131,11 @@ class Registry:
         #: Where releases kept it whose plans were one value.
         self._older_plan_key = self.prefix + "plan"
         #: Entries lie apart, so that a look does not read them: those that a planner wrote because
-        #: its cluster is too large for every leader to compute them, and what each job follows.
+        #: its cluster is too large for every leader to compute them, what each job follows, and
+        #: what jobs measure while a plan is tried.
         self.parts_prefix = f"crux-plan/{quote(cluster, safe='')}/parts/"
         self.follows_prefix = f"crux-plan/{quote(cluster, safe='')}/follows/"
+        self.measured_prefix = f"crux-plan/{quote(cluster, safe='')}/measured/"
         self.topology_key = self.prefix + "topology"
         self.operator_key = self.prefix + OPERATOR
         self.audit_prefix = f"{AUDIT}{quote(cluster, safe='')}/"
@@ -240,6 +244,30 @@ class Registry:
         except RecordError as error:
             self._warn(key, f"ignoring an entry of the plan: {error}")
             return None
+
+    def publish_measured(self, job: str, measured: Measured | None) -> None:
+        """Write what ``job`` measures, for the judge of its component; None: nothing."""
+        key = self.measured_prefix + quote(job, safe="")
+        if measured is None:
+            self.store.delete(key)
+        else:
+            self.store.put(key, msgspec.json.encode(measured))
+
+    def measured(self, jobs: Sequence[str] | None) -> dict[str, Measured]:
+        """What these jobs measure, by job, as far as it is told; None: all jobs."""
+        prefix = self.measured_prefix
+        if jobs is None:
+            found = self.store.list(prefix)
+        else:
+            keys = [prefix + quote(job, safe="") for job in jobs]
+            found = {key: raw for key in keys if (raw := self.store.get(key)) is not None}
+        told = {}
+        for key, raw in found.items():
+            try:
+                told[unquote(key.removeprefix(prefix))] = decode(Measured, raw, key)
+            except RecordError as error:
+                self._warn(key, f"ignoring what a job measured: {error}")
+        return told
 
     def swap_operator(self, before: bytes | None, after: OperatorSettings) -> bool:
         """Write ``after`` in place of ``before``; return False if another was first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,12 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from crux_torch.control.operator import OperatorSettings
-    from crux_torch.control.records import JobRecord, PathCounts, Plan
+    from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
 
 TIMEOUT_S = 2.0
 HOSTS_SHOWN = 2
 #: Columns of text; the others are numbers.
-TEXT = ("job", "hosts", "state", "operator")
+TEXT = ("job", "hosts", "state", "trial", "operator")
 #: Width of a table that is not printed to a terminal, so that nothing is cut off.
 PIPE_WIDTH = 200
 #: Larger values stand for infinity.
@@ -98,9 +98,11 @@ def render(status: ClusterStatus, columns: Sequence[str] = ()) -> None:
     if not status.jobs:
         console.print("no jobs")
         return
-    rows = [_row(job, status.plan, status.operator) for job in status.jobs]
-    if not any(row["operator"] for row in rows):
-        rows = [{k: v for k, v in row.items() if k != "operator"} for row in rows]
+    by_name = {job.job: job for job in status.jobs}
+    rows = [_row(job, by_name, status.plan, status.operator) for job in status.jobs]
+    for empty in ("trial", "operator"):
+        if not any(row[empty] for row in rows):
+            rows = [{k: v for k, v in row.items() if k != empty} for row in rows]
     if columns:
         rows = [{k: v for k, v in row.items() if k in columns} for row in rows]
     table = Table(pad_edge=False)
@@ -111,6 +113,12 @@ def render(status: ClusterStatus, columns: Sequence[str] = ()) -> None:
     for row in rows:
         table.add_row(*map(Text, row.values()))
     console.print(table)
+    from crux_torch.control.audit import about_trial
+
+    for job in status.jobs:
+        for tried in job.trials:
+            if tried.state == "worse" and _is_current(tried, status.plan):
+                console.print(Text(_safe(about_trial(tried))))
 
 
 def _plan_line(status: ClusterStatus) -> str:
@@ -124,7 +132,12 @@ def _plan_line(status: ClusterStatus) -> str:
     )
 
 
-def _row(job: JobRecord, plan: Plan | None, operator: OperatorSettings) -> dict[str, str]:
+def _row(
+    job: JobRecord,
+    jobs: Mapping[str, JobRecord],
+    plan: Plan | None,
+    operator: OperatorSettings,
+) -> dict[str, str]:
     """One job's cells by heading; MFU is the share of their peak that its devices achieve."""
     profile = job.profile
     entry = plan.entry(job.job) if plan else None
@@ -148,8 +161,29 @@ def _row(job: JobRecord, plan: Plan | None, operator: OperatorSettings) -> dict[
         "paths": _paths(job.paths),
         "grid s": f"{entry.grid.period_s:.4g}" if entry and entry.grid else "",
         "late/min": _count(job.corrections_per_minute),
+        "trial": _trial(entry, jobs),
         "operator": operator.about(job.job),
     }
+
+
+def _trial(entry: PlanEntry | None, jobs: Mapping[str, JobRecord]) -> str:
+    """Where the trial of the plan of the job's component stands, and what it changed."""
+    if entry is None or not entry.trial:
+        return ""
+    judge = jobs.get(entry.trial.judge)
+    said = {t.name: t for t in judge.trials} if judge is not None else {}
+    tried = said.get(entry.trial.name)
+    if tried is None:
+        return "measured before"
+    words = {"trying": "on trial", "kept": "kept", "worse": "taken back"}
+    share = f" {tried.change:+.1%}" if tried.state != "trying" else ""
+    return words[tried.state] + share
+
+
+def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
+    """Whether it is of a component as it is now."""
+    entries = plan.entries if plan is not None else ()
+    return any(e.trial.name == tried.name for e in entries if e.trial)
 
 
 def _count(value: int | None) -> str:

@@ -206,7 +206,8 @@ class Agent:
             if self._channel.error is not None:
                 return
             about = secrets.token_hex(8), self.host, self.world_size, _number_of(earlier) + 1
-            made = make_conductor(self.settings, *about, self._pace, self._warn)
+            marks = self._meter.marks
+            made = make_conductor(self.settings, *about, self._pace, marks, self._warn)
             self._conductor, self._shared_store = made
         conductor = self._conductor
         order = conductor.step(

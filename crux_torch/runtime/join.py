@@ -17,6 +17,7 @@ from crux_torch.control.slots import ProfilingSlot
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import CruxError
 from crux_torch.host.machine import this_host
+from crux_torch.measure.iterations import IterationMarks
 from crux_torch.runtime.lead import GRACE_S, Conductor, Routing
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.pace_setter import PaceSetter
@@ -32,6 +33,7 @@ def make_conductor(
     world_size: int,
     first_number: int,
     keeper: PaceKeeper,
+    marks: IterationMarks,
     warn: Callable[[str, str], None],
 ) -> tuple[Conductor, SharedStore | None]:
     """The leading rank's parts, and its connection to the shared store.
@@ -41,7 +43,7 @@ def make_conductor(
     Args:
         settings, incarnation, world_size, first_number: see :class:`Conductor`.
         host: where the leader runs.
-        keeper: this rank's.
+        keeper, marks: this rank's.
     """
     topologies = TopologyReader()
     topology, published = None, None
@@ -72,6 +74,7 @@ def make_conductor(
             compute_entries,
             levels=settings.plan_levels,
             max_slowdown=settings.max_slowdown or math.inf,
+            guard=settings.guard,
         )
         leader = Leader(
             store,
@@ -82,6 +85,8 @@ def make_conductor(
             published,
             policy=settings.policy,
             levels=settings.plan_levels,
+            max_slowdown=settings.max_slowdown or math.inf,
+            iteration_ends=marks.marks_ns,
             in_thread=True,
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,

@@ -75,6 +75,21 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A component whose plan is not the safe one, so that it has to be tried out.
+
+    Attributes:
+        name: of the component and its plan; equal ones have equal names.
+        jobs: of the component, in the order of their names; the first judges the trial.
+        on: whether the decision has the plan; otherwise it has the safe one.
+    """
+
+    name: str
+    jobs: tuple[str, ...]
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """A schedule.
 
@@ -92,6 +107,7 @@ class Decision:
         isolated: every job has a network of its own: nothing can carry this out, it is what the
             others are compared with.
         notes: what was computed more coarsely than usual because the input is large.
+        trials: the components whose plans have to be tried out, where options ask for trials.
     """
 
     path: Mapping[str, tuple[int, ...]]
@@ -104,6 +120,7 @@ class Decision:
     slot_s: float | None = None
     isolated: bool = False
     notes: tuple[str, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +136,15 @@ class SchedulerOptions:
         max_slowdown: what the policy ``crux`` keeps to: under its levels no job's mean iteration
             takes longer than this many times its iteration alone, or than fair sharing guarantees
             where that is more. Infinite: no cap. Other schedulers ignore it.
+        tried: the policy ``crux`` gives a component the safe plan unless the name of its trial and
+            the job that judges it are in here; None: every component gets the better plan.
     """
 
     levels: tuple[int, ...] = tuple(range(8))
     seed: int = 0
     default_path: Mapping[str, tuple[int, ...]] | None = None
     max_slowdown: float = 3.0
+    tried: frozenset[tuple[str, str]] | None = None
 
 
 #: Pure: no I/O, no clock; equal arguments give equal decisions, in any order of the jobs.

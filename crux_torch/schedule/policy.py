@@ -10,6 +10,10 @@
    (:mod:`crux_torch.schedule.slowdown_cap`); one whose rehearsal slows a job down by more than
    that, and more than fair sharing does, drops out.
 
+4. Where plans are tried out (``SchedulerOptions.tried``), a component whose plan is not that of 1
+   keeps one level on Crux's paths until the measurements of its jobs admit the better plan
+   (:mod:`crux_torch.schedule.guard`).
+
 Budgets are work of the engine, not seconds, so equal clusters give equal plans on any machine. A
 component too large for its budget keeps one level on Crux's paths. One that has not changed keeps
 its plan: it is looked up, not decided again.
@@ -17,11 +21,13 @@ its plan: it is looked up, not decided again.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from scipy import sparse
 
@@ -44,7 +50,7 @@ from crux_torch.schedule.crux import (
     select_paths,
 )
 from crux_torch.schedule.intensity import intensities, transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision, Job, Link, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, Job, Link, SchedulerOptions, Trial
 from crux_torch.schedule.race import race
 from crux_torch.schedule.rehearsal import Length, Rehearsal
 from crux_torch.schedule.search import (
@@ -77,8 +83,10 @@ SEARCHING = 0.7
 PHASES, FEW_PHASES = 4, 2
 #: Components whose plans are remembered.
 REMEMBERED = 1024
+#: Digits of the name of a component and its plan: no two of a cluster's are equal by chance.
+NAME_DIGITS = 24
 
-_remembered: OrderedDict[object, tuple[Assignment, str]] = OrderedDict()
+_remembered: OrderedDict[object, Decided] = OrderedDict()
 
 
 def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
@@ -100,15 +108,22 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
     path = paths_of(arrays, selected)
     level = dict.fromkeys(path, int(usable[-1]))
     notes = []
+    trials = []
     left = ALL_WORK
     for count, component in _components(arrays, path, traffic, options, cluster.capacity_Bps):
         if component is None or left <= 0:
             notes.append(f"{count} jobs that meet share one level: no plan was played")
             continue
         left -= component.work
-        found, note = _decided(component, options)
-        if note:
-            notes.append(f"{count} jobs that meet: {note}")
+        decided = _decided(component, options)
+        if decided.note:
+            notes.append(f"{count} jobs that meet: {decided.note}")
+        found = decided.plan
+        if options.tried is not None and found != component.safe:
+            names = tuple(job.name for job in component.jobs)
+            trial = Trial(decided.name, names, (decided.name, names[0]) in options.tried)
+            trials.append(trial)
+            found = found if trial.on else component.safe
         first = len(usable) - 1 - max(found.level)
         for job, own, k in zip(component.jobs, found.path, found.level, strict=True):
             path[job.name], level[job.name] = own, int(usable[first + k])
@@ -120,6 +135,7 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
         priority={name: float(len(order) - rank) for rank, name in enumerate(order)},
         intensity=intensity,
         notes=tuple(notes),
+        trials=tuple(trials),
     )
 
 
@@ -147,10 +163,28 @@ class Component(NamedTuple):
     movable: bool
 
     @property
+    def safe(self) -> Assignment:
+        """Crux's paths, and one level."""
+        return Assignment(self.selected, (0,) * len(self.jobs))
+
+    @property
     def work(self) -> int:
         """Units that its decision may take, of its engines' work."""
         n = len(self.jobs)
         return max(WORK, min(WORK_BY_SQUARE * n * n, WORK_BY_JOB * n))
+
+
+class Decided(NamedTuple):
+    """The plan of one component.
+
+    Attributes:
+        note: what was done more coarsely than usual.
+        name: of the component with this plan, for trials: a hash of what runs and on which links.
+    """
+
+    plan: Assignment
+    note: str
+    name: str
 
 
 def _components(
@@ -209,17 +243,34 @@ def _candidate_links(arrays: Arrays) -> Any:
     return member.tocsr()
 
 
-def _decided(component: Component, options: SchedulerOptions) -> tuple[Assignment, str]:
+def _decided(component: Component, options: SchedulerOptions) -> Decided:
     """:func:`decide`, or what it gave before for the same component and options."""
     key = component, options.levels, options.seed, options.max_slowdown
     known = _remembered.get(key)
     if known is None:
-        known = _remembered[key] = decide(component, options)
+        plan, note = decide(component, options)
+        known = _remembered[key] = Decided(plan, note, _name_of(component, plan))
         if len(_remembered) > REMEMBERED:
             _remembered.popitem(last=False)
     else:
         _remembered.move_to_end(key)
     return known
+
+
+def _name_of(component: Component, plan: Assignment) -> str:
+    """A name that equal components with equal plans have in common, in every process."""
+    capacity_Bps = dict(component.capacity_Bps)
+    rows = []
+    parts = zip(component.jobs, component.selected, plan.path, plan.level, strict=True)
+    for job, selected, path, level in parts:
+        both = zip(job.flows, selected, path, strict=True)
+        taken = [(f.bytes, f.candidates[a], f.candidates[b]) for f, a, b in both]
+        links = sorted({link for _, *paths in taken for way in paths for link in way})
+        of_links = [(link, capacity_Bps[link]) for link in links]
+        bursts = [(burst.at, burst.share) for burst in job.bursts]
+        timing = job.gpus, job.flops, job.compute_s, job.period_s, bursts
+        rows.append((job.name, level, timing, taken, of_links))
+    return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:NAME_DIGITS]
 
 
 def forget_components() -> None:
@@ -234,10 +285,9 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
     cluster = Cluster(dict(component.capacity_Bps), jobs)
     arrays = arrays_of(cluster)
     cap = SlowdownCap(arrays, options.max_slowdown)
-    one = (0,) * len(jobs)
-    safe = [Assignment(component.selected, one)]
+    safe = [component.safe]
     if component.default is not None and component.default != component.selected:
-        safe.append(Assignment(component.default, one))
+        safe.append(Assignment(component.default, (0,) * len(jobs)))
     small = len(jobs) <= SEARCHED_JOBS
     plans: Iterable[Assignment] = _portfolio(component, arrays, levels, options)
     left = component.work
