@@ -79,6 +79,8 @@ COARSER = (2, 4)
 BRIEF = Length(phases=1, iterations=150, rounds=5)
 PLANS_A_START = 3
 SEARCHING = 0.7
+#: Work for telling the one-level plans apart, beside that for the others.
+SETTLING = 0.5
 #: Sets of start times of a race: of a component that searches, and of a larger one.
 PHASES, FEW_PHASES = 4, 2
 #: Components whose plans are remembered.
@@ -308,7 +310,8 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
             for plan in dict.fromkeys(plans)
             if plan not in safe
         )
-        return race(rehearsal, safe, capped, left, LEAD, options.max_slowdown), ""
+        settling = int(SETTLING * component.work)
+        return race(rehearsal, safe, capped, left, settling, LEAD, options.max_slowdown), ""
     except _fluid.SpecError as error:
         return safe[0], f"the engine can't play them: {error}"
 

@@ -2,7 +2,8 @@
 
 All plans are played from the same start times for equal lengths. After each round the better half
 goes on from where it stands, for a round of twice the length. The plans to beat stay to the end, so
-that the winner and they have been seen from equal phases for equal times.
+that the winner and they have been seen from equal phases for equal times. Where none beats them,
+they alone are played on, past the time in which the jobs fall into step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ _PEEK = 0.1
 _FIRST_ROUND = 0.6
 #: A difference between two plans' iterations that counts.
 _NOTICED = 0.01
-#: Work, in budgets, for which the safe plans are compared even if no other plan can be.
-_FOR_SAFETY = 4
 #: Iterations of a job, on average, that settle a race.
 _SETTLED = 240
 #: Standard errors of a lead that are not counted as lead.
@@ -100,6 +99,7 @@ def race(
     safe_plans: Sequence[Assignment],
     plans: Iterable[Assignment],
     work: int,
+    safe_work: int,
     lead: float,
     max_slowdown: float,
 ) -> Assignment:
@@ -110,6 +110,7 @@ def race(
         safe_plans: at least one, those to beat.
         plans: the others; no more are taken than the budget affords.
         work: budget, in units of ``Engine.work``.
+        safe_work: another one, for telling the safe plans apart.
         lead: share by which another plan must beat the best of the safe ones, beyond what the
             start times may make of it.
         max_slowdown: a plan drops out if a job's mean iteration takes longer than this many times
@@ -131,7 +132,7 @@ def race(
         first.advance(part * now_s)
         first_round = set_up + (first.work - set_up) * (1 + _WARM_UP) / (part * _WARM_UP)
         affordable = int(_FIRST_ROUND * work / max(1.0, first_round)) - len(safe_plans)
-        safe_too = len(safe_plans) > 1 and first_round * len(safe_plans) <= _FOR_SAFETY * work
+        safe_too = len(safe_plans) > 1 and first_round * len(safe_plans) <= safe_work
         if affordable < 1 and not safe_too:
             return favourite
     safe = [first, *(Run(rehearsal, plan) for plan in safe_plans[1:])]
@@ -177,4 +178,15 @@ def race(
         doubt = _CAUTION * float(gain.std(ddof=1)) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
         if float(gain.mean()) - doubt > lead * float(floor.mean()):
             return best.plan
-    return best_safe.plan
+    return _settled(safe, now_s, _SETTLED * an_iteration_s, safe_work)
+
+
+def _settled(safe: Sequence[Run], now_s: float, until_s: float, work: int) -> Assignment:
+    """The best of the safe plans when they are played on until then, or as far as ``work`` goes."""
+    spent_a_s = sum(run.work for run in safe) / now_s
+    until_s = min(until_s, now_s + work / max(1.0, spent_a_s))
+    if len(safe) > 1 and until_s > 2 * now_s:
+        for run in safe:
+            run.begin()
+            run.advance(until_s)
+    return max(safe, key=lambda run: float(run.busy_gpus().mean())).plan
