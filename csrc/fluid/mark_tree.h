@@ -75,7 +75,10 @@ class MarkTree {
       for (std::size_t k = 0; k < 4; ++k) least[k] = std::min(least[k], keys[i + k]);
     }
     const double lowest = std::min(std::min(least[0], least[1]), std::min(least[2], least[3]));
-    return group * kGroup + static_cast<std::size_t>(std::find(keys, keys + kGroup, lowest) - keys);
+    // Which one it is can't be predicted, so a search would cost more.
+    unsigned equal = 0;
+    for (unsigned i = 0; i < kGroup; ++i) equal |= unsigned{keys[i] == lowest} << i;
+    return group * kGroup + static_cast<std::size_t>(__builtin_ctz(equal));
   }
 
   // One more group of leaves, and of each level that has none for it.
