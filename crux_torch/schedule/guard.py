@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
-from scipy.special import ndtri, stdtrit
 
 #: Chance at most that a plan which changes nothing is taken back.
 ERROR = 0.01
@@ -155,6 +154,9 @@ def half_width_s(sample: Sample, error: float) -> float:
     n = sample.batches
     if n < MIN_BATCHES:
         return math.inf
+    # Only who judges needs it; records and the status, which name samples, load without it.
+    from scipy.special import ndtri, stdtrit
+
     spread = -2.0 * math.log(2.0 * error)
     rho = (spread + math.log1p(spread)) / _TIGHT
     mixture = 2.0 * (n * rho + 1.0) / (n * n * rho) * math.log(math.sqrt(n * rho + 1) / (2 * error))
