@@ -31,8 +31,8 @@ from lab.twins import STORE_PORT, Workload
 
 #: No Crux at all: torchrun and stock gloo.
 NONE = "none"
-#: Bounds on waiting, seconds: for ranks to start, for a plan, for new connections.
-START_S, PLAN_S, PATHS_S = 240.0, 120.0, 30.0
+#: Bounds on waiting, seconds: for ranks to start, a plan, its trial, and for new connections.
+START_S, PLAN_S, TRIAL_S, PATHS_S = 240.0, 120.0, 300.0, 30.0
 #: Seconds between what is waited for and the window.
 SETTLE_S = 4.0
 #: Seeds of one leaf's hash that are tried.
@@ -289,7 +289,13 @@ class Turn:
                     *("--crux-topology", str(topology)),
                 ]
             arguments = ("--steps", "1000000", *workload.arguments)
-            spec = JobSpec(workload.name, workload.model, arguments, 29600 + number)
+            spec = JobSpec(
+                workload.name,
+                workload.model,
+                arguments,
+                29600 + number,
+                program=workload.program,
+            )
             hosts = self._hosts[workload.name]
             environment = self._settings if self.seen.policy != NONE else {}
             self._jobs[workload.name] = Job(
@@ -354,11 +360,32 @@ class Turn:
             return there == self._jobs.keys() == set(done)
 
         self._until(planned, PLAN_S, "a plan")
+        self._say(f"{self.seen.policy}: what comes before a trial is measured")
+        self._until(self._tried, TRIAL_S, "what comes before a trial")
         if any(entry["paths"] for entry in self._status["plan"]["entries"]):
             self.seen.on_paths = False
             with contextlib.suppress(JobError):
                 self._until(self._on_planned_paths, PATHS_S, "the planned paths")
                 self.seen.on_paths = True
+
+    def _trials(self) -> list[str]:
+        """Where the trial of each component's plan stands; ``before`` if it has not begun."""
+        judges = {job["job"]: job.get("tried", ()) for job in self._status["jobs"]}
+        trials = [e["trial"] for e in self._status["plan"]["entries"] if e.get("trial")]
+        return [
+            next(
+                (t["state"] for t in judges.get(trial["judge"], ()) if t["name"] == trial["name"]),
+                "before",
+            )
+            for trial in trials
+        ]
+
+    def _tried(self) -> bool:
+        """Whether every component has the plan that it may keep."""
+        entries = self._status["plan"]["entries"]
+        states = self._trials()
+        on = [e["trial"]["on"] for e in entries if e.get("trial")]
+        return all(state == "worse" or is_on for state, is_on in zip(states, on, strict=True))
 
     def _on_planned_paths(self) -> bool:
         entries = self._status["plan"]["entries"]

@@ -33,6 +33,8 @@ class JobError(RuntimeError):
 class JobSpec:
     """A model of lab.train and its flags; one rank runs on each host.
 
+    ``program`` is the module that trains: lab.train, or one that does something before.
+
     With ``device`` ``cuda`` all ranks of all jobs share the first GPU.
     """
 
@@ -41,6 +43,7 @@ class JobSpec:
     arguments: tuple[str, ...]
     master_port: int
     device: str = "cpu"
+    program: str = PROGRAM
 
     def environment(self, rank: int, interface: str) -> dict[str, str]:
         """What a rank's process needs besides the launcher's environment."""
@@ -162,7 +165,7 @@ class Job:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 except OSError:
                     continue
-                if PROGRAM.encode() in command:
+                if self.spec.program.encode() in command:
                     found.append(pid)
         return found
 
@@ -208,7 +211,7 @@ class Job:
             *place,
             "--master-port",
             str(self.spec.master_port),
-            *("--module", PROGRAM, self.spec.model),
+            *("--module", self.spec.program, self.spec.model),
             *("--device", self.spec.device),
             *self.spec.arguments,
             "--log-file",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.fabric import Fabric, Host
-from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
+from lab.job import PROGRAM, ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, measure
 
 STORE_PORT = 29410
@@ -36,12 +36,14 @@ class Workload:
         model: one of lab.train's models.
         arguments: flags of lab.train.
         device: type of device.
+        program: the module that trains, see :class:`lab.job.JobSpec`.
     """
 
     name: str
     model: str
     arguments: tuple[str, ...] = ()
     device: str = "cpu"
+    program: str = PROGRAM
 
 
 class Twins:
