@@ -1,13 +1,15 @@
 """How far a store bears: many leaders that agree on plans, in a few processes on this machine.
 
-    python benchmarks/control.py [--leaders 10,100,1000] [--lease-s S] [--store URL] [--json FILE]
+    python benchmarks/control.py [--leaders 10,100,1000] [--lease-s S] [--trial JOBS] [--store URL]
+        [--json FILE]
 
 The leaders are the real ones, each with a connection of its own; only their jobs are made up. Each
 process drives its leaders in turn, so what is reported includes waiting for this machine's cores.
 
 In rest nobody changes. For the delays, one job after the other publishes another profile, and each
 leader says when it has a plan of the new record: planning itself is a constant here, so that the
-delay is that of the store and of the agreement.
+delay is that of the store and of the agreement. With ``--trial``, the jobs are in components that
+have a plan to try, so that all publish their iterations, of half a second, all the time.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import UNSET
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +38,7 @@ from control_fakes import profile, record
 from loopback import free_port
 
 from crux_torch.control.leader import Leader
-from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.control.records import JobRecord, OnTrial, PlanEntry
 from crux_torch.store import frame_socket
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.host import StoreHost
@@ -45,12 +49,24 @@ TICK_S = 0.05
 AGREE_S = 300.0
 
 
-def _flat(records: Sequence[JobRecord], *_: Any, **__: Any) -> tuple[PlanEntry, ...]:
-    return tuple(
-        PlanEntry(job=r.job, level=0, priority=1.0, intensity=1.0, correction=1.0)
-        for r in records
-        if r.profile is not None
-    )
+def _flat(
+    records: Sequence[JobRecord], *_: Any, trial: int = 0, **__: Any
+) -> tuple[PlanEntry, ...]:
+    names = [r.job for r in records if r.profile is not None]
+    entries = []
+    for n, name in enumerate(names):
+        of = names[n - n % trial :][:trial] if trial else []
+        told = OnTrial(name=of[0], judge=of[0], jobs=len(of), on=False) if len(of) > 1 else UNSET
+        flat: Any = {"level": 0, "priority": 1.0, "intensity": 1.0, "correction": 1.0}
+        entries.append(PlanEntry(job=name, trial=told, **flat))
+    return tuple(entries)
+
+
+def _ends(since_ns: int) -> list[int]:
+    """Ends of iterations of half a second, more or less."""
+    first, now_ns = max(0, since_ns - 1) // 500_000_000 + 1, time.monotonic_ns()
+    ends = [n * 500_000_000 + n % 7 * 1_000_000 for n in range(first - 1, now_ns // 500_000_000)]
+    return [end for end in ends if since_ns <= end <= now_ns]
 
 
 class _Counted:
@@ -76,15 +92,18 @@ class _Counted:
         kind.send, kind.receive = counted_send, counted_receive
 
 
-def _drive(endpoint: str, lease_s: float, names: Sequence[str], pipe: Connection) -> None:
+def _drive(
+    endpoint: str, lease_s: float, trial: int, names: Sequence[str], pipe: Connection
+) -> None:
     """Ticks its leaders; tells when each has another plan; changes a job when told to."""
     _Counted.install()
     leaders = {}
     for name in names:
         store = open_store(endpoint, timeout_s=5.0)
         leaders[name] = Leader(
-            store, "bench", record(name), _flat, lease_s=lease_s, plan_valid_s=2.5 * lease_s
-        )
+            store, "bench", record(name), partial(_flat, trial=trial),
+            lease_s=lease_s, plan_valid_s=2.5 * lease_s, iteration_ends=_ends,
+        )  # fmt: skip
     prints = dict.fromkeys(names, "")
     while True:
         began_s = time.monotonic()
@@ -114,7 +133,7 @@ def _cpu_s(pid: int) -> float:
 class _Run:
     """Leaders in processes, and what they tell."""
 
-    def __init__(self, endpoint: str, count: int, lease_s: float) -> None:
+    def __init__(self, endpoint: str, count: int, lease_s: float, trial: int) -> None:
         context = mp.get_context("spawn")
         self.names = [f"job{n}" for n in range(count)]
         self.pipes: list[Connection] = []
@@ -124,7 +143,7 @@ class _Run:
             ours, its = context.Pipe()
             names = self.names[share::PROCESSES]
             process = context.Process(
-                target=_drive, args=(endpoint, lease_s, names, its), daemon=True
+                target=_drive, args=(endpoint, lease_s, trial, names, its), daemon=True
             )
             process.start()
             self.pipes.append(ours)
@@ -163,11 +182,17 @@ class _Run:
 
 
 def measure(
-    endpoint: str, count: int, lease_s: float, seconds: float, changes: int, server: int | None
+    endpoint: str,
+    count: int,
+    lease_s: float,
+    trial: int,
+    seconds: float,
+    changes: int,
+    server: int | None,
 ) -> Any:
     """One row of the table."""
     began_s = time.monotonic()
-    run = _Run(endpoint, count, lease_s)
+    run = _Run(endpoint, count, lease_s, trial)
     plan = run.agree("")
     start_s = time.monotonic() - began_s
     time.sleep(2.0)
@@ -203,9 +228,18 @@ def measure(
 @click.option("--seconds", default=10.0, help="Length of the rest that is measured.")
 @click.option("--changes", default=5, help="Jobs that change, one after the other.")
 @click.option("--lease-s", default=6.0, help="Lease of the records; each is renewed thrice in it.")
+@click.option("--trial", default=0, help="Jobs of a component that has a plan to try.")
 @click.option("--store", default="", help="Another store than an embedded one of its own.")
 @click.option("--json", "path", default="", help="File for the figures.")
-def main(leaders: str, seconds: float, changes: int, lease_s: float, store: str, path: str) -> None:
+def main(
+    leaders: str,
+    seconds: float,
+    changes: int,
+    lease_s: float,
+    trial: int,
+    store: str,
+    path: str,
+) -> None:
     """Measure what a store bears."""
     rows = []
     for count in map(int, leaders.split(",")):
@@ -215,7 +249,8 @@ def main(leaders: str, seconds: float, changes: int, lease_s: float, store: str,
             host.start()
             while host.pid is None:
                 time.sleep(0.05)
-        rows.append(measure(endpoint, count, lease_s, seconds, changes, host and host.pid))
+        server = host and host.pid
+        rows.append(measure(endpoint, count, lease_s, trial, seconds, changes, server))
         if host is not None:
             host.stop()
         print(json.dumps(rows[-1]), file=sys.stderr)

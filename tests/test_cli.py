@@ -13,7 +13,15 @@ from loopback import free_port
 
 from crux_torch import doctor
 from crux_torch.cli import main as cli
-from crux_torch.control.records import Grid, JobRecord, PathCounts, Plan, PlanEntry
+from crux_torch.control.records import (
+    Grid,
+    JobRecord,
+    OnTrial,
+    PathCounts,
+    Plan,
+    PlanEntry,
+    TriedPlan,
+)
 from crux_torch.control.registry import Registry, StoredEntry, StoredPlan
 from crux_torch.measure.job_profile import JobProfile, ProfileBurst
 from crux_torch.report import cluster_status
@@ -200,6 +208,32 @@ def test_status_as_json_is_the_records(crux, cluster):
     assert msgspec.convert(found["jobs"], tuple[JobRecord, ...]) == JOBS
     assert msgspec.convert(found["plan"], Plan) == PLAN
     assert found["plan_renewed"] is None
+
+
+def test_status_says_where_a_trial_stands_and_why_a_plan_was_taken_back(crux, cluster):
+    endpoint, registry = cluster
+    on_trial = OnTrial(name="t1", judge="gpt", jobs=2, on=False)
+    entry = msgspec.structs.replace(PLAN.entries[0], trial=on_trial)
+    registry.tell_follows("gpt", StoredEntry(digest="d", entry=entry))
+
+    def shown(*tried):
+        registry.publish_job(
+            msgspec.structs.replace(JOBS[1], tried=tried or msgspec.UNSET), lease_s=60.0
+        )
+        result = crux("status", CRUX_STORE=endpoint, CRUX_CLUSTER="lab")
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "measured before" in shown()
+    numbers = {"change": -0.1234, "low": -0.2, "high": -0.05, "iterations": 45}
+    back = TriedPlan(name="t1", jobs=("bert", "gpt"), state="worse", **numbers)
+    text = shown(back)
+    assert "taken back -12.3%" in text
+    why = "taken back from bert, gpt: -12.3% busy GPUs (from -20.0% to -5.0%) after 45 iterations"
+    assert why in text
+    assert "+2.0%" in shown(msgspec.structs.replace(back, state="kept", change=0.02))
+    # Of another component than the job is in now.
+    assert "taken back" not in shown(msgspec.structs.replace(back, name="t0"))
 
 
 def test_status_shows_a_row_for_each_job(crux, cluster):

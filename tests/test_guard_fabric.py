@@ -34,14 +34,16 @@ def mlp(name: str, ms: int, width: int, seed: int = 0) -> Workload:
 
 #: A computes for most of its time, and B sends for most of its.
 PAIR = Scenario("worse", "one link", (mlp("A", 200, 224), mlp("B", 20, 640, 1)), arrivals_s=1.0)
+#: A GPT that sends for most of its time.
+SENDS = ("--width", "144", "--batch", "1")
 #: R needs two links at once, and each of them is nearly always in use.
 RING = Scenario(
     "ring",
     "a job over two links that two others fill",
     (
         mlp("R", 200, 384),
-        Workload("X", "gpt", ("--accelerator-ms", "10", "--width", "112")),
-        Workload("Y", "gpt", ("--accelerator-ms", "20", "--width", "112", "--seed", "1")),
+        Workload("X", "gpt", (*SENDS, "--accelerator-ms", "10")),
+        Workload("Y", "gpt", (*SENDS, "--accelerator-ms", "20", "--seed", "1")),
     ),
     leaves_of={"R": (0, 1), "X": (0, 2), "Y": (1, 3)},
     arrivals_s=1.0,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Attempts to change the settings while others change them, too.
 ATTEMPTS = 10
 JOBS = ("job", "hosts", "GPUs", "state", "W FLOP", "MFU", "t s", "period s", "overlap", "operator")
-PLAN = ("job", "I FLOP/s", "k", "P", "level", "paths", "operator")
+PLAN = ("job", "I FLOP/s", "k", "P", "level", "paths", "trial", "operator")
 
 Change = Callable[["OperatorSettings"], dict[str, Any]]
 

@@ -216,15 +216,15 @@ class Leader:
                 if not self._superseded and now >= self._forbidden_until_s:
                     self._agree_as_allowed(state, now)
                 self._followed_entry.tell(self.plan, now)
-                if self._trials is not None:
-                    tried = self._trials.step(now, self.plan, self._snapshot.jobs)
-                    self.update(tried=tried or msgspec.UNSET)
                 if self._store_error is not None:
                     self._store_error = None
                     # The others' back-off lets them return later: until then the snapshot is not
                     # the cluster's.
                     self._settled_at_s = now + self._lease_s
                     self._warn.forget("store")
+                if self._trials is not None:
+                    tried = self._trials.step(now, self.plan, self._snapshot.jobs)
+                    self.update(tried=tried or msgspec.UNSET)
         except StoreError as error:
             if self._store_error is None:
                 self._away_since_s = now
