@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 from agreement_model import Head, State, agrees, healed, start, steps
@@ -14,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_control_leader import agreed, leader_of, run
+from test_control_trials import entries_of
 
 from crux_torch.control.leader import Leader
 from crux_torch.control.records import Plan
@@ -98,6 +100,10 @@ def test_the_model_would_notice_leaders_that_adopt_what_they_have_not_seen() -> 
 class Agreement(RuleBasedStateMachine):
     """Real leaders, with a store that fails, forgets and answers late, and a clock of the test."""
 
+    def options(self) -> dict[str, Any]:
+        """Of a new leader."""
+        return {}
+
     @initialize(seed=st.integers(0, 1 << 30))
     def begin(self, seed: int) -> None:
         self.clock = FakeClock()
@@ -105,7 +111,7 @@ class Agreement(RuleBasedStateMachine):
         self.store = FaultyStore(MemoryStore(self.clock), self.rng)
         self.lives = 0
         self.leaders: list[Leader] = []
-        self.highest: dict[int, int] = {}
+        self.highest: dict[str, int] = {}
         self.applied: dict[int, Plan] = {}
         self.forgot = False
         self.start_leader()
@@ -116,8 +122,9 @@ class Agreement(RuleBasedStateMachine):
             self.lives += 1
             name, store = f"j{self.lives % 5}", self.store
             if all(leader.record.job != name for leader in self.leaders):
+                options: Any = {"incarnation": f"i{self.lives}", **self.options()}
                 self.leaders.append(
-                    leader_of(store, name, self.clock, self.lives, incarnation=f"i{self.lives}")  # type: ignore[arg-type]
+                    leader_of(store, name, self.clock, self.lives, **options)  # type: ignore[arg-type]
                 )
 
     @rule(n=st.integers(0, 3), kindly=st.booleans())
@@ -162,8 +169,9 @@ class Agreement(RuleBasedStateMachine):
             plan = leader.plan
             if plan is None:
                 continue
-            assert plan.epoch >= self.highest.get(id(leader), 0), "an older plan after a newer one"
-            self.highest[id(leader)] = plan.epoch
+            life = leader.record.incarnation
+            assert plan.epoch >= self.highest.get(life, 0), "an older plan after a newer one"
+            self.highest[life] = plan.epoch
             if not self.forgot:
                 same = self.applied.setdefault(plan.epoch, plan)
                 assert same.entries == plan.entries, "two plans of one epoch"
@@ -178,3 +186,20 @@ class Agreement(RuleBasedStateMachine):
 
 TestAgreement = Agreement.TestCase
 TestAgreement.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+
+class AgreementOnTrials(Agreement):
+    """The same where all jobs are one component that tries plans out, and some do better."""
+
+    def options(self) -> dict[str, Any]:
+        step_s = self.rng.uniform(0.3, 0.6)
+
+        def ends(since_ns: int) -> list[int]:
+            first, last = since_ns / 1e9 / step_s, self.clock() / step_s
+            return [round(n * step_s * 1e9) for n in range(int(first) + 1, int(last) + 1)]
+
+        return {"compute": entries_of, "iteration_ends": ends}
+
+
+TestAgreementOnTrials = AgreementOnTrials.TestCase
+TestAgreementOnTrials.settings = TestAgreement.settings

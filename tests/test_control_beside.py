@@ -90,6 +90,40 @@ def test_a_safe_plan_comes_at_once_and_the_better_one_when_it_is_found() -> None
         assert plans() == [("crux", 2, 3)] * 2
 
 
+def test_a_plan_in_force_is_left_for_the_first_one_only_when_it_nears_its_end() -> None:
+    go_on, clock = threading.Event(), FakeClock()
+    go_on.set()
+
+    def compute(*args: Any, policy: str, **options: Any) -> object:
+        assert policy != "crux" or go_on.wait(300)
+        return by_name(*args, **options)
+
+    leader = Leader(
+        MemoryStore(clock), "c", record("a"), compute, clock=clock, in_thread=True, debounce_s=0.0
+    )
+
+    def policy() -> str | None:
+        clock.advance(0.05)
+        leader.tick()
+        time.sleep(0.001)
+        return leader.plan.policy if leader.plan is not None else None
+
+    until(lambda: policy() == "crux", what="the plan")
+    assert leader.plan is not None
+    before = leader.plan
+    go_on.clear()
+    leader.update(profile=profile(t_s=0.2))
+    changed_s = clock.now
+    while clock.now < changed_s + before.valid_s / 3:
+        assert policy() == "crux"
+        assert leader.plan == before
+    until(lambda: policy() == "crux-first", what="the first plan")
+    assert leader.plan is not None
+    assert clock.now < changed_s + before.valid_s
+    go_on.set()
+    until(lambda: policy() == "crux", what="the better plan")
+
+
 def test_no_tick_waits_for_the_planner_and_its_plan_comes_when_it_is_ready() -> None:
     """Nothing but ticks gives orders to the ranks: they must go on."""
     go_on = threading.Event()

@@ -423,7 +423,9 @@ class Leader:
     ) -> tuple[str, tuple[PlanEntry, ...] | None]:
         """What to write for a snapshot without a plan: by which policy, and the entries if any.
 
-        Where the policy takes longer than ``BETTER_S``, that is what it begins with.
+        Where the policy takes longer than ``BETTER_S``, that is what it begins with. A plan in
+        force is left for that later: those that changed may be few, and all would lose their
+        levels.
         """
         first = FIRST_NAME.get(self._policy)
         if first is None or not self._beside.waits_for((fingerprint, self._policy)):
@@ -434,7 +436,8 @@ class Leader:
         self._entries(fingerprint, self._policy)
         if self._first_of[0] != fingerprint:
             self._first_of = fingerprint, now
-        return first, entries if now - self._first_of[1] >= BETTER_S else None
+        patience_s = BETTER_S if self.plan is None else self._plan_valid_s / 3
+        return first, entries if now - self._first_of[1] >= patience_s else None
 
     def _replace(
         self, state: PlanState, policy: str, entries: tuple[PlanEntry, ...], now: float

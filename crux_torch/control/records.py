@@ -23,7 +23,7 @@ MAX_JOBS = 50_000
 MAX_EPOCH = (1 << 62) - 1
 
 #: Plans of which a job's record speaks, and jobs of one component.
-MAX_TRIED, MAX_TRIED_JOBS = 8, 1024
+MAX_TRIED, MAX_TRIED_JOBS = 4, 1024
 
 #: The longest time for which a job is held back at once, and so the longest grid.
 MAX_GRID_S = 60.0

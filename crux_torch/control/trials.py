@@ -47,7 +47,7 @@ LOOK_S = 2.0
 SETTLE_S = 5.0
 #: Seconds after which the plan before need not be known better for a trial.
 BEFORE_S = 600.0
-#: Seconds after which a trial ends even if a job has not had iterations enough: the plan stays.
+#: Seconds after which a trial ends even if a job has not had iterations enough.
 TRIAL_S = 1800.0
 #: Seconds for which a plan that did worse is not tried again; each time twice as long.
 TAKEN_BACK_S = 3600.0
@@ -253,13 +253,11 @@ class Trials:
                 self._say(TriedPlan(name=trial.name, jobs=tuple(sorted(members)), state="trying"))
                 self._on_since_s = now_s
             return
-        found = judge(members, self._max_slowdown)
-        late = now_s - self._on_since_s >= TRIAL_S
-        if found.verdict == "open" and not late:
+        found = judge(members, self._max_slowdown, now_s - self._on_since_s >= TRIAL_S)
+        if found.verdict == "open":
             return
-        state: Literal["kept", "worse"] = "worse" if found.verdict == "worse" else "kept"
-        self._say(_tried(trial.name, members, found, state))
-        if state == "worse":
+        self._say(_tried(trial.name, members, found, found.verdict))
+        if found.verdict == "worse":
             times = self._taken_back.get(trial.name, (0.0, 0))[1] + 1
             self._taken_back[trial.name] = now_s, times
 

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
-#: Chance at most that a plan which changes nothing is taken back.
+#: Chance at most that a plan which changes nothing is taken back before the end of its trial.
 ERROR = 0.01
 #: A loss of busy GPUs that is not worth taking a plan back.
 TOLERANCE = 0.01
@@ -27,7 +27,7 @@ BATCH_ITERATIONS, BATCH_S = 5, 1.0
 #: Batches before which a mean counts as unknown, and with which the plan before is known well
 #: enough; fewer do if their mean is known to within ``WIDTH``.
 MIN_BATCHES, ENOUGH_BATCHES, WIDTH = 8, 40, 0.02
-#: Batches of every job after which a plan stays.
+#: Batches of every job after which a trial ends.
 TRIAL_BATCHES = 200
 #: An iteration longer than this many of the job's alone is a pause, like that of a checkpoint, and
 #: left out. If the next one is, too, it counts as so many.
@@ -165,13 +165,15 @@ def half_width_s(sample: Sample, error: float) -> float:
     return student * math.sqrt(sample.variance * mixture)
 
 
-def judge(members: Mapping[str, Member], max_slowdown: float) -> Judgement:
+def judge(members: Mapping[str, Member], max_slowdown: float, late: bool = False) -> Judgement:
     """What to think of the plan on trial.
 
     Args:
         members: all jobs of the component.
         max_slowdown: a plan that makes a job's mean iteration longer than this many times its
             iteration alone, and longer than the plan before, is worse.
+        late: the trial has to end, and what was measured decides even if it is not certain. So it
+            does after ``TRIAL_BATCHES``.
     """
     error = ERROR / (2 * len(members))
     busy = dict.fromkeys(("before", "least before", "most before", "after", "least", "most"), 0.0)
@@ -197,11 +199,12 @@ def judge(members: Mapping[str, Member], max_slowdown: float) -> Judgement:
     low = _ratio(busy["least"], busy["most before"])
     high = _ratio(busy["most"], busy["least before"])
     verdict: Literal["open", "kept", "worse"] = "open"
+    ended = late or all(member.after.batches >= TRIAL_BATCHES for member in members.values())
     if slowed or high < -TOLERANCE:
         verdict = "worse"
-    elif all(member.after.batches >= TRIAL_BATCHES for member in members.values()) or (
-        knows_all and low > -TOLERANCE
-    ):
+    elif ended:
+        verdict = "kept" if change >= -TOLERANCE else "worse"
+    elif knows_all and low > -TOLERANCE:
         verdict = "kept"
     return Judgement(verdict, change, low, high, slowed)
 
