@@ -159,6 +159,12 @@ def test_a_clear_loss_is_worse_and_a_clear_gain_is_kept() -> None:
     assert judge({"a": member(1.5, 1.4), "b": member(1.5, 1.2)}, CAP).verdict == "kept"
 
 
+def test_times_that_cannot_be_give_no_numbers_that_cannot_be() -> None:
+    tiny = Sample(40, 200, 1e-310, 0.0)
+    told = judge({"a": Member(64, 0.6, 1.0, tiny, tiny)}, CAP)
+    assert (told.change, told.low, told.high) == (0.0, 0.0, 0.0)
+
+
 def test_what_counts_is_the_sum_of_busy_gpus() -> None:
     jobs = {"a": member(2.0, 1.25, gpus=32), "b": member(1.5, 2.5, gpus=2)}
     found = judge(jobs, CAP)

@@ -189,8 +189,8 @@ def judge(members: Mapping[str, Member], max_slowdown: float, late: bool = False
             slowed = slowed or name
         knows_all &= member.after.batches >= MIN_BATCHES and member.after.mean_s <= limit_s
         work = member.gpus * member.compute_s
-        busy["before"] += _over(work, member.before.mean_s)
-        busy["after"] += _over(work, member.after.mean_s or after.low_s)
+        busy["before"] += _over(work, max(member.before.mean_s, member.compute_s))
+        busy["after"] += _over(work, max(member.after.mean_s or after.low_s, member.compute_s))
         busy["least before"] += _over(work, before.high_s)
         busy["most before"] += _over(work, before.low_s)
         busy["least"] += _over(work, after.high_s)
