@@ -13,6 +13,7 @@ from rich.table import Table
 from crux_torch.cli.results import write_text
 from crux_torch.cli.sim_advise import advise_command
 from crux_torch.cli.sim_compare import compare
+from crux_torch.cli.sim_import import import_command
 from crux_torch.cli.sim_options import json_option, numbers_table, scenario_argument
 from crux_torch.cli.sim_trace import trace
 from crux_torch.sim.play import Report, run_scenario
@@ -26,6 +27,7 @@ def sim() -> None:
 
 sim.add_command(advise_command)
 sim.add_command(compare)
+sim.add_command(import_command)
 sim.add_command(trace)
 
 

@@ -157,6 +157,7 @@ def _arguments(record: Any, groups: Sequence[GroupInfo]) -> dict[str, Any]:
         "Input Dims": [[int(record["bytes"])]],
         "Input type": ["unsigned char"],
         "Process Group Name": groups[index].name if index < len(groups) else str(index),
+        "Process Group Ranks": list(groups[index].ranks) if index < len(groups) else [],
         "Group size": int(record["world_size"]),
         "Sequence": int(record["sequence"]),
         "Peer": int(record["peer"]),

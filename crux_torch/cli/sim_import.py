@@ -1,0 +1,107 @@
+"""``crux sim import``: workloads of other tools as one scenario."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from crux_torch.cli.results import write_text
+from crux_torch.errors import CruxError
+from crux_torch.sim.imported import FORMATS, format_of, scenario_of
+from crux_torch.sim.placement import PLACEMENTS
+from crux_torch.sim.trace_rows import TOPOLOGIES, topology_of
+from crux_torch.sim.workload import ImportedJob
+
+
+@click.command("import")
+@click.argument("jobs", nargs=-1, required=True, metavar="NAME=PATH...")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option(
+    "--topology",
+    default="clos",
+    show_default=True,
+    help=f"One of {', '.join(TOPOLOGIES)}, or a topology file.",
+)
+@click.option(
+    "--placement", type=click.Choice(list(PLACEMENTS)), default="hived", show_default=True
+)
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(list(FORMATS)),
+    help="Of all files; default: what each begins like.",
+)
+@click.option(
+    "--bursts",
+    type=click.IntRange(1, 10_000),
+    default=32,
+    show_default=True,
+    help="Most bursts of an iteration.",
+)
+@click.option(
+    "--horizon", type=click.FloatRange(0.0, min_open=True), default=600.0, show_default=True
+)
+@click.option(
+    "--tflops",
+    type=click.FloatRange(0.0, min_open=True),
+    default=100.0,
+    show_default=True,
+    help="TFLOPs that a GPU computes in a second, the same for all jobs.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of GPUs and ports drawn at random.")
+def import_command(
+    jobs: tuple[str, ...],
+    out: Path,
+    topology: str,
+    placement: str,
+    format_name: str | None,
+    bursts: int,
+    horizon: float,
+    tflops: float,
+    seed: int,
+) -> None:
+    """Write a scenario of jobs that other tools describe, on one network.
+
+    PATH is a file, or a folder with a file for each rank: a SimAI workload, Chrome traces of
+    torch's profiler or of CRUX_TRACE, Chakra execution traces (.RANK.et or .RANK.json), or a GOAL
+    schedule.
+    """
+    try:
+        found: dict[str, ImportedJob] = {}
+        for given in jobs:
+            name, _, path = given.partition("=")
+            if not name or not path or name in found:
+                raise click.ClickException(f"got {given!r}, expected NAME=PATH with a new NAME")
+            found[name] = _read(Path(path), format_name)
+        scenario = scenario_of(
+            found,
+            topology_of(topology),
+            placement=placement,
+            bursts=bursts,
+            seed=seed,
+            horizon_s=horizon,
+            flops_per_s=tflops * 1e12,
+        )
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+    text = msgspec.json.encode(msgspec.to_builtins(scenario))
+    write_text(out, msgspec.json.format(text, indent=1).decode() + "\n")
+    for name, job in found.items():
+        sent = sum(sum(burst.traffic.values()) for burst in scenario.jobs[name].sent)
+        click.echo(
+            f"{name}: {job.ranks} ranks, {job.compute_s:.4g} s of compute, "
+            f"{len(scenario.jobs[name].sent)} bursts, {sent:.4g} bytes over all links"
+        )
+
+
+def _read(path: Path, format_name: str | None) -> ImportedJob:
+    try:
+        inside = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
+        files = {str(file): file.read_bytes() for file in inside}
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    if not files:
+        raise click.ClickException(f"{path}: the folder holds no files")
+    return FORMATS[format_name or format_of(files)](files)

@@ -1,0 +1,132 @@
+"""Imported workloads as the jobs of a scenario: on the GPUs of one topology."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from crux_torch.fabric.topology import Topology
+from crux_torch.measure import traffic
+from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.model import Flow, Job
+from crux_torch.sim.collectives import Transfers, contended, transfers
+from crux_torch.sim.import_chakra import read_chakra
+from crux_torch.sim.import_chrome import read_chrome
+from crux_torch.sim.import_goal import read_goal
+from crux_torch.sim.import_simai import read_simai
+from crux_torch.sim.joined import JoinedPaths
+from crux_torch.sim.placed import ALLTOALL_PEERS, CANDIDATES, hashed_paths
+from crux_torch.sim.placement import PLACEMENTS, Allocation, Request, cells
+from crux_torch.sim.scenario import Scenario, ScenarioJob, ScenarioLink, TrafficBurst
+from crux_torch.sim.workload import ImportedJob, ImportFailed, in_bursts
+
+Files = Mapping[str, bytes]
+
+
+def _one(read: Callable[[str], ImportedJob]) -> Callable[[Files], ImportedJob]:
+    """A reader of text for a job of one file."""
+
+    def read_file(files: Files) -> ImportedJob:
+        if len(files) != 1:
+            raise ImportFailed(f"got {len(files)} files, expected one")
+        ((name, held),) = files.items()
+        try:
+            return read(held.decode())
+        except (ImportFailed, UnicodeDecodeError) as error:
+            raise ImportFailed(f"{name}: {error}") from None
+
+    return read_file
+
+
+#: Readers by the name of the format.
+FORMATS: dict[str, Callable[[Files], ImportedJob]] = {
+    "simai": _one(read_simai),
+    "chrome": read_chrome,
+    "chakra": read_chakra,
+    "goal": _one(read_goal),
+}
+
+
+def format_of(files: Files) -> str:
+    """The name of the format in which the first of the files begins, a key of ``FORMATS``.
+
+    Raises:
+        ImportFailed: there is no file, or it is of no format that is known.
+    """
+    for name, held in files.items():
+        start = held[: 1 << 16].lstrip()
+        if name.endswith(".et"):
+            return "chakra"
+        if start.startswith(b"HYBRID_"):
+            return "simai"
+        if start.startswith((b"num_ranks", b"//", b"/*")):
+            return "goal"
+        if start.startswith(b"{"):
+            # A Chrome trace is one object; Chakra's JSON begins with the trace's metadata.
+            return "chrome" if b'"traceEvents"' in held else "chakra"
+        known = ", ".join(FORMATS)
+        raise ImportFailed(f"{name}: its format is not known, expected one of {known}")
+    raise ImportFailed("there are no files")
+
+
+def scenario_of(
+    jobs: Mapping[str, ImportedJob],
+    topology: Topology,
+    *,
+    placement: str,
+    bursts: int,
+    seed: int,
+    horizon_s: float,
+    flops_per_s: float = 1e14,
+) -> Scenario:
+    """The jobs on one network, on the paths that its hash gives them.
+
+    Each hop is one connection. As for schedulers, each burst carries the same share of the bytes on
+    every link of a job.
+
+    Args:
+        placement: a name of ``PLACEMENTS``; jobs get GPUs in their order.
+        bursts: most bursts of an iteration, see :func:`crux_torch.sim.workload.in_bursts`.
+        seed: of random placement and of source ports.
+        flops_per_s: what a GPU computes, which the workloads don't tell. Only jobs' ratios matter.
+
+    Raises:
+        ImportFailed: the topology has too few GPUs for a job.
+    """
+    allocation = Allocation(cells(topology))
+    paths = JoinedPaths(topology, CANDIDATES)
+    placed: dict[str, ScenarioJob] = {}
+    for name, job in jobs.items():
+        request = Request(name, job.ranks, job.compute_s)
+        rng = random.Random(f"{seed}: {name}")
+        gpus = PLACEMENTS[placement](request, allocation, rng)
+        if gpus is None:
+            raise ImportFailed(
+                f"{name}: needs {job.ranks} GPUs, of {len(allocation.root.gpus)} of the topology "
+                f"{len(allocation.free())} are free"
+            )
+        allocation.take(request, gpus)
+        total: Transfers = {}
+        sent_at: defaultdict[float, float] = defaultdict(float)
+        for collective in in_bursts(job.collectives, bursts):
+            part = contended(transfers(collective, gpus, topology, ALLTOALL_PEERS), topology)
+            traffic.add_flows(total, part)
+            sent_at[collective.at] += sum(part.values())
+        flows = tuple(Flow(size, paths(*ends)) for ends, size in total.items())
+        full = Job(name, job.ranks, 0.0, job.compute_s, flows)
+        moved = link_traffic(full, hashed_paths(full, topology, seed=seed))
+        whole = sum(sent_at.values())
+        placed[name] = ScenarioJob(
+            gpus=job.ranks,
+            compute_s=job.compute_s,
+            flops=flops_per_s * job.compute_s * job.ranks,
+            bursts=[
+                TrafficBurst(at=at, traffic={link: m * share / whole for link, m in moved.items()})
+                for at, share in sorted(sent_at.items())
+                if share
+            ],
+        )
+    used = sorted({link for job in placed.values() for burst in job.sent for link in burst.traffic})
+    links = {link: ScenarioLink(capacity_Bps=topology.capacity_Bps[link]) for link in used}
+    return Scenario(links=links, jobs=placed, horizon_s=horizon_s)
