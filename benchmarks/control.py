@@ -65,7 +65,10 @@ def _flat(
 def _ends(since_ns: int) -> list[int]:
     """Ends of iterations of half a second, that vary so much that they are measured for long."""
     first, now_ns = max(0, since_ns - 1) // 500_000_000 + 1, time.monotonic_ns()
-    ends = [n * 500_000_000 + n * 7919 % 11 * 40_000_000 for n in range(first - 1, now_ns // 500_000_000)]
+    ends = [
+        n * 500_000_000 + n * 7919 % 11 * 40_000_000
+        for n in range(first - 1, now_ns // 500_000_000)
+    ]
     return [end for end in ends if since_ns <= end <= now_ns]
 
 

@@ -368,24 +368,20 @@ class Turn:
                 self._until(self._on_planned_paths, PATHS_S, "the planned paths")
                 self.seen.on_paths = True
 
-    def _trials(self) -> list[str]:
-        """Where the trial of each component's plan stands; ``before`` if it has not begun."""
-        judges = {job["job"]: job.get("tried", ()) for job in self._status["jobs"]}
-        trials = [e["trial"] for e in self._status["plan"]["entries"] if e.get("trial")]
-        return [
-            next(
-                (t["state"] for t in judges.get(trial["judge"], ()) if t["name"] == trial["name"]),
-                "before",
-            )
-            for trial in trials
-        ]
+    def _trials(self) -> dict[str, tuple[str, bool]]:
+        """Of each job whose component has a plan to try: where the trial stands (``before`` if it
+        has not begun), and whether the plan is on."""
+        judges = {job["job"]: job.get("tried", ()) for job in self._status.get("jobs", ())}
+        found = {}
+        for entry in (self._status.get("plan") or {}).get("entries", ()):
+            if trial := entry.get("trial"):
+                said = {t["name"]: t["state"] for t in judges.get(trial["judge"], ())}
+                found[entry["job"]] = said.get(trial["name"], "before"), trial["on"]
+        return found
 
     def _tried(self) -> bool:
-        """Whether every component has the plan that it may keep."""
-        entries = self._status["plan"]["entries"]
-        states = self._trials()
-        on = [e["trial"]["on"] for e in entries if e.get("trial")]
-        return all(state == "worse" or is_on for state, is_on in zip(states, on, strict=True))
+        """Whether every component has a plan that was measured, or is about to be."""
+        return all(on or state == "worse" for state, on in self._trials().values())
 
     def _on_planned_paths(self) -> bool:
         entries = self._status["plan"]["entries"]

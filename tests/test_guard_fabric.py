@@ -58,13 +58,11 @@ class TakenBack(Turn):
     def _await_plan(self) -> None:
         super()._await_plan()
         self.on_s = time.monotonic()
-        self._until(lambda: set(self._trials()) == {"worse"}, TRIAL_S, "taking the plan back")
-        self._until(self._all_off, TRIAL_S, "the safe plan")
+        self._until(self._is_back, TRIAL_S, "taking the plan back")
         self.off_s = time.monotonic()
 
-    def _all_off(self) -> bool:
-        entries = self._status["plan"]["entries"]
-        return len(entries) == 2 and not any(entry["trial"]["on"] for entry in entries)
+    def _is_back(self) -> bool:
+        return list(self._trials().values()) == [("worse", False)] * 2
 
 
 def mean_s(seen: Seen, job: str) -> float:
