@@ -83,6 +83,8 @@ def test_the_path_in_use_or_the_bursts_replace_the_traffic() -> None:
         ("jobs.a.level", 1.5, "jobs.a.level: got 1.5, Expected `int"),
         ("jobs.a.level", 2**40, "jobs.a.level: got"),
         ("jobs.a.weight", 0, "jobs.a.weight: got 0"),
+        ("jobs.a.weight", 1e15, "jobs.a.weight: got 1000000000000000.0"),
+        ("jobs.a.weight", 1e-15, "jobs.a.weight: got 1e-15"),
         ("jobs.a.iterations", 0, "jobs.a.iterations: got 0"),
         ("jobs.a.start_s", -1, "jobs.a.start_s: got -1"),
         ("jobs.a.comm_start", 1.1, "jobs.a.comm_start: got 1.1, Expected `float` <= 1.0"),

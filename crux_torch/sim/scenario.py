@@ -23,6 +23,8 @@ Positive = Annotated[float, Meta(gt=0.0)]
 NonNegative = Annotated[float, Meta(ge=0.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+#: Beyond these, a sum of weights loses the small ones.
+Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Level = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 #: Bytes on each link.
 Traffic = Mapping[str, float]
@@ -58,7 +60,7 @@ class ScenarioJob(_Record, frozen=True, kw_only=True):
     paths: dict[str, dict[str, float]] | None = None
     path: str | None = None
     level: Level = 0
-    weight: Positive = 1.0
+    weight: Weight = 1.0
     start_s: NonNegative = 0.0
     iterations: Count | None = None
 
