@@ -75,6 +75,16 @@ def test_a_slot_that_is_not_of_now_is_refused(service: TablesService, slot: int)
     assert isinstance(ask(service, Count()), Refused)
 
 
+def test_full_tables_refuse_flows_that_are_new_only(
+    service: TablesService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crux_torch.control.tables_server.MAX_FLOWS", 1)
+    assert ask(service, UpdateSchedule("a", LINKS, 100, (4.0,), 0.0, "a", {})) == Done(1)
+    assert isinstance(ask(service, UpdateSchedule("b", LINKS, 100, (1.0,), 0.0, "b", {})), Refused)
+    assert ask(service, UpdateSchedule("a", LINKS, 100, (3.0,), 0.0, "a", {})) == Done(1)
+    assert ask(service, UpdateSchedule("a", LINKS, 100, (), 0.0, "a", {})) == Done(1)
+
+
 def test_counters_show_foreign_flows(service: TablesService) -> None:
     for _ in range(5):
         now = service._clock.now_s

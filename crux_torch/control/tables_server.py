@@ -55,7 +55,7 @@ class TablesService:
             return Refused("not kept here")
         if not now - SLOTS < request.slot <= now:
             return Refused(f"slot {request.slot} is not of now, which is {now}")
-        if len(self._tables) >= MAX_FLOWS:
+        if len(self._tables) >= MAX_FLOWS and request.flow not in self._tables:
             return Refused("the tables are full")
         for link, moved in request.counters.items():
             self._tables.count(link, now, moved)

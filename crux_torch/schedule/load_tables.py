@@ -65,6 +65,9 @@ class LoadTables:
     def __len__(self) -> int:
         return len(self._flows)
 
+    def __contains__(self, flow: str) -> bool:
+        return flow in self._flows
+
     def feedback(self, flow: str, links: Mapping[str, float], slot: int) -> list[LinkLoad]:
         """Each link as ``flow`` sees it (``fetch_feedback``).
 
