@@ -52,7 +52,7 @@ class Engine:
         name: str,
         *,
         compute_s: float,
-        bursts: Iterable[tuple[float, dict[str, float]]],
+        bursts: Iterable[tuple[float, dict[str, float] | list[dict[str, float]]]],
         gpus: float = 1.0,
         level: int = 0,
         weight: float = 1.0,
@@ -63,7 +63,9 @@ class Engine:
 
         Args:
             bursts: of each iteration, in order: the share of the compute after which it may start,
-                and its bytes on each link.
+                and its bytes on each link. A list of such bytes: parts that move on their own,
+                and the next burst begins when all have ended. What sets the traffic or a rate
+                limit of such a job, or asks for its bytes left, raises SpecError.
             level: a higher one goes first.
             weight: share within its level.
             iterations: after which it ends; None: never.

@@ -48,6 +48,7 @@ def advise_command(
             scenario.horizon_s,
             start_s={name: job.start_s for name, job in scenario.jobs.items()},
             schedulers=schedulers,
+            slack_bytes=scenario.slack_bytes,
         )
     except (CruxError, _fluid.SpecError) as error:
         raise click.ClickException(f"{file}: {error}") from None

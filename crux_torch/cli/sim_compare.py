@@ -48,7 +48,13 @@ def compare(
         def played(name: str) -> Any:
             decision = SCHEDULERS[name](cluster, options)
             notes.extend(f"{name}: {note}" for note in decision.notes)
-            return play(cluster, decision, scenario.horizon_s, start_s=start_s)
+            return play(
+                cluster,
+                decision,
+                scenario.horizon_s,
+                start_s=start_s,
+                slack_bytes=scenario.slack_bytes,
+            )
 
         notes: list[str] = []
         alone = played("ideal").jobs

@@ -37,8 +37,11 @@ def advise(
     *,
     start_s: Mapping[str, float],
     schedulers: Sequence[str],
+    slack_bytes: float | None = None,
 ) -> dict[str, JobAdvice]:
     """Plays the cluster as it is, without each job in turn, and under each scheduler.
+
+    For ``slack_bytes`` see :func:`~crux_torch.sim.play.with_slack`.
 
     Raises:
         SpecError: a job or link that can't be simulated.
@@ -46,7 +49,7 @@ def advise(
     """
 
     def mean_s(jobs: Cluster, decision: Decision) -> dict[str, float | None]:
-        report = play(jobs, decision, horizon_s, start_s=start_s)
+        report = play(jobs, decision, horizon_s, start_s=start_s, slack_bytes=slack_bytes)
         return {name: job.mean_iteration_s for name, job in report.jobs.items()}
 
     shared = ecmp(cluster, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from crux_torch import _fluid
@@ -11,6 +11,11 @@ from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.pace import DRIFT
 from crux_torch.sim.scenario import Scenario, ScenarioError
 from crux_torch.sim.slots import run_in_slots
+
+#: Bytes on each link of a transfer, or of each of its parts that move on their own.
+Moved = dict[str, float] | list[dict[str, float]]
+#: A burst is cut into no more pieces than this.
+MAX_PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,9 @@ def run_scenario(
             engine.add_job(
                 name,
                 compute_s=job.compute_s,
-                bursts=[(burst.at, dict(burst.traffic)) for burst in job.sent],
+                bursts=with_slack(
+                    [(burst.at, dict(burst.traffic)) for burst in job.sent], scenario.slack_bytes
+                ),
                 gpus=job.gpus,
                 level=job.level,
                 weight=job.weight,
@@ -76,6 +83,30 @@ def run_scenario(
         raise ScenarioError(str(error)) from None
     _run_to_horizon(engine, scenario.horizon_s)
     return report_of(engine, scenario.horizon_s)
+
+
+def with_slack(
+    bursts: Sequence[tuple[float, dict[str, float]]], slack_bytes: float | None
+) -> list[tuple[float, Moved]]:
+    """The engine's bursts of a job whose links may be ahead of each other.
+
+    Each link carries its bytes at its own pace, in pieces. A piece begins when all links have
+    carried the one before it.
+
+    Args:
+        bursts: after which share of the compute each begins, and its bytes on each link.
+        slack_bytes: about what the busiest link may be ahead, so the size of a piece; None: all
+            links of a burst move together.
+    """
+    if slack_bytes is None:
+        return list(bursts)
+    cut: list[tuple[float, Moved]] = []
+    for at, traffic in bursts:
+        busiest = max(traffic.values(), default=0.0)
+        pieces = min(max(round(busiest / slack_bytes), 1), MAX_PIECES)
+        part: Moved = [{link: amount / pieces} for link, amount in traffic.items() if amount > 0]
+        cut += [(at, part)] * pieces
+    return cut
 
 
 def _run_to_horizon(engine: _fluid.Engine, horizon_s: float) -> None:
@@ -101,11 +132,16 @@ def report_of(engine: _fluid.Engine, horizon_s: float) -> Report:
 
 
 def engine_of(
-    cluster: Cluster, decision: Decision, *, start_s: Mapping[str, float] | None = None
+    cluster: Cluster,
+    decision: Decision,
+    *,
+    start_s: Mapping[str, float] | None = None,
+    slack_bytes: float | None = None,
 ) -> _fluid.Engine:
     """An engine at time 0 that holds the cluster's jobs on the paths and levels of a decision.
 
-    Only links that a job uses are simulated. Jobs that ``start_s`` does not name start at 0.
+    Only links that a job uses are simulated. Jobs that ``start_s`` does not name start at 0. For
+    ``slack_bytes`` see :func:`with_slack`.
 
     Raises:
         SpecError: a job or link that can't be simulated.
@@ -124,7 +160,7 @@ def engine_of(
         engine.add_job(
             job.name,
             compute_s=job.compute_s,
-            bursts=burst_traffic(job, traffic[job.name]),
+            bursts=with_slack(burst_traffic(job, traffic[job.name]), slack_bytes),
             gpus=job.gpus,
             level=decision.level[job.name],
             start_s=(start_s or {}).get(job.name, 0.0) + shift_s,
@@ -142,17 +178,19 @@ def play(
     *,
     start_s: Mapping[str, float] | None = None,
     foreign: Collection[str] = (),
+    slack_bytes: float | None = None,
 ) -> Report:
     """What becomes of the cluster's jobs in ``horizon_s`` seconds, see :func:`engine_of`.
 
     Args:
         foreign: jobs that are not ours: where the decision has rates booked, theirs are not.
+        slack_bytes: see :func:`with_slack`; not where the decision has rates booked.
 
     Raises:
         SpecError: a job or link that can't be simulated.
         ScenarioError: the clock can't resolve the shortest iteration at the horizon.
     """
-    engine = engine_of(cluster, decision, start_s=start_s)
+    engine = engine_of(cluster, decision, start_s=start_s, slack_bytes=slack_bytes)
     if decision.slot_s is None:
         _run_to_horizon(engine, horizon_s)
     else:

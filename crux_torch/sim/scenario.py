@@ -78,6 +78,7 @@ class _File(_Record, frozen=True):
     links: dict[str, Any]
     jobs: dict[str, Any]
     horizon_s: Positive
+    slack_bytes: Positive | None = None
 
 
 class Scenario(_Record, frozen=True):
@@ -86,6 +87,7 @@ class Scenario(_Record, frozen=True):
     links: dict[str, ScenarioLink]
     jobs: dict[str, ScenarioJob]
     horizon_s: float
+    slack_bytes: float | None = None
 
 
 _Kind = TypeVar("_Kind", bound=_Record)
@@ -117,7 +119,9 @@ def parse_scenario(text: str) -> Scenario:
     jobs = {n: _convert(f"jobs.{n}", value, ScenarioJob) for n, value in file.jobs.items()}
     for name, job in jobs.items():
         _check(f"jobs.{name}", job, links)
-    return Scenario(links=links, jobs=jobs, horizon_s=file.horizon_s)
+    if file.slack_bytes is not None and any(link.delay_s for link in links.values()):
+        raise ScenarioError("slack_bytes: expected links without delay_s beside it")
+    return Scenario(links=links, jobs=jobs, horizon_s=file.horizon_s, slack_bytes=file.slack_bytes)
 
 
 def _load_json(text: str) -> Any:

@@ -43,38 +43,70 @@ class NamedEngine {
     spec.weight = weight;
     spec.start = start_s ? Seconds(*start_s) : engine_.now();
     spec.iterations = iterations;
+    std::vector<std::vector<LoadSpec>> parts;  // of one burst after the other
+    std::size_t widest = 1;
+    std::vector<std::size_t> first;
     for (const py::handle item : bursts) {
-      const auto [at, traffic] = item.cast<std::pair<double, py::dict>>();
-      spec.bursts.push_back({at, loads(traffic)});
+      const auto [at, traffic] = item.cast<std::pair<double, py::object>>();
+      spec.bursts.push_back({at, {}});
+      first.push_back(parts.size());
+      if (py::isinstance<py::dict>(traffic)) {
+        parts.push_back(loads(traffic.cast<py::dict>()));
+      } else {
+        for (const py::dict& part : traffic.cast<std::vector<py::dict>>()) {
+          parts.push_back(loads(part));
+        }
+      }
+      widest = std::max(widest, parts.size() - first.back());
     }
-    engine_.add_job(std::move(spec));
+    first.push_back(parts.size());
+    spec.gpus /= static_cast<double>(widest);
+    std::vector<JobSpec> team(widest, spec);
+    for (std::size_t i = 0; i < widest; ++i) {
+      if (i > 0) team[i].name += '\n' + std::to_string(i);  // no name of a caller's
+      for (std::size_t b = 0; b < spec.bursts.size(); ++b) {
+        if (first[b] + i < first[b + 1]) team[i].bursts[b].traffic = parts[first[b] + i];
+      }
+    }
+    const std::vector<JobId> members = engine_.add_team(std::move(team));
+    teams_.emplace(members.front(), members);
   }
 
-  void remove_job(const std::string& name) { engine_.remove_job(id(name)); }
-  void set_level(const std::string& name, int level) { engine_.set_level(id(name), level); }
-  void set_weight(const std::string& name, double weight) { engine_.set_weight(id(name), weight); }
-  void shift(const std::string& name, double by_s) { engine_.shift(id(name), Seconds(by_s)); }
+  void remove_job(const std::string& name) {
+    for (JobId job : members(name)) engine_.remove_job(job);
+  }
+  void set_level(const std::string& name, int level) {
+    for (JobId job : members(name)) engine_.set_level(job, level);
+  }
+  void set_weight(const std::string& name, double weight) {
+    for (JobId job : members(name)) engine_.set_weight(job, weight);
+  }
+  void shift(const std::string& name, double by_s) {
+    for (JobId job : members(name)) engine_.shift(job, Seconds(by_s));
+  }
 
   void set_pace(const std::string& name, double origin_s, std::optional<double> period_s,
                 double tolerance) {
     std::optional<Pace> pace;
     if (period_s) pace = Pace{Seconds(origin_s), Seconds(*period_s), tolerance};
-    engine_.set_pace(id(name), pace);
+    for (JobId job : members(name)) engine_.set_pace(job, pace);
   }
 
   void set_rate_limit(const std::string& name, std::optional<double> limit_Bps) {
     std::optional<BytesPerSecond> limit;
     if (limit_Bps) limit = BytesPerSecond(*limit_Bps);
-    engine_.set_rate_limit(id(name), limit);
+    engine_.set_rate_limit(only(name), limit);
   }
 
-  std::optional<double> bytes_left(const std::string& name) { return engine_.bytes_left(id(name)); }
+  std::optional<double> bytes_left(const std::string& name) {
+    return engine_.bytes_left(only(name));
+  }
 
   void set_traffic(const std::string& name, const std::vector<py::dict>& traffic) {
     std::vector<std::vector<LoadSpec>> bursts;
     bursts.reserve(traffic.size());
     for (const py::dict& burst : traffic) bursts.push_back(loads(burst));
-    engine_.set_traffic(id(name), bursts);
+    engine_.set_traffic(only(name), bursts);
   }
 
   void run_until(double until_s) {
@@ -84,7 +116,9 @@ class NamedEngine {
   std::vector<std::string> run_until_end_of_any(double until_s) {
     run([&] { return engine_.run_until_end_of_any(Seconds(until_s), kEventsPerLook); });
     std::vector<std::string> names;
-    for (JobId job : engine_.ended()) names.push_back(engine_.spec(job).name);
+    for (JobId job : engine_.ended()) {
+      if (teams_.count(job) != 0) names.push_back(engine_.spec(job).name);
+    }
     return names;
   }
 
@@ -96,7 +130,11 @@ class NamedEngine {
     return engine_.gpu_utilization();
   }
 
-  py::dict result(const std::string& name) { return to_dict(engine_.result(id(name))); }
+  py::dict result(const std::string& name) {
+    std::vector<JobResult> of;
+    for (JobId job : members(name)) of.push_back(engine_.result(job));
+    return to_dict(whole(of));
+  }
 
   py::dict results() {
     std::vector<JobResult> all;
@@ -106,7 +144,11 @@ class NamedEngine {
     }
     py::dict out;
     for (JobId job = 0; job < all.size(); ++job) {
-      out[py::str(engine_.spec(job).name)] = to_dict(all[job]);
+      const auto team = teams_.find(job);
+      if (team == teams_.end()) continue;
+      std::vector<JobResult> of;
+      for (JobId member : team->second) of.push_back(all[member]);
+      out[py::str(engine_.spec(job).name)] = to_dict(whole(of));
     }
     return out;
   }
@@ -136,6 +178,13 @@ class NamedEngine {
     return Network::validate(std::move(specs));
   }
 
+  // A job's result: its parts go through their iterations together.
+  static JobResult whole(const std::vector<JobResult>& parts) {
+    JobResult result = parts.front();
+    for (const JobResult& part : parts) result.comm_s = std::max(result.comm_s, part.comm_s);
+    return result;
+  }
+
   static py::dict to_dict(const JobResult& result) {
     py::dict out;
     out["completed"] = result.completed;
@@ -151,6 +200,14 @@ class NamedEngine {
     const auto found = engine_.find(name);
     if (!found) throw SpecError("no job " + name);
     return *found;
+  }
+
+  const std::vector<JobId>& members(const std::string& name) const { return teams_.at(id(name)); }
+
+  JobId only(const std::string& name) const {
+    if (members(name).size() > 1)
+      throw SpecError("job " + name + ": expected bursts whose links move together");
+    return id(name);
   }
 
   std::vector<LoadSpec> loads(const py::dict& traffic) const {
@@ -179,6 +236,7 @@ class NamedEngine {
 
   Engine engine_;
   std::unordered_map<std::string, LinkId> link_ids_;
+  std::unordered_map<JobId, std::vector<JobId>> teams_;  // by their first job
 };
 
 // Runs independent engines side by side; each is as it would be alone.

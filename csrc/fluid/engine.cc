@@ -59,6 +59,20 @@ JobId Engine::add_job(JobSpec spec) {
   return id;
 }
 
+std::vector<JobId> Engine::add_team(std::vector<JobSpec> specs) {
+  for (const JobSpec& spec : specs) {
+    if (ids_.count(spec.name) != 0) throw SpecError("job " + spec.name + ": appears twice");
+    Program::validate(spec, network_);
+  }
+  std::vector<JobId> members;
+  for (JobSpec& spec : specs) members.push_back(add_job(std::move(spec)));
+  if (members.size() > 1) {
+    for (JobId member : members) jobs_[member].team = static_cast<std::uint32_t>(teams_.size());
+    teams_.push_back({members});
+  }
+  return members;
+}
+
 std::optional<JobId> Engine::find(const std::string& name) const {
   const auto it = ids_.find(name);
   if (it == ids_.end()) return std::nullopt;
@@ -268,12 +282,12 @@ bool Engine::handle(JobId id, double t) {
       break;
     case Stage::kMoving:
       if (allocator_.active(id)) allocator_.stop(id);
-      ++job.burst;
-      next_burst(id, t);
+      end_burst(id, t);
       break;
     case Stage::kTail:
       end_iteration(id, t);
       break;
+    case Stage::kSent:
     case Stage::kEnded:
       break;
   }
@@ -310,7 +324,13 @@ void Engine::begin_iteration(JobId id, double t) {
 void Engine::next_burst(JobId id, double t) {
   Job& job = jobs_[id];
   const std::vector<Burst>& bursts = job.program.bursts();
-  while (job.burst < bursts.size() && bursts[job.burst].crossings.empty()) ++job.burst;
+  while (job.burst < bursts.size() && bursts[job.burst].crossings.empty()) {
+    if (job.team != kNoTeam) {
+      end_burst(id, t);
+      return;
+    }
+    ++job.burst;
+  }
   if (job.burst < bursts.size()) {
     const double at = job.iteration_start + bursts[job.burst].at_s;
     if (at > t) {
@@ -344,6 +364,24 @@ void Engine::start_moving(JobId id, double t) {
   job.since = t;
   job.rate = 0.0;
   attach(id, t);
+}
+
+// Goes on to the next burst, with all of its team.
+void Engine::end_burst(JobId id, double t) {
+  Job& job = jobs_[id];
+  if (job.team == kNoTeam) {
+    ++job.burst;
+    next_burst(id, t);
+    return;
+  }
+  schedule(id, Stage::kSent, EventQueue::kNever);
+  Team& team = teams_[job.team];
+  if (++team.sent < team.members.size()) return;
+  team.sent = 0;
+  for (JobId member : team.members) {
+    ++jobs_[member].burst;
+    next_burst(member, t);
+  }
 }
 
 void Engine::end_iteration(JobId id, double t) {

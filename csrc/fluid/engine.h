@@ -54,6 +54,10 @@ class Engine {
 
   // All throw SpecError for what can't be simulated and leave the engine as it was.
   JobId add_job(JobSpec spec);
+  // Jobs that differ in names, GPUs and traffic only, and go through their iterations together:
+  // none starts a burst before all have sent the one before it. What changes one of them must
+  // change all at the same time.
+  std::vector<JobId> add_team(std::vector<JobSpec> specs);
   void remove_job(JobId id);
   void set_level(JobId id, int level);
   void set_weight(JobId id, double weight);
@@ -94,6 +98,7 @@ class Engine {
 
  private:
   static constexpr std::uint32_t kNoComponent = UINT32_MAX;
+  static constexpr std::uint32_t kNoTeam = UINT32_MAX;
   // An event this little after the end of a run, relative to the clock, still belongs to it: sums
   // of many iterations' lengths carry rounding.
   static constexpr double kClockTolerance = 1e-12;
@@ -107,6 +112,7 @@ class Engine {
     Stage stage = Stage::kWaiting;
     std::uint32_t burst = 0;
     std::uint32_t component = kNoComponent;
+    std::uint32_t team = kNoTeam;
     double iteration_start = 0.0;
     double due = 0.0;       // time of its next event
     double progress = 0.0;  // of the burst that moves, in [0, 1], at `since`
@@ -124,6 +130,11 @@ class Engine {
     double past_compute_s = 0.0;  // of an iteration that was cut short
   };
 
+  struct Team {
+    std::vector<JobId> members;
+    std::size_t sent = 0;  // members that wait for the others
+  };
+
   Job& at(JobId id);
   bool advance(double until, std::uint64_t max_events, bool stop_at_end);
   double handle_batch();
@@ -135,6 +146,7 @@ class Engine {
   void next_burst(JobId id, double t);
   void send_burst(JobId id, double t);
   void start_moving(JobId id, double t);
+  void end_burst(JobId id, double t);
   void end_iteration(JobId id, double t);
   void leave(JobId id, double t);
   void schedule(JobId id, Stage stage, double due);
@@ -151,6 +163,7 @@ class Engine {
 
   std::uint32_t new_component(std::vector<JobId> members);
   void join(JobId id);
+  std::uint32_t merge(std::uint32_t own, std::uint32_t other);
   void part(JobId id);
   void split(std::uint32_t component);
   bool leads(JobId a, JobId b) const;
@@ -180,6 +193,7 @@ class Engine {
   Allocator allocator_;
   EventQueue queue_;
   std::vector<Job> jobs_;
+  std::vector<Team> teams_;
   std::unordered_map<std::string, JobId> ids_;
   std::vector<Component> components_;
   std::vector<std::uint32_t> free_components_;

@@ -50,24 +50,32 @@ void Engine::join(JobId id) {
   for (const Footprint& f : jobs_[id].program.footprint()) {
     if (!sharing_.contended(f.link)) continue;
     for (const Sharing::User& user : sharing_.users(f.link)) {
-      std::uint32_t other = jobs_[user.job].component;
-      if (other == own) continue;
-      if (components_[own].members.size() < components_[other].members.size()) {
-        std::swap(own, other);
-      }
-      if (leads(components_[other].reference, components_[own].reference)) {
-        components_[own].reference = components_[other].reference;
-      }
-      for (JobId member : components_[other].members) {
-        jobs_[member].component = own;
-        components_[own].members.push_back(member);
-      }
-      components_[other].used = false;
-      components_[other].members.clear();
-      free_components_.push_back(other);
+      own = merge(own, jobs_[user.job].component);
+    }
+  }
+  if (jobs_[id].team != kNoTeam) {
+    for (JobId mate : teams_[jobs_[id].team].members) {
+      if (jobs_[mate].component != kNoComponent) own = merge(own, jobs_[mate].component);
     }
   }
   components_[own].forget();
+}
+
+// Makes one component of two; returns which of them it is.
+std::uint32_t Engine::merge(std::uint32_t own, std::uint32_t other) {
+  if (other == own) return own;
+  if (components_[own].members.size() < components_[other].members.size()) std::swap(own, other);
+  if (leads(components_[other].reference, components_[own].reference)) {
+    components_[own].reference = components_[other].reference;
+  }
+  for (JobId member : components_[other].members) {
+    jobs_[member].component = own;
+    components_[own].members.push_back(member);
+  }
+  components_[other].used = false;
+  components_[other].members.clear();
+  free_components_.push_back(other);
+  return own;
 }
 
 void Engine::part(JobId id) {
@@ -110,6 +118,13 @@ void Engine::split(std::uint32_t component) {
           part.push_back(user.job);
         }
       }
+      if (jobs_[part[next]].team == kNoTeam) continue;
+      for (JobId mate : teams_[jobs_[part[next]].team].members) {
+        const bool here = std::binary_search(members.begin(), members.end(), mate);
+        if (!here || jobs_[mate].component != kNoComponent) continue;
+        jobs_[mate].component = kReached;
+        part.push_back(mate);
+      }
     }
     new_component(std::move(part));
   }
@@ -118,6 +133,7 @@ void Engine::split(std::uint32_t component) {
 Phase Engine::phase(const Job& job, double t) const {
   Phase phase{job.stage, job.burst, 0.0, job.due - t};
   phase.elapsed_s = std::clamp(t - job.iteration_start, 0.0, job.program.compute_s());
+  if (job.stage == Stage::kSent) phase.pending_s = 0.0;
   if (job.stage == Stage::kMoving) {
     phase.pending_s = (1.0 - progress_at(job, t)) * job.program.bursts()[job.burst].alone_s;
   }
@@ -144,7 +160,7 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
   if (jobs_[component.reference].iteration_start != t) return;
   const Job& first = jobs_[component.reference];
   // Not after a hold: the skip takes the next iterations' ends to follow on the last one's.
-  if (component.members.size() == 1 && first.last_end == t) {
+  if (component.members.size() == 1 && first.team == kNoTeam && first.last_end == t) {
     const double alone_s = first.program.alone_iteration_s();
     if (keeps_paces(component, alone_s, options_.repeat_tolerance * alone_s)) {
       start_repeating(id, t, alone_s, {1});

@@ -7,7 +7,7 @@ namespace {
 
 bool inside_iteration(Stage stage) {
   return stage == Stage::kComputing || stage == Stage::kDelay || stage == Stage::kMoving ||
-         stage == Stage::kTail;
+         stage == Stage::kSent || stage == Stage::kTail;
 }
 
 }  // namespace
@@ -19,6 +19,7 @@ double Engine::comm_s(const Job& job) const {
   const std::vector<Burst>& bursts = job.program.bursts();
   for (std::uint32_t b = 0; b < job.burst; ++b) sum += bursts[b].alone_s;
   if (job.stage == Stage::kMoving) sum += progress_at(job, now_) * bursts[job.burst].alone_s;
+  if (job.stage == Stage::kSent) sum += bursts[job.burst].alone_s;
   return sum;
 }
 
@@ -31,6 +32,7 @@ void Engine::add_link_bytes(const Job& job, double factor, std::vector<double>& 
     if (inside_iteration(job.stage)) {
       if (b < job.burst) times += 1.0;
       if (b == job.burst && job.stage == Stage::kMoving) times += progress_at(job, now_);
+      if (b == job.burst && job.stage == Stage::kSent) times += 1.0;
     }
     for (const Crossing& crossing : bursts[b].crossings) {
       totals[crossing.link] += factor * times * crossing.share * bursts[b].busiest_bytes;

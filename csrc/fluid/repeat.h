@@ -15,6 +15,7 @@ enum class Stage : std::uint8_t {
   kComputing,  // the next burst may not start yet
   kDelay,      // a burst is under way and has not reached the far end of its path
   kMoving,     // a burst moves
+  kSent,       // its burst has moved, and that of another job of its team has not
   kTail,       // everything sent, compute left
   kEnded,
 };
