@@ -201,7 +201,13 @@ def predict(fabric: Fabric, seen: Seen) -> dict[str, float]:
         for job in cluster.jobs
         if job.name not in grids and job.period_s
     }
-    report = play(cluster, decision, SIMULATED * longest_s, start_s=start_s)
+    report = play(
+        cluster,
+        decision,
+        SIMULATED * longest_s,
+        start_s=start_s,
+        slack_bytes=fabric.spec.queue_bytes,
+    )
     means = {name: job.mean_iteration_s for name, job in report.jobs.items()}
     return {name: mean for name, mean in means.items() if mean is not None}
 
