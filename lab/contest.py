@@ -278,7 +278,9 @@ class Turn:
         secret, topology = self._folder / "secret", self._folder / "topology.yaml"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(16))
-        topology.write_text(self._fabric.topology_yaml())
+        # Without tables of all links, mlcc would book the hosts' own, which nobody can fill.
+        tables = first.name if self.seen.policy == "mlcc" else ""
+        topology.write_text(self._fabric.topology_yaml(tables))
         for number, workload in enumerate(self._scenario.workloads):
             launcher: Sequence[str] = TORCHRUN
             if self.seen.policy != NONE:

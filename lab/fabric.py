@@ -133,10 +133,11 @@ class Fabric:
             process.wait()
         self._started.clear()
 
-    def topology_yaml(self) -> str:
+    def topology_yaml(self, tables: str = "") -> str:
         """This fabric as a file for ``cruxrun --crux-topology``.
 
-        The links between hosts and leaves are not shaped; a veth calls itself 10 Gbit/s.
+        The links between hosts and leaves are not shaped; a veth calls itself 10 Gbit/s. ``tables``
+        is the host that keeps mlcc's load tables.
         """
         shaped_Bps = self.spec.rate_mbit * 1e6 / 8
         leaves = [f"leaf{i}" for i in range(self.spec.leaves)]
@@ -157,6 +158,7 @@ class Fabric:
                 "switches": dict.fromkeys(leaves, "tor") | dict.fromkeys(spines, "aggregation"),
                 "links": edges + fabric,
                 "addresses": self._addresses(),
+                **({"tables": tables} if tables else {}),
             }
         )
 
