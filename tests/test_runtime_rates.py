@@ -15,7 +15,7 @@ from crux_torch.errors import StoreError
 from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
 from crux_torch.fabric.loaders import parse_yaml
 from crux_torch.runtime.flow_progress import FlowProgress
-from crux_torch.runtime.rate_scheduler import SILENT_S, RateScheduler
+from crux_torch.runtime.rate_scheduler import BURST_BYTES, SILENT_S, RateScheduler
 from crux_torch.schedule.rates import LEAST_SHARE, SLOTS
 
 MB = 1_000_000
@@ -184,6 +184,16 @@ def test_a_flow_whose_slots_are_taken_waits_at_a_little_rate(rig) -> None:
     assert rig.tables.booked[-1][:5] == (0.0,) * 5
     assert rig.wire.limits[-1][("tcp", 7)] >= least
     assert rig.wire.limits[-1][("tcp", 7)] < CAPACITY_Bps / 2
+
+
+def test_a_waiting_socket_never_sleeps_for_longer_than_a_slot(rig) -> None:
+    # The kernel sends bursts of up to 64 kB, and at 1% of this path one would take 6 slots.
+    rig.tables.load = (CAPACITY_Bps,) * SLOTS
+    begin(rig)
+    until(lambda: rig.wire.limits, 30, "a limit")
+    looks(rig)
+    assert BURST_BYTES / rig.wire.limits[-1][("tcp", 7)] <= SLOT_S / 2
+    assert BURST_BYTES / (LEAST_SHARE * CAPACITY_Bps) > SLOT_S
 
 
 def test_silent_tables_end_all_limits(rig) -> None:

@@ -41,6 +41,11 @@ LEAST_SLOTS = 0.5
 IDLE_SLOTS = 2
 #: Share of what a flow's busiest connection has sent, from which on another one is busy, too.
 BUSY = 0.1
+#: What the kernel may send of a paced socket at once, however low its rate. Then it sends nothing
+#: until the rate allows for that, and a higher limit does not wake it.
+BURST_BYTES = 1 << 16
+#: Bursts that each socket may send in a slot at least, so that it sleeps for half of one at most.
+LEAST_BURSTS = 2
 #: How often a booking that another flow has forestalled is tried again at once.
 ATTEMPTS = 3
 
@@ -311,7 +316,9 @@ class RateScheduler:
             most = max((c.bytes_sent for c in flow.connections), default=0)
             used = [c for c in flow.connections if c.kind == "qp" or c.bytes_sent > BUSY * most]
             share = max(1, round(flow.limit_Bps / max(1, len(used))))
-            limits |= dict.fromkeys(((c.kind, c.id) for c in used), share)
+            least = round(LEAST_BURSTS * BURST_BYTES / self._slot_s)
+            for c in used:
+                limits[c.kind, c.id] = share if c.kind == "qp" else max(share, least)
         with self._lock:
             if limits != self._limits and not stop.is_set():
                 self._limits = limits
