@@ -21,7 +21,7 @@ from crux_torch.runtime.order import Order, Pace
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.pace_setter import MAX_CORRECTIONS, MAX_ERROR, PAUSE_S, PaceSetter
 from crux_torch.schedule.cassini import HEADROOM
-from crux_torch.schedule.pace import DRIFT, start_point
+from crux_torch.schedule.pace import DRIFT, HICCUP, start_point
 
 SECOND = 10**9
 GRID_S = 0.4
@@ -184,6 +184,19 @@ def test_a_job_that_stays_late_waits_for_another_point_and_is_counted() -> None:
     assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [1, 1]
     job.iterate(0.39, 200)
     assert job.ranks[0].keeper.corrections_per_minute == 0, "a minute later it is forgotten"
+
+
+@pytest.mark.parametrize("late", [2 * DRIFT, 0.15, 0.2, HICCUP - 0.01])
+def test_the_room_in_a_grid_is_enough_to_catch_up(late: float) -> None:
+    job = Job(World(), (0, 3))
+    own_s = GRID_S / (1 + HEADROOM)
+    job.iterate(own_s, 3)
+    job.lead(entry())
+    job.iterate(own_s, 5)
+    job.iterate(own_s + late * GRID_S)
+    job.iterate(own_s, 30)
+    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
+    assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [0, 0]
 
 
 def test_a_job_that_does_not_fit_its_grid_is_left_alone_and_tried_again_later() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 #: Share of its period by which an iteration may begin after a point of its grid.
 DRIFT = 0.05
 #: Share by which some iterations in a row may begin late before the job is held until another
-#: point. That costs an iteration, but a busy host is late once, and then the job catches up.
+#: point. That costs an iteration, but a busy host is late once, and then the job catches up: by
+#: 1.5% of the grid in each iteration, which takes about as many of them.
 HICCUP = 0.25
-MAX_HICCUPS = 3
+MAX_HICCUPS = 16
 
 
 def start_point(ready: int, origin: int, period: int) -> int:
