@@ -1,6 +1,6 @@
 """All policies on the same jobs, arrivals and paths: real training in a leaf-spine network.
 
-    python benchmarks/contest.py [--quick] [--scenarios A,B] [--policies A,B] [--out DIR]
+    python benchmarks/contest.py [--minutes N] [--scenarios A,B] [--policies A,B] [--out DIR]
 
 Real DDP jobs over gloo in network namespaces with queues, which needs root; lab/contest.py says how
 a turn goes. Beside each measured step is what the simulator predicts for it: the jobs as Crux
@@ -9,7 +9,9 @@ measured them, on the paths that the kernels took, with the levels and shifts of
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -215,37 +217,40 @@ def predict(fabric: Fabric, seen: Seen) -> dict[str, float]:
 def run(
     scenario: Scenario,
     policies: Sequence[str],
-    rounds: int,
+    round_: int,
     seed: int,
     window_s: float,
+    deadline: float,
     folder: Path,
     say: Any,
 ) -> list[dict[str, Any]]:
-    """All turns of one scenario."""
+    """The turns of one scenario in one round, as many as begin before the deadline."""
     rows: list[dict[str, Any]] = []
-    for round_ in range(rounds):
-        played: dict[str, Seen] = {}
-        with scenario.fabric() as fabric:
-            for policy in (NONE, *(p for p in policies if p != NONE)):
-                where = folder / scenario.name / f"{round_}-{policy}"
-                for left in (1, 0):
-                    try:
-                        turn = Turn(
-                            scenario, policy, fabric, where, seed + round_, window_s,
-                            partial(_say, say, f"{scenario.name}, round {round_ + 1}"),
-                        )  # fmt: skip
-                        played[policy] = turn.play()
-                        break
-                    except JobError as error:
-                        say(f"{scenario.name}, {policy}: {error}")
-                        if policy == NONE and not left:
-                            raise
-            # Stock jobs publish no records: the simulator takes those of another turn.
-            stock = played[NONE]
-            known = next((s.status["jobs"] for s in played.values() if s.status), ())
-            stock.status = {"jobs": [job | {"corrections_per_minute": None} for job in known]}
-            for seen in played.values():
-                rows += rows_of(scenario, fabric, seen, stock, round_, seed + round_)
+    played: dict[str, Seen] = {}
+    with scenario.fabric() as fabric:
+        for policy in (NONE, *(p for p in policies if p != NONE)):
+            where = folder / scenario.name / f"{round_}-{policy}"
+            for left in (1, 0):
+                if policy != NONE and time.monotonic() >= deadline:
+                    say(f"{scenario.name}, {policy}: no time left")
+                    break
+                try:
+                    turn = Turn(
+                        scenario, policy, fabric, where, seed + round_, window_s,
+                        partial(_say, say, f"{scenario.name}, round {round_ + 1}"),
+                    )  # fmt: skip
+                    played[policy] = turn.play()
+                    break
+                except JobError as error:
+                    say(f"{scenario.name}, {policy}: {error}")
+                    if policy == NONE and not left:
+                        raise
+        # Stock jobs publish no records: the simulator takes those of another turn.
+        stock = played[NONE]
+        known = next((s.status["jobs"] for s in played.values() if s.status), ())
+        stock.status = {"jobs": [job | {"corrections_per_minute": None} for job in known]}
+        for seen in played.values():
+            rows += rows_of(scenario, fabric, seen, stock, round_, seed + round_)
     return rows
 
 
@@ -386,6 +391,11 @@ def _chosen(context: click.Context, option: click.Option, value: str) -> list[st
     "--window", "window_s", default=20.0, show_default=True, help="Seconds measured in a turn."
 )
 @click.option("--seed", default=1, show_default=True, help="Draws arrivals and paths.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Begin no turn after so many; each round plays all scenarios.",
+)
 @click.option("--quick", is_flag=True, help="One short round of the smallest scenario.")
 @click.option(
     "--from",
@@ -393,6 +403,12 @@ def _chosen(context: click.Context, option: click.Option, value: str) -> list[st
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
     help="Play nothing, and show what these files of --json hold together.",
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Play, and put what these files hold before it.",
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/contest.{json,txt}.")
@@ -403,13 +419,15 @@ def main(
     rounds: int,
     window_s: float,
     seed: int,
+    minutes: float | None,
     quick: bool,
     earlier: tuple[Path, ...],
+    keep: tuple[Path, ...],
     json_path: Path | None,
     out: Path | None,
     logs: Path | None,
 ) -> None:
-    """Plays every policy on the same jobs."""
+    """Plays every policy on the same jobs, and writes what there is after each scenario."""
     if earlier:
         _show([json.loads(file.read_text()) for file in earlier], json_path, out)
         return
@@ -420,38 +438,60 @@ def main(
         scenarios, rounds, window_s = list(QUICK), 1, min(window_s, 8.0)
     console = Console(stderr=True)
     began_s = time.monotonic()
+    deadline = began_s + 60.0 * (minutes or math.inf)
+    kept = [json.loads(file.read_text()) for file in keep]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = logs.absolute() if logs else Path(scratch)
-        for name in scenarios:
-            try:
-                rows += run(
-                    SCENARIOS[name], policies, rounds, seed, window_s, folder,
-                    lambda text: console.print(f"{time.monotonic() - began_s:5.0f} s  {text}"),
-                )  # fmt: skip
-            except JobError as error:
-                raise click.ClickException(str(error)) from None
-            console.print(table(SCENARIOS[name], rows))
     settings = {
         "scenarios": scenarios, "policies": policies, "rounds": rounds, "window_s": window_s,
         "seed": seed, "torch": torch.__version__, "cpus": os.cpu_count(),
     }  # fmt: skip
-    _show([{"settings": settings, "rows": rows}], json_path, out)
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = logs.absolute() if logs else Path(scratch)
+        for round_, name in itertools.product(range(rounds), scenarios):
+            if time.monotonic() >= deadline:
+                console.print(f"{name}, round {round_ + 1}: no time left")
+                continue
+            try:
+                rows += run(
+                    SCENARIOS[name], policies, round_, seed, window_s, deadline, folder,
+                    lambda text: console.print(f"{time.monotonic() - began_s:5.0f} s  {text}"),
+                )  # fmt: skip
+            except Exception as error:
+                # What the others show must not be lost.
+                failed.append(f"{name}, round {round_ + 1}: {error!r}")
+                console.print(failed[-1])
+                continue
+            console.print(table(SCENARIOS[name], rows))
+            result, text = _merged([*kept, {"settings": settings, "rows": rows}])
+            result.write(text, json_path, out)
+    if not rows:
+        raise click.ClickException("; ".join(failed) or "nothing was played")
+    _show([*kept, {"settings": settings, "rows": rows}], json_path, out)
+    if failed:
+        raise click.ClickException("; ".join(failed))
 
 
 def _show(results: Sequence[Mapping[str, Any]], json_path: Path | None, out: Path | None) -> None:
     """Print and write what some runs showed."""
+    result, text = _merged(results)
+    publish(result, text, json_path, out)
+
+
+def _merged(results: Sequence[Mapping[str, Any]]) -> tuple[Result, str]:
+    """What some runs showed together, and the tables of it."""
     rows: list[dict[str, Any]] = []
+    settings: list[Any] = []
     for result in results:
         # The rounds of another file come after those that are there.
         after = Counter(dict.fromkeys(SCENARIOS, 0))
         for row in rows:
             after[row["scenario"]] = max(after[row["scenario"]], row["round"] + 1)
         rows += [row | {"round": row["round"] + after[row["scenario"]]} for row in result["rows"]]
+        settings += result["settings"].get("runs", [result["settings"]])
     played = [name for name in SCENARIOS if any(row["scenario"] == name for row in rows)]
     text = "\n".join([*(table(SCENARIOS[name], rows) for name in played), summary(rows)])
-    settings = [result["settings"] for result in results]
-    publish(Result("contest", {"runs": settings}, rows), text, json_path, out)
+    return Result("contest", {"runs": settings}, rows), text
 
 
 if __name__ == "__main__":

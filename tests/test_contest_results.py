@@ -1,0 +1,80 @@
+"""What the contest writes when it is cut short, when a part fails, and beside earlier results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import contest
+from lab.job import JobError
+
+PUBLISHED = Path(contest.__file__).with_name("results") / "contest.json"
+
+
+def published(scenario: str) -> list[dict[str, Any]]:
+    rows = json.loads(PUBLISHED.read_text())["rows"]
+    return [row | {"round": 0} for row in rows if row["scenario"] == scenario and not row["round"]]
+
+
+def play(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Exit status, and the scenarios that were played; ``starve`` fails."""
+    asked = []
+
+    def run(scenario: contest.Scenario, policies: object, round_: int, *_: object) -> Any:
+        asked.append(f"{scenario.name} {round_}")
+        if scenario.name == "starve":
+            raise JobError("a job ended")
+        return [row | {"round": round_} for row in published(scenario.name)]
+
+    monkeypatch.setattr(contest, "run", run)
+    monkeypatch.setattr(contest.netns, "available", lambda: (True, ""))
+    done = CliRunner().invoke(contest.main, ["--out", str(out), *arguments])
+    return done.exit_code, asked
+
+
+def written(out: Path) -> dict[str, Any]:
+    return json.loads((out / "contest.json").read_text())
+
+
+def test_a_scenario_that_fails_loses_nothing_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ("--scenarios", "heavy-2,starve,pair", "--rounds", "1")
+    status, asked = play(monkeypatch, tmp_path, *chosen)
+    assert status != 0
+    assert asked == ["heavy-2 0", "starve 0", "pair 0"]
+    found = written(tmp_path)
+    assert found["rows"] == [*published("heavy-2"), *published("pair")]
+    assert "heavy-2" in (tmp_path / "contest.txt").read_text()
+
+
+def test_all_scenarios_come_before_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ("--scenarios", "heavy-2,pair", "--rounds", "2")
+    assert play(monkeypatch, tmp_path, *chosen) == (
+        0,
+        ["heavy-2 0", "pair 0", "heavy-2 1", "pair 1"],
+    )
+
+
+def test_no_turn_begins_after_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, asked = play(monkeypatch, tmp_path, "--minutes", "1e-9")
+    assert (status != 0, asked) == (True, [])
+    assert not (tmp_path / "contest.json").exists()
+
+
+def test_earlier_results_are_kept_and_their_rounds_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ("--scenarios", "pair", "--rounds", "1")
+    for _ in range(2):
+        assert play(monkeypatch, tmp_path, *chosen)[0] == 0
+        chosen = (*chosen, "--keep", str(tmp_path / "contest.json"))
+    found = written(tmp_path)
+    assert found["rows"] == [row | {"round": n} for n in (0, 1) for row in published("pair")]
+    assert len(found["settings"]["runs"]) == 2
