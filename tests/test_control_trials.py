@@ -14,12 +14,12 @@ from test_control_leader import agreed, run
 from crux_torch.control.audit import about_trial
 from crux_torch.control.leader import Leader
 from crux_torch.control.planner import compute_entries, fingerprint
-from crux_torch.control.records import JobRecord, OnTrial, PlanEntry, TriedPlan
+from crux_torch.control.records import JobRecord, Measured, OnTrial, PlanEntry, TriedPlan
 from crux_torch.control.registry import Registry
 from crux_torch.control.trials import SETTLE_S, TAKEN_BACK_S
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
-from crux_torch.schedule.guard import BATCH_ITERATIONS, MIN_BATCHES
+from crux_torch.schedule.guard import BATCH_ITERATIONS, MIN_BATCHES, Sample
 
 #: A trial takes no shorter than this, in iterations of the slowest job.
 SHORTEST = MIN_BATCHES * BATCH_ITERATIONS
@@ -243,6 +243,25 @@ def test_trials_go_on_over_a_store_that_fails_and_forgets() -> None:
     jobs.go_on(30.0)
     assert jobs.all_off()
     agreed(list(jobs.leaders.values()))
+
+
+def test_measurements_that_cannot_be_are_ignored() -> None:
+    registry = Registry(MemoryStore(), "c")
+    told = Measured(name="n", before=Sample(8, 40, 0.5, 0.01), after=Sample())
+    registry.publish_measured("a", told)
+    for job, changes in {
+        "b": {"before": [8, 40, 0.5, -0.01]},
+        "c": {"before": [-1, 40, 0.5, 0.01]},
+        "d": {"after": [8, 40, "NaN", 0.01]},
+        "e": {"waiting_s": -1},
+        "f": {"version": 1},
+    }.items():
+        raw = msgspec.json.encode({**msgspec.to_builtins(told), **changes})
+        registry.store.put(registry.measured_prefix + job, raw)
+    assert registry.measured(None) == {"a": told}
+    assert registry.measured(["a", "b", "x"]) == {"a": told}
+    registry.publish_measured("a", None)
+    assert registry.measured(None) == {}
 
 
 def test_only_what_the_judge_admits_changes_the_fingerprint() -> None:
