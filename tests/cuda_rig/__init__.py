@@ -13,6 +13,8 @@ kernels:
   NCCL_SOCKET_IFNAME names. Making a communicator blocks until all its ranks are there, and takes
   device memory; a kernel whose peer is gone runs until the communicator is aborted.
 * **operators.so** runs torch's operators for CUDA as the CPU's, on the same memory.
+* **libnvidia-ml.so.1** is the part of NVML that Crux asks, without GPM: names, addresses, memory,
+  and the share of time in which kernels ran. Only programs that :func:`nvml` is for find it.
 
 A kernel that it does not know is refused with cudaErrorNotSupported and its name on stderr.
 ``cuda_rig.control`` is for use within such a program: faults, and what was called.
@@ -39,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 TORCH = Path(torch.__file__).parent
 NVIDIA = TORCH.parent / "nvidia"
 RUNTIME, NCCL, OPERATORS = "libcuda.so.1", "libnccl.so.2", "operators.so"
+NVML = "libnvidia-ml.so.1"
 #: The major release whose interface is implemented.
 CUDA_MAJOR = "13"
 #: Each library's sources.
@@ -46,6 +49,7 @@ SOURCES = {
     RUNTIME: ("stream.cc", "runtime.cc", "controls.cc"),
     NCCL: ("nccl.cc", "nccl_refused.cc", "wire.cc"),
     OPERATORS: ("operators.cc",),
+    NVML: ("nvml.cc",),
 }
 
 
@@ -133,6 +137,11 @@ def environment(env: Mapping[str, str], devices: int = 1) -> dict[str, str]:
         "CUDA_RIG_OPERATORS": str(folder / OPERATORS),
         "CUDA_RIG_DEVICES": str(devices),
     }
+
+
+def nvml() -> dict[str, str]:
+    """The variables with which a program on the rig finds NVML as well."""
+    return {"LD_PRELOAD": str(build() / NVML)}
 
 
 def active() -> bool:

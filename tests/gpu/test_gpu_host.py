@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+from pathlib import Path
+from typing import Any
 
-import pytest
-import torch
+import cuda_rig
+from rig.job import ATTACHED, Job
 from rig.kind import Kind
+from rig.outcome import VALUE
+from rig.part import ALONE
 from rig.report import Report
+
+from crux_torch.host.peak import tensor_seconds
 
 
 def _crux(*arguments: str) -> str:
@@ -33,20 +38,24 @@ def test_the_doctor_names_the_gpu(kind: Kind, report: Report) -> None:
         assert "GPU" in said
 
 
-def test_this_host_is_what_torch_sees(kind: Kind, report: Report) -> None:
-    if not kind.is_gpu:
-        pytest.skip("not on the rig: NVML knows nothing of it")
-    from crux_torch.host.machine import this_host
+def _found(part: str, kind: Kind, folder: Path, **arguments: str) -> dict[str, Any]:
+    """What a rank alone found."""
+    env = {} if kind.is_gpu else cuda_rig.nvml()
+    job = Job(kind, ATTACHED, ALONE, (part,), env=env, arguments=arguments)
+    (outcome,) = job.run(folder / "job")[part]
+    assert outcome.kind == VALUE, outcome.value
+    found: dict[str, Any] = outcome.value
+    return found
 
-    gpus = this_host().gpus
+
+def test_this_host_is_what_torch_sees(kind: Kind, report: Report, tmp_path: Path) -> None:
+    found = _found("gpus_of_this_host", kind, tmp_path)
+    gpus = found["gpus"]
     report.figure("GPUs of this host", [repr(gpu) for gpu in gpus])
-    (name,) = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-    assert {gpu.name for gpu in gpus} == {name}
-    total = torch.cuda.get_device_properties(0).total_memory
-    memory_bytes = gpus[0].memory_bytes
-    assert memory_bytes is not None
-    assert abs(memory_bytes / total - 1) < 0.05
-    assert gpus[0].peak_flops is not None
+    assert found["names"] == sorted({gpu["name"] for gpu in gpus})
+    assert found["uuid"] in [gpu["uuid"] for gpu in gpus]
+    assert abs(gpus[0]["memory_bytes"] / found["memory_bytes"] - 1) < 0.05
+    assert gpus[0]["peak_flops"] is not None
 
 
 def test_crux_host_knows_the_gpu(kind: Kind, report: Report) -> None:
@@ -59,45 +68,18 @@ def test_crux_host_knows_the_gpu(kind: Kind, report: Report) -> None:
     assert told["driver"]
 
 
-def test_the_counters_see_what_is_counted(kind: Kind, report: Report) -> None:
+def test_the_counters_see_what_is_counted(kind: Kind, report: Report, tmp_path: Path) -> None:
     """A device that multiplies all the time, by its own counters and by arithmetic."""
-    if not kind.is_gpu:
-        pytest.skip("not on the rig: NVML knows nothing of it")
-    from crux_torch.host.activity import ActivityMeter
-    from crux_torch.host.nvml_device import current_device, own_gpu
-    from crux_torch.host.peak import tensor_seconds
-
-    size = 8192
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    chosen = current_device()
-    assert chosen is not None
-    assert chosen.uuid, "this torch tells the UUID"
-    meter = ActivityMeter()
-    torch.cuda.synchronize()
-    meter.begin(lambda gpus: own_gpu(gpus, chosen.ordinal, chosen.uuid))
-    begin, products = time.monotonic(), 0
-    while time.monotonic() - begin < 3.0:
-        for _ in range(20):
-            a @ a
-        products += 20
-        torch.cuda.synchronize()
-    elapsed_s = time.monotonic() - begin
-    activity = meter.finish(10.0)
-    assert meter.gpu is not None
-    assert meter.gpu.name == kind.model
+    size = "8192" if kind.is_gpu else "256"
+    found = _found("counted_activity", kind, tmp_path, size=size)
+    assert found["uuid"], "this torch tells the UUID"
+    activity = found["activity"]
     assert activity is not None, "NVML tells something of every data centre GPU"
-    seconds = tensor_seconds(kind.model, {"bf16": products * 2.0 * size**3})
-    report.figure(
-        "activity",
-        {
-            "source": activity.source,
-            "busy": activity.busy,
-            "tensor": activity.tensor,
-            "counted_share": None if seconds is None else seconds / elapsed_s,
-        },
-    )
-    assert activity.busy is not None
-    assert activity.busy > 0.5
-    if activity.tensor is not None and seconds is not None:
+    seconds = tensor_seconds(found["gpu"], {"bf16": found["flops"]})
+    share = None if seconds is None else seconds / found["seconds"]
+    report.figure("activity", activity | {"counted_share": share})
+    assert activity["busy"] is not None
+    assert activity["busy"] > 0.5
+    if activity["tensor"] is not None and share is not None:
         # What is counted can't take more of the tensor cores' time than they worked.
-        assert seconds / elapsed_s <= 1.1 * activity.tensor + 0.02
+        assert share <= 1.1 * activity["tensor"] + 0.02

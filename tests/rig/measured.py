@@ -195,6 +195,51 @@ def records(rank: Rank) -> Any:
     return {"records": told, "type": type(shown).__name__, "name": shown.name()}
 
 
+@part(kinds=DEVICES, sizes=(ALONE,), measures=True)
+def gpus_of_this_host(rank: Rank) -> Any:
+    """The GPUs that NVML lists, beside the one that torch sees."""
+    from crux_torch.host.machine import this_host
+
+    seen = torch.cuda.get_device_properties(rank.device)
+    return {
+        "names": sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}),
+        "memory_bytes": seen.total_memory,
+        "uuid": f"GPU-{seen.uuid}",
+        "gpus": msgspec.to_builtins(list(this_host().gpus)),
+    }
+
+
+@part(kinds=DEVICES, sizes=(ALONE,), measures=True)
+def counted_activity(rank: Rank) -> Any:
+    """A device that multiplies matrices of ``size`` all the time: what NVML says of that time."""
+    from crux_torch.host.activity import ActivityMeter
+    from crux_torch.host.nvml_device import current_device, own_gpu
+
+    size = int(rank.arguments["size"])
+    a = torch.randn(size, size, device=rank.device).to(torch.bfloat16)
+    product = torch.empty_like(a)
+    chosen = current_device()
+    assert chosen is not None
+    meter = ActivityMeter()
+    rank.synchronize()
+    meter.begin(lambda gpus: own_gpu(gpus, chosen.ordinal, chosen.uuid))
+    begin, products = time.monotonic(), 0
+    while time.monotonic() - begin < 3.0:
+        for _ in range(20):
+            torch.mm(a, a, out=product)
+        products += 20
+        rank.synchronize()
+    elapsed_s = time.monotonic() - begin
+    activity = meter.finish(10.0)
+    return {
+        "uuid": chosen.uuid,
+        "gpu": None if meter.gpu is None else meter.gpu.name,
+        "seconds": elapsed_s,
+        "flops": products * 2.0 * size**3,
+        "activity": msgspec.to_builtins(activity),
+    }
+
+
 class Attention(nn.Module):
     """Causal self-attention in four products, so that every device computes the same FLOPs."""
 

@@ -258,6 +258,7 @@ bool run_all(const std::vector<Operation>& all) {
 }
 
 void kernel(ncclComm& comm, const std::vector<Operation>& all, const std::vector<uint64_t>& log) {
+  const Kernel running(comm.device);
   const int64_t start = now_ns();
   bool whole = !comm.aborted;
   for (const Operation& each : all) {

@@ -96,6 +96,7 @@ struct Call {
   // What the CPU returns.
   Stack run() const {
     const at::AutoDispatchBelowADInplaceOrView below;
+    const cuda_rig::Kernel running(device.index());
     Stack stack = arguments;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
     return stack;

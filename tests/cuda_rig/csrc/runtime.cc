@@ -127,8 +127,11 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t stream) 
     return fail(cudaErrorNotSupported);
   }
   const auto seconds = static_cast<double>(*static_cast<int64_t*>(arguments[0])) / kCyclesPerSecond;
-  stream_of(stream)->enqueue(
-      [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); });
+  Stream* const on = stream_of(stream);
+  on->enqueue([seconds, device = on->device] {
+    const Kernel running(device);
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  });
   return cudaSuccess;
 }
 

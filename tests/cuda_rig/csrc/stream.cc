@@ -27,6 +27,21 @@ Streams& streams() {
   return *made;
 }
 
+// Kernels that run on each device now, since when, and for how long others ran before.
+struct Load {
+  int running = 0;
+  int64_t since_ns = 0, before_ns = 0;
+};
+struct Loads {
+  std::mutex mutex;
+  std::map<int, Load> of;
+};
+
+Loads& loads() {
+  static auto* const made = new Loads;
+  return *made;
+}
+
 std::atomic<bool> ending{false};
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
@@ -159,6 +174,24 @@ std::vector<Stream*> streams_of(int device) {
 
 void synchronize_device(int device) {
   for (Stream* stream : streams_of(device)) stream->synchronize();
+}
+
+Kernel::Kernel(int device) : device_(device) {
+  const std::lock_guard<std::mutex> lock(loads().mutex);
+  Load& load = loads().of[device_];
+  if (load.running++ == 0) load.since_ns = now_ns();
+}
+
+Kernel::~Kernel() {
+  const std::lock_guard<std::mutex> lock(loads().mutex);
+  Load& load = loads().of[device_];
+  if (--load.running == 0) load.before_ns += now_ns() - load.since_ns;
+}
+
+int64_t busy_ns(int device) {
+  const std::lock_guard<std::mutex> lock(loads().mutex);
+  const Load& load = loads().of[device];
+  return load.before_ns + (load.running > 0 ? now_ns() - load.since_ns : 0);
 }
 
 int& current_device() {

@@ -98,6 +98,20 @@ Stream* stream_of(cudaStream_t handle);
 std::vector<Stream*> streams_of(int device);
 void synchronize_device(int device);
 
+// A kernel that runs on a device for as long as this lives.
+class Kernel {
+ public:
+  explicit Kernel(int device);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+ private:
+  const int device_;
+};
+// For how long any kernel has run on a device.
+int64_t busy_ns(int device);
+
 int& current_device();
 // Keeps the error for cudaGetLastError().
 cudaError_t fail(cudaError_t error);
