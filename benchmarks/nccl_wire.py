@@ -1,12 +1,12 @@
-"""What NCCL and a plan ask for, and what crosses the wire: NCCL's own code, without a GPU.
+"""What programs and a plan ask for, and what crosses the wire: NCCL's own code, without a GPU.
 
     python benchmarks/nccl_wire.py [--out DIR]
 
-The network code of the installed libnccl moves data between two Soft-RoCE devices of an emulated
-machine (docs/rdma-lab.md), without and with the stand-in. A row is what one communicator sends one
-way. NCCL tells the device class, service level and flow label of each queue pair (``asked``), the
-stand-in may change them (``given``), and the capture has the packets (``wire``). Then NCCL chooses
-NICs on hosts that are described to it, and the table holds its rings.
+The network code of the installed libnccl and perftest move data between two Soft-RoCE devices of an
+emulated machine (docs/rdma-lab.md), without and with the stand-in. A row is what one of them sends
+one way. NCCL tells the device class, service level and flow label of each queue pair (``asked``),
+the stand-in may change them (``given``), and the capture has the packets (``wire``). Then NCCL
+chooses NICs on hosts that are described to it, and the table holds its rings.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from lab.rdma.standin import environment
 
 _LIMIT_S = 400
 _PROGRAMS = {"nccl": "no class", "nccl group": "its own class"}
+#: Of perftest, which tells no class.
+_PERFTEST = "write_bw"
 _HEADS = ("communicator", "stand-in", "to", "asked", "given", "wire", "planned", "UDP ports")
 
 
@@ -65,6 +67,25 @@ def sent(outcome: Outcome, program: str, case: str, destination: str) -> dict[st
             if case == "plain"
             else str(ports)
         ],
+    }
+
+
+def sent_by_perftest(outcome: Outcome, case: str, destination: str) -> dict[str, Any]:
+    """What its queue pairs sent to one address."""
+    step = outcome.steps[f"{_PERFTEST} {case}"]
+    packets = [p for p in outcome.capture("pair", step) if p.destination == destination]
+    ports = {p.source_port for p in packets}
+    planned = case == "standin"
+    as_planned = ports <= set(PLANNED_PORTS[destination])
+    return {
+        "communicator": "perftest",
+        "stand-in": "yes" if planned else "no",
+        "to": destination,
+        "asked": "0/0",
+        "given": "-",
+        "wire": sorted({f"{p.tos}" for p in packets}),
+        "planned": f"{PLANNED_DSCP[destination] << 2}" if planned else "-",
+        "UDP ports": "as planned" if as_planned else f"{len(ports)} of the device's",
     }
 
 
@@ -103,6 +124,11 @@ def main(json_path: Path | None, out: Path | None) -> None:
     rows = [
         sent(outcome, program, case, destination)
         for program in _PROGRAMS
+        for case in ("plain", "standin")
+        for destination in PLANNED_DSCP
+    ]
+    rows += [
+        sent_by_perftest(outcome, case, destination)
         for case in ("plain", "standin")
         for destination in PLANNED_DSCP
     ]

@@ -15,6 +15,7 @@ missing() {
   { have busybox && ! ldd "$(command -v busybox)" >/dev/null 2>&1; } || echo busybox-static
   have tcpdump || echo tcpdump
   have ib_write_bw || echo perftest
+  have ucx_perftest || echo ucx-utils
   have ibv_rc_pingpong || echo ibverbs-utils
   have etcd || echo etcd-server
   have etcdctl || echo etcd-client

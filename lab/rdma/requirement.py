@@ -14,6 +14,7 @@ PROGRAMS = {
     "rdma": "iproute2",
     "tcpdump": "tcpdump",
     "ib_write_bw": "perftest",
+    "ucx_perftest": "ucx-utils",
     "ibv_rc_pingpong": "ibverbs-utils",
 }
 #: Userland drivers of verbs; rxe's is the one that counts.

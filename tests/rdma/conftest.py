@@ -36,7 +36,7 @@ def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iter
         libnccl = str(library.installed())
     except NcclUnavailableError:
         libnccl = ""
-    outcome = play(guest, "pair", environment, libnccl, timeout_s=250)
+    outcome = play(guest, "pair", environment, libnccl, timeout_s=400)
     yield outcome
     _remove(outcome, request)
 

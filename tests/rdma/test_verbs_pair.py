@@ -73,7 +73,7 @@ def missing_psns(packets: list[Packet]) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("program", [*CONNECTED, "nccl group", "ud_pingpong"])
+@pytest.mark.parametrize("program", [*CONNECTED, "nccl group", "ud_pingpong", "ucx"])
 def test_a_program_succeeds(pair: Outcome, program: str, case: str) -> None:
     for process in done(pair, f"{program} {case}").processes:
         assert process.status == 0, process
@@ -131,7 +131,7 @@ def test_what_devices_say_of_themselves_stays_the_same(pair: Outcome, program: s
     assert plain == standin
 
 
-@pytest.mark.parametrize("program", [p for p in (*CONNECTED, "ud_pingpong") if p != "nccl"])
+@pytest.mark.parametrize("program", [p for p in (*CONNECTED, "ud_pingpong", "ucx") if p != "nccl"])
 def test_output_has_the_same_form(pair: Outcome, program: str) -> None:
     def form(text: str) -> str:
         # perftest gauges the processor's clock, and says so where a busy machine makes it fail.

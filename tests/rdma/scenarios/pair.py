@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from lab.rdma.network import PAIR_ADDRESSES, connect_pair
-from lab.rdma.recorder import Capture, Recorder
+from lab.rdma.recorder import EXCHANGE_PORT, Capture, Recorder
 
 QUEUE_PAIRS = 4
 MESSAGES = 25
@@ -91,6 +91,10 @@ def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
     both("ud_pingpong", "ibv_ud_pingpong", *pingpong)
     both("read_lat", "ib_read_lat", *perftest, "-n", count)
     both("atomic_lat", "ib_atomic_lat", *perftest, "-n", count)
+    # Both ends take the client's device, so nothing of it crosses the cable.
+    ucx = ["ucx_perftest", "-t", "am_bw", "-x", "rc_verbs", "-D", "zcopy", "-n", count, "-w", "1"]
+    ucx += ["-s", "4096", "-p", str(EXCHANGE_PORT), "-d", "rxe1:1"]
+    recorder.exchange(f"ucx {case}", ucx, [*ucx, PAIR_ADDRESSES[0]], env)
     for name, argv in (
         ("devices", ["ibv_devices"]),
         ("devinfo", ["ibv_devinfo", "-v"]),
