@@ -6,6 +6,8 @@ No GPU is needed for the options, which are the real ones; no communicator is ma
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,3 +292,29 @@ def test_a_communicator_is_made_where_the_last_one_would_have_room(
     switch_device.require_room(device)
     with pytest.raises(CruxError, match="39 bytes are free on cpu:0; the last"):
         switch_device.require_room(device)
+
+
+LEAVES_A_CALL = """
+import time
+import torch
+from crux_torch.c10d import switch_device
+from crux_torch.errors import CruxError
+
+def call():
+    time.sleep(1.0)
+    print("returned", flush=True)
+
+try:
+    switch_device.within(0.01, call, torch.device("cpu"), "it did not return")
+except CruxError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_process_waits_at_its_end_for_a_call_that_was_left() -> None:
+    """One that returned while Python ends would abort the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_A_CALL], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == ["it did not return in 0.01 s", "returned"], done.stderr
+    assert done.returncode == 0

@@ -6,8 +6,10 @@ that waits for a peer they hang. docs/switching.md tells what is done about it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,12 +21,15 @@ T = TypeVar("T")
 
 #: Bytes that the last communicator took on each device, as far as that was seen.
 _taken: dict[int | None, int] = {}
+#: Seconds that a process waits at its end, at most, for calls that were left to themselves.
+END_S = 10.0
+_left: list[threading.Thread] = []
 
 
 def within(limit_s: float, call: Callable[[], T], device: torch.device, otherwise: str) -> T:
     """What ``call`` returns, from a thread of its own whose current device is ``device``.
 
-    A call that takes longer is left to itself.
+    A call that takes longer is left to itself until the process ends.
 
     Raises:
         CruxError: it takes longer than ``limit_s`` seconds; ``otherwise`` says what that means.
@@ -50,8 +55,20 @@ def within(limit_s: float, call: Callable[[], T], device: torch.device, otherwis
     if raised:
         raise raised[0]
     if not returned:
+        _left[:] = [each for each in _left if each.is_alive()] + [thread]
         raise CruxError(f"{otherwise} in {limit_s:.3g} s")
     return returned[0]
+
+
+@atexit.register
+def _wait_for_those_left() -> None:
+    """A call of torch that returns while Python ends would abort the process.
+
+    Such a call of NCCL mostly waits for a peer, and returns once that one has ended.
+    """
+    deadline_s = time.monotonic() + END_S
+    for thread in _left:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
