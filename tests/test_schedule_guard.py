@@ -73,7 +73,8 @@ def test_a_judgement_has_its_reason_in_its_numbers(
     jobs: dict[str, Member], cap: float, late: bool
 ) -> None:
     found = judge(jobs, cap, late)
-    ended = late or all(job.after.batches >= TRIAL_BATCHES for job in jobs.values())
+    enough_batches = MIN_BATCHES if late else TRIAL_BATCHES
+    ended = all(job.after.batches >= enough_batches for job in jobs.values())
     assert (found.verdict != "open") or not ended
     assert not math.isnan(found.change)
     assert found.low <= found.high
@@ -207,6 +208,8 @@ def test_what_is_not_certain_in_the_end_is_decided_by_what_was_measured() -> Non
         return judge({"a": member(1.5, told), "b": member(1.5, told)}, CAP, **changes).verdict
 
     assert [ended(s) for s in (1.4, 1.5, 1.53)] == ["kept", "kept", "worse"]
+    none = {"a": member(1.5, Sample())}
+    assert judge(none, CAP, late=True).verdict == "open"
     few = {"a": member(1.5, sample(1.53, MIN_BATCHES, spread=0.5))}
     assert [judge(few, CAP, late).verdict for late in (False, True)] == ["open", "worse"]
 

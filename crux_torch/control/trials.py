@@ -47,7 +47,7 @@ LOOK_S = 2.0
 SETTLE_S = 5.0
 #: Seconds after which the plan before need not be known better for a trial.
 BEFORE_S = 600.0
-#: Seconds after which a trial ends even if a job has not had iterations enough.
+#: Seconds after which a trial ends as soon as something is known of each job.
 TRIAL_S = 1800.0
 #: Seconds for which a plan that did worse is not tried again; each time twice as long.
 TAKEN_BACK_S = 3600.0

@@ -172,8 +172,8 @@ def judge(members: Mapping[str, Member], max_slowdown: float, late: bool = False
         members: all jobs of the component.
         max_slowdown: a plan that makes a job's mean iteration longer than this many times its
             iteration alone, and longer than the plan before, is worse.
-        late: the trial has to end, and what was measured decides even if it is not certain. So it
-            does after ``TRIAL_BATCHES``.
+        late: the trial has to end as soon as all means are known, and what was measured decides
+            even if it is not certain. So it does after ``TRIAL_BATCHES``.
     """
     error = ERROR / (2 * len(members))
     busy = dict.fromkeys(("before", "least before", "most before", "after", "least", "most"), 0.0)
@@ -199,7 +199,8 @@ def judge(members: Mapping[str, Member], max_slowdown: float, late: bool = False
     low = _ratio(busy["least"], busy["most before"])
     high = _ratio(busy["most"], busy["least before"])
     verdict: Literal["open", "kept", "worse"] = "open"
-    ended = late or all(member.after.batches >= TRIAL_BATCHES for member in members.values())
+    least = min(member.after.batches for member in members.values())
+    ended = least >= (MIN_BATCHES if late else TRIAL_BATCHES)
     if slowed or high < -TOLERANCE:
         verdict = "worse"
     elif ended:
