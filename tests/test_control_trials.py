@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from control_fakes import FakeClock, FaultyStore, MemoryStore, profile, record
 from shared_core import shared_core
 from test_control_leader import agreed, run
@@ -17,9 +18,11 @@ from crux_torch.control.planner import compute_entries, fingerprint
 from crux_torch.control.records import JobRecord, Measured, OnTrial, PlanEntry, TriedPlan
 from crux_torch.control.registry import Registry
 from crux_torch.control.trials import SETTLE_S, TAKEN_BACK_S
-from crux_torch.fabric.topology import Topology
+from crux_torch.fabric.topology import Link, Topology, TopologyBuilder
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
+from crux_torch.schedule import policy
 from crux_torch.schedule.guard import BATCH_ITERATIONS, MIN_BATCHES, Sample
+from crux_torch.schedule.model import SchedulerOptions
 
 #: A trial takes no shorter than this, in iterations of the slowest job.
 SHORTEST = MIN_BATCHES * BATCH_ITERATIONS
@@ -318,3 +321,42 @@ def test_the_planner_gives_the_safe_plan_until_the_judge_admits_the_other() -> N
     other = jobs()
     other[1] = msgspec.structs.replace(other[1], tried=(admitted,))
     assert entries(other) == before
+
+
+def test_a_job_that_comes_is_decided_with_those_that_it_meets_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builder = TopologyBuilder()
+    for n in range(4):
+        builder.node(f"h{n}", "host")
+    for tor, hosts in {"t0": ("h0", "h1"), "t1": ("h2", "h3")}.items():
+        builder.node(tor, "tor")
+        for host in hosts:
+            builder.arrow(host, tor, Link(1e9), name=f"{host}-{tor}")
+            builder.arrow(tor, host, Link(1e9), name=f"{tor}-{host}")
+    builder.arrow("t0", "t1", Link(1e9), name="t0-t1")
+    builder.arrow("t1", "t0", Link(1e9), name="t1-t0")
+    topology = builder.build()
+    decided: list[tuple[str, ...]] = []
+
+    def noted(component: policy.Component, options: SchedulerOptions) -> Any:
+        decided.append(tuple(job.name for job in component.jobs))
+        return decide(component, options)
+
+    def job(name: str, src: str, dst: str) -> JobRecord:
+        told = profile(flows=(HostFlow(src, dst, 4e8),), t_s=0.4, t_source="topology")
+        return record(name, hosts=(src, dst), profile=told)
+
+    decide = policy.decide
+    monkeypatch.setattr(policy, "decide", noted)
+    policy.forget_components()
+    jobs = [job("a", "h0", "h1"), job("b", "h0", "h1"), job("c", "h2", "h3"), job("d", "h2", "h3")]
+    compute_entries(jobs, topology, policy="crux", levels=(0, 1, 2), guard=True)
+    assert sorted(decided) == [("a", "b"), ("c", "d")]
+    decided.clear()
+    jobs.append(job("e", "h2", "h3"))
+    compute_entries(jobs, topology, policy="crux", levels=(0, 1, 2), guard=True)
+    assert decided == [("c", "d", "e")]
+    decided.clear()
+    compute_entries(jobs[:-1], topology, policy="crux", levels=(0, 1, 2), guard=True)
+    assert not decided
