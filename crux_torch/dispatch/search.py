@@ -39,10 +39,11 @@ def bidirectional(
     predict = predict or cluster.weakest_link_Bps
     if k == 1:
         return _single(cluster, free)
-    down = _insertion_tree_search(cluster, free, k, predict)
+    steps = _Steps(cluster)
+    down = _insertion_tree_search(cluster, free, k, predict, steps)
     up = _best_pair(cluster, free, predict)
     while count(up) < k:
-        up = _best(_one_more(cluster, up, free), predict)
+        up = _best(steps.one_more(up, free), predict)
     return _best(np.stack([down, up]), predict)
 
 
@@ -52,7 +53,7 @@ def _best(choices: Ints, predict: Predictor) -> Ints:
 
 
 def _insertion_tree_search(
-    cluster: DispatchCluster, free: Ints, k: int, predict: Predictor
+    cluster: DispatchCluster, free: Ints, k: int, predict: Predictor, steps: _Steps
 ) -> Ints:
     """From all devices, or from those of the best host that has ``k``, down to ``k``."""
     alone = list(_within_one_host(cluster, free, k))
@@ -61,7 +62,7 @@ def _insertion_tree_search(
         inside = np.stack(alone)
         chosen = np.where(_best(inside, predict) > 0, free, 0)
     while count(chosen) > k:
-        chosen = _best(_one_less(cluster, chosen), predict)
+        chosen = _best(steps.one_less(chosen), predict)
     return chosen
 
 
@@ -73,26 +74,39 @@ def _within_one_host(cluster: DispatchCluster, free: Ints, k: int) -> Iterator[I
             yield choice
 
 
-def _one_less(cluster: DispatchCluster, chosen: Ints) -> Ints:
-    """``chosen`` without one device, a row for each host that has any."""
-    return _changed(cluster, chosen, chosen, added=False)
+class _Steps:
+    """A device less or more, a row for each host; which device, is looked up once for each set."""
 
+    def __init__(self, cluster: DispatchCluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[int, int, int], int] = {}
 
-def _one_more(cluster: DispatchCluster, chosen: Ints, free: Ints) -> Ints:
-    """``chosen`` with one more free device, a row for each host that has any."""
-    return _changed(cluster, chosen, free & ~chosen, added=True)
+    def one_less(self, chosen: Ints) -> Ints:
+        """``chosen`` without one device, a row for each host that has any."""
+        return self._changed(chosen, chosen)
 
+    def one_more(self, chosen: Ints, free: Ints) -> Ints:
+        """``chosen`` with one more free device, a row for each host that has any."""
+        return self._changed(chosen, free & ~chosen)
 
-def _changed(cluster: DispatchCluster, chosen: Ints, devices: Ints, added: bool) -> Ints:
-    rows = []
-    for host in np.flatnonzero(devices).tolist():
-        bits = 1 << np.arange(cluster.sizes[host])
-        bits = bits[(devices[host] & bits) > 0]
-        sets = chosen[host] | bits if added else chosen[host] & ~bits
-        row = chosen.copy()
-        row[host] = sets[int(np.argmax(cluster.table[host, sets]))]
-        rows.append(row)
-    return np.stack(rows)
+    def _changed(self, chosen: Ints, devices: Ints) -> Ints:
+        hosts = np.flatnonzero(devices)
+        rows = np.repeat(chosen[None], len(hosts), axis=0)
+        rows[np.arange(len(hosts)), hosts] = [
+            self._best_of(*one)
+            for one in zip(
+                hosts.tolist(), chosen[hosts].tolist(), devices[hosts].tolist(), strict=True
+            )
+        ]
+        return rows
+
+    def _best_of(self, host: int, members: int, devices: int) -> int:
+        """The best of ``members`` with one of ``devices`` flipped, by the host's table."""
+        key = id(self._cluster.tables[host]), members, devices
+        if key not in self._known:
+            sets = [members ^ 1 << i for i in range(self._cluster.sizes[host]) if devices >> i & 1]
+            self._known[key] = sets[int(np.argmax(self._cluster.table[host, sets]))]
+        return self._known[key]
 
 
 def _best_pair(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Ints:
