@@ -10,6 +10,7 @@ import pytest
 from control_fakes import profile, record
 
 from crux_torch.control.inputs import plan_inputs
+from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.records import JobRecord
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints, count
 from crux_torch.dispatch.contention import Contention
@@ -143,6 +144,33 @@ def test_profiles_of_running_jobs_are_live_samples_of_links() -> None:
     assert found.bandwidth_Bps.tolist() == [20e9, 20e9]
     assert fit_uplinks(cluster, found).uplink_Bps.tolist() == [20e9] * 3
     assert len(measured_by_jobs(cluster, Running((), None, {}))) == 0
+
+
+def test_live_samples_of_claimed_devices_are_of_those_devices() -> None:
+    cluster = hosts_of(3)
+    told = job_between("h0", "h2").profile
+    assert told is not None
+    alone = msgspec.structs.replace(told, t_measured_s=0.25)
+    jobs = tuple(
+        record(name, hosts=("h0", "h2"), gpus=3, profile=alone)
+        for name in ("known", "in part", "unclaimed")
+    )
+    taken = {"h0": {"1": "known", "2": "in part"}, "h2": {"6": "known", "7": "known"}}
+    found = measured_by_jobs(cluster, Running(jobs, None, taken), claimed=True)
+    assert found.choices.tolist() == [[0b10, 0, 0b11000000]]
+
+
+def test_a_drained_job_gives_way_to_the_newcomer() -> None:
+    cluster = hosts_of(2)
+    free = four_of_each(2)
+    jobs = (job_between("h0", "h1", size=1e9),)
+    heard, drained = (
+        contention(cluster, Running(jobs, None, {}, settings), model="busy", policy="crux-paper")
+        for settings in (OperatorSettings(pins={"busy": 7}), OperatorSettings(drained=("busy",)))
+    )
+    assert heard is not None
+    assert drained is not None
+    assert drained.placement(free).utilisation != heard.placement(free).utilisation
 
 
 def test_a_set_that_was_not_measured_has_no_score() -> None:

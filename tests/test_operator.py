@@ -23,13 +23,17 @@ from test_control_leader import agreed, leader_of, leaders_of, run
 
 from crux_torch.control import audit
 from crux_torch.control.audit import MAX_LINES, MAX_PLANS, AuditEntry, Basis
+from crux_torch.control.inputs import plan_inputs
 from crux_torch.control.leader import Leader
-from crux_torch.control.operator import OperatorSettings, operated
+from crux_torch.control.operator import OperatorSettings, heeding, operated
 from crux_torch.control.planner import compute_entries, fingerprint
 from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.registry import Registry
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.errors import StoreError, StoreForbidden
+from crux_torch.measure.job_profile import HostFlow
+from crux_torch.schedule.model import SchedulerOptions
+from crux_torch.schedule.scheduler import LIVE
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.host import StoreHost
@@ -400,3 +404,25 @@ def _reads(store: StoreClient) -> bool:
         time.sleep(0.05)
         return False
     return True
+
+
+@given(SETTINGS, st.sets(st.integers(0, 63), min_size=1))
+def test_a_schedule_that_heeds_the_operator_has_the_levels_of_the_plan(
+    settings: OperatorSettings, levels: set[int]
+) -> None:
+    flows = (HostFlow("h0", "h1", 1e9),)
+    records = [record(name, hosts=("h0", "h1"), profile=profile(flows=flows)) for name in NAMES]
+    plan = operated(
+        partial(compute_entries, levels=sorted(levels)),
+        records,
+        None,
+        policy="crux-paper",
+        levels=levels,
+        settings=settings,
+    )
+    cluster = plan_inputs(records, None, weights=settings.weights)
+    options = SchedulerOptions(tuple(sorted(levels)))
+    found = heeding(LIVE["crux-paper"], settings)(cluster, options)
+    expected = {entry.job: entry.level for entry in plan}
+    assert found.level == (expected or dict.fromkeys(NAMES, min(levels)))
+    assert found.path.keys() == set(NAMES)

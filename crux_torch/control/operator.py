@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -16,6 +17,8 @@ from crux_torch.control.records import (
 )
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import Name
+from crux_torch.schedule.ecmp import ecmp
+from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
 
 MAX_WEIGHT = 1000.0
 Weight = Annotated[float, msgspec.Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
@@ -112,8 +115,37 @@ def operated(
     def pinned(entry: PlanEntry) -> PlanEntry:
         if entry.job not in settings.pins:
             return entry
-        most = settings.pins[entry.job]
-        level = max((k for k in usable if k <= most), default=usable[0])
-        return msgspec.structs.replace(entry, level=level)
+        return msgspec.structs.replace(entry, level=_usable(settings.pins[entry.job], usable))
 
     return sorted(map(pinned, entries), key=lambda entry: entry.job)
+
+
+def heeding(scheduler: Scheduler, settings: OperatorSettings) -> Scheduler:
+    """``scheduler`` for the jobs that have a say, as :func:`operated` has it.
+
+    Weights are the caller's, see :func:`~crux_torch.control.inputs.plan_inputs`.
+    """
+
+    def decide(cluster: Cluster, options: SchedulerOptions) -> Decision:
+        default = ecmp(cluster, options)
+        if settings.disabled:
+            return default
+        heard = tuple(job for job in cluster.jobs if job.name not in settings.drained)
+        found = scheduler(Cluster(cluster.capacity_Bps, heard), options)
+        pins = {
+            name: _usable(most, options.levels)
+            for name, most in settings.pins.items()
+            if name in default.level
+        }
+        return replace(
+            found,
+            path={**default.path, **found.path},
+            level={**default.level, **found.level, **pins},
+        )
+
+    return decide
+
+
+def _usable(most: int, levels: Collection[int]) -> int:
+    """The highest of ``levels`` up to ``most``, or the lowest."""
+    return max((k for k in levels if k <= most), default=min(levels))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from crux_torch.control.claims import DeviceClaims
 from crux_torch.control.inputs import candidate_limit, plan_inputs
+from crux_torch.control.operator import OperatorSettings, heeding
 from crux_torch.control.records import JobRecord
 from crux_torch.control.registry import Registry
 from crux_torch.control.topology_reader import TopologyReader
-from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
+from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints, count
 from crux_torch.dispatch.contention import Contention
 from crux_torch.dispatch.newcomer import like, star, typical
 from crux_torch.dispatch.predictor import Samples
@@ -32,11 +33,13 @@ class Running:
         topology: the published one; None without.
         taken: by host, the devices (by number, as tables name them) that launchers claim, and for
             which job.
+        operator: what the cluster's operator has set.
     """
 
     records: tuple[JobRecord, ...]
     topology: Topology | None
     taken: Mapping[str, Mapping[str, str]]
+    operator: OperatorSettings = field(default_factory=OperatorSettings)
 
 
 def look(endpoint: str, secret: str, cluster: str) -> Running:
@@ -56,15 +59,20 @@ def look(endpoint: str, secret: str, cluster: str) -> Running:
         host: {str(claim.index): claim.job for claim in devices.values()}
         for host, devices in claims.items()
     }
-    return Running(view.jobs, TopologyReader().read(view.topology), taken)
+    return Running(view.jobs, TopologyReader().read(view.topology), taken, view.operator)
 
 
-def measured_by_jobs(cluster: DispatchCluster, running: Running) -> Samples:
-    """What the running jobs' profiles say of the hosts' links: live samples for a fit.
+def measured_by_jobs(
+    cluster: DispatchCluster, running: Running, *, claimed: bool = False
+) -> Samples:
+    """What the running jobs' profiles say of the hosts' links: live samples.
 
     Over each hop of a ring go the same bytes, in the time that the job's transfers took while it
     was measured alone. That is at most the rate of each link on the way. Of a job whose devices
     nobody claims, the first of each host stand for them, since a fit looks at the hosts alone.
+
+    Args:
+        claimed: leave out the jobs whose devices are not all known by claims.
     """
     numbers = {table.host: i for i, table in enumerate(cluster.tables)}
     choices, rates = [], []
@@ -79,7 +87,9 @@ def measured_by_jobs(cluster: DispatchCluster, running: Running) -> Samples:
         for host in record.hosts:
             table, jobs = cluster.tables[numbers[host]], running.taken.get(host, {})
             mine = [i for i, name in enumerate(table.devices) if jobs.get(name) == record.job]
-            row[numbers[host]] = sum(1 << i for i in mine) or 1
+            row[numbers[host]] = sum(1 << i for i in mine) or not claimed
+        if claimed and count(row) != record.gpus:
+            continue
         choices.append(row)
         rates.append(largest / profile.t_measured_s)
     return Samples(np.array(choices).reshape(-1, len(numbers)), np.array(rates))
@@ -104,6 +114,8 @@ def contention(
 ) -> Contention | None:
     """Scores beside the running jobs; None where no record tells of any traffic.
 
+    The plan keeps to what the operator has set: a drained job has the lowest level, and no say.
+
     Args:
         topology: in place of the published one; without either, each host's link to one switch.
         model: the running job that the newcomer is like; by default the median one.
@@ -124,5 +136,7 @@ def contention(
     if newcomer is None:
         return None
     topology = topology or running.topology or star(cluster)
-    jobs = plan_inputs(running.records, topology, candidate_limit(running.records))
-    return Contention(cluster, topology, jobs, newcomer, scheduler=LIVE[policy])
+    limit, operator = candidate_limit(running.records), running.operator
+    jobs = plan_inputs(running.records, topology, limit, operator.weights)
+    scheduler = heeding(LIVE[policy], operator)
+    return Contention(cluster, topology, jobs, newcomer, scheduler=scheduler)
