@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from control_fakes import profile, record
@@ -15,7 +16,10 @@ from store_server import ServerThread
 from crux_torch.cli.main import main
 from crux_torch.control.claims import DeviceClaim, DeviceClaims
 from crux_torch.control.registry import Registry
+from crux_torch.dispatch.cluster import DispatchCluster
 from crux_torch.dispatch.hosts import host_table
+from crux_torch.dispatch.samples_file import sample_line
+from crux_torch.dispatch.sampling import across_hosts
 from crux_torch.dispatch.table import load, save, table_of
 from crux_torch.fabric.builders.clos import two_layer_clos
 from crux_torch.fabric.builders.server import GpuServer
@@ -114,6 +118,51 @@ def test_beside_running_jobs_the_gpus_of_all_jobs_are_kept_busy(tables: list[str
     assert "GPUs busy" in shown
     assert "no job 'bert' runs; there are gpt" in unknown.output
     assert set(alike.output.strip().split(",")) == set(found[0]["devices"])
+
+
+@pytest.mark.slow
+def test_a_network_learns_measured_choices_and_then_what_running_jobs_measured(
+    tables: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    truth = DispatchCluster([load(Path(p)) for p in tables[1::2]], np.array([12e9, 30e9, 30e9]))
+    choices = across_hosts(truth.sizes, 120, np.random.default_rng(0))
+    rates = truth.weakest_link_Bps(choices)
+    samples, file = tmp_path / "samples.csv", tmp_path / "network.pt"
+    lines = (sample_line(truth.names(c), r) for c, r in zip(choices, rates, strict=True))
+    samples.write_text("".join(lines))
+    learn = ["learn", *tables, "--network", str(file)]
+    too_few = crux(*learn)
+    assert "0 samples of 3 hosts: expected 10" in too_few.output
+    learned = crux(*learn, "--samples", str(samples))
+    assert learned.exit_code == 0, learned.output
+    assert "120 samples learned, 0 replayed" in learned.output
+    assert "nothing new" in crux(*learn, "--samples", str(samples)).output
+    # The order in which hosts are named makes no difference.
+    turned = [part for i in (4, 2, 0) for part in tables[i : i + 2]]
+    chosen = [crux(*t, "--network", str(file), "--gpus", "16", "--json") for t in (tables, turned)]
+    assert set(best(chosen[0])) == set(best(chosen[1]))
+    # A job runs between a and b, whose link was slow until now.
+    flows = (HostFlow("a", "b", 3e9), HostFlow("b", "a", 3e9))
+    told = profile(compute_s=0.1, flows=flows, t_measured_s=0.1, measured_alone=True)
+    with ServerThread() as server:
+        client = server.client()
+        job = record("gpt", hosts=("a", "b"), gpus=2, profile=told)
+        Registry(client, "default").publish_job(job, 60.0)
+        for host in "ab":
+            claim = DeviceClaim(job="gpt", incarnation="1", index=5)
+            assert DeviceClaims(client, "default").take(host, {f"GPU-{host}": claim}, 60.0)
+        live = crux(*learn, "--store", f"tcp://127.0.0.1:{server.port}")
+        again = crux(*learn, "--store", f"tcp://127.0.0.1:{server.port}")
+        client.close()
+    assert "1 samples learned, 120 replayed" in live.output, "one odd sample drops no other"
+    assert "nothing new" in again.output
+    refused = crux(*tables, "--network", str(file), "--samples", str(samples), "--gpus", "2")
+    assert "--samples or --network" in refused.output
+    fewer = crux(*tables[2:], "--network", str(file), "--gpus", "2")
+    assert "has learned of 'a', which has no --table" in fewer.output
+    file.write_bytes(b"junk")
+    assert "no network of `crux dispatch learn`" in crux(*learn).output
 
 
 def test_links_are_those_of_the_topology(tables: list[str], tmp_path: Path) -> None:

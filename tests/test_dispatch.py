@@ -333,7 +333,7 @@ def test_the_network_learns_keeps_and_updates() -> None:
 
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    before = DispatchCluster([host_table("A800")] * 4, np.array([20e9, 25e9, 30e9, 35e9]))
+    before = DispatchCluster([host_table("A800")] * 4, np.array([15e9, 25e9, 30e9, 35e9]))
     network = Network()
     assert 500e3 < network.bytes < 642e3, "at most the paper's"
     test = some_samples(before, 200, rng)
@@ -365,6 +365,32 @@ def test_the_host_that_changed_is_found_among_its_company() -> None:
     assert changed_hosts(involved[:, 2], involved).tolist() == [2]
     assert sorted(changed_hosts(involved[:, 2] | involved[:, 5], involved)) == [2, 5]
     assert not len(changed_hosts(np.arange(60) % 7 == 0, involved))
+    assert not len(changed_hosts(np.ones(2, bool), involved[:2])), "two samples are too few"
+
+
+@pytest.mark.slow
+@settings(max_examples=3, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_an_update_forgets_no_more_than_the_bound(seed: int) -> None:
+    """Even where all that is new contradicts the rest."""
+    torch = pytest.importorskip("torch")
+    from crux_torch.dispatch.predictor import FORGOTTEN, Network
+
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(seed)
+    cluster = DispatchCluster([host_table("A800")] * 4, rng.uniform(20e9, 40e9, 4))
+    network = Network()
+    network.train(cluster, some_samples(cluster, 60, rng), epochs=15)
+    assert network.memory is not None
+    before, new = network.memory, some_samples(cluster, 2, rng)
+    known = network.error(cluster, before)
+    stayed = network.train(cluster, Samples(new.choices, new.bandwidth_Bps / 10), epochs=15)
+    assert stayed == len(network.memory) - 2 <= len(before)
+    again = (before.choices[:, None] == new.choices).all(axis=-1).any(axis=1)
+    kept = before.part(np.flatnonzero(~again))
+    assert stayed == len(kept)
+    allowed = known * len(before) / len(kept) + FORGOTTEN
+    assert network.error(cluster, kept) <= allowed + 1e-6
 
 
 def test_too_few_samples_are_refused() -> None:

@@ -18,7 +18,7 @@ from crux_torch.cli.sim_options import numbers_table
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
 from crux_torch.dispatch.dispatcher import Dispatcher, Ranked
 from crux_torch.dispatch.newcomer import uplinks_Bps
-from crux_torch.dispatch.predictor import fit_uplinks
+from crux_torch.dispatch.predictor import Network, Samples, fit_uplinks, predicted_links
 from crux_torch.dispatch.running import Running, look, measured_by_jobs
 from crux_torch.dispatch.samples_file import read_samples
 from crux_torch.dispatch.table import (
@@ -33,19 +33,31 @@ from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import Topology
 from crux_torch.settings import Settings
 
+_table_option = click.option(
+    "--table",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A host's bandwidths: a file of `crux dispatch measure`, or HOST.csv. Repeat it.",
+)
+_samples_option = click.option(
+    "--samples",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Choices measured across hosts (`crux dispatch measure-across`), which tell of the links.",
+)
+_store_option = click.option(
+    "--store", help="tcp://HOST:PORT of the store, for the jobs that run now."
+)
+_cluster_option = click.option(
+    "--cluster", "cluster_name", help="Name of the cluster [default: CRUX_CLUSTER]."
+)
+
 
 def _hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What the hosts are, what is taken, and what runs there."""
     for option in reversed(
         (
-            click.option(
-                "--table",
-                "files",
-                multiple=True,
-                type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help="A host's bandwidths: a file of `crux dispatch measure`, or HOST.csv. "
-                "Repeat it.",
-            ),
+            _table_option,
             click.option(
                 "--uplink",
                 "uplinks",
@@ -53,11 +65,11 @@ def _hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 metavar="[HOST=]GB/s",
                 help="A host's link to the network, or that of all hosts.",
             ),
+            _samples_option,
             click.option(
-                "--samples",
+                "--network",
                 type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help="Choices measured across hosts, from which the links are fitted "
-                "(docs/dispatch.md).",
+                help="A file of `crux dispatch learn`, which predicts the links.",
             ),
             click.option(
                 "--topology",
@@ -73,12 +85,8 @@ def _hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 metavar="HOST[:DEVICE,...]",
                 help="What is taken already: a host, or some of its devices. Repeat it.",
             ),
-            click.option(
-                "--store", help="tcp://HOST:PORT of the store, for the jobs that run now."
-            ),
-            click.option(
-                "--cluster", "cluster_name", help="Name of the cluster [default: CRUX_CLUSTER]."
-            ),
+            _store_option,
+            _cluster_option,
             click.option(
                 "--like",
                 "model",
@@ -135,51 +143,78 @@ def _dispatcher(
     files: Sequence[Path],
     uplinks: Sequence[str],
     samples: Path | None,
+    network: Path | None,
     topology_file: Path | None,
     excluded: Sequence[str],
     store: str | None,
     cluster_name: str | None,
     model: str | None,
 ) -> Dispatcher:
-    given = {"CRUX_STORE": store, "CRUX_CLUSTER": cluster_name}
-    settings = Settings.from_env({**os.environ, **{k: v for k, v in given.items() if v}})
-    named = store or os.environ.get("CRUX_STORE")
-    if model and not named:
+    settings = _settings(store, cluster_name)
+    running = _running(settings)
+    if model and running is None:
         raise DispatchError("--like JOB: name the store with --store, or CRUX_STORE")
-    running = None
-    if named and settings.store != "none":
-        running = look(settings.store, settings.store_secret, settings.cluster)
     topology = load_topology(topology_file) if topology_file else None
     known = topology or (running.topology if running else None)
-    cluster = _cluster(files, uplinks, samples, known, running)
+    cluster = _cluster(_tables(files), uplinks, samples, network, known, running)
     return Dispatcher(cluster, _free(cluster, excluded), topology, running, model, settings.policy)
 
 
-def _cluster(
-    files: Sequence[Path],
-    uplinks: Sequence[str],
-    samples: Path | None,
-    topology: Topology | None,
-    running: Running | None,
-) -> DispatchCluster:
-    """The hosts. With samples, their links are fitted from these and from what jobs measured."""
+def _settings(store: str | None, cluster: str | None) -> Settings:
+    """Those of the environment; without a name the store is ``none``."""
+    given = {"CRUX_STORE": store or os.environ.get("CRUX_STORE") or "none"}
+    if cluster:
+        given["CRUX_CLUSTER"] = cluster
+    return Settings.from_env({**os.environ, **given})
+
+
+def _running(settings: Settings) -> Running | None:
+    if settings.store == "none":
+        return None
+    return look(settings.store, settings.store_secret, settings.cluster)
+
+
+def _tables(files: Sequence[Path]) -> list[HostTable]:
+    """A table of each host.
+
+    Raises:
+        DispatchError: there is none, or two are of one host.
+    """
     if not files:
         raise DispatchError("name a table of each host with --table")
-    tables = [_table(file) for file in files]
+    tables = [from_csv(file, file.stem) if file.suffix == ".csv" else load(file) for file in files]
     names = [table.host for table in tables]
     for name in names:
         if names.count(name) > 1:
             raise DispatchError(f"two tables of the host {name!r}")
+    return tables
+
+
+def _cluster(
+    tables: Sequence[HostTable],
+    uplinks: Sequence[str],
+    samples: Path | None,
+    network: Path | None,
+    topology: Topology | None,
+    running: Running | None,
+) -> DispatchCluster:
+    """The hosts. With samples, their links are fitted from these and from what jobs measured; with
+    a network, they are what it predicts.
+    """
+    if network is not None:
+        if samples is not None:
+            raise DispatchError("--samples or --network: one of them tells of the links")
+        from crux_torch.dispatch.network_file import load_network
+
+        learned, cluster = load_network(network, tables)
+        return predicted_links(cluster, learned.predictor(cluster))
+    names = [table.host for table in tables]
     known = uplinks_Bps(topology, names) if topology is not None else dict.fromkeys(names, 0.0)
     given = DispatchCluster(tables, _uplinks(uplinks, known, needed=samples is None))
     if samples is None:
         return given
     found = read_samples(samples, given)
     return fit_uplinks(given, found.joined(measured_by_jobs(given, running)) if running else found)
-
-
-def _table(file: Path) -> HostTable:
-    return from_csv(file, file.stem) if file.suffix == ".csv" else load(file)
 
 
 def _uplinks(given: Iterable[str], known: Mapping[str, float], needed: bool) -> np.ndarray:
@@ -198,8 +233,8 @@ def _uplinks(given: Iterable[str], known: Mapping[str, float], needed: bool) -> 
     missing = [host for host, rate in rates.items() if not rate]
     if needed and missing and len(hosts) > 1:
         raise DispatchError(
-            f"the link of {missing[0]} is not known: give --uplink GB/s, a --topology, or measured "
-            "--samples"
+            f"the link of {missing[0]} is not known: give --uplink GB/s, a --topology, measured "
+            "--samples, or a --network"
         )
     return np.array(list(rates.values()))
 
@@ -338,6 +373,57 @@ def measure_across(out: Path, host: str | None, rendezvous: str, **how: Any) -> 
         raise click.ClickException(str(error)) from None
     if plan.host_rank == 0:
         click.echo(f"{out}: {number} choices measured")
+
+
+@dispatch.command()
+@_table_option
+@_samples_option
+@_store_option
+@_cluster_option
+@click.option(
+    "--network",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file of the network; one that is there learns on.",
+)
+def learn(
+    files: Sequence[Path],
+    samples: Path | None,
+    store: str | None,
+    cluster_name: str | None,
+    network: Path,
+) -> None:
+    """Teach a network the hosts' links: by measured choices, and by what running jobs measured.
+
+    It replays what it learned before, so it can be called again and again.
+    """
+    import torch
+
+    from crux_torch.dispatch.network_file import load_network, news, save_network
+
+    # The network is too small to gain by more.
+    torch.set_num_threads(1)
+    try:
+        tables = _tables(files)
+        running = _running(_settings(store, cluster_name))
+        learner, cluster = Network(), DispatchCluster(tables, np.zeros(len(tables)))
+        if network.exists():
+            learner, cluster = load_network(network, tables)
+        found = Samples(np.zeros((0, len(tables)), np.int64), np.zeros(0))
+        if samples is not None:
+            found = read_samples(samples, cluster)
+        if running is not None:
+            found = found.joined(measured_by_jobs(cluster, running, claimed=True))
+        found = news(learner, found)
+        if learner.memory is not None and not len(found):
+            click.echo(f"{network}: nothing new")
+            return
+        replayed = learner.train(cluster, found)
+        save_network(network, learner, [table.host for table in cluster.tables])
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+    told = f"{network}: {len(found)} samples learned, {replayed} replayed"
+    click.echo(f"{told}; mean error {learner.error(cluster, found):.1%} on the new ones")
 
 
 @dispatch.command()

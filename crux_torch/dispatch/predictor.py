@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,17 @@ _WIDTH, _HEADS, _FEED_FORWARD, _LAYERS = 64, 4, 192, 3
 _GIGA = 1e9
 #: A new sample that differs by more than this from what was predicted tells of a change.
 SURPRISE = 0.2
+#: Forgetting is bounded: an update adds at most this to the mean relative error on the earlier
+#: samples that it keeps.
+FORGOTTEN = 0.02
+#: So many samples of a host tell that it has changed, at least.
+TOLD = 3
+#: Fewer samples train no network.
+FEW = 10
+#: Samples that are remembered at most, the newest.
+REMEMBERED = 4096
+#: A new sample is learned up to so often for each time that an earlier one is.
+MAX_REPEATS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +83,21 @@ def fit_uplinks(tables_only: DispatchCluster, samples: Samples) -> DispatchClust
     return DispatchCluster(tables_only.tables, seen)
 
 
+def predicted_links(tables_only: DispatchCluster, predict: Predictor) -> DispatchCluster:
+    """The cluster whose hosts' links explain what is predicted for one device each of two hosts.
+
+    Args:
+        tables_only: the hosts; its uplinks are not looked at.
+    """
+    pairs = list(combinations(range(len(tables_only.sizes)), 2))
+    if not pairs:
+        return tables_only
+    choices = np.zeros((len(pairs), len(tables_only.sizes)), np.int64)
+    for row, pair in zip(choices, pairs, strict=True):
+        row[list(pair)] = 1
+    return fit_uplinks(tables_only, Samples(choices, predict(choices)))
+
+
 class Network:
     """LiteGD's predictor: a small Transformer over the hosts of a choice, trained on samples.
 
@@ -80,6 +107,9 @@ class Network:
 
     Args:
         seed: of the weights and of the order of samples; equal seeds and samples train equally.
+
+    Attributes:
+        memory: what it has learned from; None before the first call of :meth:`train`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -87,7 +117,7 @@ class Network:
 
         self._torch = torch
         self._seed = seed
-        self._memory: Samples | None = None
+        self.memory: Samples | None = None
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             self.module = _module()
@@ -98,36 +128,58 @@ class Network:
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
     def train(
-        self, cluster: DispatchCluster, samples: Samples, epochs: int = 120, patience: int = 20
-    ) -> None:
+        self, cluster: DispatchCluster, samples: Samples, epochs: int = 100, patience: int = 40
+    ) -> int:
         """Learn ``samples``, and again those of earlier calls, so that they are not forgotten.
 
-        Earlier samples of a host go where new ones show that it has changed. A fifth of the samples
-        tells when to stop: after ``patience`` epochs without progress. The best weights are kept.
+        Earlier samples of a host go where new ones show that it has changed, and those of a choice
+        that was measured again. On those that stay, the mean relative error grows by ``FORGOTTEN``
+        at most: weights that forget more are not taken, and those of before the call are always at
+        hand. A fifth of the samples tells of progress: it stops after ``patience`` epochs without
+        any. (With large steps, at first, there may be none for many epochs.)
+
+        Returns:
+            how many earlier samples stayed.
 
         Raises:
             DispatchError: for fewer than ten samples, or too many hosts.
         """
         torch = self._torch
-        if self._memory is not None:
-            predicted = self.predictor(cluster)(samples.choices)
-            error = np.abs(predicted / samples.bandwidth_Bps - 1)
-            changed = changed_hosts(error > SURPRISE, samples.choices > 0)
-            kept = ~(self._memory.choices[:, changed] > 0).any(axis=1)
-            samples = self._memory.part(np.flatnonzero(kept)).joined(samples)
-        self._memory = samples
-        if len(samples) < 10 or samples.choices.shape[1] > MAX_HOSTS:
+        kept = self._kept(cluster, samples)
+        known = 0 if kept is None else len(kept)
+        if kept is not None:
+            samples = kept.joined(samples)
+        if len(samples) < FEW or samples.choices.shape[1] > MAX_HOSTS:
             raise DispatchError(
-                f"{len(samples)} samples of {samples.choices.shape[1]} hosts: expected 10 samples "
-                f"or more, of {MAX_HOSTS} hosts or fewer"
+                f"{len(samples)} samples of {samples.choices.shape[1]} hosts: expected {FEW} "
+                f"samples or more, of {MAX_HOSTS} hosts or fewer"
             )
         rng = np.random.default_rng(self._seed)
-        order = rng.permutation(len(samples))
-        held = max(2, len(samples) // 5)
+        old, new = rng.permutation(known), known + rng.permutation(len(samples) - known)
+        # Of a few, all are learned and tell of progress.
+        held = [rows[: len(rows) // 5] for rows in (old, new) if len(rows) >= FEW]
+        checks = [*held, *(rows for rows in (old, new) if 0 < len(rows) < FEW)]
+        learn = np.setdiff1d(np.arange(len(samples)), np.concatenate([*held, old[:0]]))
+        # As much of what is new as of what is replayed.
+        again = min(MAX_REPEATS, max(1, len(old) // max(1, len(new))))
+        learn = np.concatenate([learn[learn < known], np.repeat(learn[learn >= known], again)])
         tokens = _tokens(cluster, samples.choices)
         truth = torch.from_numpy(np.log(samples.bandwidth_Bps / _GIGA)).float()
-        check, learn = order[:held], order[held:]
-        best, waited, state = np.inf, 0, self.module.state_dict()
+
+        def errors(rows: Ints) -> Tensor:
+            with torch.no_grad():
+                found = self.module(*(t[rows] for t in tokens))
+            error: Tensor = (found.exp() - truth[rows].exp()).abs()
+            return error
+
+        def relative_error(rows: Ints) -> float:
+            return float((errors(rows) / truth[rows].exp()).mean())
+
+        self.module.eval()
+        best, waited, state = np.inf, 0, _copied(self.module)
+        if known:
+            best = float(np.mean([float(errors(rows).mean()) for rows in checks]))
+            allowed = relative_error(old) + FORGOTTEN
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=2e-3, weight_decay=1e-4)
         plan = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
         for _ in range(epochs):
@@ -139,17 +191,35 @@ class Network:
                 error.abs().mean().backward()
                 optimizer.step()
             plan.step()
-            with torch.no_grad():
-                self.module.eval()
-                found = self.module(*(t[check] for t in tokens))
-                loss = float((found.exp() - truth[check].exp()).abs().mean())
-            if loss < best:
-                best, waited = loss, 0
-                state = {name: value.clone() for name, value in self.module.state_dict().items()}
+            self.module.eval()
+            loss = float(np.mean([float(errors(rows).mean()) for rows in checks]))
+            if loss < best and (not known or relative_error(old) <= allowed):
+                best, waited, state = loss, 0, _copied(self.module)
             elif (waited := waited + 1) >= patience:
                 break
         self.module.load_state_dict(state)
         self.module.eval()
+        self.memory = samples
+        return known
+
+    def error(self, cluster: DispatchCluster, samples: Samples) -> float:
+        """The mean relative error on ``samples``."""
+        predicted = self.predictor(cluster)(samples.choices)
+        return float(np.abs(predicted / samples.bandwidth_Bps - 1).mean())
+
+    def _kept(self, cluster: DispatchCluster, new: Samples) -> Samples | None:
+        """Earlier samples, but those of hosts that new ones show to have changed, and of choices
+        that were measured again.
+        """
+        if self.memory is None:
+            return None
+        predicted = self.predictor(cluster)(new.choices)
+        error = np.abs(predicted / new.bandwidth_Bps - 1)
+        changed = changed_hosts(error > SURPRISE, new.choices > 0)
+        choices = self.memory.choices
+        again = (choices[:, None] == new.choices).all(axis=-1).any(axis=1)
+        kept = np.flatnonzero(~(choices[:, changed] > 0).any(axis=1) & ~again)
+        return self.memory.part(kept[-REMEMBERED:])
 
     def predictor(self, cluster: DispatchCluster) -> Predictor:
         """Bytes/s of choices of ``cluster``: by the table within a host, else by the network."""
@@ -167,8 +237,14 @@ class Network:
         return predict
 
 
+def _copied(module: torch.nn.Module) -> dict[str, Tensor]:  # type: ignore[name-defined] # noqa: F821
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 def changed_hosts(surprising: Bools, involved: Bools) -> Ints:
     """The fewest hosts that explain surprises, greedily: most of their samples surprised.
+
+    A host with fewer than ``TOLD`` samples has not changed: one odd sample is no change.
 
     Args:
         surprising: for each sample whether its bandwidth was not as predicted.
@@ -179,7 +255,7 @@ def changed_hosts(surprising: Bools, involved: Bools) -> Ints:
     while (surprising & left).any():
         with_host = (involved & left[:, None]).sum(axis=0)
         surprises = (involved & (left & surprising)[:, None]).sum(axis=0)
-        share = surprises / np.maximum(with_host, 1)
+        share = np.where(with_host < TOLD, 0.0, surprises / np.maximum(with_host, 1))
         host = int(np.argmax(share))
         if share[host] <= 0.5:
             break

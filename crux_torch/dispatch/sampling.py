@@ -9,12 +9,16 @@ import numpy as np
 
 from crux_torch.dispatch.cluster import Ints
 
+#: Of choices that are not pairs, one in so many takes one device of each host.
+ALONE = 3
+
 
 def across_hosts(sizes: Sequence[int], number: int, rng: np.random.Generator) -> Ints:
     """Up to ``number`` different choices that span hosts, a row for each.
 
     First come pairs of hosts with one device each, where no link within a host is the weakest;
-    of many pairs, some. The others have any number of hosts, and of devices of each.
+    of many pairs, some. The others have any number of hosts, and of devices of each; but every
+    ``ALONE``-th has one device each, for the links again.
 
     Args:
         sizes: number of devices of each host; two hosts at least.
@@ -33,9 +37,10 @@ def across_hosts(sizes: Sequence[int], number: int, rng: np.random.Generator) ->
     for i in first.tolist():
         add(pairs[i], (1, 1))
     # A small cluster may have fewer choices than asked for.
-    for _ in range(20 * number):
+    for drawn in range(20 * number):
         if len(found) >= number:
             break
         involved = rng.choice(hosts, rng.integers(2, hosts + 1), replace=False).tolist()
-        add(involved, [int(rng.integers(1, sizes[host] + 1)) for host in involved])
+        most = [1 if drawn % ALONE == 0 else sizes[host] for host in involved]
+        add(involved, [int(rng.integers(1, size + 1)) for size in most])
     return np.stack(list(found.values()))
