@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from crux_torch.dispatch.baselines import at_random, by_index, by_topology
 from crux_torch.dispatch.cluster import DispatchCluster, Floats, Ints, Predictor, count
 from crux_torch.dispatch.hosts import host_table
-from crux_torch.dispatch.predictor import Network, Samples, fit_uplinks
+from crux_torch.dispatch.predictor import Network, Samples, fit_uplinks, predicted_links
 from crux_torch.dispatch.sampling import across_hosts
 from crux_torch.dispatch.search import bidirectional, strongest
 from evaluation.dispatch_trees import Trees
@@ -79,8 +79,15 @@ def measured(cluster: DispatchCluster, number: int, rng: np.random.Generator) ->
 Method = Callable[[int], Ints]
 
 
-def methods(one: Case, seed: int, network: Network | None) -> dict[str, Method]:
-    """Every way to choose; a trained ``network`` adds LiteGD as the paper has it, and the trees."""
+def methods(
+    one: Case, seed: int, network: Network | None, *, remember: bool = True
+) -> dict[str, Method]:
+    """Every way to choose; a trained ``network`` adds LiteGD as the paper has it, and the trees.
+
+    Args:
+        remember: ask no prediction twice, which makes choices for many k quick, and their times
+            meaningless.
+    """
     cluster, free = one.cluster, one.free
     fitted = fit_uplinks(cluster, one.samples)
     rng = Random(seed)
@@ -93,22 +100,16 @@ def methods(one: Case, seed: int, network: Network | None) -> dict[str, Method]:
         "at random": lambda k: at_random(free, k, rng),
     }
     if network is not None:
-        predict = remembered(network.predictor(cluster))
-        trees = remembered(Trees(cluster, one.samples, seed).predictor(cluster))
+        predict = network.predictor(cluster)
+        trees = Trees(cluster, one.samples, seed).predictor(cluster)
+        if remember:
+            predict, trees = remembered(predict), remembered(trees)
         found["Algorithm 1, trees"] = lambda k: bidirectional(cluster, free, k, trees)
-        told = links_of(cluster, predict)
-        found["strongest, network's links"] = lambda k: strongest(told, free, k)
+        found["strongest, network's links"] = lambda k: strongest(
+            predicted_links(cluster, predict), free, k
+        )
         found["Algorithm 1, network"] = lambda k: bidirectional(cluster, free, k, predict)
     return found
-
-
-def links_of(cluster: DispatchCluster, predict: Predictor) -> DispatchCluster:
-    """The cluster with links that explain what is predicted for one device each of two hosts."""
-    pairs = list(combinations(range(len(cluster.sizes)), 2))
-    choices = np.zeros((len(pairs), len(cluster.sizes)), np.int64)
-    for row, pair in zip(choices, pairs, strict=True):
-        row[list(pair)] = 1
-    return fit_uplinks(cluster, Samples(choices, predict(choices)))
 
 
 def remembered(predict: Predictor) -> Predictor:
@@ -125,18 +126,32 @@ def remembered(predict: Predictor) -> Predictor:
     return asked
 
 
-def efficacy(
-    one: Case, chosen: Mapping[str, Method], step: int = 1
-) -> dict[str, list[tuple[float, float]]]:
-    """For each method and every ``step``-th k from 2 to all free GPUs: GBE, seconds to choose."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
+def efficacy(one: Case, chosen: Mapping[str, Method], step: int = 1) -> dict[str, list[float]]:
+    """GBE of each method for every ``step``-th k from 2 to all free GPUs."""
+    found: dict[str, list[float]] = {name: [] for name in chosen}
     for k in range(2, int(count(one.free)) + 1, step):
         best = rate_Bps(one, strongest(one.cluster, one.free, k))
         for name, choose in chosen.items():
-            begin_s = time.perf_counter()
-            choice = choose(k)
-            found[name].append((rate_Bps(one, choice) / best, time.perf_counter() - begin_s))
+            found[name].append(rate_Bps(one, choose(k)) / best)
     return found
+
+
+def search_cpu_s(
+    one: Case, chosen: Mapping[str, Method], ks: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Seconds of CPU, of all threads, that each method takes to choose ``k`` GPUs (Figure 12).
+
+    A k beyond the free GPUs is left out.
+    """
+    ks = [k for k in ks if k <= count(one.free)]
+    return {name: {k: cpu_s(partial(choose, k)) for k in ks} for name, choose in chosen.items()}
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """Seconds of CPU, of all threads, that ``call`` takes."""
+    begin_s = time.process_time()
+    call()
+    return time.process_time() - begin_s
 
 
 def rate_Bps(one: Case, choice: Ints) -> float:
@@ -144,12 +159,12 @@ def rate_Bps(one: Case, choice: Ints) -> float:
     return float(one.cluster.weakest_link_Bps(choice[None])[0])
 
 
-def trained(one: Case, seed: int) -> tuple[Network, float]:
-    """LiteGD's network after its training, and how many seconds that took."""
+def trained(one: Case, seed: int) -> tuple[Network, float, float]:
+    """LiteGD's network after its training, and the seconds that took: of CPU, and on the clock."""
     network = Network(seed)
     begin_s = time.perf_counter()
-    network.train(one.cluster, one.samples)
-    return network, time.perf_counter() - begin_s
+    took_s = cpu_s(lambda: network.train(one.cluster, one.samples))
+    return network, took_s, time.perf_counter() - begin_s
 
 
 def errors_GBps(cluster: DispatchCluster, learned_from: Samples, seed: int) -> dict[str, float]:
@@ -204,7 +219,7 @@ def unseen(kind: str, seed: int) -> tuple[dict[str, float], dict[str, float]]:
     fitted = fit_uplinks(larger, padded)
     chosen["strongest, links fitted"] = lambda k: strongest(fitted, free, k)
     found = efficacy(wider, chosen, step=3)
-    return errors, {name: float(np.mean([gbe for gbe, _ in f])) for name, f in found.items()}
+    return errors, {name: float(np.mean(f)) for name, f in found.items()}
 
 
 def _searched(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Method:
@@ -215,8 +230,8 @@ def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[dict[str, float
     """A host's link becomes three times as fast: errors in GB/s before and after new samples.
 
     Returns:
-        for none and for each number of ``steps`` of new samples, the error on choices with that
-        host and on others.
+        for none and for each number of ``steps`` of new samples, the error on choices that the
+        link had limited and on others.
     """
     network = Network(seed)
     network.train(one.cluster, one.samples)
@@ -226,10 +241,10 @@ def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[dict[str, float
     after = DispatchCluster(one.cluster.tables, uplink_Bps)
     rng = np.random.default_rng(seed + 2)
     new, test = measured(after, max(steps), rng), measured(after, 1000, rng)
-    with_it = test.choices[:, slowest] > 0
+    faster = test.bandwidth_Bps > one.cluster.weakest_link_Bps(test.choices)
     parts = {
         name: test.part(np.flatnonzero(rows))
-        for name, rows in (("with the host", with_it), ("others", ~with_it))
+        for name, rows in (("faster now", faster), ("others", ~faster))
     }
 
     def told(samples: int) -> dict[str, float]:

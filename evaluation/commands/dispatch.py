@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice, starmap
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 
 from crux_torch.cli.results import Result, publish
 from crux_torch.cli.sim_options import json_option, threads_option
 from crux_torch.dispatch.cluster import DispatchCluster
-from crux_torch.dispatch.hosts import host_table
+from crux_torch.dispatch.hosts import MODELS, host_table
+from crux_torch.dispatch.predictor import Network
 from crux_torch.dispatch.search import bidirectional, strongest
 from evaluation.dispatch import (
     LINKS,
     MIXED,
     TABLE_1,
     case,
+    cpu_s,
     efficacy,
     errors_GBps,
     methods,
+    search_cpu_s,
     trained,
     unseen,
     upgraded,
 )
 
 #: Clusters of the studies of what learns, beside Table 1.
-FEW_SEEDS = 2
+FEW_SEEDS = 1
+#: Numbers of GPUs that Figures 9 and 12 are printed for.
+KS = (2, 4, 8, 12, 16, 24, 32, 40, 48)
 
 
 #: Calls a function on each of some tuples of arguments, in order; may do several at once.
@@ -67,15 +73,17 @@ def efficacy_rows(
     rows = []
     for kinds, links in cells:
         means: dict[str, list[float]] = {}
-        seconds: dict[str, list[float]] = {}
         by_k: dict[str, dict[int, list[float]]] = {}
-        training_s = []
-        for took_s, methods_found in islice(played, seeds):
-            training_s += took_s
+        trainings = []
+        searches: dict[str, dict[int, list[float]]] = {}
+        for training, methods_found, took in islice(played, seeds):
+            trainings += training
+            for name, took_s in took.items():
+                for k, s in took_s.items():
+                    searches.setdefault(name, {}).setdefault(k, []).append(s)
             for name, found in methods_found.items():
-                means.setdefault(name, []).append(statistics.fmean(gbe for gbe, _ in found))
-                seconds.setdefault(name, []).append(max(s for _, s in found))
-                for k, (gbe, _) in enumerate(found, 2):
+                means.setdefault(name, []).append(statistics.fmean(found))
+                for k, gbe in enumerate(found, 2):
                     by_k.setdefault(name, {}).setdefault(k, []).append(gbe)
         rows.append(
             {
@@ -86,8 +94,9 @@ def efficacy_rows(
                 "by_k": {
                     n: {k: statistics.fmean(v) for k, v in ks.items()} for n, ks in by_k.items()
                 },
-                "longest_s": {name: max(values) for name, values in seconds.items()},
-                "training_s": training_s,
+                "search_cpu_s": searches,
+                "training_cpu_s": [cpu for cpu, _ in trainings],
+                "training_wall_s": [wall for _, wall in trainings],
             }
         )
     return rows
@@ -95,10 +104,14 @@ def efficacy_rows(
 
 def _efficacy(
     kinds: Sequence[str], links: str, seed: int, with_network: bool
-) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
+) -> tuple[list[tuple[float, float]], dict[str, list[float]], dict[str, dict[int, float]]]:
     one = case(kinds, seed, LINKS[links])
-    network, took_s = trained(one, seed) if with_network else (None, 0.0)
-    return [took_s] * with_network, efficacy(one, methods(one, seed, network))
+    network, *training = trained(one, seed) if with_network else (None,)
+    found = efficacy(one, methods(one, seed, network))
+    took = {}
+    if (tuple(kinds), links) == (MIXED, "20 to 40"):
+        took = search_cpu_s(one, methods(one, seed, network, remember=False), KS)
+    return [(training[0], training[1])] if training else [], found, took
 
 
 def error_rows(
@@ -149,7 +162,7 @@ def _by_name(found: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def time_rows(hosts: Iterable[int]) -> list[dict[str, Any]]:
-    """Seconds to choose in larger clusters, the longest over five k."""
+    """Seconds of CPU to choose in larger clusters, the longest over five k."""
     rows = []
     for number in hosts:
         rng = np.random.default_rng(number)
@@ -158,11 +171,17 @@ def time_rows(hosts: Iterable[int]) -> list[dict[str, Any]]:
         took: dict[str, float] = {}
         for name, search in (("strongest", strongest), ("Algorithm 1", bidirectional)):
             for share in (0.01, 0.1, 0.25, 0.5, 0.9):
-                begin_s = time.perf_counter()
-                search(cluster, cluster.everything, max(2, int(share * 8 * number)))
-                took[name] = max(took.get(name, 0.0), time.perf_counter() - begin_s)
-        rows.append({"study": "time", "gpus": 8 * number, "longest_s": took})
+                k = max(2, int(share * 8 * number))
+                s = cpu_s(partial(search, cluster, cluster.everything, k))
+                took[name] = max(took.get(name, 0.0), s)
+        rows.append({"study": "time", "gpus": 8 * number, "longest_cpu_s": took})
     return rows
+
+
+def storage_row() -> dict[str, Any]:
+    """What the network's weights and the largest table of a host take."""
+    sizes = [len(msgspec.json.encode(host_table(kind))) for kind in MODELS]
+    return {"study": "storage", "network_bytes": Network().bytes, "host_bytes": max(sizes)}
 
 
 ORDER = (
@@ -193,23 +212,20 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
             if name in row["gbe"]:
                 values = [100 * value for value in row["gbe"][name]]
                 spread = f"[{min(values):.1f}-{max(values):.1f}]"
-                longest_ms = 1e3 * row["longest_s"][name]
-                lines.append(
-                    f"  {name:<26} {statistics.fmean(values):6.1f} {spread:>14}"
-                    f"   longest choice {longest_ms:8.1f} ms"
-                )
-        if row["training_s"]:
-            lines.append(f"  training of the network: {max(row['training_s']):.0f} s at most")
+                lines.append(f"  {name:<26} {statistics.fmean(values):6.1f} {spread:>14}")
+        if row["training_cpu_s"]:
+            cpu_most_s, wall_s = max(row["training_cpu_s"]), max(row["training_wall_s"])
+            lines.append(
+                f"  training of the network: {cpu_most_s:.0f} s of CPU at most, {wall_s:.0f} s on "
+                "the clock"
+            )
     for row in _of(rows, "efficacy"):
         if row["hosts"] == "+".join(MIXED) and row["link_GBps"] == "20 to 40":
             lines += ["", "GBE in % by k on the mixed cluster (Figure 9)"]
-            ks = [2, 4, 8, 12, 16, 24, 32, 40, 48]
-            lines.append(f"  {'k':<26}" + "".join(f"{k:>7}" for k in ks))
-            for name in ORDER:
-                if name in row["by_k"]:
-                    mine = {int(k): value for k, value in row["by_k"][name].items()}
-                    cells = "".join(f"{100 * mine[k]:7.1f}" if k in mine else "      -" for k in ks)
-                    lines.append(f"  {name:<26}{cells}")
+            lines += _by_k({n: {k: 100 * v for k, v in m.items()} for n, m in row["by_k"].items()})
+            lines += ["", "CPU time of a choice in ms by k there, the longest of them (Figure 12)"]
+            took = row["search_cpu_s"].items()
+            lines += _by_k({n: {k: 1e3 * max(v) for k, v in m.items()} for n, m in took})
     lines += ["", "Error of predictions in GB/s by number of samples, on the mixed cluster"]
     for row in _of(rows, "error"):
         lines.append(f"  {row['samples']:>5}: {_means(row['error_GBps'], '{:.3f}')}")
@@ -222,11 +238,28 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"  {row['new_samples']:>5} new samples: {_means(row['error_GBps'], '{:.3f}')}"
         )
-    lines += ["", "Longest choice in ms, all GPUs free"]
+    lines += ["", "CPU time of the longest choice in ms, all GPUs free"]
     for row in _of(rows, "time"):
-        cells = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in row["longest_s"].items())
+        cells = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in row["longest_cpu_s"].items())
         lines.append(f"  {row['gpus']:>5} GPUs: {cells}")
+    for row in _of(rows, "storage"):
+        lines += [
+            "",
+            f"Storage: network {row['network_bytes'] / 1e3:.0f} KB, a host's table "
+            f"{row['host_bytes'] / 1e3:.1f} KB at most",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _by_k(found: Mapping[str, Mapping[Any, float]]) -> list[str]:
+    """A line for each method, in which every k has a column."""
+    lines = [f"  {'k':<26}" + "".join(f"{k:>7}" for k in KS)]
+    for name in ORDER:
+        if name in found:
+            mine = {int(k): value for k, value in found[name].items()}
+            cells = "".join(f"{mine[k]:7.1f}" if k in mine else "      -" for k in KS)
+            lines.append(f"  {name:<26}{cells}")
+    return lines
 
 
 def _means(found: dict[str, list[float]], form: str, unit: float = 1) -> str:
@@ -249,7 +282,7 @@ def dispatch(
 ) -> None:
     """Chooses GPUs with LiteGD, the exact search and the baselines."""
     # Times are of this process while no other of ours runs.
-    rows = time_rows((8, 32, 128))
+    rows = [*time_rows((8, 32, 128)), storage_row()]
     # Not forked: torch has threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(threads, context, initializer=_one_thread) as pool:
@@ -272,5 +305,7 @@ def dispatch(
 def _one_thread() -> None:
     """Equal results on any machine, whatever its number of processors."""
     import torch
+    from threadpoolctl import threadpool_limits
 
     torch.set_num_threads(1)
+    threadpool_limits(1)
