@@ -36,7 +36,7 @@ TOLD = 3
 #: Fewer samples train no network.
 FEW = 10
 #: Samples that are remembered at most, the newest.
-REMEMBERED = 4096
+REMEMBERED = 2048
 #: A new sample is learned up to so often for each time that an earlier one is.
 MAX_REPEATS = 8
 
