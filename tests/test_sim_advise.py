@@ -57,3 +57,13 @@ def test_what_cannot_be_played_is_named(tmp_path: Path) -> None:
     found = CliRunner().invoke(sim, ["advise", str(file)])
     assert found.exit_code == 1
     assert "s.json: horizon_s" in found.output
+
+
+def test_the_page_has_what_is_printed(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    _, text = advised(tmp_path, SPINES, "--schedulers", "ecmp", "--html", str(page))
+    written = page.read_text()
+    assert written.startswith("<!DOCTYPE html>")
+    for word in ("without b", "under ecmp", "0.1500 s an iteration"):
+        assert word in text
+        assert word in written

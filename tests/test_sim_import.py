@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from crux_torch.sim.import_goal import read_goal
 from crux_torch.sim.import_simai import read_simai
 from crux_torch.sim.imported import FORMATS, format_of, scenario_of
 from crux_torch.sim.play import run_scenario
-from crux_torch.sim.scenario import parse_scenario
+from crux_torch.sim.scenario import Scenario, parse_scenario
 from crux_torch.sim.workload import ImportedJob, ImportFailed, in_bursts
 
 # The first layers of a file that SimAI's AICB wrote, for fewer GPUs and with a pipeline.
@@ -435,6 +436,26 @@ def test_imported_jobs_share_one_network(tmp_path: Path) -> None:
     for command in ("compare", "advise"):
         again = CliRunner().invoke(sim, [command, str(out), "--schedulers", "ecmp,crux-paper"])
         assert again.exit_code == 0, again.output
+
+
+def test_a_network_that_sprays_carries_the_same_bytes_more_evenly() -> None:
+    jobs = {"gpt": read_simai(SIMAI)}
+    hashed, spread = (
+        scenario_of(
+            jobs, crux_testbed(), placement="none", bursts=4, seed=0, horizon_s=1.0, spray=spray
+        )
+        for spray in (False, True)
+    )
+
+    def bytes_up(scenario: Scenario) -> list[float]:
+        total: dict[str, float] = {}
+        for burst in scenario.jobs["gpt"].sent:
+            for link, moved in burst.traffic.items():
+                total[link] = total.get(link, 0.0) + moved
+        return [moved for link, moved in total.items() if re.match(r"tor.*->agg", link)]
+
+    assert sum(bytes_up(spread)) == pytest.approx(sum(bytes_up(hashed)))
+    assert max(bytes_up(spread)) < max(bytes_up(hashed))
 
 
 def test_a_job_that_fits_nowhere_is_refused() -> None:

@@ -27,8 +27,18 @@ from crux_torch.sim.scenario import cluster_of, read_scenario
     "--levels", default=8, show_default=True, type=click.IntRange(1, 64), help="Priority levels."
 )
 @json_option
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the tables to this file as a page.",
+)
 def advise_command(
-    file: Path, schedulers: tuple[str, ...], levels: int, json_path: Path | None
+    file: Path,
+    schedulers: tuple[str, ...],
+    levels: int,
+    json_path: Path | None,
+    html_path: Path | None,
 ) -> None:
     """Say who slows each job in FILE down, and what each scheduler would change.
 
@@ -57,9 +67,11 @@ def advise_command(
         settings = {"file": file.name, "levels": levels}
         text = json.dumps({"benchmark": "advise", "settings": settings, "jobs": jobs}, indent=1)
         write_text(json_path, text + "\n")
-    console = Console()
+    console = Console(record=True)
     for name, advice in found.items():
         console.print(_table(name, advice))
+    if html_path is not None:
+        write_text(html_path, console.export_html())
 
 
 def _table(name: str, advice: JobAdvice) -> Table:

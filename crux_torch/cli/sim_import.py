@@ -50,6 +50,7 @@ from crux_torch.sim.workload import ImportedJob
     show_default=True,
     help="TFLOPs that a GPU computes in a second, the same for all jobs.",
 )
+@click.option("--spray", is_flag=True, help="The network sprays the packets of each flow.")
 @click.option("--seed", default=0, show_default=True, help="Of GPUs and ports drawn at random.")
 def import_command(
     jobs: tuple[str, ...],
@@ -60,6 +61,7 @@ def import_command(
     bursts: int,
     horizon: float,
     tflops: float,
+    spray: bool,
     seed: int,
 ) -> None:
     """Write a scenario of jobs that other tools describe, on one network.
@@ -83,6 +85,7 @@ def import_command(
             seed=seed,
             horizon_s=horizon,
             flops_per_s=tflops * 1e12,
+            spray=spray,
         )
     except CruxError as error:
         raise click.ClickException(str(error)) from None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure import traffic
 from crux_torch.schedule.intensity import link_traffic
-from crux_torch.schedule.model import Flow, Job
+from crux_torch.schedule.model import Cluster, Flow, Job
 from crux_torch.sim.collectives import Transfers, contended, transfers
 from crux_torch.sim.import_chakra import read_chakra
 from crux_torch.sim.import_chrome import read_chrome
@@ -19,6 +19,7 @@ from crux_torch.sim.joined import JoinedPaths
 from crux_torch.sim.placed import ALLTOALL_PEERS, CANDIDATES, hashed_paths
 from crux_torch.sim.placement import PLACEMENTS, Allocation, Request, cells
 from crux_torch.sim.scenario import Scenario, ScenarioJob, ScenarioLink, TrafficBurst
+from crux_torch.sim.spraying import sprayed
 from crux_torch.sim.workload import ImportedJob, ImportFailed, in_bursts
 
 Files = Mapping[str, bytes]
@@ -79,6 +80,7 @@ def scenario_of(
     seed: int,
     horizon_s: float,
     flops_per_s: float = 1e14,
+    spray: bool = False,
 ) -> Scenario:
     """The jobs on one network, on the paths that its hash gives them.
 
@@ -90,6 +92,7 @@ def scenario_of(
         bursts: most bursts of an iteration, see :func:`crux_torch.sim.workload.in_bursts`.
         seed: of random placement and of source ports.
         flops_per_s: what a GPU computes, which the workloads don't tell. Only jobs' ratios matter.
+        spray: the network sprays packets over all paths of a flow, and hashes no flow onto one.
 
     Raises:
         ImportFailed: the topology has too few GPUs for a job.
@@ -115,6 +118,8 @@ def scenario_of(
             sent_at[collective.at] += sum(part.values())
         flows = tuple(Flow(size, paths(*ends)) for ends, size in total.items())
         full = Job(name, job.ranks, 0.0, job.compute_s, flows)
+        if spray:
+            (full,) = sprayed(Cluster({}, (full,))).jobs
         moved = link_traffic(full, hashed_paths(full, topology, seed=seed))
         whole = sum(sent_at.values())
         placed[name] = ScenarioJob(

@@ -1,0 +1,109 @@
+"""What paths, priorities and shifts still gain where the network sprays packets.
+
+Jobs of the catalogue on GPUs drawn at random, on a Clos whose links up carry all, a half or a
+quarter of what the links down do.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from crux_torch.fabric.builders.clos import two_layer_clos
+from crux_torch.schedule.model import SchedulerOptions
+from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.sim.play import play
+from crux_torch.sim.spraying import sprayed
+from evaluation.beyond import place_models
+from evaluation.testbed_runs import paths_only
+
+OVERSUBSCRIPTION = (1, 2, 4)
+#: GPUs of each job, on 24 hosts of 8.
+SIZES = (8, 8, 8, 8, 16, 16, 16, 32, 32)
+#: What hashes flows onto paths, and what sprays their packets, is played under.
+PLAYED = {
+    "hashed": ("ecmp", "paths-only", "crux-paper", "crux", "cassini", "ideal"),
+    "sprayed": ("ecmp", "crux-pa", "crux", "cassini"),
+}
+#: Seconds within which jobs start.
+STARTS_S = 10.0
+
+
+def rows_of(seeds: int, horizon_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each network, way of balancing and scheduler: utilisation of each seed."""
+    for ratio in OVERSUBSCRIPTION:
+        topology = two_layer_clos(hosts=24, tors=12, aggregations=8, oversubscription=ratio)
+        found: dict[tuple[str, str], list[float]] = {}
+        worst: dict[tuple[str, str], list[float]] = {}
+        for seed in range(seeds):
+            cluster, hashed = place_models("spraying", seed, topology, SIZES)
+            rng = random.Random(f"spraying start {seed}")
+            start_s = {job.name: rng.uniform(0.0, STARTS_S) for job in cluster.jobs}
+            options = SchedulerOptions(seed=seed, default_path=hashed)
+            spread = sprayed(cluster)
+            alone_s = _times_s(spread, "ideal", replace(options, default_path=None), horizon_s)[1]
+            for balancing, names in PLAYED.items():
+                here = cluster if balancing == "hashed" else spread
+                given = options if balancing == "hashed" else replace(options, default_path=None)
+                for name in names:
+                    used, times_s = _times_s(here, name, given, horizon_s, start_s)
+                    found.setdefault((balancing, name), []).append(used)
+                    slowdown = max(
+                        (times_s[j] or float("inf")) / (alone_s[j] or float("inf")) for j in times_s
+                    )
+                    worst.setdefault((balancing, name), []).append(slowdown)
+        for (balancing, name), used_of in found.items():
+            slowdowns = [s if s < float("inf") else None for s in worst[balancing, name]]
+            yield {
+                "oversubscription": ratio,
+                "balancing": balancing,
+                "scheduler": name,
+                "gpu_utilization": used_of,
+                "worst_slowdown": slowdowns,
+            }
+
+
+def _times_s(
+    cluster: Any,
+    name: str,
+    options: SchedulerOptions,
+    horizon_s: float,
+    start_s: Mapping[str, float] | None = None,
+) -> tuple[float, dict[str, float | None]]:
+    """Utilisation, and the mean iteration of each job."""
+    scheduler = paths_only if name == "paths-only" else SCHEDULERS[name]
+    report = play(cluster, scheduler(cluster, options), horizon_s, start_s=start_s)
+    times_s = {job: found.mean_iteration_s for job, found in report.jobs.items()}
+    return report.gpu_utilization, times_s
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Medians over the seeds; changes are against ECMP with hashed paths, and with spraying."""
+    lines = []
+    for ratio in dict.fromkeys(row["oversubscription"] for row in rows):
+        mine = [row for row in rows if row["oversubscription"] == ratio]
+        base = {
+            row["balancing"]: row["gpu_utilization"] for row in mine if row["scheduler"] == "ecmp"
+        }
+        lines.append(f"links up {ratio}:1 oversubscribed, {len(base['hashed'])} seeds")
+        lines.append(
+            f"  {'network':<8} {'scheduler':<11} {'utilisation':>11} {'over hashed':>12} "
+            f"{'over sprayed':>13} {'worst slowdown':>15}"
+        )
+        for row in mine:
+            used = row["gpu_utilization"]
+            over = {
+                kind: 100 * (statistics.median(a / b for a, b in zip(used, of, strict=True)) - 1)
+                for kind, of in base.items()
+            }
+            slowest = max(s if s is not None else float("inf") for s in row["worst_slowdown"])
+            lines.append(
+                f"  {row['balancing']:<8} {row['scheduler']:<11} {statistics.median(used):>11.3f} "
+                f"{over['hashed']:>+11.1f}% {over['sprayed']:>+12.1f}% "
+                f"{'starves' if slowest == float('inf') else f'{slowest:.2f}':>15}"
+            )
+        lines.append("")
+    return "\n".join(lines)
