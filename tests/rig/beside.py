@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rig.kind import OLD_TORCH
+from rig.kind import is_legacy
 from rig.part import PAIR, Rank
 
 
@@ -29,7 +29,7 @@ class SideStream:
             work.wait()
             out = mine.sum() + gathered.sum()
             # A group on ProcessGroupNCCL that has exchanged messages is not switched.
-            if size == PAIR and not OLD_TORCH:
+            if size == PAIR and not is_legacy():
                 # Not batched: a group on a device that batches messages is not switched.
                 got, other = torch.empty_like(mine), 1 - self._rank.rank
                 calls = [lambda: dist.isend(mine, other), lambda: dist.irecv(got, other)]

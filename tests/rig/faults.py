@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from cuda_rig import control
 
+from rig.kind import is_legacy
 from rig.part import Rank
 
 #: Seconds that operations wait for a switch, a quarter of it for a communicator.
@@ -99,7 +100,8 @@ class Faults:
         seconds = time.monotonic() - self._began_s
         self._at_step = None
         # The thread that gives it up may run later than the one that tells of it.
-        late_s = self._began_s + (LATE_S if self._kind == HANGS else 0.0)
+        waits = self._kind == HANGS and not is_legacy()
+        late_s = self._began_s + (LATE_S if waits else 0.0)
         while not given_up_s() and time.monotonic() < late_s:
             time.sleep(0.01)
         if self._mine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,11 @@ OLD_TORCH = torch.__version__.startswith("2.11")
 #: torch's variable that says which of its classes ``nccl`` is.
 NCCL2 = "TORCH_DIST_USE_NCCL2"
 LEGACY = {NCCL2: "0"}
+
+
+def is_legacy() -> bool:
+    """Whether this process's ``nccl`` is ProcessGroupNCCL."""
+    return OLD_TORCH or os.environ.get(NCCL2) == "0"
 
 
 @dataclass(frozen=True, slots=True)
