@@ -1,9 +1,17 @@
-"""What waiting on a host's links costs jobs on separate accelerators, which share no link's time.
+"""What waiting on a host's links does to jobs on accelerators that issue ahead of their devices.
 
     python benchmarks/links_device.py [--blocks N] [--steps N] [--json FILE] [--out DIR]
 
-Two jobs of one rank train on the rig (docs/gpu.md), each on a device of its own, and both cross one
-link of Crux. The devices disturb each other by nothing, so any cost is that of the waiting alone.
+Two jobs train on the rig (docs/gpu.md), each on a device of its own, and both cross one link of
+Crux. A step has layers of computation; behind each one goes a transfer, on a stream of its own.
+Either the transfers disturb each other by nothing (``separate``), or they share an emulated link
+fairly (``shared``). Waiting has two forms:
+
+* ``issue``: as the backend does it. A transfer is in flight from its issue to its end, and the low
+  job's host waits before it issues one.
+* ``stream``: a transfer is in flight from when the device comes to it to its end, and the low job's
+  stream waits, in a host function, for a bounded time.
+
 Blocks with waiting and without take turns, in the order A B B A. Every four blocks give one ratio
 of step times for each job. The low job reads its loss every step or every tenth: the less often,
 the further its host issues ahead of the device.
@@ -11,9 +19,12 @@ the further its host issues ahead of the device.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import multiprocessing as mp
 import os
 import statistics
+import struct
 import sys
 import tempfile
 import time
@@ -25,48 +36,89 @@ import click
 
 from crux_torch.cli.results import Result, publish
 
-#: A layer's backward pass and the optimizer on the device; what ``_sleep`` counts in a second.
-LAYERS, LAYER_S, OPTIMIZER_S, SLEEP_HZ = 8, 5e-3, 10e-3, 1.5e9
+#: A layer's backward pass, its transfer, and the optimizer on the device; what ``_sleep`` counts
+#: in a second.
+LAYERS, LAYER_S, TRANSFER_S, OPTIMIZER_S, SLEEP_HZ = 8, 5e-3, 3e-3, 10e-3, 1.5e9
+#: The part of a transfer after which its share of the link is looked at again.
+CHUNK_S = 1e-3
 JOBS = {"high": 6, "low": 1}
 READS = (1, 10)
+FORMS = ("issue", "stream")
+LINKS = ("separate", "shared")
+#: Of a transfer, for Crux.
+GROUP, BYTES = 0, 1 << 20
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Link:
+    """An emulated link that all transfers under way share fairly."""
+
+    def __init__(self, folder: str, own: int) -> None:
+        with Path(folder, "busy").open("r+b") as file:
+            self._busy = mmap.mmap(file.fileno(), 8 * len(JOBS))
+        self._own = own
+
+    def carry(self, seconds: float, shared: bool) -> None:
+        """Return when a transfer is over that takes ``seconds`` alone."""
+        struct.pack_into("q", self._busy, 8 * self._own, 1)
+        try:
+            while seconds > 0.0:
+                begin_s = time.monotonic()
+                time.sleep(min(seconds, CHUNK_S))
+                others = sum(struct.unpack_from(f"{len(JOBS)}q", self._busy)) if shared else 1
+                seconds -= (time.monotonic() - begin_s) / max(1, others)
+        finally:
+            struct.pack_into("q", self._busy, 8 * self._own, 0)
 
 
 def _job(name: str, level: int, folder: str, pipe: Connection) -> None:
     """One job: for each block that it is told of, its steps take place, and their time is sent."""
-    os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR")
+    os.environ.update(OMP_NUM_THREADS="1")
     import torch
-    import torch.distributed as dist
 
-    import crux_torch
     from crux_torch import _C
 
     torch.set_num_threads(1)
     torch.cuda.set_device(0)
-    crux_torch.attach()
-    dist.init_process_group("nccl", init_method=f"file://{folder}/{name}", rank=0, world_size=1)
     gate = _C.link_gate()
-    link = gate.join(folder, "benchmark", "link", name)
+    crossed = gate.join(folder, "benchmark", "link", name)
     gate.set_wait_s(0.5)
     gate.set_level(level, 0.0)
-    gate.cross(0, [link])
-    gradient = torch.empty(1 << 18, device="cuda")
+    gate.cross(GROUP, [crossed])
+    link = Link(folder, list(JOBS).index(name))
+    launch = ctypes.CDLL(None).cudaLaunchHostFunc
+    launch.argtypes = [ctypes.c_void_p, HOST_FUNCTION, ctypes.c_void_p]
+    side = torch.cuda.Stream()
     loss = torch.zeros(4, device="cuda")
+    form, shared = "", False
+
+    def on_device(ticket: int) -> None:
+        """On the stream's thread."""
+        if form == "stream":
+            ticket = gate.enter(GROUP, BYTES)
+        link.carry(TRANSFER_S, shared)
+        gate.leave(ticket)
+
+    # A ticket and a null pointer are both 0.
+    function = HOST_FUNCTION(lambda ticket: on_device(ticket or 0))
+
+    def transfer() -> None:
+        ticket = gate.enter(GROUP, BYTES) if form == "issue" else 0
+        side.wait_stream(torch.cuda.current_stream())
+        assert launch(side.cuda_stream, function, ticket) == 0
 
     def step() -> None:
-        works = []
         for _ in range(LAYERS):
             torch.cuda._sleep(int(LAYER_S * SLEEP_HZ))
-            works.append(dist.all_reduce(gradient, async_op=True))
-        for work in works:
-            work.wait()
+            transfer()
+        torch.cuda.current_stream().wait_stream(side)
         torch.cuda._sleep(int(OPTIMIZER_S * SLEEP_HZ))
 
     step()
     loss.cpu()
     pipe.send(None)
     while (command := pipe.recv()) is not None:
-        waiting, steps, read = command
-        gate.install(waiting)
+        form, shared, steps, read = command
         waited = gate.waits[0]
         begin_s = time.perf_counter()
         for number in range(1, steps + 1):
@@ -75,46 +127,51 @@ def _job(name: str, level: int, folder: str, pipe: Connection) -> None:
                 loss.cpu()
         loss.cpu()
         pipe.send(((time.perf_counter() - begin_s) / steps, gate.waits[0] - waited))
-    gate.install(False)
     gate.retire()
-    dist.destroy_process_group()
 
 
-def measure(pipes: dict[str, Connection], blocks: int, steps: int, read: int) -> dict[str, Any]:
+def measure(
+    pipes: dict[str, Connection], form: str, link: str, blocks: int, steps: int, read: int
+) -> dict[str, Any]:
     """Ratios of step times with waiting over without it, of each job, and waits of each job."""
     ratios: dict[str, list[float]] = {name: [] for name in pipes}
-    alone_ms: dict[str, list[float]] = {name: [] for name in pipes}
+    without_ms: dict[str, list[float]] = {name: [] for name in pipes}
     waits = dict.fromkeys(pipes, 0)
     for _ in range(blocks):
-        taken: dict[str, dict[bool, list[float]]] = {n: {True: [], False: []} for n in pipes}
-        for waiting in (False, True, True, False):
+        taken: dict[str, dict[str, list[float]]] = {n: {form: [], "": []} for n in pipes}
+        for now in ("", form, form, ""):
             for name, pipe in pipes.items():
-                pipe.send((waiting, steps, 1 if name == "high" else read))
+                pipe.send((now, link == "shared", steps, 1 if name == "high" else read))
             for name, pipe in pipes.items():
                 seconds, waited = pipe.recv()
-                taken[name][waiting].append(seconds)
+                taken[name][now].append(seconds)
                 waits[name] += waited
         for name, by in taken.items():
-            ratios[name].append(sum(by[True]) / sum(by[False]))
-            alone_ms[name] += [1e3 * seconds for seconds in by[False]]
+            ratios[name].append(sum(by[form]) / sum(by[""]))
+            without_ms[name] += [1e3 * seconds for seconds in by[""]]
     return {
+        "form": form,
+        "link": link,
         "read_every": read,
         "ratio": ratios,
-        "step_ms": {name: statistics.median(values) for name, values in alone_ms.items()},
+        "step_ms": {name: statistics.median(values) for name, values in without_ms.items()},
         "waits": waits,
     }
 
 
 def text_of(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
-    lines = ["Two jobs on separate devices: step time with waiting on a link over without"]
+    lines = [
+        "Two jobs whose devices issue ahead: step time with waiting on a link over without",
+        "link      waits in  low reads every  job   ratio (quartiles)         waits  step without",
+    ]
     for row in rows:
         for name, values in row["ratio"].items():
             low, middle, high = statistics.quantiles(values, n=4)
             lines.append(
-                f"  {name:<4} job, the low one reads its loss every {row['read_every']:>2} steps: "
-                f"{middle:.3f} ({low:.3f} to {high:.3f}), {row['waits'][name]} waits, "
-                f"step {row['step_ms'][name]:.1f} ms"
+                f"{row['link']:<9} {row['form']:<9} {row['read_every']:<16} {name:<5} "
+                f"{middle:.3f} ({low:.3f} to {high:.3f}) {row['waits'][name]:>9} "
+                f"{row['step_ms'][name]:>10.1f} ms"
             )
     return "\n".join(lines) + "\n"
 
@@ -125,7 +182,7 @@ def text_of(rows: list[dict[str, Any]]) -> str:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Results go here.")
 def main(blocks: int, steps: int, json_path: Path | None, out: Path | None) -> None:
-    """Measure what waiting on links costs jobs on separate devices."""
+    """Measure what waiting on links does to jobs that issue ahead of their devices."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import cuda_rig
 
@@ -136,6 +193,7 @@ def main(blocks: int, steps: int, json_path: Path | None, out: Path | None) -> N
     context = mp.get_context("spawn")
     pipes, processes = {}, []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        Path(folder, "busy").write_bytes(bytes(8 * len(JOBS)))
         for name, level in JOBS.items():
             pipes[name], theirs = context.Pipe()
             processes.append(context.Process(target=_job, args=(name, level, folder, theirs)))
@@ -144,7 +202,12 @@ def main(blocks: int, steps: int, json_path: Path | None, out: Path | None) -> N
         try:
             for pipe in pipes.values():
                 pipe.recv()
-            rows = [measure(pipes, blocks, steps, read) for read in READS]
+            rows = [
+                measure(pipes, form, link, blocks, steps, read)
+                for link in LINKS
+                for form in FORMS
+                for read in READS
+            ]
             for pipe in pipes.values():
                 pipe.send(None)
             for process in processes:
