@@ -161,7 +161,11 @@ evaluation: setup
 	  --name trace_random --out $(RESULTS)
 	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
 	  --topology clos,double-sided --schedulers crux-paper --levels 1 --name trace_one_level --out $(RESULTS)
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 120 --days 3 --threads 2 \
+	  --topology clos,double-sided --schedulers ecmp,taccl,crux-paper,crux,ideal \
+	  --name trace_default --out $(RESULTS)
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
+	$(EVALUATE) spraying --out $(RESULTS)
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)
 	$(EVALUATE) dispatch --out $(RESULTS)
