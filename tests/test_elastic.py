@@ -41,7 +41,7 @@ class Node:
             *("--rdzv-conf=last_call_timeout=1,keep_alive_interval=1", "--monitor-interval=0.2"),
             *(SCRIPT, str(folder), "--steps=100000"),
         ]
-        # With it, torch never tells a node that joins later where rank 0 is.
+        # Where torch's launchers share one store, a node that joins later waits for rank 0 in vain.
         store_of_its_own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         quick = {"CRUX_PROFILE_S": "3", "CRUX_PROFILE_ITERATIONS": "5", "CRUX_LEASE_S": "4"}
         self._errors = folder / "stderr"
