@@ -2,7 +2,6 @@
 //
 // The wheels have no nvml.h: the structs below are those of NVIDIA's NVML API reference.
 #include <cuda_runtime_api.h>
-
 #include <strings.h>
 
 #include <algorithm>
