@@ -90,8 +90,15 @@ def limit_s_of(runs: int) -> float:
 LONG = (pytest.mark.full, pytest.mark.timeout(3 * limit_s_of(RUNS)))
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=LONG)])
+@pytest.mark.parametrize(
+    ("runs", "flavour"),
+    [
+        (FEW, "nccl2"),
+        (FEW, "legacy"),
+        # ProcessGroupNCCL can't abort a hung init: many of them fill the memory, and delay its end.
+        pytest.param(RUNS, "nccl2", marks=LONG),
+    ],
+)
 def test_faults_in_switches_change_no_loss(runs: int, flavour: str, tmp_path: Path) -> None:
     seed, limit_s = SEED, limit_s_of(runs)
     switched = values(
