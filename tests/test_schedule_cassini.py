@@ -229,6 +229,28 @@ def test_shifts_that_are_adopted_do_not_lose_to_random_starts() -> None:
     assert adopted >= 6
 
 
+@pytest.mark.parametrize(
+    ("demand", "period_s", "bursts_s"),
+    [
+        (0.7, 0.2812, (0.138, 0.148)),
+        (0.9, 0.2812, (0.138, 0.148)),
+        (0.6, 0.3696, (0.168, 0.163, 0.055)),
+        (0.8, 0.3864, (0.168, 0.163, 0.055)),
+    ],
+)
+def test_bursts_that_touch_do_not_hold_each_other_up_for_good(demand, period_s, bursts_s) -> None:
+    """Bursts of CASSINI's Table 2 that just fit, or overlap by some ms."""
+    capacity = {"l": 1.0} | {f"nic{j}": demand for j in range(len(bursts_s))}
+    jobs = tuple(
+        job(f"j{j}", period_s - b, b * demand, "l", f"nic{j}") for j, b in enumerate(bursts_s)
+    )
+    cluster = Cluster(capacity, jobs)
+    decision = cassini(cluster, SchedulerOptions())
+    assert len(decision.grid_s) == len(jobs)
+    for result in play(cluster, decision, 300 * period_s).jobs.values():
+        assert result.mean_iteration_s == pytest.approx(period_s, rel=0.025)
+
+
 def test_bursts_do_not_stretch_with_the_grid() -> None:
     """A grid 20% longer than the jobs: rotations for stretched bursts put them onto each other."""
     cluster = Cluster({"l": 1.0}, (job("a", 0.18, 0.14), job("b", 0.08, 0.08)))

@@ -40,6 +40,11 @@ from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
 #: What a measured iteration time gets added, so that a job that came late catches up.
 HEADROOM = 0.015
+#: Share by which a grid is longer than it must be where bursts touch. A job that is held up there
+#: holds up the next one in turn; without room, none of them would ever catch up.
+ROOM = 0.005
+#: Share of an angle that a burst must cover to count there.
+_SLIVER = 1e-6
 #: Draws of random shifts that a tree's shifts are compared with.
 _DRAWS = 8
 #: Numbers that are held at once while draws are compared.
@@ -242,6 +247,9 @@ class _Tree:
         steady = self._waiting(turn, self._mean)[0][0]
         worst = np.minimum(self._waiting(turn, self._peak)[0][0], steady + self._others)
         needed: FloatArray = (self._alone + np.maximum(worst, steady)) / self._angles
+        # Bursts that end and begin within one angle touch, whatever that angle's mean demand is.
+        touched = self._waiting(turn, self._mean, np.ceil(self._busy - _SLIVER))[0][0] > _SLIVER
+        needed = np.where(touched, (1 + ROOM) * needed, needed)
         return np.maximum(np.maximum(needed, self._load()), 1.0)
 
     def _load(self) -> FloatArray:
@@ -259,25 +267,30 @@ class _Tree:
         gain = self._alone * (1.0 / (self._angles * stretch) - 1.0 / free)
         return bool(gain.sum() > 1e-9 * len(self.jobs))
 
-    def _waiting(self, turns: IntArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _waiting(
+        self, turns: IntArray, outside: FloatArray, busy: FloatArray | None = None
+    ) -> tuple[FloatArray, FloatArray]:
         """Angles that each job waits in the longest of its iterations, and on average.
 
         ``turns`` has a row for each try; ``outside`` says for each entry of the demand what others
-        that the job waits for ask for.
+        that the job waits for ask for; ``busy`` is in the place of the jobs' own.
         """
+        busy = self._busy if busy is None else busy
         tries = max(1, _AT_ONCE // (FAMILY_ANGLES * len(self._link)))
         parts = [
-            self._waiting_of(turns[first : first + tries], outside)
+            self._waiting_of(turns[first : first + tries], outside, busy)
             for first in range(0, len(turns), tries)
         ]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
-    def _waiting_of(self, turns: IntArray, outside: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def _waiting_of(
+        self, turns: IntArray, outside: FloatArray, busy: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
         jobs, tries = len(self.jobs), len(turns)
         turn = turns.T[:, :, None]
         angle = np.arange(FAMILY_ANGLES)
         own = (angle - turn) % self._angles[:, None, None]
-        around = np.take_along_axis(self._busy, own.reshape(jobs, -1), axis=1)
+        around = np.take_along_axis(busy, own.reshape(jobs, -1), axis=1)
         demand = self._demand.T @ around
         total = demand[self._link] + (outside - 1.0)[:, None]
         wait = np.maximum.reduceat(total, self._demand.indptr[:-1], axis=0)
