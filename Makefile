@@ -165,6 +165,7 @@ evaluation: setup
 	  --topology clos,double-sided --schedulers ecmp,taccl,crux-paper,crux,ideal \
 	  --name trace_default --out $(RESULTS)
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
+	$(EVALUATE) snapshots --out $(RESULTS)
 	$(EVALUATE) spraying --out $(RESULTS)
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)

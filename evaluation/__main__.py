@@ -9,6 +9,7 @@ from evaluation.commands.dispatch import dispatch
 from evaluation.commands.dispatch_contention import dispatch_contention
 from evaluation.commands.figures import figures
 from evaluation.commands.optimality import optimality
+from evaluation.commands.snapshots import snapshots
 from evaluation.commands.spraying import spraying
 from evaluation.commands.testbed import testbed
 from evaluation.commands.torus import torus
@@ -26,6 +27,7 @@ for _command in (
     optimality,
     trace,
     torus,
+    snapshots,
     spraying,
     beyond,
     variants,

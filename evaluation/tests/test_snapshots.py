@@ -1,0 +1,45 @@
+"""CASSINI's Table 2: shifts gain what its paper measured, where assumptions give its scores."""
+
+from __future__ import annotations
+
+import pytest
+
+from evaluation.snapshots import DEMANDS, PERIODS, SNAPSHOTS, Snapshot, rows_of, table
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return list(rows_of())
+
+
+def gain_of(snapshot: Snapshot, found: dict, how: str) -> float:
+    both = zip(found["comm_ms"][how], found["comm_ms"]["cassini"], strict=True)
+    return sum(a / b for a, b in both) / len(snapshot.rows)
+
+
+@pytest.mark.parametrize("snapshot", SNAPSHOTS, ids=lambda s: str(s.number))
+def test_the_papers_gain_lies_within_what_the_assumptions_give(rows, snapshot) -> None:
+    mine = [r for r in rows if r["snapshot"] == snapshot.number]
+    assert len(mine) == len(DEMANDS) * len(PERIODS)
+    fit = [r for r in mine if r["consistent"]]
+    assert fit
+    paper = sum(r.themis / r.with_cassini for r in snapshot.rows) / len(snapshot.rows)
+    gains = [gain_of(snapshot, r, how) for r in fit for how in ("together", "random")]
+    assert min(gains) <= paper <= max(gains)
+
+
+def test_jobs_that_fit_gain_and_those_of_the_lowest_score_are_left_alone(rows) -> None:
+    for snapshot in SNAPSHOTS:
+        fit = [r for r in rows if r["snapshot"] == snapshot.number and r["consistent"]]
+        for row in fit:
+            assert row["shifted"] or row["comm_ms"]["cassini"] == row["comm_ms"]["random"]
+            assert gain_of(snapshot, row, "random") >= 0.99
+        if snapshot.score == 1.0:
+            assert all(row["shifted"] for row in fit)
+        if snapshot.score == 0.6:
+            assert not any(row["shifted"] for row in fit)
+
+
+def test_the_table_has_a_line_for_each_job(rows) -> None:
+    text = table(rows)
+    assert all(text.count(f"  {row.model} ") for s in SNAPSHOTS for row in s.rows)
