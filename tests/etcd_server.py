@@ -22,10 +22,12 @@ needs_etcd = pytest.mark.skipif(
 
 
 class Etcd:
-    """``members`` processes. ``tls`` are flags of each, such as its certificate."""
+    """``members`` processes. ``tls`` are flags about certificates, ``flags`` are others."""
 
-    def __init__(self, folder: Path, members: int = 1, tls: Sequence[str] = ()) -> None:
-        self._folder, self._tls = folder, tls
+    def __init__(
+        self, folder: Path, members: int = 1, tls: Sequence[str] = (), flags: Sequence[str] = ()
+    ) -> None:
+        self._folder, self._flags = folder, (*tls, *flags)
         scheme = "https" if tls else "http"
         self.ports = [free_port() for _ in range(members)]
         peers = [free_port() for _ in range(members)]
@@ -53,7 +55,7 @@ class Etcd:
                     *("etcd", "--name", f"m{n}", "--data-dir", str(self._folder / f"m{n}")),
                     *("--listen-client-urls", url, "--advertise-client-urls", url),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                    *("--initial-cluster", cluster, "--unsafe-no-fsync", *self._tls),
+                    *("--initial-cluster", cluster, "--unsafe-no-fsync", *self._flags),
                 ],
                 stdout=log,
                 stderr=log,

@@ -311,6 +311,65 @@ def test_a_user_writes_what_its_role_lets_it(tmp_path: Path, open_: Open) -> Non
         until(lambda: refusal(stranger) == "no contact", what="a wrong password")
 
 
+@needs_etcd
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["simple", "jwt"])
+def test_a_token_that_has_ended_is_replaced(tmp_path: Path, open_: Open, kind: str) -> None:
+    flags = ["--auth-token-ttl", "2"]
+    if kind == "jwt":
+        private, public = tmp_path / "private.pem", tmp_path / "public.pem"
+        for command in (
+            f"ecparam -genkey -name prime256v1 -noout -out {private}",
+            f"ec -in {private} -pubout -out {public}",
+        ):
+            subprocess.run(["openssl", *command.split()], check=True, capture_output=True)
+        flags = [
+            "--auth-token",
+            f"jwt,pub-key={public},priv-key={private},sign-method=ES256,ttl=2s",
+        ]
+    with Etcd(tmp_path, flags=flags) as etcd:
+        wait_ready(etcd)
+        for words in ("role add root", "user add root:secret", "user grant-role root root"):
+            etcd.ctl(*words.split())
+        etcd.ctl("auth", "enable")
+        auth = tmp_path / "auth"
+        auth.write_text("root:secret\n")
+        store = open_(f"{etcd.endpoints}/lab?auth={auth}")
+        until(lambda: works(store), what="an answer")
+        pid = pid_of(store)
+        for n in range(3):
+            # At rest: leases are kept alive, which does not keep a token.
+            for _ in range(16):
+                store.put("rest", b"v", lease_s=60.0)
+                time.sleep(0.25)
+            store.put("k", b"%d" % n, lease_s=60.0)
+            assert store.compare_and_swap("k", b"%d" % n, b"swapped")
+            etcd.ctl("--user", "root:secret", "role", "add", f"r{n}")
+            store.put("k", b"after another role", lease_s=60.0)
+            store.delete("k")
+        assert pid_of(store) == pid
+
+
+@pytest.mark.parametrize("rule", ["always", "not before its start"])
+def test_an_etcd_at_rest_is_in_contact(open_: Open, rule: str) -> None:
+    """etcd 3.5.30 tells no progress of a watch that begins after the last revision."""
+    pytest.importorskip("pyetcd", reason="it takes etcd-sdk-python")
+    port = free_port()
+    fake = subprocess.Popen(
+        [sys.executable, Path(__file__).parent / "fake_etcd.py", f"{port}", rule]
+    )
+    try:
+        store = open_(f"127.0.0.1:{port}")
+        until(lambda: refusal(store) == "", what="an answer")
+        ends_s = time.monotonic() + 3 * 2.0  # thrice what a silent watch is given
+        while time.monotonic() < ends_s:
+            assert refusal(store) == ""
+            time.sleep(0.1)
+    finally:
+        fake.kill()
+        fake.wait()
+
+
 @pytest.mark.slow
 def test_no_etcd_and_no_file_are_said(tmp_path: Path, open_: Open) -> None:
     pytest.importorskip("pyetcd", reason="it takes etcd-sdk-python")
