@@ -48,21 +48,23 @@ def search(
     This is a beam search. It continues from ``BEAM`` plans with different paths at a time, so that
     paths that need other levels to be best are not lost. All starts are judged, so that the best
     is no worse than any of them. ``work`` is the budget of the rehearsal; the plans of a step are
-    cut to what is left of it, at the mean work of the plays so far. Only ``allowed`` plans, the
+    taken in parts, each cut to half of what is left, at the mean work of the plays so far. Only ``allowed`` plans, the
     first start among them, are grown and returned.
     """
     busy = judge(rehearsal, starts)
     beam = _beam(busy, allowed)
     grown: set[Assignment] = set()
     while ready := [plan for plan in beam if plan not in grown]:
-        a_plan = rehearsal.work * rehearsal.phases // max(1, rehearsal.plays)
-        left = (work - rehearsal.work) // max(1, a_plan)
         grown.update(ready)
         fresh = (p for p in _in_turn([moves(plan) for plan in ready]) if p not in busy)
-        step = dict.fromkeys(islice(fresh, max(0, left)))
-        if not step:
-            break
-        busy |= judge(rehearsal, list(step))
+        while True:
+            a_plan = rehearsal.work * rehearsal.phases // max(1, rehearsal.plays)
+            left = (work - rehearsal.work) // max(1, a_plan)
+            # Half of what is left: the next plans may take more work than those so far.
+            step = dict.fromkeys(islice(fresh, max(0, (left + 1) // 2)))
+            if not step:
+                break
+            busy |= judge(rehearsal, list(step))
         beam = _beam(busy, allowed)
     return beam
 
