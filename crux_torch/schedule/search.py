@@ -48,8 +48,8 @@ def search(
     This is a beam search. It continues from ``BEAM`` plans with different paths at a time, so that
     paths that need other levels to be best are not lost. All starts are judged, so that the best
     is no worse than any of them. ``work`` is the budget of the rehearsal; the plans of a step are
-    taken in parts, each cut to half of what is left, at the mean work of the plays so far. Only ``allowed`` plans, the
-    first start among them, are grown and returned.
+    taken in parts, each cut to half of what is left, at the mean work of the plays so far. Only
+    ``allowed`` plans, the first start among them, are grown and returned.
     """
     busy = judge(rehearsal, starts)
     beam = _beam(busy, allowed)
