@@ -10,6 +10,7 @@ from control_fakes import FakeClock, MemoryStore, by_name, profile, record
 from test_control_leader import agreed, leader_of, leaders_of, run
 
 from crux_torch.control.leader import MAX_VERIFIED, Leader
+from crux_torch.control.operator import OperatorSettings, TenantCap
 from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
 from crux_torch.control.records import MAX_EPOCH, JobRecord, Plan, PlanEntry, PlanHead, digest_of
 from crux_torch.control.registry import Registry, StoredPlan
@@ -227,6 +228,74 @@ def test_in_a_cluster_too_large_to_compute_each_takes_its_own_entry_if_its_level
                 assert leader.plan is not None
                 entry = leader.plan.entry(leader.record.job)
                 assert entry == plan.entry(leader.record.job)
+
+
+def test_a_plan_beyond_a_tenants_cap_is_not_followed(store: MemoryStore, clock: FakeClock) -> None:
+    leaders = leaders_of(store, 4, clock)
+    half = TenantCap(highest=2, share=0.5, above=1)
+    assert Registry(store, "c").swap_operator(None, OperatorSettings().changed(tenants={"j": half}))
+    run(leaders, clock, 5)
+    plan = agreed(leaders)
+    assert [e.level for e in plan.entries] == [0, 1, 2, 2]
+    for round_, levels in enumerate([(0, 1, 2, 3), (0, 2, 2, 2), (2, 2, 0, 1)]):
+        forged = with_levels(*levels)(plan)
+        put(store, msgspec.structs.replace(forged, epoch=in_store(store).epoch + 1), round_)
+        never_misled(leaders, clock, plan.entries, 20)
+    # More jobs are more that may be above; a name that only looks like the tenant's is not.
+    others = [leader_of(store, name, clock, n) for n, name in enumerate(["j4", "J9"], 10)]
+    run([*leaders, *others], clock, 5)
+    level = {e.job: e.level for e in agreed([*leaders, *others]).entries}
+    assert level == {"J9": 0, "j0": 1, "j1": 1, "j2": 1, "j3": 2, "j4": 2}
+
+
+def test_in_a_cluster_too_large_to_compute_a_level_beyond_the_cap_is_not_taken(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    flows = tuple(HostFlow("h0", "h1", 1.0) for _ in range(4096))
+    leaders = [leader_of(store, name, clock, n, levels=range(7)) for n, name in enumerate("ab")]
+    for leader in leaders:
+        leader.update(profile=profile(flows=flows))
+    caps = {"b": TenantCap(highest=0)}
+    assert Registry(store, "c").swap_operator(None, OperatorSettings().changed(tenants=caps))
+    run(leaders, clock, 8)
+    plan = leaders[0].plan
+    assert plan is not None
+    for level in (1, 6):
+        entries = tuple(msgspec.structs.replace(e, level=level) for e in by_name_of(leaders))
+        forged = msgspec.structs.replace(plan, entries=entries, epoch=in_store(store).epoch + 1)
+        put(store, forged)
+        for _ in range(50):
+            run(leaders, clock, 0.1)
+            followed = leaders[1].plan
+            assert followed is None or [e.level for e in followed.entries if e.job == "b"] == [0]
+
+
+def by_name_of(leaders: Sequence[Leader]) -> tuple[PlanEntry, ...]:
+    return by_name([leader.record for leader in leaders], None)
+
+
+def test_records_that_are_deleted_again_and_again_come_back_and_nobody_is_misled(
+    store: MemoryStore, clock: FakeClock
+) -> None:
+    leaders = leaders_of(store, 3, clock)
+    run(leaders, clock, 5)
+    honest = agreed(leaders).entries
+    for step in range(200):
+        if step % 4 == 0:
+            store.delete(f"crux/c/jobs/j{step // 4 % 3}")
+            store.delete(PLAN)
+        run(leaders, clock, 0.1)
+        for leader in leaders:
+            plan = leader.plan
+            assert plan is None or set(plan.entries) <= {*honest, *relevelled(honest)}
+    run(leaders, clock, 10)
+    assert agreed(leaders).entries == honest
+    assert [r.job for r in Registry(store, "c").look().jobs] == ["j0", "j1", "j2"]
+
+
+def relevelled(honest: Sequence[PlanEntry]) -> list[PlanEntry]:
+    """What an honest planner may say while some records are missing: levels by place."""
+    return [msgspec.structs.replace(e, level=level) for e in honest for level in range(3)]
 
 
 def test_a_plan_of_ten_thousand_jobs_is_written(store: MemoryStore, clock: FakeClock) -> None:

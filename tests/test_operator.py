@@ -25,7 +25,7 @@ from crux_torch.control import audit
 from crux_torch.control.audit import MAX_LINES, MAX_PLANS, AuditEntry, Basis
 from crux_torch.control.inputs import plan_inputs
 from crux_torch.control.leader import Leader
-from crux_torch.control.operator import OperatorSettings, heeding, operated
+from crux_torch.control.operator import OperatorSettings, TenantCap, heeding, operated
 from crux_torch.control.planner import compute_entries, fingerprint
 from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.registry import Registry
@@ -46,6 +46,15 @@ SETTINGS = st.builds(
     drained=_some.map(sorted).map(tuple),
     weights=st.dictionaries(st.sampled_from(NAMES), st.floats(0.001, 1000.0)),
     pins=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 63)),
+    tenants=st.dictionaries(
+        st.sampled_from(NAMES),
+        st.builds(
+            TenantCap,
+            highest=st.integers(0, 63),
+            above=st.integers(0, 63),
+            share=st.sampled_from([0.0, 0.5, 1.0]),
+        ),
+    ),
 )
 
 
@@ -76,8 +85,13 @@ def test_what_the_operator_sets_holds_whatever_the_planner_says(
             assert entry.level == (max(below) if below else min(levels))
         elif entry.job in settings.drained:
             assert (entry.level, entry.priority, entry.paths) == (min(levels), 0.0, ())
+        elif entry.job in settings.tenants:
+            cap = settings.tenants[entry.job]
+            most = cap.highest if cap.share == 1 else min(cap.highest, cap.above)
+            assert entry.level == max([k for k in levels if k <= most], default=min(levels))
         else:
             assert entry.level == max(levels)
+        assert settings.may_have(entry.job, entry.level, levels)
 
 
 def test_a_weight_multiplies_the_intensity_beyond_what_a_job_may_claim() -> None:
@@ -101,8 +115,11 @@ def test_settings_that_say_nothing_do_not_part_two_releases() -> None:
         OperatorSettings(weights={"a": 2.0}),
         OperatorSettings(pins={"a": 1}),
         OperatorSettings(pins={"b": 1}),
+        OperatorSettings(tenants={"a": TenantCap(highest=1)}),
+        OperatorSettings(tenants={"a": TenantCap(share=0.5, above=1)}),
+        OperatorSettings(tenants={"b": TenantCap(highest=1)}),
     ]
-    assert len({fingerprint(jobs, b"t", s.effect) for s in said} | {plain}) == 6
+    assert len({fingerprint(jobs, b"t", s.effect) for s in said} | {plain}) == 9
     one, other = {"a": 2.0, "b": 3.0}, {"b": 3.0, "a": 2.0}
     assert OperatorSettings(weights=one).effect == OperatorSettings(weights=other).effect
 
@@ -283,18 +300,27 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
         told(endpoint, "pin", "b", "63")
         until(lambda: levels() == {**plain, "b": 3}, what="b on the highest level there is")
         told(endpoint, "pin", "b", "none")
+        told(endpoint, "tenant", "d", "--highest", "1")
+        told(endpoint, "tenant", "c", "--share", "0.5", "--above", "0")
+        until(lambda: levels() == {**plain, "c": 0, "d": 1}, what="two tenants within their caps")
+        assert "tenant d: level 1 at most" in crux(endpoint, "status").stdout
+        assert crux(endpoint, "tenant", "c", "--share", "0.5").returncode == 2
+        told(endpoint, "tenant", "d")
+        told(endpoint, "tenant", "c")
         told(endpoint, "disable")
         until(lambda: levels() == {}, what="no entry for anybody")
         assert "disabled by the operator" in crux(endpoint, "status").stdout
         told(endpoint, "enable")
         until(lambda: levels() == plain, what="the first plan again")
         held = told(endpoint, "status")["operator"]
-        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=8)
+        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=12)
         log = [msgspec.convert(entry, AuditEntry) for entry in told(endpoint, "audit")]
         acts = [entry for entry in log if entry.kind == "operator"]
         assert [e.why[0] for e in acts] == [
             *("drain d", "undrain d", "weight a 100.0", "weight a 1.0"),
-            *("pin b 63", "pin b none", "disable", "enable"),
+            *("pin b 63", "pin b none"),
+            *("tenant d --highest 1", "tenant c --share 0.5 --above 0", "tenant d", "tenant c"),
+            *("disable", "enable"),
         ]
         assert all(e.who.startswith(getpass.getuser() + "@") for e in acts)
         plans = [entry for entry in log if entry.kind == "plan"]

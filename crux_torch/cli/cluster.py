@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import inspect
 import json
 import socket
 import time
@@ -90,7 +91,7 @@ def _setting(*parameters: Callable[..., Any]) -> Callable[[Callable[..., Change]
         name = change_of.__name__
 
         def command(store: str | None, cluster: str | None, as_json: bool, **given: Any) -> None:
-            words = [name, *("none" if v is None else f"{v}" for v in given.values())]
+            words = [name, *_words(change_of, given)]
             _change(store, cluster, as_json, change_of(**given), words)
 
         made: Any = of_a_cluster(command)
@@ -99,6 +100,16 @@ def _setting(*parameters: Callable[..., Any]) -> Callable[[Callable[..., Change]
         return group.command(name, help=change_of.__doc__)(made)
 
     return wrap
+
+
+def _words(change_of: Callable[..., Change], given: dict[str, Any]) -> Iterator[str]:
+    """The command line of what was given, in the order of the function's parameters."""
+    for name, parameter in inspect.signature(change_of).parameters.items():
+        value = given[name]
+        if parameter.default is parameter.empty:
+            yield "none" if value is None else f"{value}"
+        elif value is not None:
+            yield from (f"--{name}", f"{value}")
 
 
 def _level(_context: click.Context, _parameter: click.Parameter, given: str) -> int | None:
@@ -134,6 +145,33 @@ def weight(job: str, x: float) -> Change:
 def pin(job: str, level: int | None) -> Change:
     """Give JOB this LEVEL whatever the planner says; none: no longer."""
     return lambda was: {"pins": _with(was.pins, job, level)}
+
+
+@_setting(
+    click.argument("prefix"),
+    click.option("--highest", type=click.IntRange(0, 63), help="Level that no job exceeds."),
+    click.option("--share", type=click.FloatRange(0, 1), help="Share of the jobs, 0 to 1, ..."),
+    click.option("--above", type=click.IntRange(0, 63), help="... that may be above this level."),
+)
+def tenant(
+    prefix: str,
+    highest: int | None = None,
+    share: float | None = None,
+    above: int | None = None,
+) -> Change:
+    """Cap the levels of the jobs whose names begin with PREFIX; without an option: no longer."""
+    if (share is None) != (above is None):
+        raise click.UsageError("give both --share and --above, or none of them")
+    told = {"highest": highest, "share": share, "above": above}
+    given = {name: value for name, value in told.items() if value is not None}
+
+    def change(was: OperatorSettings) -> dict[str, Any]:
+        from crux_torch.control.operator import TenantCap
+
+        cap = TenantCap(**given) if given else None  # type: ignore[arg-type]
+        return {"tenants": _with(was.tenants, prefix, cap)}
+
+    return change
 
 
 @_setting()
@@ -182,7 +220,9 @@ def _change(
         click.echo(json.dumps(msgspec.to_builtins(after), indent=2))
         return
     about = f"{said}: done, settings {after.revision}"
-    if len(words) > 1 and words[1] not in known:
+    of_tenant = words[0] == "tenant"
+    named = (job.startswith(words[1]) if of_tenant else job == words[1] for job in known)
+    if len(words) > 1 and not any(named):
         about += "; no job of that name runs now, it holds when one does"
     click.echo(about)
 

@@ -331,7 +331,8 @@ class Leader:
             if entry is None:
                 return None  # not written yet
             entries: tuple[PlanEntry, ...] = (entry,)
-            follows = entry.level in self._levels
+            settings = self._snapshot.operator
+            follows = settings.may_have(entry.job, entry.level, self._levels)
         else:
             done, computed = self._entries(head.fingerprint, head.policy)
             if not done:

@@ -19,9 +19,25 @@ from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import Name
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
+from crux_torch.schedule.tenant_caps import Standing, capped, highest_usable, tenant_of
 
 MAX_WEIGHT = 1000.0
+MAX_TENANTS = 1024
 Weight = Annotated[float, msgspec.Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
+
+
+class TenantCap(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant's jobs may have, see :class:`~crux_torch.schedule.tenant_caps.Cap`."""
+
+    highest: Level = 63
+    above: Level = 63
+    share: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
+
+    def __str__(self) -> str:
+        found = [f"level {self.highest} at most"] if self.highest < 63 else []
+        if self.share < 1:
+            found.append(f"{self.share:.0%} of its jobs above level {self.above}")
+        return ", ".join(found)
 
 
 class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +50,8 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         weights: of jobs other than 1; a job's intensity is multiplied by it.
         pins: levels of jobs that the planner does not choose. It takes the next one below that the
             plan may use.
+        tenants: caps by how the names of a tenant's jobs begin, as the store's roles have it. A
+            job is of the tenant with the longest beginning. Pins go before caps.
     """
 
     version: int = SCHEMA_VERSION
@@ -42,6 +60,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     drained: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_JOBS)] = ()
     weights: Annotated[dict[Name, Weight], msgspec.Meta(max_length=MAX_JOBS)] = {}
     pins: Annotated[dict[Name, Level], msgspec.Meta(max_length=MAX_JOBS)] = {}
+    tenants: Annotated[dict[Name, TenantCap], msgspec.Meta(max_length=MAX_TENANTS)] = {}
 
     @property
     def effect(self) -> bytes:
@@ -49,9 +68,11 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
         So a release that knows no such settings agrees with one that does until they are used.
         """
-        if not (self.disabled or self.drained or self.weights or self.pins):
+        if not (self.disabled or self.drained or self.weights or self.pins or self.tenants):
             return b""
-        found = [self.disabled, sorted(self.drained), self.weights, self.pins]
+        found: list[Any] = [self.disabled, sorted(self.drained), self.weights, self.pins]
+        if self.tenants:
+            found.append(self.tenants)
         return msgspec.json.encode(found, order="deterministic")
 
     def changed(self, **changes: Any) -> OperatorSettings:
@@ -62,6 +83,15 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Whether ``job`` may not leave its level, not even while it is measured."""
         return self.disabled or job in self.drained or job in self.pins
 
+    def may_have(self, job: str, level: int, levels: Collection[int]) -> bool:
+        """Whether a plan of these ``levels`` may give ``job`` this one, whatever others have."""
+        most = max(levels)
+        if job in self.pins:
+            most = self.pins[job]
+        elif (tenant := tenant_of(job, self.tenants)) is not None:
+            most = self.tenants[tenant].highest
+        return level in levels and level <= highest_usable(most, levels)
+
     def about(self, job: str) -> str:
         """What is set for ``job``, in a few words."""
         found = ["drained"] if job in self.drained else []
@@ -69,6 +99,8 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"weight {self.weights[job]:g}")
         if job in self.pins:
             found.append(f"pinned to {self.pins[job]}")
+        if (tenant := tenant_of(job, self.tenants)) is not None:
+            found.append(f"tenant {tenant}: {self.tenants[tenant]}")
         return ", ".join(found)
 
 
@@ -112,12 +144,15 @@ def operated(
         if record.job in drained and record.profile is not None
     ]
 
-    def pinned(entry: PlanEntry) -> PlanEntry:
-        if entry.job not in settings.pins:
-            return entry
-        return msgspec.structs.replace(entry, level=_usable(settings.pins[entry.job], usable))
+    standings = {entry.job: Standing(entry.level, entry.priority) for entry in entries}
+    level = _settled(standings, usable, settings)
 
-    return sorted(map(pinned, entries), key=lambda entry: entry.job)
+    def settled(entry: PlanEntry) -> PlanEntry:
+        if level[entry.job] == entry.level:
+            return entry
+        return msgspec.structs.replace(entry, level=level[entry.job])
+
+    return sorted(map(settled, entries), key=lambda entry: entry.job)
 
 
 def heeding(scheduler: Scheduler, settings: OperatorSettings) -> Scheduler:
@@ -132,20 +167,24 @@ def heeding(scheduler: Scheduler, settings: OperatorSettings) -> Scheduler:
             return default
         heard = tuple(job for job in cluster.jobs if job.name not in settings.drained)
         found = scheduler(Cluster(cluster.capacity_Bps, heard), options)
-        pins = {
-            name: _usable(most, options.levels)
-            for name, most in settings.pins.items()
-            if name in default.level
+        standings = {
+            name: Standing(level, found.priority.get(name, 0.0))
+            for name, level in {**default.level, **found.level}.items()
         }
         return replace(
             found,
             path={**default.path, **found.path},
-            level={**default.level, **found.level, **pins},
+            level=_settled(standings, options.levels, settings),
         )
 
     return decide
 
 
-def _usable(most: int, levels: Collection[int]) -> int:
-    """The highest of ``levels`` up to ``most``, or the lowest."""
-    return max((k for k in levels if k <= most), default=min(levels))
+def _settled(
+    standings: Mapping[str, Standing], levels: Collection[int], settings: OperatorSettings
+) -> dict[str, int]:
+    """The levels within the tenants' caps, and those that are pinned."""
+    pins = {
+        job: highest_usable(most, levels) for job, most in settings.pins.items() if job in standings
+    }
+    return {**capped(standings, levels, settings.tenants), **pins}
