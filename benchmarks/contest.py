@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ KNOWN = (NONE, *LIVE)
 TIMELINE_S, CELL_S = 3.0, 0.05
 #: Simulated iterations of the longest job.
 SIMULATED = 200
+#: Share of a frame on the wire that is payload, for TCP and frames of 1,514 bytes.
+PAYLOAD = 1448 / 1514
 
 
 def _gpt(name: str, ms: int, width: int) -> Workload:
@@ -179,6 +182,8 @@ def predict(fabric: Fabric, seen: Seen) -> dict[str, float]:
     if not records:
         return {}
     cluster = plan_inputs(records, topology)
+    payload_Bps = {link: PAYLOAD * rate_Bps for link, rate_Bps in cluster.capacity_Bps.items()}
+    cluster = replace(cluster, capacity_Bps=payload_Bps)
     plan = seen.status.get("plan") or {}
     entries = {e.job: e for e in msgspec.convert(plan.get("entries", ()), tuple[PlanEntry, ...])}
     path = {}
