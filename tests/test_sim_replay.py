@@ -23,6 +23,7 @@ from crux_torch.fabric.builders import (
     two_layer_clos,
 )
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.compatibility import compatibility, ranked
 from crux_torch.schedule.scheduler import IN_TRACES, SCHEDULERS
 from crux_torch.sim.catalogue import MODELS, WorkloadError
 from crux_torch.sim.collectives import transfers
@@ -31,7 +32,7 @@ from crux_torch.sim.metrics import Series, per_day
 from crux_torch.sim.networks import Grain, grain_of
 from crux_torch.sim.parallelism import Collective
 from crux_torch.sim.placed import Placer
-from crux_torch.sim.placement import PLACEMENTS
+from crux_torch.sim.placement import PLACEMENTS, RANKED
 from crux_torch.sim.replay import Outcome, ReplayOptions, replay
 from crux_torch.sim.trace_rows import non_blocking
 from crux_torch.sim.traces import Trace, TraceJob, load_hybrid
@@ -105,7 +106,7 @@ def test_a_job_waits_until_the_gpus_that_it_needs_are_free(testbed: Placer) -> N
 
 
 CHOICES = [(name, "none", 25) for name in sorted(IN_TRACES)]
-CHOICES += [("crux-paper", placement, 60) for placement in sorted(PLACEMENTS)]
+CHOICES += [("crux-paper", placement, 60) for placement in sorted((*PLACEMENTS, RANKED))]
 
 
 @pytest.mark.parametrize(("scheduler", "placement", "jobs"), CHOICES)
@@ -126,6 +127,32 @@ def test_every_job_ends_once_starts_in_turn_and_no_gpu_is_held_twice(
     held = list(accumulate(change for _, change in sorted(changes)))
     assert 0 <= min(held) <= max(held) <= 96
     assert held[-1] == 0
+
+
+def test_the_ranked_placement_takes_the_most_compatible_choice(monkeypatch) -> None:
+    placer, asked, placed = Placer(crux_testbed()), {}, {}
+    place = placer.place
+
+    def ranked_and_kept(found, name):
+        asked[name] = found, (order := ranked(found, name))
+        return order
+
+    def placed_and_kept(name, model, gpus):
+        placed[name] = place(name, model, gpus)
+        return placed[name]
+
+    monkeypatch.setattr("crux_torch.sim.replay.ranked", ranked_and_kept)
+    monkeypatch.setattr(placer, "place", placed_and_kept)
+    options = ReplayOptions(placement=RANKED, iterations_as_one=20)
+    replay(busy_trace(60, seed=2), placer, SCHEDULERS["ecmp"], options)
+    better = 0
+    for name, (found, order) in asked.items():
+        chosen = found[order[0] if order else 0]
+        assert placed[name].job in chosen.cluster.jobs
+        # Where each closes a loop, the first is HiveD's own.
+        first, best = compatibility(found[0], name), compatibility(chosen, name)
+        better += bool(order) and (first.loop or best.score > first.score)
+    assert better
 
 
 @pytest.mark.parametrize("placement", sorted(PLACEMENTS))

@@ -13,10 +13,12 @@ from shared_core import shared_core
 from crux_torch.fabric.builders import GpuServer, double_sided, two_layer_clos
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.placement import (
+    CANDIDATES,
     LEVELS,
     PLACEMENTS,
     Allocation,
     Request,
+    candidates,
     cells,
     interleaving_efficiency,
     place_hived,
@@ -119,6 +121,31 @@ def test_a_host_that_is_split_already_is_filled_first(policy: str, held: int, si
     allocation.take(Request("a", held, 0, 0), CLUSTER.gpus("h4")[:held])
     gpus = PLACEMENTS[policy](Request("b", size, 0, 0), allocation, random.Random(0))
     assert hosts(gpus) == {"h4": size}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 20), max_size=4),
+    st.integers(1, 30),
+    st.integers(0, 99),
+)
+def test_candidates_are_choices_as_near_as_hiveds_and_its_own_first(held, size, seed) -> None:
+    allocation, rng = Allocation(CELLS), random.Random(seed)
+    for i, gpus in enumerate(held):
+        taken = place_random(Request(f"j{i}", gpus), allocation, rng)
+        if taken:
+            allocation.take(Request(f"j{i}", gpus), taken)
+    request, free = Request("new", size), set(allocation.free())
+    found = candidates(request, allocation, rng)
+    first = place_hived(request, allocation, rng)
+    assert found[:1] == ([first] if first else [])
+    assert len(found) == len(set(found)) <= CANDIDATES
+    lowest = allocation.fitting(size)
+    for choice in found:
+        assert len(set(choice)) == len(choice) == size
+        assert set(choice) <= free
+        assert any(set(choice) <= set(cell.gpus) for cell in lowest)
+        assert list(choice) == [g for g in CELLS.gpus if g in set(choice)], "host by host"
 
 
 def test_muri_prefers_an_empty_host_to_a_like_job_and_a_complement_to_both() -> None:

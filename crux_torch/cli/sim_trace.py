@@ -18,7 +18,7 @@ from crux_torch.cli.results import Result
 from crux_torch.cli.sim_options import json_option, names_option, numbers_table, threads_option
 from crux_torch.errors import CruxError
 from crux_torch.schedule.scheduler import IN_TRACES
-from crux_torch.sim.placement import PLACEMENTS
+from crux_torch.sim.placement import PLACEMENTS, RANKED
 from crux_torch.sim.replay import ReplayOptions
 from crux_torch.sim.trace_rows import TOPOLOGIES, Run, Workload, run_rows, settings_of, topology_of
 
@@ -47,7 +47,7 @@ Row = dict[str, Any]
     help=f"Comma-separated: {', '.join(TOPOLOGIES)}, or topology files.",
 )
 @names_option("--schedulers", "schedulers", IN_TRACES, "all")
-@names_option("--placement", "placements", PLACEMENTS, "none")
+@names_option("--placement", "placements", (*PLACEMENTS, RANKED), "none")
 @click.option("--jobs", type=click.IntRange(1), default=5000, help="Jobs that arrive, at most.")
 @click.option(
     "--days",

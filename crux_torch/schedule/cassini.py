@@ -61,7 +61,7 @@ def cassini(cluster: Cluster, options: SchedulerOptions) -> Decision:
     traffic = traffic_matrix(arrays, choice_of(arrays, options.default_path))
     shift_s: dict[str, float] = {}
     grid_s: dict[str, float] = {}
-    for jobs, part in _parts(arrays, traffic):
+    for jobs, part in parts_of(arrays, traffic):
         for j, shifted in _part_shifts(part).items():
             name = arrays.jobs[jobs[j]].name
             shift_s[name], grid_s[name] = shifted
@@ -69,7 +69,7 @@ def cassini(cluster: Cluster, options: SchedulerOptions) -> Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Jobs that a chain of contended links joins; hashable, all that their shifts depend on.
 
     ``entries`` has for each job its links, and the share of their capacity that it asks for while
@@ -93,7 +93,7 @@ class _Part:
         return np.array(sending_s, np.float64) / np.array(self.period_s, np.float64)
 
 
-def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
+def parts_of(arrays: Arrays, traffic: Any) -> list[tuple[list[int], Part]]:
     """The jobs that meet on links which they can overfill together, component by component."""
     t_s = transfer_times_s(arrays, traffic)
     measured_s = np.array([job.period_s for job in arrays.jobs], np.float64)
@@ -109,14 +109,14 @@ def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
     demand = sparse.csr_array((share[counts], places), shape=traffic.shape)
     demand.sort_indices()
     parts = []
-    for jobs in _groups(components_of(demand)):
+    for jobs in groups_of(components_of(demand)):
         if len(jobs) < 2:
             continue
         mine = demand[jobs]
         _, links = np.unique(mine.indices, return_inverse=True)
         entries = list(zip(links.tolist(), mine.data.tolist(), strict=True))
         start = mine.indptr.tolist()
-        part = _Part(
+        part = Part(
             entries=tuple(tuple(entries[a:b]) for a, b in pairwise(start)),
             busy_s=tuple(tuple(burst_times_s(arrays.jobs[j], t_s[j])) for j in jobs.tolist()),
             period_s=tuple(period_s[jobs].tolist()),
@@ -126,7 +126,7 @@ def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], _Part]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Circles:
+class Circles:
     """Every job on its family's grid; ``busy`` is the share of each angle in which it sends."""
 
     family: IntArray
@@ -135,20 +135,20 @@ class _Circles:
     busy: list[FloatArray]
 
 
-def _circles(part: _Part, stretch: float = 1.0) -> _Circles:
+def circles_of(part: Part, stretch: float = 1.0) -> Circles:
     grid = families(np.array(part.period_s))
     angles = (grid.units * ANGLES_PER_UNIT).tolist()
     angle_s = grid.unit_s * (stretch / ANGLES_PER_UNIT)
     busy = [
         circle(b, n * s, n) for b, n, s in zip(part.busy_s, angles, angle_s.tolist(), strict=True)
     ]
-    return _Circles(grid.number, angles, angle_s, busy)
+    return Circles(grid.number, angles, angle_s, busy)
 
 
 @lru_cache(_REMEMBERED)
-def _part_shifts(part: _Part) -> dict[int, tuple[float, float]]:
+def _part_shifts(part: Part) -> dict[int, tuple[float, float]]:
     """For each job that is shifted its shift and its grid in seconds."""
-    circles = _circles(part)
+    circles = circles_of(part)
     demand, duty = part.matrix(), part.duty()
     graph = loop_free(_meetings(circles, demand, duty))
     decided: dict[int, tuple[float, float]] = {}
@@ -160,7 +160,7 @@ def _part_shifts(part: _Part) -> dict[int, tuple[float, float]]:
             used, found = circles, shift
             if stretch.max() > 1.0:
                 # Bursts keep their length on a longer grid: they are rotated anew there.
-                used = _circles(part, float(stretch.max()))
+                used = circles_of(part, float(stretch.max()))
                 others = set(range(len(duty))) - shift.keys()
                 again = loop_free(_meetings(used, demand, duty)).without(others)
                 trees = time_shifts(again, used.angles)
@@ -179,13 +179,13 @@ def _part_shifts(part: _Part) -> dict[int, tuple[float, float]]:
     return decided
 
 
-def _groups(number: IntArray) -> list[IntArray]:
+def groups_of(number: IntArray) -> list[IntArray]:
     """The indices of each number, ascending."""
     order = np.argsort(number, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
 
 
-def _meetings(circles: _Circles, demand_of: Any, duty: FloatArray) -> list[Meeting]:
+def _meetings(circles: Circles, demand_of: Any, duty: FloatArray) -> list[Meeting]:
     """Rotations for the members of each family on each link; alike links meet once."""
     on_link = demand_of.tocsc()
     seen: dict[tuple[tuple[int, ...], bytes, float], None] = {}
@@ -194,7 +194,7 @@ def _meetings(circles: _Circles, demand_of: Any, duty: FloatArray) -> list[Meeti
         order = np.argsort(on_link.indices[column], kind="stable")
         jobs, demand = on_link.indices[column][order], np.round(on_link.data[column][order], 9)
         mean = demand * duty[jobs]
-        for members in _groups(circles.family[jobs]):
+        for members in groups_of(circles.family[jobs]):
             if len(members) > 1:
                 background = round(float(mean.sum() - mean[members].sum()), 9)
                 seen[tuple(jobs[members].tolist()), demand[members].tobytes(), background] = None
@@ -220,7 +220,7 @@ class _Tree:
     """
 
     def __init__(
-        self, part: _Part, circles: _Circles, demand: Any, duty: FloatArray, jobs: list[int]
+        self, part: Part, circles: Circles, demand: Any, duty: FloatArray, jobs: list[int]
     ) -> None:
         self.jobs = jobs
         everyone = demand[:, np.unique(demand[jobs].indices)]

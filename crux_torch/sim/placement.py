@@ -205,6 +205,29 @@ PLACEMENTS: dict[str, Placement] = {
 }
 
 
+#: The placement that ranks candidates by their compatibility (CASSINI); in traces only, where the
+#: links of all jobs are known.
+RANKED = "cassini"
+#: Candidates that are ranked, as in CASSINI's evaluation (NSDI '24, §5.1).
+CANDIDATES = 10
+
+
+def candidates(
+    request: Request, allocation: Allocation, rng: random.Random
+) -> list[tuple[str, ...]]:
+    """Up to ``CANDIDATES`` choices that are as near as HiveD's, its own first; none if none fits.
+
+    Then come its choices in the other cells that are as low, and choices in these cells that take
+    their hosts in random order.
+    """
+    fitting = sorted(allocation.fitting(request.gpus), key=allocation.room_around)
+    found = dict.fromkeys(_take(cell, request.gpus, allocation) for cell in fitting[:CANDIDATES])
+    for draw in range(CANDIDATES if fitting else 0):
+        cell = fitting[draw % len(fitting)]
+        found[_take_shuffled(cell, request.gpus, allocation, rng)] = None
+    return list(found)[:CANDIDATES]
+
+
 def interleaving_efficiency(a: Request, b: Request) -> float:
     """Busy share of computing and network when two jobs take turns (Muri's efficiency).
 
@@ -240,4 +263,18 @@ def _take(cell: Cell, wanted: int, allocation: Allocation) -> tuple[str, ...]:
         taken.update(_take(best, part, allocation))
         wanted -= part
         left.remove(best)
+    return tuple(gpu for gpu in cell.gpus if gpu in taken)
+
+
+def _take_shuffled(
+    cell: Cell, wanted: int, allocation: Allocation, rng: random.Random
+) -> tuple[str, ...]:
+    """``wanted`` free GPUs of ``cell``, in its order, from its children in random order."""
+    if not cell.children:
+        return cell.gpus
+    taken: set[str] = set()
+    for child in rng.sample(cell.children, len(cell.children)):
+        part = min(wanted - len(taken), allocation.free_in[child])
+        if part:
+            taken.update(_take_shuffled(child, part, allocation, rng))
     return tuple(gpu for gpu in cell.gpus if gpu in taken)

@@ -9,14 +9,16 @@ import math
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from crux_torch.schedule.compatibility import Candidate, ranked
 from crux_torch.schedule.model import Cluster, Scheduler, SchedulerOptions
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.metrics import JobOutcome, Series, Summary, Tally, summarise
 from crux_torch.sim.networks import Grain, PrivateNetworks, SharedNetwork, grain_of
 from crux_torch.sim.placed import PlacedJob, Placer
-from crux_torch.sim.placement import PLACEMENTS, Allocation, Request
+from crux_torch.sim.placement import PLACEMENTS, RANKED, Allocation, Request, candidates
 from crux_torch.sim.traces import Trace, TraceJob
 
 
@@ -25,7 +27,7 @@ class ReplayOptions:
     """How a trace is replayed.
 
     Attributes:
-        placement: a name of ``PLACEMENTS``.
+        placement: a name of ``PLACEMENTS``, or ``RANKED``.
         levels: priority levels, ascending; the paper's simulator has 8 (§6.1).
         max_slowdown: what the policy crux keeps to, see ``SchedulerOptions``.
         seed: of placement and of the scheduler.
@@ -143,11 +145,14 @@ class _Replay:
         # Muri looks at how much of an iteration is communication.
         network_s = reference.alone_s - reference.compute_s
         request = Request(job.name, job.gpus, reference.compute_s, network_s)
-        place = PLACEMENTS[self._options.placement]
         # By name: what a job draws does not depend on how many drew before it.
         rng = random.Random(f"{self._options.seed}: {job.name}")
-        gpus = place(request, self._allocation, rng)
-        assert gpus is not None, "a job fits wherever as many GPUs are free"
+        if self._options.placement == RANKED:
+            gpus = self._most_compatible(job, candidates(request, self._allocation, rng))
+        else:
+            chosen = PLACEMENTS[self._options.placement](request, self._allocation, rng)
+            assert chosen is not None, "a job fits wherever as many GPUs are free"
+            gpus = chosen
         self._allocation.take(request, gpus)
         self._free -= job.gpus
         placed = self._placer.place(job.name, job.model, gpus)
@@ -157,6 +162,22 @@ class _Replay:
         self._running[job.name] = (job, placed, grain, self._network.now_s)
         self._tally.start(placed, self._network.now_s)
         self._changed(placed)
+
+    def _most_compatible(
+        self, job: TraceJob, choices: Sequence[tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        """The choice that lets the jobs take turns best; the first where each closes a loop."""
+        running = [placed for _, placed, _, _ in self._running.values() if placed.job.flows]
+        if len(choices) == 1 or not running:
+            return choices[0]
+        found = []
+        for gpus in choices:
+            everyone = [*running, self._placer.place(job.name, job.model, gpus)]
+            if not everyone[-1].job.flows:
+                return gpus
+            cluster = Cluster(self._placer.topology.capacity_Bps, tuple(p.job for p in everyone))
+            found.append(Candidate(cluster, {p.job.name: p.default_path for p in everyone}))
+        return choices[next(iter(ranked(found, job.name)), 0)]
 
     def _end(self, name: str) -> None:
         job, placed, grain, start_s = self._running.pop(name)
