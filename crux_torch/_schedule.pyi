@@ -1,4 +1,4 @@
-"""The loops over flows and links of a decision (csrc/schedule, csrc/bindings/schedule_py.cpp)."""
+"""The loops of a decision (csrc/schedule, csrc/bindings/schedule_py.cpp)."""
 
 from collections.abc import Sequence
 
@@ -70,4 +70,37 @@ def place(
 
     Raises:
         ValueError: a number out of its range.
+    """
+
+def rates_when_second(
+    *,
+    compute_s: _Floats,
+    burst_start: _Ints,
+    due_s: _Floats,
+    burst_s: _Floats,
+    second: _Ints,
+    first: _Ints,
+    phases: int,
+    warm_up: int,
+    measured: int,
+    rounding: float,
+) -> _Floats:
+    """Link seconds per second of each job ``second[i]`` when ``first[i]`` has priority.
+
+    See :mod:`crux_torch.schedule.correction`.
+
+    Args:
+        compute_s: of every job.
+        burst_start: bursts of job p are ``burst_start[p]`` to ``burst_start[p + 1]``; at least one.
+        due_s: seconds of computation after which each burst may start.
+        burst_s: link seconds of each burst.
+        second: jobs that wait for the link.
+        first: jobs that have priority.
+        phases: of the first job, from which the other begins.
+        warm_up: iterations of the second job that do not count.
+        measured: iterations that do.
+        rounding: share of a period by which two events may differ through rounding alone.
+
+    Raises:
+        ValueError: a number out of its range, or a job without bursts.
     """

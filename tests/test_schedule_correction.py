@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+from game_reference import Players, rates_when_second
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crux_torch import _schedule
 from crux_torch.schedule import correction
 from crux_torch.schedule.correction import (
     K_MAX,
@@ -111,7 +116,71 @@ def test_the_long_run_agrees_with_a_long_game(first: GameJob, second: GameJob) -
     )
 
 
+@settings(max_examples=60)
+@given(st.lists(st.tuples(players, players), min_size=1, max_size=8), st.integers(1, 9))
+def test_rates_are_those_of_the_game_in_numpy(
+    pairs: list[tuple[GameJob, GameJob]], phases: int
+) -> None:
+    expected = [
+        rates_when_second(Players([second]), Players([first]), phases, 3, 5, 1e-9)[0]
+        for second, first in pairs
+    ]
+    found = played(pairs, phases=phases, warm_up=3, measured=5)
+    if phases == 8:  # numpy adds eight numbers in the same order
+        assert found == expected
+    assert found == pytest.approx(expected, rel=1e-14)
+
+
+def played(pairs: list[tuple[GameJob, GameJob]], **length: int) -> list[float]:
+    jobs = [job for pair in pairs for job in pair]
+    bursts = [(at * job.compute_s, link_s) for job in jobs for at, link_s in job.bursts]
+    rates = _schedule.rates_when_second(
+        compute_s=np.array([job.compute_s for job in jobs]),
+        burst_start=np.cumsum([0, *(len(job.bursts) for job in jobs)]),
+        due_s=np.array([due_s for due_s, _ in bursts]),
+        burst_s=np.array([link_s for _, link_s in bursts]),
+        second=np.arange(0, len(jobs), 2),
+        first=np.arange(1, len(jobs), 2),
+        rounding=1e-9,
+        **length,
+    )
+    return rates.tolist()
+
+
 def test_a_job_that_never_leaves_the_link_leaves_nothing_to_the_other() -> None:
-    greedy, other = correction._Players([GREEDY]), correction._Players([SHORT])
-    assert correction._rate_when_second(other, first=greedy).tolist() == [0.0]
-    assert correction._rate_when_second(greedy, first=other)[0] == pytest.approx(0.5, rel=1e-3)
+    length = {"phases": 8, "warm_up": 8, "measured": 24}
+    assert played([(SHORT, GREEDY)], **length) == [0.0]
+    assert played([(GREEDY, SHORT)], **length) == pytest.approx([0.5], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"second": np.array([2])},
+        {"first": np.array([-1])},
+        {"first": np.array([0, 1])},
+        {"burst_start": np.array([0, 2])},
+        {"burst_start": np.array([0, 0, 2])},
+        {"burst_start": np.array([0, 1, 3])},
+        {"due_s": np.ones(1)},
+        {"phases": 0},
+        {"measured": 0},
+        {"warm_up": -1},
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {
+        "compute_s": np.ones(2),
+        "burst_start": np.arange(3),
+        "due_s": np.ones(2),
+        "burst_s": np.ones(2),
+        "second": np.array([0]),
+        "first": np.array([1]),
+        "phases": 8,
+        "warm_up": 8,
+        "measured": 24,
+        "rounding": 1e-9,
+    }
+    assert _schedule.rates_when_second(**right)[0] == pytest.approx(0.5)
+    with pytest.raises(ValueError):
+        _schedule.rates_when_second(**(right | wrong))

@@ -18,11 +18,12 @@ and must not outvote measured intensities that differ by more than an order of m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from crux_torch import _schedule
 from crux_torch.schedule.arrays import FloatArray
 from crux_torch.schedule.model import Job
 
@@ -72,17 +73,14 @@ def pair_factors(players: Sequence[tuple[GameJob, GameJob]]) -> FloatArray:
     merged = {p: _merged(p) for pair in players for p in pair}
     pairs = [(merged[r], merged[j]) for r, j in players]
     factor = {pair: _found.get(pair) for pair in pairs}
-    # Arrays are as wide as the most bursts in them: pairs of equal counts are played together.
-    fresh: dict[tuple[int, int], list[tuple[GameJob, GameJob]]] = {}
-    for (r, j), known in factor.items():
-        if known is None:
-            fresh.setdefault((len(r.bursts), len(j.bursts)), []).append((r, j))
+    fresh = [pair for pair, known in factor.items() if known is None]
     if len(_found) > _REMEMBERED:
         _found.clear()
-    for (of_r, of_j), group in fresh.items():
-        values = _played(group).tolist() if of_r and of_j else repeat(1.0)
-        factor.update(played := dict(zip(group, values, strict=False)))
-        _found.update(played)
+    played = dict.fromkeys(fresh, 1.0)
+    if meeting := [(r, j) for r, j in fresh if r.bursts and j.bursts]:
+        played |= zip(meeting, _played(meeting), strict=True)
+    factor |= played
+    _found.update(played)
     return np.array([factor[pair] for pair in pairs], np.float64)
 
 
@@ -98,12 +96,39 @@ def _merged(p: GameJob) -> GameJob:
     return GameJob(p.compute_s, tuple(bursts))
 
 
-def _played(pairs: Sequence[tuple[GameJob, GameJob]]) -> FloatArray:
+def _played(pairs: Sequence[tuple[GameJob, GameJob]]) -> list[float]:
     """k_j = (B_j - A_j) / (A_r - B_r) of each (reference, job), bounded."""
-    rs, js = _Players([r for r, _ in pairs]), _Players([j for _, j in pairs])
-    a_r, a_j = rs.link_s / rs.period_s, _rate_when_second(js, first=rs)
-    b_j, b_r = js.link_s / js.period_s, _rate_when_second(rs, first=js)
-    return bounded_factors(a_r, a_j, b_r, b_j)
+    number: dict[GameJob, int] = {}
+    both = np.array([[number.setdefault(p, len(number)) for p in pair] for pair in pairs])
+    bursts = [[(at * p.compute_s, link_s) for at, link_s in p.bursts] for p in number]
+    due_s, burst_s = np.array([burst for own in bursts for burst in own]).T
+    compute_s = np.array([p.compute_s for p in number])
+    second = _schedule.rates_when_second(
+        compute_s=compute_s,
+        burst_start=np.cumsum([0, *map(len, bursts)]),
+        due_s=due_s,
+        burst_s=burst_s,
+        second=both[:, ::-1].ravel(),
+        first=both.ravel(),
+        phases=_PHASES,
+        warm_up=_WARM_UP,
+        measured=_MEASURED,
+        rounding=_ROUNDING,
+    )
+    alone = np.array([_rate_alone(p) for p in number])
+    a_j, b_r = second.reshape(-1, 2).T
+    a_r, b_j = alone[both].T
+    factors: list[float] = bounded_factors(a_r, a_j, b_r, b_j).tolist()
+    return factors
+
+
+def _rate_alone(p: GameJob) -> float:
+    """Link seconds per second of a player that nobody holds up."""
+    end_s = sent_s = 0.0
+    for at, link_s in p.bursts:
+        end_s = max(at * p.compute_s, end_s) + link_s
+        sent_s += link_s
+    return sent_s / max(p.compute_s, end_s)
 
 
 def bounded_factors(
@@ -116,61 +141,3 @@ def bounded_factors(
     ratio[j_harmed & ~r_harmed] = K_MAX
     ratio[~j_harmed & r_harmed] = K_MIN
     return np.clip(ratio, K_MIN, K_MAX)
-
-
-class _Players:
-    """Some players of one number of bursts as arrays, a row each."""
-
-    def __init__(self, players: Sequence[GameJob]) -> None:
-        self.compute_s = np.array([p.compute_s for p in players])
-        # Bursts and windows are indexed first: each is one array over players.
-        self.due_s = np.array([[at * p.compute_s for at, _ in p.bursts] for p in players]).T
-        self.burst_s = np.array([[link_s for _, link_s in p.bursts] for p in players]).T
-        start_s = np.empty_like(self.due_s)
-        end_s = np.zeros(len(players))
-        for b, (due_s, burst_s) in enumerate(zip(self.due_s, self.burst_s, strict=True)):
-            start_s[b] = np.maximum(due_s, end_s)
-            end_s = start_s[b] + burst_s
-        self.start_s = start_s
-        self.period_s = np.maximum(self.compute_s, end_s)
-        self.link_s = self.burst_s.sum(axis=0)
-        self.free_s = self.period_s - self.link_s
-        #: Seconds of free link before each window.
-        self.free_before_s = start_s - (np.cumsum(self.burst_s, axis=0) - self.burst_s)
-
-
-def _rate_when_second(second: _Players, first: _Players) -> FloatArray:
-    """Link seconds per second of each second player, when the first has priority."""
-    phases = (np.arange(_PHASES) + 0.5) / _PHASES
-    now_s = since_s = first.period_s[:, None] * phases
-    compute_s = second.compute_s[:, None]
-    for iteration in range(_WARM_UP + _MEASURED):
-        if iteration == _WARM_UP:
-            since_s = now_s
-        end_s = now_s
-        for due_s, burst_s in zip(second.due_s, second.burst_s, strict=True):
-            start_s = np.maximum(now_s + due_s[:, None], end_s)
-            end_s = _sent_by(first, start_s, burst_s[:, None])
-        now_s = np.maximum(now_s + compute_s, end_s)
-    link_s = second.link_s * (_MEASURED * _PHASES)
-    rate = link_s / (now_s - since_s).sum(axis=1)
-    # A first player that never leaves the link leaves nothing.
-    return np.asarray(np.where(first.free_s > _ROUNDING * first.period_s, rate, 0.0))
-
-
-def _sent_by(first: _Players, start_s: FloatArray, need_s: FloatArray) -> FloatArray:
-    """When ``need_s`` seconds of link have passed since ``start_s`` that the first left free."""
-    period_s = first.period_s[:, None]
-    free_s = np.maximum(first.free_s, _ROUNDING * first.period_s)[:, None]
-    rounding_s = _ROUNDING * period_s
-    periods = np.floor(start_s / period_s)
-    into_s = start_s - periods * period_s
-    target_s = into_s + need_s
-    for window_s, busy_s in zip(first.start_s, first.burst_s, strict=True):
-        target_s -= np.clip(into_s - window_s[:, None], 0.0, busy_s[:, None])
-    more = np.maximum(np.ceil((target_s - rounding_s) / free_s) - 1.0, 0.0)
-    target_s -= more * free_s
-    end_s: FloatArray = target_s + (periods + more) * period_s
-    for before_s, busy_s in zip(first.free_before_s, first.burst_s, strict=True):
-        end_s += np.where(target_s > before_s[:, None] + rounding_s, busy_s[:, None], 0.0)
-    return end_s

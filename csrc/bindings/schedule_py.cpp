@@ -1,4 +1,5 @@
-// crux_torch._schedule: what a decision does once for every link of every candidate path.
+// crux_torch._schedule: what a decision does once for every link of every candidate path, and for
+// every pair of jobs that meet.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -8,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../schedule/game.h"
 #include "../schedule/place.h"
 #include "../schedule/pointer_numbers.h"
 #include "../schedule/unrouted.h"
@@ -175,10 +177,24 @@ py::array_t<double> unrouted(const Array<std::int64_t>& set_start,
   return to_array(std::move(t_s));
 }
 
+py::array_t<double> rates(const Array<double>& compute_s, const Array<std::int64_t>& burst_start,
+                          const Array<double>& due_s, const Array<double>& burst_s,
+                          const Array<std::int64_t>& second, const Array<std::int64_t>& first,
+                          int phases, int warm_up, int measured, double rounding) {
+  const Players players{view(compute_s), view(burst_start), view(due_s), view(burst_s)};
+  std::vector<double> found;
+  {
+    const View<std::int64_t> seconds = view(second), firsts = view(first);
+    py::gil_scoped_release release;
+    found = rates_when_second(players, seconds, firsts, {phases, warm_up, measured}, rounding);
+  }
+  return to_array(std::move(found));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_schedule, m) {
-  m.doc() = "The loops over flows and links of a scheduling decision.";
+  m.doc() = "The loops of a scheduling decision: over flows and links, and over pairs of jobs.";
   m.def("read_flows", &read_flows, py::arg("jobs"), py::arg("links"));
   m.def("unrouted_transfer_times_s", &unrouted, py::kw_only(), py::arg("set_start"),
         py::arg("path_start"), py::arg("path_links"), py::arg("capacity_Bps"),
@@ -186,4 +202,7 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("place", &place_flows, py::kw_only(), py::arg("set_start"), py::arg("path_start"),
         py::arg("path_links"), py::arg("capacity_Bps"), py::arg("flow_set"), py::arg("rate_Bps"),
         py::arg("sweeps") = 0);
+  m.def("rates_when_second", &rates, py::kw_only(), py::arg("compute_s"), py::arg("burst_start"),
+        py::arg("due_s"), py::arg("burst_s"), py::arg("second"), py::arg("first"),
+        py::arg("phases"), py::arg("warm_up"), py::arg("measured"), py::arg("rounding"));
 }

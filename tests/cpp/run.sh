@@ -47,7 +47,7 @@ make --no-print-directory -s -j "$(nproc)" -f tests/cpp/Makefile CXX="$cxx" OUT=
 export ASAN_OPTIONS="detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
-for test in recorder_test operation_test fluid_test place_test transport_test switch_test links_test; do
+for test in recorder_test operation_test fluid_test place_test game_test transport_test switch_test links_test; do
   $without_aslr "$out/$test"
 done
 # Built where <infiniband/verbs.h> is there.
