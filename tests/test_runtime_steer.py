@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from control_fakes import FakeClock, until
+from probe_fakes import Network, Router
 
 from crux_torch.apply.paths import routes_from
 from crux_torch.apply.queue_pairs import READY_TO_SEND, Change, QueuePairs
@@ -20,6 +22,7 @@ from crux_torch.c10d.switch_attempt import GroupStatus, State
 from crux_torch.control.records import PathCounts
 from crux_torch.fabric.ecmp import ROCE_V2_PORT
 from crux_torch.fabric.route import HostRoute
+from crux_torch.probe.discovery import Discovery, Rules
 from crux_torch.probe.path_map import PathMap
 from crux_torch.probe.path_map import Transport as Protocol
 from crux_torch.probe.port_search import SEARCH_S, TOTAL_S, PortSearch
@@ -507,6 +510,34 @@ def test_where_no_port_is_found_there_is_one_warning_and_the_switch_comes(rdma_r
         rdma_rank.has_switched(1)
     assert [r.udp_ports for r in rdma_rank.transport.routes] == [()]
     assert (rdma_rank.network.searched, len(caplog.records)) == (["10.1.0.2"], 1)
+
+
+@pytest.mark.parametrize("sprays", [False, True])
+def test_where_the_network_sprays_queue_pairs_keep_its_paths(sprays, caplog) -> None:
+    """The probe's fake network: one port gets different answers where packets are sprayed."""
+    draw = random.Random(5)
+    wanted = HostRoute("h0", "h1", ("10.1.0.2",), ((2, ("10.1.0.1",)),))
+
+    def way(port: int) -> list[Router]:
+        spine = draw.randrange(4) if sprays else port % 4
+        return [Router("10.0.0.1"), Router(f"10.1.{spine}.1")]
+
+    def search(destination: str, route: HostRoute) -> PathMap:
+        network = Network(way)
+        found = Discovery(network, network.clock, range(49152, 50152), (1, 2), Rules())
+        found.run(60.0)
+        repeated, changed = found.recheck(network.now + 10)
+        ends = {"source": "10.0.0.2", "destination": destination}
+        more = {"hops": found.hops, "repeated": repeated, "changed": changed}
+        return PathMap(**ends, protocol="udp", port=4791, **more)
+
+    searching = PortSearch(search)
+    searching.run([wanted])
+    assert searching.is_done([wanted])
+    ports = searching.found([wanted])["10.1.0.2"]
+    assert bool(ports) == (not sprays)
+    assert all(port % 4 == 0 for port in ports)
+    assert [("sprays packets" in r.getMessage()) for r in caplog.records] == [True] * sprays
 
 
 def test_connections_of_other_libraries_that_were_steered_are_looked_at_too(rank):

@@ -56,7 +56,8 @@ class PortSearch:
     def run(self, routes: Iterable[HostRoute]) -> None:
         """Search for the ports that are not known; begin no search after ``TOTAL_S``.
 
-        If none is found for a path, its queue pairs go where the network sends them.
+        If none is found for a path, or ports do not decide the path, its queue pairs go where the
+        network sends them.
         """
         until_s = self._clock() + TOTAL_S
         wanted = list(_searches(routes))
@@ -68,8 +69,15 @@ class PortSearch:
             try:
                 if self._clock() >= until_s:
                     raise TimeoutError(f"no time was left, {TOTAL_S:g} s went into other paths")
-                ports = self._search(to, route).ports_via(route.hops)[:PORTS]
+                path_map = self._search(to, route)
+                ports = path_map.ports_via(route.hops)[:PORTS]
                 problem = "" if ports else "no source port leads over it"
+                if path_map.changed:
+                    ports = ()
+                    problem = (
+                        f"{path_map.changed} of {path_map.repeated} source ports took another path "
+                        "when they were probed again, so the network sprays packets or has changed"
+                    )
             except OSError as error:
                 problem = str(error)
             if problem:
