@@ -76,6 +76,30 @@ def test_mlx5_changes_port_and_rate_in_place(fakes: Fakes, tmp_path: Path) -> No
     )
 
 
+def test_what_is_posted_is_counted(fakes: Fakes, tmp_path: Path) -> None:
+    fakes.run(
+        """
+        SEND, WRITE, WRITE_WITH_IMM, READ = 2, 0, 1, 4
+        def post(end, opcode, *sizes):
+            bytes = (ctypes.c_uint32 * len(sizes))(*sizes)
+            return client.client_post(end, opcode, bytes, len(sizes))
+        def counted():
+            return [one.bytes_sent for one in QueuePairs().list()]
+        assert client.client_pair(0) and client.client_pair(0)
+        assert counted() == [0, 0, 0, 0]
+        assert post(0, SEND, 100, 20, 3) == 0 and post(2, WRITE, 1 << 31, 1 << 31) == 0
+        assert counted() == [123, 0, 1 << 32, 0]
+        assert post(0, WRITE_WITH_IMM, 0, 77) == 0
+        assert counted()[0] == 200
+        # What is fetched is not sent.
+        assert post(0, READ, 1000) == 0 and counted()[0] == 200
+        # The device takes what stands before the one that it refuses.
+        assert post(1, SEND, 10, 0, 10) == errno.EINVAL and counted()[1] == 10
+        """,
+        tmp_path,
+    )
+
+
 def test_switched_off_it_only_forwards(fakes: Fakes, tmp_path: Path) -> None:
     fakes.run(
         """

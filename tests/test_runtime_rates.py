@@ -98,13 +98,15 @@ class FakeWire:
     def __init__(self) -> None:
         self.sent = self.received = 0
         self.limits: list[Mapping[object, int]] = []
+        self.refuses = ""
 
     def connections(self) -> list[Connection]:
         moved = {"bytes_sent": self.sent, "bytes_received": self.received}
         return [replace(CONNECTION, **moved), replace(CONNECTION, id=8, peer="10.0.0.9")]
 
-    def limit(self, rates_Bps: Mapping[object, int]) -> None:
+    def limit(self, rates_Bps: Mapping[object, int]) -> str:
         self.limits.append(dict(rates_Bps))
+        return self.refuses
 
 
 class FakeTables:
@@ -194,6 +196,14 @@ def test_a_waiting_socket_never_sleeps_for_longer_than_a_slot(rig) -> None:
     looks(rig)
     assert BURST_BYTES / rig.wire.limits[-1][("tcp", 7)] <= SLOT_S / 2
     assert BURST_BYTES / (LEAST_SHARE * CAPACITY_Bps) > SLOT_S
+
+
+def test_connections_that_cannot_be_limited_are_told(rig) -> None:
+    assert rig.scheduler.status()["unlimited"] is None
+    rig.wire.refuses = "1 of 1 queue pairs: its device can't limit the rate"
+    begin(rig)
+    until(lambda: rig.scheduler.status()["unlimited"], 30, "why there is no limit")
+    assert rig.scheduler.status()["unlimited"] == rig.wire.refuses
 
 
 def test_silent_tables_end_all_limits(rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,10 +47,13 @@ class Wire:
         self._owned: frozenset[int] = frozenset()
         self._owned_at_s = float("-inf")
         self._limited: set[int] = set()
+        #: Devices whose queue pairs were seen to be posted to.
+        self._counted: set[str] = set()
 
     def connections(self) -> list[Connection]:
-        """Those that are open. A queue pair counts what its device's first port has moved, since
-        nothing counts a queue pair alone.
+        """Those that are open. A queue pair has sent what was posted to it. On a device whose queue
+        pairs no post was seen of, it counts what the device's first port has sent; what arrives is
+        counted by the port alone.
 
         Raises:
             OSError: the library is missing, or this process's descriptors can't be listed.
@@ -58,35 +62,38 @@ class Wire:
         if now_s - self._owned_at_s >= OWNERS_S:
             self._owned = frozenset(sock.inode for sock in self._ownership.owned())
             self._owned_at_s = now_s
-        found = []
-        moved: dict[str, tuple[int, int]] = {}
-        for one in self._load().connections():
-            if one.kind == "tcp" and one.id in self._owned:
-                found.append(one)
-            elif one.kind == "qp" and one.state == READY_TO_SEND:
-                if one.device not in moved:
-                    moved[one.device] = self._port_bytes(one.device)
-                # Of the queue pairs to one peer the first one counts for all.
-                first = all((c.kind, c.peer) != ("qp", one.peer) for c in found)
-                sent, received = moved[one.device] if first else (0, 0)
-                found.append(replace(one, bytes_sent=sent, bytes_received=received))
+        everything = self._load().connections()
+        pairs = [c for c in everything if c.kind == "qp" and c.state == READY_TO_SEND]
+        moved = {device: self._port_bytes(device) for device in {c.device for c in pairs}}
+        self._counted |= {c.device for c in pairs if c.bytes_sent}
+        to_peer = Counter((c.device, c.peer) for c in pairs)
+        found = [c for c in everything if c.kind == "tcp" and c.id in self._owned]
+        for one in pairs:
+            # What a port has moved falls on its queue pairs to a peer alike.
+            sent, received = (n // to_peer[one.device, one.peer] for n in moved[one.device])
+            if one.device in self._counted:
+                sent = one.bytes_sent
+            found.append(replace(one, bytes_sent=sent, bytes_received=received))
         return found
 
-    def limit(self, rates_Bps: Mapping[Key, int]) -> None:
-        """Limit these connections, in bytes per second, and no others."""
+    def limit(self, rates_Bps: Mapping[Key, int]) -> str:
+        """Limit these connections, in bytes per second, and no others.
+
+        Returns why queue pairs stay without a limit, in words; empty if all have theirs.
+        """
         self._traffic_class.apply_rates(
             {id: rate for (kind, id), rate in rates_Bps.items() if kind == "tcp"}
         )
         pairs = {id: rate for (kind, id), rate in rates_Bps.items() if kind == "qp"}
         if not (pairs or self._limited):
-            return
+            return ""
         changer = QueuePairs(self._load())
         for id in self._limited - pairs.keys():
             changer.change(id, rate_Bps=NO_LIMIT)
-        # One that its device can't limit stays free.
-        self._limited = {
-            id for id, rate in pairs.items() if changer.change(id, rate_Bps=rate).applied
-        }
+        changes = {id: changer.change(id, rate_Bps=rate) for id, rate in pairs.items()}
+        self._limited = {id for id, change in changes.items() if change.applied}
+        refused = [change.reason for change in changes.values() if not change.applied]
+        return f"{len(refused)} of {len(pairs)} queue pairs: {refused[0]}" if refused else ""
 
     def _port_bytes(self, device: str) -> tuple[int, int]:
         counters = self._sysfs / "class" / "infiniband" / device / "ports" / "1" / "counters"

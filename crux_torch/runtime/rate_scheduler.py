@@ -66,8 +66,8 @@ class Wire(Protocol):
     def connections(self) -> list[Connection]:
         """Those of the inner backends."""
 
-    def limit(self, rates_Bps: Mapping[Key, int]) -> None:
-        """Limit these and no others."""
+    def limit(self, rates_Bps: Mapping[Key, int]) -> str:
+        """Limit these and no others; why some stay without a limit, empty if none do."""
 
 
 class _Flow:
@@ -125,7 +125,7 @@ class RateScheduler:
         self._stop: threading.Event | None = None
         self._looked_s = float("-inf")
         self._limits: dict[Key, int] = {}
-        self._problem = ""
+        self._problem = self._unlimited = ""
         self._rounds = self._refused = 0
         self._flows: list[_Flow] = []
 
@@ -184,6 +184,7 @@ class RateScheduler:
             "rounds": self._rounds,
             "forestalled": self._refused,
             "why_not": self._problem or None,
+            "unlimited": self._unlimited or None,
             "flows": [
                 {
                     "to": flow.about.dst,
@@ -314,7 +315,7 @@ class RateScheduler:
             if flow.limit_Bps is None:
                 continue
             most = max((c.bytes_sent for c in flow.connections), default=0)
-            used = [c for c in flow.connections if c.kind == "qp" or c.bytes_sent > BUSY * most]
+            used = [c for c in flow.connections if c.bytes_sent > BUSY * most]
             share = max(1, round(flow.limit_Bps / max(1, len(used))))
             least = round(LEAST_BURSTS * BURST_BYTES / self._slot_s)
             for c in used:
@@ -322,7 +323,9 @@ class RateScheduler:
         with self._lock:
             if limits != self._limits and not stop.is_set():
                 self._limits = limits
-                self._wire.limit(limits)
+                self._unlimited = self._wire.limit(limits)
+                if self._unlimited:
+                    self._warn("unlimited", f"without a rate: {self._unlimited}")
 
 
 def make_rate_scheduler(

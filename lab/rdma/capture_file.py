@@ -17,6 +17,16 @@ ACKNOWLEDGE = 0x11
 PSNS = 1 << 24
 #: Opcodes of the reliable connection that answer a request: read responses, ACK, atomic response.
 _ANSWERS = range(0x0D, 0x13)
+#: Bytes of the base header, and of the headers behind it in requests to send or write, by opcode:
+#: the address of a write stands in its first packet, immediate data in a message's last.
+_BASE, _CHECKSUM = 12, 4
+_ADDRESS, _IMMEDIATE = 16, 4
+_EXTENDED = {
+    **dict.fromkeys((0x00, 0x01, 0x02, 0x04, 0x07, 0x08), 0),
+    **dict.fromkeys((0x03, 0x05, 0x09), _IMMEDIATE),
+    **dict.fromkeys((0x06, 0x0A), _ADDRESS),
+    0x0B: _ADDRESS + _IMMEDIATE,
+}
 
 
 class CaptureError(ValueError):
@@ -37,6 +47,7 @@ class Packet:
         opcode: of the base transport header.
         qpn: the queue pair it is for.
         psn: its sequence number.
+        payload_bytes: of a message to send or write; 0 for other requests and for answers.
     """
 
     time_s: float
@@ -48,6 +59,7 @@ class Packet:
     opcode: int
     qpn: int
     psn: int
+    payload_bytes: int = 0
 
     @property
     def is_request(self) -> bool:
@@ -82,8 +94,13 @@ def _packet(time_s: float, frame: bytes) -> Packet | None:
         return None
     # The base transport header.
     transport = bytes(udp.data)
-    if len(transport) < 12:
+    if len(transport) < _BASE:
         return None
+    payload = 0
+    if (extended := _EXTENDED.get(transport[0])) is not None:
+        # The capture may hold less of the packet than its header says.
+        padding = transport[1] >> 4 & 3
+        payload = udp.ulen - 8 - _BASE - extended - padding - _CHECKSUM
     return Packet(
         time_s=float(time_s),
         source=inet_ntop(AF_INET, ip.src),
@@ -94,4 +111,5 @@ def _packet(time_s: float, frame: bytes) -> Packet | None:
         opcode=transport[0],
         qpn=int.from_bytes(transport[5:8], "big"),
         psn=int.from_bytes(transport[9:12], "big"),
+        payload_bytes=payload,
     )

@@ -87,8 +87,20 @@ const crux_verbs_calls& calls() {
   return table;
 }
 
+// Takes requests up to one without a local buffer.
+static int post_send(ibv_qp*, ibv_send_wr* requests, ibv_send_wr** bad) {
+  for (; requests != nullptr; requests = requests->next) {
+    if (requests->num_sge == 0 && requests->opcode != IBV_WR_RDMA_WRITE_WITH_IMM) {
+      *bad = requests;
+      return EINVAL;
+    }
+  }
+  return 0;
+}
+
 ibv_context* open_device(ibv_device* device) {
   auto* const context = new ibv_context{};
+  context->ops.post_send = post_send;
   context->device = device;
   return context;
 }

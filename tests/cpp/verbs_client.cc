@@ -48,6 +48,21 @@ bool client_pair(uint8_t traffic_class) {
 
 uint32_t client_number(int end) { return ends[end]->qp->qp_num; }
 
+// Posts a list of requests, one for each number of bytes; 0 bytes: one that the device refuses.
+int client_post(int end, ibv_wr_opcode opcode, const uint32_t* bytes, int count) {
+  std::vector<ibv_sge> buffers(count);
+  std::vector<ibv_send_wr> requests(count);
+  for (int i = 0; i < count; ++i) {
+    buffers[i].length = bytes[i];
+    requests[i].opcode = opcode;
+    requests[i].sg_list = &buffers[i];
+    requests[i].num_sge = bytes[i] != 0;
+    requests[i].next = i + 1 < count ? &requests[i + 1] : nullptr;
+  }
+  ibv_send_wr* bad = nullptr;
+  return ibv_post_send(ends[end]->qp, requests.data(), &bad);
+}
+
 // Destroys everything; false if something is still in use.
 bool client_close() {
   bool clean = true;

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scenarios.nccl_net import ECN
+from scenarios.nccl_net import MESSAGE_BYTES as NCCL_BYTES
 from scenarios.pair import (
     GROUP,
     GROUP_DSCP,
@@ -201,6 +202,21 @@ def test_every_queue_pair_of_nccl_sends_as_its_address_vector_says(
         if program == "nccl group":
             assert {tos for _, tos, _ in wire} == {GROUP_DSCP << 2 | ECN}
             assert set(told["owners"]) == {GROUP}
+
+
+@pytest.mark.parametrize("program", ["nccl", "nccl group"])
+def test_what_nccl_posts_is_what_crosses_the_wire(pair: Outcome, program: str) -> None:
+    told = nccls(pair, f"{program} standin")
+    packets = pair.capture("pair", done(pair, f"{program} standin"))
+    # Packets that were sent again count once.
+    sent = {(p.destination, p.qpn, p.psn): p.payload_bytes for p in packets if p.is_request}
+    crossed: Counter[tuple[str, int]] = Counter()
+    for (destination, number, _), payload_bytes in sent.items():
+        crossed[destination, number] += payload_bytes
+    posted = {(peer, number): count for peer, number, count in told["posted"] if count}
+    assert posted == {flow: count for flow, count in crossed.items() if count}
+    # A message each way, and what its receiver told its sender before.
+    assert 2 * NCCL_BYTES < sum(posted.values()) < 2.1 * NCCL_BYTES
 
 
 @pytest.mark.parametrize("case", CASES)

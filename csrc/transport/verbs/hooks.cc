@@ -10,6 +10,7 @@
 #include "../standin/standin_abi.h"
 #include "../transport.h"
 #include "mlx5.h"
+#include "posts.h"
 #include "queue_pairs.h"
 
 namespace crux::transport::verbs {
@@ -21,6 +22,7 @@ std::atomic<pid_t> attached_process{0};
 bool enabled() { return transport() != nullptr && transport()->enabled; }
 
 int close_device(const crux_verbs_calls* real, ibv_context* context) {
+  forget_posts(context);
   if (enabled()) mlx5::forget(context);
   return real->close_device(context);
 }

@@ -78,6 +78,7 @@ crux_connection QueuePair::describe() const {
   out.dscp = has_path ? path.traffic_class >> kTrafficClassEcnBits : -1;
   out.state = state;
   out.rate_Bps = rate_Bps;
+  out.bytes_sent = posted_bytes.load(std::memory_order_relaxed);
   return out;
 }
 

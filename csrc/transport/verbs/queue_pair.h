@@ -3,6 +3,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -54,6 +55,9 @@ struct QueuePair {
   ibv_context* const context;
   const uint32_t number;
   const Name device;  // a copy: the device may be closed while this is read
+
+  // Of all requests to send or write that were posted.
+  std::atomic<uint64_t> posted_bytes{0};
 
   // Held around each call that modifies, changes or destroys the queue pair.
   std::mutex calls;

@@ -6,6 +6,7 @@
 #include "../transport.h"
 #include "flow_label.h"
 #include "mlx5.h"
+#include "posts.h"
 
 namespace crux::transport::verbs {
 namespace {
@@ -24,9 +25,13 @@ QueuePairs& queue_pairs() {
 }
 
 QueuePairs::Shared QueuePairs::add(const crux_verbs_calls& real, ibv_qp* handle) {
-  const std::lock_guard lock(mutex_);
-  Shared pair = std::make_shared<QueuePair>(++last_id_, real, handle);
-  by_handle_[handle] = pair;
+  Shared pair;
+  {
+    const std::lock_guard lock(mutex_);
+    pair = std::make_shared<QueuePair>(++last_id_, real, handle);
+    by_handle_[handle] = pair;
+  }
+  count_posts(handle->context);
   return pair;
 }
 

@@ -3,8 +3,8 @@
 Usage: nccl_net.py LIBRARY [GROUP DSCP]    (GROUP: a communicator with a class; else NCCL's default)
 
 Prints, as JSON, where NCCL found each function of libibverbs, the address vectors that it asked for
-and that the device has, and who owns the queue pairs. With the stand-in a group's class is a label,
-which stands for DSCP; without, it is DSCP itself.
+and that the device has, who owns the queue pairs, and what was posted to them. With the stand-in a
+group's class is a label, which stands for DSCP; without, it is DSCP itself.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def main(path: str, group: str | None = None, dscp: str = "0") -> None:
     net.finalize()
     told = {"version": library.version, "devices": devices, "arrived": arrived}
     told |= {"traffic_class": traffic_class, "owners": sorted(pair.owner for pair in pairs)}
+    told["posted"] = [(pair.peer, pair.peer_qpn, pair.bytes_sent) for pair in pairs]
     print(json.dumps(told | {"origins": verbs.origins, "connected": verbs.connected}))
 
 
