@@ -1,34 +1,47 @@
-"""mlcc's own figures (docs/mlcc.md): rates, delays, and in the simulator slots and jobs' times.
+"""mlcc's own figures (docs/mlcc.md), beside the paper's.
 
-python benchmarks/mlcc.py --json benchmarks/results/mlcc.json
+    python benchmarks/mlcc.py [--mixes A,B] [--minutes N] [--keep FILE] [--out DIR]
 
-Rates and delays are measured on the loopback. Times are ratios to fair sharing's.
+Training jobs in a network of namespaces under the kernel's congestion controls and under mlcc, in
+turns (lab/mlcc.py; needs root); rates and delays on the loopback; and slots and mixes in the
+simulator. Times are ratios to those under cubic, or, in the simulator, under fair sharing.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
+import os
 import random
 import socket
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from crux_torch.cli.results import Result, publish
 from crux_torch.control.tables_client import TablesClient
 from crux_torch.control.tables_frames import UpdateSchedule
 from crux_torch.errors import StoreError
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.mlcc import mlcc
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
-from crux_torch.schedule.rates import SLOTS, LinkLoad, allocate
+from crux_torch.schedule.rates import SLOT_S, SLOTS, LinkLoad, allocate
 from crux_torch.sim.play import play
 from crux_torch.store.host import StoreHost
+from lab import netns
+from lab.job import JobError
+from lab.mlcc import MLCC, MLCC_BBR, MLCC_HOSTS, PLAIN, Mix, SideBySide, offered
 
 #: Seconds that a commanded rate lasts (Figure 7a).
 COMMAND_S = 0.05
@@ -48,6 +61,31 @@ MIXES = (
     ("vgg19", "vgg16", "gpt2", "resnet50"),
 )
 SLOTS_MS = (20, 40, 60, 80, 100, 150)
+_VGG = ("vgg19", "vgg16")
+#: The mixes that train; the paper's models at its 10 and 20 Gbit/s.
+LIVE = {
+    m.name: m
+    for m in (
+        Mix("vgg", "two alike", _VGG),
+        Mix("vgg-15", "two alike, on links half as fast again", _VGG, ("cubic", MLCC), gbit=15.0),
+        Mix("vgg-20", "two alike, on links twice as fast", _VGG, gbit=20.0),
+        Mix("gpt2", "a short and a long iteration", ("vgg19", "gpt2")),
+        Mix("resnet", "a large and a small burst", ("vgg19", "resnet50")),
+        Mix("four", "all four", tuple(SHAPES), ("cubic", MLCC), gbit=20.0),
+        Mix(
+            "loss", "a packet in 500 is lost (Figure 10)", _VGG,
+            ("cubic", "reno", "bbr", MLCC, MLCC_BBR), gbit=20.0, loss=0.002,
+        ),
+        Mix(
+            "cross", "foreign flows of 0.2 to 2 s, one every 2 s each way (§VI-A)", _VGG,
+            ("cubic", "bbr", MLCC, MLCC_HOSTS), gbit=20.0, cross=True,
+        ),
+    )
+}  # fmt: skip
+#: Each job by itself, under cubic.
+ALONE = "alone"
+#: What the paper says of a turn's JCT over TCP's: "at least 15% reduction", and 8.5% (§VI-C, -H).
+PAPER = {MLCC: "at most 0.85", MLCC_HOSTS: "0.915"}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -203,16 +241,227 @@ def foreign_share() -> float:
     return ours / fair
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the results here, too")
-    args = parser.parse_args()
-    found = {"rate_consistency": rate_consistency(), **delays(), "simulated": simulated()}
-    text = json.dumps(found, indent=1) + "\n"
-    if args.json:
-        args.json.write_text(text)
-    sys.stdout.write(text)
+def take_turns(
+    mix: Mix,
+    rounds: int,
+    window_s: float,
+    slot_ms: int,
+    deadline: float,
+    folder: Path,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """The turns of one mix, as many as begin before the deadline; whole rounds before others."""
+    turns = [turn for turn in mix.turns if turn not in PLAIN or turn in offered()]
+    with mix.fabric() as fabric, SideBySide(mix, fabric, folder, turns, say, slot_ms) as jobs:
+        jobs.prepare()
+        for round_ in range(rounds):
+            for turn in turns:
+                if time.monotonic() < deadline:
+                    jobs.play(turn, round_, window_s)
+        return jobs.rows()
+
+
+def over_cubic(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Of each round, the mean over its jobs of the time of a step over that under cubic.
+
+    What it would be if each job were alone stands beside the turns: none can do better.
+    """
+    jobs = [row for row in rows if "job" in row and row["step_s"]]
+    base = {(j["run"], j["round"], j["job"]): j["step_s"] for j in jobs if j["turn"] == "cubic"}
+    found: dict[tuple[int, int, str], list[float]] = {}
+    for job in jobs:
+        key = job["run"], job["round"], job["job"]
+        if key not in base:
+            continue
+        if job["turn"] == "cubic":
+            found.setdefault((*key[:2], ALONE), []).append(job["alone_s"] / base[key])
+        found.setdefault((*key[:2], job["turn"]), []).append(job["step_s"] / base[key])
+    return {
+        turn: [statistics.fmean(v) for key, v in found.items() if key[2] == turn]
+        for turn in dict.fromkeys(key[2] for key in found)
+    }
+
+
+def table(mix: Mix, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The turns of a mix beside the paper's figures: medians over rounds, least and most."""
+    turns = [row for row in rows if "job" not in row]
+    ratios = over_cubic(rows)
+    lines = [
+        f"{mix.name}: {', '.join(mix.jobs)}; {mix.about}; the paper's {mix.gbit:g} Gbit/s",
+        f"  {'turn':<12}{'time of a step x cubic':>26}{'the paper':>14}{'overlap':>9}{'drops':>7}"
+        f"{'paced':>7}{'load':>6}  step x alone: {', '.join(mix.jobs)}",
+    ]
+    foreign = {
+        (t["run"], t["round"]): t["foreign_Bps"]
+        for t in turns
+        if t["turn"] == "cubic" and "foreign_Bps" in t
+    }
+    if shown := ratios.get(ALONE):
+        lines.append(f"  {ALONE:<12}{f'{_spread(shown)} of {len(shown)}':>26}")
+    for turn in dict.fromkeys(t["turn"] for t in turns):
+        of = [t for t in turns if t["turn"] == turn]
+        jobs = [row for row in rows if "job" in row and row["turn"] == turn and row["step_s"]]
+        shown = ratios.get(turn)
+        times = f"{_spread(shown)} of {len(shown)}" if shown else ""
+        overlap = _median(t["overlap"] for t in of)
+        overlap = "" if overlap is None else f"{overlap:.0%}"
+        paced = _median(j["paced"] for j in jobs)
+        alone = (
+            _median(j["step_s"] / j["alone_s"] for j in jobs if j["job"] == n) for n in mix.jobs
+        )
+        cells = ", ".join("none" if a is None else f"{a:.2f}" for a in alone)
+        notes = "" if all(j["losses_equal"] for j in jobs) else "; LOSSES DIFFER"
+        beside = [
+            t["foreign_Bps"] / foreign[t["run"], t["round"]]
+            for t in of
+            if "foreign_Bps" in t and (t["run"], t["round"]) in foreign
+        ]
+        if beside:
+            notes += f"; foreign flows x cubic {_spread(beside)}"
+        lines.append(
+            f"  {turn:<12}{times:>26}{PAPER.get(turn, ''):>14}{overlap:>9}"
+            f"{_median(t['drops'] for t in of):>7.0f}{'' if paced is None else f'{paced:.0%}':>7}"
+            f"{_median(t['load'] for t in of):>6.1f}  {cells}{notes}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def own_table(found: Mapping[str, Any]) -> str:
+    """Rates, delays and what the simulator says, beside the paper's figures."""
+    rate, told, computed = (
+        found[key] for key in ("rate_consistency", "negotiation_ms", "computation_ms")
+    )
+    sim = found["simulated"]
+    slots = sim["slots_ms"].values()
+    least, most = min(s["median"] for s in slots), max(s["median"] for s in slots)
+    lines = [
+        ("measured on the loopback", "", "the paper"),
+        (
+            "rate over the commanded one, 50 ms each",
+            f"{rate['median']:.3f}, 80% from {rate['p10']:.3f} to {rate['p90']:.3f}",
+            "as expected (Figure 7a)",
+        ),
+        ("fetch_feedback, 90% within", f"{told['p90']:.1f} ms", "6.2 ms"),
+        ("computation of Algorithm 2, 90% within", f"{computed['p90']:.2f} ms", "1.5 ms"),
+        ("simulated: time of an iteration x fair sharing", "", "at most 0.85"),
+        *((f"  {mix}", f"{s['median']:.3f}", "") for mix, s in sim["mixes"].items()),
+        (
+            f"  slots of {SLOTS_MS[0]} to {SLOTS_MS[-1]} ms",
+            f"{least:.3f} to {most:.3f}",
+            "60 ms is best",
+        ),
+        ("  a foreign flow that always sends", f"{sim['foreign_share']:.3f}", "Figure 11"),
+    ]
+    return "".join(f"{a:<48}{b:<34}{c}\n" for a, b, c in lines)
+
+
+def merged(results: Sequence[Mapping[str, Any]]) -> tuple[Result, str]:
+    """What some runs showed together, and the tables of it."""
+    rows: list[dict[str, Any]] = []
+    runs: list[Any] = []
+    for result in results:
+        rows += [row | {"run": row.get("run", 0) + len(runs)} for row in result["rows"]]
+        runs += result["settings"].get("runs", [result["settings"]])
+    parts = []
+    for mix in LIVE.values():
+        for slot_ms in sorted({r["slot_ms"] for r in rows if r.get("mix") == mix.name}):
+            mine = [r for r in rows if r.get("mix") == mix.name and r["slot_ms"] == slot_ms]
+            parts.append(f"slots of {slot_ms} ms\n" if slot_ms != SLOT_S * 1e3 else "")
+            parts[-1] += table(mix, mine)
+    if own := [row["own"] for row in rows if "own" in row]:
+        parts.append(own_table(own[-1]))
+    missing = sorted({name for run in runs for name in run["not_offered"]})
+    if missing:
+        parts.append(f"this kernel offers no {', '.join(missing)}\n")
+    return Result("mlcc", {"runs": runs}, rows), "\n".join(parts)
+
+
+def _chosen(_context: click.Context, _option: click.Option, value: str) -> list[str]:
+    chosen = [name for name in value.split(",") if name]
+    if unknown := set(chosen) - set(LIVE):
+        raise click.BadParameter(
+            f"{', '.join(sorted(unknown))}; expected some of {', '.join(LIVE)}"
+        )
+    return chosen
+
+
+@click.command()
+@click.option(
+    "--mixes",
+    default=",".join(LIVE),
+    show_default=True,
+    callback=_chosen,
+    help="Which ones train; none if empty.",
+)
+@click.option("--own/--no-own", default=True, help="Also rates, delays and the simulator.")
+@click.option("--rounds", default=3, show_default=True, help="Turns of each kind.")
+@click.option("--window", "window_s", default=12.0, show_default=True, help="Seconds of a turn.")
+@click.option("--slot-ms", default=round(SLOT_S * 1e3), show_default=True, help="mlcc's slots.")
+@click.option("--minutes", type=float, default=math.inf, help="Begin no turn after so many.")
+@click.option(
+    "--keep",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Put what these files hold before it.",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/mlcc.{json,txt}.")
+@click.option("--logs", type=click.Path(path_type=Path), help="Keep what the jobs print here.")
+def main(
+    mixes: list[str], own: bool, rounds: int, window_s: float, slot_ms: int, minutes: float,
+    keep: tuple[Path, ...], out: Path | None, logs: Path | None,
+) -> None:  # fmt: skip
+    """Prints mlcc's figures beside the paper's; writes what there is after each mix."""
+    possible, reason = netns.available()
+    if mixes and not possible:
+        raise click.ClickException(f"no network of namespaces here: {reason}")
+    console = Console(stderr=True)
+    began_s = time.monotonic()
+    deadline = began_s + 60.0 * minutes
+    kept = [json.loads(file.read_text()) for file in keep]
+    settings = {
+        "mixes": mixes, "rounds": rounds, "window_s": window_s, "cpus": os.cpu_count(),
+        "not_offered": sorted(set(PLAIN) - set(offered())),
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    failed = []
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - began_s:5.0f} s  {text}")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in mixes:
+            folder = (logs.absolute() if logs else Path(scratch)) / name
+            if time.monotonic() >= deadline:
+                say(f"{name}: no time left")
+                continue
+            try:
+                rows += take_turns(LIVE[name], rounds, window_s, slot_ms, deadline, folder, say)
+            except (JobError, netns.NamespaceError, OSError) as error:
+                # What the others show must not be lost.
+                failed.append(f"{name}: {error}")
+                say(failed[-1])
+                continue
+            result, text = merged([*kept, {"settings": settings, "rows": rows}])
+            result.write(text, None, out)
+    if own:
+        rows.append({"own": own_figures()})
+    publish(*merged([*kept, {"settings": settings, "rows": rows}]), None, out)
+    if failed:
+        raise click.ClickException("; ".join(failed))
+
+
+def own_figures() -> dict[str, Any]:
+    """What needs no network of namespaces."""
+    return {"rate_consistency": rate_consistency(), **delays(), "simulated": simulated()}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ class FabricSpec:
         queue_bytes: what each class of a leaf-spine link may queue.
         congestion_control: of every TCP connection between hosts.
         hash_seed: of the leaves' ECMP hash, so that a fabric's paths can be repeated.
+        loss: share of the packets that each direction of a leaf-spine link loses at random. With
+            any, hosts send packets singly, so that one loss is one packet.
     """
 
     leaves: int = 2
@@ -40,6 +42,7 @@ class FabricSpec:
     queue_bytes: int = 250_000
     congestion_control: str = "cubic"
     hash_seed: int = 12345
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
         if not (2 <= self.leaves <= 16 and 1 <= self.spines <= 16):
@@ -48,6 +51,8 @@ class FabricSpec:
             raise ValueError("a leaf has 1 to 250 hosts")
         if self.rate_mbit <= 0 or self.queue_bytes <= 0:
             raise ValueError("the rate and the queue must be positive")
+        if not 0.0 <= self.loss < 1.0:
+            raise ValueError("the loss is a share of the packets")
 
 
 @dataclass(frozen=True)
@@ -133,17 +138,18 @@ class Fabric:
             process.wait()
         self._started.clear()
 
-    def topology_yaml(self, tables: str = "") -> str:
+    def topology_yaml(self, tables: str = "", host_Bps: float = VETH_Bps) -> str:
         """This fabric as a file for ``cruxrun --crux-topology``.
 
         The links between hosts and leaves are not shaped; a veth calls itself 10 Gbit/s. ``tables``
-        is the host that keeps mlcc's load tables.
+        is the host that keeps mlcc's load tables. Where a leaf has one host and one uplink, the
+        host's link carries no more than that, and ``host_Bps`` may say so.
         """
         shaped_Bps = self.spec.rate_mbit * 1e6 / 8
         leaves = [f"leaf{i}" for i in range(self.spec.leaves)]
         spines = [f"spine{j}" for j in range(self.spec.spines)]
         edges = [
-            {"between": [host.name, leaves[host.leaf]], "capacity_Bps": VETH_Bps}
+            {"between": [host.name, leaves[host.leaf]], "capacity_Bps": host_Bps}
             for host in self.hosts
         ]
         fabric = [
@@ -302,6 +308,7 @@ class Fabric:
                 f"addr add {net}.2/30 dev down{i}",
                 f"route add 10.{i}.0.0/16 via {net}.1 dev down{i}",
             ]
+        single = " gso_max_segs 1" if spec.loss else ""
         for host in self.hosts:
             leaf, port = self._leaf(host.leaf), f"host{host.index}"
             cables.append(
@@ -310,7 +317,7 @@ class Fabric:
             )
             setup[leaf] += [f"link set {port} up", f"addr add {host.gateway}/24 dev {port}"]
             setup[host.namespace] += [
-                f"link set {host.interface} up",
+                f"link set {host.interface} up{single}",
                 f"addr add {host.address}/24 dev {host.interface}",
             ]
             # No default route: a name server outside would be waited for, not known unreachable.
@@ -335,6 +342,15 @@ class Fabric:
                 f"filter add dev {device} parent 1: protocol ip prio 1 u32 "
                 f"match ip dsfield {level << 5:#04x} 0xe0 flowid 1:1{order}",
             ]
+        if self.spec.loss:
+            # Classic BPF, since few kernels have netem: drop (2) what draws a number above the
+            # threshold, and leave the rest (-1) alone.
+            most = round((1.0 - self.spec.loss) * 0xFFFFFFFF)
+            program = f"4,32 0 0 {_DRAW},37 0 1 {most},6 0 0 2,6 0 0 {0xFFFFFFFF}"
+            commands += [
+                f"qdisc add dev {device} clsact",
+                f"filter add dev {device} egress bpf da bytecode '{program}'",
+            ]
         return commands
 
     @staticmethod
@@ -354,6 +370,10 @@ class Fabric:
             for order in range(LEVELS)
         ]
         return commands
+
+
+#: Where a packet filter finds a random number: SKF_AD_OFF + SKF_AD_RANDOM.
+_DRAW = 0xFFFFF000 + 56
 
 
 def _uplink(leaf: int, spine: int) -> str:

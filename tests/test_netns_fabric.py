@@ -181,7 +181,47 @@ def test_the_rate_changes_while_traffic_runs() -> None:
         assert fast > 3 * slow
 
 
+# Sends numbered datagrams, or counts those that come until a pause.
+_SEND_DATAGRAMS = """
+import socket, sys, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for n in range(int(sys.argv[2])):
+    s.sendto(bytes(100), (sys.argv[1], 6000))
+    if n % 20 == 0: time.sleep(0.002)
+"""
+_COUNT_DATAGRAMS = """
+import socket, sys
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.bind(("", 6000))
+print("ready", flush=True)
+count = 0
+s.settimeout(30)
+try:
+    while s.recv(200): count += 1; s.settimeout(2)
+except TimeoutError: pass
+print(count, flush=True)
+"""
+
+
+@needs_netns
+def test_a_link_loses_the_share_of_packets_that_it_is_told() -> None:
+    sent, arrived = 4000, {}
+    for loss in (0.0, 0.05):
+        with Fabric(FabricSpec(hosts_per_leaf=1, loss=loss)) as fabric:
+            a, b = fabric.hosts
+            counter = _start(fabric, b, _COUNT_DATAGRAMS)
+            assert counter.stdout
+            assert counter.stdout.readline() == "ready\n"
+            fabric.run(a, [sys.executable, "-c", _SEND_DATAGRAMS, b.address, str(sent)])
+            arrived[loss] = int(counter.stdout.readline())
+    # Two links in a row, each of which loses its share: five standard deviations.
+    expected = sent * 0.95**2
+    assert arrived[0.0] == sent
+    assert abs(arrived[0.05] - expected) < 5 * (expected * (1 - 0.95**2)) ** 0.5
+
+
 def test_a_spec_that_cannot_be_addressed_is_refused() -> None:
+    with pytest.raises(ValueError, match="loss"):
+        FabricSpec(loss=1.0)
     for bad in ({"leaves": 1}, {"spines": 17}, {"hosts_per_leaf": 0}, {"rate_mbit": 0.0}):
         with pytest.raises(ValueError):
             FabricSpec(**bad)  # type: ignore[arg-type]

@@ -90,7 +90,8 @@ class Connection:
         local_port: of a queue pair the UDP source port, 0 if unknown.
         device, qpn, peer_qpn, flow_label, state: of a queue pair; ``enum ibv_qp_state``.
         rate_Bps: limit in bytes per second; None for no limit.
-        bytes_sent, bytes_received: of a socket, without retransmissions; 0 for a queue pair.
+        bytes_sent, bytes_received: of a socket, without retransmissions. A queue pair has sent what
+            this process posted to it by ``ibv_post_send()``, and received 0.
         probes: packets sent to find its path.
         via_ttl, via: the last hop that was probed (0 without a probe), and who answered there.
         accepted: of a socket, whether the other end opened it and chose its path.

@@ -82,11 +82,12 @@ struct crux_connection {
   uint16_t local_port;  // TCP; of a queue pair the UDP source port, 0 where it is not known
   uint16_t peer_port;
   uint32_t qpn, peer_qpn, flow_label;
-  int32_t dscp;                         // -1: not known
-  int32_t state;                        // of a queue pair: enum ibv_qp_state
-  uint64_t rate_Bps;                    // 0: no limit set
-  uint64_t bytes_sent, bytes_received;  // TCP: without retransmissions; 0 for queue pairs
-  uint32_t probes;                      // sent to find its path
+  int32_t dscp;       // -1: not known
+  int32_t state;      // of a queue pair: enum ibv_qp_state
+  uint64_t rate_Bps;  // 0: no limit set
+  // TCP: without retransmissions. Queue pairs: what was posted by ibv_post_send(), and 0.
+  uint64_t bytes_sent, bytes_received;
+  uint32_t probes;  // sent to find its path
   int32_t via_ttl;  // the last hop that was probed, 0 without a probe, and who answered there
   char via[CRUX_ADDRESS_CHARS];
   int32_t accepted;  // 1: a socket that was seen to be accepted; its port is the other end's choice

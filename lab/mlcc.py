@@ -1,0 +1,423 @@
+"""mlcc beside the kernel's congestion controls: the same training jobs in turns, in one network.
+
+All sets of ranks are started once, and all but one wait between two steps. So conditions follow one
+another within seconds, and what else the machine does falls on all of them alike. The jobs share
+two hosts and the link between them, as in mlcc's Figure 1; their computation waits as in the demo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab import sockets
+from lab.contest import LOOK_S, PLAN_S, START_S, STORE_PORT, Seen
+from lab.cross_traffic import EVERY_S
+from lab.fabric import Fabric, FabricSpec, Host
+from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
+from lab.measurement import losses_equal
+from lab.phases import Phase, Window, durations, measure
+
+#: The paper's models on links a hundredth as fast, so that a transfer takes as long: width of the
+#: MLP that has a hundredth of the model's bytes (549, 528, 98 and 1,200 MB), milliseconds of
+#: computation, estimated.
+MODELS = {
+    "vgg19": (768, 400),
+    "vgg16": (736, 400),
+    "resnet50": (192, 250),
+    "gpt2": (1296, 900),
+}
+#: What the paper calls 1 Gbit/s, in Mbit/s.
+SCALE_MBIT = 10.0
+#: Turns: the kernel's congestion controls without Crux, mlcc over cubic with one host that keeps
+#: all tables, the same over BBR, and with hosts that keep their own (§VI-H).
+PLAIN = ("cubic", "reno", "bbr", "dctcp")
+MLCC, MLCC_BBR, MLCC_HOSTS = "mlcc", "mlcc-bbr", "mlcc-hosts"
+TURNS = (*PLAIN, MLCC, MLCC_HOSTS, MLCC_BBR)
+#: Seconds in which jobs end their steps, and again before a window; seconds by which one job begins
+#: after another at most; and steps of a job that is measured alone.
+SETTLE_S, LATER_S, ALONE_STEPS = 2.0, 1.0, 8
+FOREIGN_PORT = 5001
+#: ``SO_MAX_PACING_RATE``, and what it says of a socket without a limit.
+_PACING, _NO_LIMIT = 47, (1 << 32) - 1
+
+
+def offered() -> tuple[str, ...]:
+    """The congestion controls of this kernel."""
+    return tuple(Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split())
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Jobs that share a link.
+
+    Attributes:
+        name, about: of the mix.
+        jobs: names of :data:`MODELS`.
+        turns: in their order, in each round.
+        gbit: of the paper's links, which are a hundred times as fast.
+        loss: share of packets that the link loses at random.
+        cross: whether foreign flows cross the link, in both directions.
+    """
+
+    name: str
+    about: str
+    jobs: tuple[str, ...]
+    turns: tuple[str, ...] = (*PLAIN, MLCC, MLCC_HOSTS)
+    gbit: float = 10.0
+    loss: float = 0.0
+    cross: bool = False
+
+    @property
+    def rate_Bps(self) -> float:
+        return self.gbit * SCALE_MBIT * 1e6 / 8
+
+    def fabric(self) -> Fabric:
+        """Its network: two hosts and one link between their switches."""
+        rate_mbit = self.gbit * SCALE_MBIT
+        return Fabric(FabricSpec(hosts_per_leaf=1, rate_mbit=rate_mbit, loss=self.loss))
+
+
+@dataclass
+class Measured:
+    """What one turn showed.
+
+    Attributes:
+        turn, round: which one.
+        window: in which it was measured, of the monotonic clock.
+        sent: of each job, bytes that its rank 0 had sent, with times.
+        paced: of each job, the share of looks at which its sockets had a limit.
+        drops: packets that the link's queues dropped.
+        load: the machine's load average, of a minute, at the window's end.
+    """
+
+    turn: str
+    round: int
+    window: Window
+    sent: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    paced: dict[str, float] = field(default_factory=dict)
+    drops: int = 0
+    load: float = 0.0
+
+
+class SideBySide:
+    """The sets of ranks of one mix, in its network.
+
+    Args:
+        mix, fabric: what runs, and the mix's fabric, inside its ``with``.
+        folder: for logs.
+        turns: those of the mix that the kernel offers.
+        say: called with what is going on.
+        slot_ms: length of mlcc's slots.
+    """
+
+    def __init__(
+        self,
+        mix: Mix,
+        fabric: Fabric,
+        folder: Path,
+        turns: Sequence[str],
+        say: Callable[[str], None],
+        slot_ms: int = 60,
+    ) -> None:
+        self._mix, self._fabric, self._folder = mix, fabric, folder
+        self._turns, self._say, self._slot_ms = turns, say, slot_ms
+        self._hosts: tuple[Host, ...] = fabric.hosts
+        #: BBR paces a socket ever after, so the sockets of its turns are no one else's.
+        self._sets: dict[str, dict[str, Job]] = {}
+        self._set_of = {t: "cubic" if t in PLAIN and t != "bbr" else t for t in turns}
+        self._status: dict[str, dict[str, Any]] = {}
+        self._watches: list[subprocess.Popen[str]] = []
+        self._foreign: list[subprocess.Popen[str]] = []
+        self.foreign: list[dict[str, float]] = []
+        self.alone: dict[str, Window] = {}
+        self.found: list[Measured] = []
+
+    def __enter__(self) -> SideBySide:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in (*self._watches, *self._foreign):
+            process.kill()
+            process.wait()
+        for job in self._everyone().values():
+            job.kill()
+
+    def prepare(self) -> None:
+        """Have each of mlcc's sets planned, and measure each job alone.
+
+        Raises:
+            JobError: a job ended, or that took too long.
+        """
+        for name in self._watched():
+            self._say(f"{name}: the jobs are measured and planned")
+            self._run_only(name)
+            self._until(lambda n=name: self._planned(n), PLAN_S, f"a plan for {name}")
+        for watch in self._watches:
+            watch.kill()
+        stock = self._sets["cubic"]
+        self._use("cubic", "cubic")
+        for name, job in stock.items():
+            self._say(f"{name} alone")
+            self._run_only("")
+            phase = Phase(name, (name,))
+            self.alone[name] = measure(phase, {name: job}, ALONE_STEPS, START_S)
+        if self._mix.cross:
+            self._begin_foreign()
+
+    def play(self, turn: str, round_: int, window_s: float) -> Measured:
+        """One turn.
+
+        Raises:
+            JobError: a job ended.
+        """
+        self._say(f"round {round_ + 1}, {turn}")
+        name = self._set_of[turn]
+        later = random.Random(round_)
+        self._use(name, {MLCC_BBR: "bbr"}.get(turn, turn if turn in PLAIN else "cubic"))
+        self._run_only("")
+        self._wait(SETTLE_S)
+        # As far apart in all turns of a round, so that no turn is luckier than another.
+        for job in self._sets[name].values():
+            job.resume()
+            self._wait(later.uniform(0.0, LATER_S))
+        self._wait(SETTLE_S)
+        workers = {job: ranks.workers()[:1] for job, ranks in self._sets[name].items()}
+        drops = self._drops()
+        start = time.monotonic()
+        with sockets.Sampler(workers, LOOK_S) as sampler, _limits(workers) as limits:
+            self._wait(window_s)
+        measured = Measured(turn, round_, Window(turn, start, time.monotonic()), sampler.samples)
+        measured.paced = {job: statistics.fmean(looks) for job, looks in limits.items() if looks}
+        measured.drops, measured.load = self._drops() - drops, os.getloadavg()[0]
+        self.found.append(measured)
+        return measured
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each turn, and one for each of its jobs; times in seconds."""
+        steps = {key: list(job.steps()) for key, job in self._everyone().items()}
+        stock = {job: steps[f"{job}-cubic"] for job in self._mix.jobs}
+        rows: list[dict[str, Any]] = []
+        for measured in self.found:
+            of = self._set_of[measured.turn]
+            mine = {job: steps[f"{job}-{of}"] for job in self._mix.jobs}
+            about = {"mix": self._mix.name, "turn": measured.turn, "round": measured.round}
+            about |= {"slot_ms": self._slot_ms}
+            seen = Seen(measured.turn, window=measured.window, steps=mine, sent=measured.sent)
+            overlap = seen.overlap(self._mix.rate_Bps) if len(mine) == 2 else None
+            more = {"overlap": overlap, "drops": measured.drops, "load": measured.load}
+            more |= {"window_s": measured.window.length_s}
+            rows.append({**about, **more, **self._foreign_rate(measured.window)})
+            for job in self._mix.jobs:
+                times = seen.step_s(job)
+                equal, compared = losses_equal(stock[job], mine[job])
+                rows.append(
+                    {
+                        **about,
+                        "job": job,
+                        "step_s": statistics.fmean(times) if times else None,
+                        "steps": len(times),
+                        "alone_s": self._alone_s(stock[job], job),
+                        "paced": measured.paced.get(job),
+                        "losses_equal": equal,
+                        "losses_compared": compared,
+                    }
+                )
+        return rows
+
+    def _alone_s(self, steps: Sequence[Step], job: str) -> float:
+        return statistics.median(durations(steps, [self.alone[job]]))
+
+    def _foreign_rate(self, window: Window) -> dict[str, float]:
+        """What foreign flows that lay in the window sent, while they sent."""
+        inside = [f for f in self.foreign if window.start <= f["start"] and f["end"] <= window.end]
+        if not inside:
+            return {}
+        seconds = sum(f["end"] - f["start"] for f in inside)
+        return {"foreign_Bps": sum(f["bytes"] for f in inside) / seconds, "foreign": len(inside)}
+
+    def _start(self) -> None:
+        """Start all sets, and let each of their jobs pause after its first steps."""
+        first = self._hosts[0]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        secret = self._folder / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text(secrets.token_hex(16))
+        store = f"tcp://{first.address}:{STORE_PORT}"
+        ports = itertools.count(29600)
+        for name in dict.fromkeys(self._set_of.values()):
+            launcher: Sequence[str] = TORCHRUN
+            folder = self._folder / name
+            folder.mkdir(exist_ok=True)
+            if name in (MLCC, MLCC_HOSTS, MLCC_BBR):
+                topology = folder / "topology.yaml"
+                tables = "" if name == MLCC_HOSTS else first.name
+                topology.write_text(self._fabric.topology_yaml(tables, self._mix.rate_Bps))
+                launcher = [
+                    *(sys.executable, "-m", "cruxrun", "--crux-policy", "mlcc"),
+                    *("--crux-store", store, "--crux-store-secret", str(secret)),
+                    *("--crux-cluster", name, "--crux-topology", str(topology)),
+                    *("--crux-slot-ms", str(self._slot_ms)),
+                ]
+            self._sets[name] = {
+                job: self._launch(job, number, folder, launcher, next(ports))
+                for number, job in enumerate(self._mix.jobs)
+            }
+        self._say("the ranks start")
+        starting = self._everyone()
+
+        def started() -> bool:
+            for key, job in list(starting.items()):
+                if len(job.steps()) >= 1:
+                    job.pause()
+                    del starting[key]
+            return not starting
+
+        self._until(started, START_S, "the ranks' start")
+        for name in self._watched():
+            self._watch(name, store, str(secret))
+
+    def _launch(
+        self, job: str, number: int, folder: Path, launcher: Sequence[str], port: int
+    ) -> Job:
+        width, ms = MODELS[job]
+        flags = ["--steps", "1000000", "--accelerator-ms", str(ms), "--width", str(width)]
+        spec = JobSpec(job, "mlp", (*flags, "--seed", str(number)), port)
+        named = (*launcher, "--crux-job", job) if launcher != TORCHRUN else launcher
+        settings = {
+            "CRUX_PROFILE_ITERATIONS": "8",
+            "CRUX_PROFILE_S": "8",
+            "CRUX_WARMUP_ITERATIONS": "2",
+        }
+        environment = settings if launcher != TORCHRUN else {}
+        return Job(spec, folder, named, self._fabric, self._hosts, environment)
+
+    def _everyone(self) -> dict[str, Job]:
+        sets = self._sets.items()
+        return {f"{job}-{name}": ranks for name, jobs in sets for job, ranks in jobs.items()}
+
+    def _watched(self) -> list[str]:
+        return [name for name in self._sets if name in (MLCC, MLCC_HOSTS, MLCC_BBR)]
+
+    def _run_only(self, name: str) -> None:
+        for other, jobs in self._sets.items():
+            for job in jobs.values():
+                job.resume() if other == name else job.pause()
+
+    def _use(self, name: str, control: str) -> None:
+        """Give the connections of a set's ranks a congestion control."""
+        for job in self._sets[name].values():
+            for pid in job.workers():
+                for each in sockets.connections(pid):
+                    with each:
+                        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+
+    def _planned(self, name: str) -> bool:
+        status = self._status.get(name, {})
+        entries = (status.get("plan") or {}).get("entries", ())
+        done = {job["job"] for job in status.get("jobs", ()) if job["state"] == "running"}
+        return {entry["job"] for entry in entries} == set(self._mix.jobs) == done
+
+    def _drops(self) -> int:
+        return sum(sum(link.drops.values()) for link in self._fabric.counters())
+
+    def _begin_foreign(self) -> None:
+        """Foreign flows from each host to the other."""
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "text": True, "cwd": ROOT}
+        module = (sys.executable, "-m", "lab.cross_traffic")
+        for here in self._hosts:
+            argv = [*module, "serve", str(FOREIGN_PORT)]
+            self._foreign.append(self._fabric.popen(here, argv, **pipes))
+        time.sleep(EVERY_S)
+        for number, (here, there) in enumerate((self._hosts, self._hosts[::-1])):
+            argv = [*module, "send", there.address, str(FOREIGN_PORT), str(number)]
+            sender = self._fabric.popen(here, argv, stdout=subprocess.PIPE, **pipes)
+            self._foreign.append(sender)
+
+            def read(lines: Any = sender.stdout) -> None:
+                for line in lines:
+                    self.foreign.append(json.loads(line))
+
+            threading.Thread(target=read, name="foreign", daemon=True).start()
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._until(lambda: False, seconds, "", TimeoutError)
+
+    def _until(
+        self,
+        condition: Callable[[], bool],
+        seconds: float,
+        what: str,
+        error: type[Exception] = JobError,
+    ) -> None:
+        """Wait, and look after the jobs meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for job in self._everyone().values():
+                job.check()
+            if time.monotonic() >= deadline:
+                tails = [job.tail() for job in self._everyone().values()] if what else [""]
+                raise error(f"{what} took over {seconds:g} s\n{tails[-1]}")
+            time.sleep(0.05)
+
+    def _watch(self, name: str, store: str, secret: str) -> None:
+        argv = [sys.executable, "-m", "lab.watch", store, secret, name]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        watch = self._fabric.popen(self._hosts[0], argv, text=True, cwd=ROOT, **pipes)
+        self._watches.append(watch)
+
+        def read() -> None:
+            for line in watch.stdout or ():
+                self._status[name] = json.loads(line)
+
+        threading.Thread(target=read, name="watch", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _limits(workers: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[bool]]]:
+    """Look again and again whether the sockets of the workers have a limit."""
+    opened = {
+        n: [s for pid in pids for s in sockets.connections(pid)] for n, pids in workers.items()
+    }
+    found: dict[str, list[bool]] = {name: [] for name in workers}
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.wait(4 * LOOK_S):
+            for name, mine in opened.items():
+                rates = [s.getsockopt(socket.SOL_SOCKET, _PACING) & _NO_LIMIT for s in mine]
+                found[name].append(any(rate != _NO_LIMIT for rate in rates))
+
+    thread = threading.Thread(target=look, name="limits", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+        for each in itertools.chain.from_iterable(opened.values()):
+            each.close()
