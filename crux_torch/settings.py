@@ -260,6 +260,11 @@ class Settings:
         return self.usable_levels[-1]
 
     @property
+    def control_dscp(self) -> int:
+        """The class of short messages that decide about traffic: that of the highest level."""
+        return self.dscp_map[self.profiling_level]
+
+    @property
     def plan_levels(self) -> tuple[int, ...]:
         """The levels that a plan may assign, ascending: all usable ones below the profiling level.
 

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
@@ -44,14 +45,16 @@ MODELS = {
 #: What the paper calls 1 Gbit/s, in Mbit/s.
 SCALE_MBIT = 10.0
 #: Turns: the kernel's congestion controls without Crux, mlcc over cubic with one host that keeps
-#: all tables, the same over BBR, and with hosts that keep their own (§VI-H).
+#: all tables, the same while that host's service stands still, the same over BBR, and with hosts
+#: that keep their own (§VI-H).
 PLAIN = ("cubic", "reno", "bbr", "dctcp")
-MLCC, MLCC_BBR, MLCC_HOSTS = "mlcc", "mlcc-bbr", "mlcc-hosts"
-TURNS = (*PLAIN, MLCC, MLCC_HOSTS, MLCC_BBR)
+MLCC, MLCC_STILL, MLCC_BBR, MLCC_HOSTS = "mlcc", "mlcc-still", "mlcc-bbr", "mlcc-hosts"
 #: Seconds in which jobs end their steps, and again before a window; seconds by which one job begins
 #: after another at most; and steps of a job that is measured alone.
 SETTLE_S, LATER_S, ALONE_STEPS = 2.0, 1.0, 8
 FOREIGN_PORT = 5001
+#: The program that keeps load tables.
+TABLES = "crux_torch.control.tables_server"
 #: ``SO_MAX_PACING_RATE``, and what it says of a socket without a limit.
 _PACING, _NO_LIMIT = 47, (1 << 32) - 1
 
@@ -139,7 +142,8 @@ class SideBySide:
         self._hosts: tuple[Host, ...] = fabric.hosts
         #: BBR paces a socket ever after, so the sockets of its turns are no one else's.
         self._sets: dict[str, dict[str, Job]] = {}
-        self._set_of = {t: "cubic" if t in PLAIN and t != "bbr" else t for t in turns}
+        shared = {**dict.fromkeys(PLAIN, "cubic"), "bbr": "bbr", MLCC_STILL: MLCC}
+        self._set_of = {turn: shared.get(turn, turn) for turn in turns}
         self._status: dict[str, dict[str, Any]] = {}
         self._watches: list[subprocess.Popen[str]] = []
         self._foreign: list[subprocess.Popen[str]] = []
@@ -160,7 +164,7 @@ class SideBySide:
 
     def close(self) -> None:
         """End what still runs."""
-        for process in (*self._watches, *self._foreign):
+        for process in (*self._watches, *reversed(self._foreign)):
             process.kill()
             process.wait()
         for job in self._everyone().values():
@@ -208,7 +212,11 @@ class SideBySide:
         workers = {job: ranks.workers()[:1] for job, ranks in self._sets[name].items()}
         drops = self._drops()
         start = time.monotonic()
-        with sockets.Sampler(workers, LOOK_S) as sampler, _limits(workers) as limits:
+        with contextlib.ExitStack() as stack:
+            if turn == MLCC_STILL:
+                stack.enter_context(self._tables_stand_still())
+            sampler = stack.enter_context(sockets.Sampler(workers, LOOK_S))
+            limits = stack.enter_context(_limits(workers))
             self._wait(window_s)
         measured = Measured(turn, round_, Window(turn, start, time.monotonic()), sampler.samples)
         measured.paced = {job: statistics.fmean(looks) for job, looks in limits.items() if looks}
@@ -240,6 +248,7 @@ class SideBySide:
                         "job": job,
                         "step_s": statistics.fmean(times) if times else None,
                         "steps": len(times),
+                        "step_bytes": _step_bytes(measured.sent[job], times),
                         "alone_s": self._alone_s(stock[job], job),
                         "paced": measured.paced.get(job),
                         "losses_equal": equal,
@@ -341,6 +350,28 @@ class SideBySide:
         done = {job["job"] for job in status.get("jobs", ()) if job["state"] == "running"}
         return {entry["job"] for entry in entries} == set(self._mix.jobs) == done
 
+    @contextlib.contextmanager
+    def _tables_stand_still(self) -> Iterator[None]:
+        """Stop the service of the host that keeps all tables."""
+        stopped = [
+            pid
+            for name, jobs in self._sets.items()
+            if name != MLCC_HOSTS
+            for job in jobs.values()
+            for pid in job.processes()
+            if TABLES.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        if not stopped:
+            raise JobError("no load tables are kept")
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def _drops(self) -> int:
         return sum(sum(link.drops.values()) for link in self._fabric.counters())
 
@@ -395,6 +426,14 @@ class SideBySide:
                 self._status[name] = json.loads(line)
 
         threading.Thread(target=read, name="watch", daemon=True).start()
+
+
+def _step_bytes(sent: Sequence[tuple[float, int]], times: Sequence[float]) -> float | None:
+    """What a rank sends in a step, on average."""
+    if len(sent) < 2 or not times:
+        return None
+    (began_s, before), (ended_s, after) = sent[0], sent[-1]
+    return (after - before) / (ended_s - began_s) * statistics.fmean(times)
 
 
 @contextlib.contextmanager

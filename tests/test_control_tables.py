@@ -21,6 +21,7 @@ from crux_torch.schedule.rates import SLOTS
 from crux_torch.store.contents import Client
 from crux_torch.store.frames import Count, Done, Refused
 from crux_torch.store.host import StoreHost
+from lab import sockets
 
 TOPOLOGY = """
 version: 1
@@ -113,6 +114,7 @@ def port() -> Iterator[int]:
         linger_s=1.0,
         module="crux_torch.control.tables_server",
         arguments=("--slot-s=0.05",),
+        dscp=46,
     )
     host.start()
     until(lambda: host.state == "hosting", 20.0)
@@ -150,6 +152,24 @@ def test_a_real_process_that_is_killed_is_missed_within_a_bound_and_comes_back(p
     until(lambda: reached(client) is not None, 30.0)
     client.close()
     other.close()
+
+
+@pytest.mark.slow
+def test_both_ends_send_with_the_class_that_they_are_told(port: int) -> None:
+    # Otherwise they would wait in the queues that the tables are about.
+    client = TablesClient("127.0.0.1", port, dscp=26)
+    until(lambda: reached(client) is not None, 20.0)
+
+    def classes(pid: int) -> set[int]:
+        opened = sockets.connections(pid)
+        found = {sockets.dscp(c) for c in opened if c.getpeername()[0] == "127.0.0.1"}
+        for each in opened:
+            each.close()
+        return found
+
+    assert classes(port_of_host[port].pid) == {46}
+    assert 26 in classes(os.getpid())
+    client.close()
 
 
 @pytest.mark.slow

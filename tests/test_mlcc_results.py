@@ -19,6 +19,7 @@ def turn(name: str, round_: int, *step_s: float | None, **more: Any) -> list[dic
     jobs = [
         about
         | {"job": job, "step_s": s, "alone_s": 0.5, "paced": 0.4, "losses_equal": True, "steps": 20}
+        | {"step_bytes": 5e6}
         for job, s in zip(MIX.jobs, step_s, strict=True)
     ]
     return [about | head | more, *jobs]
@@ -38,6 +39,8 @@ def test_a_step_is_compared_with_that_of_its_round_under_cubic() -> None:
     )
     ratios = mlcc.over_cubic(found.rows)
     assert ratios["cubic"] == [1.0, 1.0]
+    # 10 MB over 25 MB/s take 0.4 s, less than each job alone.
+    assert ratios[mlcc.BOUND] == pytest.approx([0.75, 0.25])
     assert ratios[MLCC] == pytest.approx([0.9, 0.5])
     assert "0.70 (0.50-0.90) of 2" in text
     assert "offers no dctcp" in text

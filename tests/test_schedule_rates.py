@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from crux_torch.schedule.load_tables import LoadTables
 from crux_torch.schedule.rates import (
+    FOREIGN_SLOTS,
     SLOT_S,
     SLOTS,
     LinkLoad,
@@ -225,7 +226,26 @@ def test_a_counter_shows_what_foreign_flows_send() -> None:
     (mine,) = tables.feedback("a", links, 9)
     assert mine.load_Bps == (4.5,) * 4
     (seen,) = tables.feedback("b", links, 9)
-    assert seen.load_Bps[0] == pytest.approx(4.0 + 10 / 3)
+    # The other one need not wait beside them: it has its third, whatever the first one books.
+    assert seen.load_Bps == pytest.approx((10 - 10 / 3,) * 4)
+    tables.book("a", links, 9, (8.0,) * 4, sent=36.0)
+    assert not tables.book("b", links, 9, (3.4,), sent=0.0)
+    assert tables.book("b", links, 9, (10 / 3,), sent=0.0)
+    # Alone with the first one it has what that leaves.
+    for slot in range(10, 20):
+        tables.book("a", links, slot, (8.0,) * 4, sent=40.0 + 8.0 * (slot - 10))
+        tables.count("l", slot, 70.0 + 8.0 * (slot - 10))
+    assert tables.feedback("b", links, 19)[0].load_Bps[0] == 8.0
+    assert not tables.book("b", links, 19, (10 / 3,), sent=0.0)
+
+
+def test_foreign_flows_that_ended_are_forgotten_within_half_the_window() -> None:
+    tables, end = LoadTables(4, 1.0), 20
+    for slot in range(end + FOREIGN_SLOTS // 2 + 1):
+        tables.count("l", slot, 6.0 * min(slot, end))
+        if slot == end:
+            assert tables.cross_Bps("l", slot) == pytest.approx(6.0)
+    assert tables.cross_Bps("l", end + FOREIGN_SLOTS // 2) == 0.0
     assert tables.cross_Bps("l", 29) == 0.0
     tables.expire(40)
     assert tables.cross_Bps("l", 40) == 0.0

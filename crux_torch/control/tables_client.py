@@ -17,6 +17,7 @@ from crux_torch.control.tables_frames import (
 from crux_torch.errors import StoreError
 from crux_torch.store.client import Connection, TcpConnector
 from crux_torch.store.frames import Done, Refused
+from crux_torch.store.marked_socket import mark
 
 #: Seconds that one exchange may take, connecting included, and from a failure to the next attempt.
 TIMEOUT_S = 0.2
@@ -30,6 +31,7 @@ class TablesClient:
 
     Args:
         secret: of the store, which the service shares.
+        dscp: class of its packets, 0 to 63. They cross the queues that the tables are about.
         clock: paces the attempts to connect again.
 
     Every call raises StoreError where there is no answer in time.
@@ -41,12 +43,13 @@ class TablesClient:
         port: int,
         secret: bytes = b"",
         *,
+        dscp: int = 0,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connector = TcpConnector(host, port)
         self._where = f"load tables at {host}:{port}"
-        self._secret = secret
+        self._secret, self._dscp = secret, dscp
         self._timeout_s = timeout_s
         self._clock = clock
         self._connection: Connection | None = None
@@ -81,6 +84,7 @@ class TablesClient:
             if self._connection is None:
                 connected = self._connector.connect(self._timeout_s)
                 try:
+                    mark(connected, self._dscp)
                     self._connection = Connection(connected, self._secret, deadline_s)
                 except BaseException:
                     connected.close()

@@ -37,8 +37,10 @@ LOOKS = 6
 SILENT_S = 5 * TIMEOUT_S
 #: Of a slot of its path, below which an iteration's bytes are not worth booking.
 LEAST_SLOTS = 0.5
-#: Slots without a byte after which a flow gives back what it has booked, and keeps its place.
-IDLE_SLOTS = 2
+#: Slots without a byte after which a flow gives back what it has booked, and keeps its place: of
+#: one that sends, because its next gradients are still computed, and of one that waits, which sends
+#: a burst now and then.
+IDLE_SLOTS, WAITING_IDLE_SLOTS = 0.5, 2.0
 #: Share of what a flow's busiest connection has sent, from which on another one is busy, too.
 BUSY = 0.1
 #: What the kernel may send of a paced socket at once, however low its rate. Then it sends nothing
@@ -224,7 +226,8 @@ class RateScheduler:
             progress = flow.progress
             if progress.begun and progress.volume_bytes >= flow.least_bytes * self._slot_s:
                 due = now_s >= flow.due_s or not flow.booked
-                if progress.is_idle(now_s, IDLE_SLOTS * self._slot_s):
+                patience = WAITING_IDLE_SLOTS if flow.waits else IDLE_SLOTS
+                if progress.is_idle(now_s, patience * self._slot_s):
                     if due or flow.limit_Bps is not None:
                         self._keep_place(flow, enters, tables)
                 elif due or flow.waits or flow.limit_Bps is None:
@@ -335,7 +338,8 @@ def make_rate_scheduler(
 
     def connect(endpoint: str) -> Tables:
         where = parse_endpoint(endpoint) if endpoint else ("127.0.0.1", settings.tables_port)
-        return TablesClient(*where, read_secret(settings.store_secret))
+        secret = read_secret(settings.store_secret)
+        return TablesClient(*where, secret, dscp=settings.control_dscp)
 
     job = f"{settings.cluster}/{settings.job}"
     slot_s = settings.slot_ms / 1e3

@@ -35,6 +35,10 @@ class _Booking:
         at = slot - self.since
         return self.rates_Bps[at] if 0 <= at < len(self.rates_Bps) else 0.0
 
+    def wants(self, slot: int) -> bool:
+        """Whether it has booked anything from ``slot`` on."""
+        return any(self.rates_Bps[max(0, slot - self.since) :])
+
     def is_over(self, slot: int) -> bool:
         return slot >= self.since + len(self.rates_Bps) + FOREIGN_SLOTS
 
@@ -79,13 +83,12 @@ class LoadTables:
         turn = inf if mine is None else mine.turn
         for link, capacity_Bps in links.items():
             before = self._before(turn, link, but=flow)
-            others = sum(
-                f != flow and self._flows[f].rate_Bps(slot) > 0.0 for f in self._on.get(link, ())
-            )
-            sending = 1 + others
-            foreign_Bps = foreign_share_Bps(self.cross_Bps(link, slot), capacity_Bps, sending)
+            foreign_Bps = self._foreign_Bps(flow, link, capacity_Bps, slot)
+            # Foreign flows take from one of ours alone what they would take from each. So ours
+            # need not wait for each other beside them.
+            most = capacity_Bps - self._entitled_Bps(flow, link, capacity_Bps, slot)
             load = (
-                min(capacity_Bps, foreign_Bps + sum(b.rate_Bps(slot + k) for b in before))
+                min(most, foreign_Bps + sum(b.rate_Bps(slot + k) for b in before))
                 for k in range(self.slots)
             )
             found.append(LinkLoad(capacity_Bps, tuple(load)))
@@ -123,8 +126,13 @@ class LoadTables:
             turn = inf
         elif turn == inf:
             turn = self._turn(job)
+        entitled_Bps = {
+            link: (1.0 + TOLERANCE) * self._entitled_Bps(flow, link, capacity_Bps, slot)
+            for link, capacity_Bps in links.items()
+        }
         fits = all(
-            rate == 0.0 or rate <= self._left_Bps(turn, link, capacity_Bps, slot + k)
+            rate == 0.0
+            or rate <= max(self._left_Bps(turn, link, capacity_Bps, slot + k), entitled_Bps[link])
             for link, capacity_Bps in links.items()
             for k, rate in enumerate(rates)
         )
@@ -145,7 +153,17 @@ class LoadTables:
         readings = self._counted.get(link)
         if not readings or readings[-1][0] < slot - FOREIGN_SLOTS or len(readings) < 2:
             return 0.0
-        (first, before), (last, now) = readings[0], readings[-1]
+        # By the second half of the window, too, so that one that has ended is soon forgotten.
+        first, last = readings[0], readings[-1]
+        later = next(r for r in readings if 2 * r[0] >= first[0] + last[0])
+        begins = (first,) if later is last else (first, later)
+        return min(self._beside_ours_Bps(link, begin, last) for begin in begins)
+
+    def _beside_ours_Bps(
+        self, link: str, begin: tuple[int, float], end: tuple[int, float]
+    ) -> float:
+        """The rate that a counter shows between two readings, without that of our flows."""
+        (first, before), (last, now) = begin, end
         ours = sum(_moved(self._flows[f].readings, first, last) for f in self._on.get(link, ()))
         return max(0.0, now - before - ours) / ((last - first) * self.slot_s)
 
@@ -161,6 +179,22 @@ class LoadTables:
         oldest = slot - self.slots - FOREIGN_SLOTS
         for link in [n for n, readings in self._counted.items() if readings[-1][0] < oldest]:
             del self._counted[link]
+
+    def _wanting(self, flow: str, link: str, slot: int) -> int:
+        """How many of our flows would send over ``link`` now under fair sharing, this one among
+        them: those that wait count, too."""
+        others = (self._flows[f] for f in self._on.get(link, ()) if f != flow)
+        return 1 + sum(other.wants(slot) for other in others)
+
+    def _foreign_Bps(self, flow: str, link: str, capacity_Bps: float, slot: int) -> float:
+        wanting = self._wanting(flow, link, slot)
+        return foreign_share_Bps(self.cross_Bps(link, slot), capacity_Bps, wanting)
+
+    def _entitled_Bps(self, flow: str, link: str, capacity_Bps: float, slot: int) -> float:
+        """What ``flow`` may send whoever began before it: its fair share beside foreign flows."""
+        if not self._foreign_Bps(flow, link, capacity_Bps, slot):
+            return 0.0
+        return capacity_Bps / (self._wanting(flow, link, slot) + 1)
 
     def _turn(self, job: str) -> float:
         """The place of ``job``: that of its flows under way, or behind everybody."""

@@ -21,6 +21,7 @@ from crux_torch.errors import StoreError
 from crux_torch.store.child import start_child
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store, parse_endpoint
+from crux_torch.store.marked_socket import mark
 from crux_torch.store.secret import read_secret
 from crux_torch.store.server import BACKLOG, LINGER_S
 from crux_torch.warn_once import WarnOnce
@@ -51,6 +52,7 @@ class StoreHost:
         poll_s: seconds between two looks at the server.
         linger_s: seconds without a client after which a server that this process starts ends.
         module, arguments: of the server: the store's, or another one that speaks its frames.
+        dscp: class of what it sends, 0 to 63.
 
     Raises:
         SettingsError: ``endpoint`` or ``secret`` can't be used.
@@ -65,7 +67,9 @@ class StoreHost:
         linger_s: float = LINGER_S,
         module: str = "crux_torch.store.server",
         arguments: Sequence[str] = (),
+        dscp: int = 0,
     ) -> None:
+        self._dscp = dscp
         self._module, self._arguments = module, tuple(arguments)
         self.host, self.port = parse_endpoint(endpoint)
         self._has_secret = bool(read_secret(secret))
@@ -160,4 +164,9 @@ class StoreHost:
         # It reuses the address: the connections of a server that died linger, and must not delay
         # the next. Two sockets can be bound in this way, but only one of them can listen.
         is_v6 = family == socket.AF_INET6
-        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_v6)
+        listener = socket.create_server(
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
+        )
+        if self._dscp:
+            mark(listener, self._dscp)
+        return listener

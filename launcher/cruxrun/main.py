@@ -135,6 +135,7 @@ def _hosted_tables(settings: Settings) -> Iterator[None]:
                 settings.store_secret,
                 module="crux_torch.control.tables_server",
                 arguments=(f"--slot-s={settings.slot_ms / 1e3}",),
+                dscp=settings.control_dscp,
             )
             host.start()
         except Exception as error:
