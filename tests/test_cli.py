@@ -254,6 +254,24 @@ def test_status_shows_a_row_for_each_job(crux, cluster):
     assert "plan 3 by gpt, policy crux" in result.output
 
 
+def test_status_names_hosts_that_are_claimed_beyond_their_devices(crux, cluster):
+    endpoint, registry = cluster
+    argv = ("status", "--store", endpoint, "--cluster", "lab")
+    assert json.loads(crux(*argv, "--json").output)["contested"] == []
+    liar = msgspec.structs.replace(JOBS[1], job="liar", gpus=1 << 20)
+    for record in (liar, msgspec.structs.replace(liar, job="li\x1bar")):
+        registry.publish_job(record, 60.0)
+    found = json.loads(crux(*argv, "--json").output)["contested"]
+    assert [host["host"] for host in found] == sorted(set(liar.hosts))
+    assert found[0]["claimed"] == {"gpt": 1, "liar": 256, "li\x1bar": 256}
+    assert found[0]["counted"]["liar"] + found[0]["counted"]["li\x1bar"] <= 255
+    output = crux(*argv).output
+    assert output.count("has 256 devices, and is claimed by gpt (at least 1, counted ") == len(
+        found
+    )
+    assert "\x1b" not in output
+
+
 def test_status_of_another_cluster_is_empty(crux, cluster):
     endpoint, _ = cluster
     result = crux("status", "--store", endpoint, "--cluster", "other")

@@ -270,6 +270,20 @@ def test_in_a_cluster_too_large_to_compute_a_level_beyond_the_cap_is_not_taken(
             assert followed is None or [e.level for e in followed.entries if e.job == "b"] == [0]
 
 
+def test_a_job_on_hosts_that_others_claim_is_told(
+    store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = leader_of(store, "a", clock)
+    liar = record("li\nar", gpus=1 << 20, hosts=leader.record.hosts)
+    run([leader], clock, 3)
+    assert "is claimed by" not in caplog.text
+    Registry(store, "c").publish_job(liar, 60.0)
+    run([leader], clock, 3)
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said.startswith(f"host {leader.record.hosts[0]} has 256 devices, and is claimed by a (")
+    assert "\n" not in said
+
+
 def by_name_of(leaders: Sequence[Leader]) -> tuple[PlanEntry, ...]:
     return by_name([leader.record for leader in leaders], None)
 

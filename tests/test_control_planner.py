@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,11 +16,14 @@ from shared_core import shared_core
 from test_route import LEAF_SPINE
 
 from crux_torch.control import inputs
+from crux_torch.control.contested_hosts import (
+    MAX_HOST_DEVICES,
+    holdings,
+)
 from crux_torch.control.inputs import (
     MAX_CANDIDATES,
     MAX_DEVICE_FLOPS,
     MAX_HOST_BPS,
-    MAX_HOST_DEVICES,
     MAX_PERIOD_S,
     MAX_PLANNED_FLOWS,
     MIN_TRANSFER_S,
@@ -36,11 +40,11 @@ from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
 from crux_torch.fabric.route import PlannedHop, PlannedPath
-from crux_torch.fabric.topology import CANDIDATE_LIMIT, Link, TopologyBuilder
+from crux_torch.fabric.topology import CANDIDATE_LIMIT, Link, Topology, TopologyBuilder
 from crux_torch.measure.job_profile import HostFlow, ProfileBurst
 from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.intensity import transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
 from crux_torch.schedule.policy import crux_first
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.settings import PATH_POLICIES
@@ -101,6 +105,87 @@ def test_the_topology_bounds_devices_and_what_each_can_do() -> None:
     assert claimed_devices(honest, topology) == 3
     (job,) = plan_inputs([claims], topology).jobs
     assert (job.gpus, job.flops) == (6, 6 * 1e15 * 2.0)
+
+
+def hosts_of(devices: Sequence[int]) -> Topology:
+    builder = TopologyBuilder(device_flops=1e15)
+    builder.node("tor", "tor")
+    for h, gpus in enumerate(devices):
+        builder.cable(builder.node(f"h{h}", "host"), "tor", Link(1e9))
+        for n in range(gpus):
+            builder.node(f"h{h}/gpu{n}", "gpu", f"h{h}")
+    return builder.build()
+
+
+HOSTS = hosts_of([8, 8, 8, 4])
+CLAIMS = st.builds(
+    lambda job, hosts, gpus: record(job, hosts=tuple(f"h{h}" for h in hosts), gpus=gpus),
+    st.text("ab", min_size=1, max_size=5),
+    st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    st.integers(1, 40),
+)
+
+
+@given(st.lists(CLAIMS, max_size=6, unique_by=lambda r: r.job))
+def test_no_host_counts_for_more_devices_than_it_has(records: list[JobRecord]) -> None:
+    contested, held = holdings(records, HOSTS)
+    for host in contested:
+        assert sum(host.counted.values()) <= host.devices
+        assert min(host.claimed.values()) >= 1
+    claimed = {r.job: claimed_devices(r, HOSTS) for r in records}
+    assert all(n < claimed[job] for job, n in held.items())
+    count = {**claimed, **held}
+    for some in ({"h0"}, {"h1", "h3"}, {"h0", "h1", "h2"}, {"h0", "h1", "h2", "h3"}):
+        # All that these jobs have is on these hosts.
+        within = sum(count[r.job] for r in records if some.issuperset(r.hosts))
+        assert within <= sum(len(HOSTS.gpus(h)) for h in some)
+    fewest = min(records, key=lambda r: r.gpus, default=None)
+    if fewest is not None and sum(r.gpus == fewest.gpus for r in records) == 1:
+        assert count[fewest.job] == claimed[fewest.job], "who claims the fewest has them"
+    assert bool(contested) or not held
+    assert holdings(records[::-1], HOSTS) == (contested, held)
+
+
+def test_naming_the_hosts_of_others_gains_nothing_and_takes_little() -> None:
+    def jobs(*records: JobRecord) -> dict[str, Job]:
+        return {job.name: job for job in plan_inputs(records, HOSTS).jobs}
+
+    boast = profile(flops=1e30)
+    own = record("liar", hosts=("h0",), gpus=8, profile=boast)
+    # The others' W is what their devices can do, so that it shows if it is cut.
+    honest = [
+        record(f"job{n}", hosts=(f"h{n}",), gpus=8, profile=profile(flops=8e15)) for n in (1, 2)
+    ]
+    alone = jobs(own, *honest)
+    for gpus in (8, 9, 16, 20, 24, 1 << 24):
+        liar = record("liar", hosts=("h0", "h1", "h2"), gpus=gpus, profile=boast)
+        found = jobs(liar, *honest)
+        if gpus > 8:
+            assert (found["liar"].gpus, found["liar"].flops) == (8, alone["liar"].flops)
+            assert all(found[r.job] == alone[r.job] for r in honest), "the fewest count first"
+        else:
+            assert found["liar"].flops <= alone["liar"].flops
+            assert all(found[r.job].flops >= 7 / 8 * alone[r.job].flops for r in honest)
+    # Who says the same as the other has half of it, whatever the names.
+    for name in ("a", "z"):
+        twin = record(name, hosts=("h1",), gpus=8, profile=boast)
+        found = jobs(twin, *honest)
+        assert (found[name].gpus, found["job1"].gpus, found["job2"].gpus) == (4, 4, 8)
+    (contested,) = holdings([twin, *honest], HOSTS).contested
+    assert str(contested) == (
+        "host h1 has 8 devices, and is claimed by job1 (at least 8, counted 4), "
+        "z (at least 8, counted 4)"
+    )
+
+
+def test_jobs_that_fit_beside_each_other_contest_nothing() -> None:
+    halves = [record(f"j{n}", hosts=("h0", "h1"), gpus=8) for n in range(2)]
+    three = [record(f"k{n}", hosts=("h3",), gpus=n) for n in (1, 2)]
+    starting = record("s", hosts=("h0",), gpus=8, profile=None)
+    assert holdings([*halves, *three, starting], HOSTS) == ((), {})
+    unknown = [record(f"x{n}", hosts=("x",), gpus=64) for n in range(5)]
+    assert holdings(unknown[:4], None) == ((), {})
+    assert [host.host for host in holdings(unknown, None).contested] == ["x"]
 
 
 def test_a_transfer_time_counts_from_what_the_hosts_nics_can_do() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from crux_torch.control.contested_hosts import holdings, host_devices
 from crux_torch.control.records import JobRecord
 from crux_torch.fabric.topology import CANDIDATE_LIMIT, Topology
 from crux_torch.measure.job_profile import JobProfile
@@ -34,8 +35,6 @@ SLACK = 0.99
 MAX_PLANNED_FLOWS = 1 << 15
 #: Candidates of all flows together; the more flows, the fewer each has.
 MAX_CANDIDATES = 1 << 20
-#: More devices than any host has, ranks on a CPU included: bounds a job on hosts that nobody knows.
-MAX_HOST_DEVICES = 256
 
 
 def plan_inputs(
@@ -56,7 +55,8 @@ def plan_inputs(
       are scaled in one proportion until the links give that time.
     - W_j, t_j and the number of devices are bounded by :func:`claimed_flops`,
       :func:`least_transfer_s` and :func:`claimed_devices`, so that no tenant raises its own
-      priority.
+      priority. Of hosts that records claim beyond their devices, what
+      :func:`~crux_torch.control.contested_hosts.holdings` gives to each counts.
     - Flows beyond ``MAX_PLANNED_FLOWS`` count as one over ``unlocated`` for each job.
 
     Args:
@@ -76,6 +76,7 @@ def plan_inputs(
         return topology.candidate_paths(src, dst, limit)
 
     planned = _planned(records)
+    held = holdings(records, topology).devices
     jobs = []
     for record in sorted(records, key=lambda r: r.job):
         profile = record.profile
@@ -89,8 +90,9 @@ def plan_inputs(
             flows = (Flow(math.fsum(f.bytes for f in profile.flows), ((UNLOCATED,),)),)
         job = Job(
             name=record.job,
-            gpus=claimed_devices(record, topology),
-            flops=claimed_flops(record, profile, topology) * weights.get(record.job, 1.0),
+            gpus=claimed_devices(record, topology, held.get(record.job)),
+            flops=claimed_flops(record, profile, topology, held.get(record.job))
+            * weights.get(record.job, 1.0),
             compute_s=profile.compute_s,
             flows=flows,
             bursts=_bursts(profile),
@@ -137,47 +139,56 @@ def least_transfer_s(profile: JobProfile) -> float:
     return max(most / MAX_HOST_BPS, MIN_TRANSFER_S) if most else 0.0
 
 
-def overclaims(record: JobRecord, topology: Topology | None = None) -> str:
-    """What of a job's claims counts for less than it says; empty if nothing does."""
+def overclaims(record: JobRecord, topology: Topology | None = None, held: int | None = None) -> str:
+    """What of a job's claims counts for less than it says; empty if nothing does.
+
+    ``held`` is as in :func:`claimed_devices`.
+    """
     profile = record.profile
     if profile is None:
         return ""
     found = []
-    if (devices := claimed_devices(record, topology)) < record.gpus:
+    if (devices := claimed_devices(record, topology, held)) < record.gpus:
         found.append(f"{record.gpus} devices as {devices}")
-    if (flops := claimed_flops(record, profile, topology)) < profile.flops * SLACK:
+    if (flops := claimed_flops(record, profile, topology, held)) < profile.flops * SLACK:
         found.append(f"{profile.flops:.3g} FLOPs in an iteration as {flops:.3g}")
     if 0 < profile.t_s < (least_s := least_transfer_s(profile)) * SLACK:
         found.append(f"a transfer time of {profile.t_s:.3g} s as {least_s:.3g} s")
     return ", ".join(found)
 
 
-def claimed_devices(record: JobRecord, topology: Topology | None = None) -> int:
+def claimed_devices(
+    record: JobRecord, topology: Topology | None = None, held: int | None = None
+) -> int:
     """The devices of a job, at most those of the hosts that it names.
 
-    A host whose GPUs the topology does not describe has at most ``MAX_HOST_DEVICES``.
+    Args:
+        held: those that count, if other records claim its hosts too. One counts in any case.
     """
-    hosts = frozenset(record.hosts)
-    described = hosts.intersection(topology.hosts) if topology is not None else frozenset()
-    bound = (len(hosts) - len(described)) * MAX_HOST_DEVICES
-    if topology is not None:
-        bound += sum(len(topology.gpus(host)) or MAX_HOST_DEVICES for host in described)
-    return min(record.gpus, bound)
+    if held is not None:
+        return max(1, held)
+    return min(record.gpus, sum(host_devices(host, topology) for host in frozenset(record.hosts)))
 
 
 def claimed_flops(
-    record: JobRecord, profile: JobProfile, topology: Topology | None = None
+    record: JobRecord,
+    profile: JobProfile,
+    topology: Topology | None = None,
+    held: int | None = None,
 ) -> float:
     """W_j in FLOPs, at most what the job's devices could do in one period.
 
     The bound is what the job says of its devices, but for each of its :func:`claimed_devices` no
-    more than the topology's ``device_flops``, or ``MAX_DEVICE_FLOPS`` if it gives none.
+    more than the topology's ``device_flops``, or ``MAX_DEVICE_FLOPS`` if it gives none. If fewer
+    are ``held``, W_j falls in the same proportion.
     """
     device = (topology.device_flops if topology is not None else 0.0) or MAX_DEVICE_FLOPS
-    peak = claimed_devices(record, topology) * device
+    claimed = claimed_devices(record, topology)
+    peak = claimed * device
     if record.peak_flops > 0:
         peak = min(peak, record.peak_flops)
-    return min(profile.flops, peak * min(profile.period_s, MAX_PERIOD_S))
+    flops = min(profile.flops, peak * min(profile.period_s, MAX_PERIOD_S))
+    return flops if held is None else flops * (max(1, held) / claimed)
 
 
 def _inside_flows(profile: JobProfile, topology: Topology | None) -> list[Flow]:

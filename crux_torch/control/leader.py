@@ -17,6 +17,7 @@ import msgspec
 from crux_torch.control.adopted_plan import AdoptedPlan
 from crux_torch.control.audit import Basis, of_plan
 from crux_torch.control.beside import Beside
+from crux_torch.control.contested_hosts import holdings
 from crux_torch.control.followed_entry import FollowedEntry
 from crux_torch.control.inputs import overclaims
 from crux_torch.control.kept_in_store import KeptSettings, KeptTopology
@@ -59,6 +60,8 @@ FORBIDDEN_S = 60.0
 BETTER_S = 0.5
 #: Bytes of a stored entry beside the entry.
 MAX_AROUND_BYTES = 4096
+#: Letters of one message about what others have written.
+MAX_SAID = 1000
 #: Jobs and flows up to which each leader computes what it adopts.
 MAX_VERIFIED = 1 << 13
 
@@ -287,12 +290,24 @@ class Leader:
         return state
 
     def _say_overclaims(self) -> None:
-        """Say which claims count for less; as a warning only of this job's own."""
-        for record in self._snapshot.jobs:
-            if less := overclaims(record, self.topology):
-                own = record.job == self.record.job
+        """Say which claims count for less: a warning where this job's do, else for the log."""
+        jobs, topology, own = self._snapshot.jobs, self.topology, frozenset(self.record.hosts)
+        told = _log.isEnabledFor(logging.INFO)
+        if not told:
+            # Those that share a host with it, few in a large cluster, tell enough for a warning.
+            jobs = tuple(record for record in jobs if not own.isdisjoint(record.hosts))
+        contested, held = holdings(jobs, topology)
+        for host in contested:
+            said = one_line(str(host))[:MAX_SAID]
+            if self.record.job in host.claimed:
+                self._warn("contested", said)
+            else:
+                _log.info("%s", said)
+        for record in jobs:
+            mine = record.job == self.record.job
+            if (told or mine) and (less := overclaims(record, topology, held.get(record.job))):
                 said = f"the plan counts, of what job {record.job!r} claims, {less}"
-                if own:
+                if mine:
                     self._warn("claims", f"{said}: more than its hosts can do")
                 else:
                     _log.info("%s", one_line(said))

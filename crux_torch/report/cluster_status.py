@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from crux_torch.control.contested_hosts import ContestedHost
     from crux_torch.control.operator import OperatorSettings
     from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
 
@@ -37,6 +38,7 @@ class ClusterStatus:
             is none, or none that can be used.
         plan_renewed: whether the plan was renewed between two looks; None after a single look.
         operator: the operator's settings.
+        contested: hosts of which records claim more devices than there are.
     """
 
     store: str
@@ -45,6 +47,7 @@ class ClusterStatus:
     plan: Plan | None
     plan_renewed: bool | None
     operator: OperatorSettings
+    contested: tuple[ContestedHost, ...] = ()
 
 
 def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0) -> ClusterStatus:
@@ -59,8 +62,10 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
         StoreError: the store can't be reached or does not answer in time.
         SettingsError: ``endpoint`` or ``secret`` can't be used.
     """
+    from crux_torch.control.contested_hosts import holdings
     from crux_torch.control.records import plan_of
     from crux_torch.control.registry import Registry
+    from crux_torch.control.topology_reader import TopologyReader
     from crux_torch.store.endpoint import open_store
 
     store = open_store(endpoint, secret, timeout_s=TIMEOUT_S)
@@ -77,7 +82,8 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
             follows = registry.follows(stored.plan.digest)
             entries = (follows[job.job] for job in view.jobs if job.job in follows)
             found = plan_of(stored.plan, tuple(entries))
-        return ClusterStatus(endpoint, cluster, view.jobs, found, renewed, view.operator)
+        contested, _ = holdings(view.jobs, TopologyReader().read(view.topology))
+        return ClusterStatus(endpoint, cluster, view.jobs, found, renewed, view.operator, contested)
     finally:
         store.close()
 
@@ -113,6 +119,8 @@ def render(status: ClusterStatus, columns: Sequence[str] = ()) -> None:
     for row in rows:
         table.add_row(*map(Text, row.values()))
     console.print(table)
+    for host in status.contested:
+        console.print(Text(_safe(host)))
     from crux_torch.control.audit import about_trial
 
     for job in status.jobs:
