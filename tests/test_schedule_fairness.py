@@ -61,6 +61,15 @@ def test_jobs_of_a_level_share_a_link() -> None:
     assert played.jobs["a"].mean_iteration_s == pytest.approx(7.0)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-300])
+def test_a_peer_that_moves_next_to_nothing_costs_nothing(size: float) -> None:
+    cluster = on_one_link((1.0, 3.0), (1.0, size))
+    found = bounds(cluster, decided(cluster, 0, 0))
+    assert found["a"] == pytest.approx((4.0, 4.0, 4.0))
+    assert found["b"].mean_s == pytest.approx(1.0)
+
+
 def test_below_a_job_that_never_pauses_nothing_is_certain() -> None:
     cluster = on_one_link((0.0, 1.0), (1.0, 1.0))
     assert bounds(cluster, decided(cluster, 1, 0))["b"].slowdown == math.inf

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import safety
+from crux_torch.schedule import policy
 from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.contention import contending_pairs, contention_factors
 from crux_torch.schedule.correction import correction_factors, pair_factors, player
@@ -34,6 +35,7 @@ from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.schedule.search import (
     Assignment,
     alternatives,
+    can_be_played,
     dense,
     judge,
     level_moves,
@@ -200,6 +202,42 @@ def test_the_budget_bounds_the_work() -> None:
     start = Assignment(((0,),) * 12, (0,) * 12)
     search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 3), WORK)
     assert rehearsal.work <= 1.1 * WORK
+
+
+@settings(max_examples=30)
+@given(clusters(), st.integers(2, 50))
+def test_a_play_ends_early_where_it_takes_too_much_work(cluster: Cluster, part: int) -> None:
+    whole = Rehearsal(cluster, BRIEF)
+    plan = Assignment(tuple((0,) * len(j.flows) for j in whole.jobs), (0,) * len(whole.jobs))
+    busy = judge(whole, [plan])
+    enough, less = whole.anew(BRIEF, 0), whole.anew(BRIEF, 0)
+    assert can_be_played(enough, plan, whole.work)
+    assert judge(enough, [plan]) == busy
+    assert (enough.work, enough.plays) == (whole.work, whole.plays)
+    assert can_be_played(less, plan, whole.work // part) == (whole.work == 0)
+    assert less.work <= whole.work
+    assert judge(less, [plan]) == busy
+
+
+def test_a_component_too_dense_to_be_played_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Twelve jobs on hundreds of links that they share: every event takes much work.
+    case = safety.clos(10)
+    made: list[str] = []
+    monkeypatch.setattr(policy, "contention_priorities", lambda *_: made.append("levels"))
+    taken: list[Rehearsal] = []
+    anew = Rehearsal.anew
+
+    def watched(rehearsal: Rehearsal, length: Length, seed: int) -> Rehearsal:
+        taken.extend((rehearsal, anew(rehearsal, length, seed)))
+        return taken[-1]
+
+    monkeypatch.setattr(Rehearsal, "anew", watched)
+    forget_components()
+    decision = crux(case.cluster, case.options)
+    assert not decision.notes
+    assert set(decision.level.values()) == {case.options.levels[-1]}
+    assert not made
+    assert taken[0].work < WORK
 
 
 def test_the_search_leaves_the_race_what_it_needs() -> None:

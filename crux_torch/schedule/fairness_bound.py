@@ -138,10 +138,10 @@ class Sharing:
             return Bound(alone_s, alone_s, alone_s)
         higher = np.flatnonzero(meets & (level > level[j]))
         peers = np.flatnonzero(meets & (level == level[j]))
-        pace = np.divide(1.0, self.largest, out=np.zeros(len(level)), where=self.largest > 0)
-        peers = peers[np.argsort(-pace[peers] * self.alone_s[peers], kind="stable")]
+        # Who moves least for its time goes first.
+        peers = peers[np.argsort(self.largest[peers] / self.alone_s[peers], kind="stable")]
         # Row k: the first k peers are ahead, the rest share the links with j.
-        shared = pace[peers, None] * hold[peers] / pace[j]
+        shared = hold[peers] / self.largest[peers, None] * self.largest[j]
         rest = np.zeros((len(peers) + 1, hold.shape[1]))
         rest[:-1] = np.cumsum(shared[::-1], axis=0)[::-1]
         stretched_s = (rest + hold[j]).max(axis=1)

@@ -56,8 +56,8 @@ from crux_torch.schedule.rehearsal import Length, Rehearsal
 from crux_torch.schedule.search import (
     Assignment,
     JobPaths,
+    can_be_played,
     dense,
-    judge,
     moves_of_levels,
     moves_of_plans,
     search,
@@ -216,8 +216,8 @@ def _components(
         if len(jobs) > PLAYED_JOBS:
             yield len(jobs), None
             continue
-        crossed = (e for job in jobs for f in job.flows for p in f.candidates for e in p)
-        links = sorted(set(crossed))
+        paths = (path for job in jobs for flow in job.flows for path in flow.candidates)
+        links = sorted(set[Link]().union(*paths))
         yield (
             len(jobs),
             Component(
@@ -294,26 +294,36 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
     plans: Iterable[Assignment] = _portfolio(component, arrays, levels, options)
     left = component.work
     try:
+        brief = Rehearsal(cluster, BRIEF, seed=options.seed)
         if small:
-            plans = list(dict.fromkeys((*safe, *plans)))
-            brief = Rehearsal(cluster, BRIEF, seed=options.seed)
-            moves = moves_of_plans(jobs, levels) if component.movable else moves_of_levels(levels)
             budget = int(SEARCHING * left)
-            judge(brief, safe[:1])
-            if brief.work * len(plans) * PLANS_A_START <= budget:
-                plans = (*search(brief, plans, moves, budget, cap.keeps), *plans)
+            if can_be_played(brief, safe[0], budget // PLANS_A_START):
+                plans = list(dict.fromkeys((*safe, *plans)))
+                if brief.work * len(plans) * PLANS_A_START <= budget:
+                    free = component.movable
+                    moves = moves_of_plans(jobs, levels) if free else moves_of_levels(levels)
+                    plans = (*search(brief, plans, moves, budget, cap.keeps), *plans)
             left -= brief.work
         length = Length(PHASES if small else FEW_PHASES, 0, 0)
-        rehearsal = Rehearsal(cluster, length, seed=options.seed + 1)
+        rehearsal = brief.anew(length, options.seed + 1)
         capped = (
             plan if cap.keeps(plan) else Assignment(plan.path, dense(cap.raised(plan, levels)))
-            for plan in dict.fromkeys(plans)
+            for plan in _distinct(plans)
             if plan not in safe
         )
         settling = int(SETTLING * component.work)
         return race(rehearsal, safe, capped, left, settling, LEAD, options.max_slowdown), ""
     except _fluid.SpecError as error:
         return safe[0], f"the engine can't play them: {error}"
+
+
+def _distinct(plans: Iterable[Assignment]) -> Iterator[Assignment]:
+    """Each once; none is made before it is asked for."""
+    seen: set[Assignment] = set()
+    for plan in plans:
+        if plan not in seen:
+            seen.add(plan)
+            yield plan
 
 
 def _portfolio(

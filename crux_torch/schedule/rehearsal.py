@@ -14,6 +14,7 @@ from ``phases`` sets of start times, the same ones for all plans, and the result
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from crux_torch.schedule.model import Cluster, Job, Link
 _LONGEST = 40
 #: Seconds that run before the count begins, as a share of those that are counted.
 _WARM_UP = 0.2
+#: Shares of a play after which its work is looked at, where that is limited.
+_STEPS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,12 @@ class Neighbours:
         return [row.tobytes() for row in signs]
 
 
+#: Busy GPUs of the jobs that meet nobody, the number of plans, and for each part its relations.
+_Wanted = tuple[float, int, list[tuple[Neighbours, list[bytes]]]]
+#: Parts to play and all jobs' levels, by what makes a play.
+_Missing = dict[tuple[object, bytes], tuple[Neighbours, IntArray]]
+
+
 class Rehearsal:
     """Plays plans of one cluster, ``threads`` at a time, and remembers what it has played.
 
@@ -96,6 +105,7 @@ class Rehearsal:
         self.plays = 0
         #: What that took, by ``Engine.work``. A budget in it gives equal plans on any machine.
         self.work = 0
+        self._cluster = cluster
         self._capacity_Bps = cluster.capacity_Bps
         self._length = length
         self._threads = threads
@@ -105,6 +115,12 @@ class Rehearsal:
         self._parts: dict[tuple[int, ...], tuple[float, tuple[Neighbours, ...]]] = {}
         self._played: dict[tuple[object, bytes], float] = {}
         self._engines: dict[Neighbours, list[_fluid.Engine]] = {}
+
+    def anew(self, length: Length, seed: int) -> Rehearsal:
+        """One that has played nothing, of the same jobs on the same routes."""
+        other = Rehearsal(self._cluster, length, seed=seed, threads=self._threads)
+        other._routes, other._parts = self._routes, self._parts
+        return other
 
     def route(self, job: int, path: tuple[int, ...]) -> RoutedJob:
         """Job ``job`` when flow i takes its candidate ``path[i]``."""
@@ -131,8 +147,31 @@ class Rehearsal:
         Raises:
             SpecError: jobs that the engine can't play.
         """
-        wanted: list[tuple[float, int, list[tuple[Neighbours, list[bytes]]]]] = []
-        missing: dict[tuple[object, bytes], tuple[Neighbours, IntArray]] = {}
+        wanted, missing = self._wanted(plans)
+        self._play(missing)
+        result = []
+        for alone, rows, asked in wanted:
+            total = np.full(rows, alone, np.float64)
+            for part, relations in asked:
+                total += [self._played[part.key, relation] for relation in relations]
+            result.append(total)
+        return result
+
+    def takes_at_most(self, work: int, routes: Sequence[RoutedJob], level: IntArray) -> bool:
+        """Whether a plan can be played within so much work; the play ends where it can't.
+
+        Raises:
+            SpecError: jobs that the engine can't play.
+        """
+        _, missing = self._wanted([(routes, level[None, :])])
+        return self._play(missing, work)
+
+    def _wanted(
+        self, plans: Iterable[tuple[Sequence[RoutedJob], IntArray]]
+    ) -> tuple[list[_Wanted], _Missing]:
+        """What each plan consists of, and what of that has not been played."""
+        wanted: list[_Wanted] = []
+        missing: _Missing = {}
         for routes, levels in plans:
             alone, parts = self.parts(routes)
             asked = []
@@ -143,14 +182,7 @@ class Rehearsal:
                     if (part.key, relation) not in self._played:
                         missing.setdefault((part.key, relation), (part, levels[row]))
             wanted.append((alone, len(levels), asked))
-        self._play(missing)
-        result = []
-        for alone, rows, asked in wanted:
-            total = np.full(rows, alone, np.float64)
-            for part, relations in asked:
-                total += [self._played[part.key, relation] for relation in relations]
-            result.append(total)
-        return result
+        return wanted, missing
 
     def parts(self, routes: Sequence[RoutedJob]) -> tuple[float, tuple[Neighbours, ...]]:
         """Busy GPUs of the jobs that meet nobody, and the parts of the others."""
@@ -183,8 +215,8 @@ class Rehearsal:
         )
         return Neighbours(tuple(routes), pairs, tuple(shape))
 
-    def _play(self, missing: Mapping[tuple[object, bytes], tuple[Neighbours, IntArray]]) -> None:
-        """Fills in what ``missing`` asks for."""
+    def _play(self, missing: _Missing, most_work: float = math.inf) -> bool:
+        """Fills in what ``missing`` asks for, unless it takes more than ``most_work``."""
         engines: list[_fluid.Engine] = []
         warm_s: list[float] = []
         until_s: list[float] = []
@@ -194,11 +226,11 @@ class Rehearsal:
                 engines.append(self.engine(part, level, phase))
                 warm_s.append(_WARM_UP * horizon_s)
                 until_s.append((1 + _WARM_UP) * horizon_s)
-        if not engines:
-            return
-        _fluid.run_all(engines, warm_s, threads=self._threads)
+        if not self._run(engines, warm_s, most_work):
+            return False
         before = [engine.results() for engine in engines]
-        _fluid.run_all(engines, until_s, threads=self._threads)
+        if not self._run(engines, until_s, most_work):
+            return False
         self.plays += len(engines)
         self.work += sum(engine.work for engine in engines)
         for m, (key, (part, _)) in enumerate(missing.items()):
@@ -210,6 +242,22 @@ class Rehearsal:
                     share = _computing(job, before[e][job.name], after[job.name], span_s)
                     busy += job.gpus * share
             self._played[key] = busy / self._length.phases
+        return True
+
+    def _run(self, engines: list[_fluid.Engine], until_s: list[float], most_work: float) -> bool:
+        """Plays on; in steps where the work is limited, as nobody knows it before."""
+        begun_s = [engine.now_s for engine in engines]
+        for share in (1.0,) if most_work == math.inf else _STEPS:
+            stop_s = [
+                s if share == 1.0 else a + share * (s - a)
+                for a, s in zip(begun_s, until_s, strict=True)
+            ]
+            _fluid.run_all(engines, stop_s, threads=self._threads)
+            if sum(engine.work for engine in engines) > most_work:
+                self.plays += len(engines)
+                self.work += sum(engine.work for engine in engines)
+                return False
+        return True
 
     def _horizon_s(self, part: Neighbours) -> float:
         periods_s = [route.period_s for route in part.routes]

@@ -85,6 +85,12 @@ def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment,
     return dict(zip(judged, np.concatenate(values).tolist(), strict=True))
 
 
+def can_be_played(rehearsal: Rehearsal, plan: Assignment, work: int) -> bool:
+    """Whether a plan can be judged within so much work."""
+    routes = [rehearsal.route(j, own) for j, own in enumerate(plan.path)]
+    return rehearsal.takes_at_most(work, routes, np.array(plan.level, np.int64))
+
+
 def _beam(
     busy: Mapping[Assignment, float], allowed: Callable[[Assignment], bool]
 ) -> list[Assignment]:
