@@ -40,8 +40,13 @@ MAKING_S = faults.PATIENCE_S / 4
 GIVEN_UP_S = MAKING_S + 20.0
 #: Operations wait for a switch no longer; beside that, a busy machine.
 HELD_MS = 1e3 * faults.PATIENCE_S + 5e3
-#: The watchdog would first wait for every rank to write down what it did last.
-NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+#: The watchdog would first wait for every rank to write down what it did last. Where it aborts,
+#: Python's fault handler reads the stacks of threads that still run, which can crash in its turn.
+NO_DUMP = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+    "PYTHONFAULTHANDLER": "",
+}
 
 
 def trained(

@@ -69,7 +69,7 @@ def test_crux_host_knows_the_gpu(kind: Kind, report: Report) -> None:
 
 
 def test_the_counters_see_what_is_counted(kind: Kind, report: Report, tmp_path: Path) -> None:
-    """A device that multiplies all the time, by its own counters and by arithmetic."""
+    """A device without work, and one that multiplies, by its own counters and by arithmetic."""
     size = "8192" if kind.is_gpu else "256"
     found = _found("counted_activity", kind, tmp_path, size=size)
     assert found["uuid"], "this torch tells the UUID"
@@ -79,7 +79,8 @@ def test_the_counters_see_what_is_counted(kind: Kind, report: Report, tmp_path: 
     share = None if seconds is None else seconds / found["seconds"]
     report.figure("activity", activity | {"counted_share": share})
     assert activity["busy"] is not None
-    assert activity["busy"] > 0.5
+    # Beside other programs the rig's threads, which are its devices, do not always run.
+    assert activity["busy"] > max(0.5 if kind.is_gpu else 0.1, 2 * found["idle"]["busy"])
     if activity["tensor"] is not None and share is not None:
         # What is counted can't take more of the tensor cores' time than they worked.
         assert share <= 1.1 * activity["tensor"] + 0.02

@@ -103,6 +103,7 @@ class Job:
             "CRUX_STORE": "none",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
             "PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT))),
         }
         if self.kind.device_type == "cuda":
@@ -164,8 +165,7 @@ class Job:
         processes = []
         for rank in range(self.size):
             with (folder / f"rank{rank}.err").open("wb") as errors:
-                command = [sys.executable, "-X", "faulthandler", "-m", "rig.worker"]
-                command += [str(path), str(rank)]
+                command = [sys.executable, "-m", "rig.worker", str(path), str(rank)]
                 env = {**os.environ, **self.environment(rank)}
                 processes.append(
                     subprocess.Popen(command, stdout=errors, stderr=errors, env=env, cwd=ROOT)

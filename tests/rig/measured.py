@@ -211,7 +211,7 @@ def gpus_of_this_host(rank: Rank) -> Any:
 
 @part(kinds=DEVICES, sizes=(ALONE,), measures=True)
 def counted_activity(rank: Rank) -> Any:
-    """A device that multiplies matrices of ``size`` all the time: what NVML says of that time."""
+    """What NVML says of a second without work, and of a device that multiplies all the time."""
     from crux_torch.host.activity import ActivityMeter
     from crux_torch.host.nvml_device import current_device, own_gpu
 
@@ -220,9 +220,17 @@ def counted_activity(rank: Rank) -> Any:
     product = torch.empty_like(a)
     chosen = current_device()
     assert chosen is not None
-    meter = ActivityMeter()
     rank.synchronize()
-    meter.begin(lambda gpus: own_gpu(gpus, chosen.ordinal, chosen.uuid))
+
+    def watched() -> ActivityMeter:
+        meter = ActivityMeter()
+        meter.begin(lambda gpus: own_gpu(gpus, chosen.ordinal, chosen.uuid))
+        return meter
+
+    meter = watched()
+    time.sleep(1.0)
+    idle = meter.finish(10.0)
+    meter = watched()
     begin, products = time.monotonic(), 0
     while time.monotonic() - begin < 3.0:
         for _ in range(20):
@@ -237,6 +245,7 @@ def counted_activity(rank: Rank) -> Any:
         "seconds": elapsed_s,
         "flops": products * 2.0 * size**3,
         "activity": msgspec.to_builtins(activity),
+        "idle": msgspec.to_builtins(idle),
     }
 
 
