@@ -296,7 +296,7 @@ def table(mix: Mix, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         f"{mix.name}: {', '.join(mix.jobs)}; {mix.about}; the paper's {mix.gbit:g} Gbit/s",
         f"  {'turn':<12}{'time of a step x cubic':>26}{'the paper':>14}{'overlap':>9}{'drops':>7}"
-        f"{'paced':>7}{'load':>6}  step x alone: {', '.join(mix.jobs)}",
+        f"{'link':>6}{'paced':>7}{'load':>6}  step x alone: {', '.join(mix.jobs)}",
     ]
     foreign = {
         (t["run"], t["round"]): t["foreign_Bps"]
@@ -327,10 +327,21 @@ def table(mix: Mix, rows: Sequence[Mapping[str, Any]]) -> str:
             notes += f"; foreign flows x cubic {_spread(beside)}"
         lines.append(
             f"  {turn:<12}{times:>26}{PAPER.get(turn, ''):>14}{overlap:>9}"
-            f"{_median(t['drops'] for t in of):>7.0f}{'' if paced is None else f'{paced:.0%}':>7}"
+            f"{_median(t['drops'] for t in of):>7.0f}{_link(mix, jobs):>6}"
+            f"{'' if paced is None else f'{paced:.0%}':>7}"
             f"{_median(t['load'] for t in of):>6.1f}  {cells}{notes}"
         )
     return "\n".join(lines) + "\n"
+
+
+def _link(mix: Mix, jobs: Sequence[Mapping[str, Any]]) -> str:
+    """The share of the link that the jobs' steps use, each way; the median over rounds."""
+    used: dict[tuple[int, int], float] = {}
+    for job in jobs:
+        if job["step_bytes"] is not None:
+            key = job["run"], job["round"]
+            used[key] = used.get(key, 0.0) + job["step_bytes"] / job["step_s"] / mix.rate_Bps
+    return f"{statistics.median(used.values()):.0%}" if used else ""
 
 
 def _median(values: Iterable[float | None]) -> float | None:
