@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import contest
+from crux_torch.schedule.circle import ROUNDING
 from lab import netns
 from lab.contest import NONE, Scenario, Seen, Turn
 
@@ -16,6 +17,8 @@ _OK, _REASON = netns.available()
 pytestmark = [pytest.mark.full, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 WINDOW_S = 10.0
+#: Turns until two equal jobs were measured as that: other work on the machine slows one of them.
+TURNS = 3
 
 
 def turn(scenario: Scenario, policy: str, folder: Path) -> Seen:
@@ -27,7 +30,21 @@ def turn(scenario: Scenario, policy: str, folder: Path) -> Seen:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     folder = tmp_path_factory.mktemp("pair")
     scenario = contest.SCENARIOS["pair"]
-    return {policy: turn(scenario, policy, folder / policy) for policy in (NONE, "cassini")}
+    stock = turn(scenario, NONE, folder / NONE)
+    for number in range(TURNS):
+        shifted = turn(scenario, "cassini", folder / f"cassini-{number}")
+        if measured_alike(shifted):
+            break
+    return {NONE: stock, "cassini": shifted}
+
+
+def periods_s(seen: Seen) -> list[float]:
+    return [job["profile"]["period_s"] for job in seen.status["jobs"]]
+
+
+def measured_alike(seen: Seen) -> bool:
+    """Whether the jobs' iterations, as they were measured, can share a grid."""
+    return max(periods_s(seen)) < (1 + ROUNDING) * min(periods_s(seen))
 
 
 def entries(seen: Seen) -> dict[str, dict[str, Any]]:
@@ -37,8 +54,9 @@ def entries(seen: Seen) -> dict[str, dict[str, Any]]:
 def test_two_compatible_jobs_take_turns_on_their_link(pair: dict[str, Seen]) -> None:
     rate_Bps = contest.SCENARIOS["pair"].rate_mbit * 1e6 / 8
     shifted = pair["cassini"]
-    grids = [entry["grid"]["period_s"] for entry in entries(shifted).values()]
+    grids = [entry.get("grid") for entry in entries(shifted).values()]
     assert len(grids) == 2
+    assert all(grids), f"{grids}; iterations were measured as {periods_s(shifted)} s"
     overlap, chance = shifted.overlap(rate_Bps), shifted.chance(rate_Bps)
     assert overlap is not None
     assert chance is not None

@@ -35,7 +35,7 @@ from crux_torch.control.inputs import (
     plan_inputs,
 )
 from crux_torch.control.planner import compute_entries, fingerprint, within
-from crux_torch.control.records import JobRecord, PathCounts, PlanEntry, TriedPlan
+from crux_torch.control.records import Grid, JobRecord, Moved, PathCounts, PlanEntry, TriedPlan
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
@@ -422,6 +422,7 @@ OTHER_RECORD: dict[str, object] = {
     "paths": PathCounts(1, 2, 3, 4),
     "corrections_per_minute": 5,
     "tried": (TriedPlan(name="x", jobs=("a", "b"), state="kept"),),
+    "moved": Moved(Grid(0.1, 0.4), 0.05, 9.0),
 }
 
 

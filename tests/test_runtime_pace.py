@@ -21,7 +21,7 @@ from crux_torch.runtime.order import Order, Pace
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.pace_setter import MAX_CORRECTIONS, MAX_ERROR, PAUSE_S, PaceSetter
 from crux_torch.schedule.cassini import HEADROOM
-from crux_torch.schedule.pace import DRIFT, HICCUP, start_point
+from crux_torch.schedule.pace import DRIFT, HELD_UP, behind, following_point, start_point
 
 SECOND = 10**9
 GRID_S = 0.4
@@ -163,40 +163,65 @@ def test_jobs_on_hosts_with_other_clocks_begin_in_their_slots() -> None:
         assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [0, 0, 0]
 
 
-def test_a_job_that_stays_late_waits_for_another_point_and_is_counted() -> None:
-    job = Job(World(), (0, 3))
-    job.iterate(0.39, 3)
-    job.lead(entry())
-    job.iterate(0.39, 5)
-    job.iterate(GRID_S * (1 + DRIFT / 2))  # within the window: goes on at once, and catches up
-    job.iterate(0.39, 3)
-    assert job.ranks[0].keeper.corrections_per_minute == 0
-    job.iterate(GRID_S * (1 + 2 * DRIFT))  # a hiccup: the same, and one more to catch up
-    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
-    job.iterate(0.39)
-    assert job.phase_s(entry()) == pytest.approx(2 * DRIFT * GRID_S, abs=0.001)
-    job.iterate(0.39, 5)
-    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
-    assert job.ranks[0].keeper.corrections_per_minute == 0
-    job.iterate(GRID_S * 1.3)
-    job.iterate(0.39)
-    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
-    assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [1, 1]
-    job.iterate(0.39, 200)
-    assert job.ranks[0].keeper.corrections_per_minute == 0, "a minute later it is forgotten"
+@given(
+    st.integers(1, 10**10),
+    st.integers(-(10**12), 10**12),
+    st.integers(0, 10**10),
+    st.integers(-(10**12), 10**12),
+)
+def test_a_late_iteration_begins_at_once_unless_it_was_held_up_for_long(
+    period: int, before: int, late: int, after: int
+) -> None:
+    ready = before + after
+    point = following_point(ready, before, late, period)
+    assert (point - before) % period == 0
+    assert point - ready <= period, "a hold is one period at most"
+    over = after - period
+    if over <= 0 or over > min(late + HELD_UP * period, period):
+        assert point >= ready
+    else:
+        assert point == before + period
 
 
-@pytest.mark.parametrize("late", [2 * DRIFT, 0.15, 0.2, HICCUP - 0.01])
-def test_the_room_in_a_grid_is_enough_to_catch_up(late: float) -> None:
+@given(st.lists(st.integers(0, 1000), max_size=5), st.floats(0, 10))
+def test_a_job_that_catches_up_does_not_move_grids(late: list[int], ahead: float) -> None:
+    by = behind(late, 1000, ahead)
+    if by:
+        assert min(late[-2:]) > DRIFT * 1000
+        assert late[-2] <= late[-1] <= by
+    elif len(late) >= 2:
+        assert late[-1] < late[-2] or min(late[-2:]) <= DRIFT * 1000
+
+
+@pytest.mark.parametrize("late", [DRIFT / 2, 2 * DRIFT, 0.15, HELD_UP - 0.001])
+def test_a_job_that_was_held_up_goes_on_at_once_and_catches_up(late: float) -> None:
     job = Job(World(), (0, 3))
     own_s = GRID_S / (1 + HEADROOM)
     job.iterate(own_s, 3)
     job.lead(entry())
     job.iterate(own_s, 5)
     job.iterate(own_s + late * GRID_S)
-    job.iterate(own_s, 30)
+    job.iterate(own_s)
+    assert job.phase_s(entry()) != pytest.approx(0.0, abs=0.001)
+    for _ in range(round((late + 0.05) / HEADROOM)):
+        job.iterate(own_s)
+        job.lead(entry())
     assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
+    assert job.setter.moved is None
     assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [0, 0]
+
+
+def test_a_job_that_was_held_up_for_long_leaves_points_out_and_is_counted() -> None:
+    job = Job(World(), (0, 3))
+    job.iterate(0.39, 3)
+    job.lead(entry())
+    job.iterate(0.39, 5)
+    job.iterate(0.39 + 3.9 * GRID_S)
+    job.iterate(0.39)
+    assert job.phase_s(entry()) == pytest.approx(0.0, abs=0.001)
+    assert [rank.keeper.corrections_per_minute for rank in job.ranks] == [1, 1]
+    job.iterate(0.39, 200)
+    assert job.ranks[0].keeper.corrections_per_minute == 0, "a minute later it is forgotten"
 
 
 def test_a_job_that_does_not_fit_its_grid_is_left_alone_and_tried_again_later() -> None:

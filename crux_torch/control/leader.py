@@ -176,6 +176,11 @@ class Leader:
         return found[1]
 
     @property
+    def jobs(self) -> tuple[JobRecord, ...]:
+        """The cluster's jobs as their records were read last."""
+        return self._snapshot.jobs
+
+    @property
     def operator(self) -> OperatorSettings:
         """The operator's settings as they were read last."""
         return self._snapshot.operator

@@ -27,6 +27,8 @@ MAX_TRIED, MAX_TRIED_JOBS = 4, 1024
 
 #: The longest time for which a job is held back at once, and so the longest grid.
 MAX_GRID_S = 60.0
+#: The most by which a plan's grid moves, in all.
+MAX_MOVED_S = 1e9
 
 Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
@@ -78,6 +80,27 @@ class TriedPlan(msgspec.Struct, frozen=True, kw_only=True):
     slowed: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
+class Grid(msgspec.Struct, frozen=True):
+    """When a job's iterations begin: at ``shift_s + n period_s`` on the clock of the store."""
+
+    shift_s: GridSeconds
+    period_s: GridSeconds
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """That a job does not catch up with its grid, so that it has to begin later.
+
+    Attributes:
+        grid: as the plan has it. With another one, this is void.
+        by_s: how much later than in the plan, in all.
+        from_s: since when, on the clock of the store.
+    """
+
+    grid: Grid
+    by_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MOVED_S)]
+    from_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One running job, rewritten by its leader before its lease ends.
 
@@ -90,10 +113,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         peak_flops: FLOP/s that its devices could do at most, 0 if unknown; bounds its claim.
         profile: what was measured; absent while starting.
         paths: what became of the plan's paths; absent if the plan has none for the job.
-        corrections_per_minute: iterations of the last minute that came too late and were held until
-            another point of their grid; absent if the job keeps to none.
+        corrections_per_minute: how often in the last minute the job had fallen behind its grid;
+            absent if it keeps to none.
         tried: plans that were tried in components that this job judges, the last one last; unset,
             which takes no room, if there are none.
+        moved: the grid, which this job does not catch up with; unset if it does.
     """
 
     version: int = SCHEMA_VERSION
@@ -109,6 +133,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     tried: (
         Annotated[tuple[TriedPlan, ...], msgspec.Meta(max_length=MAX_TRIED)] | msgspec.UnsetType
     ) = msgspec.UNSET
+    moved: Moved | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def trials(self) -> tuple[TriedPlan, ...]:
@@ -130,13 +155,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     before: Sample
     after: Sample
     waiting_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e30)] = 0.0
-
-
-class Grid(msgspec.Struct, frozen=True):
-    """When a job's iterations begin: at ``shift_s + n period_s`` on the clock of the store."""
-
-    shift_s: GridSeconds
-    period_s: GridSeconds
 
 
 class OnTrial(msgspec.Struct, frozen=True, kw_only=True):

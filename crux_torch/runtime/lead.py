@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from crux_torch.control.leader import Leader
-from crux_torch.control.records import PlanEntry
+from crux_torch.control.records import Plan, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
 from crux_torch.fabric.route import HostRoute, PlannedPath, Routes, routes_of
@@ -23,8 +23,8 @@ from crux_torch.fabric.topology import Topology
 from crux_torch.measure.job_profile import HostFlow, JobProfile
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
-from crux_torch.runtime.order import Order, heading
-from crux_torch.runtime.pace_setter import PaceSetter
+from crux_torch.runtime.order import Order, Pace, heading
+from crux_torch.runtime.pace_setter import PaceSetter, moved_with
 from crux_torch.settings import Settings
 from crux_torch.warn_once import WarnOnce
 
@@ -358,7 +358,7 @@ class Conductor:
         pace = None
         if self._pace_setter is not None:
             # Holds in a measurement would be part of what is measured.
-            pace = self._pace_setter.wanted(None if measuring else entry)
+            pace = self._paced(self._pace_setter, plan, None if measuring else entry)
         flows, tables = self._booked(entry, measuring)
         return Order(
             incarnation=self._incarnation,
@@ -376,6 +376,15 @@ class Conductor:
             tables=tables,
             pace=pace,
         )
+
+    def _paced(self, setter: PaceSetter, plan: Plan | None, entry: PlanEntry | None) -> Pace | None:
+        """The pace that the plan gives the job; the others hear if it does not catch up."""
+        leader = self.leader
+        if leader is None or plan is None or entry is None or not entry.grid:
+            return setter.wanted(entry)
+        pace = setter.wanted(entry, moved_with(entry.grid, plan, leader.jobs))
+        leader.update(moved=setter.moved or msgspec.UNSET)
+        return pace
 
     def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
         routing, leader = self._routing, self.leader

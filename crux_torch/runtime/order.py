@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from crux_torch.control.job_channel import JobChannel
-from crux_torch.control.records import MAX_GRID_S, PathCounts, PlanEntry
+from crux_torch.control.records import MAX_GRID_S, MAX_MOVED_S, PathCounts, PlanEntry
 from crux_torch.fabric.flow_links import HostFlowLinks
 from crux_torch.fabric.route import HostRoute
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
@@ -39,11 +39,13 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         mark: number of the iteration, counted from the job's first.
         lead_s, grid_s: seconds.
+        moved_s: by how much later the grid is than in the plan, seconds.
     """
 
     mark: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
     lead_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_GRID_S)]
     grid_s: Annotated[float, msgspec.Meta(gt=0.0, le=MAX_GRID_S)]
+    moved_s: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_MOVED_S)] = 0.0
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

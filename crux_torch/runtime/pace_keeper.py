@@ -10,7 +10,7 @@ from typing import Any
 
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.runtime.order import Pace
-from crux_torch.schedule.pace import DRIFT, HICCUP, MAX_HICCUPS, start_point
+from crux_torch.schedule.pace import following_point, start_point
 
 #: Iterations whose ends are remembered: an order may name one of some seconds ago.
 REMEMBERED = 4096
@@ -22,9 +22,9 @@ MINUTE_NS = 60 * 10**9
 class PaceKeeper:
     """Holds the training thread at an iteration's end, before the next one communicates.
 
-    The end is the optimizer's step; a rank that sees none holds nothing. A hold is shorter than the
-    grid. As all ranks hold until the same point, they hold for the same time; a rank that heard of
-    the pace an iteration later does no harm, because the others wait for it at most until then.
+    The end is the optimizer's step; a rank that sees none holds nothing. A hold is no longer than
+    the grid's period. As all ranks hold until the same point, they hold for the same time; a rank
+    that heard of the pace an iteration later does no harm: the others wait at most until then.
 
     The training thread calls it at every mark; one background thread calls the rest.
 
@@ -50,7 +50,8 @@ class PaceKeeper:
         self._origin_ns = 0
         self._point_ns: int | None = None
         self._released_ns: int | None = None
-        self._late = 0
+        self._behind_ns = 0
+        self._late_ns: deque[int] = deque(maxlen=2)
         self._own_ns: deque[int] = deque(maxlen=TIMED)
         self._corrected_ns: deque[int] = deque(maxlen=REMEMBERED)
         self._held = 0
@@ -79,6 +80,10 @@ class PaceKeeper:
         ends = list(self._ends)
         return ends[-1] if ends else None
 
+    def now_ns(self) -> int:
+        """The clock of the marks."""
+        return self._clock_ns()
+
     @property
     def keeps(self) -> bool:
         """Whether iterations are held back to a grid now."""
@@ -86,9 +91,18 @@ class PaceKeeper:
 
     @property
     def corrections_per_minute(self) -> int:
-        """Iterations of the last minute that came too late, and waited for another point."""
+        """How often in the last minute the job had fallen behind its grid: a point was left out,
+        or :meth:`moved` was called."""
         since_ns = self._clock_ns() - MINUTE_NS
         return sum(at_ns >= since_ns for at_ns in list(self._corrected_ns))
+
+    def late_ns(self, pace: Pace) -> list[int]:
+        """By how much the last iterations under ``pace`` began late; none before it is kept to."""
+        return list(self._late_ns) if self._kept == pace else []
+
+    def moved(self) -> None:
+        """Count that the grid has to be moved, as this job does not catch up with it."""
+        self._corrected_ns.append(self._clock_ns())
 
     @property
     def iteration_s(self) -> float | None:
@@ -119,6 +133,8 @@ class PaceKeeper:
             self._own_ns.append(mark_ns - self._released_ns)
         point_ns = self._point_of(mark_ns, grid_ns)
         self._point_ns = point_ns
+        self._behind_ns = max(0, mark_ns - point_ns)
+        self._late_ns.append(self._behind_ns)
         self._released_ns = max(mark_ns, point_ns)
         wait_ns = point_ns - self._clock_ns()
         if 0 < wait_ns <= grid_ns:
@@ -128,32 +144,35 @@ class PaceKeeper:
 
     def _point_of(self, mark_ns: int, grid_ns: int) -> int:
         """The point of the grid that the iteration after this mark belongs to."""
-        point_ns = start_point(mark_ns, self._origin_ns, grid_ns)
-        if self._point_ns is None or point_ns - self._point_ns <= (1 + DRIFT) * grid_ns:
-            self._late = 0
-            return point_ns
-        due_ns = self._point_ns + grid_ns
-        if self._late < MAX_HICCUPS and mark_ns - due_ns <= HICCUP * grid_ns:
-            self._late += 1
-            return due_ns
-        self._late = 0
-        self._corrected_ns.append(mark_ns)
+        if self._point_ns is None:
+            return start_point(mark_ns, self._origin_ns, grid_ns)
+        point_ns = following_point(mark_ns, self._point_ns, self._behind_ns, grid_ns)
+        if point_ns - self._point_ns > grid_ns:
+            self._corrected_ns.append(mark_ns)
         return point_ns
 
     def _begin(self, pace: Pace | None) -> bool:
         """Whether there is a pace whose origin this rank knows."""
         if pace == self._kept:
             return pace is not None
-        known = None if self._kept is None else self._kept.grid_s
-        self._kept = None
+        known, self._kept = self._kept, None
         if pace is None:
             self._point_ns = None
             return False
         ended_ns = next((ns for number, ns in self._ends if number == pace.mark), None)
         if ended_ns is None:
             return False
-        if pace.grid_s != known:
+        if known is None or pace.grid_s != known.grid_s:
             self._point_ns = None
             self._own_ns.clear()
         self._kept, self._origin_ns = pace, ended_ns + round(pace.lead_s * 1e9)
+        if known is not None and self._point_ns is not None:
+            # The last iteration's point moves with the grid.
+            grid_ns = round(pace.grid_s * 1e9)
+            moved_ns = round((pace.moved_s - known.moved_s) * 1e9)
+            point_ns = self._point_ns + moved_ns
+            off_ns = (self._origin_ns - point_ns + grid_ns // 2) % grid_ns - grid_ns // 2
+            self._point_ns = point_ns + off_ns
+            self._behind_ns = max(0, self._behind_ns - moved_ns - off_ns)
+        self._late_ns.clear()
         return True
