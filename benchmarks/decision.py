@@ -2,6 +2,8 @@
 
     python benchmarks/decision.py [--jobs 100,1000,5000,50000] [--repeats 9] [--out DIR]
 
+With ``--append`` rows of other sizes that DIR has are kept; ``--jobs ""`` times components only.
+
 Hosts of four NICs stand in groups of 16 under a ToR switch, and every ToR switch has one uplink to
 each of 16 aggregation switches; there are as many hosts as the jobs need and a tenth more. A job
 has 2 to 12 hosts, and a ring over them on each NIC: 8 to 48 flows. A flow between two ToR switches
@@ -28,6 +30,7 @@ interpreter and its libraries), and what one decision adds to it at its peak.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import random
@@ -283,20 +286,28 @@ def table(rows: list[dict[str, Any]]) -> str:
 @click.command()
 @click.option("--jobs", default="100,200,1000,5000,50000", help="Numbers of jobs, with commas.")
 @click.option("--repeats", default=9, help="Decisions timed, of each kind.")
+@click.option("--append", is_flag=True, help="Keep the rows of other sizes that DIR has.")
 @click.option("--json", "json_path", type=click.Path(path_type=FilePath), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=FilePath), help="Write DIR/decision.{json,txt}.")
-def main(jobs: str, repeats: int, json_path: FilePath | None, out: FilePath | None) -> None:
+def main(
+    jobs: str, repeats: int, append: bool, json_path: FilePath | None, out: FilePath | None
+) -> None:
     """Times Crux's whole decision on synthetic clusters."""
     # Read by the libraries when a row's process imports them.
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     spawn = multiprocessing.get_context("spawn")
     rows = []
-    for count in (int(part) for part in jobs.split(",")):
+    for count in (int(part) for part in jobs.split(",") if part):
         for nics in (False, True):
             with spawn.Pool(1) as alone:
                 rows.append(alone.apply(row_of, (count, nics, repeats)))
     with spawn.Pool(1) as alone:
         parts = [alone.apply(component_of, (count, repeats)) for count in COMPONENT_GOALS_S]
+    if append and out is not None and (out / "decision.json").exists():
+        new = {(row["jobs"], row["links"]) for row in rows}
+        earlier = json.loads((out / "decision.json").read_text())["rows"]
+        kept = [r for r in earlier if "jobs" in r and (r["jobs"], r["links"]) not in new]
+        rows = sorted((*kept, *rows), key=lambda row: row["jobs"])
     text = f"{table(rows)}\n{component_table(parts)}"
     settings = {"repeats": repeats, "levels": len(OPTIONS.levels), "threads": 1, "goal_s": GOAL_S}
     result = Result("decision", settings, [*rows, *parts])
