@@ -12,7 +12,7 @@ from types import MappingProxyType
 from crux_torch.control.contested_hosts import holdings, host_devices
 from crux_torch.control.records import JobRecord
 from crux_torch.fabric.topology import CANDIDATE_LIMIT, Topology
-from crux_torch.measure.job_profile import JobProfile
+from crux_torch.measure.job_profile import HostFlow, JobProfile
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.intensity import unrouted_transfer_times_s
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path
@@ -29,6 +29,8 @@ MAX_PERIOD_S = 3600.0
 #: t_j from below.
 MAX_HOST_BPS = 1e12
 MIN_TRANSFER_S = 1e-6
+#: What a flow moves at least, if it moves anything: keeps what is computed of claims finite.
+MIN_FLOW_BYTES = 1.0
 #: A claim that is cut by less than this share is not worth a word.
 SLACK = 0.99
 #: Flows of all jobs together that are planned one by one, those of the smallest jobs first.
@@ -83,11 +85,11 @@ def plan_inputs(
         if profile is None:
             continue
         flows: tuple[Flow, ...] = (
-            *(Flow(f.bytes, between(f.src, f.dst)) for f in profile.flows),
+            *(Flow(_moved(f), between(f.src, f.dst)) for f in profile.flows),
             *_inside_flows(profile, topology),
         )
         if record.job not in planned:
-            flows = (Flow(math.fsum(f.bytes for f in profile.flows), ((UNLOCATED,),)),)
+            flows = (Flow(math.fsum(map(_moved, profile.flows)), ((UNLOCATED,),)),)
         job = Job(
             name=record.job,
             gpus=claimed_devices(record, topology, held.get(record.job)),
@@ -196,12 +198,16 @@ def _inside_flows(profile: JobProfile, topology: Topology | None) -> list[Flow]:
     if topology is None:
         return []
     return [
-        Flow(flow.bytes, topology.candidate_paths(flow.src, flow.dst)[:1])
+        Flow(_moved(flow), topology.candidate_paths(flow.src, flow.dst)[:1])
         for flow in profile.inside
         if topology.nodes.keys() >= {flow.src, flow.dst}
         and topology.host_of(flow.src) is not None
         and topology.host_of(flow.src) == topology.host_of(flow.dst)
     ]
+
+
+def _moved(flow: HostFlow) -> float:
+    return max(flow.bytes, MIN_FLOW_BYTES) if flow.bytes > 0 else 0.0
 
 
 def _bursts(profile: JobProfile) -> tuple[Burst, ...]:
