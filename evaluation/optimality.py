@@ -37,7 +37,7 @@ from crux_torch.schedule.contention import contention_priorities
 from crux_torch.schedule.crux import compress_priorities, crux_pa, crux_ps_pa
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import by_descending
-from crux_torch.schedule.model import Cluster, Scheduler, SchedulerOptions
+from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
 from crux_torch.schedule.policy import crux
 from crux_torch.schedule.rehearsal import Length, Rehearsal, RoutedJob
 from crux_torch.schedule.sincronia import compress_first, sincronia
@@ -310,6 +310,11 @@ def _by_rank(levels_of: Callable[[int, IntArray], IntArray]) -> Compression:
     return compression
 
 
+def uncapped(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """The default policy where a job may starve, as it may under the optimum."""
+    return crux(cluster, replace(options, max_slowdown=float("inf")))
+
+
 def _uncorrected(cluster: Cluster, options: SchedulerOptions) -> Order:
     """By intensity alone: what Crux's order would be if k_j were 1 for all."""
     intensity = crux_pa(cluster, options).intensity
@@ -329,6 +334,7 @@ def _weighted(cluster: Cluster, options: SchedulerOptions) -> Order:
 PATHS: dict[str, Scheduler] = {
     "crux-paper": crux_ps_pa,
     "crux": crux,
+    "crux-uncapped": uncapped,
     "taccl": taccl,
     "ecmp": ecmp,
 }

@@ -46,10 +46,11 @@ TITLES = {
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write optimality.json and optimality.txt to this folder.",
+    help="Write NAME.json and NAME.txt to this folder.",
 )
+@click.option("--name", default="optimality", show_default=True, help="Name of the result.")
 def optimality(
-    cases: int, seed: int, threads: int, json_path: Path | None, out: Path | None
+    cases: int, seed: int, threads: int, json_path: Path | None, out: Path | None, name: str
 ) -> None:
     """Small cases whose optimum is enumerated, as in the paper's §4.4 and Figure 16."""
     # The first case would pay for what is loaded or made on first use.
@@ -57,7 +58,7 @@ def optimality(
     with _progress() as progress:
         seeds = progress.track(range(seed, seed + cases), description="cases")
         outcomes = [judge(draw_case(s), threads=threads) for s in seeds]
-    result = Result("optimality", _settings(cases, seed, outcomes), summarise(outcomes))
+    result = Result(name, _settings(cases, seed, outcomes), summarise(outcomes))
     text = _text(result)
     publish(result, text, json_path, out)
 
