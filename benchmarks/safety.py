@@ -13,8 +13,9 @@ its mean iteration over its iteration alone on Crux's paths; a cluster counts it
 mean of the phases. A job is *beyond the cap* where that is more than the cap and more than 1% above
 what either baseline gives to it.
 
-Policies with ``-blind`` know no topology, as in a cluster without one: they see all jobs on one
-link, each with its transfer time, and the network's hash chooses the paths.
+Policies with ``-shifted`` have CASSINI's shifts on the paths and levels of the one that they are
+named after. Policies with ``-blind`` know no topology, as in a cluster without one: they see all
+jobs on one link, each with its transfer time, and the network's hash chooses the paths.
 
 The kinds are: ``small`` (five jobs, §4.4 of Crux), ``testbed`` (eight jobs on Crux's), ``clos``
 and ``double-sided`` (twelve jobs), ``torus`` (4 by 4 hosts), ``periods`` (two to six jobs of few
@@ -44,6 +45,7 @@ from crux_torch.cli.results import Result, publish
 from crux_torch.fabric.builders.clos import crux_testbed, double_sided, two_layer_clos
 from crux_torch.fabric.builders.server import GBPS
 from crux_torch.schedule.arrays import arrays_of, choice_of, paths_of, traffic_matrix
+from crux_torch.schedule.cassini import cassini
 from crux_torch.schedule.crux import crux_paper
 from crux_torch.schedule.intensity import solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import (
@@ -79,6 +81,8 @@ POLICIES = (
     "varys",
     "taccl",
     "cassini",
+    "one-level-shifted",
+    "crux-shifted",
     "crux-blind",
     "crux-paper-blind",
 )
@@ -213,6 +217,18 @@ def one_level(cluster: Cluster, options: SchedulerOptions) -> Decision:
     return crux_paper(cluster, replace(options, levels=options.levels[:1]))
 
 
+def shifted(paths: Scheduler, *, keep_levels: bool) -> Scheduler:
+    """CASSINI's shifts on the paths of another scheduler, with its levels or with one for all."""
+
+    def decide(cluster: Cluster, options: SchedulerOptions) -> Decision:
+        found = paths(cluster, options)
+        on_these = cassini(cluster, replace(options, default_path=found.path))
+        level = found.level if keep_levels else on_these.level
+        return replace(found, level=level, shift_s=on_these.shift_s, grid_s=on_these.grid_s)
+
+    return decide
+
+
 def blind(scheduler: Scheduler) -> Scheduler:
     """Levels of ``scheduler`` where no topology is known, on the network's own paths."""
 
@@ -233,6 +249,8 @@ def blind(scheduler: Scheduler) -> Scheduler:
 PLAYED: dict[str, Scheduler] = {
     **SCHEDULERS,
     "one-level": one_level,
+    "one-level-shifted": shifted(one_level, keep_levels=False),
+    "crux-shifted": shifted(crux, keep_levels=True),
     "crux-blind": blind(crux),
     "crux-paper-blind": blind(crux_paper),
 }
@@ -374,7 +392,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 @click.option("--policies", default=",".join(POLICIES), help="With commas.")
 @click.option("--processes", default=os.cpu_count() or 1, help="Clusters at a time.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/safety.{json,txt}.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/NAME.{json,txt}.")
+@click.option("--name", default="safety", help="Name of the result.")
 @click.option("--append", is_flag=True, help="Keep the rows of other seeds that DIR has.")
 def main(
     clusters: int,
@@ -384,6 +403,7 @@ def main(
     processes: int,
     json_path: Path | None,
     out: Path | None,
+    name: str,
     append: bool,
 ) -> None:
     """Plays seeded clusters under every policy."""
@@ -394,15 +414,15 @@ def main(
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         rows = [row for part in pool.imap(row_of, tasks) for row in part]
     settings = {"phases": phases, "cap": CAP}
-    if append and out is not None and (out / "safety.json").exists():
-        before = json.loads((out / "safety.json").read_text())
+    if append and out is not None and (out / f"{name}.json").exists():
+        before = json.loads((out / f"{name}.json").read_text())
         if before["settings"] != settings:
             raise click.UsageError(f"{out} was played with {before['settings']}, not {settings}")
         new = {(row["seed"], row["policy"]) for row in rows}
         rows += [row for row in before["rows"] if (row["seed"], row["policy"]) not in new]
         rows.sort(key=lambda row: row["seed"])
     lines = summarise(rows)
-    publish(Result("safety", settings, rows), table(lines), json_path, out)
+    publish(Result(name, settings, rows), table(lines), json_path, out)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ from crux_torch.schedule.slowdown_cap import SlowdownCap
 #: Share by which levels must be better than none.
 LEAD = 0.01
 #: Units of work (5 to 10 ns) of a component of n jobs: the least, by n² and by n at most.
-WORK, WORK_BY_SQUARE, WORK_BY_JOB = 8_000_000, 12_000, 500_000
+WORK, WORK_BY_SQUARE, WORK_BY_JOB = 2_000_000, 12_000, 500_000
+#: Units of a component of few jobs, whose search mostly ends before them.
+FEW_WORK, FEW_JOBS = 8_000_000, 8
 #: Units of one decision.
 ALL_WORK = 200_000_000
 #: Jobs of a component that searches, that tries reconsidered paths, and that is played at all.
@@ -173,6 +175,8 @@ class Component(NamedTuple):
     def work(self) -> int:
         """Units that its decision may take, of its engines' work."""
         n = len(self.jobs)
+        if n <= FEW_JOBS:
+            return FEW_WORK
         return max(WORK, min(WORK_BY_SQUARE * n * n, WORK_BY_JOB * n))
 
 

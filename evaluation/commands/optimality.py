@@ -16,7 +16,7 @@ from rich.table import Table
 
 from crux_torch.cli.results import Result, publish
 from crux_torch.cli.sim_options import json_option, numbers_table, threads_option
-from crux_torch.schedule.policy import BRIEF, WORK
+from crux_torch.schedule.policy import BRIEF, FEW_WORK
 from evaluation.optimality import (
     JUDGED,
     LEVELS,
@@ -82,7 +82,7 @@ def _settings(cases: int, seed: int, outcomes: Sequence[Outcome]) -> dict[str, A
         "near": NEAR,
         "judged": asdict(JUDGED),
         "rehearsed": asdict(BRIEF),
-        "rehearsal_work": WORK,
+        "rehearsal_work": FEW_WORK,
         "optimum_mean": float(np.mean([outcome.optimum for outcome in outcomes])),
         "plays": sum(outcome.plays for outcome in outcomes),
     }
