@@ -64,6 +64,7 @@ class Placer:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.cells = cells(topology)
+        self._idle = Allocation(self.cells)
         self._paths = JoinedPaths(topology, CANDIDATES)
         self._build = lru_cache(maxsize=1 << 8)(self._build_alone)
         self.reference = lru_cache(maxsize=None)(self._find_reference)
@@ -78,7 +79,7 @@ class Placer:
     def _find_reference(self, model_name: str, gpus: int) -> Reference:
         """How the job runs alone on the GPUs that are nearest to each other."""
         request = Request(model_name, gpus)
-        chosen = place_hived(request, Allocation(self.cells), random.Random(0))
+        chosen = place_hived(request, self._idle, random.Random(0))
         if chosen is None:
             raise WorkloadError(f"a job of {gpus} GPUs; the cluster has {len(self.cells.gpus)}")
         found = self._build(model_name, chosen)
