@@ -67,7 +67,16 @@ def test_a_count_beyond_the_devices_is_clamped_and_said(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         found = work_of([sample(flops=3e15, device=device())])
     assert found.flops == 2e15
-    assert "devices can do 2e+15" in caplog.text
+    assert "device can do 2e+15" in caplog.text
+
+
+def test_one_rank_can_not_claim_what_the_devices_of_others_could_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = [(0, 1e14), (1, 1e20), (2, 2e14)]
+    samples = [sample(rank, 3, flops=flops, device=device()) for rank, flops in ranks]
+    assert work_of(samples).flops == 1e14 + 2e15 + 2e14
+    assert "rank 1: 1e+20 FLOPs" in caplog.text
 
 
 @given(

@@ -68,7 +68,7 @@ def work(
     activities = [s.device.activity for s in samples if s.device and s.device.activity]
     device_busy = _mean([activity.busy for activity in activities])
     busy_s = compute_s if device_busy is None else min(compute_s, device_busy * period_s)
-    counted = [s.flops for s in samples if s.flops is not None]
+    counted = [_counted(s, period_s) for s in samples if s.flops is not None]
     if 0 < len(counted) < len(samples):
         log.warning("FLOPs counted on %d of %d ranks, scaled", len(counted), len(samples))
     by_time = busy_s * in_use
@@ -145,6 +145,21 @@ def choose(
     return Choice(
         found, "time", f"{note}; taking the latter. crux_torch.count_flops() knows better"
     )
+
+
+def _counted(sample: RankSample, period_s: float) -> float:
+    """A rank's FLOPs, at most what its own device can do: one rank can't claim for the others."""
+    flops = sample.flops or 0.0
+    peak = sample.device.peak_flops * period_s if sample.device is not None else 0.0
+    if not 0 < peak < flops:
+        return flops
+    log.warning(
+        "rank %d: %.3g FLOPs an iteration, and its device can do %.3g in it: taking those",
+        sample.rank,
+        flops,
+        peak,
+    )
+    return peak
 
 
 def _over_devices(
