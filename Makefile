@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 # Set to anything it makes each of the many processes that tests start compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup sdist wheels run test test-quick test-all test-rdma test-gpu rig coverage mutation \
+.PHONY: setup sdist wheels run test test-quick test-all soak test-rdma test-gpu rig coverage mutation \
   bench-gpu lint format asan tsan bench contest evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
@@ -90,6 +90,12 @@ test-quick: $(VENV)/.built
 test-all: apt-lab setup
 	$(PYTEST) -m full --timeout 1200; first=$$?; \
 	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" && exit $$first
+
+# Faults drawn from a seed, under real jobs and an etcd of three members, for as long as you like.
+MINUTES ?= 60
+SEED ?= 1
+soak: apt-lab setup
+	CRUX_SOAK_MINUTES=$(MINUTES) CRUX_SOAK_SEED=$(SEED) $(BIN)/python -m pytest -s -m full tests/faults
 
 # Lines and branches that the tests of `make test` reach, by package; processes they start count.
 coverage: setup

@@ -1,0 +1,256 @@
+"""Faults drawn from a seed, under jobs that train and an etcd of three members."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from control_fakes import until
+from etcd_server import Etcd
+from onlooker import Cluster
+from training_job import BOUND_S, Job
+
+from crux_torch.control.registry import Registry
+from crux_torch.errors import StoreError
+from crux_torch.store.endpoint import open_store
+
+LEASE_S = 4.0
+#: Longest time for which a fault lasts. A leader may stand still for longer than its lease.
+LONGEST_S = 8.0
+CRUX = {
+    # The default gives no levels where it knows no link that jobs share.
+    "CRUX_POLICY": "crux-paper",
+    "CRUX_LEASE_S": str(LEASE_S),
+    "CRUX_PLAN_VALID_S": "10",
+    "CRUX_PROFILE_S": "3",
+    "CRUX_PROFILE_ITERATIONS": "5",
+}
+#: More steps than a job gets to.
+STEPS = 10_000_000
+
+#: What ends a fault.
+Heal = Callable[[], None]
+
+
+class Mix:
+    """Two jobs that agree through an etcd, one fault at a time.
+
+    ``stays`` trains from the beginning to the end; ``comes`` may die and be started again under its
+    name. After each fault both must be planned again, and both ranks of both carry the plan out.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._rng = random.Random(seed)
+        self._etcd = Etcd(folder, members=3)
+        self._endpoint = f"etcd://{self._etcd.endpoints}/mix"
+        self._jobs: dict[str, Job] = {}
+        #: What was done, the last fault last.
+        self.schedule: list[str] = []
+        self._epoch = 0
+
+    def __enter__(self) -> Mix:
+        self._etcd.__enter__()
+        self._cluster = Cluster(self._endpoint)
+        for name in ("stays", "comes"):
+            self._start(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self._jobs.values():
+            job.kill_everything()
+        self._cluster.close()
+        self._etcd.__exit__()
+
+    @property
+    def stays(self) -> Job:
+        return self._jobs["stays"]
+
+    def run(self, seconds: float) -> None:
+        """One fault after the other for so long; raises AssertionError where jobs don't recover."""
+        faults = [
+            self._a_member_dies, self._a_member_stands_still, self._the_majority_dies,
+            self._the_majority_stands_still, self._a_store_process_dies,
+            self._a_leader_stands_still, self._a_job_dies, self._a_leader_dies,
+            self._keys_are_compacted_away, self._others_write_junk,
+        ]  # fmt: skip
+        self._recovered()
+        ends_s = time.monotonic() + seconds
+        queue: list[Callable[[], Heal]] = []
+        while time.monotonic() < ends_s:
+            # Each kind comes once before one comes again.
+            queue = queue or self._rng.sample(faults, len(faults))
+            fault, lasts_s = queue.pop(), self._rng.uniform(0.0, LONGEST_S)
+            self.schedule.append(f"{fault.__name__.strip('_')} for {lasts_s:.1f} s")
+            steps = self.stays.steps()
+            heal = fault()
+            try:
+                time.sleep(lasts_s)
+            finally:
+                heal()
+            self._recovered()
+            until(lambda before=steps: self.stays.steps() > before + 5, BOUND_S, "more steps")
+
+    def end(self) -> None:
+        """End both jobs; nothing of them is left when their leases have ended."""
+        for job in self._jobs.values():
+            job.end()
+        until(lambda: not self._left(), BOUND_S, f"the processes to end: {self._left()}")
+        until(lambda: not self._cluster.jobs(), BOUND_S, "the records to end")
+
+    def _start(self, name: str) -> None:
+        folder = self._folder / name
+        for old in folder.glob("*") if folder.exists() else ():
+            old.unlink()
+        env = {**CRUX, "CRUX_STORE": self._endpoint, "CRUX_JOB": name}
+        self._jobs[name] = Job("cruxrun", folder, f"--steps={STEPS}", "--status", **env)
+
+    def _recovered(self) -> None:
+        until(self._planned, BOUND_S, f"a plan for {sorted(self._jobs)}")
+        plan = self._cluster.plan()
+        if plan is not None:
+            assert plan.epoch >= self._epoch, "an older plan came back"
+            self._epoch = plan.epoch
+
+    def _planned(self) -> bool:
+        plan = self._cluster.plan()
+        if plan is None or {entry.job for entry in plan.entries} != set(self._jobs):
+            return False
+        return all(
+            job.leader().get("snapshot") == plan.fingerprint and job.follows(plan)
+            for job in self._jobs.values()
+        )
+
+    def _left(self) -> list[str]:
+        """Command lines of processes that were started for the jobs, by their environment."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self._endpoint.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+    def _some_job(self) -> Job:
+        return self._jobs[self._rng.choice(sorted(self._jobs))]
+
+    def _store_processes(self, job: Job) -> list[int]:
+        """Those of the rank that leads."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (folder / "cmdline").read_bytes()
+                if parent == job.pid(0) and b"crux_torch.store.etcd_process" in command:
+                    found.append(int(folder.name))
+        return found
+
+    def _members(self, count: int) -> list[int]:
+        return self._rng.sample(range(3), count)
+
+    def _members_die(self, count: int) -> Heal:
+        members = self._members(count)
+        for n in members:
+            self._etcd.processes[n].kill()
+            self._etcd.processes[n].wait()
+
+        def heal() -> None:
+            for n in members:
+                self._etcd.restart(n)
+
+        return heal
+
+    def _members_stand_still(self, count: int) -> Heal:
+        processes = [self._etcd.processes[n] for n in self._members(count)]
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+
+        def heal() -> None:
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
+
+        return heal
+
+    def _a_member_dies(self) -> Heal:
+        return self._members_die(1)
+
+    def _the_majority_dies(self) -> Heal:
+        return self._members_die(2)
+
+    def _a_member_stands_still(self) -> Heal:
+        return self._members_stand_still(1)
+
+    def _the_majority_stands_still(self) -> Heal:
+        return self._members_stand_still(2)
+
+    def _a_store_process_dies(self) -> Heal:
+        for pid in self._store_processes(self._some_job()):
+            os.kill(pid, signal.SIGKILL)
+        return lambda: None
+
+    def _a_leader_stands_still(self) -> Heal:
+        pid = self._some_job().pid(0)
+        os.kill(pid, signal.SIGSTOP)
+        return lambda: os.kill(pid, signal.SIGCONT)
+
+    def _a_job_dies(self) -> Heal:
+        self._jobs["comes"].kill_everything()
+        return lambda: self._start("comes")
+
+    def _a_leader_dies(self) -> Heal:
+        job = self._jobs["comes"]
+        os.kill(job.pid(0), signal.SIGKILL)
+
+        def heal() -> None:
+            job.launcher.wait(BOUND_S)
+            self._start("comes")
+
+        return heal
+
+    def _keys_are_compacted_away(self) -> Heal:
+        """While a job's store process stands still, so that its watch has a gap."""
+        stopped = self._store_processes(self._some_job())
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        told = self._etcd.ctl("put", "another", "key", "-w", "json")
+        self._etcd.ctl("compact", told.split('"revision":')[1].split(",")[0])
+
+        def heal() -> None:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+        return heal
+
+    def _others_write_junk(self) -> Heal:
+        """Records and a plan that nobody can use, beside those in force."""
+        store = open_store(self._endpoint, timeout_s=10.0)
+        registry = Registry(store, "default")
+        junk = {
+            registry.job_key("junk"): b"\xff\xfe{",
+            registry.job_key("newer"): b'{"version": 99, "job": "newer"}',
+            registry.job_key("large"): b"[" * 60_000,
+            registry.job_key("odd\x1b[2J"): b"{}",
+            registry.plan_key: b'{"renewal": 4503599627370496, "plan": {"epoch": 1}}',
+        }
+
+        def tried(operation: Callable[[], object]) -> bool:
+            try:
+                operation()
+            except StoreError:
+                return False
+            return True
+
+        for key, value in junk.items():
+            until(lambda k=key, v=value: tried(lambda: store.put(k, v, 60.0)), what="a write")
+
+        def heal() -> None:
+            for key in set(junk) - {registry.plan_key}:
+                until(lambda k=key: tried(lambda: store.delete(k)), what="a write")
+            store.close()
+
+        return heal
