@@ -26,7 +26,7 @@ class Cluster:
         with contextlib.suppress(StoreError):
             view = self._registry.look()
             if view.plan.stored is not None:
-                follows = self._registry.follows(view.plan.stored.plan.digest)
+                follows = self._registry.follows(view.plan.stored.plan)
                 entries = (follows[job.job] for job in view.jobs if job.job in follows)
                 return plan_of(view.plan.stored.plan, tuple(entries))
         return None

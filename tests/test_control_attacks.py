@@ -7,17 +7,26 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record
+from msgspec import UNSET
 from test_control_leader import agreed, leader_of, leaders_of, run
 
-from crux_torch.control.leader import MAX_VERIFIED, Leader
+from crux_torch.control.leader import Leader
 from crux_torch.control.operator import OperatorSettings, TenantCap
 from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
-from crux_torch.control.records import MAX_EPOCH, JobRecord, Plan, PlanEntry, PlanHead, digest_of
-from crux_torch.control.registry import Registry, StoredPlan
+from crux_torch.control.planner_role import SEATS
+from crux_torch.control.records import (
+    MAX_EPOCH,
+    JobRecord,
+    Plan,
+    PlanEntry,
+    PlanHead,
+    digest_of,
+    parts_of,
+)
+from crux_torch.control.registry import Registry, StoredEntry, StoredPlan
 from crux_torch.control.slots import MAX_TICKET, WAIT_LEASE_S, ProfilingSlot
 from crux_torch.fabric.route import PlannedHop, PlannedPath
-from crux_torch.fabric.topology import Topology
-from crux_torch.measure.job_profile import HostFlow, JobProfile
+from crux_torch.measure.job_profile import JobProfile
 from crux_torch.store.shared_store import MAX_LEASE_S
 
 PLAN = "crux/c/head"
@@ -37,10 +46,12 @@ def store(clock: FakeClock) -> MemoryStore:
 
 def put(store: MemoryStore, plan: Plan, renewal: int = 0) -> None:
     """Write a plan of these entries, as an attacker may that wants leaders to follow it."""
-    head = msgspec.structs.replace(plan.head, digest=digest_of(plan.entries))
+    parts = parts_of(plan.entries) if plan.parts else UNSET
+    head = msgspec.structs.replace(plan.head, digest=digest_of(plan.entries), parts=parts)
     store.put(PLAN, msgspec.json.encode(StoredPlan(renewal=renewal, plan=head)))
     for entry in plan.entries:
-        Registry(store, "c").put_part(entry, head.digest)
+        part = StoredEntry(digest=head.digest_for(entry.job), entry=entry)
+        Registry(store, "c").put_part(entry.job, msgspec.json.encode(part))
 
 
 def in_store(store: MemoryStore) -> PlanHead:
@@ -193,38 +204,23 @@ def test_a_plan_of_another_known_policy_stands_with_a_warning(
 def test_in_a_cluster_too_large_to_compute_each_takes_its_own_entry_if_its_level_may_be(
     store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    computed: list[int] = []
-
-    def counted(
-        records: Sequence[JobRecord], topology: Topology | None, **_: object
-    ) -> tuple[PlanEntry, ...]:
-        computed.append(len(records))
-        return by_name(records, topology)
-
-    flows = tuple(HostFlow("h0", "h1", 1.0) for _ in range(4096))
-    author = leader_of(store, "a", clock, compute=counted, levels=range(7))
-    other = leader_of(store, "b", clock, 1, compute=counted, levels=range(7))
-    for leader in (author, other):
-        leader.update(profile=profile(flows=flows))
-    assert 2 * len(flows) >= MAX_VERIFIED
-    run([author], clock, 2)
-    computed.clear()
-    run([author, other], clock, 5)
-    if author.plan is not None and author.plan.author == "b":
-        author, other = other, author
-    plan, theirs = author.plan, other.plan
+    leaders = leaders_of(store, 6, clock, levels=range(7), max_verified=1)
+    run(leaders, clock, 20)
+    followers = [leader for leader in leaders if leader.status()["role"] == "follower"]
+    assert len(followers) == 6 - SEATS
+    plan = next(leader.plan for leader in leaders if leader not in followers)
     assert plan is not None
-    assert theirs is not None
-    assert plan.head == theirs.head
-    assert [e.job for e in plan.entries] == ["a", "b"]
-    assert theirs.entries == (plan.entry(other.record.job),), "it reads what is about itself"
-    assert len(computed) <= 2
-    assert "too many to compute" in caplog.text
-    for forge in (with_levels(7, 7), with_levels(63, 63)):
-        put(store, msgspec.structs.replace(forge(plan), epoch=in_store(store).epoch + 1))
+    for leader in followers:
+        assert leader.plan is not None
+        assert leader.plan.head == plan.head
+        assert leader.plan.entries == (plan.entry(leader.record.job),)
+    assert "too many jobs to compute" in caplog.text
+    for level in (7, 63):
+        forged = with_levels(*[level] * 6)(plan)
+        put(store, msgspec.structs.replace(forged, epoch=in_store(store).epoch + 1))
         for _ in range(100):
-            run([author, other], clock, 0.1)
-            for leader in (author, other):
+            run(leaders, clock, 0.1)
+            for leader in leaders:
                 assert leader.plan is not None
                 entry = leader.plan.entry(leader.record.job)
                 assert entry == plan.entry(leader.record.job)
@@ -251,23 +247,22 @@ def test_a_plan_beyond_a_tenants_cap_is_not_followed(store: MemoryStore, clock: 
 def test_in_a_cluster_too_large_to_compute_a_level_beyond_the_cap_is_not_taken(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    flows = tuple(HostFlow("h0", "h1", 1.0) for _ in range(4096))
-    leaders = [leader_of(store, name, clock, n, levels=range(7)) for n, name in enumerate("ab")]
-    for leader in leaders:
-        leader.update(profile=profile(flows=flows))
-    caps = {"b": TenantCap(highest=0)}
+    leaders = leaders_of(store, 6, clock, levels=range(7), max_verified=1)
+    caps = {"j": TenantCap(highest=0)}
     assert Registry(store, "c").swap_operator(None, OperatorSettings().changed(tenants=caps))
-    run(leaders, clock, 8)
-    plan = leaders[0].plan
+    run(leaders, clock, 20)
+    followers = [leader for leader in leaders if leader.status()["role"] == "follower"]
+    assert len(followers) == 6 - SEATS
+    plan = next(leader.plan for leader in leaders if leader not in followers)
     assert plan is not None
     for level in (1, 6):
-        entries = tuple(msgspec.structs.replace(e, level=level) for e in by_name_of(leaders))
-        forged = msgspec.structs.replace(plan, entries=entries, epoch=in_store(store).epoch + 1)
-        put(store, forged)
+        forged = with_levels(*[level] * 6)(plan)
+        put(store, msgspec.structs.replace(forged, epoch=in_store(store).epoch + 1))
         for _ in range(50):
             run(leaders, clock, 0.1)
-            followed = leaders[1].plan
-            assert followed is None or [e.level for e in followed.entries if e.job == "b"] == [0]
+            for leader in followers:
+                assert leader.plan is not None
+                assert [e.level for e in leader.plan.entries] == [0]
 
 
 def test_a_job_on_hosts_that_others_claim_is_told(
@@ -282,10 +277,6 @@ def test_a_job_on_hosts_that_others_claim_is_told(
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said.startswith(f"host {leader.record.hosts[0]} has 256 devices, and is claimed by a (")
     assert "\n" not in said
-
-
-def by_name_of(leaders: Sequence[Leader]) -> tuple[PlanEntry, ...]:
-    return by_name([leader.record for leader in leaders], None)
 
 
 def test_records_that_are_deleted_again_and_again_come_back_and_nobody_is_misled(
@@ -323,7 +314,7 @@ def test_a_plan_of_ten_thousand_jobs_is_written(store: MemoryStore, clock: FakeC
     assert len(store.get(PLAN) or b"") < 1024
     job = f"job-00007-{'x' * 40}"
     run([leader], clock, 300, step_s=1.0)
-    assert registry.part(job, leader.plan.digest) == leader.plan.entry(job)
+    assert registry.part(job, leader.plan.digest_for(job)) == leader.plan.entry(job)
 
 
 @pytest.mark.parametrize("ticket", [0, MAX_TICKET, MAX_TICKET + 1, (1 << 53) - 1])

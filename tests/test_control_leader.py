@@ -203,7 +203,7 @@ def test_a_lost_plan_is_put_back_under_its_epoch(clock: FakeClock) -> None:
     assert agreed(leaders) == plan
     registry = Registry(store, "c")
     assert registry.look().plan.stored is not None
-    assert registry.follows(plan.digest).keys() == {"j0", "j1", "j2"}
+    assert registry.follows(plan.head).keys() == {"j0", "j1", "j2"}
 
 
 def test_the_topology_is_renewed_unless_another_replaced_it(clock: FakeClock) -> None:

@@ -164,6 +164,24 @@ def test_a_plan_that_does_worse_is_taken_back_within_few_iterations() -> None:
     assert not jobs.store.list("crux-plan/c/measured/")
 
 
+@pytest.mark.parametrize(("factor", "verdict"), [(0.8, "kept"), (6.0, "worse")])
+def test_jobs_of_a_large_cluster_try_plans_too(factor: float, verdict: str) -> None:
+    jobs = Jobs(None, dict.fromkeys("bcdef", 0.9) | {"g": factor}, max_verified=1)
+    jobs.go_on(10.0)
+    jobs.factors["a"] = 0.9
+    jobs.start("a")
+    jobs.go_on(200.0, jobs.all_on)
+    roles = {job: leader.status()["role"] for job, leader in jobs.leaders.items()}
+    assert roles["a"] == "follower", "the judge reads its company alone"
+    jobs.go_on(300.0, lambda: jobs.state() == verdict)
+    jobs.go_on(5.0)
+    said = jobs.said()
+    assert said is not None
+    assert (said.state, said.jobs) == (verdict, tuple("abcdefg"))
+    assert jobs.all_on() if verdict == "kept" else jobs.all_off()
+    assert not jobs.store.list("crux-plan/c/measured/")
+
+
 def test_why_a_plan_was_taken_back_is_in_the_audit_log() -> None:
     jobs = Jobs(None, {"a": 1.0, "b": 2.0})
     jobs.go_on(500.0, lambda: jobs.state() == "worse" and jobs.all_off())

@@ -24,6 +24,7 @@ class AdoptedPlan:
     Attributes:
         confirmed_at_s: when it was last seen to change.
         renew_at_s: when this leader renews it, unless another leader did meanwhile.
+        whole: whether all its entries are known, and are what this leader would have written.
     """
 
     def __init__(self, clock: Callable[[], float], rng: random.Random, valid_s: float) -> None:
@@ -34,6 +35,7 @@ class AdoptedPlan:
         self._raw: bytes | None = None
         self.confirmed_at_s = float("-inf")
         self.renew_at_s = float("inf")
+        self.whole = False
 
     @property
     def epoch(self) -> int:
@@ -76,11 +78,11 @@ class AdoptedPlan:
         """Whether the store has what it had when the plan was confirmed last."""
         return state.raw is not None and state.raw == self._raw
 
-    def confirm(self, plan: Plan, raw: bytes | None) -> None:
+    def confirm(self, plan: Plan, raw: bytes | None, *, whole: bool) -> None:
         """Adopt ``plan``, which lies in the store as ``raw`` since just now."""
         now = self._clock()
         if self._head != plan.head:
             _log.info("plan %d of %r, %d jobs", plan.epoch, plan.author, len(plan.entries))
         self.confirmed_at_s = now
-        self._plan, self._head, self._raw = plan, plan.head, raw
+        self._plan, self._head, self._raw, self.whole = plan, plan.head, raw, whole
         self.renew_at_s = now + self._valid_s / 3 * self._random.uniform(0.8, 1.2)

@@ -1,11 +1,10 @@
-"""What a job follows of the plan, and the parts of a plan of its own, in the store."""
+"""What a job follows of the plan, in the store."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-from crux_torch.control.records import Plan, PlanEntry
+from crux_torch.control.records import Plan
 from crux_torch.control.registry import Registry, StoredEntry
 from crux_torch.errors import StoreForbidden
 from crux_torch.store.shared_store import MAX_LEASE_S
@@ -14,8 +13,6 @@ _log = logging.getLogger(__name__)
 
 #: Seconds for which a job whose role may not write its entry does not try again.
 FORBIDDEN_S = 60.0
-#: Entries that a planner writes in one tick.
-PARTS_A_TICK = 64
 
 
 class FollowedEntry:
@@ -31,11 +28,9 @@ class FollowedEntry:
         #: What was told last, and until when that holds.
         self._told: StoredEntry | None = None
         self._until_s = float("-inf")
-        #: Entries of this job's own plan that are still to be written.
-        self._parts: list[PlanEntry] = []
 
     def tell(self, plan: Plan | None, now_s: float) -> None:
-        """Write what is due: this job's entry in ``plan``, and some of the parts.
+        """Write what is due: this job's entry in ``plan``.
 
         Raises:
             StoreError: if the store can't be reached.
@@ -49,10 +44,6 @@ class FollowedEntry:
     def tell_again(self) -> None:
         """The store may have lost what was told."""
         self._until_s = float("-inf")
-
-    def publish_parts(self, entries: Sequence[PlanEntry]) -> None:
-        """Write these entries, a number in each tick, in place of those that are still to come."""
-        self._parts = list(entries)
 
     def withdraw(self) -> None:
         """Remove what was told.
@@ -68,12 +59,8 @@ class FollowedEntry:
         entry = plan.entry(self._job) if plan is not None else None
         if plan is None or entry is None:
             self.withdraw()
-        elif (told := StoredEntry(digest=plan.digest, entry=entry)) != self._told or (
-            now_s >= self._until_s
-        ):
+            return
+        told = StoredEntry(digest=plan.digest_for(self._job), entry=entry)
+        if told != self._told or now_s >= self._until_s:
             self._told, self._until_s = told, now_s + MAX_LEASE_S / 3
             self._registry.tell_follows(self._job, told)
-        if self._parts and plan is not None:
-            for part in self._parts[:PARTS_A_TICK]:
-                self._registry.put_part(part, plan.digest)
-            del self._parts[:PARTS_A_TICK]

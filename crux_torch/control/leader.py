@@ -23,14 +23,18 @@ from crux_torch.control.inputs import overclaims
 from crux_torch.control.kept_in_store import KeptSettings, KeptTopology
 from crux_torch.control.operator import ComputeEntries, OperatorSettings, operated
 from crux_torch.control.plan_allowance import PlanAllowance
+from crux_torch.control.plan_parts import PlanParts
 from crux_torch.control.planner import within
+from crux_torch.control.planner_role import PlannerRole
 from crux_torch.control.records import (
     MAX_RECORD_BYTES,
+    NO_ENTRIES,
     JobRecord,
     Plan,
     PlanEntry,
     PlanHead,
     digest_of,
+    parts_of,
     plan_of,
 )
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
@@ -64,6 +68,8 @@ MAX_AROUND_BYTES = 4096
 MAX_SAID = 1000
 #: Jobs and flows up to which each leader computes what it adopts.
 MAX_VERIFIED = 1 << 13
+#: Seconds between two looks of a follower at what is not the plan.
+FOLLOWER_LOOK_S = 1.0
 
 
 class Leader:
@@ -86,6 +92,8 @@ class Leader:
         max_slowdown, iteration_ends: for :class:`~crux_torch.control.trials.Trials`. Without the
             latter this job can't be measured, and no plan of its component is tried.
         in_thread: whether a thread of its own computes plans, so that no tick takes long.
+        max_verified: jobs and flows of the cluster above which only a planner and its stand-bys
+            read all records and plan.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class Leader:
         max_slowdown: float = math.inf,
         iteration_ends: IterationEnds | None = None,
         in_thread: bool = False,
+        max_verified: int = MAX_VERIFIED,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -129,12 +138,17 @@ class Leader:
         self._kept_settings = KeptSettings(self._registry, lease_s)
         self._followed_entry = FollowedEntry(self._registry, record.job)
         self._allowance = PlanAllowance(clock())
+        self._max_verified = max_verified
+        self._role = PlannerRole(
+            self._registry, record.job, record.incarnation, lease_s, plan_valid_s, self._random
+        )
+        self._parts = PlanParts(self._registry, lease_s)
         self._trials = None
         if iteration_ends is not None:
             self._trials = Trials(self._registry, record.job, max_slowdown, iteration_ends)
 
         self._publish_at_s = float("-inf")
-        self._look_at_s = float("-inf")
+        self._look_at_s = self._look_around_at_s = float("-inf")
         self._store_error: str | None = None
         self._away_since_s = float("-inf")
         self._settled_at_s = float("-inf")
@@ -177,7 +191,7 @@ class Leader:
 
     @property
     def jobs(self) -> tuple[JobRecord, ...]:
-        """The cluster's jobs as their records were read last."""
+        """The jobs' records as they were read last: all, or those that a follower reads."""
         return self._snapshot.jobs
 
     @property
@@ -220,9 +234,11 @@ class Leader:
             self._kept_topology.keep(now)
             if now >= self._look_at_s:
                 self._look_at_s = now + self._poll_s
+                self._role.step(now, may_plan=self._may_plan(now))
                 state = self._look(now)
-                if not self._superseded and now >= self._forbidden_until_s:
+                if self._role.plans and self._may_plan(now):
                     self._agree_as_allowed(state, now)
+                    self._keep_parts(state, now)
                 self._followed_entry.tell(self.plan, now)
                 if self._store_error is not None:
                     self._store_error = None
@@ -255,6 +271,7 @@ class Leader:
             if not self._superseded:
                 self._registry.remove_job(self.record.job)
                 self._followed_entry.withdraw()
+                self._role.leave()
                 if self._trials is not None:
                     self._trials.withdraw()
         except StoreError as error:
@@ -266,6 +283,7 @@ class Leader:
         now = self._clock()
         return {
             "state": self.state,
+            "role": self._role.name,
             "store": self.store_state,
             "job": self.record.job,
             "incarnation": self.record.incarnation,
@@ -279,20 +297,54 @@ class Leader:
             "trial": self._trials.status() if self._trials is not None else None,
         }
 
+    def _may_plan(self, now: float) -> bool:
+        return not self._superseded and now >= self._forbidden_until_s
+
     def _look(self, now: float) -> PlanState:
-        view = self._registry.look()
+        whole = self._role.reads_all
+        around = whole or now >= self._look_around_at_s
+        if whole:
+            self._look_around_at_s = float("-inf")
+            view = self._registry.look()
+        else:
+            view = self._registry.glance(self._company() if around else None)
+            if around:
+                self._look_around_at_s = now + FOLLOWER_LOOK_S
         self._kept_settings.keep(view, now)
-        if self._snapshot.update(view.jobs, view.topology, view.operator, now):
+        if not whole:
+            self._snapshot.narrow(view.jobs, view.topology, view.operator)
+        elif self._snapshot.update(view.jobs, view.topology, view.operator, now):
             self._patience_s = self._lease_s
+            self._role.cluster_is(large=self._is_large(view.jobs))
             self._say_overclaims()
-        self._find_self(now)
-        state = view.plan
+        if around:
+            self._find_self(now)
+        self._adopt(view.plan, now)
+        return view.plan
+
+    def _company(self) -> frozenset[str]:
+        """Whose records a follower reads."""
+        company = self._trials.company if self._trials is not None else frozenset[str]()
+        return company | {self.record.job}
+
+    def _is_large(self, jobs: Sequence[JobRecord]) -> bool:
+        return _size(jobs) > self._max_verified
+
+    def _adopt(self, state: PlanState, now: float) -> None:
+        """Follow the plan in the store, or see that it was renewed."""
+        adopted, plan, in_parts = self._adopted, None, False
         if state.stored is not None:
-            self._note(state.stored.plan, now)
-            plan = None if self._adopted.knows(state) else self._followed(state)
-            if plan is not None:
-                self._adopted.confirm(plan, state.raw)
-        return state
+            head = state.stored.plan
+            in_parts = bool(head.parts)
+            self._note(head, now)
+            known = adopted.knows(state)
+            if not known or (self._role.plans and not adopted.whole):
+                plan = self._followed(state)
+            if plan is not None and not (known and plan is adopted.last):
+                whole = adopted.whole if plan is adopted.last else self._role.plans
+                adopted.confirm(plan, state.raw, whole=whole)
+        waits = self.record.profile is not None and not adopted.knows(state)
+        self._role.saw(state.raw, in_parts=in_parts, useless=waits)
 
     def _say_overclaims(self) -> None:
         """Say which claims count for less: a warning where this job's do, else for the log."""
@@ -329,38 +381,35 @@ class Leader:
     def _followed(self, state: PlanState) -> Plan | None:
         """The stored plan if this leader would have written the same, so that it may adopt it.
 
-        In a cluster that is too large to compute for every plan it takes its own entry as the
-        plan's author wrote it, if that has a level that a plan may assign.
+        A follower takes its own entry as the plan's author wrote it, if that has a level that a
+        plan may assign.
         """
         assert state.stored is not None
         head = state.stored.plan
         if self._superseded or state.raw == self._unfollowed or self._adopted.refuses(head):
             return None
-        if self._adopted.is_this(head):
-            return self._adopted.last
-        jobs = self._snapshot.jobs_of(head.fingerprint)
-        if jobs is None:
-            return None  # of a snapshot that this leader has not seen, or not yet
-        if _size(jobs) > MAX_VERIFIED:
-            self._warn(
-                "unverified",
-                f"{len(jobs)} jobs are too many to compute every plan here: of plans of others, "
-                "this job's level is checked only",
-            )
-            entry = self._registry.part(self.record.job, head.digest)
-            if entry is None:
+        last = self._adopted.last if self._adopted.is_this(head) else None
+        if last is not None and (self._adopted.whole or not self._role.plans):
+            return last
+        if not self._role.plans:
+            found = self._own_part(head)
+            if found is None:
                 return None  # not written yet
-            entries: tuple[PlanEntry, ...] = (entry,)
             settings = self._snapshot.operator
-            follows = settings.may_have(entry.job, entry.level, self._levels)
+            if all(settings.may_have(entry.job, entry.level, self._levels) for entry in found):
+                return plan_of(head, found)
         else:
+            jobs = self._snapshot.jobs_of(head.fingerprint)
+            if jobs is None:
+                return last  # of a snapshot that this leader has not seen, or not yet
             done, computed = self._entries(head.fingerprint, head.policy)
             if not done:
-                return None
-            entries = computed or ()
-            follows = computed is not None and digest_of(computed) == head.digest
-        if follows:
-            return plan_of(head, entries)
+                return last
+            same = computed is not None and digest_of(computed) == head.digest
+            if computed is not None and same and self._is_large(jobs):
+                same = head.parts == parts_of(computed)
+            if computed is not None and same:
+                return plan_of(head, computed)
         self._unfollowed = state.raw
         self._warn(
             "unfollowed",
@@ -369,6 +418,24 @@ class Leader:
             "they have them, somebody else writes to the store",
         )
         return None
+
+    def _own_part(self, head: PlanHead) -> tuple[PlanEntry, ...] | None:
+        """This job's entry as the author of ``head`` wrote it; None if it is not there."""
+        self._warn(
+            "unverified",
+            "the cluster has too many jobs to compute every plan here: of plans of others, this "
+            "job's level is checked only",
+        )
+        digest, last = head.digest_for(self.record.job), self._adopted.last
+        if not head.parts:
+            return None
+        if digest == NO_ENTRIES:
+            return ()
+        if last is not None and last.parts and last.digest_for(self.record.job) == digest:
+            entry = last.entry(self.record.job)
+        else:
+            entry = self._registry.part(self.record.job, digest)
+        return None if entry is None else (entry,)
 
     def _find_self(self, now: float) -> None:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
@@ -393,6 +460,14 @@ class Leader:
             _log.info("this job follows plans that others write: %s", error)
             self._forbidden_until_s = now + FORBIDDEN_S
 
+    def _keep_parts(self, state: PlanState, now: float) -> None:
+        """Write the entries of the plan in the store, as far as they are this leader's to write."""
+        plan, head = self._adopted.last, state.stored.plan if state.stored is not None else None
+        if plan is None or head is None or not self._adopted.whole or head != plan.head:
+            return
+        if self._role.name == "planner" or plan.author == self.record.job:
+            self._parts.keep(plan, now)
+
     def _agree(self, state: PlanState, now: float) -> None:
         """Renew, restore or replace the stored plan, or leave it."""
         snapshot, adopted = self._snapshot, self._adopted
@@ -401,7 +476,7 @@ class Leader:
         stored = state.stored
         usable = stored is not None and not adopted.refuses(stored.plan)
         fits = stored is not None and stored.plan.fingerprint == snapshot.fingerprint
-        if stored is not None and fits and adopted.is_this(stored.plan):
+        if stored is not None and fits and adopted.is_this(stored.plan) and adopted.whole:
             self._disagreed_since_s = None
             snapshot.was_planned()
             self._basis = Basis(snapshot.jobs, snapshot.topology, snapshot.operator)
@@ -422,15 +497,15 @@ class Leader:
             return
         current = self.plan
         # Only into an empty place: a plan that began to count anew is replaced by a higher epoch.
-        if stored is None and current is not None and current.fingerprint == snapshot.fingerprint:
+        in_place = current is not None and current.fingerprint == snapshot.fingerprint
+        if stored is None and current is not None and in_place and adopted.whole:
             self._swap(state, current, self._random.getrandbits(32), now)
             return
-        if now < self._settled_at_s or not snapshot.stands_still(now, self._debounce_s):
+        debounce_s = self._debounce_s + self._role.waits_s
+        if now < self._settled_at_s or not snapshot.stands_still(now, debounce_s):
             return
         # Soon enough that the plan in force does not end if the stored one is made up.
         patience_s = self._plan_valid_s / 3 if fits else self._patience_s
-        if fits and state.raw != self._unfollowed and _size(snapshot.jobs) > MAX_VERIFIED:
-            patience_s = self._plan_valid_s / 2  # its entries are written one after the other
         if current is not None and not self._allowance.allows(now):
             return
         if usable and not self._out_of_patience(now, patience_s):
@@ -471,12 +546,11 @@ class Leader:
             author=self.record.job,
             policy=policy,
             digest=digest_of(entries),
+            parts=parts_of(entries) if self._is_large(self._snapshot.jobs) else msgspec.UNSET,
             entries=entries,
         )
         before = self._adopted.last
         if self._swap(state, plan, 0, now):
-            parted = _size(self._snapshot.jobs) > MAX_VERIFIED
-            self._followed_entry.publish_parts(entries if parted else ())
             self._append_audit(stored.epoch if stored is not None else 0, before, plan)
 
     def _append_audit(self, epoch: int, before: Plan | None, plan: Plan) -> None:
@@ -554,7 +628,7 @@ class Leader:
         """``plan`` lies in the store as ``raw``; None: another leader was first."""
         if raw is not None:
             self._note(plan, now)
-            self._adopted.confirm(plan, raw)
+            self._adopted.confirm(plan, raw, whole=True)
         self._look_at_s = min(self._look_at_s, now + self._poll_s / 4)
 
 

@@ -25,6 +25,9 @@ MAX_EPOCH = (1 << 62) - 1
 #: Plans of which a job's record speaks, and jobs of one component.
 MAX_TRIED, MAX_TRIED_JOBS = 4, 1024
 
+#: Groups of a plan's entries of which each has a digest of its own, and the digits of one.
+GROUPS, GROUP_DIGITS = 32, 16
+
 #: The longest time for which a job is held back at once, and so the longest grid.
 MAX_GRID_S = 60.0
 #: The most by which a plan's grid moves, in all.
@@ -204,6 +207,8 @@ class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
             leader goes by its own setting.
         author: the job whose leader wrote it.
         digest: of its entries.
+        parts: digests of the groups that the entries fall into, one after the other, where each
+            entry also lies apart; unset, which takes no room, where every leader computes all.
     """
 
     version: int = SCHEMA_VERSION
@@ -213,6 +218,20 @@ class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
     author: Name
     policy: Name
     digest: Name
+    parts: (
+        Annotated[
+            str,
+            msgspec.Meta(min_length=GROUPS * GROUP_DIGITS, max_length=GROUPS * GROUP_DIGITS),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+
+    def digest_for(self, job: str) -> str:
+        """What names the entry of ``job``: the digest of its group, or that of all entries."""
+        if not self.parts:
+            return self.digest
+        at = _group_of(job) * GROUP_DIGITS
+        return self.parts[at : at + GROUP_DIGITS]
 
 
 class Plan(PlanHead, frozen=True, kw_only=True):
@@ -243,3 +262,19 @@ def digest_of(entries: Sequence[PlanEntry]) -> str:
     """What a head says of its entries. A new field of an entry is unset by default, so that
     releases which know it agree with those that do not."""
     return hashlib.sha256(msgspec.json.encode(entries)).hexdigest()
+
+
+def parts_of(entries: Sequence[PlanEntry]) -> str:
+    """What the head of a plan in parts says of its groups. A change of an entry changes one."""
+    groups: list[list[PlanEntry]] = [[] for _ in range(GROUPS)]
+    for entry in entries:
+        groups[_group_of(entry.job)].append(entry)
+    return "".join(digest_of(group)[:GROUP_DIGITS] for group in groups)
+
+
+#: What a head says of a group without entries.
+NO_ENTRIES = digest_of(())[:GROUP_DIGITS]
+
+
+def _group_of(job: str) -> int:
+    return int.from_bytes(hashlib.sha256(job.encode(errors="replace")).digest()[:4]) % GROUPS

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 from urllib.parse import quote, unquote
 
@@ -44,7 +44,7 @@ class StoredPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One job's entry of the plan with that digest."""
+    """One job's entry of the plans that name it by that digest."""
 
     version: int = SCHEMA_VERSION
     digest: Name
@@ -130,19 +130,21 @@ class Registry:
         self.plan_key = self.prefix + "head"
         #: Where releases kept it whose plans were one value.
         self._older_plan_key = self.prefix + "plan"
-        #: Entries lie apart, so that a look does not read them: those that a planner wrote because
-        #: its cluster is too large for every leader to compute them, what each job follows, and
+        #: What lies apart, so that a look does not read it: who plans a cluster that is too large
+        #: for every leader to compute all, the entries that they write, what each job follows, and
         #: what jobs measure while a plan is tried.
-        self.parts_prefix = f"crux-plan/{quote(cluster, safe='')}/parts/"
-        self.follows_prefix = f"crux-plan/{quote(cluster, safe='')}/follows/"
-        self.measured_prefix = f"crux-plan/{quote(cluster, safe='')}/measured/"
+        apart = f"crux-plan/{quote(cluster, safe='')}/"
+        self.seats_prefix = apart + "seats/"
+        self.parts_prefix = apart + "parts/"
+        self.follows_prefix = apart + "follows/"
+        self.measured_prefix = apart + "measured/"
         self.topology_key = self.prefix + "topology"
         self.operator_key = self.prefix + OPERATOR
         self.audit_prefix = f"{AUDIT}{quote(cluster, safe='')}/"
         self._warn = WarnOnce(_log)
         self._found: dict[str, bytes] = {}
         self._records: dict[str, tuple[bytes, JobRecord | None]] = {}
-        self._view = View((), None, PlanState(None, None))
+        self._view = self._glanced = View((), None, PlanState(None, None))
 
     def job_key(self, job: str) -> str:
         """Key of the record of ``job``, whose name may have any characters."""
@@ -200,6 +202,38 @@ class Registry:
         self._view = View(jobs, found.get(self.topology_key), plan, operator, raw)
         return self._view
 
+    def glance(self, jobs: Collection[str] | None) -> View:
+        """What a leader sees that does not read everything.
+
+        Args:
+            jobs: whose records it reads, beside the plan, the topology and the operator's settings;
+                None: the plan alone. All else is then as it was seen at the glance before.
+        """
+        before = self._glanced
+        raw = self.store.get(self.plan_key)
+        plan = before.plan if raw == before.plan.raw else self._plan(raw)
+        if jobs is None:
+            self._glanced = replace(before, plan=plan)
+            return self._glanced
+        found = {key: self.store.get(key) for key in map(self.job_key, sorted(jobs))}
+        records = (self._record(key, raw) for key, raw in found.items() if raw is not None)
+        operator, told = before.operator, self.store.get(self.operator_key)
+        if told != before.operator_raw:
+            operator = self._operator(told)
+        topology = self.store.get(self.topology_key)
+        known = tuple(record for record in records if record is not None)
+        self._glanced = View(known, topology, plan, operator, told)
+        return self._glanced
+
+    def seats(self) -> dict[str, bytes]:
+        """Who holds which seat of a planner, by the seat's name, as it was written."""
+        found = self.store.list(self.seats_prefix)
+        return {key.removeprefix(self.seats_prefix): raw for key, raw in found.items()}
+
+    def swap_seat(self, seat: str, before: bytes | None, after: bytes, lease_s: float) -> bool:
+        """Write ``after`` in place of ``before``; return False if another was first."""
+        return self.store.compare_and_swap(self.seats_prefix + seat, before, after, lease_s)
+
     def swap_plan(self, before: PlanState, after: StoredPlan) -> bytes | None:
         """The bytes of ``after``, written in place of ``before``; None if another was first."""
         return self._swap(before, msgspec.json.encode(after))
@@ -210,13 +244,17 @@ class Registry:
         renewed.renewal = (renewed.renewal + 1) % (1 << 62)
         return self._swap(before, msgspec.json.encode(renewed))
 
-    def put_part(self, entry: PlanEntry, digest: str) -> None:
-        """Write a job's entry of the plan with that digest, for that job's leader."""
-        raw = msgspec.json.encode(StoredEntry(digest=digest, entry=entry))
-        self.store.put(self.parts_prefix + quote(entry.job, safe=""), raw)
+    def put_part(self, job: str, raw: bytes) -> None:
+        """Write the encoded :class:`StoredEntry` of ``job``, for that job's leader."""
+        self.store.put(self.parts_prefix + quote(job, safe=""), raw)
+
+    def parts(self) -> dict[str, bytes]:
+        """The parts that were written, by job, as they were written."""
+        found = self.store.list(self.parts_prefix)
+        return {unquote(key.removeprefix(self.parts_prefix)): raw for key, raw in found.items()}
 
     def part(self, job: str, digest: str) -> PlanEntry | None:
-        """The entry of ``job`` in that plan; None if it is not there, or can't be used."""
+        """The entry of ``job`` that this digest names; None if it is not there, or is of no use."""
         key = self.parts_prefix + quote(job, safe="")
         raw = self.store.get(key)
         if raw is None:
@@ -233,10 +271,14 @@ class Registry:
         else:
             self.store.put(key, msgspec.json.encode(follows))
 
-    def follows(self, digest: str) -> dict[str, PlanEntry]:
-        """The entries of the plan with that digest that jobs say they follow, by job."""
+    def follows(self, head: PlanHead) -> dict[str, PlanEntry]:
+        """The entries of that plan which jobs say they follow, by job."""
         told = (self._entry(*item) for item in self.store.list(self.follows_prefix).items())
-        return {e.entry.job: e.entry for e in told if e is not None and e.digest == digest}
+        return {
+            e.entry.job: e.entry
+            for e in told
+            if e is not None and e.digest == head.digest_for(e.entry.job)
+        }
 
     def _entry(self, key: str, raw: bytes) -> StoredEntry | None:
         try:

@@ -56,6 +56,15 @@ class Snapshot:
         self._unplanned_since_s = min(self._unplanned_since_s, now)
         return True
 
+    def narrow(
+        self, jobs: tuple[JobRecord, ...], topology: bytes | None, operator: OperatorSettings
+    ) -> None:
+        """Take in what a leader read that does not read everything: it is no snapshot."""
+        self.jobs, self.topology, self.operator = jobs, topology, operator
+        self.fingerprint = ""
+        self._recent.clear()
+        self._unplanned_since_s = float("inf")
+
     def jobs_of(self, fingerprint: str) -> tuple[JobRecord, ...] | None:
         """The records that had this fingerprint a moment ago; None if this leader saw none."""
         found = self._recent.get(fingerprint)

@@ -96,6 +96,7 @@ class Trials:
         self._before_since_s = self._on_since_s = float("-inf")
         self._taken_back: dict[str, tuple[float, int]] = {}
         self._mine: tuple[TriedPlan, ...] = ()
+        self._company = frozenset[str]()
 
     def step(
         self, now_s: float, plan: Plan | None, records: Sequence[JobRecord]
@@ -115,8 +116,11 @@ class Trials:
         entry = plan.entry(self._job) if plan is not None else None
         trial = entry.trial if entry is not None else msgspec.UNSET
         if plan is None or entry is None or trial is msgspec.UNSET:
+            self._company = frozenset()
             self._pause(now_s)
             return self._mine
+        if trial.judge != self._job:
+            self._company = frozenset({trial.judge})
         by_name = {record.job: record for record in records}
         own, judge_record = by_name.get(self._job), by_name.get(trial.judge)
         if own is None or own.profile is None or judge_record is None:
@@ -141,6 +145,11 @@ class Trials:
             if judges:
                 self._judge(now_s, trial, jobs, by_name)
         return self._mine
+
+    @property
+    def company(self) -> frozenset[str]:
+        """Jobs whose records :meth:`step` needs: the judge, and those that it judges."""
+        return self._company
 
     def withdraw(self) -> None:
         """This job ends.
@@ -231,6 +240,7 @@ class Trials:
         records: Mapping[str, JobRecord],
     ) -> None:
         measured = self._registry.measured(jobs if len(jobs) == trial.jobs else None)
+        self._company = frozenset(job for job, told in measured.items() if told.name == trial.name)
         members = {}
         for job, told in measured.items():
             record = records.get(job)

@@ -79,7 +79,7 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
         renewed = stored is not None and before.plan.stored != stored if settle_s else None
         found = None
         if stored is not None:
-            follows = registry.follows(stored.plan.digest)
+            follows = registry.follows(stored.plan)
             entries = (follows[job.job] for job in view.jobs if job.job in follows)
             found = plan_of(stored.plan, tuple(entries))
         contested, _ = holdings(view.jobs, TopologyReader().read(view.topology))
