@@ -17,8 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -322,8 +322,13 @@ def _ratio(jobs: Sequence[dict[str, Any]]) -> str:
     return f"{statistics.median(measured):.2f}{told}"
 
 
+def _mean(scenarios: Iterable[Sequence[float]]) -> float:
+    return statistics.mean(statistics.mean(values) for values in scenarios)
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Over all scenarios: utilisation against no Crux, completion times, and the prediction."""
+    """Over all scenarios, each counted once: utilisation and completion against no Crux, the job
+    that is slowed down the most, and the prediction."""
     turns = [row for row in rows if "utilisation" in row]
     base = {(t["scenario"], t["round"]): t["utilisation"] for t in turns if t["policy"] == NONE}
     jobs = [row for row in rows if "job" in row]
@@ -335,23 +340,31 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     head = f"completion of {JOB_STEPS} steps x {NONE}"
     lines = [
         "all scenarios, means",
-        f"  {'policy':<12}{'utilisation':>12}{f'x {NONE}':>9}{'worst':>8}{head:>34}",
+        f"  {'policy':<12}{'utilisation':>12}{f'x {NONE}':>9}{'worst':>8}{'slowest job':>13}"
+        f"{head:>34}",
     ]
     for policy in dict.fromkeys(t["policy"] for t in turns):
-        of = [t for t in turns if t["policy"] == policy]
-        against = [t["utilisation"] / base[t["scenario"], t["round"]] for t in of]
+        used: dict[str, list[float]] = defaultdict(list)
+        against: dict[str, list[float]] = defaultdict(list)
+        done: dict[str, list[float]] = defaultdict(list)
+        slowed: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for t in (t for t in turns if t["policy"] == policy):
+            used[t["scenario"]].append(t["utilisation"])
+            against[t["scenario"]].append(t["utilisation"] / base[t["scenario"], t["round"]])
         mine = [j for j in jobs if j["policy"] == policy]
-        done = [
-            j["completion_s"] / before
-            for j in mine
-            if j["completion_s"] and (before := stock[j["scenario"], j["round"], j["job"]])
-        ]
-        used = statistics.mean(t["utilisation"] for t in of)
+        for j in mine:
+            before = stock[j["scenario"], j["round"], j["job"]]
+            if j["completion_s"] and before:
+                done[j["scenario"]].append(j["completion_s"] / before)
+            if j["step_s"]:
+                slowed[j["scenario"], j["job"]].append(j["step_s"] / j["alone_s"])
+        gains = [statistics.mean(ratios) for ratios in against.values()]
+        slowest = max(map(statistics.median, slowed.values()), default=math.nan)
         stopped = sum(j["completion_s"] is None for j in mine)
         tail = f", {stopped} stopped" if stopped else ""
         lines.append(
-            f"  {policy:<12}{used:>12.1%}{statistics.mean(against):>9.3f}{min(against):>8.3f}"
-            f"{statistics.mean(done):>34.3f}{tail}"
+            f"  {policy:<12}{_mean(used.values()):>12.1%}{statistics.mean(gains):>9.3f}"
+            f"{min(gains):>8.3f}{slowest:>13.2f}{_mean(done.values()):>34.3f}{tail}"
         )
     errors = sorted(
         abs(j["predicted_s"] / j["step_s"] - 1.0) for j in jobs if j["predicted_s"] and j["step_s"]

@@ -99,3 +99,17 @@ def test_earlier_results_are_kept_and_their_rounds_come_first(
     found = written(tmp_path)
     assert found["rows"] == [*turn("pair", 0), *turn("pair", 1)]
     assert len(found["settings"]["runs"]) == 2
+
+
+def test_each_scenario_counts_once_however_many_rounds_it_has() -> None:
+    def with_policy(rows: list[dict[str, Any]], utilisation: float) -> list[dict[str, Any]]:
+        told = {"policy": "crux", "step_s": 1.0, "completion_s": 500.0}
+        kept = [row | {k: v for k, v in told.items() if k in row} for row in rows]
+        return [r | {"utilisation": utilisation} if "utilisation" in r else r for r in kept]
+
+    rows = [*turn("pair"), *with_policy(turn("pair"), 0.3)]
+    for round_ in range(3):
+        rows += [*turn("clash", round_), *with_policy(turn("clash", round_), 0.9)]
+    none, crux = contest.summary(rows).splitlines()[2:4]
+    assert none.split() == ["none", "60.0%", "1.000", "1.000", "1.25", "1.000"]
+    assert crux.split() == ["crux", "60.0%", "1.000", "0.500", "2.50", "2.000"]
