@@ -224,7 +224,11 @@ def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float, least_s: fl
 
     They need ``least_s`` at least.
     """
-    alone_s = float(unrouted_transfer_times_s(arrays_of(Cluster(capacity_Bps, (job,))))[0])
+    # Of the whole cluster's links it would take as long for each job as for all of them.
+    sets = {id(flow.candidates): flow.candidates for flow in job.flows}.values()
+    links = dict.fromkeys(link for paths in sets for path in paths for link in path)
+    own = Cluster({link: capacity_Bps[link] for link in links}, (job,))
+    alone_s = float(unrouted_transfer_times_s(arrays_of(own))[0])
     if alone_s <= 0:
         return job
     t_s = max(t_s or alone_s, least_s)

@@ -132,11 +132,11 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
         for job, own, k in zip(component.jobs, found.path, found.level, strict=True):
             path[job.name], level[job.name] = own, int(usable[first + k])
     intensity = arrays.by_name(intensities(arrays, transfer_times_s(arrays, traffic)))
-    order = sorted(level, key=lambda name: (level[name], intensity[name]), reverse=True)
     return Decision(
         path=path,
         level=level,
-        priority={name: float(len(order) - rank) for rank, name in enumerate(order)},
+        # Orders jobs of one level, and does not change with jobs of other components.
+        priority=intensity,
         intensity=intensity,
         notes=tuple(notes),
         trials=tuple(trials),
