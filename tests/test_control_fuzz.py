@@ -163,6 +163,20 @@ def test_one_record_of_extremes_does_not_keep_others_from_a_plan() -> None:
         assert all(math.isfinite(e.intensity) for e in entries)
 
 
+@given(RECORDS, st.sampled_from(["crux", "crux-paper"]))
+@settings(max_examples=60)
+def test_whole_policies_plan_whatever_the_schema_allows(
+    records: list[JobRecord], policy: str
+) -> None:
+    jobs = accepted(records)
+    planned = sorted(one.job for one in jobs)
+    for topology in (None, TOPOLOGY):
+        entries = compute_entries(jobs, topology, policy=policy, levels=(1, 3, 4))
+        assert [entry.job for entry in entries] == planned
+        assert all(entry.level in (1, 3, 4) for entry in entries)
+        assert all(math.isfinite(entry.priority) for entry in entries)
+
+
 KEYS = st.sampled_from(
     ["head", "jobs/a", "jobs/b", "jobs/%1b", "slot", "waiting/b", "topology", "operator/settings"]
 )

@@ -145,6 +145,28 @@ def test_a_plan_under_which_a_job_waits_too_long_drops_out_of_the_race(
     assert race(rehearsal, [fair], [levels], 10**9, 0, 0.01, most) == (levels if adopted else fair)
 
 
+@pytest.mark.parametrize("ratio", [1e3, 1e6, 1e12, 1e38])
+def test_jobs_of_very_unequal_periods_take_bounded_work(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [_job("slow", 0.5 * ratio, 0.5 * ratio, "x"), _job("fast", 0.5, 0.5, "x")]
+    cluster = Cluster({"x": 1.0}, tuple(jobs))
+    work = []
+    advance = Run.advance
+
+    def watched(run: Run, until_s: float) -> None:
+        advance(run, until_s)
+        work.append(run.work)
+
+    monkeypatch.setattr(Run, "advance", watched)
+    path = ((0,), (0,))
+    fair, fast, slow = (Assignment(path, levels) for levels in ((0, 0), (1, 0), (0, 1)))
+    budget = 100_000
+    race(Rehearsal(cluster, Length(4, 0, 0)), [fair], [fast, slow], budget, budget, 0.01, 3.0)
+    assert max(work, default=0) <= 20 * budget
+    assert work or ratio > 1e3
+
+
 @pytest.mark.parametrize("seed", [381, 563, 772])
 def test_the_one_level_plans_are_told_apart_after_the_jobs_fell_into_step(seed: int) -> None:
     """In these clusters the first iterations speak for the wrong one, by up to 8%."""

@@ -86,9 +86,13 @@ def burst_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:
 
 
 def per_second(amount: FloatArray, period_s: FloatArray) -> FloatArray:
-    """``amount`` of an iteration over its seconds; 0 where an iteration takes no time."""
+    """``amount`` of an iteration over its seconds; 0 where an iteration takes no time.
+
+    Infinite where that is more than a number can hold.
+    """
     rate = np.zeros(len(amount))
-    np.divide(amount, period_s, out=rate, where=period_s > 0)
+    with np.errstate(over="ignore"):
+        np.divide(amount, period_s, out=rate, where=period_s > 0)
     return rate
 
 

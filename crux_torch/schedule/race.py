@@ -30,6 +30,9 @@ _FIRST_ROUND = 0.6
 _NOTICED = 0.01
 #: Iterations of a job, on average, that settle a race.
 _SETTLED = 240
+#: Iterations of a plan's jobs, if each met nobody, to a unit of the work that one round may take. A
+#: round of more is not begun: a job of nanoseconds beside one of years would never end it.
+_ITERATIONS = 4
 #: Standard errors of a lead that are not counted as lead.
 _CAUTION = 2.0
 
@@ -124,6 +127,10 @@ def race(
         return favourite
     an_iteration_s = len(periods_s) / rate
     length_s = max(_FIRST * an_iteration_s, max(periods_s))
+    most = max(work, safe_work)
+    longest_s = _ITERATIONS * most / (rate * rehearsal.phases)
+    if length_s > longest_s:
+        return favourite
     now_s = _WARM_UP * length_s
     first = Run(rehearsal, favourite)
     first.advance(0.0)
@@ -141,6 +148,9 @@ def race(
     for run in (*safe, *others):
         run.advance(now_s)
         run.begin()
+        # One plan took what all may: its jobs iterate far more often than the favourite's did.
+        if run.work > most:
+            return favourite
 
     def slows_nobody_down(run: Run) -> bool:
         fair_s = np.max([one.iteration_s() for one in safe], axis=0)
@@ -155,6 +165,8 @@ def race(
         spent = sum(run.work for run in (*safe, *others))
         for run in (*safe, *others):
             run.advance(now_s)
+            if run.work > most:
+                return favourite
         spent_now = sum(run.work for run in (*safe, *others))
         if now_s >= _SETTLED * an_iteration_s and len(others) <= 1:
             break
@@ -167,7 +179,7 @@ def race(
         kept = sum(run.work for run in (*safe, *others))
         length_s *= 2
         ahead = 2 * (spent_now - spent) * kept / max(1, spent_now)
-        if gone + kept + ahead > work:
+        if gone + kept + ahead > work or length_s > longest_s:
             break
     best_safe = max(safe, key=lambda run: float(run.busy_gpus().mean()))
     others = [run for run in others if slows_nobody_down(run)]
