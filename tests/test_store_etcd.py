@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,6 +103,40 @@ def test_clusters_have_their_prefixes(etcd: Etcd, open_: Open) -> None:
     etcd.ctl("put", os.fsdecode(b"one/k\xff\xfe"), "v")
     one.put("k/2", b"", lease_s=60.0)
     assert sorted(one.list("k")) == ["k", "k/2"]
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_what_lies_apart_is_read_when_asked_for_and_sent_to_nobody_else(
+    etcd: Etcd, open_: Open
+) -> None:
+    def events() -> int:
+        with urllib.request.urlopen(f"http://{etcd.endpoints}/metrics") as told:
+            found = re.search(rb"^etcd_debugging_mvcc_events_total (\S+)", told.read(), re.M)
+        assert found is not None
+        return int(float(found[1]))
+
+    one, other = (open_(etcd.endpoints + "/apart") for _ in range(2))
+    for store in (one, other):
+        until(lambda s=store: works(s), what="an answer")
+    before = events()
+    many = {f"crux-plan/c/{n:02}": b"%d" % n * (100_000 + n) for n in range(20)}
+    for key, value in many.items():
+        one.put(key, value, lease_s=60.0)
+        assert one.get(key) == value
+    assert other.list("crux-plan/c/") == many  # in several pages
+    assert other.list("crux-plan/c/1") == {k: v for k, v in many.items() if k[12] == "1"}
+    assert other.compare_and_swap("crux-plan/c/00", many["crux-plan/c/00"], b"new", lease_s=60.0)
+    one.delete("crux-plan/c/01")
+    assert (one.get("crux-plan/c/00"), other.get("crux-plan/c/01")) == (b"new", None)
+    del many["crux-plan/c/01"]
+    assert one.list("crux-p") == other.list("crux-p") == many | {"crux-plan/c/00": b"new"}
+    assert events() == before
+    # The keys on both sides are mirrored: two clients, and an event for each.
+    for n, key in enumerate(("crux-a", "crux-z"), 1):
+        one.put(key, b"v", lease_s=60.0)
+        until(lambda k=key: other.get(k) == b"v", what="the other's write")
+        assert events() == before + 2 * n
 
 
 @needs_etcd

@@ -23,7 +23,7 @@ from crux_torch.control.records import (
     RecordError,
 )
 from crux_torch.measure.job_profile import Name
-from crux_torch.store.shared_store import AUDIT, OPERATOR, SharedStore
+from crux_torch.store.shared_store import APART, AUDIT, OPERATOR, SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Registry:
         #: What lies apart, so that a look does not read it: who plans a cluster that is too large
         #: for every leader to compute all, the entries that they write, what each job follows, and
         #: what jobs measure while a plan is tried.
-        apart = f"crux-plan/{quote(cluster, safe='')}/"
+        apart = f"{APART}{quote(cluster, safe='')}/"
         self.seats_prefix = apart + "seats/"
         self.parts_prefix = apart + "parts/"
         self.follows_prefix = apart + "follows/"

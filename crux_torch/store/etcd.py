@@ -1,9 +1,12 @@
 """An etcd v3 as the contents of a store: answers the requests of one client from it.
 
 Only the store process imports this: gRPC and protobuf don't belong into a training process.
-Reads come from a mirror that a watch keeps up to date. The watch begins with a full read, so what
-was compacted or lost in between is made up for. If the member does not tell for a while how far it
-is, the mirror counts as old, and every request is refused until another member answers.
+Reads come from a mirror that watches keep up to date. They begin with a full read, so what was
+compacted or lost in between is made up for. If the member does not tell for a while how far they
+are, the mirror counts as old, and every request is refused until another member answers.
+
+What many write and few read lies apart, and is not mirrored: with a thousand clients, a thousand
+writes would be a million events. It is read from the etcd when it is asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from crux_torch.store.frames import (
     Swap,
 )
 from crux_torch.store.journal import Journal
-from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_VALUE_BYTES, is_kept
+from crux_torch.store.shared_store import APART, AUDIT, MAX_KEY_BYTES, MAX_VALUE_BYTES, is_kept
 
 #: Seconds that one request to an etcd may take, and all of one answer.
 CALL_S = 1.0
@@ -49,6 +52,8 @@ MAX_BACKOFF_S = 2.0
 #: Keys of one page of a full read: their values fit into MAX_MESSAGE_BYTES.
 PAGE_KEYS = 32
 MAX_MESSAGE_BYTES = (PAGE_KEYS + 16) * MAX_VALUE_BYTES
+#: The keys that are not mirrored: from the first one on, up to the second.
+APART_BEGIN, APART_END = AUDIT, APART[:-1] + chr(ord(APART[-1]) + 1)
 #: Revision of etcd's compare: the number of a key that is absent.
 ABSENT = 0
 
@@ -61,6 +66,8 @@ class _Session:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.enable_http_proxy", 0),
+            # A connection of its own, not the one that failed a session before.
+            ("grpc.use_local_subchannel_pool", 1),
         ]
         if address.ca:
             read = address.read
@@ -110,7 +117,10 @@ class EtcdContents:
         self._mirror = Journal()
         #: The lease of each key in the mirror.
         self._leased: dict[str, int] = {}
-        self._revision = 0
+        #: How far the watch of the keys before those that lie apart is, and the one of those after.
+        self._revisions = [0, 0]
+        #: The next page of a long answer about keys that lie apart, and what it is read from.
+        self._page: tuple[Read, Journal] | None = None
         self._heard_s = float("-inf")
         self._reason = "not connected yet"
         self._session: _Session | None = None
@@ -125,7 +135,7 @@ class EtcdContents:
         until_s = time.monotonic() + ANSWER_S
         try:
             session = self._in_contact(until_s)
-            if isinstance(request, Read):
+            if isinstance(request, Read) and not _lies_apart(request.key, request.prefix):
                 with self._changed:
                     found = self._mirror.changes(
                         request.key, request.prefix, request.since, PAGE_BYTES
@@ -136,13 +146,13 @@ class EtcdContents:
             if isinstance(request, Clock):
                 raise _Refusal("an etcd has no clock to tell: time shifts need a store tcp://...")
             try:
-                return self._write(session, request, until_s)
+                return self._carry_out(session, request, until_s)
             except grpc.RpcError as error:
                 if not self._user or not _token_ended(error):
                     raise
             # A token ends with its time, and some kinds with every change of a role.
             session.authenticate(self._user, self._password)
-            return self._write(session, request, until_s)
+            return self._carry_out(session, request, until_s)
         except grpc.RpcError as error:
             return Refused(_told(error))
         except _Refusal as refusal:
@@ -159,6 +169,31 @@ class EtcdContents:
                 if ever or not self._changed.wait(max(0.0, until_s - time.monotonic())):
                     raise _Refusal(f"no contact: {self._reason}")
 
+    def _carry_out(
+        self, session: _Session, request: Read | Put | Swap | Delete, until_s: float
+    ) -> Answer:
+        if isinstance(request, Read):
+            return self._read_apart(session, request)
+        return self._write(session, request, until_s)
+
+    def _read_apart(self, session: _Session, request: Read) -> Changes:
+        """All that ``request`` is about, as the etcd has it now; of a long answer, a page."""
+        page, self._page = self._page, None
+        goes_on = page is not None and page[0] == request
+        if page is not None and goes_on:
+            journal = page[1]
+        else:
+            journal = Journal()
+            name = self._prefix + request.key.encode()
+            end = _end(name) if request.prefix else name + b"\0"
+            for key, (value, _) in self._range(session, name, end, 0)[0].items():
+                journal.set(key, value)
+        since = request.since if goes_on else 0
+        revision, values, more, _ = journal.changes(request.key, request.prefix, since, PAGE_BYTES)
+        if more:
+            self._page = Read(request.key, request.prefix, revision), journal
+        return Changes(revision, values, more, not goes_on)
+
     def _write(self, session: _Session, request: Put | Swap | Delete, until_s: float) -> Answer:
         key, metadata = request.key, session.metadata
         name = self._prefix + key.encode()
@@ -168,7 +203,7 @@ class EtcdContents:
             )
             self._leases.pop(key, None)
             if gone.deleted:
-                self._await(gone.header.revision, until_s)
+                self._await(key, gone.header.revision, until_s)
             return Done(int(gone.deleted > 0))
         compare = []
         if isinstance(request, Swap):
@@ -177,7 +212,7 @@ class EtcdContents:
             ).kvs
             if (held[0].value if held else None) != request.expected:
                 if held:
-                    self._await(held[0].mod_revision, until_s)
+                    self._await(key, held[0].mod_revision, until_s)
                 return Done(0)
             compare.append(
                 etcdrpc.Compare(
@@ -200,7 +235,7 @@ class EtcdContents:
             metadata=metadata,
         )
         if done.succeeded:
-            self._await(done.header.revision, until_s)
+            self._await(key, done.header.revision, until_s)
         return Done(int(done.succeeded))
 
     def _lease(self, session: _Session, key: str, lease_s: float) -> tuple[int, bool]:
@@ -219,11 +254,14 @@ class EtcdContents:
         self._leases[key] = lease, lease_s
         return lease, False
 
-    def _await(self, revision: int, until_s: float) -> None:
-        """Wait until the mirror has this revision, so that a writer reads what it wrote."""
+    def _await(self, key: str, revision: int, until_s: float) -> None:
+        """Wait until the mirror has this revision of ``key``, so that a writer reads its write."""
+        if _lies_apart(key):
+            return
         with self._changed:
             self._changed.wait_for(
-                lambda: self._revision >= revision, max(0.0, until_s - time.monotonic())
+                lambda: self._revisions[key >= APART_END] >= revision,
+                max(0.0, until_s - time.monotonic()),
             )
 
     def _keep_mirror(self) -> None:
@@ -258,7 +296,31 @@ class EtcdContents:
     def _read_all(self, session: _Session) -> None:
         """Make the mirror what the etcd holds at one revision."""
         seen: dict[str, tuple[bytes, int]] = {}
-        begin, end, revision = self._prefix or b"\0", _end(self._prefix), 0
+        revision = 0
+        for begin, end in self._mirrored():
+            found, revision = self._range(session, begin, end, revision)
+            seen |= found
+        with self._changed:
+            for key in [key for key in self._mirror if key not in seen]:
+                self._mirror.delete(key)
+            for key, (value, _) in seen.items():
+                if self._mirror.get(key) != value:
+                    self._mirror.set(key, value)
+            self._leased = {key: lease for key, (_, lease) in seen.items()}
+            self._revisions = [revision, revision]
+            self._heard_s, self._session = time.monotonic(), session
+            self._changed.notify_all()
+
+    def _mirrored(self) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+        """The ranges of etcd's keys before those that lie apart, and after."""
+        begin, end = (self._prefix + key.encode() for key in (APART_BEGIN, APART_END))
+        return (self._prefix or b"\0", begin), (end, _end(self._prefix))
+
+    def _range(
+        self, session: _Session, begin: bytes, end: bytes, revision: int
+    ) -> tuple[dict[str, tuple[bytes, int]], int]:
+        """Value and lease of each key in a range at ``revision`` (0: the last), and which it is."""
+        seen: dict[str, tuple[bytes, int]] = {}
         while True:
             request = etcdrpc.RangeRequest(
                 key=begin, range_end=end, limit=PAGE_KEYS, revision=revision
@@ -270,30 +332,17 @@ class EtcdContents:
                 if key is not None and _counts(key, kv):
                     seen[key] = kv.value, kv.lease
             if not page.more:
-                break
+                return seen, revision
             begin = page.kvs[-1].key + b"\0"
-        with self._changed:
-            for key in [key for key in self._mirror if key not in seen]:
-                self._mirror.delete(key)
-            for key, (value, _) in seen.items():
-                if self._mirror.get(key) != value:
-                    self._mirror.set(key, value)
-            self._leased = {key: lease for key, (_, lease) in seen.items()}
-            self._revision = revision
-            self._heard_s, self._session = time.monotonic(), session
-            self._changed.notify_all()
 
     def _follow(self, session: _Session) -> None:
         """Take in what changes, until the watch ends or falls silent."""
         # From the revision that was read, though its events are known: newer etcds (3.5.30,
         # but not 3.5.16) do not tell how far a watch is that begins later, until somebody writes.
-        create = etcdrpc.WatchCreateRequest(
-            key=self._prefix or b"\0",
-            range_end=_end(self._prefix),
-            start_revision=self._revision,
-        )
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        requests.put(etcdrpc.WatchRequest(create_request=create))
+        for (begin, end), revision in zip(self._mirrored(), self._revisions, strict=True):
+            create = etcdrpc.WatchCreateRequest(key=begin, range_end=end, start_revision=revision)
+            requests.put(etcdrpc.WatchRequest(create_request=create))
         call = session.watch.Watch(_until_none(requests), metadata=session.metadata)
         ended = threading.Event()
 
@@ -323,8 +372,8 @@ class EtcdContents:
                 kv = event.kv
                 key = self._key(kv)
                 # An event that comes again, or late, must not take the mirror back. All of one
-                # revision come together.
-                if key is None or kv.mod_revision <= self._revision:
+                # revision and one watch come together.
+                if key is None or kv.mod_revision <= self._revisions[key >= APART_END]:
                     continue
                 if event.type == event.DELETE or not _counts(key, kv):
                     self._mirror.delete(key)
@@ -334,7 +383,9 @@ class EtcdContents:
                         self._mirror.set(key, kv.value)
                     self._leased[key] = kv.lease
             if response.events:
-                self._revision = max(self._revision, response.events[-1].kv.mod_revision)
+                last = response.events[-1].kv
+                after = last.key >= self._prefix + APART_END.encode()
+                self._revisions[after] = max(self._revisions[after], last.mod_revision)
             self._heard_s = time.monotonic()
             self._changed.notify_all()
 
@@ -347,6 +398,11 @@ class EtcdContents:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
             return None
+
+
+def _lies_apart(key: str, prefix: bool = False) -> bool:
+    """Whether ``key`` is not mirrored, or a key that begins with it."""
+    return key < APART_END and (key >= APART_BEGIN or (prefix and APART_BEGIN.startswith(key)))
 
 
 def _counts(key: str, kv: Any) -> bool:

@@ -14,6 +14,8 @@ MAX_LEASE_S = 600.0
 #: beginning of the keys of the audit logs. Roles say who may write them (docs/cluster.md).
 OPERATOR = "operator/settings"
 AUDIT = "crux-audit/"
+#: The beginning of the keys that many write and few read.
+APART = "crux-plan/"
 
 
 @runtime_checkable
