@@ -1,27 +1,43 @@
 """How far a store bears: many leaders that agree on plans, in a few processes on this machine.
 
-    python benchmarks/control.py [--leaders 10,100,1000] [--lease-s S] [--trial JOBS] [--store URL]
-        [--json FILE]
+    python benchmarks/control.py [--trial JOBS] [--share N] [--json FILE] [STORE:LEADERS,...]...
 
-The leaders are the real ones, each with a connection of its own; only their jobs are made up. Each
-process drives its leaders in turn, so what is reported includes waiting for this machine's cores.
+    python benchmarks/control.py embedded:10,100,300 etcd:10,100,300,1000
 
-In rest nobody changes. For the delays, one job after the other publishes another profile, and each
-leader says when it has a plan of the new record: planning itself is a constant here, so that the
-delay is that of the store and of the agreement. With ``--trial``, the jobs are in components that
-have a plan to try, so that all publish their iterations, of half a second, all the time.
+``STORE`` is ``embedded`` or ``etcd``, a server of its own for each row. The leaders are the real
+ones; only their jobs are made up, each on two hosts of its own. Each process drives its leaders in
+turn, so what is reported includes waiting for this machine's cores. With an etcd, all leaders of a
+process share one client of it, in that process: a store process for each, as real jobs have it,
+would be too many Python processes for one machine. With ``--share 1`` each has a client of its own
+there, with connection and watches: so the etcd has the work that it would have from real jobs.
+
+In rest nobody changes. With churn, one job arrives each second. For the delays, one job after the
+other arrives, or publishes another profile, and each leader says when it has a plan of that:
+planning itself is a constant here, so the delay is that of the store and of the agreement. Between
+two of them there is a pause, so that no delay is that of the limit on plans a minute. With
+``--trial``, the jobs are in components that have a plan to try, so that all publish their
+iterations, of half a second, all the time.
+
+Segments and bytes are those of the server's TCP connections, with 66 bytes of headers for each
+segment, as the kernel counts them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing as mp
 import multiprocessing.connection
 import os
+import queue
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,11 +54,20 @@ from control_fakes import profile, record
 from loopback import free_port
 
 from crux_torch.control.leader import Leader
+from crux_torch.control.plan_allowance import PLANS_PER_MINUTE
 from crux_torch.control.records import JobRecord, OnTrial, PlanEntry
-from crux_torch.store import frame_socket
-from crux_torch.store.endpoint import open_store
+from crux_torch.errors import StoreError
+from crux_torch.measure.job_profile import HostFlow
+from crux_torch.store.client import StoreClient, TcpConnector
+from crux_torch.store.endpoint import ETCD, open_store, server_addresses
+from crux_torch.store.etcd_address import parse_etcd
+from crux_torch.store.frames import Refused
 from crux_torch.store.host import StoreHost
 
+DEFAULT_RUNS = "embedded:10,100,300", "etcd:10,100,300,1000"
+#: Of Ethernet, IPv4 and TCP with timestamps, in each segment.
+HEADER_BYTES = 66
+NOTHING = 0, 0, 0
 PROCESSES = 2
 TICK_S = 0.05
 #: Seconds after which leaders are given up that do not agree.
@@ -72,60 +97,102 @@ def _ends(since_ns: int) -> list[int]:
     return [end for end in ends if since_ns <= end <= now_ns]
 
 
-class _Counted:
-    """Exchanges and bytes of all connections of this process."""
+def _record(job: str, flops: float = 1e15) -> JobRecord:
+    hosts = f"{job}-a", f"{job}-b"
+    flows = tuple(HostFlow(src, dst, 1e9) for src, dst in (hosts, hosts[::-1]))
+    made: JobRecord = record(job, hosts=hosts, profile=profile(flops=flops, flows=flows))
+    return made
 
-    exchanges = sent = received = 0
 
-    @classmethod
-    def install(cls) -> None:
-        kind: Any = frame_socket.FrameSocket
-        send, receive = kind.send, kind.receive
+class _EtcdHere(StoreClient):
+    """Asks a client of an etcd in this process, where others have a store process of their own."""
 
-        def counted_send(self: Any, data: bytes, deadline_s: float) -> None:
-            cls.exchanges += 1
-            cls.sent += len(data)
-            send(self, data, deadline_s)
+    def __init__(self, contents: Any, endpoint: str) -> None:
+        super().__init__(TcpConnector(*server_addresses(endpoint)[0]))
+        self._contents = contents
 
-        def counted_receive(self: Any, limit: int, deadline_s: float) -> bytes:
-            frame: bytes = receive(self, limit, deadline_s)
-            cls.received += 4 + len(frame)
-            return frame
+    def _connected(self) -> Any:
+        return None
 
-        kind.send, kind.receive = counted_send, counted_receive
+    def _ask(self, _: Any, request: Any) -> Any:
+        answer = self._contents.answer(request)
+        if isinstance(answer, Refused):
+            raise StoreError(answer.reason)
+        return answer
+
+
+class _Stores:
+    """Connections to the store; of an etcd, each client has ``share`` leaders, or all."""
+
+    def __init__(self, endpoint: str, share: int) -> None:
+        self._endpoint, self._share = endpoint, share
+        self._given = 0
+        self._contents: Any = None
+
+    def open(self) -> StoreClient:
+        if not self._endpoint.startswith(ETCD):
+            return open_store(self._endpoint, timeout_s=5.0)
+        if self._contents is None or (self._share and self._given % self._share == 0):
+            from crux_torch.store.etcd import EtcdContents
+
+            self._contents = EtcdContents(parse_etcd(self._endpoint))
+            self._contents.start()
+        self._given += 1
+        return _EtcdHere(self._contents, self._endpoint)
 
 
 def _drive(
-    endpoint: str, lease_s: float, trial: int, names: Sequence[str], pipe: Connection
+    endpoint: str, share: int, lease_s: float, trial: int, names: Sequence[str], pipe: Connection
 ) -> None:
-    """Ticks its leaders; tells when each has another plan; changes a job when told to."""
-    _Counted.install()
-    leaders = {}
+    """Ticks its leaders; tells when each has another plan; changes jobs when told to."""
+    stores = _Stores(endpoint, share)
+    leaders: dict[str, Leader] = {}
+    prints: dict[str, str] = {}
+    cpu_s: dict[str, float] = {}
+
+    connected: queue.SimpleQueue[tuple[str, StoreClient]] = queue.SimpleQueue()
+
+    def arrive(name: str) -> None:
+        """Connect apart, as nobody else waits for it."""
+        store = stores.open()
+
+        def connect() -> None:
+            with contextlib.suppress(StoreError):
+                store.get("nothing")
+            connected.put((name, store))
+
+        threading.Thread(target=connect, daemon=True).start()
+
     for name in names:
-        store = open_store(endpoint, timeout_s=5.0)
-        leaders[name] = Leader(
-            store, "bench", record(name), partial(_flat, trial=trial),
-            lease_s=lease_s, plan_valid_s=2.5 * lease_s, iteration_ends=_ends,
-        )  # fmt: skip
-    prints = dict.fromkeys(names, "")
+        arrive(name)
     while True:
         began_s = time.monotonic()
+        while not connected.empty():
+            name, store = connected.get()
+            leaders[name] = Leader(
+                store, "bench", _record(name), partial(_flat, trial=trial),
+                lease_s=lease_s, plan_valid_s=2.5 * lease_s, iteration_ends=_ends,
+            )  # fmt: skip
+            prints[name], cpu_s[name] = "", 0.0
         for name, leader in leaders.items():
+            tick_s = time.thread_time()
             leader.tick()
+            cpu_s[name] += time.thread_time() - tick_s
             plan = leader.plan
             now = plan.fingerprint if plan is not None else ""
             if now != prints[name]:
                 prints[name] = now
                 pipe.send((name, now, time.monotonic()))
         while pipe.poll(max(0.0, began_s + TICK_S - time.monotonic())):
-            what, argument = pipe.recv()
-            if what == "change":
-                leader = leaders[argument[0]]
-                leader.update(profile=profile(flops=argument[1]))
-            elif what == "count":
-                pipe.send((_Counted.exchanges, _Counted.sent, _Counted.received))
-            else:
-                return
+            match pipe.recv():
+                case "change", name, flops:
+                    leaders[name].update(profile=_record(name, flops).profile)
+                case "arrive", name:
+                    arrive(name)
+                case "count":
+                    pipe.send((dict(cpu_s), time.process_time()))
+                case "end":
+                    os._exit(0)  # threads of gRPC need not end in order
 
 
 def _cpu_s(pid: int) -> float:
@@ -133,26 +200,44 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _traffic(port: int) -> dict[str, tuple[int, ...]]:
+    """For each peer of that port's server: segments with data, and bytes sent and got, so far."""
+    told = subprocess.run(
+        ["ss", "-tinH", "state", "established", f"sport = :{port}"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+
+    found = {}
+    for about, counted in zip(*[iter(told.splitlines())] * 2, strict=True):
+        of = {name: int(n) for name, n in re.findall(r"(\w+):(\d+)", counted)}
+        found[about.split()[-1]] = (
+            of.get("data_segs_out", 0) + of.get("data_segs_in", 0),
+            of.get("bytes_sent", 0) + HEADER_BYTES * of.get("segs_out", 0),
+            of.get("bytes_received", 0) + HEADER_BYTES * of.get("segs_in", 0),
+        )
+    return found
+
+
 class _Run:
     """Leaders in processes, and what they tell."""
 
-    def __init__(self, endpoint: str, count: int, lease_s: float, trial: int) -> None:
+    def __init__(self, endpoint: str, share: int, count: int, lease_s: float, trial: int) -> None:
         context = mp.get_context("spawn")
-        self.names = [f"job{n}" for n in range(count)]
+        names = [f"job{n}" for n in range(count)]
         self.pipes: list[Connection] = []
         self.processes = []
         self.owner: dict[str, Connection] = {}
-        for share in range(min(PROCESSES, count)):
+        for n in range(min(PROCESSES, count)):
             ours, its = context.Pipe()
-            names = self.names[share::PROCESSES]
+            mine = names[n::PROCESSES]
             process = context.Process(
-                target=_drive, args=(endpoint, lease_s, trial, names, its), daemon=True
+                target=_drive, args=(endpoint, share, lease_s, trial, mine, its), daemon=True
             )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-            self.owner |= dict.fromkeys(names, ours)
-        self.prints: dict[str, tuple[str, float]] = dict.fromkeys(self.names, ("", 0.0))
+            self.owner |= dict.fromkeys(mine, ours)
+        self.prints: dict[str, tuple[str, float]] = dict.fromkeys(names, ("", 0.0))
 
     def agree(self, other_than: str) -> str:
         """Wait until all have the same plan, and not that one."""
@@ -163,106 +248,181 @@ class _Run:
                 return found.pop()
             for pipe in mp.connection.wait(self.pipes, 1.0):
                 assert isinstance(pipe, Connection)
-                name, fingerprint, at_s = pipe.recv()
-                self.prints[name] = fingerprint, at_s
-        raise click.ClickException(f"{len(self.names)} leaders did not agree in {AGREE_S:g} s")
+                self._take(pipe.recv())
+        raise click.ClickException(f"{len(self.prints)} leaders did not agree in {AGREE_S:g} s")
 
-    def counts(self) -> tuple[int, ...]:
-        told = []
+    def change(self, name: str, flops: float) -> None:
+        self.owner[name].send(("change", name, flops))
+
+    def arrive(self, name: str) -> None:
+        self.owner[name] = self.pipes[len(self.prints) % len(self.pipes)]
+        self.prints[name] = "", 0.0
+        self.owner[name].send(("arrive", name))
+
+    def cpu_s(self) -> tuple[dict[str, float], float]:
+        """CPU seconds of each leader's thread so far, and of all their processes."""
+        leaders: dict[str, float] = {}
+        total_s = 0.0
         for pipe in self.pipes:
-            pipe.send(("count", None))
-            while len(answer := pipe.recv()) != 3 or isinstance(answer[0], str):
-                self.prints[answer[0]] = answer[1:]
-            told.append(answer)
-        return tuple(map(sum, zip(*told, strict=True)))
+            pipe.send("count")
+            while len(answer := pipe.recv()) != 2:
+                self._take(answer)
+            leaders |= answer[0]
+            total_s += answer[1]
+        return leaders, total_s
 
     def end(self) -> None:
         for pipe in self.pipes:
-            pipe.send(("end", None))
+            pipe.send("end")
         for process in self.processes:
             process.join(30)
             process.kill()
 
+    def _take(self, told: tuple[str, str, float]) -> None:
+        name, fingerprint, at_s = told
+        self.prints[name] = fingerprint, at_s
+
+
+@contextlib.contextmanager
+def _server(store: str) -> Iterator[tuple[str, int]]:
+    """A store of its own: its endpoint and its process."""
+    with contextlib.ExitStack() as stack:
+        if store == "etcd":
+            from etcd_server import Etcd, wait_ready
+
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            etcd = stack.enter_context(Etcd(folder))
+            wait_ready(etcd)
+            yield ETCD + etcd.endpoints, etcd.processes[0].pid
+            return
+        endpoint = f"tcp://127.0.0.1:{free_port()}"
+        host = StoreHost(endpoint)
+        host.start()
+        stack.callback(host.stop)
+        while host.pid is None:
+            time.sleep(0.05)
+        yield endpoint, host.pid
+
 
 def measure(
-    endpoint: str,
-    count: int,
-    lease_s: float,
-    trial: int,
-    seconds: float,
-    changes: int,
-    server: int | None,
-) -> Any:
+    store: str, count: int, share: int, lease_s: float, trial: int, seconds: float, changes: int
+) -> dict[str, Any]:
     """One row of the table."""
-    began_s = time.monotonic()
-    run = _Run(endpoint, count, lease_s, trial)
-    plan = run.agree("")
-    start_s = time.monotonic() - began_s
-    time.sleep(2.0)
-    cpu_s = _cpu_s(server) if server else 0.0
-    before, began_s = run.counts(), time.monotonic()
-    time.sleep(seconds)
-    rest_s = time.monotonic() - began_s
-    rates = [(after - b) / rest_s for after, b in zip(run.counts(), before, strict=True)]
-    cpu = (_cpu_s(server) - cpu_s) / rest_s if server else None
-    delays = []
-    for n in range(changes):
-        name = run.names[n * 7919 % count]
-        changed_s = time.monotonic()
-        run.owner[name].send(("change", (name, 1e15 + n + 1)))
-        plan = run.agree(plan)
-        delays += [at_s - changed_s for _, at_s in run.prints.values()]
-    run.end()
-    quantiles = statistics.quantiles(delays, n=100)
-    return {
-        "leaders": count,
-        "agreed_after_s": start_s,
-        "exchanges_per_s": rates[0],
-        "sent_Bps_a_leader": rates[1] / count,
-        "received_Bps_a_leader": rates[2] / count,
-        "server_cores": cpu,
-        "p50_s": statistics.median(delays),
-        "p99_s": quantiles[98],
-    }
+    with _server(store) as (endpoint, server):
+        port = server_addresses(endpoint)[0][1]
+        began_s = time.monotonic()
+        run = _Run(endpoint, share, count, lease_s, trial)
+        plan = run.agree("")
+        row: dict[str, Any] = {
+            "store": store,
+            "leaders": count,
+            "load": os.getloadavg()[0],
+            "agreed_after_s": time.monotonic() - began_s,
+        }
+
+        @contextlib.contextmanager
+        def watched(word: str) -> Iterator[None]:
+            """Count what happens meanwhile."""
+            (cpu_s, total_s), server_s = run.cpu_s(), _cpu_s(server)
+            many, began, began_s = len(run.prints), _traffic(port), time.monotonic()
+            yield
+            for_s = time.monotonic() - began_s
+            grown = [
+                [
+                    after - before
+                    for after, before in zip(counts, began.get(peer, NOTHING), strict=True)
+                ]
+                for peer, counts in _traffic(port).items()
+            ]
+            segments, sent, got = (sum(count) / for_s for count in zip(*grown, strict=True))
+            server_cores = (_cpu_s(server) - server_s) / for_s
+            many = (many + len(run.prints)) / 2
+            leaders, all_s = run.cpu_s()
+            cores = [(s - cpu_s[name]) / for_s for name, s in leaders.items() if name in cpu_s]
+            row[word] = {
+                "segments_per_s": segments,
+                "sent_Bps_a_leader": got / many,
+                "received_Bps_a_leader": sent / many,
+                "server_cores": server_cores,
+                "leader_cores": statistics.median(cores),
+                "busiest_leader_cores": max(cores),
+                "all_leaders_cores": (all_s - total_s) / for_s,
+            }
+
+        time.sleep(2.0)
+        with watched("rest"):
+            time.sleep(seconds)
+        for word in ("change", "arrival"):
+            delays = []
+            for n in range(changes):
+                began_s = time.monotonic()
+                if word == "change":
+                    run.change(f"job{n * 7919 % count}", 1e15 + n + 1)
+                else:
+                    run.arrive(f"new{n}")
+                plan = run.agree(plan)
+                delays += [at_s - began_s for _, at_s in run.prints.values()]
+                time.sleep(60 / PLANS_PER_MINUTE)
+            row[word] = {
+                "p50_s": statistics.median(delays),
+                "p99_s": statistics.quantiles(delays, n=100)[98],
+            }
+        with watched("churn"):
+            for n in range(round(seconds)):
+                run.arrive(f"late{n}")
+                time.sleep(1.0)
+        row["load"] = max(row["load"], os.getloadavg()[0])
+        run.end()
+    return row
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"{os.cpu_count()} cores, which run leaders, server and other work")
+    flat = [
+        {
+            f"{part} {name}".replace("_", " "): value
+            for part, held in row.items()
+            for name, value in (held.items() if isinstance(held, dict) else [("", held)])
+        }
+        for row in rows
+    ]
+    table.add_column("")
+    for row in flat:
+        table.add_column(f"{row.pop('store ')}\n{row.pop('leaders ')} leaders", justify="right")
+    for name in flat[0]:
+        table.add_row(name, *(f"{row[name]:.4g}" for row in flat))
+    return table
 
 
 @click.command()
-@click.option("--leaders", default="10,100,300,1000", help="How many, separated by commas.")
-@click.option("--seconds", default=10.0, help="Length of the rest that is measured.")
-@click.option("--changes", default=5, help="Jobs that change, one after the other.")
+@click.argument("runs", nargs=-1)
+@click.option("--seconds", default=10.0, help="Length of rest and churn that are measured.")
+@click.option("--changes", default=5, help="Jobs that change, and that arrive, one by one.")
 @click.option("--lease-s", default=6.0, help="Lease of the records; each is renewed thrice in it.")
 @click.option("--trial", default=0, help="Jobs of a component that has a plan to try.")
-@click.option("--store", default="", help="Another store than an embedded one of its own.")
+@click.option(
+    "--share", default=0, help="Leaders that share a client of an etcd; 0: all of a process."
+)
 @click.option("--json", "path", default="", help="File for the figures.")
 def main(
-    leaders: str,
+    runs: Sequence[str],
     seconds: float,
     changes: int,
     lease_s: float,
     trial: int,
-    store: str,
+    share: int,
     path: str,
 ) -> None:
-    """Measure what a store bears."""
+    """Measure what stores bear. RUNS: STORE:LEADERS,..."""
     rows = []
-    for count in map(int, leaders.split(",")):
-        endpoint = store or f"tcp://127.0.0.1:{free_port()}"
-        host = None if store else StoreHost(endpoint)
-        if host is not None:
-            host.start()
-            while host.pid is None:
-                time.sleep(0.05)
-        server = host and host.pid
-        rows.append(measure(endpoint, count, lease_s, trial, seconds, changes, server))
-        if host is not None:
-            host.stop()
-        print(json.dumps(rows[-1]), file=sys.stderr)
-    table = Table(title=f"{store or 'embedded store'}, {os.cpu_count()} cores")
-    for heading in rows[0]:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*("–" if v is None else f"{v:.4g}" for v in row.values()))
-    Console(width=160).print(table)
+    for run in runs or DEFAULT_RUNS:
+        store, _, counts = run.partition(":")
+        if store not in ("embedded", "etcd"):
+            raise click.UsageError(f"{run!r}: expected embedded:LEADERS,... or etcd:LEADERS,...")
+        for count in map(int, counts.split(",")):
+            rows.append(measure(store, count, share, lease_s, trial, seconds, changes))
+            print(json.dumps(rows[-1]), file=sys.stderr)
+    Console(width=160).print(_table(rows))
     if path:
         Path(path).write_text(json.dumps(rows, indent=2) + "\n")
 
