@@ -11,23 +11,29 @@ _Ints = npt.NDArray[np.int64]
 _Links = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float64]
 
-def read_flows(
-    jobs: Sequence[Job], links: Sequence[str]
-) -> tuple[_Ints, _Floats, _Ints, _Ints, _Ints, _Links]:
-    """The flows of all jobs: see :class:`crux_torch.schedule.arrays.Arrays`.
+class FlowReader:
+    """Reads flows into arrays, and remembers the candidates that it has read."""
 
-    Flows that hold the same ``candidates`` object share one candidate set.
+    def read(
+        self, jobs: Sequence[Job], links: tuple[str, ...]
+    ) -> tuple[_Ints, _Floats, _Ints, _Ints, _Ints, _Links]:
+        """The flows of all jobs: see :class:`crux_torch.schedule.arrays.Arrays`.
 
-    Args:
-        jobs: in the order of the result.
-        links: their places number the links; one more number stands for the link of an empty path.
+        Flows that hold the same ``candidates`` object share one candidate set. Candidates that are
+        tuples of tuples, and that were read before for the same links, are not looked into again.
 
-    Returns:
-        ``flow_start``, ``flow_bytes``, ``flow_set``, ``set_start``, ``path_start``, ``path_links``.
+        Args:
+            jobs: in the order of the result.
+            links: their places number the links; one more number stands for the link of an empty
+                path.
 
-    Raises:
-        KeyError: a path crosses a link that is not in ``links``.
-    """
+        Returns:
+            ``flow_start``, ``flow_bytes``, ``flow_set``, ``set_start``, ``path_start``,
+            ``path_links``.
+
+        Raises:
+            KeyError: a path crosses a link that is not in ``links``.
+        """
 
 def unrouted_transfer_times_s(
     *,
@@ -103,4 +109,40 @@ def rates_when_second(
 
     Raises:
         ValueError: a number out of its range, or a job without bursts.
+    """
+
+def traffic(
+    *,
+    set_start: _Ints,
+    path_start: _Ints,
+    path_links: _Links,
+    capacity_Bps: _Floats,
+    flow_start: _Ints,
+    flow_set: _Ints,
+    flow_bytes: _Floats,
+    choice: _Ints,
+) -> tuple[_Floats, _Links, _Links]:
+    """The ``data``, ``indices`` and ``indptr`` of
+    :func:`crux_torch.schedule.arrays.traffic_matrix`. Other arguments are as in ``Arrays``.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+def components(*, start: _Ints, links: _Links, link_count: int) -> _Ints:
+    """The component of each job, numbered by their first jobs.
+
+    Args:
+        start: links of job j are ``links[start[j]]`` to ``links[start[j + 1]]``.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+def depths(*, start: _Ints, links: _Links, link_count: int) -> _Ints:
+    """For each job how many are before it in the longest chain of jobs, in ascending order, of
+    which each shares a link with the next. Arguments are those of :func:`components`.
+
+    Raises:
+        ValueError: a number out of its range.
     """

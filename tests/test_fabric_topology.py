@@ -67,8 +67,9 @@ def networks(draw: st.DrawFn) -> Topology:
 @settings(deadline=None, max_examples=60)
 @given(networks())
 def test_candidates_of_gpus_are_all_the_shortest_paths(topology: Topology) -> None:
-    for src in ("h0/gpu0", "s0"):
-        for dst in ("h1/gpu1", "h1/nic0"):
+    switches = [name for name, node in topology.nodes.items() if node.host is None]
+    for src in ("h0/gpu0", *switches):
+        for dst in {"h1/gpu1", "h1/nic0", "h0/nic0", switches[0], switches[-1]} - {src}:
             found = topology.candidate_paths(src, dst, limit=None)
             assert len(set(found)) == len(found) == topology.path_count(src, dst)
             assert set(found) == reference_paths(topology, src, dst)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from schedule_cases import compress
 from scipy import sparse
 
+from crux_torch import _schedule
 from crux_torch.schedule import contention_dag, crux
 from crux_torch.schedule.contention_dag import Edges
 from crux_torch.schedule.crux import best_cuts, compress_priorities, crossing_weights
@@ -149,7 +150,7 @@ def test_random_orders_are_topological_and_reach_all() -> None:
     dag = Edges(np.ones(5), np.array([0, 1]), np.array([2, 3]))
     seen = set()
     for seed in range(60):
-        start = dag.random_start_times(dag.depth(), 10, seed)
+        start = dag.random_start_times(np.array([0, 0, 1, 1, 0]), 10, seed)
         for column in start.T:
             order = tuple(np.lexsort((np.arange(5), column)).tolist())
             assert order.index(0) < order.index(2)
@@ -158,11 +159,31 @@ def test_random_orders_are_topological_and_reach_all() -> None:
     assert len(seen) == 30
 
 
+@given(st.lists(st.sets(st.integers(0, 7), max_size=3), max_size=9))
+def test_components_and_depths_are_those_of_the_listed_edges(uses: list[set[int]]) -> None:
+    indices = [link for mine in uses for link in sorted(mine)]
+    indptr = np.cumsum([0, *map(len, uses)])
+    member = sparse.csr_array((np.ones(len(indices)), indices, indptr), shape=(len(uses), 8))
+    meet = np.array([[bool(a & b) for b in uses] for a in uses]).reshape(len(uses), len(uses))
+    _, label = sparse.csgraph.connected_components(meet) if uses else (0, np.zeros(0))
+    assert contention_dag.components_of(member).tolist() == label.tolist()
+    depth: list[int] = []
+    for j in range(len(uses)):
+        depth.append(max((depth[i] + 1 for i in range(j) if meet[i, j]), default=0))
+    start = indptr.astype(np.int64)
+    assert _schedule.depths(start=start, links=np.int32(indices), link_count=8).tolist() == depth
+
+
+@pytest.mark.parametrize("number", [_schedule.components, _schedule.depths])
+@pytest.mark.parametrize(("start", "links"), [([0, 2], [0, 8]), ([0, 2], [0, -1]), ([0, 3], [0])])
+def test_users_of_unknown_links_are_refused(number, start, links) -> None:
+    with pytest.raises(ValueError, match=r"a job uses a link|starts must ascend"):
+        number(start=np.int64(start), links=np.int32(links), link_count=8)
+
+
 def test_the_first_order_is_breadth_first() -> None:
-    dag = Edges(np.ones(4), np.array([0, 1, 2]), np.array([1, 2, 3]))
-    assert dag.depth().tolist() == [0, 1, 2, 3]
     wide = Edges(np.ones(6), np.array([0, 1, 0]), np.array([3, 4, 5]))
-    starts = wide.random_start_times(wide.depth(), 2, seed=1)[:, 0]
+    starts = wide.random_start_times(np.array([0, 0, 0, 1, 1, 1]), 2, seed=1)[:, 0]
     assert starts[:3].max() < 1.0
 
 

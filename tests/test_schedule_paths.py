@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from schedule_cases import clusters, select_paths
 
 from crux_torch import _schedule
-from crux_torch.schedule.arrays import ClusterError, arrays_of
-from crux_torch.schedule.intensity import solo_periods_s, unrouted_transfer_times_s
+from crux_torch.schedule.arrays import ClusterError, arrays_of, traffic_matrix
+from crux_torch.schedule.intensity import link_traffic, solo_periods_s, unrouted_transfer_times_s
 from crux_torch.schedule.model import Cluster, Flow, Job
 
 WAYS = (("a",), ("b",))
@@ -132,6 +132,39 @@ def test_equal_names_need_not_be_the_same_object(cluster: Cluster) -> None:
     assert select_paths(copied) == select_paths(cluster)
 
 
+@given(st.lists(st.integers(0, 9), max_size=6), st.randoms(use_true_random=False), st.data())
+def test_what_was_read_before_changes_nothing(kept, draw, data) -> None:
+    """Jobs come and go, links too, and candidates that can be changed are."""
+    pool = [job for _ in range(3) for job in data.draw(clusters()).jobs]
+    loose = [replace(f, candidates=list(map(list, f.candidates))) for j in pool for f in j.flows]
+    pool += [replace(j, flows=tuple(loose)) for j in pool[:1]]  # type: ignore[arg-type]
+    links = tuple(f"l{i}" for i in range(6))
+    reader = _schedule.FlowReader()
+    for number in kept:
+        jobs = draw.sample(pool, min(number, len(pool)))
+        found = reader.read(jobs, links)
+        for mine, expected in zip(found, _schedule.FlowReader().read(jobs, links), strict=True):
+            assert mine.tolist() == expected.tolist()
+            mine[:] = 0  # whoever asked may do with it what they like
+        if number % 3 == 0:
+            links = links[::-1]
+        for flow in loose:
+            flow.candidates[0].append("l0")  # type: ignore[attr-defined]
+
+
+@given(clusters(), st.data())
+def test_the_traffic_matrix_adds_up_what_each_job_moves(cluster: Cluster, data) -> None:
+    jobs = sorted(cluster.jobs, key=lambda j: j.name)
+    path = [[data.draw(st.integers(0, len(f.candidates) - 1)) for f in j.flows] for j in jobs]
+    arrays = arrays_of(cluster)
+    matrix = traffic_matrix(arrays, np.array([i for mine in path for i in mine], np.int64))
+    for j, (one, mine) in enumerate(zip(jobs, path, strict=True)):
+        row = slice(matrix.indptr[j], matrix.indptr[j + 1])
+        links = [list(cluster.capacity_Bps)[i] for i in matrix.indices[row]]
+        assert dict(zip(links, matrix.data[row], strict=True)) == link_traffic(one, mine)
+        assert np.all(np.diff(matrix.indices[row]) > 0)
+
+
 @given(clusters())
 def test_unrouted_times_are_the_larger_of_two_estimates(cluster: Cluster) -> None:
     arrays = arrays_of(cluster)
@@ -212,7 +245,7 @@ def test_numbers_out_of_range_are_refused(name: str, right, result, wrong) -> No
 )
 def test_reading_refuses_what_is_no_flow(flows, error: str) -> None:
     with pytest.raises((TypeError, AttributeError), match=error):
-        _schedule.read_flows((Job("j", 1, 1.0, 1.0, flows),), ("a", "b"))
+        _schedule.FlowReader().read((Job("j", 1, 1.0, 1.0, flows),), ("a", "b"))
 
 
 def test_reading_refuses_an_unknown_link() -> None:

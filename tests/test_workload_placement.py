@@ -17,6 +17,7 @@ from crux_torch.sim.placement import (
     LEVELS,
     PLACEMENTS,
     Allocation,
+    Cell,
     Request,
     candidates,
     cells,
@@ -88,7 +89,7 @@ def test_placements_are_sound(policy: str, steps: list[tuple[int, bool]], seed: 
                 allocation.release(request.name)
                 assert allocation.free() == free
         assert all(
-            allocation.free_in[c] == len(set(c.gpus) & set(allocation.free())) for c in walk(CELLS)
+            allocation.free_in(c) == len(set(c.gpus) & set(allocation.free())) for c in walk(CELLS)
         )
 
 
@@ -121,6 +122,23 @@ def test_a_host_that_is_split_already_is_filled_first(policy: str, held: int, si
     allocation.take(Request("a", held, 0, 0), CLUSTER.gpus("h4")[:held])
     gpus = PLACEMENTS[policy](Request("b", size, 0, 0), allocation, random.Random(0))
     assert hosts(gpus) == {"h4": size}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sets(st.sampled_from(CELLS.gpus)), st.integers(0, 5))
+def test_the_fullest_cells_come_first_and_of_equals_those_in_the_fullest_cells(held, level) -> None:
+    allocation = Allocation(CELLS)
+    allocation.take(Request("held", len(held)), tuple(held))
+    level = min(level, CELLS.level)
+
+    def room_around(cell: Cell) -> list[int]:
+        around = [c for c in walk(CELLS) if set(c.gpus) >= set(cell.gpus)]
+        by_level = sorted((c.level, c) for c in around if c.level >= cell.level)
+        return [len(set(c.gpus) - held) for _, c in by_level]
+
+    cells_there = allocation.levels[level]
+    assert allocation.fullest_first(cells_there) == sorted(cells_there, key=room_around)
+    assert allocation.fullest_first([]) == []
 
 
 @settings(deadline=None, max_examples=60)

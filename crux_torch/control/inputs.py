@@ -228,7 +228,7 @@ def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float, least_s: fl
     sets = {id(flow.candidates): flow.candidates for flow in job.flows}.values()
     links = dict.fromkeys(link for paths in sets for path in paths for link in path)
     own = Cluster({link: capacity_Bps[link] for link in links}, (job,))
-    alone_s = float(unrouted_transfer_times_s(arrays_of(own))[0])
+    alone_s = float(unrouted_transfer_times_s(arrays_of(own, remember=False))[0])
     if alone_s <= 0:
         return job
     t_s = max(t_s or alone_s, least_s)

@@ -92,14 +92,16 @@ class ShortestPaths:
         owner = self._links.owner
         home, away = owner[sources[0]], owner[targets[0]]
         arrival = self._arrival(targets)
-        network = self._network(arrival.remaining)
         if home == away != NETWORK:
-            distance = arrival.inside
+            dag = _Dag(arrival.inside, arrival, _Network({}))  # no path leaves the host
         elif home == NETWORK:
-            distance = network.distance
+            network = self._network(arrival.remaining)
+            dag = _Dag(network.distance, arrival, network)
+            if away == NETWORK:  # what follows a switch then depends on the targets only
+                dag.following, dag.counts = network.following, network.counts
         else:
             distance = self._departure(home, arrival.remaining)
-        dag = _Dag(distance, arrival, network)
+            dag = _Dag(distance, arrival, self._network(arrival.remaining))
         reached = [s for s in sources if s in dag.start_distance]
         best = min((dag.start_distance[s] for s in reached), default=0)
         dag.starts = [s for s in reached if dag.start_distance[s] == best]
@@ -228,10 +230,15 @@ class _Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class _Network:
-    """The middle of a path: distance from each switch, and its links onward, as they are asked."""
+    """The middle of a path: distance from each switch, and its links onward, as they are asked.
+
+    ``following`` and ``counts`` are those of every path that begins and ends at switches.
+    """
 
     distance: dict[int, int]
     onward: dict[int, list[int]] = field(default_factory=dict)
+    following: dict[int, list[int]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

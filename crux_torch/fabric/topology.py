@@ -121,10 +121,15 @@ class Topology:
         )
         self._edge_by_name = {e.name: e for e in edges}
         self._number = {name: i for i, name in enumerate(nodes)}
-        self._inside: dict[str, list[str]] = {host: [] for host in self.hosts}
+        inside: dict[str, dict[str | None, list[str]]] = {host: {} for host in self.hosts}
         for name, node in nodes.items():
             if node.host is not None:
-                self._inside[node.host].append(name)
+                for kind in (None, node.kind):
+                    inside[node.host].setdefault(kind, []).append(name)
+        self._inside = {
+            host: {kind: tuple(names) for kind, names in found.items()}
+            for host, found in inside.items()
+        }
         place = {None: NETWORK} | {host: i for i, host in enumerate(self.hosts)}
         arrays = LinkArrays(
             src=[self._number[e.src] for e in edges],
@@ -176,7 +181,7 @@ class Topology:
         """The nodes of ``host``, of one kind or all, in the order in which they were added."""
         if host not in self._inside:
             raise TopologyError(f"unknown host {host!r}")
-        return tuple(n for n in self._inside[host] if kind is None or self.nodes[n].kind == kind)
+        return self._inside[host].get(kind, ())
 
     def gpus(self, host: str | None = None) -> tuple[str, ...]:
         """The GPUs of ``host``, or of all hosts, host by host."""

@@ -87,5 +87,6 @@ def _by_host(
     hosts: Sequence[str], hops: Iterable[tuple[int, int]], each: Fraction
 ) -> dict[HostPair, float]:
     """The sum of hops between places in ``hosts``, rounded once."""
-    between = Counter((hosts[src], hosts[dst]) for src, dst in hops)
-    return {pair: float(each * n) for pair, n in between.items() if pair[0] != pair[1]}
+    between = Counter([(hosts[src], hosts[dst]) for src, dst in hops])
+    moved = {n: float(each * n) for n in set(between.values())}
+    return {pair: moved[n] for pair, n in between.items() if pair[0] != pair[1]}

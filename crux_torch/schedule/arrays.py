@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from scipy import sparse
 
 from crux_torch import _schedule
 from crux_torch.errors import CruxError
-from crux_torch.schedule.model import Cluster, Job
+from crux_torch.schedule.model import Cluster, Job, Link
 
 IntArray = npt.NDArray[np.int64]
 LinkArray = npt.NDArray[np.int32]
@@ -63,8 +64,25 @@ class Arrays:
         return dict(zip((job.name for job in self.jobs), values.tolist(), strict=True))
 
 
-def arrays_of(cluster: Cluster) -> Arrays:
+class _Links(NamedTuple):
+    """A mapping of capacities, the names in it, and their capacities with the infinite one."""
+
+    read_from: Mapping[Link, float] | None
+    names: tuple[Link, ...]
+    capacity_Bps: FloatArray
+
+
+#: Decisions follow each other closely, and most of their flows are those of the one before.
+_reader = _schedule.FlowReader()
+_links = _Links(None, (), np.zeros(0))
+
+
+def arrays_of(cluster: Cluster, *, remember: bool = True) -> Arrays:
     """Reads ``cluster`` into arrays.
+
+    Args:
+        remember: what is read of its links and its candidate paths serves the next cluster. Links
+            in a read-only mapping are not read again while it is the same mapping.
 
     Raises:
         ClusterError: two jobs of one name, a flow without candidates or with a size that is not
@@ -75,17 +93,28 @@ def arrays_of(cluster: Cluster) -> Arrays:
         if one.name == other.name:
             raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
 
+    links = _links_of(cluster.capacity_Bps, remember)
+    reader = _reader if remember else _schedule.FlowReader()
     try:
-        flows = _schedule.read_flows(jobs, tuple(cluster.capacity_Bps))
+        flows = reader.read(jobs, links.names)
     except KeyError as error:
         raise ClusterError(f"a path crosses link {error}, which has no capacity") from None
-    nowhere = len(cluster.capacity_Bps)
-    capacity_Bps = np.fromiter(
-        chain(cluster.capacity_Bps.values(), (np.inf,)), np.float64, nowhere + 1
-    )
-    arrays = Arrays(jobs, capacity_Bps, *flows)
+    arrays = Arrays(jobs, links.capacity_Bps, *flows)
     _check(arrays, cluster)
     return arrays
+
+
+def _links_of(capacity_Bps: Mapping[Link, float], remember: bool) -> _Links:
+    global _links
+    if capacity_Bps is _links.read_from:
+        return _links
+    names = tuple(capacity_Bps)
+    given = chain(capacity_Bps.values(), (np.inf,))
+    found = _Links(None, names, np.fromiter(given, np.float64, len(names) + 1))
+    if remember and isinstance(capacity_Bps, MappingProxyType):
+        found.capacity_Bps.flags.writeable = False
+        _links = found._replace(read_from=capacity_Bps)
+    return found
 
 
 def _check(arrays: Arrays, cluster: Cluster) -> None:
@@ -100,12 +129,6 @@ def _check(arrays: Arrays, cluster: Cluster) -> None:
     if bad.any():
         job = arrays.jobs[arrays.flow_job[bad][0]].name
         raise ClusterError(f"a flow of job {job!r} needs a finite number of bytes, 0 or more")
-
-
-def ranges(start: IntArray, count: IntArray) -> IntArray:
-    """The integers ``start[i] .. start[i] + count[i] - 1`` for every i, one after the other."""
-    before = np.cumsum(count) - count
-    return np.repeat(start - before, count) + np.arange(int(count.sum()))
 
 
 def choice_of(arrays: Arrays, path: Mapping[str, tuple[int, ...]] | None) -> IntArray:
@@ -146,17 +169,17 @@ def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
 
     Only links that can be contended count: those of finite capacity that carry any byte.
     """
-    path = arrays.set_start[arrays.flow_set] + choice
-    start = arrays.path_start[path]
-    length = arrays.path_start[path + 1] - start
-    link = arrays.path_links[ranges(start, length)]
-    job = np.repeat(arrays.flow_job, length)
-    moved = np.repeat(arrays.flow_bytes, length)
-    counts = (moved > 0) & np.isfinite(arrays.capacity_Bps[link])
-    shape = (len(arrays.jobs), len(arrays.capacity_Bps))
-    matrix = sparse.csr_array((moved[counts], (job[counts], link[counts])), shape=shape)
-    matrix.sum_duplicates()
-    return matrix
+    entries = _schedule.traffic(
+        set_start=arrays.set_start,
+        path_start=arrays.path_start,
+        path_links=arrays.path_links,
+        capacity_Bps=arrays.capacity_Bps,
+        flow_start=arrays.flow_start,
+        flow_set=arrays.flow_set,
+        flow_bytes=arrays.flow_bytes,
+        choice=choice,
+    )
+    return sparse.csr_array(entries, shape=(len(arrays.jobs), len(arrays.capacity_Bps)))
 
 
 def row_max(matrix: Any, scale: FloatArray) -> FloatArray:

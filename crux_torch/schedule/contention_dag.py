@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from crux_torch.schedule.arrays import FloatArray, IntArray, ranges
+from crux_torch import _schedule
+from crux_torch.schedule.arrays import FloatArray, IntArray
 
 _POSITIONS = 256
 _PAIRS = 1 << 24
@@ -66,20 +67,18 @@ def contention_dag(
     for jobs in _crowded(member, component):
         parts.append(_Crowd(jobs, member[jobs], weight[jobs]))
         listed[jobs] = False
-    jobs = np.flatnonzero(listed)
-    edges = edges_of(member[jobs], weight[jobs])
-    depth = group[jobs] = edges.depth()
-    component = component[jobs]
+    depth = _schedule.depths(**_users(member))
+    group[listed] = depth[listed]
     longest = np.zeros(int(component.max(initial=0)) + 1, np.int64)
     np.maximum.at(longest, component, depth)
-    searched = np.flatnonzero(longest[component] >= groups)
+    searched = np.flatnonzero(listed & (longest[component] >= groups))
     notes = [f"{len(p.jobs):,} jobs over few links: one order, cut between runs" for p in parts]
     if len(searched):
-        part = edges.part(searched)
+        part = edges_of(member[searched], weight[searched])
         tried = max(1, min(orders, _VISITS // max(1, len(part.above))))
         if tried < orders:
             notes.append(f"{len(part.above):,} contending pairs: {tried} orders, not m = {orders}")
-        found = _split(part, jobs[searched], depth[searched], component[searched], tried, seed)
+        found = _split(part, searched, depth[searched], component[searched], tried, seed)
         coarse = [len(one.jobs) for one in found if len(one.jobs) > _POSITIONS]
         notes += [f"{n:,} jobs contend: cut between {_POSITIONS} runs, then moved" for n in coarse]
         parts += found
@@ -97,33 +96,6 @@ class Edges:
     weight: FloatArray
     above: IntArray
     below: IntArray
-
-    def depth(self) -> IntArray:
-        """For each job the edges of the longest chain that ends in it."""
-        count = len(self.weight)
-        by_above = np.argsort(self.above, kind="stable")
-        enters = self.below[by_above]
-        start = np.searchsorted(self.above[by_above], np.arange(count + 1))
-        degree = np.diff(start)
-        waiting = np.bincount(self.below, minlength=count)
-        depth = np.zeros(count, np.int64)
-        ready = np.flatnonzero(waiting == 0)
-        now = 0
-        while len(ready):
-            depth[ready] = now
-            freed = enters[ranges(start[ready], degree[ready])]
-            np.subtract.at(waiting, freed, 1)
-            # Several edges may free one job at once.
-            ready = np.unique(freed[waiting[freed] == 0])
-            now += 1
-        return depth
-
-    def part(self, jobs: IntArray) -> Edges:
-        """The DAG of ``jobs`` alone (ascending ranks), which are numbered anew from 0."""
-        number = np.full(len(self.weight), -1)
-        number[jobs] = np.arange(len(jobs))
-        inside = (number[self.above] >= 0) & (number[self.below] >= 0)
-        return Edges(self.weight[jobs], number[self.above[inside]], number[self.below[inside]])
 
     def random_start_times(self, depth: IntArray, count: int, seed: int) -> FloatArray:
         """For each job its start in each of ``count`` random schedules, a column each.
@@ -155,14 +127,13 @@ class Edges:
 
 def components_of(member: Any) -> IntArray:
     """For each job (row of the sparse matrix of jobs by links) its component's number."""
-    jobs, links = member.shape
-    rows = np.repeat(np.arange(jobs), np.diff(member.indptr))
-    graph = sparse.coo_array(
-        (np.ones(len(rows), np.int8), (rows, jobs + member.indices.astype(np.int64))),
-        shape=(jobs + links, jobs + links),
-    )
-    _, label = sparse.csgraph.connected_components(graph, directed=False)
-    return np.asarray(label[:jobs], np.int64)
+    return _schedule.components(**_users(member))
+
+
+def _users(member: Any) -> dict[str, Any]:
+    """A sparse matrix of jobs by links as csrc/schedule/contention.h takes it."""
+    start = member.indptr.astype(np.int64)
+    return {"start": start, "links": member.indices, "link_count": member.shape[1]}
 
 
 def edges_of(member: Any, weight: FloatArray) -> Edges:

@@ -65,7 +65,7 @@ def alone(job: Job, capacity_Bps: Mapping[Link, float], *, sweeps: int = 0) -> A
     Raises:
         ClusterError: a job that contradicts itself, or a link without capacity.
     """
-    arrays = arrays_of(Cluster(capacity_Bps, (job,)))
+    arrays = arrays_of(Cluster(capacity_Bps, (job,)), remember=False)
     before_s = unrouted_transfer_times_s(arrays)
     choice = place(arrays, np.zeros(1, np.int64), before_s, sweeps=sweeps)
     t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice))

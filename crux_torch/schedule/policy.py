@@ -289,7 +289,7 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
     levels = len(check_levels(options.levels))
     jobs = component.jobs
     cluster = Cluster(dict(component.capacity_Bps), jobs)
-    arrays = arrays_of(cluster)
+    arrays = arrays_of(cluster, remember=False)
     cap = SlowdownCap(arrays, options.max_slowdown)
     safe = [component.safe]
     if component.default is not None and component.default != component.selected:

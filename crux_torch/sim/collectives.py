@@ -93,10 +93,11 @@ def contended(moved: Transfers, topology: Topology) -> Transfers:
     Hops inside a host with NVLink are left out: an NVLink belongs to the two GPUs that it joins,
     and the share of peak that a model achieves was measured with that traffic.
     """
+    host_of = {place: topology.host_of(place) for pair in moved for place in pair}
     return {
         (src, dst): size
         for (src, dst), size in moved.items()
-        if (host := topology.host_of(src)) != topology.host_of(dst)
+        if (host := host_of[src]) != host_of[dst]
         or (src != dst and not topology.inside(host or "", "nvswitch"))
     }
 
@@ -108,11 +109,14 @@ def _counted(op: str, size: float, members: Sequence[str], **how: object) -> Tra
 
 def _rings(size: float, members: Sequence[str], topology: Topology) -> Transfers:
     hosts = list(_by_host(members, topology).values())
+    nics = [_by_nic(local, topology) for local in hosts]
     # One ring for each NIC of the host that has the fewest in use.
-    channels = min(len(_by_nic(local, topology)) for local in hosts)
+    channels = min(map(len, nics))
     total: Transfers = {}
     for channel in range(channels):
-        order = [gpu for i, h in enumerate(hosts) for gpu in _ring_order(h, channel, i, topology)]
+        order: list[str] = []
+        for i, (local, used) in enumerate(zip(hosts, nics, strict=True)):
+            order += _ring_order(local, used[channel % len(used)], i)
         traffic.add_flows(total, _counted("allreduce", size / channels, order))
     return total
 
@@ -156,16 +160,12 @@ def _by_host(members: Sequence[str], topology: Topology) -> dict[str, tuple[str,
     return {host: tuple(local) for host, local in hosts.items()}
 
 
-def _ring_order(
-    local: tuple[str, ...], channel: int, position: int, topology: Topology
-) -> tuple[str, ...]:
-    """A host's part of the ring that enters and leaves through the NIC of ``channel``.
+def _ring_order(local: tuple[str, ...], near: tuple[str, ...], position: int) -> tuple[str, ...]:
+    """A host's part of the ring that enters and leaves through the NIC of the GPUs ``near``.
 
     It starts at the second GPU of that NIC and ends at the first. Every second host runs it
     backwards, so that a hop between hosts joins NICs of the same index. NCCL's rings do both.
     """
-    nics = _by_nic(local, topology)
-    near = nics[channel % len(nics)]
     start = (local.index(near[0]) + (1 if len(near) > 1 else 0)) % len(local)
     order = local[start:] + local[:start]
     return order[::-1] if position % 2 else order

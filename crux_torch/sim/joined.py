@@ -44,12 +44,16 @@ class JoinedPaths:
                 self._at.setdefault(edge.src, []).append((edge.name, edge.dst, edge.link.cost))
             elif src.host is None and dst.host is not None:
                 self._from.setdefault(edge.dst, []).append((edge.name, edge.src, edge.link.cost))
+        self._candidates = lru_cache(maxsize=1 << 15)(self._find_candidates)
         self._middle = lru_cache(maxsize=None)(self._find_middle)
         self._ports = lru_cache(maxsize=None)(self._find_ports)
         self._uniform = lru_cache(maxsize=None)(self._is_uniform)
 
     def __call__(self, src: str, dst: str) -> tuple[Path, ...]:
-        """The candidates from ``src`` to ``dst``, two GPUs."""
+        """The candidates from ``src`` to ``dst``, two GPUs; cached, so one object for a pair."""
+        return self._candidates(src, dst)
+
+    def _find_candidates(self, src: str, dst: str) -> tuple[Path, ...]:
         topology = self._topology
         home, away = topology.host_of(src), topology.host_of(dst)
         if home == away or not (home and away and self._uniform(home) and self._uniform(away)):

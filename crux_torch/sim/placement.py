@@ -44,67 +44,79 @@ class Allocation:
     Attributes:
         root: the widest cell.
         levels: the cells of each level that there is, from single GPUs upwards.
-        free_in: free GPUs of each cell.
     """
 
     def __init__(self, root: Cell) -> None:
         self.root = root
         self.levels: dict[int, list[Cell]] = {}
         self.running: dict[str, tuple[Request, tuple[str, ...]]] = {}
-        self.free_in: dict[Cell, int] = {}
-        self._above: dict[str, dict[int, Cell]] = {gpu: {} for gpu in root.gpus}
-        self._number = {gpu: i for i, gpu in enumerate(root.gpus)}
-        self._free = np.ones(len(root.gpus), dtype=bool)
-        self._widest: dict[int, int] = {}
+        self._gpu = {gpu: i for i, gpu in enumerate(root.gpus)}
         for cell in sorted(walk(root), key=lambda c: c.level):
             self.levels.setdefault(cell.level, []).append(cell)
-            self.free_in[cell] = len(cell.gpus)
-            self._widest[cell.level] = max(self._widest.get(cell.level, 0), len(cell.gpus))
-            for gpu in cell.gpus:
-                self._above[gpu][cell.level] = cell
+        every = [cell for found in self.levels.values() for cell in found]
+        self._number = {cell: i for i, cell in enumerate(every)}
+        self._free_in = np.array([len(cell.gpus) for cell in every])
+        self._widest = {k: max(len(c.gpus) for c in found) for k, found in self.levels.items()}
+        # The cell of each level (column, the narrowest first) that each GPU (row) is in.
+        self._above = np.empty((len(root.gpus), len(self.levels)), np.int64)
+        for column, found in enumerate(self.levels.values()):
+            for cell in found:
+                self._above[[self._gpu[gpu] for gpu in cell.gpus], column] = self._number[cell]
+        # The cells around each cell, from itself outwards; single GPUs come first of all cells.
+        self._around = self._above[[self._gpu[cell.gpus[0]] for cell in every]]
+        self._column = {level: column for column, level in enumerate(self.levels)}
 
     def free(self) -> list[str]:
         """The GPUs that nobody holds, in the order of the topology."""
-        return [self.root.gpus[i] for i in np.flatnonzero(self._free)]
+        return [self.root.gpus[i] for i in np.flatnonzero(self._free_in[self._above[:, 0]])]
+
+    def free_in(self, cell: Cell) -> int:
+        """How many GPUs of ``cell`` nobody holds."""
+        return int(self._free_in[self._number[cell]])
 
     def fitting(self, gpus: int, lowest: int = 0) -> list[Cell]:
         """The cells of the lowest level, ``lowest`` or higher, on which ``gpus`` find room."""
         for level, cells_there in self.levels.items():
             if level >= min(lowest, self.root.level) and gpus <= self._widest[level]:
-                found = [c for c in cells_there if self.free_in[c] >= gpus]
+                first = self._number[cells_there[0]]
+                room = self._free_in[first : first + len(cells_there)]
+                found = [cells_there[i] for i in np.flatnonzero(room >= gpus)]
                 if found:
                     return found
         return []
 
-    def room_around(self, cell: Cell) -> tuple[int, ...]:
-        """Free GPUs of ``cell`` and of every wider cell around it, the narrowest first."""
-        above = self._above[cell.gpus[0]]
-        return tuple(self.free_in[c] for level, c in above.items() if level >= cell.level)
+    def fullest_first(self, cells_there: Sequence[Cell]) -> list[Cell]:
+        """Cells of one level by the free GPUs in them, of equals by those of the cell around them,
+        and so on outwards; then in the given order."""
+        if not cells_there:
+            return []
+        inner = self._column[cells_there[0].level]
+        around = self._around[[self._number[cell] for cell in cells_there], inner:]
+        return [cells_there[i] for i in np.lexsort(self._free_in[around].T[::-1])]
 
     def beside(self, level: int) -> dict[Cell, list[Request]]:
         """The jobs that hold GPUs of each cell of ``level``."""
+        cells_there, column = self.levels[level], self._column[level]
+        first = self._number[cells_there[0]]
         found: dict[Cell, list[Request]] = {}
         for request, gpus in self.running.values():
-            for cell in {self._above[gpu][level] for gpu in gpus}:
-                found.setdefault(cell, []).append(request)
+            held = self._above[[self._gpu[gpu] for gpu in gpus], column]
+            for number in set(held.tolist()):
+                found.setdefault(cells_there[number - first], []).append(request)
         return found
 
     def take(self, request: Request, gpus: Sequence[str]) -> None:
         """Give ``gpus``, which are free, to a job that has none."""
         self.running[request.name] = (request, tuple(gpus))
-        self._change(gpus, free=False)
+        self._change(gpus, -1)
 
     def release(self, name: str) -> None:
         """Take a job's GPUs back."""
         _, gpus = self.running.pop(name)
-        self._change(gpus, free=True)
+        self._change(gpus, 1)
 
-    def _change(self, gpus: Iterable[str], free: bool) -> None:
-        change = 1 if free else -1
-        for gpu in gpus:
-            self._free[self._number[gpu]] = free
-            for cell in self._above[gpu].values():
-                self.free_in[cell] += change
+    def _change(self, gpus: Iterable[str], change: int) -> None:
+        np.add.at(self._free_in, self._above[[self._gpu[gpu] for gpu in gpus]], change)
 
 
 #: The GPUs that a job gets; None where it finds no room.
@@ -170,8 +182,7 @@ def place_hived(request: Request, allocation: Allocation, rng: random.Random) ->
     fitting = allocation.fitting(request.gpus)
     if not fitting:
         return None
-    best = min(fitting, key=allocation.room_around)
-    return _take(best, request.gpus, allocation)
+    return _take(allocation.fullest_first(fitting)[0], request.gpus, allocation)
 
 
 def place_muri(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
@@ -193,8 +204,8 @@ def place_muri(request: Request, allocation: Allocation, rng: random.Random) -> 
             return 1.0
         return sum(interleaving_efficiency(request, other) for other in others) / len(others)
 
-    # The negated efficiency first: of equals, the one in the fullest surroundings.
-    best = min(fitting, key=lambda c: (-mean_efficiency(c), allocation.room_around(c)))
+    # Of equals, the one in the fullest surroundings.
+    best = max(allocation.fullest_first(fitting), key=mean_efficiency)
     return _take(best, request.gpus, allocation)
 
 
@@ -220,7 +231,7 @@ def candidates(
     Then come its choices in the other cells that are as low, and choices in these cells that take
     their hosts in random order.
     """
-    fitting = sorted(allocation.fitting(request.gpus), key=allocation.room_around)
+    fitting = allocation.fullest_first(allocation.fitting(request.gpus))
     found = dict.fromkeys(_take(cell, request.gpus, allocation) for cell in fitting[:CANDIDATES])
     for draw in range(CANDIDATES if fitting else 0):
         cell = fitting[draw % len(fitting)]
@@ -253,9 +264,9 @@ def _take(cell: Cell, wanted: int, allocation: Allocation) -> tuple[str, ...]:
     if wanted == len(cell.gpus):
         return cell.gpus
     taken: set[str] = set()
-    left = [child for child in cell.children if allocation.free_in[child]]
+    left = [child for child in cell.children if allocation.free_in(child)]
     while wanted:
-        free = {child: allocation.free_in[child] for child in left}
+        free = {child: allocation.free_in(child) for child in left}
         enough = [child for child in left if free[child] >= wanted]
         # A child that holds the rest, the fullest; otherwise the emptiest one as a whole.
         best = min(enough, key=free.__getitem__) if enough else max(left, key=free.__getitem__)
@@ -274,7 +285,7 @@ def _take_shuffled(
         return cell.gpus
     taken: set[str] = set()
     for child in rng.sample(cell.children, len(cell.children)):
-        part = min(wanted - len(taken), allocation.free_in[child])
+        part = min(wanted - len(taken), allocation.free_in(child))
         if part:
             taken.update(_take_shuffled(child, part, allocation, rng))
     return tuple(gpu for gpu in cell.gpus if gpu in taken)

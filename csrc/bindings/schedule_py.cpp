@@ -9,9 +9,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../schedule/contention.h"
 #include "../schedule/game.h"
 #include "../schedule/place.h"
 #include "../schedule/pointer_numbers.h"
+#include "../schedule/traffic.h"
 #include "../schedule/unrouted.h"
 
 namespace py = pybind11;
@@ -53,11 +55,42 @@ class Items {
   py::object fast_;
 };
 
-// Jobs' flows and their candidate paths as arrays; links by their place in a sequence of names.
-class FlowReader {
+// What one reading has found so far: see crux_torch.schedule.arrays.Arrays.
+struct FlowArrays {
+  std::vector<std::int64_t> flow_start{0};
+  std::vector<double> flow_bytes;
+  std::vector<std::int64_t> flow_set;
+  std::vector<std::int64_t> set_start{0};
+  std::vector<std::int64_t> path_start{0};
+  std::vector<std::int32_t> path_links;
+
+  py::tuple to_tuple() && {
+    return py::make_tuple(to_array(std::move(flow_start)), to_array(std::move(flow_bytes)),
+                          to_array(std::move(flow_set)), to_array(std::move(set_start)),
+                          to_array(std::move(path_start)), to_array(std::move(path_links)));
+  }
+
+  // Appends a candidate set of `from`.
+  void add_set(const FlowArrays& from, std::int64_t set) {
+    const std::int64_t first = from.set_start[set], last = from.set_start[set + 1];
+    const std::int64_t begin = from.path_start[first], end = from.path_start[last];
+    const std::int64_t moved = static_cast<std::int64_t>(path_links.size()) - begin;
+    for (std::int64_t path = first; path < last; ++path) {
+      path_start.push_back(from.path_start[path + 1] + moved);
+    }
+    path_links.insert(path_links.end(), from.path_links.begin() + begin,
+                      from.path_links.begin() + end);
+    close_set();
+  }
+
+  void close_set() { set_start.push_back(static_cast<std::int64_t>(path_start.size()) - 1); }
+};
+
+// Places of links in a tuple of names.
+class LinkPlaces {
  public:
-  explicit FlowReader(const py::sequence& links) : links_(links) {
-    const Items names(links, "links must be a sequence of names");
+  explicit LinkPlaces(const py::tuple& links) : links_(links) {
+    const Items names(links, "links must be a tuple of names");
     if (names.size() > std::numeric_limits<std::int32_t>::max()) {
       throw std::invalid_argument("too many links");
     }
@@ -66,50 +99,19 @@ class FlowReader {
     for (PyObject* name : names) by_pointer_[name] = number++;
   }
 
-  void read(const py::sequence& jobs) {
-    for (PyObject* job : Items(jobs, "jobs must be a sequence")) {
-      for (PyObject* flow : Items(py::getattr(job, flows_), "a job's flows must be a sequence")) {
-        const py::object bytes = py::getattr(flow, bytes_);
-        const double amount = PyFloat_AsDouble(bytes.ptr());
-        if (amount == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-        flow_bytes_.push_back(amount);
-        // Its flow keeps the object alive, so its address names it.
-        flow_set_.push_back(set_of(py::getattr(flow, candidates_)));
-      }
-      flow_start_.push_back(static_cast<std::int64_t>(flow_bytes_.size()));
-    }
-  }
+  std::int32_t nowhere() const { return nowhere_; }
+  bool are_of(const py::tuple& links) const { return links_.equal(links); }
 
-  py::tuple arrays() && {
-    return py::make_tuple(to_array(std::move(flow_start_)), to_array(std::move(flow_bytes_)),
-                          to_array(std::move(flow_set_)), to_array(std::move(set_start_)),
-                          to_array(std::move(path_start_)), to_array(std::move(path_links_)));
-  }
-
- private:
-  std::int64_t set_of(const py::object& candidates) {
-    std::int64_t& number = sets_[candidates.ptr()];
-    if (number != PointerNumbers::kNone) return number;
-    number = static_cast<std::int64_t>(set_start_.size()) - 1;
-    const std::int64_t result = number;
-    for (PyObject* path : Items(candidates, "a flow's candidates must be a sequence of paths")) {
-      const Items links(path, "a path must be a sequence of links");
-      for (PyObject* link : links) path_links_.push_back(link_of(link));
-      if (links.size() == 0) path_links_.push_back(nowhere_);
-      path_start_.push_back(static_cast<std::int64_t>(path_links_.size()));
-    }
-    set_start_.push_back(static_cast<std::int64_t>(path_start_.size()) - 1);
-    return result;
-  }
-
-  std::int32_t link_of(PyObject* link) {
+  // Good while `link` is alive: an address that is used again may have another name.
+  std::int32_t operator[](PyObject* link) {
     std::int64_t& number = by_pointer_[link];
-    if (number == PointerNumbers::kNone) number = link_named(link);
+    if (number == PointerNumbers::kNone) number = named(link);
     return static_cast<std::int32_t>(number);
   }
 
+ private:
   // Names that are equal but another object than in `links_`.
-  std::int64_t link_named(PyObject* link) {
+  std::int64_t named(PyObject* link) {
     if (!by_name_) {
       by_name_ = py::dict();
       std::int64_t number = 0;
@@ -123,25 +125,90 @@ class FlowReader {
     return py::handle(found).cast<std::int64_t>();
   }
 
-  const py::str flows_{"flows"}, bytes_{"bytes"}, candidates_{"candidates"};
-  py::sequence links_;
+  py::tuple links_;
   std::int32_t nowhere_;
   PointerNumbers by_pointer_;
   py::object by_name_;
-  PointerNumbers sets_;
-  std::vector<std::int64_t> flow_start_{0};
-  std::vector<double> flow_bytes_;
-  std::vector<std::int64_t> flow_set_;
-  std::vector<std::int64_t> set_start_{0};
-  std::vector<std::int64_t> path_start_{0};
-  std::vector<std::int32_t> path_links_;
 };
 
-py::tuple read_flows(const py::sequence& jobs, const py::sequence& links) {
-  FlowReader reader(links);
-  reader.read(jobs);
-  return std::move(reader).arrays();
-}
+// Jobs' flows and their candidate paths as arrays. Candidates that it has read before, for the same
+// links, are not looked into again.
+class FlowReader {
+ public:
+  py::tuple read(const py::sequence& jobs, const py::tuple& links) {
+    // Out of the object, so that another thread that Python lets in finds it empty, not half done.
+    std::unique_ptr<Known> known = std::move(known_);
+    if (!known || !known->places.are_of(links)) known = std::make_unique<Known>(links);
+    FlowArrays found;
+    PointerNumbers sets;
+    for (PyObject* job : Items(jobs, "jobs must be a sequence")) {
+      for (PyObject* flow : Items(py::getattr(job, flows_), "a job's flows must be a sequence")) {
+        const py::object bytes = py::getattr(flow, bytes_);
+        const double amount = PyFloat_AsDouble(bytes.ptr());
+        if (amount == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+        found.flow_bytes.push_back(amount);
+        // Its flow keeps the object alive, so its address names it.
+        const py::object candidates = py::getattr(flow, candidates_);
+        std::int64_t& set = sets[candidates.ptr()];
+        if (set == PointerNumbers::kNone) {
+          set = static_cast<std::int64_t>(found.set_start.size()) - 1;
+          known->add_to(found, candidates);
+        }
+        found.flow_set.push_back(set);
+      }
+      found.flow_start.push_back(static_cast<std::int64_t>(found.flow_bytes.size()));
+    }
+    if (known->can_be_kept()) known_ = std::move(known);
+    return std::move(found).to_tuple();
+  }
+
+ private:
+  // Links of paths that are remembered at most: 16 MiB.
+  static constexpr std::size_t kRemembered = std::size_t{1} << 22;
+
+  // Candidates, and what was read from them; good only while all of them are `fixed`.
+  struct Known {
+    explicit Known(const py::tuple& links) : places(links) {}
+
+    void add_to(FlowArrays& found, const py::object& candidates) {
+      std::int64_t& set = sets[candidates.ptr()];
+      if (set == PointerNumbers::kNone) {
+        fixed = read(found, candidates) && fixed;
+        if (!fixed) return;
+        set = static_cast<std::int64_t>(kept.size());
+        arrays.add_set(found, static_cast<std::int64_t>(found.set_start.size()) - 2);
+        kept.push_back(candidates);
+      } else {
+        found.add_set(arrays, set);
+      }
+    }
+
+    // Whether `candidates` and what they hold is immutable.
+    bool read(FlowArrays& found, const py::object& candidates) {
+      bool immutable = PyTuple_CheckExact(candidates.ptr()) != 0;
+      for (PyObject* path : Items(candidates, "a flow's candidates must be a sequence of paths")) {
+        immutable = immutable && PyTuple_CheckExact(path) != 0;
+        const Items links(path, "a path must be a sequence of links");
+        for (PyObject* link : links) found.path_links.push_back(places[link]);
+        if (links.size() == 0) found.path_links.push_back(places.nowhere());
+        found.path_start.push_back(static_cast<std::int64_t>(found.path_links.size()));
+      }
+      found.close_set();
+      return immutable;
+    }
+
+    bool can_be_kept() const { return fixed && arrays.path_links.size() <= kRemembered; }
+
+    bool fixed = true;
+    LinkPlaces places;
+    PointerNumbers sets;
+    FlowArrays arrays;
+    std::vector<py::object> kept;  // so that no address is used again
+  };
+
+  const py::str flows_{"flows"}, bytes_{"bytes"}, candidates_{"candidates"};
+  std::unique_ptr<Known> known_;
+};
 
 py::array_t<std::int64_t> place_flows(const Array<std::int64_t>& set_start,
                                       const Array<std::int64_t>& path_start,
@@ -177,6 +244,34 @@ py::array_t<double> unrouted(const Array<std::int64_t>& set_start,
   return to_array(std::move(t_s));
 }
 
+py::tuple traffic_of(const Array<std::int64_t>& set_start, const Array<std::int64_t>& path_start,
+                     const Array<std::int32_t>& path_links, const Array<double>& capacity_Bps,
+                     const Array<std::int64_t>& flow_start, const Array<std::int64_t>& flow_set,
+                     const Array<double>& flow_bytes, const Array<std::int64_t>& choice) {
+  const Candidates candidates{view(set_start), view(path_start), view(path_links)};
+  Traffic found;
+  {
+    const View<double> capacity = view(capacity_Bps), bytes = view(flow_bytes);
+    const View<std::int64_t> start = view(flow_start), sets = view(flow_set), chosen = view(choice);
+    py::gil_scoped_release release;
+    found = traffic(candidates, capacity, start, sets, bytes, chosen);
+  }
+  return py::make_tuple(to_array(std::move(found.bytes)), to_array(std::move(found.links)),
+                        to_array(std::move(found.start)));
+}
+
+template <std::vector<std::int64_t> (*number)(const Users&)>
+py::array_t<std::int64_t> of_jobs(const Array<std::int64_t>& start,
+                                  const Array<std::int32_t>& links, std::size_t link_count) {
+  const Users users{view(start), view(links), link_count};
+  std::vector<std::int64_t> found;
+  {
+    py::gil_scoped_release release;
+    found = number(users);
+  }
+  return to_array(std::move(found));
+}
+
 py::array_t<double> rates(const Array<double>& compute_s, const Array<std::int64_t>& burst_start,
                           const Array<double>& due_s, const Array<double>& burst_s,
                           const Array<std::int64_t>& second, const Array<std::int64_t>& first,
@@ -195,13 +290,22 @@ py::array_t<double> rates(const Array<double>& compute_s, const Array<std::int64
 
 PYBIND11_MODULE(_schedule, m) {
   m.doc() = "The loops of a scheduling decision: over flows and links, and over pairs of jobs.";
-  m.def("read_flows", &read_flows, py::arg("jobs"), py::arg("links"));
+  py::class_<FlowReader>(m, "FlowReader")
+      .def(py::init<>())
+      .def("read", &FlowReader::read, py::arg("jobs"), py::arg("links"));
   m.def("unrouted_transfer_times_s", &unrouted, py::kw_only(), py::arg("set_start"),
         py::arg("path_start"), py::arg("path_links"), py::arg("capacity_Bps"),
         py::arg("flow_start"), py::arg("flow_set"), py::arg("flow_bytes"));
   m.def("place", &place_flows, py::kw_only(), py::arg("set_start"), py::arg("path_start"),
         py::arg("path_links"), py::arg("capacity_Bps"), py::arg("flow_set"), py::arg("rate_Bps"),
         py::arg("sweeps") = 0);
+  m.def("traffic", &traffic_of, py::kw_only(), py::arg("set_start"), py::arg("path_start"),
+        py::arg("path_links"), py::arg("capacity_Bps"), py::arg("flow_start"), py::arg("flow_set"),
+        py::arg("flow_bytes"), py::arg("choice"));
+  m.def("components", &of_jobs<components>, py::kw_only(), py::arg("start"), py::arg("links"),
+        py::arg("link_count"));
+  m.def("depths", &of_jobs<depths>, py::kw_only(), py::arg("start"), py::arg("links"),
+        py::arg("link_count"));
   m.def("rates_when_second", &rates, py::kw_only(), py::arg("compute_s"), py::arg("burst_start"),
         py::arg("due_s"), py::arg("burst_s"), py::arg("second"), py::arg("first"),
         py::arg("phases"), py::arg("warm_up"), py::arg("measured"), py::arg("rounding"));
