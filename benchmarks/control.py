@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -145,6 +146,7 @@ def _drive(
     endpoint: str, share: int, lease_s: float, trial: int, names: Sequence[str], pipe: Connection
 ) -> None:
     """Ticks its leaders; tells when each has another plan; changes jobs when told to."""
+    logging.disable()  # a thousand leaders would say the same
     stores = _Stores(endpoint, share)
     leaders: dict[str, Leader] = {}
     prints: dict[str, str] = {}

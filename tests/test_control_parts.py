@@ -33,7 +33,7 @@ from crux_torch.fabric.topology import Topology
 from crux_torch.store.shared_store import MAX_LEASE_S
 
 RECORDS = "crux/c/"
-SEATS_AT = "crux-plan/c/seats/"
+SEATS_AT = "crux/c/seats/"
 PARTS_AT = "crux-plan/c/parts/"
 LEASE_S, VALID_S = 6.0, 15.0
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_fakes import MemoryStore, record
+from control_fakes import MemoryStore, profile, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crux_torch.control.operator import OperatorSettings
+from crux_torch.control.planner import fingerprint
 from crux_torch.control.records import (
     MAX_EPOCH,
     MAX_RECORD_BYTES,
@@ -21,6 +23,7 @@ from crux_torch.control.records import (
     RecordError,
 )
 from crux_torch.control.registry import PlanState, Registry, StoredEntry, StoredPlan, decode
+from crux_torch.control.snapshot import Snapshot
 
 
 def plan(epoch: int = 1) -> PlanHead:
@@ -38,6 +41,42 @@ def test_names_with_any_character_stay_apart() -> None:
     assert Registry(store, "team").look().jobs == ()
     registry.remove_job("a/b")
     assert [r.job for r in registry.look().jobs] == sorted(set(names) - {"a/b"})
+
+
+CHANGES = st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "i0", "i1", "not a record"]))
+
+
+@given(st.lists(st.lists(CHANGES, max_size=3), max_size=6))
+def test_who_has_looked_before_sees_what_a_newcomer_sees(
+    looks: list[list[tuple[str, str]]],
+) -> None:
+    store = MemoryStore()
+    registry, snapshot = Registry(store, "c"), Snapshot()
+    for changes in looks:
+        for job, now in changes:
+            key = registry.job_key(job)
+            if now == "not a record":
+                store.put(key, b"{")
+            elif now:
+                registry.publish_job(record(job, now), 60.0)
+            else:
+                store.delete(key)
+        view = registry.look()
+        assert view == Registry(store, "c").look()
+        assert view is registry.look()
+        snapshot.update(view.jobs, None, OperatorSettings(), 0.0)
+        assert snapshot.fingerprint == fingerprint(view.jobs, None, OperatorSettings().effect)
+
+
+def test_fingerprints_are_those_of_other_releases() -> None:
+    records = [
+        record("b"),
+        record("starting", profile=None),
+        record("a", profile=profile(flops=2e15)),
+    ]
+    assert fingerprint(records, b"t", b"o") == (
+        "523c30d197b22ec61b65c07f8c9d15cc22683189bad0a2079f9b57a63c8d5328"
+    )
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,11 @@ def test_list_has_the_live_keys_of_a_prefix(store: SharedStore) -> None:
     store.put("x/1", b"1")
     store.put("x/2", b"2")
     store.put("y/1", b"3")
-    assert store.list("x/") == {"x/1": b"1", "x/2": b"2"}
+    found = store.list("x/")
+    assert found == {"x/1": b"1", "x/2": b"2"}
+    store.put("x/3", b"3")
+    assert store.list("x/") == {**found, "x/3": b"3"}
+    assert len(found) == 2  # what was read stays as it was
 
 
 def test_compare_and_swap(store: SharedStore) -> None:

@@ -9,7 +9,9 @@ import logging
 import math
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import msgspec
@@ -139,6 +141,8 @@ class Leader:
         self._followed_entry = FollowedEntry(self._registry, record.job)
         self._allowance = PlanAllowance(clock())
         self._max_verified = max_verified
+        #: Jobs, and what computing a plan for them costs.
+        self._sized: tuple[Sequence[JobRecord], int] = (), 0
         self._role = PlannerRole(
             self._registry, record.job, record.incarnation, lease_s, plan_valid_s, self._random
         )
@@ -328,7 +332,9 @@ class Leader:
         return company | {self.record.job}
 
     def _is_large(self, jobs: Sequence[JobRecord]) -> bool:
-        return _size(jobs) > self._max_verified
+        if jobs is not self._sized[0]:
+            self._sized = jobs, _size(jobs)
+        return self._sized[1] > self._max_verified
 
     def _adopt(self, state: PlanState, now: float) -> None:
         """Follow the plan in the store, or see that it was renewed."""
@@ -439,7 +445,9 @@ class Leader:
 
     def _find_self(self, now: float) -> None:
         """Publish a record that was lost again; yield to a younger incarnation of this job."""
-        mine = next((r for r in self._snapshot.jobs if r.job == self.record.job), None)
+        jobs = self._snapshot.jobs
+        at = bisect_left(jobs, self.record.job, key=attrgetter("job"))
+        mine = jobs[at] if at < len(jobs) and jobs[at].job == self.record.job else None
         if mine is None:
             self._publish_at_s = float("-inf")
             self._followed_entry.tell_again()

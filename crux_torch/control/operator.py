@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -144,15 +145,16 @@ def operated(
         if record.job in drained and record.profile is not None
     ]
 
-    standings = {entry.job: Standing(entry.level, entry.priority) for entry in entries}
-    level = _settled(standings, usable, settings)
-
-    def settled(entry: PlanEntry) -> PlanEntry:
-        if level[entry.job] == entry.level:
-            return entry
-        return msgspec.structs.replace(entry, level=level[entry.job])
-
-    return sorted(map(settled, entries), key=lambda entry: entry.job)
+    if settings.tenants or settings.pins:
+        standings = {entry.job: Standing(entry.level, entry.priority) for entry in entries}
+        level = _settled(standings, usable, settings)
+        entries = [
+            entry
+            if level[entry.job] == entry.level
+            else msgspec.structs.replace(entry, level=level[entry.job])
+            for entry in entries
+        ]
+    return sorted(entries, key=attrgetter("job"))
 
 
 def heeding(scheduler: Scheduler, settings: OperatorSettings) -> Scheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -120,21 +120,33 @@ def within(entries: Sequence[PlanEntry], limit_bytes: int) -> tuple[tuple[PlanEn
     return tuple(kept), sum(a is not b for a, b in zip(entries, kept, strict=True))
 
 
-def fingerprint(records: Sequence[JobRecord], topology: bytes | None, operator: bytes = b"") -> str:
+def canonical(record: JobRecord) -> bytes:
+    """What :func:`fingerprint` hashes of one record; empty without a profile."""
+    if record.profile is None:
+        return b""
+    r = record
+    told = [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, _READ(record.profile)]
+    return msgspec.json.encode(told, order="deterministic")
+
+
+def fingerprint(
+    records: Sequence[JobRecord],
+    topology: bytes | None,
+    operator: bytes = b"",
+    canonical: Callable[[JobRecord], bytes] = canonical,
+) -> str:
     """Hash of all that a plan follows from and that is the same for all leaders.
 
     That is each profiled job's name, incarnation, hosts, devices, and the fields of its profile
     that :func:`plan_inputs` reads, the bytes of the topology, ``OperatorSettings.effect``, and the
     plans that judges admit. A field that only a newer release knows is not part of it, nor are a
     leader's own settings (policy, levels; docs/agreement.md).
+
+    Args:
+        canonical: :func:`canonical`, or what gives the same and remembers it.
     """
-    snapshot = [
-        [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, _READ(r.profile)]
-        for r in sorted(records, key=lambda r: (r.job, r.incarnation))
-        if r.profile is not None
-    ]
-    canonical = msgspec.json.encode(snapshot, order="deterministic")
-    digest = hashlib.sha256(canonical)
+    ordered = sorted(records, key=attrgetter("job", "incarnation"))
+    digest = hashlib.sha256(b"[" + b",".join(filter(None, map(canonical, ordered))) + b"]")
     digest.update(b"-" if topology is None else b"+" + topology)
     digest.update(operator and b"#" + operator)
     admitted = sorted(_admitted(records))

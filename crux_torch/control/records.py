@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -238,7 +240,8 @@ class Plan(PlanHead, frozen=True, kw_only=True):
     """The schedule in force, with its entries.
 
     Attributes:
-        entries: one for each job that was profiled, or as many of them as are known here.
+        entries: one for each job that was profiled, or as many of them as are known here, in the
+            order of the names.
     """
 
     entries: Annotated[tuple[PlanEntry, ...], msgspec.Meta(max_length=MAX_JOBS)]
@@ -250,7 +253,8 @@ class Plan(PlanHead, frozen=True, kw_only=True):
 
     def entry(self, job: str) -> PlanEntry | None:
         """The entry of ``job``; None if the plan has none, or it is not known here."""
-        return next((e for e in self.entries if e.job == job), None)
+        at = bisect_left(self.entries, job, key=attrgetter("job"))
+        return self.entries[at] if at < len(self.entries) and self.entries[at].job == job else None
 
 
 def plan_of(head: PlanHead, entries: tuple[PlanEntry, ...]) -> Plan:

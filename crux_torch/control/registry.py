@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Annotated, TypeVar
 from urllib.parse import quote, unquote
 
@@ -130,11 +131,11 @@ class Registry:
         self.plan_key = self.prefix + "head"
         #: Where releases kept it whose plans were one value.
         self._older_plan_key = self.prefix + "plan"
-        #: What lies apart, so that a look does not read it: who plans a cluster that is too large
-        #: for every leader to compute all, the entries that they write, what each job follows, and
-        #: what jobs measure while a plan is tried.
+        #: Who plans a cluster that is too large for every leader to compute all.
+        self.seats_prefix = self.prefix + "seats/"
+        #: What lies apart, so that a look does not read it: the entries that they write, what each
+        #: job follows, and what jobs measure while a plan is tried.
         apart = f"{APART}{quote(cluster, safe='')}/"
-        self.seats_prefix = apart + "seats/"
         self.parts_prefix = apart + "parts/"
         self.follows_prefix = apart + "follows/"
         self.measured_prefix = apart + "measured/"
@@ -142,7 +143,7 @@ class Registry:
         self.operator_key = self.prefix + OPERATOR
         self.audit_prefix = f"{AUDIT}{quote(cluster, safe='')}/"
         self._warn = WarnOnce(_log)
-        self._found: dict[str, bytes] = {}
+        self._found: Mapping[str, bytes] = {}
         self._records: dict[str, tuple[bytes, JobRecord | None]] = {}
         self._view = self._glanced = View((), None, PlanState(None, None))
 
@@ -175,18 +176,12 @@ class Registry:
         several times a second.
         """
         found = self.store.list(self.prefix)
-        if found == self._found:
+        if found is self._found or found == self._found:
             return self._view
-        prefix = self.prefix + "jobs/"
-        records = {key: raw for key, raw in found.items() if key.startswith(prefix)}
         jobs, plan = self._view.jobs, self._view.plan
-        if records != {key: raw for key, (raw, _) in self._records.items()}:
-            self._records = {
-                key: (records[key], self._record(key, records[key]))
-                for key in sorted(records)[:MAX_JOBS]
-            }
+        if self._take_records(found):
             known = [record for _, record in self._records.values() if record is not None]
-            jobs = tuple(sorted(known, key=lambda record: record.job))
+            jobs = tuple(sorted(known, key=attrgetter("job")))
         if found.get(self.plan_key) != plan.raw:
             plan = self._plan(found.get(self.plan_key))
         if self._older_plan_key in found:
@@ -201,6 +196,29 @@ class Registry:
         self._found = found
         self._view = View(jobs, found.get(self.topology_key), plan, operator, raw)
         return self._view
+
+    def _take_records(self, found: Mapping[str, bytes]) -> bool:
+        """Decode the records in ``found`` that have changed; return whether any has."""
+        prefix, before = self.prefix + "jobs/", self._found
+        keys = [key for key, raw in found.items() if before.get(key) != raw]
+        keys += [key for key in before if key not in found]
+        keys = [key for key in keys if key.startswith(prefix)]
+        if not keys:
+            return False
+        records = {key: raw for key, raw in found.items() if key.startswith(prefix)}
+        if len(records) > MAX_JOBS or len(self._records) >= MAX_JOBS:
+            self._records = {
+                key: (records[key], self._record(key, records[key]))
+                for key in sorted(records)[:MAX_JOBS]
+            }
+            return True
+        for key in keys:
+            raw = records.get(key)
+            if raw is None:
+                self._records.pop(key, None)
+            else:
+                self._records[key] = raw, self._record(key, raw)
+        return True
 
     def glance(self, jobs: Collection[str] | None) -> View:
         """What a leader sees that does not read everything.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crux_torch.control.operator import OperatorSettings
-from crux_torch.control.planner import fingerprint
+from crux_torch.control.planner import canonical, fingerprint
 from crux_torch.control.records import JobRecord
 
 #: A snapshot that never stands still is planned after this many debounce times.
@@ -25,6 +25,8 @@ class Snapshot:
     def __init__(self) -> None:
         #: Records by fingerprint, and when they were read last.
         self._recent: dict[str, tuple[tuple[JobRecord, ...], float]] = {}
+        #: What the fingerprint takes of each job's record: few change at once.
+        self._canonical: dict[str, tuple[JobRecord, bytes]] = {}
         self.jobs: tuple[JobRecord, ...] = ()
         self.topology: bytes | None = None
         self.operator = OperatorSettings()
@@ -46,7 +48,16 @@ class Snapshot:
             if not same:
                 self._recent.clear()
             self.jobs, self.topology, self.operator = jobs, topology, operator
-            current = fingerprint(jobs, topology, operator.effect)
+            before, self._canonical = self._canonical, {}
+
+            def known(record: JobRecord) -> bytes:
+                found = before.get(record.job)
+                if found is None or found[0] is not record:
+                    found = record, canonical(record)
+                self._canonical[record.job] = found
+                return found[1]
+
+            current = fingerprint(jobs, topology, operator.effect, known)
         self._recent.pop(current, None)
         recent = [(key, seen) for key, seen in self._recent.items() if now - seen[1] < MAX_RECENT_S]
         self._recent = {**dict(recent[1 - MAX_RECENT :]), current: (jobs, now)}
@@ -63,6 +74,7 @@ class Snapshot:
         self.jobs, self.topology, self.operator = jobs, topology, operator
         self.fingerprint = ""
         self._recent.clear()
+        self._canonical.clear()
         self._unplanned_since_s = float("inf")
 
     def jobs_of(self, fingerprint: str) -> tuple[JobRecord, ...] | None:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
@@ -140,8 +140,11 @@ class _Look:
         self.size = 0
 
     def take(self, changes: Changes, about: Read) -> None:
+        # Whoever looked before has the values that he was given.
         if changes.anew:
             self.values, self.size = {}, 0
+        elif changes.values:
+            self.values = dict(self.values)
         for key, value in changes.values:
             fits = key.startswith(about.key) if about.prefix else key == about.key
             if not fits:
@@ -263,9 +266,9 @@ class StoreClient:
         with self._turn():
             return self._write(Swap(key, expected, value, lease_s)) > 0
 
-    def list(self, prefix: str) -> dict[str, bytes]:
+    def list(self, prefix: str) -> Mapping[str, bytes]:
         with self._turn():
-            return dict(self._look(prefix, prefix=True))
+            return self._look(prefix, prefix=True)
 
     def clients(self) -> int:
         """How many clients the server has; StoreError where it does not tell."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from crux_torch.errors import StoreError
@@ -47,8 +48,8 @@ class SharedStore(Protocol):
     ) -> bool:
         """Set ``key`` if it holds ``expected`` (None: absent or expired); return whether it did."""
 
-    def list(self, prefix: str) -> dict[str, bytes]:
-        """All live keys that start with ``prefix``, with their values."""
+    def list(self, prefix: str) -> Mapping[str, bytes]:
+        """All live keys that start with ``prefix``, with their values. It does not change later."""
 
     def clock_ns(self) -> int:
         """What the clock of the store's process says, in nanoseconds; it never goes back.
