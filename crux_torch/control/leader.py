@@ -69,7 +69,7 @@ MAX_AROUND_BYTES = 4096
 #: Letters of one message about what others have written.
 MAX_SAID = 1000
 #: Jobs and flows up to which each leader computes what it adopts.
-MAX_VERIFIED = 1 << 13
+MAX_VERIFIED = 1 << 11
 #: Seconds between two looks of a follower at what is not the plan.
 FOLLOWER_LOOK_S = 1.0
 
