@@ -1,12 +1,10 @@
 """An etcd v3 as the contents of a store: answers the requests of one client from it.
 
 Only the store process imports this: gRPC and protobuf don't belong into a training process.
-Reads come from a mirror that watches keep up to date. They begin with a full read, so what was
-compacted or lost in between is made up for. If the member does not tell for a while how far they
-are, the mirror counts as old, and every request is refused until another member answers.
-
-What many write and few read lies apart, and is not mirrored: with a thousand clients, a thousand
-writes would be a million events. It is read from the etcd when it is asked for.
+Reads come from a mirror of the keys and prefixes that the client asks for, which watches keep up to
+date. A watch begins with a full read, so what was compacted or lost in between is made up for. If
+the member does not tell for a while how far it is, the mirror counts as old, and every request is
+refused until another member answers.
 """
 
 from __future__ import annotations
@@ -16,7 +14,8 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -39,7 +38,7 @@ from crux_torch.store.frames import (
     Swap,
 )
 from crux_torch.store.journal import Journal
-from crux_torch.store.shared_store import APART, AUDIT, MAX_KEY_BYTES, MAX_VALUE_BYTES, is_kept
+from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_VALUE_BYTES, is_kept
 
 #: Seconds that one request to an etcd may take, and all of one answer.
 CALL_S = 1.0
@@ -47,13 +46,13 @@ ANSWER_S = 1.5
 #: Seconds between two questions how far the watch is, and without an answer until it counts as cut.
 PROGRESS_S = 0.5
 CONTACT_S = 2.0
+#: Seconds after which what the client does not ask for any more is mirrored no longer.
+IDLE_S = 60.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 #: Keys of one page of a full read: their values fit into MAX_MESSAGE_BYTES.
 PAGE_KEYS = 32
 MAX_MESSAGE_BYTES = (PAGE_KEYS + 16) * MAX_VALUE_BYTES
-#: The keys that are not mirrored: from the first one on, up to the second.
-APART_BEGIN, APART_END = AUDIT, APART[:-1] + chr(ord(APART[-1]) + 1)
 #: Revision of etcd's compare: the number of a key that is absent.
 ABSENT = 0
 
@@ -93,6 +92,26 @@ class _Refusal(Exception):
     """Why a request was not carried out."""
 
 
+class _Cancelled(Exception):
+    """Why the member ended a watch."""
+
+
+class _Part:
+    """What is mirrored by one watch: a key, or all keys that begin with it."""
+
+    def __init__(self, key: str, *, prefix: bool) -> None:
+        self.key, self.prefix = key, prefix
+        #: Up to which the mirror has it.
+        self.revision = 0
+        self.used_s = time.monotonic()
+
+    def covers(self, key: str, prefix: bool) -> bool:
+        """Whether it has all that a look at ``key`` shows."""
+        if self.prefix:
+            return key.startswith(self.key)
+        return key == self.key and not prefix
+
+
 class EtcdContents:
     """The keys of an etcd under the address's prefix.
 
@@ -117,10 +136,16 @@ class EtcdContents:
         self._mirror = Journal()
         #: The lease of each key in the mirror.
         self._leased: dict[str, int] = {}
-        #: How far the watch of the keys before those that lie apart is, and the one of those after.
-        self._revisions = [0, 0]
-        #: The next page of a long answer about keys that lie apart, and what it is read from.
-        self._page: tuple[Read, Journal] | None = None
+        #: What is mirrored, no key twice. The first is a key that nobody writes: without a watch,
+        #: an etcd tells no progress.
+        self._parts = [_Part("", prefix=False)]
+        #: What is being read, and why reading it failed.
+        self._reading: _Part | None = None
+        self._failed: tuple[str, bool, str] | None = None
+        #: Of the stream of watches: what is to be sent, what waits for its watch, and the watches.
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._created: deque[_Part] = deque()
+        self._watches: dict[int, _Part] = {}
         self._heard_s = float("-inf")
         self._reason = "not connected yet"
         self._session: _Session | None = None
@@ -135,7 +160,8 @@ class EtcdContents:
         until_s = time.monotonic() + ANSWER_S
         try:
             session = self._in_contact(until_s)
-            if isinstance(request, Read) and not _lies_apart(request.key, request.prefix):
+            if isinstance(request, Read):
+                self._mirror_part(request.key, request.prefix, until_s)
                 with self._changed:
                     found = self._mirror.changes(
                         request.key, request.prefix, request.since, PAGE_BYTES
@@ -145,14 +171,15 @@ class EtcdContents:
                 raise _Refusal("an etcd does not tell its clients")
             if isinstance(request, Clock):
                 raise _Refusal("an etcd has no clock to tell: time shifts need a store tcp://...")
+            if not isinstance(request, Delete):
+                # So that a value which is there already is not written again.
+                self._mirror_part(request.key, False, until_s)
             try:
-                return self._carry_out(session, request, until_s)
+                return self._write(session, request, until_s)
             except grpc.RpcError as error:
-                if not self._user or not _token_ended(error):
+                if not self._renewed(session, error):
                     raise
-            # A token ends with its time, and some kinds with every change of a role.
-            session.authenticate(self._user, self._password)
-            return self._carry_out(session, request, until_s)
+            return self._write(session, request, until_s)
         except grpc.RpcError as error:
             return Refused(_told(error))
         except _Refusal as refusal:
@@ -169,30 +196,99 @@ class EtcdContents:
                 if ever or not self._changed.wait(max(0.0, until_s - time.monotonic())):
                     raise _Refusal(f"no contact: {self._reason}")
 
-    def _carry_out(
-        self, session: _Session, request: Read | Put | Swap | Delete, until_s: float
-    ) -> Answer:
-        if isinstance(request, Read):
-            return self._read_apart(session, request)
-        return self._write(session, request, until_s)
+    def _renewed(self, session: _Session, error: grpc.RpcError) -> bool:
+        """Whether ``error`` only told that the token has ended, and there is another one now."""
+        if not self._user or not _token_ended(error):
+            return False
+        # It ends with its time, and some kinds with every change of a role.
+        session.authenticate(self._user, self._password)
+        return True
 
-    def _read_apart(self, session: _Session, request: Read) -> Changes:
-        """All that ``request`` is about, as the etcd has it now; of a long answer, a page."""
-        page, self._page = self._page, None
-        goes_on = page is not None and page[0] == request
-        if page is not None and goes_on:
-            journal = page[1]
-        else:
-            journal = Journal()
-            name = self._prefix + request.key.encode()
-            end = _end(name) if request.prefix else name + b"\0"
-            for key, (value, _) in self._range(session, name, end, 0)[0].items():
-                journal.set(key, value)
-        since = request.since if goes_on else 0
-        revision, values, more, _ = journal.changes(request.key, request.prefix, since, PAGE_BYTES)
-        if more:
-            self._page = Read(request.key, request.prefix, revision), journal
-        return Changes(revision, values, more, not goes_on)
+    def _mirror_part(self, key: str, prefix: bool, until_s: float) -> None:
+        """Wait until what a look at ``key`` shows is mirrored."""
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                self._drop_idle(now_s)
+                part = next((part for part in self._parts if part.covers(key, prefix)), None)
+                if part is not None:
+                    if (part.key, part.prefix) == (key, prefix):
+                        part.used_s = now_s
+                    return
+                if self._failed is not None and self._failed[:2] == (key, prefix):
+                    reason, self._failed = self._failed[2], None
+                    raise _Refusal(reason)
+                if self._session is None:
+                    raise _Refusal(f"no contact: {self._reason}")
+                if self._reading is None:
+                    self._reading = _Part(key, prefix=prefix)
+                    # What it has again must not be older than what was seen: that ends first.
+                    for one in [
+                        one for one in self._parts[1:] if self._reading.covers(one.key, one.prefix)
+                    ]:
+                        self._end(one)
+                    args = self._session, self._reading
+                    threading.Thread(
+                        target=self._add, args=args, name="crux-etcd-read", daemon=True
+                    ).start()
+                if not self._changed.wait(max(0.0, until_s - now_s)):
+                    raise _Refusal("no contact: what was asked for is still being read")
+
+    def _add(self, session: _Session, part: _Part) -> None:
+        """Begin to mirror ``part``."""
+        failed = ""
+        try:
+            try:
+                found = self._read(session, part)
+            except grpc.RpcError as error:
+                if not self._renewed(session, error):
+                    raise
+                found = self._read(session, part)
+        except grpc.RpcError as error:
+            failed = _told(error)
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        with self._changed:
+            self._reading = None
+            if failed:
+                self._failed = part.key, part.prefix, failed
+            elif self._session is session:
+                self._take_all(part, *found)
+                self._parts.append(part)
+                self._watch(part)
+            self._changed.notify_all()
+
+    def _end(self, part: _Part) -> None:
+        """Mirror ``part`` no longer."""
+        self._parts.remove(part)
+        for number in [number for number, one in self._watches.items() if one is part]:
+            del self._watches[number]
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        cancel = etcdrpc.WatchCancelRequest(watch_id=number)
+        self._requests.put(etcdrpc.WatchRequest(cancel_request=cancel))
+
+    def _drop_idle(self, now_s: float) -> None:
+        for part in [part for part in self._parts[1:] if now_s - part.used_s > IDLE_S]:
+            self._end(part)
+            for key in [key for key in self._mirror if part.covers(key, False)]:
+                self._mirror.delete(key)
+                self._leased.pop(key, None)
+
+    def _watch(self, part: _Part) -> None:
+        """Ask for what changes in ``part`` from now on."""
+        # From the revision that was read, though its events are known: newer etcds (3.5.30,
+        # but not 3.5.16) do not tell how far a watch is that begins later, until somebody writes.
+        begin, end = self._range(part)
+        create = etcdrpc.WatchCreateRequest(key=begin, range_end=end, start_revision=part.revision)
+        self._created.append(part)
+        self._requests.put(etcdrpc.WatchRequest(create_request=create))
+
+    def _range(self, part: _Part) -> tuple[bytes, bytes]:
+        """etcd's name of ``part``: its first key, and the end of its range if it has one."""
+        begin = self._prefix + part.key.encode()
+        return begin or b"\0", _end(begin) if part.prefix else b""
 
     def _write(self, session: _Session, request: Put | Swap | Delete, until_s: float) -> Answer:
         key, metadata = request.key, session.metadata
@@ -255,14 +351,13 @@ class EtcdContents:
         return lease, False
 
     def _await(self, key: str, revision: int, until_s: float) -> None:
-        """Wait until the mirror has this revision of ``key``, so that a writer reads its write."""
-        if _lies_apart(key):
-            return
+        """Wait until the mirror has this revision, so that a writer reads what it wrote."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._revisions[key >= APART_END] >= revision,
-                max(0.0, until_s - time.monotonic()),
-            )
+            part = next((part for part in self._parts if part.covers(key, False)), None)
+            if part is not None:
+                self._changed.wait_for(
+                    lambda: part.revision >= revision, max(0.0, until_s - time.monotonic())
+                )
 
     def _keep_mirror(self) -> None:
         """Watch one member after the other, each for as long as it answers."""
@@ -293,34 +388,11 @@ class EtcdContents:
                 pause_s = FIRST_BACKOFF_S * 2.0 ** min(failures - len(endpoints), 30)
                 time.sleep(min(MAX_BACKOFF_S, pause_s) * random.uniform(0.5, 1.0))
 
-    def _read_all(self, session: _Session) -> None:
-        """Make the mirror what the etcd holds at one revision."""
+    def _read(self, session: _Session, part: _Part) -> tuple[dict[str, tuple[bytes, int]], int]:
+        """What the etcd holds of ``part``, with the leases, and the revision of that."""
         seen: dict[str, tuple[bytes, int]] = {}
+        begin, end = self._range(part)
         revision = 0
-        for begin, end in self._mirrored():
-            found, revision = self._range(session, begin, end, revision)
-            seen |= found
-        with self._changed:
-            for key in [key for key in self._mirror if key not in seen]:
-                self._mirror.delete(key)
-            for key, (value, _) in seen.items():
-                if self._mirror.get(key) != value:
-                    self._mirror.set(key, value)
-            self._leased = {key: lease for key, (_, lease) in seen.items()}
-            self._revisions = [revision, revision]
-            self._heard_s, self._session = time.monotonic(), session
-            self._changed.notify_all()
-
-    def _mirrored(self) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
-        """The ranges of etcd's keys before those that lie apart, and after."""
-        begin, end = (self._prefix + key.encode() for key in (APART_BEGIN, APART_END))
-        return (self._prefix or b"\0", begin), (end, _end(self._prefix))
-
-    def _range(
-        self, session: _Session, begin: bytes, end: bytes, revision: int
-    ) -> tuple[dict[str, tuple[bytes, int]], int]:
-        """Value and lease of each key in a range at ``revision`` (0: the last), and which it is."""
-        seen: dict[str, tuple[bytes, int]] = {}
         while True:
             request = etcdrpc.RangeRequest(
                 key=begin, range_end=end, limit=PAGE_KEYS, revision=revision
@@ -335,14 +407,53 @@ class EtcdContents:
                 return seen, revision
             begin = page.kvs[-1].key + b"\0"
 
+    def _take_all(self, part: _Part, seen: dict[str, tuple[bytes, int]], revision: int) -> None:
+        """Make the mirror of ``part`` what was read."""
+        for key in [key for key in self._mirror if part.covers(key, False) and key not in seen]:
+            self._mirror.delete(key)
+            self._leased.pop(key, None)
+        for key, (value, lease) in seen.items():
+            if self._mirror.get(key) != value:
+                self._mirror.set(key, value)
+            self._leased[key] = lease
+        part.revision = revision
+
+    def _read_all(self, session: _Session) -> None:
+        """Read everything that is mirrored anew, and ask for what changes from there."""
+        with self._changed:
+            parts = list(self._parts)
+        found = []
+        for part in parts:
+            try:
+                found.append((part, self._read(session, part)))
+            except grpc.RpcError as error:
+                if part is parts[0] or error.code() is not grpc.StatusCode.PERMISSION_DENIED:
+                    raise
+        with self._changed:
+            self._requests, self._created, self._watches = queue.SimpleQueue(), deque(), {}
+            self._parts = [part for part, _ in found if part in self._parts]
+            for part, (seen, revision) in found:
+                self._take_all(part, seen, revision)
+            for part in self._parts:
+                self._watch(part)
+            self._heard_s, self._session = time.monotonic(), session
+            self._changed.notify_all()
+
     def _follow(self, session: _Session) -> None:
-        """Take in what changes, until the watch ends or falls silent."""
-        # From the revision that was read, though its events are known: newer etcds (3.5.30,
-        # but not 3.5.16) do not tell how far a watch is that begins later, until somebody writes.
-        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for (begin, end), revision in zip(self._mirrored(), self._revisions, strict=True):
-            create = etcdrpc.WatchCreateRequest(key=begin, range_end=end, start_revision=revision)
-            requests.put(etcdrpc.WatchRequest(create_request=create))
+        """Take in what changes, until the member falls silent, or ends watches time and again."""
+        while True:
+            began_s = time.monotonic()
+            ended = self._follow_stream(session)
+            if time.monotonic() - began_s < PROGRESS_S:
+                raise ended
+            # Compacted, or the token has ended: the requests of this session go on meanwhile.
+            if self._user:
+                session.authenticate(self._user, self._password)
+            self._read_all(session)
+
+    def _follow_stream(self, session: _Session) -> _Cancelled:
+        """Why the stream of watches has ended."""
+        requests = self._requests
         call = session.watch.Watch(_until_none(requests), metadata=session.metadata)
         ended = threading.Event()
 
@@ -357,10 +468,10 @@ class EtcdContents:
         threading.Thread(target=nag, name="crux-etcd-progress", daemon=True).start()
         try:
             for response in call:
-                if response.canceled:
-                    # Compacted, or no permission: a full read tells which.
-                    raise ConnectionError(response.cancel_reason or "the watch was cancelled")
                 self._take(response)
+            return _Cancelled("the stream of watches has ended")
+        except _Cancelled as cancelled:
+            return cancelled
         finally:
             ended.set()
             requests.put(None)
@@ -368,26 +479,38 @@ class EtcdContents:
 
     def _take(self, response: Any) -> None:
         with self._changed:
-            for event in response.events:
-                kv = event.kv
-                key = self._key(kv)
-                # An event that comes again, or late, must not take the mirror back. All of one
-                # revision and one watch come together.
-                if key is None or kv.mod_revision <= self._revisions[key >= APART_END]:
-                    continue
-                if event.type == event.DELETE or not _counts(key, kv):
-                    self._mirror.delete(key)
-                    self._leased.pop(key, None)
+            part = self._watches.get(response.watch_id)
+            if response.canceled and (response.created or part is not None):
+                raise _Cancelled(response.cancel_reason or "the watch was cancelled")
+            if response.created:
+                # They come in the order in which they were asked for.
+                asked = self._created.popleft()
+                if asked in self._parts:
+                    self._watches[response.watch_id] = asked
                 else:
-                    if self._mirror.get(key) != kv.value:
-                        self._mirror.set(key, kv.value)
-                    self._leased[key] = kv.lease
-            if response.events:
-                last = response.events[-1].kv
-                after = last.key >= self._prefix + APART_END.encode()
-                self._revisions[after] = max(self._revisions[after], last.mod_revision)
+                    self._cancel(response.watch_id)
+            elif part is not None:
+                self._take_events(part, response.events)
             self._heard_s = time.monotonic()
             self._changed.notify_all()
+
+    def _take_events(self, part: _Part, events: Sequence[Any]) -> None:
+        for event in events:
+            kv = event.kv
+            key = self._key(kv)
+            # An event that comes again, or late, must not take the mirror back. All of one
+            # revision come together.
+            if key is None or kv.mod_revision <= part.revision:
+                continue
+            if event.type == event.DELETE or not _counts(key, kv):
+                self._mirror.delete(key)
+                self._leased.pop(key, None)
+            else:
+                if self._mirror.get(key) != kv.value:
+                    self._mirror.set(key, kv.value)
+                self._leased[key] = kv.lease
+        if events:
+            part.revision = max(part.revision, events[-1].kv.mod_revision)
 
     def _key(self, kv: Any) -> str | None:
         """The key of ``kv`` without the prefix; None for what no client of ours wrote."""
@@ -398,11 +521,6 @@ class EtcdContents:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
             return None
-
-
-def _lies_apart(key: str, prefix: bool = False) -> bool:
-    """Whether ``key`` is not mirrored, or a key that begins with it."""
-    return key < APART_END and (key >= APART_BEGIN or (prefix and APART_BEGIN.startswith(key)))
 
 
 def _counts(key: str, kv: Any) -> bool:

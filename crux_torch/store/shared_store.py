@@ -15,7 +15,7 @@ MAX_LEASE_S = 600.0
 #: beginning of the keys of the audit logs. Roles say who may write them (docs/cluster.md).
 OPERATOR = "operator/settings"
 AUDIT = "crux-audit/"
-#: The beginning of the keys that many write and few read.
+#: The beginning of the keys that many write and few read: a look at a cluster leaves them out.
 APART = "crux-plan/"
 
 
