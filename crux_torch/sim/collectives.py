@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure import traffic
@@ -39,33 +41,91 @@ def build_job(
         alltoall_peers: see :func:`transfers`.
         paths: candidates of two ends; default: the topology's.
     """
-    layout = layout_of(model, len(gpus))
     between = paths or topology.candidate_paths
-    total: Transfers = {}
-    bytes_at: dict[float, float] = defaultdict(float)
-    for collective in iteration(model, layout, gradient_start=gradient_start, buckets=buckets):
-        moved = transfers(collective, gpus, topology, alltoall_peers)
-        part = contended(moved, topology)
-        traffic.add_flows(total, part)
-        bytes_at[collective.at] += sum(part.values())
+    shape, places = shape_of(gpus, topology)
+    moved, bursts = _moved(model, shape, gradient_start, buckets, alltoall_peers)
     return Job(
         name=name,
         gpus=len(gpus),
         flops=model.flops_per_gpu * len(gpus),
-        compute_s=model.compute_s * (1 + layout.bubble),
+        compute_s=model.compute_s * (1 + layout_of(model, len(gpus)).bubble),
         flows=tuple(
-            Flow(size / connections, between(src, dst))
-            for (src, dst), size in total.items()
+            Flow(size / connections, between(places[src], places[dst]))
+            for src, dst, size in moved
             for _ in range(connections)
         ),
-        bursts=_bursts(bytes_at),
+        bursts=bursts,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How near the ranks of a job are to each other: all that its collectives depend on.
+
+    It answers for places, by their numbers as text, what a topology answers for GPUs.
+
+    Attributes:
+        ranks: the place of each rank, which is a GPU (or host).
+        hosts, nics: of each place: its host, and the set of NICs that its traffic leaves through.
+        switched: the hosts with NVLink.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[int, ...]
+    nics: tuple[int, ...]
+    switched: frozenset[int]
+
+    def host_of(self, place: str) -> str:
+        return str(self.hosts[int(place)])
+
+    def nearest_nics(self, place: str) -> tuple[str, ...]:
+        return (str(self.nics[int(place)]),)
+
+    def inside(self, host: str, kind: str) -> tuple[str, ...]:
+        return (kind,) if kind == "nvswitch" and int(host) in self.switched else ()
+
+
+#: What tells of each GPU (or host) where it is.
+Places = Topology | Shape
+
+
+def shape_of(gpus: Sequence[str], topology: Topology) -> tuple[Shape, tuple[str, ...]]:
+    """The shape of a job with a rank on each of ``gpus`` (or hosts); the names of its places."""
+    places = {gpu: number for number, gpu in enumerate(dict.fromkeys(gpus))}
+    names: dict[str, int] = {}
+    reached: dict[tuple[int, tuple[str, ...]], int] = {}
+    hosts, nics = [], []
+    for place in places:
+        host = names.setdefault(topology.host_of(place) or place, len(names))
+        hosts.append(host)
+        nics.append(reached.setdefault((host, topology.nearest_nics(place)), len(reached)))
+    switched = frozenset(i for host, i in names.items() if topology.inside(host, "nvswitch"))
+    ranks = tuple(places[gpu] for gpu in gpus)
+    return Shape(ranks, tuple(hosts), tuple(nics), switched), tuple(places)
+
+
+# Jobs of one model that are placed alike differ in nothing but the names of their GPUs.
+@lru_cache(maxsize=1 << 10)
+def _moved(
+    model: Model, shape: Shape, gradient_start: float, buckets: int, alltoall_peers: int | None
+) -> tuple[tuple[tuple[int, int, float], ...], tuple[Burst, ...]]:
+    """Bytes from place to place of an iteration that may share links with other jobs, and when."""
+    layout = layout_of(model, len(shape.ranks))
+    ranks = list(map(str, shape.ranks))
+    total: Transfers = {}
+    bytes_at: dict[float, float] = defaultdict(float)
+    for collective in iteration(model, layout, gradient_start=gradient_start, buckets=buckets):
+        part = contended(transfers(collective, ranks, shape, alltoall_peers), shape)
+        traffic.add_flows(total, part)
+        bytes_at[collective.at] += sum(part.values())
+    moved = tuple((int(src), int(dst), size) for (src, dst), size in total.items())
+    return moved, _bursts(bytes_at)
 
 
 def transfers(
     collective: Collective,
     gpus: Sequence[str],
-    topology: Topology,
+    topology: Places,
     alltoall_peers: int | None = None,
 ) -> Transfers:
     """Bytes from GPU to GPU of all runs of ``collective`` in one iteration, also inside hosts.
@@ -87,7 +147,7 @@ def transfers(
     return total
 
 
-def contended(moved: Transfers, topology: Topology) -> Transfers:
+def contended(moved: Transfers, topology: Places) -> Transfers:
     """The transfers that may share links with other jobs.
 
     Hops inside a host with NVLink are left out: an NVLink belongs to the two GPUs that it joins,
@@ -107,7 +167,7 @@ def _counted(op: str, size: float, members: Sequence[str], **how: object) -> Tra
     return traffic.flows(op, size, range(len(members)), members, **how)  # type: ignore[arg-type]
 
 
-def _rings(size: float, members: Sequence[str], topology: Topology) -> Transfers:
+def _rings(size: float, members: Sequence[str], topology: Places) -> Transfers:
     hosts = list(_by_host(members, topology).values())
     nics = [_by_nic(local, topology) for local in hosts]
     # One ring for each NIC of the host that has the fewest in use.
@@ -122,7 +182,7 @@ def _rings(size: float, members: Sequence[str], topology: Topology) -> Transfers
 
 
 def _alltoall(
-    size: float, members: Sequence[str], topology: Topology, peers: int | None
+    size: float, members: Sequence[str], topology: Places, peers: int | None
 ) -> Transfers:
     """Between hosts, over NICs of the same index: as with NCCL's PXN, the GPU there forwards.
 
@@ -152,7 +212,7 @@ def _alltoall(
     return total
 
 
-def _by_host(members: Sequence[str], topology: Topology) -> dict[str, tuple[str, ...]]:
+def _by_host(members: Sequence[str], topology: Places) -> dict[str, tuple[str, ...]]:
     """The members of each host, in order of appearance."""
     hosts: dict[str, list[str]] = {}
     for gpu in members:
@@ -171,7 +231,7 @@ def _ring_order(local: tuple[str, ...], near: tuple[str, ...], position: int) ->
     return order[::-1] if position % 2 else order
 
 
-def _by_nic(local: Sequence[str], topology: Topology) -> tuple[tuple[str, ...], ...]:
+def _by_nic(local: Sequence[str], topology: Places) -> tuple[tuple[str, ...], ...]:
     """The GPUs of one host by the NIC that their traffic leaves through."""
     nics: dict[tuple[str, ...], list[str]] = {}
     for gpu in local:
