@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from control_fakes import FakeClock, FaultyStore, MemoryStore, by_name, profile
+from control_fakes import FakeClock, FaultyStore, MemoryStore, by_name, profile, until
+from etcd_server import Etcd, needs_etcd, wait_ready
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_control_leader import leader_of, run
@@ -30,6 +33,7 @@ from crux_torch.control.records import (
 from crux_torch.control.registry import Registry, StoredEntry, StoredPlan
 from crux_torch.errors import StoreForbidden
 from crux_torch.fabric.topology import Topology
+from crux_torch.store.endpoint import open_store
 from crux_torch.store.shared_store import MAX_LEASE_S
 
 RECORDS = "crux/c/"
@@ -587,3 +591,40 @@ def test_whatever_the_store_does_a_large_cluster_agrees_afterwards(
     run(leaders, clock, 60)
     assert follow(leaders) >= max(highest)
     assert len(roles(leaders)["planner"]) == 1
+
+
+@needs_etcd
+@pytest.mark.slow
+def test_a_large_cluster_on_an_etcd_outlives_its_planner(tmp_path: Path) -> None:
+    with Etcd(tmp_path) as etcd:
+        wait_ready(etcd)
+        stores = [open_store(f"etcd://{etcd.endpoints}/lab") for _ in range(7)]
+        options: dict[str, Any] = {"compute": by_period, "max_verified": 5}
+        leaders = [
+            leader_of(one, f"j{n}", time.monotonic, n, **options) for n, one in enumerate(stores)
+        ]
+
+        def settled(those: Sequence[Leader]) -> bool:
+            for leader in those:
+                leader.tick()
+            try:
+                follow(those, by_period)
+            except AssertionError:
+                return False
+            return {role: len(of) for role, of in roles(those).items()} == {
+                "planner": 1, "standby": SEATS - 1, "follower": len(those) - SEATS
+            }  # fmt: skip
+
+        try:
+            until(lambda: settled(leaders), what="a plan in parts")
+            gone = planner(leaders)
+            rest = [leader for leader in leaders if leader is not gone]
+            changed = roles(rest)["follower"][0]
+            changed.update(profile=profile(t_s=0.9))
+            until(lambda: settled(rest), what="the next planner's plan")
+            changed.update(profile=profile(t_s=0.4))
+            until(lambda: settled(leaders), what="the old planner to follow")
+            assert planner(leaders) is not gone
+        finally:
+            for one in stores:
+                one.close()
