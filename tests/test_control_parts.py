@@ -20,6 +20,7 @@ from test_control_leader import leader_of, run
 from crux_torch.control import planner_role
 from crux_torch.control.leader import Leader
 from crux_torch.control.operator import OperatorSettings
+from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
 from crux_torch.control.planner_role import FREE, SEATS
 from crux_torch.control.records import (
     GROUP_DIGITS,
@@ -182,6 +183,24 @@ def test_a_cluster_may_grow_over_the_limit_and_shrink_again(
     follow(leaders[:5])
     assert roles(leaders[:5]).keys() == {"everyone"}
     assert all(len(leader.plan.entries) == 5 for leader in leaders[:5] if leader.plan)
+
+
+@pytest.mark.parametrize("every_s", [1, 7])
+def test_nobody_is_without_a_plan_while_the_cluster_crosses_the_limit(
+    store: MemoryStore, clock: FakeClock, every_s: int
+) -> None:
+    leaders, _ = large(store, 8, clock, max_verified=22)  # each counts 3
+    run(leaders, clock, 30)
+    before = follow(leaders)
+    for n in range(60 // every_s):
+        leaders[7].update(profile=None if n % 2 else profile(t_s=0.2 + n / 1000))
+        for _ in range(10 * every_s):
+            run(leaders, clock, 0.1)
+            assert all(leader.plan is not None for leader in leaders[:7])
+    leaders[7].update(profile=profile())
+    run(leaders, clock, 20)
+    assert 2 <= follow(leaders) - before <= PLANS_AT_ONCE + 2 * PLANS_PER_MINUTE
+    assert len(roles(leaders)["follower"]) == 8 - SEATS
 
 
 @pytest.mark.parametrize("dead", [1, 2, SEATS])
