@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_fakes import SPAWN, until
@@ -312,6 +313,97 @@ def test_a_view_is_never_older_than_the_last_while_what_is_asked_for_changes(etc
     process = SPAWN.Process(
         target=_look_again_and_again, args=(f"etcd://{etcd.endpoints}/again",), daemon=True
     )
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def _late_events() -> None:
+    """A store process's contents, on a member whose answers and events come as the test says."""
+    from types import SimpleNamespace
+
+    from crux_torch.store import etcd as module
+    from crux_torch.store.frames import Changes, Read
+
+    contents = module.EtcdContents(parse_etcd("etcd://127.0.0.1:1"))
+    held = {b"k": (b"0", 5)}
+    revision = [5]
+
+    def read(request: Any, **_: object) -> Any:
+        first, end = request.key, request.range_end
+        header = SimpleNamespace(revision=revision[0])
+        kvs = [
+            SimpleNamespace(key=key, value=value, mod_revision=at, lease=1)
+            for key, (value, at) in sorted(held.items())
+            if key == first or (end and first <= key and (end == b"\0" or key < end))
+        ]
+        return SimpleNamespace(header=header, kvs=kvs, more=False)
+
+    def sent() -> list[Any]:
+        return [contents._requests.get_nowait() for _ in range(contents._requests.qsize())]
+
+    def look(key: str, prefix: bool) -> dict[str, bytes | None]:
+        contents._heard_s = time.monotonic()
+        answer = contents.answer(Read(key, prefix, 0))
+        assert isinstance(answer, Changes), answer
+        return dict(answer.values)
+
+    def respond(watch: int, *events: object, created: bool = False, canceled: bool = False) -> None:
+        about = {"created": created, "canceled": canceled, "cancel_reason": ""}
+        contents._take(SimpleNamespace(watch_id=watch, events=events, **about))
+
+    def tell(watch: int, value: bytes, at: int) -> None:
+        kv = SimpleNamespace(key=b"k", value=value, mod_revision=at, lease=1)
+        respond(watch, SimpleNamespace(kv=kv, type=0, DELETE=1))
+
+    session: Any = SimpleNamespace(kv=SimpleNamespace(Range=read), metadata=())
+    contents._read_all(session)
+    respond(0, created=True)
+    assert look("k", False) == {"k": b"0"}
+    respond(1, created=True)
+    tell(1, b"1", 7)
+    assert look("k", False) == {"k": b"1"}
+    for at in (5, 6, 7):  # late, or once more
+        tell(1, b"old", at)
+    assert look("k", False) == {"k": b"1"}
+    # Asked for with others: one watch takes the place of the other.
+    held.update({b"k": (b"2", 9), b"kk": (b"x", 8)})
+    revision[0] = 9
+    sent()
+    assert look("k", True) == {"k": b"2", "kk": b"x"}
+    cancel, create = sent()
+    assert cancel.cancel_request.watch_id == 1
+    assert create.create_request.start_revision == 9
+    tell(1, b"late", 8)
+    respond(2, created=True)
+    tell(2, b"late", 8)
+    tell(2, b"late", 9)
+    assert look("k", True) == {"k": b"2", "kk": b"x"}
+    respond(1, canceled=True)
+    tell(2, b"3", 10)
+    assert look("k", False) == {"k": b"3"}
+    # It falls idle: what is asked for from now on is read anew.
+    contents._parts[1].used_s -= 2 * module.IDLE_S
+    held.update({b"k": (b"4", 11)})
+    revision[0] = 11
+    assert look("k", False) == {"k": b"4"}
+    assert "kk" not in contents._mirror
+    assert [(part.key, part.prefix) for part in contents._parts[1:]] == [("k", False)]
+    tell(2, b"late", 12)
+    assert look("k", False) == {"k": b"4"}
+    respond(3, created=True)
+    # Asked for with others before the member has told that the first watch is there.
+    assert look("a", False) == {"a": None}
+    assert look("a", True) == {}
+    sent()
+    respond(4, created=True)
+    (cancel,) = sent()
+    assert cancel.cancel_request.watch_id == 4
+
+
+def test_events_that_come_late_take_no_view_back() -> None:
+    pytest.importorskip("pyetcd", reason="it takes etcd-sdk-python")
+    process = SPAWN.Process(target=_late_events, daemon=True)
     process.start()
     process.join(120)
     assert process.exitcode == 0
