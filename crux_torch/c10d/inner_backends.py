@@ -77,6 +77,11 @@ def may_switch(backend: Any) -> bool:
     return chosen == "all"
 
 
+def must_wrap(backend: Any) -> bool:
+    """Whether a stock backend of a group can't keep its place: it may switch, or wait on links."""
+    return may_switch(backend) or settings().links != ("none",)
+
+
 def accelerator() -> str | None:
     """The type of the accelerator that this process can use, if any."""
     found = torch.accelerator.current_accelerator(check_available=True)

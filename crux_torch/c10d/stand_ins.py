@@ -93,8 +93,8 @@ def _wrapped(
 ) -> Any:
     """What ``make`` makes, wrapped.
 
-    It stays unwrapped if wrapping fails, if it is not a backend, or if it may never switch and
-    torch's hooks suffice to record it.
+    It stays unwrapped if wrapping fails, if it is not a backend, or if it may never switch or wait
+    on links and torch's hooks suffice to record it.
 
     Args:
         place: the store, rank and size that it is made with.
@@ -107,7 +107,7 @@ def _wrapped(
         return inner
     try:
         inners = dict.fromkeys(devices_of(name), inner)
-        if in_group and not inner_backends.may_switch(inner) and hooked.suffices(inner):
+        if in_group and not inner_backends.must_wrap(inner) and hooked.suffices(inner):
             events.group_was_made(place[0], place[1], place[2], inners.keys())
             return inner
         return delegate(inner.name(), inners, place[0], born=born, options=options)

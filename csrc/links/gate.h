@@ -1,23 +1,50 @@
-// Where an operation may have to wait for a host's links before it is issued. This is the interface
+// Where an operation may have to wait for a host's links before it begins. This is the interface
 // that the backend calls; link_gate.h implements it.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace crux {
 
+class LinkTable;
+
 class Gate {
  public:
-  // Before an operation of the group (its index in the recorder) is issued; without the GIL, from
-  // any thread. May wait, for a bounded time. `bytes` is what the operation moves, negative if that
-  // is unknown. An operation that moves nothing (a barrier) passes. Don't call it for receives,
-  // which are posted long before their data comes and would hold idle links, nor during capture.
-  // Returns the ticket for leave(); 0: there is nothing to leave.
+  // The links that an operation crosses, ordered by name. Never freed.
+  using Route = std::vector<LinkTable*>;
+
+  // An operation that has not entered yet.
+  struct Attempt {
+    const Route* route = nullptr;
+    LinkTable* marked = nullptr;  // where it waits
+    int64_t begun_ns = 0;         // of its wait; 0: it has not waited
+  };
+
+  // The route of an operation of the group (its index in the recorder); null if it need not enter.
+  // `bytes` is what the operation moves, negative if that is unknown. An operation that moves
+  // nothing (a barrier) does not enter. Don't ask for receives, which are posted long before their
+  // data comes and would hold idle links, nor during capture. From any thread.
+  virtual const Route* route(uint32_t group, int64_t bytes) noexcept = 0;
+  // Whether a job that is on the route now goes first, so that an operation may have to wait.
+  virtual bool outranked(const Route& route) noexcept = 0;
+
+  // Enters, and waits for a bounded time. Call it without the GIL, from any thread. Returns the
+  // ticket for leave(); 0: there is nothing to leave.
   virtual uint64_t enter(uint32_t group, int64_t bytes) noexcept = 0;
+  // The same without waiting: 0 if the operation has to wait, so ask again soon. One thread at a
+  // time may ask for an attempt. After the bound it enters.
+  virtual uint64_t try_enter(Attempt& attempt) noexcept = 0;
+  // Enters, whoever is in the way.
+  virtual uint64_t pass(Attempt& attempt) noexcept = 0;
+  // The attempt will not enter.
+  virtual void give_up(Attempt& attempt) noexcept = 0;
   // The operation has ended on this rank, failed, or was never issued. From any thread, once for
   // each ticket, on the gate that gave it.
   virtual void leave(uint64_t ticket) noexcept = 0;
+  // The longest that an operation waits.
+  virtual int64_t wait_ns() const noexcept = 0;
 
  protected:
   ~Gate() = default;

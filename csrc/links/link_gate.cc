@@ -49,15 +49,63 @@ bool LinkGate::forked() const noexcept {
   return generation.load(std::memory_order_relaxed) != generation_;
 }
 
+const Gate::Route* LinkGate::route(uint32_t group, int64_t bytes) noexcept {
+  if (group >= kMaxGroups || bytes == 0 || forked()) return nullptr;
+  return routes_[group].load(std::memory_order_acquire);
+}
+
+bool LinkGate::outranked(const Route& route) noexcept {
+  if (forked()) return false;
+  return std::any_of(route.begin(), route.end(), [](LinkTable* link) { return link->outranked(); });
+}
+
 uint64_t LinkGate::enter(uint32_t group, int64_t bytes) noexcept {
-  if (group >= kMaxGroups || bytes == 0) return 0;
-  const Route* route = routes_[group].load(std::memory_order_acquire);
-  if (!route || forked()) return 0;
-  const LinkTable* marked = give_way(*route);
-  for (LinkTable* link : *route) {
-    if (link != marked) link->mark();
+  Attempt attempt{route(group, bytes)};
+  if (!attempt.route) return 0;
+  uint64_t ticket = 0;
+  while ((ticket = try_enter(attempt)) == 0) {
+    const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
+    attempt.marked->sleep(attempt.begun_ns + wait_ns, wait_ns);
   }
-  return reinterpret_cast<uintptr_t>(route);
+  return ticket;
+}
+
+// A waiting operation holds no link. It is marked on the link where it waits, so that lower ones
+// don't overtake it when the higher one leaves.
+uint64_t LinkGate::try_enter(Attempt& attempt) noexcept {
+  const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
+  LinkTable* const hindered = forked() ? nullptr : first_hindered(*attempt.route, wait_ns);
+  if (!hindered) return pass(attempt);
+  const int64_t now_ns = monotonic_ns();
+  if (attempt.begun_ns == 0) attempt.begun_ns = now_ns;
+  const int64_t until_ns = attempt.begun_ns + wait_ns;
+  if (now_ns >= until_ns) {
+    ran_out_.fetch_add(1, std::memory_order_relaxed);
+    for (LinkTable* link : *attempt.route) link->exempt_until(until_ns + kExemptWaits * wait_ns);
+    return pass(attempt);
+  }
+  if (attempt.marked != hindered) {
+    if (attempt.marked) attempt.marked->unmark();
+    hindered->mark();
+    attempt.marked = hindered;
+  }
+  return 0;
+}
+
+uint64_t LinkGate::pass(Attempt& attempt) noexcept {
+  if (attempt.begun_ns != 0) count_wait(monotonic_ns() - attempt.begun_ns);
+  // The ticket is the route.
+  if (forked()) return reinterpret_cast<uintptr_t>(attempt.route);
+  for (LinkTable* link : *attempt.route) {
+    if (link != attempt.marked) link->mark();
+  }
+  return reinterpret_cast<uintptr_t>(attempt.route);
+}
+
+void LinkGate::give_up(Attempt& attempt) noexcept {
+  if (attempt.begun_ns != 0) count_wait(monotonic_ns() - attempt.begun_ns);
+  if (attempt.marked && !forked()) attempt.marked->unmark();
+  attempt = {};
 }
 
 void LinkGate::leave(uint64_t ticket) noexcept {
@@ -72,36 +120,12 @@ LinkTable* LinkGate::first_hindered(const Route& route, int64_t wait_ns) noexcep
   return nullptr;
 }
 
-// Waits until no link of the route is hindered. A waiting operation holds no link. It is marked on
-// the link where it waits, so that lower ones don't overtake it when the higher one leaves. Returns
-// the link where it is still marked.
-LinkTable* LinkGate::give_way(const Route& route) noexcept {
-  const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
-  LinkTable* hindered = first_hindered(route, wait_ns);
-  if (!hindered) return nullptr;
-  const int64_t begun_ns = monotonic_ns();
-  const int64_t until_ns = begun_ns + wait_ns;
-  LinkTable* marked = nullptr;
-  for (; hindered; hindered = first_hindered(route, wait_ns)) {
-    if (monotonic_ns() >= until_ns) {
-      ran_out_.fetch_add(1, std::memory_order_relaxed);
-      for (LinkTable* link : route) link->exempt_until(until_ns + kExemptWaits * wait_ns);
-      break;
-    }
-    if (marked != hindered) {
-      if (marked) marked->unmark();
-      hindered->mark();
-      marked = hindered;
-    }
-    hindered->sleep(until_ns, wait_ns);
-  }
-  const int64_t waited_ns = monotonic_ns() - begun_ns;
+void LinkGate::count_wait(int64_t waited_ns) noexcept {
   waited_.fetch_add(1, std::memory_order_relaxed);
   waited_ns_.fetch_add(waited_ns, std::memory_order_relaxed);
   int64_t longest_ns = longest_ns_.load(std::memory_order_relaxed);
   while (longest_ns < waited_ns && !longest_ns_.compare_exchange_weak(longest_ns, waited_ns)) {
   }
-  return marked;
 }
 
 size_t LinkGate::join(const std::string& folder, const std::string& cluster,

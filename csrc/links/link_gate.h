@@ -30,8 +30,14 @@ class LinkGate final : public Gate {
   LinkGate(const LinkGate&) = delete;
   LinkGate& operator=(const LinkGate&) = delete;
 
+  const Route* route(uint32_t group, int64_t bytes) noexcept override;
+  bool outranked(const Route& route) noexcept override;
   uint64_t enter(uint32_t group, int64_t bytes) noexcept override;
+  uint64_t try_enter(Attempt& attempt) noexcept override;
+  uint64_t pass(Attempt& attempt) noexcept override;
+  void give_up(Attempt& attempt) noexcept override;
   void leave(uint64_t ticket) noexcept override;
+  int64_t wait_ns() const noexcept override { return wait_ns_.load(std::memory_order_relaxed); }
 
   // Takes a place on the link; the index is what cross() takes. Throws as LinkTable does.
   size_t join(const std::string& folder, const std::string& cluster, const std::string& link,
@@ -60,12 +66,8 @@ class LinkGate final : public Gate {
   Waits waits() const noexcept;
 
  private:
-  // The links that an operation crosses, ordered by name. Never freed, because it is also the
-  // ticket.
-  using Route = std::vector<LinkTable*>;
-
   static LinkTable* first_hindered(const Route& route, int64_t wait_ns) noexcept;
-  LinkTable* give_way(const Route& route) noexcept;
+  void count_wait(int64_t waited_ns) noexcept;
   bool forked() const noexcept;
 
   const uint32_t generation_;

@@ -146,6 +146,18 @@ bool LinkTable::hindered(int64_t patience_ns) noexcept {
   return false;
 }
 
+bool LinkTable::outranked() const noexcept {
+  const uint32_t rank = rank_of(place_.busy.load());
+  if (rank == 0) return false;
+  const uint64_t own_job = place_.job.load();
+  for (size_t place = 0; place < used(); ++place) {
+    const Place& one = table_->places[place];
+    const uint64_t job = one.job.load();
+    if (job != 0 && job != own_job && rank_of(one.busy.load()) > rank) return true;
+  }
+  return false;
+}
+
 bool LinkTable::hinders(size_t place, int64_t now_ns, int64_t patience_ns) noexcept {
   const Place& other = table_->places[place];
   const uint64_t job = other.job.load();

@@ -61,6 +61,8 @@ class LinkTable {
   // Whether an operation of another job and a higher rank is here that has given a sign of life
   // within `patience_ns`, and this job isn't exempt.
   bool hindered(int64_t patience_ns) noexcept;
+  // Whether another job of a higher rank has a place, so that it may come to be in the way.
+  bool outranked() const noexcept;
   // Sleeps until nobody may be in the way any more, at most until `until_ns`; then ask again.
   void sleep(int64_t until_ns, int64_t patience_ns) noexcept;
   // Until then no operation of this job waits here.

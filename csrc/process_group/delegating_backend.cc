@@ -1,5 +1,8 @@
 #include "delegating_backend.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -87,20 +90,32 @@ InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, c10::Device d
   return *block_->ticket;
 }
 
-GateTicket DelegatingBackend::pass_gate(const InnerSwitch& inners, const Call& call) {
-  const bool in_block = block_ && &inners == &default_switch();
-  if (call.op == Op::kCoalesced) return in_block ? std::move(block_->gated) : GateTicket();
+StreamPassage DelegatingBackend::pass_gate(Inner& inner, c10::Device device, const Call& call,
+                                           DeviceWatch* watch) {
   Gate* const open = gate();
   if (!open || !call.is_gated() || log_.estimating()) return {};
-  if (in_block && std::exchange(block_->passed_gate, true)) return {};
-  GateTicket gated;
-  {
+  if (!watch) {
     const GilRelease release;
-    gated = GateTicket(open, log_.group(), call.bytes);
+    return {GateTicket(open, log_.group(), call.bytes), std::nullopt};
   }
-  if (!in_block) return gated;
-  block_->gated = std::move(gated);
-  return {};
+  const Gate::Route* const route = open->route(log_.group(), call.bytes);
+  return route ? pass_on_stream(*open, *route, inner, *watch, device, call) : StreamPassage();
+}
+
+StreamPassage DelegatingBackend::pass_gate(const InnerSwitch& inners, Inner& inner,
+                                           c10::Device device, const Call& call,
+                                           DeviceWatch* watch) {
+  if (!block_ || &inners != &default_switch()) return pass_gate(inner, device, call, watch);
+  // The whole block is issued on one stream, and its end has the ticket.
+  StreamPassage& whole = block_->passing;
+  const bool first = call.is_gated() && !std::exchange(block_->passed_gate, true);
+  if (first) whole = pass_gate(inner, device, call, watch);
+  if (!first && whole.aside) {
+    const c10::impl::VirtualGuardImpl guard(whole.aside->device_type());
+    follow(*whole.aside, guard.getStream(whole.aside->device()));
+  }
+  if (call.op == Op::kCoalesced) return std::move(whole);
+  return {GateTicket(), whole.aside};
 }
 
 DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call& call,
@@ -115,7 +130,10 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
     inners.captured(ticket);
     return work;
   }
-  OperationLog::Pending pending = log_.begin(inner, device, call, watch, pass_gate(inners, call));
+  StreamPassage passing = pass_gate(inners, inner, device, call, watch);
+  c10::OptionalStreamGuard on_aside;
+  if (passing.aside) on_aside.reset_stream(*passing.aside);
+  OperationLog::Pending pending = log_.begin(inner, device, call, watch, std::move(passing.ticket));
   WorkPtr work;
   try {
     work = issue(*inner.backend, inner.tag_of(call.tag));
@@ -123,6 +141,12 @@ DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call
   } catch (...) {
     log_.failed(pending);
     throw;
+  }
+  if (passing.aside) {
+    const c10::Stream current = *on_aside.original_stream();
+    on_aside.reset();
+    // Nobody can wait for it, so what follows does.
+    if (!work && !(block_ && call.op != Op::kCoalesced)) follow(current, *passing.aside);
   }
   return log_.issued(inner, call, std::move(pending), work);
 }

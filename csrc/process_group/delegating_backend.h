@@ -22,6 +22,7 @@
 #include "gate_ticket.h"
 #include "inner_switch.h"
 #include "operation_log.h"
+#include "stream_gate.h"
 
 namespace crux {
 
@@ -207,7 +208,7 @@ class DelegatingBackend final : public LikeGloo {
     std::optional<InnerSwitch::Ticket> ticket;
     c10::Device device = c10::DeviceType::CPU;  // of its first operation
     bool passed_gate = false;
-    GateTicket gated;  // once for all of it
+    StreamPassage passing;  // once for all of it
   };
   // Issues the operation on an inner backend, under a tag of that backend.
   using IssueRef = c10::function_ref<WorkPtr(c10d::Backend&, int tag)>;
@@ -229,8 +230,11 @@ class DelegatingBackend final : public LikeGloo {
   InnerSwitch::Ticket& enter(InnerSwitch& inners, c10::Device device, const Call& call,
                              std::optional<InnerSwitch::Ticket>& own);
   InnerSwitch::Ticket count(InnerSwitch& inners, c10::Device device, const Call& call) const;
-  // May wait for the host's links. Empty if there is nothing to leave, or the block leaves it.
-  GateTicket pass_gate(const InnerSwitch& inners, const Call& call);
+  // May wait for the host's links, unless the device does. Without a ticket if there is nothing to
+  // leave, or the block leaves it.
+  StreamPassage pass_gate(const InnerSwitch& inners, Inner& inner, c10::Device device,
+                          const Call& call, DeviceWatch* watch);
+  StreamPassage pass_gate(Inner& inner, c10::Device device, const Call& call, DeviceWatch* watch);
   // Issues the operation. When it ends, it is recorded and leaves the gate.
   template <typename Issue>
   WorkPtr record(c10::Device device, const Call& call, Issue&& issue) {

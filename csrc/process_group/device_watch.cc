@@ -16,13 +16,14 @@
 #include <thread>
 
 #include "stream_capture.h"
+#include "stream_gate.h"
 
 namespace crux {
 namespace {
 
 using std::chrono::microseconds;
 
-// While an operation holds a gate ticket that others wait for.
+// While an operation is in flight that others may wait for.
 constexpr microseconds kClosePeriod{30};
 // While the clock waits for an anchor, which may be off by half of this.
 constexpr microseconds kAnchorPeriod{100};
@@ -119,6 +120,7 @@ void DeviceWatch::forget(const void* owner, std::chrono::milliseconds patience) 
 }
 
 void DeviceWatch::stop_all() noexcept {
+  release_streams();
   for (DeviceWatch* watch : all_watches()) watch->stop();
 }
 
@@ -151,12 +153,19 @@ DeviceClock::Mark DeviceWatch::mark(int64_t now_ns) noexcept {
 void DeviceWatch::watch(Watched&& watched) {
   if (generation_ != fork_generation()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const bool close = static_cast<bool>(watched.gated);
+  const bool close = watched.gated.entered();
   incoming_.push_back(std::move(watched));
   if (idle_ || (close && !urgent_)) {
     urgent_ = urgent_ || close;
     wake();
   }
+}
+
+void DeviceWatch::hurry() {
+  if (generation_ != fork_generation()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  urgent_ = true;
+  wake();
 }
 
 void DeviceWatch::measured(DeviceOperation&& operation, std::shared_ptr<Lanes> lanes,
@@ -268,7 +277,7 @@ microseconds DeviceWatch::pass() {
   let_go_of_handles(unwatched);
   lay_aside(std::move(unwatched));
   const bool close = std::any_of(watched_.begin(), watched_.end(),
-                                 [](const Watched& w) { return static_cast<bool>(w.gated); });
+                                 [](const Watched& w) { return w.gated.entered(); });
   if (close) return kClosePeriod;
   if (anchors) return kAnchorPeriod;
   if (!watched_.empty()) return kWatchPeriod;

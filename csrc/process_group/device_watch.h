@@ -42,7 +42,7 @@ class DeviceWatch {
     Op op = Op::kUnknown;
     int64_t bytes = 0;
     DeviceClock::Mark end;
-    // Left as soon as the operation has ended. With a ticket the operation is polled more often.
+    // Left as soon as the operation has ended. One that has entered is polled more often.
     GateTicket gated;
     // Recorded when it ends, with its duration. Null if others record it.
     std::unique_ptr<DeviceOperation> operation;
@@ -76,6 +76,8 @@ class DeviceWatch {
   // A mark on the current stream; empty if the device refuses.
   DeviceClock::Mark mark(int64_t now_ns) noexcept;
   void watch(Watched&& watched);
+  // An operation with a ticket is in flight from now on. From any thread; quick.
+  void hurry();
   // An operation whose duration is known. From any thread; quick.
   void measured(DeviceOperation&& operation, std::shared_ptr<Lanes> lanes, int64_t device_ns);
   // Drops handles whose operations have ended. They may hold Python tensors, so the calling thread

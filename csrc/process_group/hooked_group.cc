@@ -3,8 +3,6 @@
 #ifdef C10D_BACKEND_HAS_HOOKS
 #include <utility>
 
-#include "gil_release.h"
-
 namespace crux {
 namespace {
 
@@ -101,13 +99,6 @@ Call HookedGroup::call_of(const c10d::PreHookArgs& args) const {
   }
 }
 
-GateTicket HookedGroup::pass_gate(const Call& call) {
-  Gate* const open = gate();
-  if (!open || !call.is_gated() || (in_block_ && block_gated_)) return {};
-  const GilRelease release;
-  return GateTicket(open, log_.group(), call.bytes);
-}
-
 void HookedGroup::before(const c10d::PreHookArgs& args) {
   try {
     const auto& tensors = args.input_tensors.empty() ? args.output_tensors : args.input_tensors;
@@ -119,15 +110,11 @@ void HookedGroup::before(const c10d::PreHookArgs& args) {
     if (call.op == Op::kUnknown) return;
     DeviceWatch* const watch = inner_.watch(device);
     if (log_.is_captured(watch, call)) return;
-    GateTicket gated = pass_gate(call);
-    if (in_block_) {
-      block_device_ = device;
-      if (gated) block_gated_ = std::move(gated);
-    }
+    if (in_block_) block_device_ = device;
     Issuing& now = issuing();
     // torch calls no second hook for an operation that was refused.
     if (now.group) log_.failed(now.pending);
-    now.pending = log_.begin(inner_, device, call, watch, std::move(gated));
+    now.pending = log_.begin(inner_, device, call, watch, GateTicket());
     now.call = call;
     now.number = args.op_id;
     now.group = this;
@@ -159,14 +146,12 @@ void HookedGroup::end_block() {
     block_ = {};
     return;
   }
-  block_ = log_.begin(inner_, block_device_, kBlockEnd, watch, std::move(block_gated_));
+  block_ = log_.begin(inner_, block_device_, kBlockEnd, watch, GateTicket());
 }
 
 void HookedGroup::block_ended(const WorkPtr& work) {
   // Nothing was begun for what went into a graph.
-  if (block_.records || block_.gated) {
-    (void)log_.issued(inner_, kBlockEnd, std::move(block_), work);
-  }
+  if (block_.records) (void)log_.issued(inner_, kBlockEnd, std::move(block_), work);
   block_ = {};
   in_block_ = false;
   log_.end_block();
@@ -176,7 +161,6 @@ void HookedGroup::block_failed() {
   log_.failed(block_);
   block_ = {};
   in_block_ = false;
-  block_gated_.leave();
   log_.fail_block();
 }
 

@@ -44,7 +44,6 @@ class HookedGroup {
   void after(const c10d::PostHookArgs& args);
   // What the record says of it; kUnknown for what is not recorded.
   Call call_of(const c10d::PreHookArgs& args) const;
-  GateTicket pass_gate(const Call& call);
 
   OperationLog log_;
   const c10::DeviceType device_;
@@ -53,7 +52,6 @@ class HookedGroup {
   Inner inner_;
   bool in_block_ = false;
   c10::Device block_device_;
-  GateTicket block_gated_;
   OperationLog::Pending block_;
 };
 

@@ -1,5 +1,7 @@
 #include "inner.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <utility>
 
 #include "gil_release.h"
@@ -42,6 +44,14 @@ bool Inner::enable_timing() {
     }
   });
   return has_durations_;
+}
+
+c10::Stream Inner::aside(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(asides_mutex_);
+  const auto found = asides_.find(device.index());
+  if (found != asides_.end()) return found->second;
+  const c10::Stream made = c10::impl::VirtualGuardImpl(device.type()).getNewStream(device);
+  return asides_.emplace(device.index(), made).first->second;
 }
 
 DeviceWatch* Inner::watch(c10::Device device) const noexcept {

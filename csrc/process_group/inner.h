@@ -1,8 +1,11 @@
 // An inner backend of a process group, and how the end of its operations is found.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -30,6 +33,8 @@ struct Inner {
   int tag_of(int tag) const noexcept { return tag ^ tag_flip; }
   // The watch of the device that it issues on; null if its futures tell everything.
   DeviceWatch* watch(c10::Device device) const noexcept;
+  // A stream of its own, to issue operations on that wait there.
+  c10::Stream aside(c10::Device device);
   // To be called before the first operation that is timed, because timing costs the backend from
   // then on. Returns whether its handles will have durations.
   bool enable_timing();
@@ -55,6 +60,8 @@ struct Inner {
   std::once_flag timing_once_;
   bool has_durations_ = false;
   mutable std::atomic<DeviceWatch*> last_watch_{nullptr};
+  std::mutex asides_mutex_;
+  std::map<c10::DeviceIndex, c10::Stream> asides_;
 };
 
 }  // namespace crux

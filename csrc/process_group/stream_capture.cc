@@ -1,16 +1,11 @@
 #include "stream_capture.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <dlfcn.h>
+
+#include "cuda_calls.h"
 
 namespace crux {
 namespace {
-
-// The function of the CUDA runtime that torch has loaded, or null.
-template <typename Function>
-Function* cuda_runtime(const char* name) noexcept {
-  return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
-}
 
 template <typename Guard>
 auto ask(const Guard& guard, const c10::Stream& stream, int)

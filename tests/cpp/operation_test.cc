@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -246,19 +247,32 @@ void parts_of_a_block_have_its_times() {
 
 class CountingGate final : public Gate {
  public:
+  const Route* route(uint32_t, int64_t bytes) noexcept override {
+    return bytes == 0 ? nullptr : &route_;
+  }
+  bool outranked(const Route&) noexcept override { return true; }
   uint64_t enter(uint32_t, int64_t bytes) noexcept override {
     return bytes == 0 ? 0 : entered_.fetch_add(1) + 1;
   }
+  uint64_t try_enter(Attempt& attempt) noexcept override { return busy.load() ? 0 : pass(attempt); }
+  uint64_t pass(Attempt&) noexcept override { return entered_.fetch_add(1) + 1; }
+  void give_up(Attempt&) noexcept override { given_up_.fetch_add(1); }
+  int64_t wait_ns() const noexcept override { return 1'000'000'000'000; }
   void leave(uint64_t ticket) noexcept override {
     CHECK(ticket != 0 && ticket <= entered_.load());
     left_.fetch_add(1);
   }
   uint64_t entered() const { return entered_.load(); }
   uint64_t left() const { return left_.load(); }
+  uint64_t given_up() const { return given_up_.load(); }
+
+  std::atomic<bool> busy{false};
 
  private:
   std::atomic<uint64_t> entered_{0};
   std::atomic<uint64_t> left_{0};
+  std::atomic<uint64_t> given_up_{0};
+  const Route route_;
 };
 
 void a_gate_is_left_once() {
@@ -324,6 +338,102 @@ void an_instant_is_known_ever_better() {
   CHECK(drifted.ns == 2000 && drifted.error_ns == 100);
 }
 
+template <typename Condition>
+void until(Condition&& holds) {
+  while (!holds()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+// The device of these tests is this thread, which writes to the words.
+class Passages {
+ public:
+  DeviceGate::PassagePtr issue(bool holds, int32_t lane = 0) {
+    auto made = owner_->make(gate, route_, {this, lane}, [] {});
+    if (made) owner_->expect(made, holds);
+    return made;
+  }
+  static void reach(DeviceGate::Passage& passage) {
+    passage.words().reached.store(passage.number());
+  }
+  static bool is_open(DeviceGate::Passage& passage) {
+    return passage.words().open.load() >= passage.number();
+  }
+  // Until the thread has looked at everything a few times.
+  static void settle() {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(10 * DeviceGate::kPeriodNs));
+  }
+  void stop() { owner_->stop(); }
+
+  CountingGate gate;
+
+ private:
+  std::vector<DeviceGate::Words> words_ = std::vector<DeviceGate::Words>(2);
+  const Gate::Route route_;
+  DeviceGate* const owner_ = new DeviceGate(words_.data(), words_.size());
+};
+
+void a_passage_enters_when_the_device_comes_to_it() {
+  static auto* const at = new Passages;
+  const auto passage = at->issue(true);
+  Passages::settle();
+  CHECK(!passage->entered() && !Passages::is_open(*passage) && at->gate.entered() == 0);
+  at->gate.busy.store(true);
+  Passages::reach(*passage);
+  Passages::settle();
+  CHECK(!passage->entered() && !Passages::is_open(*passage));
+  at->gate.busy.store(false);
+  until([&] { return Passages::is_open(*passage); });
+  CHECK(at->gate.entered() == 1 && at->gate.left() == 0);
+  passage->leave();
+  passage->leave();
+  CHECK(at->gate.left() == 1 && at->gate.given_up() == 0);
+  // Who is not held enters whoever is there.
+  at->gate.busy.store(true);
+  const auto free = at->issue(false);
+  Passages::reach(*free);
+  until([&] { return free->entered(); });
+}
+
+void a_passage_waits_for_the_end_of_the_one_before_in_its_lane() {
+  static auto* const at = new Passages;
+  const auto first = at->issue(true, 1);
+  const auto second = at->issue(true, 1);
+  CHECK(at->issue(true, 2) == nullptr);  // no words are left
+  Passages::reach(*first);
+  Passages::reach(*second);
+  until([&] { return first->entered(); });
+  Passages::settle();
+  CHECK(!second->entered() && !Passages::is_open(*second));
+  // Its words are free, and it is in flight.
+  const auto other = at->issue(true, 2);
+  Passages::reach(*other);
+  until([&] { return other->entered(); });
+  first->leave();
+  until([&] { return second->entered(); });
+}
+
+void what_is_given_up_is_let_go_and_keeps_its_words_until_the_device_came() {
+  static auto* const at = new Passages;
+  at->gate.busy.store(true);
+  const auto unreached = at->issue(true, 1);
+  const auto waiting = at->issue(true, 2);
+  Passages::reach(*waiting);
+  Passages::settle();
+  waiting->leave();
+  unreached->leave();
+  CHECK(Passages::is_open(*waiting) && Passages::is_open(*unreached));
+  CHECK(at->gate.given_up() == 2 && at->gate.entered() == 0);
+  DeviceGate::PassagePtr next;
+  until([&] { return (next = at->issue(true)) != nullptr; });
+  CHECK(at->issue(true) == nullptr);
+  Passages::reach(*unreached);
+  DeviceGate::PassagePtr last;
+  until([&] { return (last = at->issue(true)) != nullptr; });
+  CHECK(!Passages::is_open(*last));
+  at->stop();
+  CHECK(Passages::is_open(*last) && Passages::is_open(*next));
+  CHECK(at->issue(true) == nullptr);
+}
+
 }  // namespace
 }  // namespace crux
 
@@ -338,6 +448,9 @@ int main() {
   what_the_device_does_not_tell_stays_unknown();
   parts_of_a_block_have_its_times();
   a_gate_is_left_once();
+  a_passage_enters_when_the_device_comes_to_it();
+  a_passage_waits_for_the_end_of_the_one_before_in_its_lane();
+  what_is_given_up_is_let_go_and_keeps_its_words_until_the_device_came();
   an_instant_is_known_ever_better();
   std::puts("operation: ok");
   return 0;

@@ -583,7 +583,7 @@ def test_a_passage_is_left_when_the_device_is_done(
         """``body`` passes once on each rank until the device has done it."""
         hold()
         both(body)
-        assert passing() == SIZE
+        until(lambda: passing() == SIZE, what="the device to come to both")
         control.release()
 
     try:
@@ -603,7 +603,7 @@ def test_a_passage_is_left_when_the_device_is_done(
         # The end of the group ends what will never end.
         hold()
         both(reduce_all)
-        assert passing() == SIZE
+        until(lambda: passing() == SIZE, what="the device to come to both")
         both(lambda rank: backends[rank].abort())
         backends.clear()
         gc.collect()

@@ -1,7 +1,10 @@
 #include "controls.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -9,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <thread>
 #include <vector>
 
 #include "stream.h"
@@ -39,6 +43,12 @@ Controls& controls() {
 }
 
 constexpr size_t kKept = 1 << 16;
+// How many on the link take time, in memory that processes share.
+using Carriers = std::atomic<int>;
+std::atomic<Carriers*> carriers{nullptr};
+// After this much of a delay, its share of the link is looked at again.
+constexpr double kPartS = 1e-3;
+
 constexpr auto kLook = std::chrono::milliseconds(5);
 
 bool on_first_thread() { return gettid() == getpid(); }
@@ -84,6 +94,22 @@ Fault take_fault(const std::string& op, bool on_device) {
   return {};
 }
 
+void take_time(double seconds) {
+  Carriers* const all = carriers.load();
+  const auto take = [](double part) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(part));
+  };
+  if (all == nullptr) return take(seconds);
+  ++*all;
+  for (int64_t begin_ns = now_ns(); seconds > 0;) {
+    take(std::min(seconds, kPartS));
+    const int64_t end_ns = now_ns();
+    seconds -= static_cast<double>(end_ns - begin_ns) / 1e9 / std::max(1, all->load());
+    begin_ns = end_ns;
+  }
+  --*all;
+}
+
 void hold(const std::atomic<bool>& aborted) {
   std::unique_lock<std::mutex> lock(controls().mutex);
   const uint64_t before = controls().releases;
@@ -114,6 +140,19 @@ void rig_clear() {
   controls().calls.clear();
   controls().first += controls().issued.size();
   controls().issued.clear();
+}
+
+int rig_share(const char* path) {
+  if (*path == '\0') {
+    carriers.store(nullptr);
+    return 0;
+  }
+  const int file = open(path, O_RDWR);
+  void* const memory = mmap(nullptr, sizeof(Carriers), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return -1;
+  carriers.store(static_cast<Carriers*>(memory));
+  return 0;
 }
 
 char* rig_calls() {

@@ -31,6 +31,8 @@ struct Fault {
 };
 // Takes one fault for `op`; its kind is empty where there is none.
 Fault take_fault(const std::string& op, bool on_device);
+// What a delay takes: alone, or more while others on this process's link take time too.
+void take_time(double seconds);
 // Blocks until release(), or until `aborted`.
 void hold(const std::atomic<bool>& aborted);
 

@@ -263,9 +263,7 @@ void kernel(ncclComm& comm, const std::vector<Operation>& all, const std::vector
   bool whole = !comm.aborted;
   for (const Operation& each : all) {
     const Fault fault = take_fault(each.issued->op, true);
-    if (fault.kind == "delay") {
-      std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds));
-    }
+    if (fault.kind == "delay") take_time(fault.seconds);
     if (fault.kind == "hold") hold(comm.aborted);
     whole &= fault.kind != "error";
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <set>
 #include <thread>
@@ -40,6 +41,14 @@ struct Loads {
 Loads& loads() {
   static auto* const made = new Loads;
   return *made;
+}
+
+// Between two looks of a stream that waits for a word.
+constexpr auto kLookAtWord = std::chrono::microseconds(20);
+constexpr int CUDA_ERROR_NOT_SUPPORTED = 801;
+
+std::atomic<uint32_t>& word_at(uint64_t address) {
+  return *reinterpret_cast<std::atomic<uint32_t>*>(address);
 }
 
 std::atomic<bool> ending{false};
@@ -285,6 +294,24 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   stream_of(stream)->enqueue([=] { function(data); });
   return cudaSuccess;
+}
+// The driver's, with its types as numbers.
+int cuStreamWriteValue32_v2(cudaStream_t stream, uint64_t address, uint32_t value, unsigned) {
+  count_call("cuStreamWriteValue32");
+  if (take_fault("write_value", false).kind == "refuse") return CUDA_ERROR_NOT_SUPPORTED;
+  stream_of(stream)->enqueue([=] { word_at(address).store(value); });
+  return 0;
+}
+int cuStreamWaitValue32_v2(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags) {
+  count_call("cuStreamWaitValue32");
+  if (take_fault("wait_value", false).kind == "refuse") return CUDA_ERROR_NOT_SUPPORTED;
+  if (flags != 0) return CUDA_ERROR_NOT_SUPPORTED;  // only "at least"
+  stream_of(stream)->enqueue([=] {
+    while (static_cast<int32_t>(word_at(address).load() - value) < 0 && !ending) {
+      std::this_thread::sleep_for(kLookAtWord);
+    }
+  });
+  return 0;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data,
                                   unsigned) {

@@ -1,0 +1,119 @@
+#include "stream_gate.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "cuda_calls.h"
+#include "fork_generation.h"
+
+namespace crux {
+namespace {
+
+// Operations at a time; more pass without entering.
+constexpr size_t kPassages = 1024;
+constexpr unsigned kPortableAndMapped = 3;  // cudaHostAllocPortable | cudaHostAllocMapped
+constexpr unsigned kNoBarrier = 1;          // CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
+constexpr unsigned kAtLeast = 0;            // CU_STREAM_WAIT_VALUE_GEQ
+
+using StreamCall = int(void* stream, uint64_t address, uint32_t value, unsigned flags);
+using Word = std::atomic<uint32_t>;
+
+uint64_t address_of(const Word& word) noexcept { return reinterpret_cast<uintptr_t>(&word); }
+
+// The driver's two calls, and the gate of this process.
+struct Streams {
+  StreamCall* write = nullptr;
+  StreamCall* wait = nullptr;
+  DeviceGate* gate = nullptr;
+  uint32_t generation = 0;
+};
+
+// Memory that the host and all devices see at one address, zeroed; null if there is none.
+void* shared_memory(size_t bytes) noexcept {
+  auto* const allocate = cuda_runtime<int(void**, size_t, unsigned)>("cudaHostAlloc");
+  auto* const exchange = cuda_runtime<int(int*)>("cudaThreadExchangeStreamCaptureMode");
+  auto* const clear = cuda_runtime<int()>("cudaGetLastError");
+  if (!allocate || !exchange || !clear) return nullptr;
+  int mode = 2;  // cudaStreamCaptureModeRelaxed: another thread's capture is not disturbed
+  if (exchange(&mode) != 0) return nullptr;
+  void* memory = nullptr;
+  if (allocate(&memory, bytes, kPortableAndMapped) != 0) {
+    (void)clear();
+    memory = nullptr;
+  }
+  (void)exchange(&mode);
+  if (memory) std::memset(memory, 0, bytes);
+  return memory;
+}
+
+Streams make_streams() noexcept {
+  Streams made;
+  made.generation = fork_generation();
+  made.write = cuda_driver<StreamCall>("cuStreamWriteValue32_v2");
+  made.wait = cuda_driver<StreamCall>("cuStreamWaitValue32_v2");
+  if (!made.write || !made.wait) return made;
+  void* const words = shared_memory(kPassages * sizeof(DeviceGate::Words));
+  if (words) made.gate = new DeviceGate(static_cast<DeviceGate::Words*>(words), kPassages);
+  return made;
+}
+
+std::atomic<DeviceGate*> made_gate{nullptr};
+
+// Never destroyed. Its gate is null if a device can't wait for a word here.
+const Streams& streams() {
+  static const Streams* const made = [] {
+    auto* const all = new Streams(make_streams());
+    made_gate.store(all->gate);
+    return all;
+  }();
+  return *made;
+}
+
+}  // namespace
+
+void follow(const c10::Stream& stream, const c10::Stream& other) {
+  c10::Event reached(other.device_type());
+  reached.record(other);
+  reached.block(stream);
+}
+
+StreamPassage pass_on_stream(Gate& gate, const Gate::Route& route, Inner& inner, DeviceWatch& watch,
+                             c10::Device device, const Call& call) {
+  StreamPassage passing;
+  if (device.type() != c10::DeviceType::CUDA) return passing;
+  const Streams& known = streams();
+  // CUDA can't be used in a forked process.
+  if (!known.gate || known.generation != fork_generation()) return passing;
+  const c10::OptionalDeviceGuard on_device(device);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  const c10::Stream current = guard.getStream(device);
+  c10::Stream stream = current;
+  bool holds = gate.outranked(route);
+  if (holds && !call.synchronous) {
+    passing.aside = stream = inner.aside(device);
+    follow(stream, current);
+  }
+  const int32_t lane = call.is_transfer() ? call.peer : Lanes::kCollectives;
+  const DeviceGate::PassagePtr passage =
+      known.gate->make(gate, route, {&inner, lane}, [&watch] { watch.hurry(); });
+  if (!passage) return passing;
+  GateTicket ticket(passage);
+  void* const handle = guard.getStreamNativeHandle(stream);
+  const auto& [reached, open] = passage->words();
+  if (known.write(handle, address_of(reached), passage->number(), kNoBarrier) != 0) return passing;
+  if (holds) holds = known.wait(handle, address_of(open), passage->number(), kAtLeast) == 0;
+  known.gate->expect(passage, holds);
+  passing.ticket = std::move(ticket);
+  return passing;
+}
+
+void release_streams() noexcept {
+  DeviceGate* const gate = made_gate.load();
+  if (gate && streams().generation == fork_generation()) gate->stop();
+}
+
+}  // namespace crux
