@@ -95,6 +95,10 @@ def test_which_groups_may_switch(
     monkeypatch.setattr(events, "needs_switches", lambda: needed)
     backend = SimpleNamespace(name=lambda: kind)
     assert inner_backends.may_switch(backend) is expected
+    monkeypatch.setenv("CRUX_LINKS", "none")
+    assert inner_backends.must_wrap(backend) is expected
+    monkeypatch.setenv("CRUX_LINKS", "loop")
+    assert inner_backends.must_wrap(backend), "torch's hooks can't hold an operation on its stream"
 
 
 def device(mlx5: bool) -> Any:
