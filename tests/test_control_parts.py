@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_control_leader import leader_of, run
 
-from crux_torch.control import planner_role
+from crux_torch.control import plan_parts, planner_role
 from crux_torch.control.leader import Leader
 from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
@@ -433,6 +433,23 @@ def test_a_change_of_one_entry_writes_one_group(store: MemoryStore, clock: FakeC
     assert len(group) < 10
     read = {key.removeprefix(PARTS_AT) for what, key in asked if what == "get" and PARTS_AT in key}
     assert read <= group, "who is not concerned does not read its entry again"
+
+
+def test_entries_that_one_look_does_not_write_do_not_wait_for_the_next_look(
+    store: MemoryStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_parts, "PARTS_A_TICK", 1)
+    leaders, _ = large(store, 40, clock, poll_s=0.25)
+    until_s = clock() + 60
+    while not any(key.startswith(PARTS_AT) for key in store.entries):
+        run(leaders, clock, 0.05, step_s=0.05)
+        assert clock() < until_s
+    began_s = clock()
+    while sum(key.startswith(PARTS_AT) for key in store.entries) < len(leaders):
+        run(leaders, clock, 0.05, step_s=0.05)
+        assert clock() - began_s < len(leaders) * 0.25 / 2
+    run(leaders, clock, 2)
+    follow(leaders)
 
 
 @given(st.lists(st.tuples(st.text(max_size=3), st.integers(0, 7)), unique_by=lambda e: e[0]))

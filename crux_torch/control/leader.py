@@ -474,7 +474,9 @@ class Leader:
         if plan is None or head is None or not self._adopted.whole or head != plan.head:
             return
         if self._role.name == "planner" or plan.author == self.record.job:
-            self._parts.keep(plan, now)
+            more = self._parts.keep(plan, now)
+            if more:
+                self._look_soon(now)
 
     def _agree(self, state: PlanState, now: float) -> None:
         """Renew, restore or replace the stored plan, or leave it."""
@@ -637,6 +639,9 @@ class Leader:
         if raw is not None:
             self._note(plan, now)
             self._adopted.confirm(plan, raw, whole=True)
+        self._look_soon(now)
+
+    def _look_soon(self, now: float) -> None:
         self._look_at_s = min(self._look_at_s, now + self._poll_s / 4)
 
 

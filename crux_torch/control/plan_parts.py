@@ -30,14 +30,17 @@ class PlanParts:
         self._due: dict[str, bytes] = {}
         self._look_at_s = self._renew_at_s = float("-inf")
 
-    def keep(self, plan: Plan, now_s: float) -> None:
+    def keep(self, plan: Plan, now_s: float) -> bool:
         """Write what is missing of ``plan``, which lies in the store: a number in each call.
+
+        Returns:
+            whether more is missing.
 
         Raises:
             StoreError: if the store can't be reached.
         """
         if not plan.parts:
-            return
+            return False
         if plan.parts != self._of or now_s >= self._look_at_s:
             self._of, self._look_at_s = plan.parts, now_s + self._look_s
             wanted = {
@@ -58,3 +61,4 @@ class PlanParts:
         for job in list(self._due)[:PARTS_A_TICK]:
             self._registry.put_part(job, self._due[job])
             del self._due[job]
+        return bool(self._due)
