@@ -43,6 +43,25 @@ def test_routes_and_labels_reach_the_wire(fakes: Fakes, tmp_path: Path) -> None:
     )
 
 
+def test_whatever_modify_qp_answers_it_connects_as_its_program_asked(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    fakes.run(
+        """
+        Transport.load().set_routes([Route("10.9.0.2", dscp=26, udp_ports=(50001,))])
+        for number, error in enumerate(sorted(errno.errorcode)):
+            device.fake_refuse_flow_labels(error)
+            assert client.client_pair(4), error
+            mine = QueuePairs().list()[2 * number]
+            assert (mine.how, mine.error, mine.state) == ("refused", error, 3), error
+            assert wire(2 * number) == (0, 4) and mine.local_port == 0, error
+        device.fake_refuse_flow_labels(0)
+        assert client.client_pair(4) and wire(2 * number + 2) == (50001, 26 << 2)
+        """,
+        tmp_path,
+    )
+
+
 def test_mlx5_changes_port_and_rate_in_place(fakes: Fakes, tmp_path: Path) -> None:
     fakes.run(
         """

@@ -72,6 +72,27 @@ tell(sees=t.sees_sockets, mine=[mine.local, mine.local_port, mine.peer, mine.pee
     assert "_socket" in told["owner"] or "python" in told["owner"]
 
 
+def test_whatever_setsockopt_answers_a_connection_carries_on_and_says_so() -> None:
+    told, _ = run(
+        """
+import errno
+from refuse_options import install
+t = Transport.load(); l = serve(); c = socket.create_connection(l.getsockname()); a, _ = l.accept()
+wrong = []
+# Of several filters the kernel takes the errno of the last one.
+for error in sorted(errno.errorcode):
+    install(error)
+    done = t.set_socket(c.fileno(), inode(c), dscp=10, rate_Bps=5_000_000)
+    c.sendall(b"x")
+    if (done.errno, tos(c), a.recv(1)) != (error, 0, b"x") or known(c).error != error:
+        wrong.append((error, done.errno, tos(c), known(c).error))
+tell(wrong=wrong, how=known(c).how)
+""",
+        PYTHONPATH=str(Path(__file__).parent),
+    )
+    assert told == {"wrong": [], "how": "refused"}
+
+
 def test_loaded_late_it_sees_nothing_made_but_sets_what_lives() -> None:
     told, _ = run(
         """

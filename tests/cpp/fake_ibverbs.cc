@@ -16,7 +16,7 @@ struct Qp : ibv_qp {
 std::mutex mutex;  // guards everything
 std::map<uint32_t, Qp*> queue_pairs;
 uint32_t last_number = 0x100;
-bool refuses_labels = false;
+int label_error = 0;
 
 int close_device(ibv_context* context) {
   delete context;
@@ -63,7 +63,7 @@ int modify_qp(ibv_qp* handle, ibv_qp_attr* given, int mask) {
   const ibv_qp_state to = mask & IBV_QP_STATE ? given->qp_state : qp.state;
   if (!is_next(qp.state, to)) return EINVAL;
   if (mask & IBV_QP_AV) {
-    if (refuses_labels && given->ah_attr.grh.flow_label != 0) return EINVAL;
+    if (label_error != 0 && given->ah_attr.grh.flow_label != 0) return label_error;
     if (qp.state == IBV_QPS_RTS) return EINVAL;
     qp.path = given->ah_attr;
   }
@@ -111,9 +111,9 @@ ibv_device* device(int index) {
   return &devices[index];
 }
 
-void refuse_flow_labels(bool on) {
+void refuse_flow_labels(int error) {
   const std::lock_guard lock(mutex);
-  refuses_labels = on;
+  label_error = error;
 }
 
 void set_live_port(ibv_qp* handle, uint16_t udp_port) {

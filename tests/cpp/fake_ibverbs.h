@@ -14,8 +14,8 @@ ibv_context* open_device(ibv_device* device);
 // Device 0 or 1; its address is 10.9.0.1 or 10.9.0.2, at GID index 1.
 ibv_device* device(int index);
 
-// ibv_modify_qp() refuses address vectors with a flow label.
-void refuse_flow_labels(bool on);
+// ibv_modify_qp() refuses address vectors with a flow label with `error`; 0: it takes them.
+void refuse_flow_labels(int error);
 // As mlx5dv_modify_qp_udp_sport() does.
 void set_live_port(ibv_qp* handle, uint16_t udp_port);
 

@@ -40,6 +40,7 @@ int fake_query_gid(ibv_context* context, uint8_t port, int index, ibv_gid* gid) 
 // For tests, beside verbs.
 uint32_t fake_wire_port(uint32_t qp_num) { return fake_verbs::wire(qp_num).udp_port; }
 uint32_t fake_wire_class(uint32_t qp_num) { return fake_verbs::wire(qp_num).traffic_class; }
+void fake_refuse_flow_labels(int error) { fake_verbs::refuse_flow_labels(error); }
 void fake_set_live_port(ibv_qp* qp, uint16_t udp_port) { fake_verbs::set_live_port(qp, udp_port); }
 
 }  // extern "C"

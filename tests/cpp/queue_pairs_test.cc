@@ -132,9 +132,9 @@ void the_service_level_follows_the_class() {
 
 void a_refused_path_is_replaced_by_the_callers_own() {
   const Routed routed("10.9.0.2", 26, {50001});
-  fake_verbs::refuse_flow_labels(true);
+  fake_verbs::refuse_flow_labels(EINVAL);
   Pair pair;
-  fake_verbs::refuse_flow_labels(false);
+  fake_verbs::refuse_flow_labels(0);
   CHECK(pair.a.described().how == CRUX_REFUSED && pair.a.described().error == EINVAL);
   CHECK(pair.a.described().dscp == 0 && pair.a.described().local_port == 0);
 }
