@@ -22,12 +22,21 @@ needs_etcd = pytest.mark.skipif(
 
 
 class Etcd:
-    """``members`` processes. ``tls`` are flags about certificates, ``flags`` are others."""
+    """``members`` processes. ``tls`` are flags about certificates, ``flags`` are others.
+
+    ``syncs``: each waits until the disk has what it writes.
+    """
 
     def __init__(
-        self, folder: Path, members: int = 1, tls: Sequence[str] = (), flags: Sequence[str] = ()
+        self,
+        folder: Path,
+        members: int = 1,
+        tls: Sequence[str] = (),
+        flags: Sequence[str] = (),
+        syncs: bool = False,
     ) -> None:
-        self._folder, self._flags = folder, (*tls, *flags)
+        self._folder = folder
+        self._flags = (*tls, *flags, *(() if syncs else ("--unsafe-no-fsync",)))
         scheme = "https" if tls else "http"
         self.ports = [free_port() for _ in range(members)]
         peers = [free_port() for _ in range(members)]
@@ -55,7 +64,7 @@ class Etcd:
                     *("etcd", "--name", f"m{n}", "--data-dir", str(self._folder / f"m{n}")),
                     *("--listen-client-urls", url, "--advertise-client-urls", url),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                    *("--initial-cluster", cluster, "--unsafe-no-fsync", *self._flags),
+                    *("--initial-cluster", cluster, *self._flags),
                 ],
                 stdout=log,
                 stderr=log,
@@ -70,6 +79,10 @@ class Etcd:
         self.processes[n].kill()
         self.processes[n].wait()
         self.processes[n] = self._start(n)
+
+    def wipe(self, n: int) -> None:
+        """Forget what a member that has ended had on its disk."""
+        shutil.rmtree(self._folder / f"m{n}")
 
     def ctl(self, *arguments: str, **env: Any) -> str:
         done = subprocess.run(

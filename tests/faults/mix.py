@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,9 @@ from training_job import BOUND_S, Job
 from crux_torch.control.registry import Registry
 from crux_torch.errors import StoreError
 from crux_torch.store.endpoint import open_store
+from crux_torch.store.shared_store import MAX_VALUE_BYTES
+from faults import wall_clock
+from faults.link import Direction, Link
 
 LEASE_S = 4.0
 #: Longest time for which a fault lasts. A leader may stand still for longer than its lease.
@@ -30,6 +35,13 @@ CRUX = {
     "CRUX_PROFILE_S": "3",
     "CRUX_PROFILE_ITERATIONS": "5",
 }
+#: Old revisions are kept for a while, and all of an etcd has to fit into a quota.
+ETCD = (
+    *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "1000"),
+    *("--quota-backend-bytes", str(32 << 20)),
+)
+#: What a slow member does again and again: it stands still, then it works.
+STILL_S, WORKS_S = 0.3, 0.1
 #: More steps than a job gets to.
 STEPS = 10_000_000
 
@@ -41,30 +53,34 @@ class Mix:
     """Two jobs that agree through an etcd, one fault at a time.
 
     ``stays`` trains from the beginning to the end; ``comes`` may die and be started again under its
-    name. After each fault both must be planned again, and both ranks of both carry the plan out.
+    name, each time with another wrong wall clock. Each job has links of its own to the members.
+    After each fault both must be planned again, and both ranks of both carry the plan out.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
         self._rng = random.Random(seed)
-        self._etcd = Etcd(folder, members=3)
+        self._wall_clock = wall_clock.build(folder)
+        self._etcd = Etcd(folder, members=3, flags=ETCD)
         self._endpoint = f"etcd://{self._etcd.endpoints}/mix"
         self._jobs: dict[str, Job] = {}
+        self._links = {
+            name: [Link(port) for port in self._etcd.ports] for name in ("stays", "comes")
+        }
         #: What was done, the last fault last.
         self.schedule: list[str] = []
         self._epoch = 0
 
     def __enter__(self) -> Mix:
-        self._etcd.__enter__()
         self._cluster = Cluster(self._endpoint)
-        for name in ("stays", "comes"):
-            self._start(name)
         return self
 
     def __exit__(self, *_: object) -> None:
         for job in self._jobs.values():
             job.kill_everything()
         self._cluster.close()
+        for link in (link for links in self._links.values() for link in links):
+            link.close()
         self._etcd.__exit__()
 
     @property
@@ -75,10 +91,21 @@ class Mix:
         """One fault after the other for so long; raises AssertionError where jobs don't recover."""
         faults = [
             self._a_member_dies, self._a_member_stands_still, self._the_majority_dies,
-            self._the_majority_stands_still, self._a_store_process_dies,
-            self._a_leader_stands_still, self._a_job_dies, self._a_leader_dies,
-            self._keys_are_compacted_away, self._others_write_junk,
+            self._the_majority_stands_still, self._all_members_are_slow, self._the_store_is_full,
+            self._the_store_forgets_everything, self._a_store_process_dies,
+            self._store_processes_die_again_and_again, self._a_link_is_slow,
+            self._nothing_arrives_from_a_job, self._nothing_arrives_at_a_job,
+            self._a_leader_stands_still_past_its_lease, self._a_job_dies,
+            self._a_job_dies_as_it_begins, self._a_leader_dies, self._keys_are_compacted_away,
+            self._others_write_junk,
         ]  # fmt: skip
+        for name in self._links:
+            self._start(name)
+        # The store is absent when they start.
+        for job in self._jobs.values():
+            until(lambda job=job: job.leader() and job.steps() > 5, BOUND_S, "jobs that train")
+            assert job.leader()["store"] != "ok"
+        self._etcd.__enter__()
         self._recovered()
         ends_s = time.monotonic() + seconds
         queue: list[Callable[[], Heal]] = []
@@ -93,6 +120,7 @@ class Mix:
                 time.sleep(lasts_s)
             finally:
                 heal()
+            print(self.schedule[-1], flush=True)
             self._recovered()
             until(lambda before=steps: self.stays.steps() > before + 5, BOUND_S, "more steps")
 
@@ -107,7 +135,11 @@ class Mix:
         folder = self._folder / name
         for old in folder.glob("*") if folder.exists() else ():
             old.unlink()
-        env = {**CRUX, "CRUX_STORE": self._endpoint, "CRUX_JOB": name}
+        members = ",".join(f"127.0.0.1:{link.port}" for link in self._links[name])
+        env = {**CRUX, "CRUX_STORE": f"etcd://{members}/mix", "CRUX_JOB": name}
+        if name == "comes":
+            ahead_s, rate = self._rng.uniform(-3600.0, 3600.0), self._rng.uniform(0.5, 2.0)
+            env |= wall_clock.environment(self._wall_clock, ahead_s, rate)
         self._jobs[name] = Job("cruxrun", folder, f"--steps={STEPS}", "--status", **env)
 
     def _recovered(self) -> None:
@@ -129,9 +161,11 @@ class Mix:
     def _left(self) -> list[str]:
         """Command lines of processes that were started for the jobs, by their environment."""
         found = []
+        mine = [f":{links[0].port},".encode() for links in self._links.values()]
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if self._endpoint.encode() in (folder / "environ").read_bytes():
+                environ = (folder / "environ").read_bytes()
+                if any(port in environ for port in mine):
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         return found
 
@@ -187,18 +221,141 @@ class Mix:
     def _the_majority_stands_still(self) -> Heal:
         return self._members_stand_still(2)
 
+    def _all_members_are_slow(self) -> Heal:
+        healed = threading.Event()
+
+        def slow(process: subprocess.Popen[bytes], begins_s: float) -> None:
+            healed.wait(begins_s)
+            while not healed.is_set():
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(STILL_S)
+                process.send_signal(signal.SIGCONT)
+                healed.wait(WORKS_S)
+
+        period_s = STILL_S + WORKS_S
+        threads = [
+            threading.Thread(target=slow, args=(process, self._rng.uniform(0.0, period_s)))
+            for process in self._etcd.processes
+        ]
+        for thread in threads:
+            thread.start()
+
+        def heal() -> None:
+            healed.set()
+            for thread in threads:
+                thread.join()
+
+        return heal
+
+    def _the_store_is_full(self) -> Heal:
+        """Up to its quota: an etcd reads on, but takes no write and gives no lease."""
+        store = open_store(f"etcd://{self._etcd.endpoints}/another", timeout_s=10.0)
+        ends_s = time.monotonic() + BOUND_S
+        while True:
+            assert time.monotonic() < ends_s, "it is not full"
+            try:
+                store.put("large", self._rng.randbytes(MAX_VALUE_BYTES), 60.0)
+            except StoreError as error:
+                if "space exceeded" in str(error):
+                    break
+        store.close()
+
+        def heal() -> None:
+            """As the manual of etcd says."""
+            told = self._etcd.ctl("get", "another", "-w", "json")
+            self._etcd.ctl("compact", told.split('"revision":')[1].split(",")[0])
+            self._etcd.ctl("defrag")
+            self._etcd.ctl("alarm", "disarm")
+
+        return heal
+
+    def _the_store_forgets_everything(self) -> Heal:
+        """All members die, and start again with empty disks."""
+        heal = self._members_die(3)
+
+        def heal_without_disks() -> None:
+            for n in range(3):
+                self._etcd.wipe(n)
+            heal()
+
+        return heal_without_disks
+
     def _a_store_process_dies(self) -> Heal:
         for pid in self._store_processes(self._some_job()):
             os.kill(pid, signal.SIGKILL)
         return lambda: None
 
-    def _a_leader_stands_still(self) -> Heal:
+    def _store_processes_die_again_and_again(self) -> Heal:
+        """At moments that have nothing to do with what they are doing."""
+        job, healed, rng = self._some_job(), threading.Event(), random.Random(self._rng.random())
+
+        def kill() -> None:
+            while not healed.wait(rng.uniform(0.0, 1.0)):
+                for pid in self._store_processes(job):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+
+        def heal() -> None:
+            healed.set()
+            thread.join()
+
+        return heal
+
+    def _links_of_a_job(self) -> tuple[list[Link], Heal]:
+        links = self._links[self._rng.choice(sorted(self._links))]
+
+        def heal() -> None:
+            for link in links:
+                link.heal()
+
+        return links, heal
+
+    def _a_link_is_slow(self) -> Heal:
+        links, heal = self._links_of_a_job()
+        for link in links:
+            link.delay_s = self._rng.uniform(0.0, 1.0)
+        return heal
+
+    def _nothing_arrives(self, direction: Direction) -> Heal:
+        links, heal = self._links_of_a_job()
+        for link in links:
+            link.cut(direction)
+        return heal
+
+    def _nothing_arrives_from_a_job(self) -> Heal:
+        return self._nothing_arrives("there")
+
+    def _nothing_arrives_at_a_job(self) -> Heal:
+        return self._nothing_arrives("back")
+
+    def _a_leader_stands_still_past_its_lease(self) -> Heal:
         pid = self._some_job().pid(0)
         os.kill(pid, signal.SIGSTOP)
+        time.sleep(LEASE_S)
         return lambda: os.kill(pid, signal.SIGCONT)
 
     def _a_job_dies(self) -> Heal:
         self._jobs["comes"].kill_everything()
+        return lambda: self._start("comes")
+
+    def _a_job_dies_as_it_begins(self) -> Heal:
+        """Starting, registering, in the line for measuring, measuring, or planned just now."""
+        self._jobs["comes"].kill_everything()
+        self._start("comes")
+        job = self._jobs["comes"]
+        stages: dict[str, Callable[[], bool]] = {
+            "starting": lambda: bool(job.worker_pids()),
+            "registering": lambda: bool(job.leader()),
+            "measuring": lambda: bool((job.status().get("order") or {}).get("measuring")),
+            "planned": lambda: (job.status().get("order") or {}).get("plan_epoch") is not None,
+        }
+        stage = self._rng.choice(sorted(stages))
+        self.schedule[-1] += f" ({stage})"
+        until(stages[stage], BOUND_S, stage)
+        job.kill_everything()
         return lambda: self._start("comes")
 
     def _a_leader_dies(self) -> Heal:
