@@ -350,7 +350,7 @@ class Mix:
             "starting": lambda: bool(job.worker_pids()),
             "registering": lambda: bool(job.leader()),
             "measuring": lambda: bool((job.status().get("order") or {}).get("measuring")),
-            "planned": lambda: (job.status().get("order") or {}).get("plan_epoch") is not None,
+            "planned": lambda: bool((job.status().get("order") or {}).get("plan_epoch")),
         }
         stage = self._rng.choice(sorted(stages))
         self.schedule[-1] += f" ({stage})"
