@@ -24,7 +24,8 @@ needs_etcd = pytest.mark.skipif(
 class Etcd:
     """``members`` processes. ``tls`` are flags about certificates, ``flags`` are others.
 
-    ``syncs``: each waits until the disk has what it writes.
+    ``syncs``: each waits until the disk has what it writes. ``address``: where they listen.
+    ``under``: a command that starts them, and what asks them, with its arguments.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class Etcd:
         tls: Sequence[str] = (),
         flags: Sequence[str] = (),
         syncs: bool = False,
+        address: str = "127.0.0.1",
+        under: Sequence[str] = (),
     ) -> None:
-        self._folder = folder
+        self._folder, self._address, self._under = folder, address, tuple(under)
         self._flags = (*tls, *flags, *(() if syncs else ("--unsafe-no-fsync",)))
         scheme = "https" if tls else "http"
         self.ports = [free_port() for _ in range(members)]
         peers = [free_port() for _ in range(members)]
-        self._urls = [f"{scheme}://127.0.0.1:{port}" for port in self.ports]
+        self._urls = [f"{scheme}://{address}:{port}" for port in self.ports]
         self._peers = [f"http://127.0.0.1:{port}" for port in peers]
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -61,7 +64,14 @@ class Etcd:
         with (self._folder / f"etcd{n}.log").open("ab") as log:
             return subprocess.Popen(
                 [
-                    *("etcd", "--name", f"m{n}", "--data-dir", str(self._folder / f"m{n}")),
+                    *(
+                        *self._under,
+                        "etcd",
+                        "--name",
+                        f"m{n}",
+                        "--data-dir",
+                        str(self._folder / f"m{n}"),
+                    ),
                     *("--listen-client-urls", url, "--advertise-client-urls", url),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                     *("--initial-cluster", cluster, *self._flags),
@@ -73,7 +83,7 @@ class Etcd:
 
     @property
     def endpoints(self) -> str:
-        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return ",".join(f"{self._address}:{port}" for port in self.ports)
 
     def restart(self, n: int) -> None:
         self.processes[n].kill()
@@ -86,7 +96,7 @@ class Etcd:
 
     def ctl(self, *arguments: str, **env: Any) -> str:
         done = subprocess.run(
-            ["etcdctl", "--endpoints", ",".join(self._urls), *arguments],
+            [*self._under, "etcdctl", "--endpoints", ",".join(self._urls), *arguments],
             env={**os.environ, "ETCDCTL_API": "3", **env},
             capture_output=True,
             text=True,
