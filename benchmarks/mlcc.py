@@ -431,11 +431,12 @@ def _chosen(_context: click.Context, _option: click.Option, value: str) -> list[
     type=click.Path(path_type=Path, exists=True),
     help="Put what these files hold before it.",
 )
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/mlcc.{json,txt}.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Keep what the jobs print here.")
 def main(
     mixes: list[str], own: bool, rounds: int, window_s: float, slot_ms: int, minutes: float,
-    keep: tuple[Path, ...], out: Path | None, logs: Path | None,
+    keep: tuple[Path, ...], json_path: Path | None, out: Path | None, logs: Path | None,
 ) -> None:  # fmt: skip
     """Prints mlcc's figures beside the paper's; writes what there is after each mix."""
     possible, reason = netns.available()
@@ -469,10 +470,10 @@ def main(
                 say(failed[-1])
                 continue
             result, text = merged([*kept, {"settings": settings, "rows": rows}])
-            result.write(text, None, out)
+            result.write(text, json_path, out)
     if own:
         rows.append({"own": own_figures()})
-    publish(*merged([*kept, {"settings": settings, "rows": rows}]), None, out)
+    publish(*merged([*kept, {"settings": settings, "rows": rows}]), json_path, out)
     if failed:
         raise click.ClickException("; ".join(failed))
 

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "cpp" / "run.sh"
-TESTS = ("recorder", "operation", "fluid", "place", "switch", "links")
+TESTS = ("recorder", "operation", "fluid", "place", "game", "switch", "links")
 #: The script's exit status where this machine can't run the sanitizer.
 CANNOT_RUN = 77
 

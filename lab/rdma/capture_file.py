@@ -100,7 +100,7 @@ def _packet(time_s: float, frame: bytes) -> Packet | None:
     if (extended := _EXTENDED.get(transport[0])) is not None:
         # The capture may hold less of the packet than its header says.
         padding = transport[1] >> 4 & 3
-        payload = udp.ulen - 8 - _BASE - extended - padding - _CHECKSUM
+        payload = max(0, udp.ulen - 8 - _BASE - extended - padding - _CHECKSUM)
     return Packet(
         time_s=float(time_s),
         source=inet_ntop(AF_INET, ip.src),

@@ -21,7 +21,7 @@ HEADER = struct.pack("<IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 96, 1)
 
 def roce_frame(opcode: int = 0x04, port: int = 4791, options: bytes = b"") -> bytes:
     transport = bytes([opcode, 0, 0xFF, 0xFF, 0, 0x12, 0x34, 0x56, 0, 0xFF, 0xFF, 0xFE])
-    udp = dpkt.udp.UDP(sport=49441, dport=port, ulen=20, data=transport)
+    udp = dpkt.udp.UDP(sport=49441, dport=port, ulen=24, data=transport)
     ip = dpkt.ip.IP(tos=0x68, p=17, src=bytes([10, 77, 0, 1]), dst=bytes([10, 77, 0, 2]), data=udp)
     ip.opts, ip.hl = options, 5 + len(options) // 4
     ip.len = len(ip)
