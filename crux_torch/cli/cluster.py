@@ -16,7 +16,7 @@ import msgspec
 
 from crux_torch.cli.status import of_a_cluster, settings_of, status, store_errors
 from crux_torch.errors import CruxError
-from crux_torch.report.cluster_status import TIMEOUT_S, read_status, render
+from crux_torch.report.cluster_status import LOAD_S, TIMEOUT_S, read_status, render
 
 if TYPE_CHECKING:
     from crux_torch.control.operator import OperatorSettings
@@ -236,7 +236,9 @@ def _registry(
 
     settings = settings_of(store, cluster)
     with store_errors(what, *remedy):
-        client = open_store(settings.store, settings.store_secret, timeout_s=TIMEOUT_S)
+        client = open_store(
+            settings.store, settings.store_secret, timeout_s=TIMEOUT_S, load_s=LOAD_S
+        )
         try:
             yield Registry(client, settings.cluster)
         finally:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
 
 TIMEOUT_S = 2.0
+#: Seconds for which a command waits for its store process to load, on a busy machine.
+LOAD_S = 60.0
 HOSTS_SHOWN = 2
 #: Columns of text; the others are numbers.
 TEXT = ("job", "hosts", "state", "trial", "operator")
@@ -68,7 +70,7 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
     from crux_torch.control.topology_reader import TopologyReader
     from crux_torch.store.endpoint import open_store
 
-    store = open_store(endpoint, secret, timeout_s=TIMEOUT_S)
+    store = open_store(endpoint, secret, timeout_s=TIMEOUT_S, load_s=LOAD_S)
     try:
         registry = Registry(store, cluster)
         before = view = registry.look()

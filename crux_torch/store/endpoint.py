@@ -39,6 +39,7 @@ def open_store(
     secret: str = "",
     *,
     timeout_s: float = 0.5,
+    load_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> StoreClient:
     """A client of the store at ``endpoint``; it connects with its first call.
@@ -46,6 +47,7 @@ def open_store(
     Args:
         endpoint, secret: the settings ``store`` and ``store_secret``.
         timeout_s, clock: see :class:`~crux_torch.store.client.StoreClient`.
+        load_s: see :class:`~crux_torch.store.process_connector.ProcessConnector`.
 
     Raises:
         SettingsError: one of the two can't be used.
@@ -55,7 +57,7 @@ def open_store(
         if address.is_bare:
             _log.warning("%s goes over a network without TLS: name its ca", endpoint)
         # Frames to its process say nothing of their own: it has no secret.
-        connector: Connector = ProcessConnector(endpoint)
+        connector: Connector = ProcessConnector(endpoint, load_s)
         return StoreClient(connector, timeout_s=max(timeout_s, ETCD_CALL_S), clock=clock)
     connector = TcpConnector(*parse_endpoint(endpoint))
     return StoreClient(connector, read_secret(secret), timeout_s=timeout_s, clock=clock)

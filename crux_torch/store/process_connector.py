@@ -19,10 +19,16 @@ MAX_REASON_BYTES = 1000
 
 
 class ProcessConnector:
-    """Connects to a store process of its own for the etcd at ``url``."""
+    """Connects to a store process of its own for the etcd at ``url``.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        load_s: seconds for which a call waits at least until a new process has loaded its code. A
+            command has that time; a leader does other things meanwhile.
+    """
+
+    def __init__(self, url: str, load_s: float = 0.0) -> None:
         self._url = url
+        self._load_s = load_s
         self.where = f"store {url.partition('?')[0]}"
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -37,14 +43,14 @@ class ProcessConnector:
         """The socket to a process that is ready.
 
         Raises:
-            StoreError: it is not ready within ``timeout_s``; the next call waits on.
+            StoreError: it is not ready in time; the next call waits on.
         """
         if self._socket is None:
             self.close()
             self._start()
         connected = self._socket
         assert connected is not None
-        if not select.select([connected], [], [], timeout_s)[0]:
+        if not select.select([connected], [], [], max(timeout_s, self._load_s))[0]:
             if time.monotonic() - self._began_s > START_S:
                 self.close()
             raise StoreError("the store process is starting")
