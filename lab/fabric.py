@@ -349,7 +349,8 @@ class Fabric:
             program = f"4,32 0 0 {_DRAW},37 0 1 {most},6 0 0 2,6 0 0 {0xFFFFFFFF}"
             commands += [
                 f"qdisc add dev {device} clsact",
-                f"filter add dev {device} egress bpf da bytecode '{program}'",
+                # Not of ARP, which repeats itself after a second only.
+                f"filter add dev {device} egress protocol ip bpf da bytecode '{program}'",
             ]
         return commands
 

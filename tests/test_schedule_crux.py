@@ -36,7 +36,7 @@ def test_every_scheduler_is_deterministic_and_complete(name, cluster, random) ->
     assert set(decision.level.values()) <= set(usable)
 
 
-@pytest.mark.parametrize("name", ["crux", "crux-pa", "crux-ps-pa"])
+@pytest.mark.parametrize("name", ["crux-paper", "crux-pa", "crux-ps-pa"])
 @given(clusters())
 def test_contending_jobs_are_never_inverted(name: str, cluster: Cluster) -> None:
     decision = SCHEDULERS[name](cluster, SchedulerOptions(levels=LEVELS))

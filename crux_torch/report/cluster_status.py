@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from crux_torch.control.operator import OperatorSettings
     from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
 
-TIMEOUT_S = 2.0
+#: Seconds for which a command waits for an answer: a busy store takes some.
+TIMEOUT_S = 10.0
 #: Seconds for which a command waits for its store process to load, on a busy machine.
 LOAD_S = 60.0
 HOSTS_SHOWN = 2
