@@ -5,11 +5,12 @@
     python benchmarks/control.py embedded:10,100,300 etcd:10,100,300,1000
 
 ``STORE`` is ``embedded`` or ``etcd``, a server of its own for each row. The leaders are the real
-ones; only their jobs are made up, each on two hosts of its own. Each process drives its leaders in
-turn, so what is reported includes waiting for this machine's cores. With an etcd, ``--share``
-leaders have one client of it, in their process: a store process for each, as real jobs have it,
-would be too many Python processes for one machine. With ``--share 1`` each has a client of its own
-there, with connection and watches: so the etcd has the work that it would have from real jobs.
+ones; only their jobs are made up, each on two hosts of its own. A thread drives ``--share`` leaders
+in turn, so what is reported includes waiting for each other and for this machine's cores. With an
+etcd, these leaders have one client of it, in their process: a store process for each, as real jobs
+have it, would be too many Python processes for one machine. With ``--share 1`` each has a client of
+its own there, with connection and watches: so the etcd has the work that it would have from real
+jobs.
 
 In rest nobody changes. With churn, one job arrives each second. For the delays, one job after the
 other arrives, or publishes another profile, and each leader says when it has a plan of that:
@@ -38,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,6 +74,8 @@ PROCESSES = 2
 TICK_S = 0.05
 #: Seconds after which leaders are given up that do not agree.
 AGREE_S = 100.0
+#: Leaders that begin at once. More of them read each other's records at once than two cores bear.
+AT_ONCE = 200
 
 
 def _flat(
@@ -122,79 +125,107 @@ class _EtcdHere(StoreClient):
         return answer
 
 
-class _Stores:
-    """Connections to the store; of an etcd, each client has ``share`` leaders."""
+class _Group:
+    """Leaders that one thread drives in turn; of an etcd, they share a client."""
 
-    def __init__(self, endpoint: str, share: int) -> None:
-        self._endpoint, self._share = endpoint, share
-        self._given = 0
+    def __init__(
+        self, endpoint: str, lease_s: float, trial: int, tell: Callable[..., None]
+    ) -> None:
+        self._endpoint, self._lease_s, self._trial, self._tell = endpoint, lease_s, trial, tell
         self._contents: Any = None
+        self._leaders: dict[str, Leader] = {}
+        self._prints: dict[str, str] = {}
+        #: CPU seconds of each leader's ticks.
+        self.cpu_s: dict[str, float] = {}
+        self.size = 0
+        #: Leaders that are connected, and jobs whose profile changes.
+        self._connected: queue.SimpleQueue[tuple[str, StoreClient]] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def open(self) -> StoreClient:
+    def arrive(self, name: str) -> None:
+        """Connect apart, as nobody else waits for it."""
+        store, self.size = self._open(), self.size + 1
+
+        def connect() -> None:
+            with contextlib.suppress(StoreError):
+                store.get("nothing")
+            self._connected.put((name, store))
+
+        threading.Thread(target=connect, daemon=True).start()
+
+    def change(self, name: str, flops: float) -> None:
+        self._changes.put((name, flops))
+
+    def _open(self) -> StoreClient:
         if not self._endpoint.startswith(ETCD):
             return open_store(self._endpoint, timeout_s=5.0)
-        if self._given % self._share == 0:
+        if self._contents is None:
             from crux_torch.store.etcd import EtcdContents
 
             self._contents = EtcdContents(parse_etcd(self._endpoint))
             self._contents.start()
-        self._given += 1
         return _EtcdHere(self._contents, self._endpoint)
+
+    def _run(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            while not self._connected.empty():
+                name, store = self._connected.get()
+                self._leaders[name] = Leader(
+                    store, "bench", _record(name), partial(_flat, trial=self._trial),
+                    lease_s=self._lease_s, plan_valid_s=2.5 * self._lease_s, iteration_ends=_ends,
+                )  # fmt: skip
+                self._prints[name], self.cpu_s[name] = "", 0.0
+            while not self._changes.empty():
+                name, flops = self._changes.get()
+                self._leaders[name].update(profile=_record(name, flops).profile)
+            for name, leader in self._leaders.items():
+                tick_s = time.thread_time()
+                leader.tick()
+                self.cpu_s[name] += time.thread_time() - tick_s
+                plan = leader.plan
+                now = plan.fingerprint if plan is not None else ""
+                if now != self._prints[name]:
+                    self._prints[name] = now
+                    self._tell((name, now, time.monotonic()))
+            time.sleep(max(0.0, began_s + TICK_S - time.monotonic()))
 
 
 def _drive(
     endpoint: str, share: int, lease_s: float, trial: int, names: Sequence[str], pipe: Connection
 ) -> None:
-    """Ticks its leaders; tells when each has another plan; changes jobs when told to."""
+    """Has leaders tick; tells when each has another plan; changes jobs when told to."""
     logging.disable()  # a thousand leaders would say the same
-    stores = _Stores(endpoint, share)
-    leaders: dict[str, Leader] = {}
-    prints: dict[str, str] = {}
-    cpu_s: dict[str, float] = {}
-
-    connected: queue.SimpleQueue[tuple[str, StoreClient]] = queue.SimpleQueue()
+    told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    threading.Thread(target=_send, args=(pipe, told), daemon=True).start()
+    groups: list[_Group] = []
+    of: dict[str, _Group] = {}
 
     def arrive(name: str) -> None:
-        """Connect apart, as nobody else waits for it."""
-        store = stores.open()
-
-        def connect() -> None:
-            with contextlib.suppress(StoreError):
-                store.get("nothing")
-            connected.put((name, store))
-
-        threading.Thread(target=connect, daemon=True).start()
+        if not groups or groups[-1].size == share:
+            groups.append(_Group(endpoint, lease_s, trial, told.put))
+        of[name] = groups[-1]
+        of[name].arrive(name)
 
     for name in names:
         arrive(name)
     while True:
-        began_s = time.monotonic()
-        while not connected.empty():
-            name, store = connected.get()
-            leaders[name] = Leader(
-                store, "bench", _record(name), partial(_flat, trial=trial),
-                lease_s=lease_s, plan_valid_s=2.5 * lease_s, iteration_ends=_ends,
-            )  # fmt: skip
-            prints[name], cpu_s[name] = "", 0.0
-        for name, leader in leaders.items():
-            tick_s = time.thread_time()
-            leader.tick()
-            cpu_s[name] += time.thread_time() - tick_s
-            plan = leader.plan
-            now = plan.fingerprint if plan is not None else ""
-            if now != prints[name]:
-                prints[name] = now
-                pipe.send((name, now, time.monotonic()))
-        while pipe.poll(max(0.0, began_s + TICK_S - time.monotonic())):
-            match pipe.recv():
-                case "change", name, flops:
-                    leaders[name].update(profile=_record(name, flops).profile)
-                case "arrive", name:
-                    arrive(name)
-                case "count":
-                    pipe.send((dict(cpu_s), time.process_time()))
-                case "end":
-                    os._exit(0)  # threads of gRPC need not end in order
+        match pipe.recv():
+            case "change", name, flops:
+                of[name].change(name, flops)
+            case "arrive", name:
+                arrive(name)
+            case "count":
+                cpu_s = {name: s for group in groups for name, s in list(group.cpu_s.items())}
+                told.put((cpu_s, time.process_time()))
+            case "end":
+                os._exit(0)  # threads of gRPC need not end in order
+
+
+def _send(pipe: Connection, told: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+    while True:
+        pipe.send(told.get())
 
 
 def _cpu_s(pid: int) -> float:
@@ -229,11 +260,11 @@ class _Run:
 
     def __init__(self, endpoint: str, share: int, count: int, lease_s: float, trial: int) -> None:
         context = mp.get_context("spawn")
-        names = [f"job{n}" for n in range(count)]
+        names = [f"job{n}" for n in range(min(count, AT_ONCE))]
         self.pipes: list[Connection] = []
         self.processes = []
         self.owner: dict[str, Connection] = {}
-        for n in range(min(PROCESSES, count)):
+        for n in range(min(PROCESSES, len(names))):
             ours, its = context.Pipe()
             mine = names[n::PROCESSES]
             process = context.Process(
@@ -328,6 +359,10 @@ def measure(
         run = _Run(endpoint, share, count, lease_s, trial)
         stack.callback(run.end)
         plan = run.agree("")
+        for n in range(AT_ONCE, count):
+            run.arrive(f"job{n}")
+            if n % AT_ONCE == AT_ONCE - 1 or n == count - 1:
+                plan = run.agree(plan)
         row: dict[str, Any] = {
             "store": store,
             "leaders": count,
@@ -415,7 +450,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 @click.option("--changes", default=5, help="Jobs that change, and that arrive, one by one.")
 @click.option("--lease-s", default=6.0, help="Lease of the records; each is renewed thrice in it.")
 @click.option("--trial", default=0, help="Jobs of a component that has a plan to try.")
-@click.option("--share", default=25, help="Leaders that share a client of an etcd.")
+@click.option("--share", default=25, help="Leaders of one thread and, of an etcd, client.")
 @click.option("--json", "path", default="", help="File for the figures.")
 def main(
     runs: Sequence[str],
