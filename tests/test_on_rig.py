@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,20 @@ def test_passes(file: str) -> None:
         command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_legacy_class_does_the_same_as_stock() -> None:
+    """The identity tests with ``ProcessGroupNCCL``, where torch's default is nccl2."""
+    # Its stock class refuses pools of a group, as the rig's NCCL has no allocator of its own.
+    env = {**os.environ, "TORCH_DIST_USE_NCCL2": "0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "not pools_of_a_group"]
+    done = subprocess.run(
+        [*command, f"{HERE}/gpu/test_gpu_identity.py"],
+        cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=1700,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 80, done.stdout[-2000:]
