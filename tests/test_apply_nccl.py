@@ -318,3 +318,45 @@ def test_a_process_waits_at_its_end_for_a_call_that_was_left() -> None:
     )
     assert done.stdout.splitlines() == ["it did not return in 0.01 s", "returned"], done.stderr
     assert done.returncode == 0
+
+
+COMES_BACK_TOO_LATE = """
+import os
+import sys
+import time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from crux_torch.c10d import switch_device
+from crux_torch.errors import CruxError
+
+switch_device.END_S = 0.1
+store = dist.HashStore()
+store.set_timeout(timedelta(seconds=2))
+
+class Flushed:
+    closed = False
+    ended = False
+
+    def flush(self):
+        # Python also does so once it has begun to end.
+        if sys.is_finalizing() and not self.ended:
+            self.ended = True
+            time.sleep(4.0)
+            os.write(1, b"ended\\n")
+
+try:
+    switch_device.within(0.01, lambda: store.get("none"), torch.device("cpu"), "it did not return")
+except CruxError as error:
+    print(error, flush=True)
+sys.stdout = Flushed()
+raise SystemExit(3)
+"""
+
+
+def test_a_call_that_comes_back_while_python_ends_does_not_abort_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMES_BACK_TOO_LATE], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == ["it did not return in 0.01 s", "ended"], done.stderr
+    assert done.returncode == 3, done.stderr

@@ -62,13 +62,18 @@ def within(limit_s: float, call: Callable[[], T], device: torch.device, otherwis
 
 @atexit.register
 def _wait_for_those_left() -> None:
-    """A call of torch that returns while Python ends would abort the process.
+    """A call of torch that returned while Python ends would abort the process.
 
-    Such a call of NCCL mostly waits for a peer, and returns once that one has ended.
+    Such a call of NCCL mostly waits for a peer, and returns once that one has ended: for two peers
+    that end together, too late.
     """
     deadline_s = time.monotonic() + END_S
     for thread in _left:
         thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in _left):
+        from crux_torch import _C
+
+        _C.park_late_threads()
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "../process_group/inner_switch.h"
+#include "../process_group/late_threads.h"
 #include "bindings.h"
 
 namespace py = pybind11;
@@ -162,6 +163,7 @@ void bind_inner_switch(py::module_& module) {
       .def("replace", &InnerSwitch::replace, py::arg("next"), unlocked)
       .def("release", &InnerSwitch::release, unlocked);
   module.def("inner_switches", &InnerSwitch::all, unlocked);
+  module.def("park_late_threads", &park_late_threads);
   module.def("store_prefix", &Prefix::of, py::arg("store"));
 }
 
