@@ -53,6 +53,9 @@ def process_recorder(capacity: int) -> Recorder:
 def tolerate_captures(device: str) -> None:
     """From now on what this thread asks of the current device breaks no other thread's capture."""
 
+def park_late_threads() -> None:
+    """At Python's end, at most once: threads that come back too late don't abort the process."""
+
 class DelegatingBackend(Backend):
     """A c10d backend that hands every operation to an inner one and records it."""
 
@@ -298,6 +301,10 @@ class LinkGate:
         """Whether another job is on the link."""
 
     def holders(self, link: int) -> list[LinkHolder]: ...
+    @property
+    def device_refusal(self) -> str:
+        """Why the device can't hold operations, as far as was tried; empty if it can."""
+
     @property
     def waits(self) -> tuple[int, int, int, int]:
         """Operations that waited, waits that ran out, nanoseconds in all, and of the longest."""

@@ -242,6 +242,7 @@ class FakeGate:
         self.installed = False
         self.retired = 0
         self.waits = (2, 1, 3_000_000_000, 2_000_000_000)
+        self.device_refusal = ""
 
     def set_wait_s(self, seconds: float) -> None:
         assert seconds > 0
@@ -314,6 +315,9 @@ def test_operations_look_only_where_another_job_is(gate: FakeGate, links: HostLi
     assert x["holders"] == [{"pid": 7, "level": None, "operations": 2, "same_job": True}]
     waits = {"operations": 2, "ran_out": 1, "total_s": 3.0, "longest_s": 2.0}
     assert links.status()["waits"] == waits
+    assert links.status()["device_refuses"] is None
+    gate.device_refusal = "it fails"
+    assert links.status()["device_refuses"] == "it fails"
     links.follow("job", 6, 1.5)
     assert (gate.level, gate.priority) == (6, 1.5)
     gate.neighbours = set()

@@ -199,7 +199,11 @@ class HostLinks:
             self._gate.retire()
 
     def status(self) -> dict[str, Any]:
-        """Plain values: ``active``, ``why_not``, ``waits`` and each of the ``links``."""
+        """Plain values: ``active``, ``why_not``, ``waits`` and each of the ``links``.
+
+        ``device_refuses`` is the call without which operations on the device neither wait nor
+        count; None if none failed.
+        """
         gate, joined, shared = self._gate, self._joined, self._shared
         waited, ran_out, total_ns, longest_ns = (0, 0, 0, 0) if gate is None else gate.waits
         return {
@@ -219,6 +223,7 @@ class HostLinks:
                 for name, index in sorted(joined.items())
             },
             "refused": dict(self._errors),
+            "device_refuses": None if gate is None else gate.device_refusal or None,
         }
 
     def _why_not(self, routes: LinkRoutes | None) -> str | None:

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "../links/link_gate.h"
+#include "../process_group/stream_gate.h"
 #include "bindings.h"
 
 namespace py = pybind11;
@@ -34,6 +35,7 @@ void bind_links(py::module_& module) {
       .def("shared", &LinkGate::shared, py::arg("link"), unlocked)
       .def("lost", &LinkGate::lost, py::arg("link"), unlocked)
       .def("holders", &LinkGate::holders, py::arg("link"), unlocked)
+      .def_property_readonly("device_refusal", [](const LinkGate&) { return stream_refusal(); })
       .def_property_readonly("waits",
                              [](const LinkGate& self) {
                                const LinkGate::Waits waits = self.waits();

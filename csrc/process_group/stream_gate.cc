@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <string>
+#include <utility>
 
 #include "cuda_calls.h"
 #include "fork_generation.h"
@@ -24,6 +26,11 @@ using Word = std::atomic<uint32_t>;
 
 uint64_t address_of(const Word& word) noexcept { return reinterpret_cast<uintptr_t>(&word); }
 
+// Functions that the gate needs, by name.
+constexpr const char* kWrite = "cuStreamWriteValue32_v2";
+constexpr const char* kWait = "cuStreamWaitValue32_v2";
+constexpr const char* kAllocate = "cudaHostAlloc";
+
 // The driver's two calls, and the gate of this process.
 struct Streams {
   StreamCall* write = nullptr;
@@ -34,7 +41,7 @@ struct Streams {
 
 // Memory that the host and all devices see at one address, zeroed; null if there is none.
 void* shared_memory(size_t bytes) noexcept {
-  auto* const allocate = cuda_runtime<int(void**, size_t, unsigned)>("cudaHostAlloc");
+  auto* const allocate = cuda_runtime<int(void**, size_t, unsigned)>(kAllocate);
   auto* const exchange = cuda_runtime<int(int*)>("cudaThreadExchangeStreamCaptureMode");
   auto* const clear = cuda_runtime<int()>("cudaGetLastError");
   if (!allocate || !exchange || !clear) return nullptr;
@@ -53,24 +60,40 @@ void* shared_memory(size_t bytes) noexcept {
 Streams make_streams() noexcept {
   Streams made;
   made.generation = fork_generation();
-  made.write = cuda_driver<StreamCall>("cuStreamWriteValue32_v2");
-  made.wait = cuda_driver<StreamCall>("cuStreamWaitValue32_v2");
+  made.write = cuda_driver<StreamCall>(kWrite);
+  made.wait = cuda_driver<StreamCall>(kWait);
   if (!made.write || !made.wait) return made;
   void* const words = shared_memory(kPassages * sizeof(DeviceGate::Words));
   if (words) made.gate = new DeviceGate(static_cast<DeviceGate::Words*>(words), kPassages);
   return made;
 }
 
-std::atomic<DeviceGate*> made_gate{nullptr};
+std::atomic<const Streams*> made_streams{nullptr};
+// What the device last answered to each of the two calls.
+std::atomic<int> write_answer{0}, wait_answer{0};
 
 // Never destroyed. Its gate is null if a device can't wait for a word here.
 const Streams& streams() {
   static const Streams* const made = [] {
     auto* const all = new Streams(make_streams());
-    made_gate.store(all->gate);
+    made_streams.store(all);
     return all;
   }();
   return *made;
+}
+
+// Those that this process has made; null if it has made none.
+const Streams* own_streams() noexcept {
+  const Streams* const made = made_streams.load();
+  return made && made->generation == fork_generation() ? made : nullptr;
+}
+
+// Makes the driver's call, and keeps the answer; whether the device does it.
+bool asked(StreamCall* call, std::atomic<int>& answer, void* stream, const Word& word,
+           uint32_t value, unsigned flags) noexcept {
+  const int said = call(stream, address_of(word), value, flags);
+  answer.store(said, std::memory_order_relaxed);
+  return said == 0;
 }
 
 }  // namespace
@@ -104,16 +127,32 @@ StreamPassage pass_on_stream(Gate& gate, const Gate::Route& route, Inner& inner,
   GateTicket ticket(passage);
   void* const handle = guard.getStreamNativeHandle(stream);
   const auto& [reached, open] = passage->words();
-  if (known.write(handle, address_of(reached), passage->number(), kNoBarrier) != 0) return passing;
-  if (holds) holds = known.wait(handle, address_of(open), passage->number(), kAtLeast) == 0;
+  const uint32_t number = passage->number();
+  if (!asked(known.write, write_answer, handle, reached, number, kNoBarrier)) return passing;
+  if (holds) holds = asked(known.wait, wait_answer, handle, open, number, kAtLeast);
   known.gate->expect(passage, holds);
   passing.ticket = std::move(ticket);
   return passing;
 }
 
 void release_streams() noexcept {
-  DeviceGate* const gate = made_gate.load();
-  if (gate && streams().generation == fork_generation()) gate->stop();
+  const Streams* const made = own_streams();
+  if (made && made->gate) made->gate->stop();
+}
+
+std::string stream_refusal() {
+  const Streams* const made = own_streams();
+  if (!made) return "";
+  for (const auto& [call, name] : {std::pair{made->write, kWrite}, std::pair{made->wait, kWait}}) {
+    if (!call) return std::string("the driver has no ") + name;
+  }
+  if (!made->gate) return std::string(kAllocate) + " gives no memory";
+  for (const auto& [answer, name] :
+       {std::pair{&write_answer, kWrite}, std::pair{&wait_answer, kWait}}) {
+    const int error = answer->load(std::memory_order_relaxed);
+    if (error != 0) return std::string(name) + " fails with CUDA's error " + std::to_string(error);
+  }
+  return "";
 }
 
 }  // namespace crux

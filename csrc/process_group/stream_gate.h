@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "../links/gate.h"
 #include "gate_ticket.h"
@@ -30,5 +31,8 @@ void follow(const c10::Stream& stream, const c10::Stream& other);
 
 // Lets go of all that is held; nothing is held from now on.
 void release_streams() noexcept;
+
+// Why the device can't hold operations, as far as was tried; empty if it can.
+std::string stream_refusal();
 
 }  // namespace crux

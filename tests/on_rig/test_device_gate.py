@@ -21,6 +21,8 @@ from cuda_rig import control
 from torch._C import _distributed_c10d as c10d
 
 from crux_torch import _C
+from crux_torch.apply.links import HostLinks, StandInRoutes
+from crux_torch.measure.record import GroupInfo
 from on_rig.ranks import (
     FLAVOURS,
     SIZE,
@@ -352,14 +354,27 @@ def test_a_block_is_held_as_one(job: Job, other: Other) -> None:
 
 
 @FLAVOURS
-@pytest.mark.parametrize("call", ["write_value", "wait_value"])
-def test_a_device_that_refuses_holds_nothing(job: Job, other: Other, call: str) -> None:
+@pytest.mark.parametrize(("call", "name"), [("write_value", WRITES), ("wait_value", WAITS)])
+def test_a_device_that_refuses_holds_nothing_and_the_status_says_so(
+    job: Job, other: Other, call: str, name: str, tmp_path: Path
+) -> None:
+    links = HostLinks(
+        lambda: job.gate, lambda: StandInRoutes(("link",)), "test", LONG_S, folder=tmp_path
+    )
+    links.follow("own", OWN_LEVEL)
+    links.tick([GroupInfo("pair", (0, 1), 0)])
     with other.inside():
         control.inject("refuse", call, count=control.EVER)
         job.reduce_all()
         synchronize()
         assert ran() == SIZE
     assert job.waits() == (0, 0)
+    assert links.status()["device_refuses"] == f"{name}_v2 fails with CUDA's error 801"
+    control.release()
+    job.gate.set_wait_s(SHORT_S)
+    with other.inside():
+        job.reduce_all()
+    assert links.status()["device_refuses"] is None
 
 
 @FLAVOURS
