@@ -35,9 +35,8 @@ def test_passes(file: str) -> None:
 @pytest.mark.timeout(1800)
 def test_the_legacy_class_does_the_same_as_stock() -> None:
     """The identity tests with ``ProcessGroupNCCL``, where torch's default is nccl2."""
-    # Its stock class refuses pools of a group, as the rig's NCCL has no allocator of its own.
     env = {**os.environ, "TORCH_DIST_USE_NCCL2": "0"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "not pools_of_a_group"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
     done = subprocess.run(
         [*command, f"{HERE}/gpu/test_gpu_identity.py"],
         cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=1700,

@@ -18,7 +18,7 @@ FIELDS = ("op", "communicator", "rank", "size", "peer", "type", "reduction", "co
 #: Those that two runs of one program have alike.
 SAME = ("op", "rank", "size", "peer", "type", "reduction", "count", "captured", "first_thread")
 #: What is done to communicators and memory.
-NO_OPERATIONS = frozenset({"init", "split", "destroy", "abort", "register", "deregister"})
+NO_OPERATIONS = frozenset({"init", "split", "destroy", "abort", "register", "deregister", "window"})
 #: Calls that make the host wait for the device.
 WAITS = ("cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize")
 EVER = 1 << 40

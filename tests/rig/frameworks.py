@@ -11,7 +11,8 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from rig.collectives import all_are, ones, total
-from rig.kind import OLD_TORCH, RIG
+from rig.kind import CUDA, OLD_TORCH
+from rig.outcome import message
 from rig.part import DEVICES, PAIR, Rank, part
 
 
@@ -52,12 +53,21 @@ def borrowed_communicator(rank: Rank) -> Any:
     return bool(group._get_backend(rank.device)._comm_ptr()), bool(group.group_name)
 
 
-@part(sizes=(PAIR,), kinds=DEVICES, refused_on=(RIG,) if OLD_TORCH else ())
+@part(sizes=(PAIR,), kinds=DEVICES, refused_on=DEVICES if OLD_TORCH else (CUDA,))
 def pools_of_a_group(rank: Rank) -> Any:
-    """Megatron-LM's NCCL allocator, up to where the rig's memory ends."""
-    backend = dist.group.WORLD._get_backend(rank.device)  # type: ignore[union-attr]
-    names = ("register_mem_pool", "deregister_mem_pool", "mem_allocator")
-    return [hasattr(backend, name) for name in names]
+    """Megatron-LM's NCCL allocator, without windows and with them."""
+    dist.all_reduce(ones(rank))
+    backend: Any = dist.group.WORLD._get_backend(rank.device)  # type: ignore[union-attr]
+    found = []
+    for symm in (False, True):
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            found.append(ones(rank, 1 << 20))
+        backend.register_mem_pool(pool, symm=symm)
+        dist.all_reduce(found[-1])
+        all_are(found[-1], total(rank.size))
+        backend.deregister_mem_pool(pool)
+    return [tensor[:10] for tensor in found]
 
 
 @part(sizes=(PAIR,))
@@ -123,3 +133,37 @@ def a_group_of_its_own(rank: Rank) -> Any:
     rank.synchronize()
     group.shutdown()
     return value
+
+
+@part(
+    sizes=(PAIR,),
+    kinds=() if OLD_TORCH else DEVICES,
+    why="torch 2.11 casts the backend",
+    refused_on=(CUDA,),
+)
+def symmetric_memory_of_nccl(rank: Rank) -> Any:
+    """Megatron-LM, DeepSpeed, torchtitan. The last part: its process stays with this memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    dist.all_reduce(ones(rank))
+    symmetric.set_backend("NCCL")
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    tensor = symmetric.empty(1024, dtype=torch.float32, device=rank.device)
+    tensor.fill_(rank.rank + 1)
+    handle = symmetric.rendezvous(tensor, name)
+    peers = [handle.get_buffer(peer, tensor.shape, tensor.dtype) for peer in range(rank.size)]
+    rank.synchronize()
+    dist.barrier()
+    for peer, seen in enumerate(peers):
+        all_are(seen, peer + 1)
+    dist.barrier()
+    dist.all_reduce(tensor)
+    rank.synchronize()
+    dist.barrier()
+    for seen in peers:
+        all_are(seen, total(rank.size))
+    try:
+        by_kernel: Any = torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name)
+    except RuntimeError as error:
+        by_kernel = message(error)
+    return handle.world_size, handle.rank, tensor, by_kernel

@@ -1,4 +1,4 @@
-"""Memory that NCCL knows: registered buffers and symmetric memory."""
+"""Memory that NCCL knows, and torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from rig.collectives import all_are, ones, total
-from rig.kind import CUDA, RIG
+from rig.kind import CUDA, OLD_TORCH, RIG
 from rig.part import ALONE, DEVICES, Rank, part
 
-MAPPED = "symmetric memory is mapped by the driver"
+MAPPED = "torch's own symmetric memory is mapped by the driver"
 
 
-@part(sizes=(ALONE,), eager=True, kinds=DEVICES, refused_on=(RIG,))
+@part(sizes=(ALONE,), eager=True, kinds=DEVICES, refused_on=(RIG,) if OLD_TORCH else ())
 def registered_memory(rank: Rank) -> Any:
     group: Any = dist.group.WORLD
     backend = group._get_backend(rank.device)

@@ -79,6 +79,12 @@ struct ncclComm {
   }
 };
 
+// Memory of all ranks of a communicator, as this rank's device sees it.
+struct ncclWindow_vidmem {
+  void* own;
+  std::vector<void*> all;
+};
+
 namespace {
 
 // NCCL's allocations are no business of a capture.
@@ -522,7 +528,7 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
 }
 
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
-  return cudaMalloc(pointer, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+  return allocate_shared(pointer, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }
 ncclResult_t ncclMemFree(void* pointer) {
   return cudaFree(pointer) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
@@ -536,6 +542,51 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, size_t bytes,
 }
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void*) {
   log_issued(*described(*comm, "deregister"));
+  return ncclSuccess;
+}
+
+// Windows: memory of ncclMemAlloc(), which the ranks map from one another.
+
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer, size_t bytes, ncclWindow_t* made,
+                                    int) {
+  comm->wait_for_last();
+  std::vector<SharedMemory> all(static_cast<size_t>(comm->size));
+  SharedMemory& own = all[static_cast<size_t>(comm->rank)] = shared_at(buffer);
+  std::vector<Move> moves;
+  for (int i = 0; i < comm->size; ++i) {
+    if (i == comm->rank) continue;
+    moves.push_back(comm->send(i, &own, sizeof own));
+    moves.push_back(comm->receive(i, &all[static_cast<size_t>(i)], sizeof own));
+  }
+  auto issued = described(*comm, "window");
+  issued->bytes = bytes;
+  log_issued(*issued);
+  if (!comm->move(std::move(moves))) return ncclRemoteError;
+  auto* const window = *made = new ncclWindow_vidmem{buffer, {}};
+  for (int i = 0; i < comm->size; ++i) {
+    window->all.push_back(i == comm->rank ? buffer : map_shared(all[static_cast<size_t>(i)]));
+  }
+  const bool whole = own.bytes >= bytes && std::find(window->all.begin(), window->all.end(),
+                                                     nullptr) == window->all.end();
+  if (whole) return ncclSuccess;
+  ncclCommWindowDeregister(comm, window);
+  *made = nullptr;
+  return ncclInvalidUsage;
+}
+ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t window) {
+  for (void* const each : window->all) {
+    if (each != window->own && each != nullptr) unmap_shared(each);
+  }
+  delete window;
+  return ncclSuccess;
+}
+ncclResult_t ncclWinGetUserPtr(ncclComm_t, ncclWindow_t window, void** pointer) {
+  *pointer = window->own;
+  return ncclSuccess;
+}
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer,
+                                      void** pointer) {
+  *pointer = static_cast<char*>(window->all[static_cast<size_t>(peer)]) + offset;
   return ncclSuccess;
 }
 

@@ -1,11 +1,15 @@
 // Devices, memory and kernels of the CUDA runtime, and what torch asks of the driver.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <unordered_map>
 
@@ -39,6 +43,8 @@ struct Block {
   size_t bytes;
   cudaMemoryType type;
   int device;
+  // That other processes can map it by; -1: none.
+  int file = -1;
 };
 
 struct Memory {
@@ -61,7 +67,14 @@ Memory& memory() {
   return *made;
 }
 
-cudaError_t allocate(void** pointer, size_t bytes, cudaMemoryType type) {
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+void* mapped(int file, size_t bytes) {
+  void* const found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return found == MAP_FAILED ? nullptr : found;
+}
+
+cudaError_t allocate(void** pointer, size_t bytes, cudaMemoryType type, int file = -1) {
   *pointer = nullptr;
   if (const cudaError_t error = may_disturb_captures()) return error;
   if (bytes == 0) return cudaSuccess;
@@ -70,10 +83,11 @@ cudaError_t allocate(void** pointer, size_t bytes, cudaMemoryType type) {
   if (type == cudaMemoryTypeDevice && used + bytes > device_bytes()) {
     return fail(cudaErrorMemoryAllocation);
   }
-  void* const found = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
+  void* const found =
+      file < 0 ? std::aligned_alloc(kPage, whole_pages(bytes)) : mapped(file, bytes);
   if (found == nullptr) return fail(cudaErrorMemoryAllocation);
   if (type == cudaMemoryTypeDevice) used += bytes;
-  memory().blocks[reinterpret_cast<uintptr_t>(found)] = {bytes, type, current_device()};
+  memory().blocks[reinterpret_cast<uintptr_t>(found)] = {bytes, type, current_device(), file};
   *pointer = found;
   return cudaSuccess;
 }
@@ -95,7 +109,12 @@ cudaError_t release(void* pointer, const char* call) {
   const std::lock_guard<std::mutex> lock(memory().mutex);
   if (block.type == cudaMemoryTypeDevice) memory().used[block.device] -= block.bytes;
   memory().blocks.erase(reinterpret_cast<uintptr_t>(pointer));
-  std::free(pointer);
+  if (block.file < 0) {
+    std::free(pointer);
+  } else {
+    munmap(pointer, block.bytes);
+    close(block.file);
+  }
   return cudaSuccess;
 }
 
@@ -149,6 +168,50 @@ void load_operators() {
 }
 
 }  // namespace
+
+namespace cuda_rig {
+
+cudaError_t allocate_shared(void** pointer, size_t bytes) {
+  bytes = whole_pages(bytes);
+  const int file = memfd_create("cuda_rig", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+    if (file >= 0) close(file);
+    return fail(cudaErrorMemoryAllocation);
+  }
+  const cudaError_t error = allocate(pointer, bytes, cudaMemoryTypeDevice, file);
+  if (*pointer == nullptr) close(file);
+  return error;
+}
+
+SharedMemory shared_at(const void* pointer) {
+  const std::lock_guard<std::mutex> lock(memory().mutex);
+  const auto found = memory().blocks.find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == memory().blocks.end() || found->second.file < 0) return {};
+  return {getpid(), found->second.file, found->second.bytes};
+}
+
+void* map_shared(const SharedMemory& of) {
+  const std::string path = "/proc/" + std::to_string(of.process) + "/fd/" + std::to_string(of.file);
+  const int file = of.bytes == 0 ? -1 : open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return nullptr;
+  void* const found = mapped(file, of.bytes);
+  close(file);
+  if (found == nullptr) return nullptr;
+  const std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().blocks[reinterpret_cast<uintptr_t>(found)] = {of.bytes, cudaMemoryTypeDevice,
+                                                         current_device()};
+  return found;
+}
+
+void unmap_shared(void* pointer) {
+  const std::lock_guard<std::mutex> lock(memory().mutex);
+  const auto found = memory().blocks.find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == memory().blocks.end()) return;
+  munmap(pointer, found->second.bytes);
+  memory().blocks.erase(found);
+}
+
+}  // namespace cuda_rig
 
 extern "C" {
 
@@ -389,6 +452,11 @@ int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  // CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, without which ProcessGroupNCCL has no allocator.
+  if (attribute == 132) {
+    *value = 1;
+    return 0;
+  }
   return cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device);
 }
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {

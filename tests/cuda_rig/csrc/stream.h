@@ -112,6 +112,19 @@ class Kernel {
 // For how long any kernel has run on a device.
 int64_t busy_ns(int device);
 
+// Memory of the device that other processes can map.
+struct SharedMemory {
+  int process, file;
+  uint64_t bytes;
+};
+// As cudaMalloc(), of whole pages. cudaFree() frees it.
+cudaError_t allocate_shared(void** pointer, size_t bytes);
+// What `pointer`, the begin of such memory, is; no bytes where it is none.
+SharedMemory shared_at(const void* pointer);
+// Another process's memory as this one's device sees it, until unmap_shared(); null if it can't.
+void* map_shared(const SharedMemory& memory);
+void unmap_shared(void* pointer);
+
 int& current_device();
 // Keeps the error for cudaGetLastError().
 cudaError_t fail(cudaError_t error);
