@@ -329,11 +329,15 @@ def _late_events() -> None:
     held = {b"k": (b"0", 5)}
     revision = [5]
 
+    def numbers(at: int) -> dict[str, int]:
+        versions = {5: 1, 7: 2, 9: 3, 10: 4, 11: 5, 12: 6}
+        return {"mod_revision": at, "create_revision": 5, "version": versions.get(at, 0)}
+
     def read(request: Any, **_: object) -> Any:
         first, end = request.key, request.range_end
         header = SimpleNamespace(revision=revision[0])
         kvs = [
-            SimpleNamespace(key=key, value=value, mod_revision=at, lease=1)
+            SimpleNamespace(key=key, value=value, lease=1, **numbers(at))
             for key, (value, at) in sorted(held.items())
             if key == first or (end and first <= key and (end == b"\0" or key < end))
         ]
@@ -353,7 +357,7 @@ def _late_events() -> None:
         contents._take(SimpleNamespace(watch_id=watch, events=events, **about))
 
     def tell(watch: int, value: bytes, at: int) -> None:
-        kv = SimpleNamespace(key=b"k", value=value, mod_revision=at, lease=1)
+        kv = SimpleNamespace(key=b"k", value=value, lease=1, **numbers(at))
         respond(watch, SimpleNamespace(kv=kv, type=0, DELETE=1))
 
     session: Any = SimpleNamespace(kv=SimpleNamespace(Range=read), metadata=())

@@ -2,9 +2,10 @@
 
 Only the store process imports this: gRPC and protobuf don't belong into a training process.
 Reads come from a mirror of the keys and prefixes that the client asks for, which watches keep up to
-date. A watch begins with a full read, so what was compacted or lost in between is made up for. If
-the member does not tell for a while how far it is, the mirror counts as old, and every request is
-refused until another member answers.
+date. A watch begins with a full read, so what was compacted or lost in between is made up for. What
+a watch leaves out is noticed by the versions of the keys: with the next change of one, or when all
+are compared, and then everything is read anew. If the member does not tell for a while how far it
+is, the mirror counts as old, and every request is refused until another member answers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import grpc
 from pyetcd import etcdrpc
@@ -46,6 +48,8 @@ ANSWER_S = 1.5
 #: Seconds between two questions how far the watch is, and without an answer until it counts as cut.
 PROGRESS_S = 0.5
 CONTACT_S = 2.0
+#: Seconds between two comparisons of the mirror's keys with the etcd's.
+CHECK_S = 10.0
 #: Seconds after which what the client does not ask for any more is mirrored no longer.
 IDLE_S = 60.0
 FIRST_BACKOFF_S = 0.1
@@ -96,13 +100,22 @@ class _Cancelled(Exception):
     """Why the member ended a watch."""
 
 
+class _Held(NamedTuple):
+    """What etcd says of a key: its lease, and which of its values it has."""
+
+    lease: int
+    created: int
+    version: int
+    revision: int
+
+
 class _Part:
     """What is mirrored by one watch: a key, or all keys that begin with it."""
 
     def __init__(self, key: str, *, prefix: bool) -> None:
         self.key, self.prefix = key, prefix
-        #: Up to which the mirror has it.
-        self.revision = 0
+        #: Of the full read, up to which the mirror has it, and of the last comparison.
+        self.read_revision = self.revision = self.compared = 0
         self.used_s = time.monotonic()
 
     def covers(self, key: str, prefix: bool) -> bool:
@@ -134,8 +147,8 @@ class EtcdContents:
                 raise SettingsError(f"{address.auth!r}: expected USER:PASSWORD")
         self._changed = threading.Condition()
         self._mirror = Journal()
-        #: The lease of each key in the mirror.
-        self._leased: dict[str, int] = {}
+        #: Of each key of the etcd in what is mirrored; some have a value that does not count.
+        self._held: dict[str, _Held] = {}
         #: What is mirrored, no key twice. The first is a key that nobody writes: without a watch,
         #: an etcd tells no progress.
         self._parts = [_Part("", prefix=False)]
@@ -272,9 +285,8 @@ class EtcdContents:
     def _drop_idle(self, now_s: float) -> None:
         for part in [part for part in self._parts[1:] if now_s - part.used_s > IDLE_S]:
             self._end(part)
-            for key in [key for key in self._mirror if part.covers(key, False)]:
-                self._mirror.delete(key)
-                self._leased.pop(key, None)
+            for key in [key for key in self._held if part.covers(key, False)]:
+                self._forget(key)
 
     def _watch(self, part: _Part) -> None:
         """Ask for what changes in ``part`` from now on."""
@@ -321,7 +333,7 @@ class EtcdContents:
         lease, kept = self._lease(session, key, request.lease_s)
         with self._changed:
             same = kept and self._mirror.get(key) == request.value
-            same = same and self._leased.get(key) == lease
+            same = same and self._held[key].lease == lease
         if same and (isinstance(request, Put) or is_kept(key)):
             return Done(1)
         put = etcdrpc.PutRequest(key=name, value=request.value, lease=lease)
@@ -388,35 +400,47 @@ class EtcdContents:
                 pause_s = FIRST_BACKOFF_S * 2.0 ** min(failures - len(endpoints), 30)
                 time.sleep(min(MAX_BACKOFF_S, pause_s) * random.uniform(0.5, 1.0))
 
-    def _read(self, session: _Session, part: _Part) -> tuple[dict[str, tuple[bytes, int]], int]:
-        """What the etcd holds of ``part``, with the leases, and the revision of that."""
-        seen: dict[str, tuple[bytes, int]] = {}
+    def _read(
+        self, session: _Session, part: _Part, *, keys_only: bool = False
+    ) -> tuple[dict[str, tuple[bytes | None, _Held]], int]:
+        """What the etcd holds of ``part``, and the revision of that."""
+        seen: dict[str, tuple[bytes | None, _Held]] = {}
         begin, end = self._range(part)
         revision = 0
         while True:
             request = etcdrpc.RangeRequest(
-                key=begin, range_end=end, limit=PAGE_KEYS, revision=revision
+                key=begin, range_end=end, limit=PAGE_KEYS, revision=revision, keys_only=keys_only
             )
             page = session.kv.Range(request, timeout=5 * CALL_S, metadata=session.metadata)
             revision = revision or page.header.revision
             for kv in page.kvs:
                 key = self._key(kv)
-                if key is not None and _counts(key, kv):
-                    seen[key] = kv.value, kv.lease
+                if key is not None:
+                    seen[key] = _counted(key, kv), _held(kv)
             if not page.more:
                 return seen, revision
             begin = page.kvs[-1].key + b"\0"
 
-    def _take_all(self, part: _Part, seen: dict[str, tuple[bytes, int]], revision: int) -> None:
+    def _take_all(
+        self, part: _Part, seen: dict[str, tuple[bytes | None, _Held]], revision: int
+    ) -> None:
         """Make the mirror of ``part`` what was read."""
-        for key in [key for key in self._mirror if part.covers(key, False) and key not in seen]:
+        for key in [key for key in self._held if part.covers(key, False) and key not in seen]:
+            self._forget(key)
+        for key, (value, held) in seen.items():
+            self._keep(key, value, held)
+        part.read_revision = part.revision = part.compared = revision
+
+    def _keep(self, key: str, value: bytes | None, held: _Held) -> None:
+        if value is None:
             self._mirror.delete(key)
-            self._leased.pop(key, None)
-        for key, (value, lease) in seen.items():
-            if self._mirror.get(key) != value:
-                self._mirror.set(key, value)
-            self._leased[key] = lease
-        part.revision = revision
+        elif self._mirror.get(key) != value:
+            self._mirror.set(key, value)
+        self._held[key] = held
+
+    def _forget(self, key: str) -> None:
+        self._mirror.delete(key)
+        self._held.pop(key, None)
 
     def _read_all(self, session: _Session) -> None:
         """Read everything that is mirrored anew, and ask for what changes from there."""
@@ -459,11 +483,21 @@ class EtcdContents:
 
         def nag() -> None:
             ask = etcdrpc.WatchRequest(progress_request=etcdrpc.WatchProgressRequest())
+            check_at_s = time.monotonic() + CHECK_S * random.uniform(0.5, 1.0)
             while not ended.wait(PROGRESS_S):
-                if time.monotonic() - self._heard_s >= CONTACT_S:
+                now_s = time.monotonic()
+                if now_s - self._heard_s >= CONTACT_S:
                     call.cancel()
                     return
                 requests.put(ask)
+                if now_s >= check_at_s:
+                    check_at_s = now_s + CHECK_S
+                    threading.Thread(target=check, name="crux-etcd-check", daemon=True).start()
+
+        def check() -> None:
+            with suppress(grpc.RpcError):
+                if self._lacks(session) and not ended.wait(CONTACT_S) and self._lacks(session):
+                    call.cancel()
 
         threading.Thread(target=nag, name="crux-etcd-progress", daemon=True).start()
         try:
@@ -495,27 +529,79 @@ class EtcdContents:
             self._changed.notify_all()
 
     def _take_events(self, part: _Part, events: Sequence[Any]) -> None:
+        """Take in one answer of a watch.
+
+        Raises:
+            _Cancelled: the watch told a change late, or not all of them.
+        """
+        last = part.revision  # the events of one revision come together
         for event in events:
             kv = event.kv
             key = self._key(kv)
-            # An event that comes again, or late, must not take the mirror back. All of one
-            # revision come together.
-            if key is None or kv.mod_revision <= part.revision:
+            if key is None or kv.mod_revision <= part.read_revision:
                 continue
-            if event.type == event.DELETE or not _counts(key, kv):
-                self._mirror.delete(key)
-                self._leased.pop(key, None)
-            else:
-                if self._mirror.get(key) != kv.value:
-                    self._mirror.set(key, kv.value)
-                self._leased[key] = kv.lease
+            known = self._held.get(key)
+            if known is not None and kv.mod_revision <= known.revision:
+                continue
+            if kv.mod_revision <= last:
+                raise _Cancelled("the watch told a change late")
+            if event.type == event.DELETE:
+                self._forget(key)
+                continue
+            before = (known.created, known.version) if known is not None else (kv.mod_revision, 0)
+            if (kv.create_revision, kv.version - 1) != before:
+                raise _Cancelled("the watch did not tell every change")
+            self._keep(key, _counted(key, kv), _held(kv))
         if events:
             part.revision = max(part.revision, events[-1].kv.mod_revision)
+
+    def _lacks(self, session: _Session) -> bool:
+        """Whether the etcd holds other keys, or newer values, than the mirror."""
+        with self._changed:
+            parts = list(self._parts)
+        for part in parts:
+            if self._has_changes(session, part):
+                continue
+            seen, revision = self._read(session, part, keys_only=True)
+            with self._changed:
+                if part not in self._parts:
+                    continue
+                held = {key: one for key, one in self._held.items() if part.covers(key, False)}
+            if any(
+                key not in held or held[key].revision < now.revision
+                for key, (_, now) in seen.items()
+            ):
+                return True
+            if any(one.revision <= revision for key, one in held.items() if key not in seen):
+                return True
+        return False
+
+    def _has_changes(self, session: _Session, part: _Part) -> bool:
+        """Whether the mirror has what changed since the last comparison, and as many keys.
+
+        Its answer is as long as what changed, so it costs little where little changes.
+        """
+        begin, end = self._range(part)
+        request = etcdrpc.RangeRequest(
+            key=begin, range_end=end, min_mod_revision=part.compared + 1, keys_only=True
+        )
+        answer = session.kv.Range(request, timeout=5 * CALL_S, metadata=session.metadata)
+        with self._changed:
+            # The count is of all keys in the range, changed or not.
+            held = sum(part.covers(key, False) for key in self._held)
+            for kv in answer.kvs:
+                known = self._held.get(self._key(kv) or "")
+                if known is None or known.revision < kv.mod_revision:
+                    return False
+            if answer.count != held:
+                return False
+            part.compared = max(part.compared, answer.header.revision)
+            return True
 
     def _key(self, kv: Any) -> str | None:
         """The key of ``kv`` without the prefix; None for what no client of ours wrote."""
         raw = kv.key[len(self._prefix) :]
-        if len(raw) > MAX_KEY_BYTES or len(kv.value) > MAX_VALUE_BYTES:
+        if len(raw) > MAX_KEY_BYTES:
             return None
         try:
             return str(raw, "utf-8")
@@ -523,9 +609,17 @@ class EtcdContents:
             return None
 
 
-def _counts(key: str, kv: Any) -> bool:
-    """Whether ``kv`` ends by itself: otherwise it could hold a name or the slot for good."""
-    return bool(kv.lease) or is_kept(key)
+def _held(kv: Any) -> _Held:
+    return _Held(kv.lease, kv.create_revision, kv.version, kv.mod_revision)
+
+
+def _counted(key: str, kv: Any) -> bytes | None:
+    """The value of ``kv``; None if no client of ours wrote it.
+
+    One that does not end by itself could hold a name or the slot for good.
+    """
+    counts = len(kv.value) <= MAX_VALUE_BYTES and (kv.lease or is_kept(key))
+    return bytes(kv.value) if counts else None
 
 
 def _end(prefix: bytes) -> bytes:
