@@ -167,10 +167,11 @@ def test_all_leaders_of_a_small_cluster_read_and_plan(store: MemoryStore, clock:
     assert not any(key.startswith((SEATS_AT, PARTS_AT)) for key in store.entries)
 
 
+@pytest.mark.parametrize("limit", [{"max_verified": 15}, {"max_verified": 99, "max_readers": 5}])
 def test_a_cluster_may_grow_over_the_limit_and_shrink_again(
-    store: MemoryStore, clock: FakeClock
+    store: MemoryStore, clock: FakeClock, limit: dict[str, int]
 ) -> None:
-    leaders, _ = large(store, 8, clock, max_verified=15)  # each counts 3
+    leaders, _ = large(store, 8, clock, **limit)  # each counts 3
     run(leaders[:5], clock, 10)
     assert roles(leaders[:5]).keys() == {"everyone"}
     first = follow(leaders[:5])

@@ -70,6 +70,8 @@ MAX_AROUND_BYTES = 4096
 MAX_SAID = 1000
 #: Jobs and flows up to which each leader computes what it adopts.
 MAX_VERIFIED = 1 << 11
+#: Jobs up to which each leader reads all records: a change is read by as many leaders.
+MAX_READERS = 1 << 8
 #: Seconds between two looks of a follower at what is not the plan.
 FOLLOWER_LOOK_S = 1.0
 
@@ -94,8 +96,8 @@ class Leader:
         max_slowdown, iteration_ends: for :class:`~crux_torch.control.trials.Trials`. Without the
             latter this job can't be measured, and no plan of its component is tried.
         in_thread: whether a thread of its own computes plans, so that no tick takes long.
-        max_verified: jobs and flows of the cluster above which only a planner and its stand-bys
-            read all records and plan.
+        max_verified, max_readers: jobs and flows of the cluster, and jobs, above which only a
+            planner and its stand-bys read all records and plan.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Leader:
         iteration_ends: IterationEnds | None = None,
         in_thread: bool = False,
         max_verified: int = MAX_VERIFIED,
+        max_readers: int = MAX_READERS,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -140,7 +143,7 @@ class Leader:
         self._kept_settings = KeptSettings(self._registry, lease_s)
         self._followed_entry = FollowedEntry(self._registry, record.job)
         self._allowance = PlanAllowance(clock())
-        self._max_verified = max_verified
+        self._max_verified, self._max_readers = max_verified, max_readers
         #: Jobs, and what computing a plan for them costs.
         self._sized: tuple[Sequence[JobRecord], int] = (), 0
         self._role = PlannerRole(
@@ -334,7 +337,7 @@ class Leader:
     def _is_large(self, jobs: Sequence[JobRecord]) -> bool:
         if jobs is not self._sized[0]:
             self._sized = jobs, _size(jobs)
-        return self._sized[1] > self._max_verified
+        return self._sized[1] > self._max_verified or len(jobs) > self._max_readers
 
     def _adopt(self, state: PlanState, now: float) -> None:
         """Follow the plan in the store, or see that it was renewed."""
