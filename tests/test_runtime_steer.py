@@ -361,6 +361,29 @@ def test_without_the_right_to_ask_the_probe_before_connect_counts(rank):
     assert rank.steering.counts() == PathCounts(1, 0, 2, 2)
 
 
+def test_where_one_tcp_port_leads_over_several_paths_paths_are_left_to_the_network(rank, caplog):
+    rank.ownership.sockets = [socket_to("10.1.0.2", inode, 20000 + inode) for inode in (1, 2)]
+    rank.network.spine = {20001: 0, 20002: 1}
+    rank.follow(order(route(1), level=3))
+    assert rank.look()["sprayed"] is False
+    assert rank.steering.counts() == PathCounts(1, 1, 0, 1)
+    rank.transport.known = [
+        connection(1, how="at_connect", probes=4, via_ttl=2, via=SPINES[1][0]),
+        connection(2, how="refused", error=errno.ENOTUNIQ, probes=9, via_ttl=2, via=SPINES[0][0]),
+    ]
+    status = rank.look()
+    assert status["sprayed"] is True
+    # Nothing is missed, so no switch is tried again; the class stays.
+    assert rank.steering.counts() is None
+    assert rank.transport.routes == (Route("10.1.0.2", hops=(), dscp=24),)
+    rank.look()
+    assert [("sprays packets" in r.getMessage()) for r in caplog.records] == [True]
+    rank.steering.revert()
+    rank.transport.known = []
+    rank.follow(order(route(1), number=2))
+    assert rank.transport.routes[0].hops
+
+
 def test_what_a_switch_is_about_to_replace_is_not_tried_again(rank):
     rank.ownership.sockets = [socket_to("10.1.0.2", 1, 20001)]
     rank.network.spine = {20001: 0}

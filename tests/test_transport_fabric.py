@@ -187,6 +187,22 @@ def test_a_path_that_is_not_there_is_told_and_the_connection_made() -> None:
         assert len(accepted) == 2 or told["error"] == errno.ERANGE
 
 
+def test_no_port_is_chosen_where_packets_are_sprayed() -> None:
+    with _fabric(4) as (fabric, a, to):
+        _serve(fabric, to, PORT)
+        # This policy takes the skb's hash, which is random for each socket inside one machine.
+        spray = "echo 1 > /proc/sys/net/ipv4/fib_multipath_hash_policy"
+        argv = ["ip", "netns", "exec", f"{fabric.prefix}leaf0", "sh", "-c", spray]
+        subprocess.run(argv, check=True)
+        client = Client(fabric, a, CRUX_TRANSPORT_PROBE_MS="3000")
+        told = [client.connect(to.address, routes=[_via(to, i % 4)]) for i in range(8)]
+        assert all(one["answered"] for one in told)
+        # Three repeats are all over one spine of four once in 64 searches.
+        refused = [one["error"] for one in told if one["how"] == "refused"]
+        assert len(refused) >= 6
+        assert set(refused) == {errno.ENOTUNIQ}
+
+
 def test_every_listed_hop_has_to_answer_as_planned() -> None:
     with _fabric(2) as (fabric, a, to):
         _serve(fabric, to, PORT)

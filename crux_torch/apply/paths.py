@@ -66,17 +66,24 @@ def routes_from(
     routes: Iterable[HostRoute],
     dscp: int | None,
     udp_ports: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    any_path: bool = False,
 ) -> tuple[Route, ...]:
     """The routes for the transport: one for each address.
 
     Args:
         dscp: that new connections carry from their first packet; None: the network's default.
         udp_ports: by destination, source ports that lead over the path (RoCEv2).
+        any_path: TCP connections keep the network's paths.
     """
     return tuple(
         Route(
             destination,
-            hops=tuple((ttl, address) for ttl, addresses in route.hops for address in addresses),
+            hops=tuple(
+                (ttl, address)
+                for ttl, addresses in (() if any_path else route.hops)
+                for address in addresses
+            ),
             dscp=dscp,
             udp_ports=(udp_ports or {}).get(destination, ()),
         )

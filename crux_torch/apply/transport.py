@@ -84,7 +84,8 @@ class Connection:
         how: how it got its settings; ``refused`` if at least one of them failed.
         error: errno of the last setting if it failed, else 0. If it was the search for a path:
             ETIMEDOUT, nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE, no source
-            port was left; ERANGE, a listed TTL reaches the destination itself.
+            port was left; ERANGE, a listed TTL reaches the destination itself; ENOTUNIQ, one source
+            port got answers from several paths, so packets are sprayed.
         owner: of a queue pair its communicator, if a label names it; of a socket the library that
             made the connection.
         local_port: of a queue pair the UDP source port, 0 if unknown.

@@ -6,6 +6,7 @@ take long runs in threads of its own, and is bounded.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ import msgspec
 
 from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
 from crux_torch.apply.queue_pairs import QueuePairs
-from crux_torch.apply.transport import Route, Transport
+from crux_torch.apply.transport import Connection, Route, Transport
 from crux_torch.c10d import gloo_rendezvous
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import Endpoint
@@ -96,6 +97,7 @@ class Steering:
         self._look_at_s = float("inf")
         self._looking: threading.Thread | None = None
         self._states: tuple[PathState, ...] = ()
+        self._sprayed = False
 
     def follow(self, order: Order, dscp_map: Sequence[int]) -> None:
         """Have new connections take the order's routes; replace the present ones if it says so.
@@ -133,6 +135,7 @@ class Steering:
         """Steer no more connections; existing ones stay where they are."""
         self._routes = ()
         self._states = ()
+        self._sprayed = False
         self._tell()
 
     def tick(self) -> None:
@@ -140,11 +143,10 @@ class Steering:
         if not self._routes or (self._looking is not None and self._looking.is_alive()):
             return
         assert self._transport is not None
+        known = self._transport.connections()
+        self._notice_spraying(known)
         connections = routed(
-            self._ownership.owned(),
-            self._ownership.own_listeners(),
-            self._transport.connections(),
-            self._routes,
+            self._ownership.owned(), self._ownership.own_listeners(), known, self._routes
         )[:MAX_LOOKED_AT]
         seen = frozenset(connection.id for connection in connections)
         if seen != self._seen:
@@ -168,6 +170,7 @@ class Steering:
                 {"to": route.dst, "hops": [list(hop) for hop in route.hops]}
                 for route in self._routes
             ],
+            "sprayed": self._sprayed,
             "generation": self._requested,
             "groups": [asdict(group) for group in self._switch.status()],
             **msgspec.structs.asdict(counts(states)),
@@ -175,11 +178,11 @@ class Steering:
         }
 
     def counts(self) -> PathCounts | None:
-        """How many connections take the planned path; None if no path is planned.
+        """How many connections take the planned path; None if none is planned or can be taken.
 
         During a switch none counts as missed, because the connections are about to be replaced.
         """
-        if not self._routes:
+        if not self._routes or self._sprayed:
             return None
         found = counts(self._states)
         if found.missed and any(group.state in UNDER_WAY for group in self._switch.status()):
@@ -209,10 +212,23 @@ class Steering:
         if self._transport is None:
             return
         with self._telling:
-            routes = routes_from(self._routes, self._dscp, self._search.found(self._routes))
+            ports = self._search.found(self._routes)
+            routes = routes_from(self._routes, self._dscp, ports, any_path=self._sprayed)
             if anew or routes != self._told:
                 self._transport.set_routes(routes)
                 self._told = routes
+
+    def _notice_spraying(self, known: Sequence[Connection]) -> None:
+        """Leave paths to a network on which one TCP port led to several."""
+        if self._sprayed or not any(c.kind == "tcp" and c.error == errno.ENOTUNIQ for c in known):
+            return
+        self._sprayed = True
+        self._warn(
+            "sprayed",
+            "the plan's paths are not taken by TCP connections: probes from one source port were "
+            "answered on several paths, so the network sprays packets",
+        )
+        self._tell()
 
     def _prepare(self, routes: tuple[HostRoute, ...]) -> None:
         """Find the queue pairs' source ports, then ask for the switch that is due."""

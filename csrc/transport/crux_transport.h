@@ -64,8 +64,9 @@ enum crux_how {
   CRUX_NEEDS_SWITCH = 5,  // only a new connection can have what is wanted
   // At least one setting failed; `error` says why. If it was the search for a path: ETIMEDOUT,
   // nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE, no source port was left;
-  // ERANGE, a listed TTL reaches the destination itself. After a failed search there is no other
-  // search for that destination for 10 s, or until the next routes.
+  // ERANGE, a listed TTL reaches the destination itself; ENOTUNIQ, one source port got answers from
+  // several paths, so packets are sprayed. After a failed search there is no other search for that
+  // destination for 10 s, or until the next routes.
   CRUX_REFUSED = 6
 };
 

@@ -15,6 +15,7 @@ using std::chrono::milliseconds;
 using Answer = SynProbe::Answer;
 
 constexpr int kAttempts = 3;               // of one port at one TTL
+constexpr int kRepeats = 3;                // that a port which passed every hop has to pass
 constexpr milliseconds kShortestWait{10};  // for the answers to a burst
 constexpr milliseconds kLongestWait{80};
 constexpr milliseconds kLongestPause{40};  // between bursts that went unanswered
@@ -56,6 +57,7 @@ struct Candidate {
   uint16_t port = 0;
   size_t hop = 0;    // the hop that is probed now; the earlier hops were right
   int attempts = 0;  // to probe this hop
+  int repeats = 0;   // probes of the last hop after the first that passed it
   SynProbe probe;
 };
 
@@ -80,6 +82,10 @@ class Search {
       if (judge()) return found_;
       adapt();
     }
+    // No time was left to repeat their probes.
+    for (const Candidate& candidate : passed_) {
+      if (take(candidate)) return found_;
+    }
     const int silence = found_.probes > 0 ? ETIMEDOUT : EADDRINUSE;
     found_.error = found_.via_ttl != 0 ? EHOSTUNREACH : silence;
     return found_;
@@ -92,9 +98,23 @@ class Search {
   }
   bool is_last(const Candidate& candidate) const { return candidate.hop + 1 == hops_.size(); }
 
-  // Ports that passed earlier hops, or got no answer, come before new ones.
+  bool take(const Candidate& candidate) {
+    if (!claim_(candidate.port)) return false;
+    found_.port = candidate.port;
+    found_.via_ttl = hops_[candidate.hop].ttl;
+    found_.via = candidate.probe.from();
+    return true;
+  }
+
+  // A port that passed every hop is probed again, alone. Otherwise, ports that passed earlier hops,
+  // or got no answer, come before new ones.
   void fill_burst() {
     burst_.clear();
+    if (!passed_.empty()) {
+      burst_.push_back(std::move(passed_.back()));
+      passed_.pop_back();
+      return;
+    }
     while (burst_.size() < width_ && !kept_.empty()) {
       burst_.push_back(std::move(kept_.back()));
       kept_.pop_back();
@@ -158,19 +178,29 @@ class Search {
         case Answer::kHop:
           found_.via_ttl = hops_[candidate.hop].ttl;
           found_.via = candidate.probe.from();
-          if (!passes(candidate)) break;
+          if (!passes(candidate)) {
+            if (candidate.repeats == 0) break;
+            found_.error = ENOTUNIQ;
+            return true;
+          }
+          candidate.attempts = 0;
           if (!is_last(candidate)) {
             ++candidate.hop;
-            candidate.attempts = 0;
             kept_.push_back(std::move(candidate));
-          } else if (claim_(candidate.port)) {
-            found_.port = candidate.port;
+          } else if (candidate.repeats < kRepeats) {
+            ++candidate.repeats;
+            passed_.push_back(std::move(candidate));
+          } else if (take(candidate)) {
             return true;
           }
           break;
         case Answer::kNone:
           ++silent_;
-          if (candidate.attempts < kAttempts) kept_.push_back(std::move(candidate));
+          if (candidate.attempts < kAttempts) {
+            (candidate.repeats > 0 ? passed_ : kept_).push_back(std::move(candidate));
+          } else if (candidate.repeats > 0 && take(candidate)) {
+            return true;
+          }
           break;
         case Answer::kFailed:
           break;
@@ -198,7 +228,7 @@ class Search {
   const std::function<bool(uint16_t)>& claim_;
   Clock::time_point end_;
   PortSupply supply_;
-  std::vector<Candidate> burst_, kept_;
+  std::vector<Candidate> burst_, kept_, passed_;
   size_t width_, silent_ = 0;
   milliseconds wait_ = kShortestWait, pause_{1};
   PathFound found_;

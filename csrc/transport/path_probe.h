@@ -28,9 +28,10 @@ struct PathFound {
 // for it.
 //
 // It tries the ports in the range of `ports`, from the `start`-th on. Routers limit the rate of
-// their ICMP errors, so it repeats unanswered probes in smaller bursts and after a pause. `claim`
-// has to take a port that was found. If it can't, because another socket was faster, the search
-// goes on.
+// their ICMP errors, so it repeats unanswered probes in smaller bursts and after a pause. A port
+// that was found is probed again. Where another router answers now, packets are sprayed and no port
+// leads anywhere. `claim` has to take a port that was found. If it can't, because another socket
+// was faster, the search goes on.
 PathFound find_port(const ProbedConnection& connection, const Route& route, const Routes& ports,
                     uint16_t start, const ProbeLimits& limits,
                     const std::function<bool(uint16_t)>& claim);
