@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,15 +96,20 @@ class Etcd:
         shutil.rmtree(self._folder / f"m{n}")
 
     def ctl(self, *arguments: str, **env: Any) -> str:
-        done = subprocess.run(
-            [*self._under, "etcdctl", "--endpoints", ",".join(self._urls), *arguments],
-            env={**os.environ, "ETCDCTL_API": "3", **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        """What etcdctl says; asked again for a minute while the members elect a leader."""
+        deadline_s = time.monotonic() + 60.0
+        while True:
+            done = subprocess.run(
+                [*self._under, "etcdctl", "--endpoints", ",".join(self._urls), *arguments],
+                env={**os.environ, "ETCDCTL_API": "3", **env},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            if done.returncode == 0:
+                return done.stdout
+            assert any(said in done.stderr for said in ("timed out", "leader")), done.stderr
+            assert time.monotonic() < deadline_s, done.stderr
 
 
 def certificates(folder: Path, authority: str) -> dict[str, str]:
