@@ -11,6 +11,9 @@ In the ablation one mechanism decides, and the other two are at their optimum:
   orders that compress to the optimum, the optimal one is the best when each job has its own level.
 
 So in each of the three the optimum itself is reached by the best decision.
+
+- **capped**: as paths, but only plans that keep the default policy's cap on slowdowns count, of the
+  optimum's, too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations, product
-from time import perf_counter, thread_time
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -40,13 +43,15 @@ from crux_torch.schedule.intensity import by_descending
 from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
 from crux_torch.schedule.policy import crux
 from crux_torch.schedule.rehearsal import Length, Rehearsal, RoutedJob
+from crux_torch.schedule.search import Assignment, dense
 from crux_torch.schedule.sincronia import compress_first, sincronia
+from crux_torch.schedule.slowdown_cap import SlowdownCap
 from crux_torch.schedule.taccl import taccl
 from crux_torch.schedule.varys import compress_balanced, varys
 from evaluation.small_case import SmallCase
 
 LEVELS = (0, 1, 2)
-MECHANISMS = ("paths", "priority", "compression")
+MECHANISMS = ("paths", "capped", "priority", "compression")
 #: Plays that judge; the default policy rehearses shorter ones, from other start times.
 JUDGED = Length(phases=4, iterations=400, rounds=16)
 #: Brief plays of everything, and how far below their best, as a share of it, a plan may be there to
@@ -117,6 +122,30 @@ class Table:
         """The utilisation on ``path`` under the levels that are best there."""
         row = self._row[tuple(tuple(path[name]) for name in self.names)]
         return self._best(row, np.ones(len(self.levels), bool))
+
+    def of_capped_paths(self, path: Mapping[str, tuple[int, ...]], cap: SlowdownCap) -> float:
+        """As :meth:`of_paths`, of the levels under which no job is slowed down beyond the cap."""
+        row = self._row[tuple(tuple(path[name]) for name in self.names)]
+        return self._judged(row, self._kept(row, cap))[0]
+
+    def capped_optimum(self, cap: SlowdownCap) -> float:
+        """The optimum of the plans that keep the cap."""
+        kept = [self._kept(row, cap) for row in range(len(self.paths))]
+        peaks = np.array([self.screened[row, k].max() for row, k in enumerate(kept)])
+        rows = np.flatnonzero(peaks >= peaks.max() * (1 - NEAR)).tolist()
+        return max(self._judged(row, kept[row])[0] for row in rows)
+
+    def _kept(self, row: int, cap: SlowdownCap) -> npt.NDArray[np.bool_]:
+        """The best of the levels that keep the cap, and those near them."""
+        kept = np.zeros(len(self.levels), bool)
+        least = -np.inf
+        for column in np.argsort(-self.screened[row], kind="stable").tolist():
+            if self.screened[row, column] < least:
+                break
+            if cap.keeps(Assignment(self.paths[row], dense(self.levels[column].tolist()))):
+                least = max(least, self.screened[row, column] * (1 - NEAR))
+                kept[column] = True
+        return kept
 
     def of_order(self, order: Order) -> float:
         """The utilisation of the best valid compression of ``order`` on the optimal paths."""
@@ -207,20 +236,24 @@ def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outc
     table = Table(case.cluster, len(LEVELS), length, threads=threads)
     reached: dict[tuple[str, str], tuple[float, float, float]] = {}
 
-    def add(mechanism: str, scheduler: str, decide: Callable[[], Any], worth: Any) -> None:
-        begin_s, cpu_begin_s = perf_counter(), thread_time()
+    def add(mechanism: str, scheduler: str, decide: Callable[[], Any], worth: Any) -> Any:
+        begin_s, cpu_begin_s = perf_counter(), process_time()
         decision = decide()
-        taken_s, cpu_s = perf_counter() - begin_s, thread_time() - cpu_begin_s
+        taken_s, cpu_s = perf_counter() - begin_s, process_time() - cpu_begin_s
         reached[mechanism, scheduler] = worth(decision), taken_s, cpu_s
+        return decision
 
     options = SchedulerOptions(LEVELS, seed=case.seed, default_path=case.default_path)
+    cap = SlowdownCap(arrays_of(case.cluster, remember=False), options.max_slowdown)
     for name, scheduler in PATHS.items():
-        add(
+        decision = add(
             "paths",
             name,
             partial(scheduler, case.cluster, options),
             lambda d: table.of_paths(d.path),
         )
+        _, *times_s = reached["paths", name]
+        reached["capped", name] = table.of_capped_paths(decision.path, cap), *times_s
     best = replace(options, default_path=table.best_path)
     for name, order_of in ORDERS.items():
         add("priority", name, partial(order_of, case.cluster, best), table.of_order)
@@ -229,9 +262,11 @@ def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outc
         add("compression", name, decide, table.of_levels)
     # What a decision reaches can be reached, even where brief plays had left it out.
     optimum = max([table.optimum, *(utilization for utilization, _, _ in reached.values())])
+    of_capped = [u for (mechanism, _), (u, _, _) in reached.items() if mechanism == "capped"]
+    optima = {"capped": max([table.capped_optimum(cap), *of_capped])}
     verdicts = {
-        place: Verdict(utilization / optimum, taken_s, cpu_s)
-        for place, (utilization, taken_s, cpu_s) in reached.items()
+        (mechanism, name): Verdict(utilization / optima.get(mechanism, optimum), taken_s, cpu_s)
+        for (mechanism, name), (utilization, taken_s, cpu_s) in reached.items()
     }
     return Outcome(case.seed, optimum, table.plays, verdicts)
 

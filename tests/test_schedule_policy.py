@@ -307,6 +307,19 @@ def test_the_search_leaves_its_starts_for_better_paths_and_levels() -> None:
     assert judge(rehearsal, [best])[best] > judge(rehearsal, [start])[start]
 
 
+@pytest.mark.parametrize("second_Bps", [1.0, 2.0])
+def test_a_search_takes_paths_that_play_alike_once(second_Bps: float) -> None:
+    """Two jobs on one of two links, or apart: of equal links it does not matter on which."""
+    flow = Flow(1.0, (("x",), ("y",)))
+    jobs = tuple(Job(name, 8, 8.0, 1.0, (flow,), (Burst(0.5, 1.0),)) for name in ("a", "b"))
+    rehearsal = Rehearsal(Cluster({"x": 1.0, "y": second_Bps}, jobs), BRIEF)
+    start = Assignment(((0,), (0,)), (0, 0))
+    found = search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 2), WORK)
+    together = sum(plan.path[0] == plan.path[1] for plan in found)
+    assert together == (1 if second_Bps == 1.0 else 2)
+    assert len(found) == together + 1
+
+
 class TestContentionFactors:
     def test_a_pair_of_jobs_gets_the_papers_factor(self) -> None:
         a, b = _job("a", 2.0, 2.0, at=1.0), _job("b", 1.0, 1.0, at=1.0)

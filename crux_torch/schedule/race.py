@@ -16,11 +16,13 @@ import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.schedule.arrays import FloatArray
-from crux_torch.schedule.rehearsal import Rehearsal
+from crux_torch.schedule.rehearsal import Rehearsal, share_computing
 from crux_torch.schedule.search import Assignment
 
 #: Iterations of a job, on average, in the first round; a share of a round runs before the count.
 _FIRST = 10
+#: And of the slowest job, where the budget affords them.
+_FIRST_OF_SLOWEST = 3
 _WARM_UP = 0.5
 #: Share of the warm-up that tells whether more than the favourite can be afforded at all.
 _PEEK = 0.1
@@ -50,13 +52,14 @@ class Run:
         self._engines = [
             rehearsal.engine(part, level, k) for part in parts for k in range(self._phases)
         ]
+        self._jobs = rehearsal.jobs
         self._index = {job.name: j for j, job in enumerate(rehearsal.jobs)}
         self._gpus = np.array([job.gpus for job in rehearsal.jobs])
         self._compute_s = np.array([job.compute_s for job in rehearsal.jobs])
         self._meets = np.zeros(len(routes), bool)
         self._meets[[j for part in parts for j in part.jobs]] = True
         self._period_s = np.array([route.period_s for route in routes])
-        self._begun: FloatArray = np.zeros((self._phases, len(routes)))
+        self._begun = [engine.results() for engine in self._engines]
         self._span_s = 0.0
 
     def advance(self, until_s: float) -> None:
@@ -66,35 +69,34 @@ class Run:
 
     def begin(self) -> None:
         """Count from here."""
-        self._begun = self._computed()
+        self._begun = [engine.results() for engine in self._engines]
         self._span_s = -self._now_s
 
     def busy_gpus(self) -> FloatArray:
         """GPUs that compute, from each set of start times, since the count began."""
-        span_s = self._now_s + self._span_s
-        if not self._engines:
-            return np.full(self._phases, self._alone)
-        return np.asarray(self._alone + (self._computed() - self._begun) @ self._gpus / span_s)
+        return np.asarray(self._alone + self._shares() @ self._gpus)
 
     def iteration_s(self) -> FloatArray:
         """Mean iteration of each job, over all sets of start times, since the count began."""
-        computed_s = (self._computed() - self._begun).sum(axis=0)
-        span_s = self._phases * (self._now_s + self._span_s)
-        mean_s = np.full(len(computed_s), np.inf)
-        np.divide(self._compute_s * span_s, computed_s, out=mean_s, where=computed_s > 0)
+        share = self._shares().mean(axis=0)
+        mean_s = np.full(len(share), np.inf)
+        np.divide(self._compute_s, share, out=mean_s, where=share > 0)
         return np.where(self._meets & (self._compute_s > 0), mean_s, self._period_s)
 
     @property
     def _now_s(self) -> float:
         return self._engines[0].now_s if self._engines else 0.0
 
-    def _computed(self) -> FloatArray:
-        """Seconds, from each set of start times (row), of each job."""
-        total = np.zeros((self._phases, len(self._index)))
-        for e, engine in enumerate(self._engines):
-            for name, done in engine.results().items():
-                total[e % self._phases, self._index[name]] = done["compute_s"]
-        return total
+    def _shares(self) -> FloatArray:
+        """Share of the time, from each set of start times (row), in which each job computes."""
+        span_s = self._now_s + self._span_s
+        share = np.zeros((self._phases, len(self._index)))
+        for e, (engine, before) in enumerate(zip(self._engines, self._begun, strict=True)):
+            for name, after in engine.results().items():
+                j = self._index[name]
+                job = self._jobs[j]
+                share[e % self._phases, j] = share_computing(job, before[name], after, span_s)
+        return share
 
 
 def race(
@@ -145,6 +147,10 @@ def race(
     safe = [first, *(Run(rehearsal, plan) for plan in safe_plans[1:])]
     taken = dict.fromkeys(islice(plans, max(0, affordable)))
     others = [Run(rehearsal, plan) for plan in taken if plan not in safe_plans]
+    longer = _FIRST_ROUND * work / max(1.0, first_round * (len(safe) + len(others)))
+    enough_s = max(length_s, _FIRST_OF_SLOWEST * max(periods_s))
+    length_s = min(enough_s, max(1.0, longer) * length_s, longest_s)
+    now_s = _WARM_UP * length_s
     for run in (*safe, *others):
         run.advance(now_s)
         run.begin()

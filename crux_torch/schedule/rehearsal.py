@@ -239,7 +239,7 @@ class Rehearsal:
                 after = engines[e].results()
                 for job in (self.jobs[j] for j in part.jobs):
                     span_s = until_s[e] - warm_s[e]
-                    share = _computing(job, before[e][job.name], after[job.name], span_s)
+                    share = share_computing(job, before[e][job.name], after[job.name], span_s)
                     busy += job.gpus * share
             self._played[key] = busy / self._length.phases
         return True
@@ -312,7 +312,9 @@ def _distinct_links(
     ]
 
 
-def _computing(job: Job, before: _fluid.JobResult, after: _fluid.JobResult, span_s: float) -> float:
+def share_computing(
+    job: Job, before: _fluid.JobResult, after: _fluid.JobResult, span_s: float
+) -> float:
     """Share of the time in which a job computes, by the iterations that it ended in ``span_s``.
 
     Whole iterations, since a few of a slow job's would otherwise be outweighed by where the play

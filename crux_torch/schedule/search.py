@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from crux_torch.schedule.model import Job
-from crux_torch.schedule.rehearsal import Rehearsal
+from crux_torch.schedule.rehearsal import Rehearsal, RoutedJob
 
 #: Choices of paths that one job is offered at a time.
 _ALTERNATIVES = 8
@@ -46,13 +46,14 @@ def search(
     """The best plans found, the best first: from ``starts`` on to the best of their moves.
 
     This is a beam search. It continues from ``BEAM`` plans with different paths at a time, so that
-    paths that need other levels to be best are not lost. All starts are judged, so that the best
-    is no worse than any of them. ``work`` is the budget of the rehearsal; the plans of a step are
-    taken in parts, each cut to half of what is left, at the mean work of the plays so far. Only
+    paths that need other levels to be best are not lost. Paths that play alike, such as all jobs
+    over the other one of two equal switches, are not different. All starts are judged, so that the
+    best is no worse than any of them. ``work`` is the budget of the rehearsal; the plans of a step
+    are taken in parts, each cut to half of what is left, at the mean work of the plays so far. Only
     ``allowed`` plans, the first start among them, are grown and returned.
     """
     busy = judge(rehearsal, starts)
-    beam = _beam(busy, allowed)
+    beam = _beam(rehearsal, busy, allowed)
     grown: set[Assignment] = set()
     while ready := [plan for plan in beam if plan not in grown]:
         grown.update(ready)
@@ -65,7 +66,7 @@ def search(
             if not step:
                 break
             busy |= judge(rehearsal, list(step))
-        beam = _beam(busy, allowed)
+        beam = _beam(rehearsal, busy, allowed)
     return beam
 
 
@@ -75,10 +76,7 @@ def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment,
     for plan in plans:
         by_path.setdefault(plan.path, []).append(plan)
     values = rehearsal.busy_gpus(
-        (
-            [rehearsal.route(j, own) for j, own in enumerate(path)],
-            np.array([plan.level for plan in same], np.int64),
-        )
+        (_routes(rehearsal, path), np.array([plan.level for plan in same], np.int64))
         for path, same in by_path.items()
     )
     judged = (plan for same in by_path.values() for plan in same)
@@ -87,19 +85,27 @@ def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment,
 
 def can_be_played(rehearsal: Rehearsal, plan: Assignment, work: int) -> bool:
     """Whether a plan can be judged within so much work."""
-    routes = [rehearsal.route(j, own) for j, own in enumerate(plan.path)]
-    return rehearsal.takes_at_most(work, routes, np.array(plan.level, np.int64))
+    level = np.array(plan.level, np.int64)
+    return rehearsal.takes_at_most(work, _routes(rehearsal, plan.path), level)
+
+
+def _routes(rehearsal: Rehearsal, path: JobPaths) -> list[RoutedJob]:
+    return [rehearsal.route(j, own) for j, own in enumerate(path)]
 
 
 def _beam(
-    busy: Mapping[Assignment, float], allowed: Callable[[Assignment], bool]
+    rehearsal: Rehearsal,
+    busy: Mapping[Assignment, float],
+    allowed: Callable[[Assignment], bool],
 ) -> list[Assignment]:
     """The best plans of different paths, the best first; of equals the one judged first."""
-    best: dict[JobPaths, float] = {}
+    known: set[frozenset[object]] = set()
     beam: list[Assignment] = []
     for plan in sorted(busy, key=lambda plan: -busy[plan]):
-        if plan.path not in best and allowed(plan):
-            best[plan.path] = busy[plan]
+        parts = rehearsal.parts(_routes(rehearsal, plan.path))[1]
+        plays = frozenset(part.key for part in parts)
+        if plays not in known and allowed(plan):
+            known.add(plays)
             beam.append(plan)
             if len(beam) == BEAM:
                 break

@@ -31,6 +31,7 @@ from evaluation.small_case import AGGREGATIONS, HOSTS, JOBS, RING_MODELS, TORS, 
 
 TITLES = {
     "paths": "Path selection (§4.1)",
+    "capped": "Path selection where no job may be slowed down beyond the default's cap",
     "priority": "Priority assignment (§4.2)",
     "compression": "Priority compression (§4.3)",
 }
