@@ -2,10 +2,10 @@
 
     python benchmarks/coupling.py [--json FILE] [--out DIR]
 
-Jobs that reduce their gradients in rings over three leaves, with strict priority, are played packet
-by packet in ns-3 (benchmarks/ns3_rings.cc; Debian: ``apt-get install g++ libns3-dev libgsl-dev``),
-and in the fluid engine under each coupling. A ring of ns-3 sends on what it has received, over
-connections with a window, through queues that drop nothing.
+Jobs that reduce their gradients in rings over leaves and a spine, with strict priority, are played
+packet by packet in ns-3 (benchmarks/ns3_rings.cc; Debian: ``apt-get install g++ libns3-dev
+libgsl-dev``), and in the fluid engine under each coupling. A ring of ns-3 sends on what it has
+received, over connections with a window, through queues that drop nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -31,7 +31,7 @@ from crux_torch.sim.play import play
 
 SOURCE = Path(__file__).with_name("ns3_rings.cc")
 MODULES = ("ns3-core", "ns3-internet", "ns3-network", "ns3-point-to-point", "ns3-traffic-control")
-LEAVES = 3
+LEAVES = 4
 RATE_BPS = 3.125e6
 #: Payload of a datagram by what a link carries for it.
 PAYLOAD = 1472 / 1502
@@ -39,55 +39,100 @@ PAYLOAD = 1472 / 1502
 WINDOW = 125_000
 #: Half of it may wait at each of a path's two links.
 SLACK = WINDOW / 2
-#: What bounds how far the parts of one job's transfer may be apart in the fluid engine.
-COUPLINGS: dict[str, float | None] = {"job": None, "link": float("inf"), "slack": SLACK}
+
+
+class Coupling(NamedTuple):
+    """What moves together in the fluid engine.
+
+    Attributes:
+        apart: each ring moves on its own.
+        slack_bytes: see :func:`crux_torch.sim.play.with_slack`.
+    """
+
+    apart: bool
+    slack_bytes: float | None
+
+
+COUPLINGS = {
+    "job": Coupling(False, None),
+    "ring": Coupling(True, None),
+    "link": Coupling(False, float("inf")),
+    "slack": Coupling(False, SLACK),
+    "ring+slack": Coupling(True, SLACK),
+}
 
 
 @dataclass(frozen=True)
-class Ring:
-    """A job: its level, computation, gradients, start, and the leaf of each rank."""
+class Reducer:
+    """A job.
+
+    Attributes:
+        bytes: that each of its rings reduces.
+        rings: for each ring the leaf of each rank.
+    """
 
     level: int
     compute_s: float
     bytes: int
     start_s: float
-    leaves: tuple[int, ...]
+    rings: tuple[tuple[int, ...], ...]
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends in an iteration."""
-        return 2 * (len(self.leaves) - 1) / len(self.leaves) * self.bytes
+        """Bytes that each rank sends in an iteration, in each ring."""
+        ranks = len(self.rings[0])
+        return 2 * (ranks - 1) / ranks * self.bytes
 
 
 #: A ring below three pairs, as in that scenario of the contest; bytes and rate are a quarter.
 STARVE = (
-    Ring(0, 0.20, 500_000, 0.0, (0, 1, 2)),
-    Ring(1, 0.09, 357_500, 0.1, (0, 1)),
-    Ring(2, 0.11, 357_500, 0.2, (1, 2)),
-    Ring(3, 0.13, 357_500, 0.3, (2, 0)),
+    Reducer(0, 0.20, 500_000, 0.0, ((0, 1, 2),)),
+    Reducer(1, 0.09, 357_500, 0.1, ((0, 1),)),
+    Reducer(2, 0.11, 357_500, 0.2, ((1, 2),)),
+    Reducer(3, 0.13, 357_500, 0.3, ((2, 0),)),
 )
 TWO_RINGS = (
-    Ring(0, 0.20, 500_000, 0.0, (0, 1, 2)),
-    Ring(1, 0.15, 350_000, 0.1, (2, 1, 0)),
+    Reducer(0, 0.20, 500_000, 0.0, ((0, 1, 2),)),
+    Reducer(1, 0.15, 350_000, 0.1, ((2, 1, 0),)),
+)
+#: A job with a ring in each of two pairs of leaves, below a job in each pair.
+RAILS = (
+    Reducer(0, 0.20, 300_000, 0.0, ((0, 1), (2, 3))),
+    Reducer(1, 0.12, 357_500, 0.1, ((0, 1),)),
+    Reducer(2, 0.13, 357_500, 0.2, ((2, 3),)),
 )
 
 
-def drawn(seed: int) -> tuple[Ring, ...]:
+def drawn(seed: int) -> tuple[Reducer, ...]:
     """Two to four jobs on levels of their own."""
     rng = random.Random(seed)
     places = [(0, 1, 2), (0, 1), (1, 2), (2, 0)]
     chosen = rng.sample(places, rng.randint(2, 4))
     levels = rng.sample(range(4), len(chosen))
     return tuple(
-        Ring(
+        Reducer(
             level,
             rng.uniform(0.05, 0.3),
             rng.randrange(100_000, 800_000),
             rng.uniform(0.0, 0.3),
-            leaves,
+            (leaves,),
         )
         for level, leaves in zip(levels, chosen, strict=True)
     )
+
+
+def drawn_rails(seed: int) -> tuple[Reducer, ...]:
+    """Two to four jobs on levels of their own or on one, each with one ring or two."""
+    rng = random.Random(f"rails {seed}")
+    count = rng.randint(2, 4)
+    levels = rng.choice((rng.sample(range(4), count), [0] * count))
+    found = []
+    for level in levels:
+        rings = [tuple(rng.sample(range(LEAVES), 2)) for _ in range(rng.randint(1, 2))]
+        times_s = rng.uniform(0.05, 0.3), rng.uniform(0.0, 0.3)
+        size = rng.randrange(100_000, 500_000)
+        found.append(Reducer(level, times_s[0], size, times_s[1], tuple(rings)))
+    return tuple(found)
 
 
 def build(folder: Path) -> Path:
@@ -117,14 +162,13 @@ def build(folder: Path) -> Path:
     return program
 
 
-def packets(program: Path, rings: Sequence[Ring], horizon_s: float) -> list[float | None]:
+def packets(program: Path, jobs: Sequence[Reducer], horizon_s: float) -> list[float | None]:
     """Mean iteration of each job in ns-3; None where none ended."""
-    lines = [f"{LEAVES} {RATE_BPS:.0f} {WINDOW} {horizon_s}", str(len(rings))]
-    for ring in rings:
-        places = " ".join(map(str, ring.leaves))
-        lines.append(
-            f"{ring.level} {ring.compute_s} {ring.bytes} {ring.start_s} {len(ring.leaves)} {places}"
-        )
+    lines = [f"{LEAVES} {RATE_BPS:.0f} {WINDOW} {horizon_s}", str(len(jobs))]
+    for job in jobs:
+        shape = f"{len(job.rings[0])} {len(job.rings)}"
+        places = " ".join(str(leaf) for ring in job.rings for leaf in ring)
+        lines.append(f"{job.level} {job.compute_s} {job.bytes} {job.start_s} {shape} {places}")
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(lines) + "\n")
         file.flush()
@@ -133,37 +177,43 @@ def packets(program: Path, rings: Sequence[Ring], horizon_s: float) -> list[floa
     return [float(mean) if int(ended) else None for ended, mean in found]
 
 
-def fluid(rings: Sequence[Ring], horizon_s: float, slack_bytes: float | None) -> list[float | None]:
+def fluid(reducers: Sequence[Reducer], horizon_s: float, coupling: Coupling) -> list[float | None]:
     """As :func:`packets`, in the fluid engine."""
     links = [f"{way}{leaf}" for way in ("up", "down") for leaf in range(LEAVES)]
     jobs = []
-    for i, ring in enumerate(rings):
-        hops = zip(ring.leaves, (*ring.leaves[1:], ring.leaves[0]), strict=True)
-        flows = tuple(Flow(ring.sent, ((f"up{a}", f"down{b}"),)) for a, b in hops)
-        jobs.append(Job(str(i), len(ring.leaves), 1.0, ring.compute_s, flows))
+    for i, job in enumerate(reducers):
+        hops = [
+            (number, f"up{a}", f"down{b}")
+            for number, ring in enumerate(job.rings)
+            for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+        ]
+        flows = tuple(Flow(job.sent, ((up, down),)) for _, up, down in hops)
+        parts = tuple(number for number, *_ in hops) if coupling.apart else ()
+        jobs.append(Job(str(i), len(job.rings[0]), 1.0, job.compute_s, flows, parts=parts))
     cluster = Cluster(dict.fromkeys(links, RATE_BPS * PAYLOAD), tuple(jobs))
     decision = Decision(
         path={job.name: (0,) * len(job.flows) for job in jobs},
-        level={str(i): ring.level for i, ring in enumerate(rings)},
+        level={str(i): job.level for i, job in enumerate(reducers)},
     )
-    start_s = {str(i): ring.start_s for i, ring in enumerate(rings)}
+    start_s = {str(i): job.start_s for i, job in enumerate(reducers)}
+    slack_bytes = coupling.slack_bytes
     report = play(cluster, decision, horizon_s, start_s=start_s, slack_bytes=slack_bytes)
     return [report.jobs[job.name].mean_iteration_s for job in jobs]
 
 
-def measure(program: Path, name: str, rings: Sequence[Ring], horizon_s: float) -> dict[str, Any]:
+def measure(program: Path, name: str, jobs: Sequence[Reducer], horizon_s: float) -> dict[str, Any]:
     """One case under both simulators: seconds of each job's mean iteration."""
     return {
         "case": name,
-        "ns3": packets(program, rings, horizon_s),
-        **{what: fluid(rings, horizon_s, slack) for what, slack in COUPLINGS.items()},
+        "ns3": packets(program, jobs, horizon_s),
+        **{what: fluid(jobs, horizon_s, coupling) for what, coupling in COUPLINGS.items()},
     }
 
 
 def table(rows: Sequence[dict[str, Any]], horizon_s: float) -> str:
     """The cases, and each coupling's error."""
     lines = [
-        "mean iteration of each job in s, the lowest level first in starve and two-rings",
+        "mean iteration of each job in s, the lowest level first in starve, two-rings and rails",
         f"  {'case':<12}{'in ns-3':<34}" + "".join(f"{what:<34}" for what in COUPLINGS),
     ]
     for row in rows:
@@ -196,15 +246,18 @@ def main(count: int, horizon_s: float, json_path: Path | None, out: Path | None)
     """Compare the fluid engine's couplings with packets in ns-3."""
     cases = {
         "starve": STARVE,
-        "fair": tuple(replace(ring, level=0) for ring in STARVE),
+        "fair": tuple(replace(job, level=0) for job in STARVE),
         "two-rings": TWO_RINGS,
+        "rails": RAILS,
+        "rails-fair": tuple(replace(job, level=0) for job in RAILS),
         **{f"drawn-{seed}": drawn(seed) for seed in range(count)},
+        **{f"rails-{seed}": drawn_rails(seed) for seed in range(count)},
     }
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         rows = []
-        for name, rings in cases.items():
-            rows.append(measure(program, name, rings, horizon_s))
+        for name, jobs in cases.items():
+            rows.append(measure(program, name, jobs, horizon_s))
             click.echo(name, err=True)
     settings = {"horizon_s": horizon_s, "rate_Bps": RATE_BPS, "window_bytes": WINDOW}
     publish(

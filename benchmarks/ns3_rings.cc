@@ -1,15 +1,16 @@
-// Plays jobs that compute and then reduce their gradients in a ring, packet by packet, in ns-3.
+// Plays jobs that compute and then reduce their gradients in rings, packet by packet, in ns-3.
 //
 // Usage: ns3_rings FILE. The file holds numbers only:
 //   leaves, link bytes/s, a connection's window in bytes, horizon in s; jobs, then for each one:
-//   level (0 to 3, higher first), compute_s, bytes of its gradients, start_s, ranks, then the leaf
-//   of each rank.
+//   level (0 to 3, higher first), compute_s, bytes that each ring reduces, start_s, ranks, rings,
+//   then for each ring the leaf of each rank.
 // Each job prints a line: iterations of rank 0 that ended, and their mean length in s.
 //
-// Every rank has a host of its own. All leaves are connected to one spine by links of the given
+// Every rank has a host of its own for each ring. All leaves are connected to one spine by links of the given
 // rate, whose two ends serve four classes in strict priority, and drop nothing. A rank sends to the
 // next one over one connection: datagrams, of which a window may be on their way without an answer.
 // Of the 2(P-1) chunks it sends its own first, and each later one as it receives the one before.
+// It computes again when all its rings are done.
 
 #include <ns3/core-module.h>
 #include <ns3/internet-module.h>
@@ -21,8 +22,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <queue>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -38,25 +41,42 @@ struct Job {
   double compute_s = 0.0;
   std::uint64_t bytes = 0;
   double start_s = 0.0;
-  std::vector<std::uint32_t> leaves;
+  std::vector<std::vector<std::uint32_t>> leaves;  // of each ring, of each rank
 };
 
-class Rank {
+// A rank's two ends in one ring.
+class Channel {
  public:
-  Rank(const Job& job, ns3::Ptr<ns3::Node> node, ns3::Ipv4Address next, ns3::Ipv4Address previous,
-       std::uint64_t window)
-      : job_(job), window_(window), chunk_(job.bytes / job.leaves.size()) {
-    whole_ = chunk_ * 2 * (job.leaves.size() - 1);
+  Channel(const Job& job, ns3::Ptr<ns3::Node> node, ns3::Ipv4Address next,
+          ns3::Ipv4Address previous, std::uint64_t window, std::function<void()> look)
+      : level_(job.level),
+        window_(window),
+        chunk_(job.bytes / job.leaves[0].size()),
+        whole_(chunk_ * 2 * (job.leaves[0].size() - 1)),
+        look_(std::move(look)) {
     in_ = Open(node, kDataPort, ns3::InetSocketAddress(previous, kAnswerPort));
-    in_->SetRecvCallback(ns3::MakeCallback(&Rank::Receive, this));
+    in_->SetRecvCallback(ns3::MakeCallback(&Channel::Receive, this));
     out_ = Open(node, kAnswerPort, ns3::InetSocketAddress(next, kDataPort));
-    out_->SetRecvCallback(ns3::MakeCallback(&Rank::Answered, this));
-    ns3::Simulator::Schedule(ns3::Seconds(job.start_s + job.compute_s), &Rank::Reduce, this);
+    out_->SetRecvCallback(ns3::MakeCallback(&Channel::Answered, this));
   }
 
-  void Print() const {
-    std::printf("%llu %.9f\n", static_cast<unsigned long long>(done_),
-                done_ > 0 ? (last_end_s_ - job_.start_s) / static_cast<double>(done_) : 0.0);
+  // Sends what may be sent in the iteration after `done` others.
+  void Send(std::uint64_t done) {
+    const std::uint64_t end = whole_ * (done + 1);
+    const std::uint64_t may = std::min(end, whole_ * done + Here(done) + chunk_);
+    while (sent_ < may && on_their_way_ < window_) {
+      const auto size = static_cast<std::uint32_t>(std::min<std::uint64_t>(may - sent_, kDatagram));
+      if (size < kDatagram && may < end) break;  // more will follow
+      out_->Send(ns3::Create<ns3::Packet>(size));
+      sent_ += size;
+      on_their_way_ += size;
+      sizes_.push(size);
+    }
+  }
+
+  // Whether that iteration is complete here.
+  bool Complete(std::uint64_t done) const {
+    return Here(done) >= whole_ && sent_ >= whole_ * (done + 1);
   }
 
  private:
@@ -66,13 +86,12 @@ class Rank {
     socket->SetAttribute("RcvBufSize", ns3::UintegerValue(1 << 30));
     socket->Bind(ns3::InetSocketAddress(ns3::Ipv4Address::GetAny(), port));
     socket->Connect(peer);
-    socket->SetIpTos(kTypeOfService[job_.level]);  // connecting sets it, too
+    socket->SetIpTos(kTypeOfService[level_]);  // connecting sets it, too
     return socket;
   }
 
-  void Reduce() {
-    ready_ = true;
-    Look();
+  std::uint64_t Here(std::uint64_t done) const {
+    return received_ > whole_ * done ? received_ - whole_ * done : 0;
   }
 
   void Receive(ns3::Ptr<ns3::Socket> socket) {
@@ -81,7 +100,7 @@ class Rank {
       // The answer is as long as a header; what it answers is known, since nothing is lost.
       socket->Send(ns3::Create<ns3::Packet>(0));
     }
-    Look();
+    look_();
   }
 
   void Answered(ns3::Ptr<ns3::Socket> socket) {
@@ -89,24 +108,54 @@ class Rank {
       on_their_way_ -= sizes_.front();
       sizes_.pop();
     }
+    look_();
+  }
+
+  std::uint32_t level_;
+  std::uint64_t window_;
+  std::uint64_t chunk_;
+  std::uint64_t whole_;  // bytes of an iteration over one connection
+  std::function<void()> look_;
+  ns3::Ptr<ns3::Socket> in_;
+  ns3::Ptr<ns3::Socket> out_;
+  std::uint64_t sent_ = 0;
+  std::uint64_t received_ = 0;
+  std::uint64_t on_their_way_ = 0;
+  std::queue<std::uint32_t> sizes_;  // of the datagrams on their way
+};
+
+class Rank {
+ public:
+  explicit Rank(const Job& job) : job_(job) {
+    ns3::Simulator::Schedule(ns3::Seconds(job.start_s + job.compute_s), &Rank::Reduce, this);
+  }
+
+  void Join(ns3::Ptr<ns3::Node> node, ns3::Ipv4Address next, ns3::Ipv4Address previous,
+            std::uint64_t window) {
+    channels_.push_back(
+        std::make_unique<Channel>(job_, node, next, previous, window, [this] { Look(); }));
+  }
+
+  void Print() const {
+    std::printf("%llu %.9f\n", static_cast<unsigned long long>(done_),
+                done_ > 0 ? (last_end_s_ - job_.start_s) / static_cast<double>(done_) : 0.0);
+  }
+
+ private:
+  void Reduce() {
+    ready_ = true;
     Look();
   }
 
-  // Ends the iteration that is complete, and sends what may be sent.
+  // Sends what may be sent, and ends the iteration that is complete in all rings.
   void Look() {
     if (!ready_) return;
-    const std::uint64_t begin = whole_ * done_;
-    const std::uint64_t here = received_ > begin ? received_ - begin : 0;
-    const std::uint64_t may = begin + std::min(whole_, here + chunk_);
-    while (sent_ < may && on_their_way_ < window_) {
-      const auto size = static_cast<std::uint32_t>(std::min<std::uint64_t>(may - sent_, kDatagram));
-      if (size < kDatagram && may < begin + whole_) break;  // more will follow
-      out_->Send(ns3::Create<ns3::Packet>(size));
-      sent_ += size;
-      on_their_way_ += size;
-      sizes_.push(size);
+    bool complete = true;
+    for (const auto& channel : channels_) {
+      channel->Send(done_);
+      complete = complete && channel->Complete(done_);
     }
-    if (here < whole_ || sent_ < begin + whole_) return;
+    if (!complete) return;
     ready_ = false;
     ++done_;
     last_end_s_ = ns3::Simulator::Now().GetSeconds();
@@ -114,15 +163,7 @@ class Rank {
   }
 
   const Job& job_;
-  std::uint64_t window_;
-  std::uint64_t chunk_;
-  ns3::Ptr<ns3::Socket> in_;
-  ns3::Ptr<ns3::Socket> out_;
-  std::uint64_t whole_ = 0;  // bytes of an iteration over one connection
-  std::uint64_t sent_ = 0;
-  std::uint64_t received_ = 0;
-  std::uint64_t on_their_way_ = 0;
-  std::queue<std::uint32_t> sizes_;  // of the datagrams on their way
+  std::vector<std::unique_ptr<Channel>> channels_;
   std::uint64_t done_ = 0;
   bool ready_ = false;  // computed, and not yet done
   double last_end_s_ = 0.0;
@@ -156,9 +197,12 @@ int main(int argc, char** argv) {
   std::vector<Job> jobs(job_count);
   for (Job& job : jobs) {
     std::size_t ranks = 0;
-    file >> job.level >> job.compute_s >> job.bytes >> job.start_s >> ranks;
-    job.leaves.resize(ranks);
-    for (std::uint32_t& leaf : job.leaves) file >> leaf;
+    std::size_t rings = 0;
+    file >> job.level >> job.compute_s >> job.bytes >> job.start_s >> ranks >> rings;
+    job.leaves.assign(rings, std::vector<std::uint32_t>(ranks));
+    for (auto& ring : job.leaves) {
+      for (std::uint32_t& leaf : ring) file >> leaf;
+    }
   }
   if (!file) {
     std::fprintf(stderr, "%s: expected numbers\n", argv[1]);
@@ -188,17 +232,20 @@ int main(int argc, char** argv) {
     ns3::Ptr<ns3::Node> node;
     ns3::Ipv4Address address;
   };
-  std::vector<std::vector<Host>> hosts;
+  std::vector<std::vector<std::vector<Host>>> hosts;  // of each job's rings
   for (const Job& job : jobs) {
     hosts.emplace_back();
-    for (std::uint32_t leaf : job.leaves) {
-      ns3::NodeContainer node(1);
-      stack.Install(node);
-      const ns3::NetDeviceContainer ends = cable.Install(node.Get(0), leaves.Get(leaf));
-      Prioritise(ends);
-      const ns3::Ipv4InterfaceContainer given = addresses.Assign(ends);
-      addresses.NewNetwork();
-      hosts.back().push_back({node.Get(0), given.GetAddress(0)});
+    for (const auto& ring : job.leaves) {
+      hosts.back().emplace_back();
+      for (std::uint32_t leaf : ring) {
+        ns3::NodeContainer node(1);
+        stack.Install(node);
+        const ns3::NetDeviceContainer ends = cable.Install(node.Get(0), leaves.Get(leaf));
+        Prioritise(ends);
+        const ns3::Ipv4InterfaceContainer given = addresses.Assign(ends);
+        addresses.NewNetwork();
+        hosts.back().back().push_back({node.Get(0), given.GetAddress(0)});
+      }
     }
   }
   ns3::Ipv4GlobalRoutingHelper::PopulateRoutingTables();
@@ -206,11 +253,13 @@ int main(int argc, char** argv) {
   std::vector<std::vector<std::unique_ptr<Rank>>> ranks;
   for (std::size_t j = 0; j < jobs.size(); ++j) {
     ranks.emplace_back();
-    const std::size_t size = hosts[j].size();
+    const std::size_t size = jobs[j].leaves[0].size();
     for (std::size_t r = 0; r < size; ++r) {
-      ranks.back().push_back(
-          std::make_unique<Rank>(jobs[j], hosts[j][r].node, hosts[j][(r + 1) % size].address,
-                                 hosts[j][(r + size - 1) % size].address, window));
+      ranks.back().push_back(std::make_unique<Rank>(jobs[j]));
+      for (const auto& ring : hosts[j]) {
+        ranks.back().back()->Join(ring[r].node, ring[(r + 1) % size].address,
+                                  ring[(r + size - 1) % size].address, window);
+      }
     }
   }
   ns3::Simulator::Stop(ns3::Seconds(horizon_s));

@@ -83,6 +83,7 @@ class Setup:
         connections: flows, each with a path of its own, that a hop of a ring is split into. NCCL
             runs every ring that it finds twice (graph/connect.cc: "duplicate the channels"), each
             over one queue pair (NCCL_IB_QPS_PER_CONNECTION is 1).
+        rings_apart: whether each ring of a job moves on its own.
         gradient_start: for all jobs; None: the recipes'.
         gradient_bytes_per_parameter: for all jobs; None: the recipes'.
     """
@@ -91,6 +92,7 @@ class Setup:
     tor_aggregation_links: int = 2
     nic_Gbps: float = 200.0
     connections: int = 2
+    rings_apart: bool = False
     gradient_start: float | None = None
     gradient_bytes_per_parameter: int | None = None
 
@@ -246,6 +248,7 @@ def jobs_of(case: Case, topology: Topology, setup: Setup) -> tuple[Job, ...]:
                 topology,
                 gradient_start=start,
                 connections=setup.connections,
+                apart=setup.rings_apart,
             )
         )
     return tuple(jobs)

@@ -6,12 +6,12 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch._fluid import Engine, SpecError
 from crux_torch.schedule.model import Cluster, Decision, Flow, Job
-from crux_torch.sim.play import MAX_PIECES, play, run_scenario, with_slack
+from crux_torch.sim.play import MAX_PIECES, Report, play, run_scenario, with_slack
 from crux_torch.sim.scenario import ScenarioError, parse_scenario
 
 LINKS = ("a", "b", "c")
@@ -175,6 +175,74 @@ def test_slack_frees_a_ring_between_two_jobs() -> None:
     free = play(cluster, decision, 300.0, start_s=start_s, slack_bytes=1.0)
     assert coupled.jobs["ring"].completed == 0
     assert free.jobs["ring"].mean_iteration_s == pytest.approx(3.0)
+
+
+def meeting(parts: tuple[int, ...], paths: list[tuple[str, ...]]) -> Cluster:
+    """A job with a flow on each of the paths, and a job on each of two links."""
+    flows = tuple(Flow(1.0, (path,)) for path in paths)
+    above = tuple(Job("on " + link, 1, 1.0, 1.0, (Flow(1.0, ((link,),)),)) for link in ("a", "b"))
+    return Cluster(
+        dict.fromkeys(LINKS, 1.0), (Job("rings", 1, 1.0, 1.0, flows, parts=parts), *above)
+    )
+
+
+def played_below(cluster: Cluster, horizon_s: float) -> Report:
+    """The jobs on links of their own go first, in turn."""
+    decision = Decision(
+        path={job.name: (0,) * len(job.flows) for job in cluster.jobs},
+        level={"rings": 0, "on a": 1, "on b": 1},
+    )
+    return play(cluster, decision, horizon_s, start_s={"on b": 1.0})
+
+
+def test_each_ring_uses_the_links_that_are_free() -> None:
+    # Of two links one is always taken.
+    whole = played_below(meeting((), [("a",), ("b",)]), 300.0)
+    apart = played_below(meeting((0, 1), [("a",), ("b",)]), 300.0)
+    assert (whole.jobs["rings"].completed, apart.jobs["rings"].completed) == (0, 100)
+
+
+def test_a_ring_needs_all_its_links_at_once() -> None:
+    apart = played_below(meeting((0, 0, 1), [("a",), ("b",), ("c",)]), 300.0)
+    assert apart.jobs["rings"].completed == 0
+    assert apart.link_bytes["c"] == pytest.approx(1.0)
+
+
+@given(st.lists(st.sampled_from(LINKS), min_size=1, max_size=4))
+def test_flows_of_one_part_are_a_plain_job(links: list[str]) -> None:
+    paths = [(link,) for link in links]
+    whole = played_below(meeting((), paths), 50.0)
+    assert played_below(meeting((7,) * len(paths), paths), 50.0) == whole
+
+
+@settings(deadline=None)
+@given(jobs(), st.lists(st.integers(1, 6), min_size=3, max_size=3))
+def test_rings_of_the_lowest_job_lose_nothing_by_moving_on_their_own(
+    specs: list[dict], sizes: list[int]
+) -> None:
+    def completed(moved: object) -> int:
+        engine = Engine([(link, 1.0, 0.0) for link in LINKS])
+        for i, spec in enumerate(specs):
+            engine.add_job(str(i), **spec)
+        engine.add_job("lowest", compute_s=1.0, bursts=[(1.0, moved)], level=-1)
+        engine.run_until(200.0)
+        return engine.result("lowest")["completed"]
+
+    parts = [{link: size / 2} for link, size in zip(LINKS, sizes, strict=True)]
+    whole = {link: amount for part in parts for link, amount in part.items()}
+    # An end that coincides with the horizon may fall on either side of it.
+    assert completed(parts) >= completed(whole) - 1
+
+
+def test_whoever_books_rates_books_them_for_a_whole_job() -> None:
+    cluster = meeting((0, 1), [("a",), ("b",)])
+    whole = meeting((), [("a",), ("b",)])
+    decision = Decision(
+        path={job.name: (0,) * len(job.flows) for job in cluster.jobs},
+        level=dict.fromkeys(("rings", "on a", "on b"), 0),
+        slot_s=0.5,
+    )
+    assert play(cluster, decision, 50.0) == play(whole, decision, 50.0)
 
 
 def test_a_scenario_has_slack() -> None:

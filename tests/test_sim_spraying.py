@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from schedule_cases import clusters
 
-from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.intensity import link_traffic, part_traffic
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.play import play
@@ -34,3 +34,11 @@ def test_two_flows_that_the_hash_puts_on_one_path_take_half_as_long() -> None:
     for here, expected_s in ((cluster, 3.0), (sprayed(cluster), 2.0)):
         found = play(here, SCHEDULERS["ecmp"](here, options), 60.0)
         assert found.jobs["a"].mean_iteration_s == pytest.approx(expected_s)
+
+
+def test_parts_stay_apart() -> None:
+    one = Flow(6.0, (("x",), ("y",)))
+    other = Flow(2.0, (("x",), ("y",)))
+    cluster = Cluster({"x": 1.0, "y": 1.0}, (Job("a", 1, 1.0, 1.0, (one, other), parts=(0, 1)),))
+    (job,) = sprayed(cluster).jobs
+    assert part_traffic(job, (0,) * len(job.flows)) == [{"x": 3.0, "y": 3.0}, {"x": 1.0, "y": 1.0}]

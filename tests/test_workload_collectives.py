@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from shared_core import shared_core
 from crux_torch.fabric.builders import GpuServer, crux_testbed, rail_optimised, two_layer_clos
 from crux_torch.fabric.topology import Topology
 from crux_torch.measure import traffic
-from crux_torch.schedule.model import Burst
+from crux_torch.schedule.model import Burst, Job
 from crux_torch.sim.catalogue import MODELS, model
 from crux_torch.sim.collectives import build_job, contended, transfers
 from crux_torch.sim.parallelism import Collective
@@ -123,6 +124,40 @@ def test_candidates_are_shared_and_limited() -> None:
     first = partial(CLUSTER.candidate_paths, limit=1)
     limited = build_job("c", model("gpt"), hosts_of(4), CLUSTER, paths=first)
     assert {len(f.candidates) for f in limited.flows} == {1}
+
+
+@pytest.mark.parametrize("topology", [CLUSTER, RAILS])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_rings_apart_move_the_same_bytes_at_the_same_times(name: str, topology: Topology) -> None:
+    def moved(job: Job) -> Counter[object]:
+        total: Counter[object] = Counter()
+        for flow in job.flows:
+            total[flow.candidates] += flow.bytes
+        return total
+
+    gpus = hosts_of(4, topology)
+    whole = build_job("j", model(name), gpus, topology)
+    apart = build_job("j", model(name), gpus, topology, apart=True)
+    assert len(apart.parts) == len(apart.flows)
+    assert moved(apart) == pytest.approx(moved(whole))
+    assert [b.at for b in apart.bursts] == [b.at for b in whole.bursts]
+    assert [b.share for b in apart.bursts] == pytest.approx([b.share for b in whole.bursts])
+
+
+def test_each_ring_is_a_part() -> None:
+    job = build_job("j", model("bert"), hosts_of(3), CLUSTER, connections=2, apart=True)
+    # Four rings, of which each crosses three times from host to host over two connections.
+    assert Counter(job.parts) == dict.fromkeys(range(4), 3 * 2)
+    for part in range(4):
+        ends = {f.candidates for f, own in zip(job.flows, job.parts, strict=True) if own == part}
+        assert len(ends) == 3
+
+
+def test_a_job_of_one_ring_has_no_parts() -> None:
+    gpus = [CLUSTER.gpus(host)[0] for host in CLUSTER.hosts[:3]]
+    whole = build_job("j", model("bert"), gpus, CLUSTER)
+    assert whole.flows
+    assert whole == build_job("j", model("bert"), gpus, CLUSTER, apart=True)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from crux_torch import _schedule
 from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max
-from crux_torch.schedule.model import Job, Link
+from crux_torch.schedule.model import Flow, Job, Link
 
 
 def link_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
@@ -19,6 +20,22 @@ def link_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
         for link in flow.candidates[chosen]:
             traffic[link] = traffic.get(link, 0.0) + flow.bytes
     return {link: amount for link, amount in traffic.items() if amount > 0}
+
+
+def part_traffic(job: Job, path: Sequence[int]) -> list[dict[Link, float]]:
+    """:func:`link_traffic` of each part of the job that crosses any link; at least one."""
+    if not job.parts:
+        return [link_traffic(job, path)]
+    flows: dict[int, tuple[list[Flow], list[int]]] = {}
+    for part, flow, chosen in zip(job.parts, job.flows, path, strict=True):
+        of, taken = flows.setdefault(part, ([], []))
+        of.append(flow)
+        taken.append(chosen)
+    moved = (
+        link_traffic(replace(job, flows=tuple(of)), taken)
+        for _, (of, taken) in sorted(flows.items())
+    )
+    return [traffic for traffic in moved if traffic] or [{}]
 
 
 def burst_traffic(job: Job, traffic: Mapping[Link, float]) -> list[tuple[float, dict[Link, float]]]:

@@ -50,6 +50,9 @@ class Job:
         bursts: when in the iteration it moves it, ascending in ``at``.
         period_s: seconds of an iteration alone as measured, for what keeps jobs to a pace; 0 where
             the others tell.
+        parts: for each flow the number of the part of a burst that it belongs to. All flows of a
+            part move together; each part moves on its own, and the burst ends with the last. Empty:
+            all flows are one part. Schedulers take them as one.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Job:
     flows: tuple[Flow, ...] = ()
     bursts: tuple[Burst, ...] = (Burst(1.0, 1.0),)
     period_s: float = 0.0
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from crux_torch.fabric.topology import Topology
 from crux_torch.measure import traffic
 from crux_torch.schedule.model import Burst, Flow, Job, Path
 from crux_torch.sim.catalogue import Model
-from crux_torch.sim.parallelism import Collective, iteration, layout_of
+from crux_torch.sim.parallelism import Collective, Group, iteration, layout_of
 
 #: Bytes from one GPU (or host, where a topology has no GPUs) to another.
 Transfers = dict[tuple[str, str], float]
@@ -32,6 +32,7 @@ def build_job(
     connections: int = 1,
     alltoall_peers: int | None = None,
     paths: Callable[[str, str], tuple[Path, ...]] | None = None,
+    apart: bool = False,
 ) -> Job:
     """The job that trains ``model`` on ``gpus`` (or hosts), one a rank, as schedulers see it.
 
@@ -40,10 +41,13 @@ def build_job(
         connections: flows that a hop is split into, each with a path of its own.
         alltoall_peers: see :func:`transfers`.
         paths: candidates of two ends; default: the topology's.
+        apart: every ring, all-to-all and send moves on its own, as the part of the job that it is;
+            otherwise all move as one transfer.
     """
     between = paths or topology.candidate_paths
     shape, places = shape_of(gpus, topology)
-    moved, bursts = _moved(model, shape, gradient_start, buckets, alltoall_peers)
+    moved, bursts = _moved(model, shape, gradient_start, buckets, alltoall_peers, apart)
+    parts = tuple(part for part, *_ in moved for _ in range(connections))
     return Job(
         name=name,
         gpus=len(gpus),
@@ -51,10 +55,11 @@ def build_job(
         compute_s=model.compute_s * (1 + layout_of(model, len(gpus)).bubble),
         flows=tuple(
             Flow(size / connections, between(places[src], places[dst]))
-            for src, dst, size in moved
+            for _, src, dst, size in moved
             for _ in range(connections)
         ),
         bursts=bursts,
+        parts=parts if len(set(parts)) > 1 else (),
     )
 
 
@@ -107,18 +112,45 @@ def shape_of(gpus: Sequence[str], topology: Topology) -> tuple[Shape, tuple[str,
 # Jobs of one model that are placed alike differ in nothing but the names of their GPUs.
 @lru_cache(maxsize=1 << 10)
 def _moved(
-    model: Model, shape: Shape, gradient_start: float, buckets: int, alltoall_peers: int | None
-) -> tuple[tuple[tuple[int, int, float], ...], tuple[Burst, ...]]:
-    """Bytes from place to place of an iteration that may share links with other jobs, and when."""
+    model: Model,
+    shape: Shape,
+    gradient_start: float,
+    buckets: int,
+    alltoall_peers: int | None,
+    apart: bool,
+) -> tuple[tuple[tuple[int, int, int, float], ...], tuple[Burst, ...]]:
+    """What an iteration moves that may share links with other jobs, and when.
+
+    Each entry has the number of a part, two places, and the bytes from the first to the second.
+    """
     layout = layout_of(model, len(shape.ranks))
     ranks = list(map(str, shape.ranks))
-    total: Transfers = {}
+    parts: dict[object, Transfers] = {}
     bytes_at: dict[float, float] = defaultdict(float)
     for collective in iteration(model, layout, gradient_start=gradient_start, buckets=buckets):
-        part = contended(transfers(collective, ranks, shape, alltoall_peers), shape)
-        traffic.add_flows(total, part)
-        bytes_at[collective.at] += sum(part.values())
-    moved = tuple((int(src), int(dst), size) for (src, dst), size in total.items())
+        found: dict[object, Transfers]
+        if apart:
+            # Another collective of the same kind runs in the same rings.
+            found = {
+                (collective.op, group, ring): {
+                    p: size * collective.count for p, size in part.items()
+                }
+                for group in collective.groups
+                for ring, part in enumerate(
+                    _of_group(collective, group, ranks, shape, alltoall_peers)
+                )
+            }
+        else:
+            found = {(): transfers(collective, ranks, shape, alltoall_peers)}
+        for ring, part in found.items():
+            if ours := contended(part, shape):
+                traffic.add_flows(parts.setdefault(ring, {}), ours)
+                bytes_at[collective.at] += sum(ours.values())
+    moved = tuple(
+        (number, int(src), int(dst), size)
+        for number, part in enumerate(parts.values())
+        for (src, dst), size in part.items()
+    )
     return moved, _bursts(bytes_at)
 
 
@@ -136,15 +168,27 @@ def transfers(
     """
     total: Transfers = {}
     for group in collective.groups:
-        members = [gpus[rank] for rank in group]
-        if collective.op == "send":
-            part = _counted("send", collective.bytes, members, peer=1)
-        elif collective.op == "alltoall":
-            part = _alltoall(collective.bytes, members, topology, alltoall_peers)
-        else:
-            part = _rings(collective.bytes, members, topology)
-        traffic.add_flows(total, part, collective.count)
+        whole: Transfers = {}
+        for part in _of_group(collective, group, gpus, topology, alltoall_peers):
+            traffic.add_flows(whole, part)
+        traffic.add_flows(total, whole, collective.count)
     return total
+
+
+def _of_group(
+    collective: Collective,
+    group: Group,
+    gpus: Sequence[str],
+    topology: Places,
+    alltoall_peers: int | None,
+) -> list[Transfers]:
+    """What a group moves in one run: what each ring moves, where it runs as rings."""
+    members = [gpus[rank] for rank in group]
+    if collective.op == "send":
+        return [_counted("send", collective.bytes, members, peer=1)]
+    if collective.op == "alltoall":
+        return [_alltoall(collective.bytes, members, topology, alltoall_peers)]
+    return _rings(collective.bytes, members, topology)
 
 
 def contended(moved: Transfers, topology: Places) -> Transfers:
@@ -167,18 +211,18 @@ def _counted(op: str, size: float, members: Sequence[str], **how: object) -> Tra
     return traffic.flows(op, size, range(len(members)), members, **how)  # type: ignore[arg-type]
 
 
-def _rings(size: float, members: Sequence[str], topology: Places) -> Transfers:
+def _rings(size: float, members: Sequence[str], topology: Places) -> list[Transfers]:
     hosts = list(_by_host(members, topology).values())
     nics = [_by_nic(local, topology) for local in hosts]
     # One ring for each NIC of the host that has the fewest in use.
     channels = min(map(len, nics))
-    total: Transfers = {}
+    rings = []
     for channel in range(channels):
         order: list[str] = []
         for i, (local, used) in enumerate(zip(hosts, nics, strict=True)):
             order += _ring_order(local, used[channel % len(used)], i)
-        traffic.add_flows(total, _counted("allreduce", size / channels, order))
-    return total
+        rings.append(_counted("allreduce", size / channels, order))
+    return rings
 
 
 def _alltoall(

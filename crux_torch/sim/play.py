@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from crux_torch import _fluid
-from crux_torch.schedule.intensity import burst_traffic, link_traffic
-from crux_torch.schedule.model import Cluster, Decision
+from crux_torch.schedule.intensity import burst_traffic, link_traffic, part_traffic
+from crux_torch.schedule.model import Cluster, Decision, Job
 from crux_torch.schedule.pace import DRIFT
 from crux_torch.sim.scenario import Scenario, ScenarioError
 from crux_torch.sim.slots import run_in_slots
@@ -86,7 +86,7 @@ def run_scenario(
 
 
 def with_slack(
-    bursts: Sequence[tuple[float, dict[str, float]]], slack_bytes: float | None
+    bursts: Sequence[tuple[float, Moved]], slack_bytes: float | None
 ) -> list[tuple[float, Moved]]:
     """The engine's bursts of a job whose links may be ahead of each other.
 
@@ -96,15 +96,21 @@ def with_slack(
     Args:
         bursts: after which share of the compute each begins, and its bytes on each link.
         slack_bytes: about what the busiest link may be ahead, so the size of a piece; None: all
-            links of a burst move together.
+            links of a burst, or of each of its parts, move together.
     """
     if slack_bytes is None:
         return list(bursts)
     cut: list[tuple[float, Moved]] = []
-    for at, traffic in bursts:
-        busiest = max(traffic.values(), default=0.0)
+    for at, moved in bursts:
+        loads = [
+            (link, amount)
+            for traffic in (moved if isinstance(moved, list) else [moved])
+            for link, amount in traffic.items()
+            if amount > 0
+        ]
+        busiest = max((amount for _, amount in loads), default=0.0)
         pieces = min(max(round(busiest / slack_bytes), 1), MAX_PIECES)
-        part: Moved = [{link: amount / pieces} for link, amount in traffic.items() if amount > 0]
+        part: Moved = [{link: amount / pieces} for link, amount in loads]
         cut += [(at, part)] * pieces
     return cut
 
@@ -146,21 +152,25 @@ def engine_of(
     Raises:
         SpecError: a job or link that can't be simulated.
     """
-    traffic: dict[str, dict[str, float]] = {}
+    bursts: dict[str, list[tuple[float, Moved]]] = {}
     capacity_Bps: dict[str, float] = {}
     for job in cluster.jobs:
         # Names a link that the job has to itself.
         own = f"@{job.name}" if decision.isolated else ""
-        moved = link_traffic(job, decision.path[job.name])
-        traffic[job.name] = {link + own: amount for link, amount in moved.items()}
-        capacity_Bps |= {link + own: cluster.capacity_Bps[link] for link in moved}
+        path = decision.path[job.name]
+        # Whoever books rates books them for a whole job.
+        whole = decision.slot_s is not None
+        parts = [link_traffic(job, path)] if whole else part_traffic(job, path)
+        capacity_Bps |= {link + own: cluster.capacity_Bps[link] for part in parts for link in part}
+        named = [{link + own: amount for link, amount in part.items()} for part in parts]
+        bursts[job.name] = with_slack(_bursts(job, named), slack_bytes)
     engine = _fluid.Engine([(link, c, 0.0) for link, c in sorted(capacity_Bps.items())])
     for job in cluster.jobs:
         shift_s = decision.shift_s.get(job.name, 0.0)
         engine.add_job(
             job.name,
             compute_s=job.compute_s,
-            bursts=with_slack(burst_traffic(job, traffic[job.name]), slack_bytes),
+            bursts=bursts[job.name],
             gpus=job.gpus,
             level=decision.level[job.name],
             start_s=(start_s or {}).get(job.name, 0.0) + shift_s,
@@ -169,6 +179,14 @@ def engine_of(
             period_s = decision.grid_s[job.name]
             engine.set_pace(job.name, origin_s=shift_s, period_s=period_s, tolerance=DRIFT)
     return engine
+
+
+def _bursts(job: Job, parts: Sequence[dict[str, float]]) -> list[tuple[float, Moved]]:
+    """The engine's bursts of a job whose parts move so much on each link in an iteration."""
+    of_parts = [burst_traffic(job, part) for part in parts]
+    if len(of_parts) == 1:
+        return list(of_parts[0])
+    return [(b.at, [of[i][1] for of in of_parts]) for i, b in enumerate(job.bursts)]
 
 
 def play(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import repeat
 
 from crux_torch.schedule.model import Cluster, Flow, Job, Path
 
@@ -18,8 +19,12 @@ def sprayed(cluster: Cluster) -> Cluster:
 
 
 def _spread(job: Job) -> Job:
-    moved: dict[Path, float] = {}
-    for flow in job.flows:
+    moved: dict[tuple[int, Path], float] = {}
+    for part, flow in zip(job.parts or repeat(0), job.flows, strict=False):
         for path in flow.candidates:
-            moved[path] = moved.get(path, 0.0) + flow.bytes / len(flow.candidates)
-    return replace(job, flows=tuple(Flow(size, (path,)) for path, size in moved.items()))
+            moved[part, path] = moved.get((part, path), 0.0) + flow.bytes / len(flow.candidates)
+    return replace(
+        job,
+        flows=tuple(Flow(size, (path,)) for (_, path), size in moved.items()),
+        parts=tuple(part for part, _ in moved) if job.parts else (),
+    )

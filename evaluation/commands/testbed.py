@@ -171,7 +171,9 @@ def sensitivity_table(rows: list[dict[str, Any]]) -> Table:
                 f"{row['gain_pct']['median']:+.1f} ({row['paths_only_gain_pct']['median']:+.1f}), "
                 f"{row['communication_share']:.0%}"
             )
-        shown = "recipe" if value is None else f"{value:g}"
+        shown = (
+            "recipe" if value is None else str(value) if isinstance(value, bool) else f"{value:g}"
+        )
         table.add_row(changed if changed != last else "", shown, *cells)
         last = changed
     return table
