@@ -3,8 +3,8 @@
     python benchmarks/contest.py [--minutes N] [--scenarios A,B] [--policies A,B] [--out DIR]
 
 Real DDP jobs over gloo in network namespaces with queues, which needs root; lab/contest.py says how
-a turn goes. Beside each measured step is what the simulator predicts for it: the jobs as Crux
-measured them, on the paths that the kernels took, with the levels and shifts of the plan in force.
+a turn goes. Beside each measured step is what the simulator predicts for it: the jobs as each was
+measured alone, on the paths that the kernels took, with the levels and shifts of the plan in force.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -33,14 +34,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from crux_torch.cli.results import Result, publish
 from crux_torch.control.inputs import plan_inputs
-from crux_torch.control.records import JobRecord, PlanEntry
+from crux_torch.control.records import JobRecord
 from crux_torch.fabric.loaders import parse_yaml
-from crux_torch.schedule.model import Decision
+from crux_torch.schedule.intensity import link_traffic
+from crux_torch.schedule.model import Cluster, Decision, Job
+from crux_torch.schedule.rates import SLOT_S
 from crux_torch.schedule.scheduler import LIVE
 from crux_torch.sim.play import play
 from lab import netns
 from lab.contest import JOB_STEPS, NONE, Scenario, Seen, Turn
-from lab.fabric import Fabric
 from lab.job import JobError
 from lab.measurement import losses_equal
 from lab.twins import Workload
@@ -53,8 +55,16 @@ POLICIES = (
 KNOWN = (NONE, *LIVE)
 #: Seconds of a timeline, and of one of its characters.
 TIMELINE_S, CELL_S = 3.0, 0.05
-#: Simulated iterations of the longest job.
-SIMULATED = 200
+#: Simulated iterations of the longest job; where mlcc books slots, which takes longer, fewer.
+SIMULATED, IN_SLOTS = 200, 50
+#: And of a job alone, for the rate that it reaches.
+CALIBRATED = 40
+#: Share up to which the job's rate or computation is found.
+EXACT = 1e-3
+#: The policy under which jobs alone are measured: it only orders them.
+MEASURED_BY = "sincronia"
+#: Whom a job meets on its links.
+MEETS = ("first on its links", "behind others", "beside others of its level")
 #: Share of a frame on the wire that is payload, for TCP and frames of 1,514 bytes.
 PAYLOAD = 1448 / 1514
 
@@ -78,9 +88,15 @@ _HEAVY = _gpt("A", 240, 80)
 SCENARIOS = {
     s.name: s
     for s in (
-        Scenario("heavy-2", "Crux Fig. 19: two light jobs", (_HEAVY, *_LIGHT[:2]), spines=2),
-        Scenario("heavy-3", "Crux Fig. 19: three light jobs", (_HEAVY, *_LIGHT[:3]), spines=2),
-        Scenario("heavy-4", "Crux Fig. 19: four light jobs", (_HEAVY, *_LIGHT), spines=2),
+        Scenario(
+            "heavy-2", "Crux Fig. 19: two light jobs", (_HEAVY, *_LIGHT[:2]), spines=2, heavy="A"
+        ),
+        Scenario(
+            "heavy-3", "Crux Fig. 19: three light jobs", (_HEAVY, *_LIGHT[:3]), spines=2, heavy="A"
+        ),
+        Scenario(
+            "heavy-4", "Crux Fig. 19: four light jobs", (_HEAVY, *_LIGHT), spines=2, heavy="A"
+        ),
         Scenario(
             "five",
             "Crux Fig. 20: a mix of five jobs",
@@ -89,6 +105,7 @@ SCENARIOS = {
                 _mlp("D", 100, 256, 3), _mlp("E", 160, 416, 4),
             ),
             spines=2,
+            heavy="A",
         ),
         Scenario(
             "pair",
@@ -118,14 +135,13 @@ QUICK = ("pair",)
 
 
 def rows_of(
-    scenario: Scenario, fabric: Fabric, seen: Seen, stock: Seen, round_: int, seed: int
+    scenario: Scenario, seen: Seen, stock: Seen, round_: int, seed: int
 ) -> list[dict[str, Any]]:
     """A row for the turn, and one for each job; times in seconds."""
     names = [w.name for w in scenario.workloads]
     ranks = {name: len(scenario.leaves(name)) for name in names}
     compute_s = {name: stock.compute_s(name) for name in names}
     about = {"scenario": scenario.name, "policy": seen.policy, "round": round_, "seed": seed}
-    predicted = predict(fabric, seen)
     jobs = []
     for name in names:
         times = seen.step_s(name)
@@ -139,7 +155,7 @@ def rows_of(
                 "median_s": statistics.median(times) if times else None,
                 "steps": len(times),
                 "alone_s": stock.alone_s(name),
-                "predicted_s": predicted.get(name),
+                "predicted_s": None,
                 "completion_s": seen.completion_s(name),
                 "to_plan_s": None if planned is None else planned - seen.arrived[name],
                 "spine": seen.spines.get(name),
@@ -150,6 +166,8 @@ def rows_of(
     rate_Bps = scenario.rate_mbit * 1e6 / 8
     one_link = scenario.spines == 1 and len(names) == 2
     late = [job["corrections_per_minute"] for job in seen.status.get("jobs", ())]
+    entries = (seen.status.get("plan") or {}).get("entries", ())
+    grids = {e["job"]: e["grid"] for e in entries if e.get("grid")}
     turn = {
         **about,
         "utilisation": seen.utilisation(compute_s, ranks),
@@ -161,9 +179,8 @@ def rows_of(
         "window_s": seen.window.length_s,
         "bytes": seen.bytes,
         "drops": sum(sum(of.values()) for of in seen.drops.values()),
-        "levels": {
-            e["job"]: e["level"] for e in (seen.status.get("plan") or {}).get("entries", ())
-        },
+        "levels": {e["job"]: e["level"] for e in entries},
+        "grids": {name: [grid["shift_s"], grid["period_s"]] for name, grid in grids.items()},
         "load": seen.load,
     }
     return [turn, *jobs]
@@ -175,48 +192,183 @@ def seen_alone(stock: Seen, compute_s: Mapping[str, float], ranks: Mapping[str, 
     return busy / sum(ranks.values())
 
 
-def predict(fabric: Fabric, seen: Seen) -> dict[str, float]:
-    """Mean step of each job in the fluid engine, see the head of this file."""
-    topology = parse_yaml(fabric.topology_yaml())
-    records = msgspec.convert(seen.status.get("jobs", ()), tuple[JobRecord, ...])
-    if not records:
-        return {}
-    cluster = plan_inputs(records, topology)
-    payload_Bps = {link: PAYLOAD * rate_Bps for link, rate_Bps in cluster.capacity_Bps.items()}
-    cluster = replace(cluster, capacity_Bps=payload_Bps)
-    plan = seen.status.get("plan") or {}
-    entries = {e.job: e for e in msgspec.convert(plan.get("entries", ()), tuple[PlanEntry, ...])}
-    path = {}
-    for job in cluster.jobs:
-        spine = f"spine{seen.spines.get(job.name, 0)}"
-        path[job.name] = tuple(
-            next((i for i, c in enumerate(f.candidates) if any(spine in link for link in c)), 0)
-            for f in job.flows
-        )
-    grids = {name: entry.grid for name, entry in entries.items() if entry.grid}
-    decision = Decision(
-        path=path,
-        level={
-            job.name: entries[job.name].level if job.name in entries else 0 for job in cluster.jobs
+def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, with what follows from the jobs' records: the mean step of each in the fluid engine
+    (see the head of this file), and what they want of the busiest link.
+
+    Of several records of a job, the one with the shortest iteration counts: what else the machine
+    does only lengthens it. A scenario without records keeps the predictions that its rows have, as
+    do turns whose shifts are not in them.
+    """
+    records: dict[str, dict[str, Any]] = defaultdict(dict)
+    for row in rows:
+        for record in row.get("records", ()):
+            of = records[row["scenario"]]
+            best = of.setdefault(record["job"], record)
+            if record["profile"]["period_s"] < best["profile"]["period_s"]:
+                of[record["job"]] = record
+    turns = {_turn_of(row): row for row in rows if "utilisation" in row}
+    jobs: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if "job" in row:
+            jobs[_turn_of(row)].append(row)
+    means: dict[tuple[Any, str], float | None] = {}
+    wants: dict[Any, float] = {}
+    for key, turn in turns.items():
+        if turn["scenario"] not in records:
+            continue
+        scenario, known = SCENARIOS[turn["scenario"]], list(records[turn["scenario"]].values())
+        wants[key] = wanted(scenario, known, jobs[key])
+        if turn["corrections_per_minute"] is not None and "grids" not in turn:
+            continue
+        found = predict(scenario, known, turn, jobs[key])
+        means |= {(key, row["job"]): found.get(row["job"]) for row in jobs[key]}
+    changed = []
+    for row in rows:
+        if "utilisation" in row and _turn_of(row) in wants:
+            row = row | {"wanted": wants[_turn_of(row)]}
+        elif "job" in row and (_turn_of(row), row["job"]) in means:
+            row = row | {"predicted_s": means[_turn_of(row), row["job"]]}
+        changed.append(row)
+    return changed
+
+
+def _turn_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    return row["scenario"], row["policy"], row["round"]
+
+
+def predict(
+    scenario: Scenario,
+    records: Sequence[Mapping[str, Any]],
+    turn: Mapping[str, Any],
+    jobs: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """Mean step of each job of a turn in the fluid engine.
+
+    What it knows of a job was measured while the job was alone: the record, and the median step
+    (:func:`as_alone`). Of the turn it knows paths, levels, shifts and the order of arrival.
+    """
+    slack_bytes = float(scenario.fabric().spec.queue_bytes)
+    cluster, path = on_paths(scenario, records, jobs)
+    alone_s = {row["job"]: row["alone_s"] for row in jobs}
+    level = {job.name: turn["levels"].get(job.name, 0) for job in cluster.jobs}
+    cluster = with_queues(
+        cluster, path, level,
+        {
+            job.name: as_alone(cluster, job, path[job.name], alone_s[job.name], slack_bytes)
+            for job in cluster.jobs
         },
-        shift_s={name: grid.shift_s for name, grid in grids.items()},
-        grid_s={name: grid.period_s for name, grid in grids.items()},
-    )
-    longest_s = max(job.period_s for job in cluster.jobs)
-    start_s = {
-        job.name: seen.arrived[job.name] % job.period_s
-        for job in cluster.jobs
-        if job.name not in grids and job.period_s
-    }
+    )  # fmt: skip
+    grids: Mapping[str, Sequence[float]] = turn.get("grids", {})
+    books = turn["policy"] == "mlcc"
+    arrived_s = scenario.arrivals(random.Random(turn["seed"]))
     report = play(
         cluster,
-        decision,
-        SIMULATED * longest_s,
-        start_s=start_s,
-        slack_bytes=fabric.spec.queue_bytes,
+        Decision(
+            path=path,
+            level=level,
+            slot_s=SLOT_S if books else None,
+            shift_s={name: shift_s for name, (shift_s, _) in grids.items()},
+            grid_s={name: period_s for name, (_, period_s) in grids.items()},
+        ),
+        (IN_SLOTS if books else SIMULATED) * max(alone_s.values()),
+        start_s={name: at_s for name, at_s in arrived_s.items() if name not in grids},
+        slack_bytes=None if books else slack_bytes,
     )
     means = {name: job.mean_iteration_s for name, job in report.jobs.items()}
     return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def on_paths(
+    scenario: Scenario, records: Sequence[Mapping[str, Any]], jobs: Sequence[Mapping[str, Any]]
+) -> tuple[Cluster, dict[str, tuple[int, ...]]]:
+    """The jobs of a turn as they were measured alone, and the paths that their packets took."""
+    cluster = plan_inputs(
+        msgspec.convert(records, tuple[JobRecord, ...]),
+        parse_yaml(scenario.fabric().topology_yaml()),
+    )
+    payload_Bps = {link: PAYLOAD * rate_Bps for link, rate_Bps in cluster.capacity_Bps.items()}
+    cluster = replace(cluster, capacity_Bps=payload_Bps)
+    spines = {row["job"]: f"spine{row['spine'] or 0}" for row in jobs}
+    path = {
+        job.name: tuple(
+            next(i for i, c in enumerate(f.candidates) if any(spines[job.name] in s for s in c))
+            for f in job.flows
+        )
+        for job in cluster.jobs
+    }
+    return cluster, path
+
+
+def wanted(
+    scenario: Scenario, records: Sequence[Mapping[str, Any]], jobs: Sequence[Mapping[str, Any]]
+) -> float:
+    """What the busiest link would carry, as a share of its rate, if every job ran as alone."""
+    cluster, path = on_paths(scenario, records, jobs)
+    alone_s = {row["job"]: row["alone_s"] for row in jobs}
+    total: Counter[str] = Counter()
+    for job in cluster.jobs:
+        for link, amount in link_traffic(job, path[job.name]).items():
+            total[link] += amount / alone_s[job.name] / cluster.capacity_Bps[link]
+    return max(total.values())
+
+
+def as_alone(
+    cluster: Cluster, job: Job, path: tuple[int, ...], alone_s: float, slack_bytes: float
+) -> tuple[Job, float]:
+    """The job, and the share of a link's rate at which its step alone takes ``alone_s`` seconds.
+
+    A step that is too short at the full rate lacks what the connections lose: their
+    acknowledgements wait behind the data of the other direction, and ranks wait for each other's
+    chunks. One that is too long was measured while the machine did other things, too: then the
+    share is 1, and the job computes for less.
+    """
+    decision = Decision(path={job.name: path}, level={job.name: 0})
+
+    def step_s(compute: float, share: float) -> float:
+        rates_Bps = {link: share * rate_Bps for link, rate_Bps in cluster.capacity_Bps.items()}
+        one = Cluster(rates_Bps, (replace(job, compute_s=compute * job.compute_s),))
+        report = play(one, decision, CALIBRATED * alone_s, slack_bytes=slack_bytes)
+        return report.jobs[job.name].mean_iteration_s or math.inf
+
+    is_short = step_s(1.0, 1.0) < alone_s
+    low, high = 0.0, 1.0
+    while high - low > EXACT:
+        middle = (low + high) / 2
+        too_long = step_s(1.0, middle) > alone_s if is_short else step_s(middle, 1.0) <= alone_s
+        low, high = (middle, high) if too_long else (low, middle)
+    return (job, high) if is_short else (replace(job, compute_s=high * job.compute_s), 1.0)
+
+
+def with_queues(
+    cluster: Cluster,
+    path: Mapping[str, tuple[int, ...]],
+    level: Mapping[str, int],
+    alone: Mapping[str, tuple[Job, float]],
+) -> Cluster:
+    """The jobs of ``alone`` on their paths, on which each level of a link is a link of its own.
+
+    A level of a link carries the mean of the shares that its jobs reach alone: what connections
+    lose, they lose to the queue that they share. All levels together have the link's rate.
+    """
+    capacity_Bps = dict(cluster.capacity_Bps)
+    users: dict[str, list[float]] = defaultdict(list)
+    jobs = []
+    for name, (job, share) in alone.items():
+        used: set[str] = set()
+        flows = []
+        for flow, chosen in zip(job.flows, path[name], strict=True):
+            queue = {link: f"{link}@{level[name]}" for link in flow.candidates[chosen]}
+            capacity_Bps |= {queue[link]: cluster.capacity_Bps[link] for link in queue}
+            used |= set(queue.values())
+            route = tuple(itertools.chain(*queue.items()))
+            flows.append(replace(flow, candidates=tuple(route for _ in flow.candidates)))
+        for each in used:
+            users[each].append(share)
+        jobs.append(replace(job, flows=tuple(flows)))
+    for each, shares in users.items():
+        capacity_Bps[each] *= statistics.mean(shares)
+    return Cluster(capacity_Bps, tuple(jobs))
 
 
 def run(
@@ -232,6 +384,7 @@ def run(
     """The turns of one scenario in one round, as many as begin before the deadline."""
     rows: list[dict[str, Any]] = []
     played: dict[str, Seen] = {}
+    told = partial(_say, say, f"{scenario.name}, round {round_ + 1}")
     with scenario.fabric() as fabric:
         for policy in (NONE, *(p for p in policies if p != NONE)):
             where = folder / scenario.name / f"{round_}-{policy}"
@@ -240,10 +393,7 @@ def run(
                     say(f"{scenario.name}, {policy}: no time left")
                     break
                 try:
-                    turn = Turn(
-                        scenario, policy, fabric, where, seed + round_, window_s,
-                        partial(_say, say, f"{scenario.name}, round {round_ + 1}"),
-                    )  # fmt: skip
+                    turn = Turn(scenario, policy, fabric, where, seed + round_, window_s, told)
                     played[policy] = turn.play()
                     break
                 except JobError as error:
@@ -252,12 +402,16 @@ def run(
                         raise
         if len(played) == 1 and set(policies) != {NONE}:
             return []  # nothing to compare it with
-        # Stock jobs publish no records: the simulator takes those of another turn.
-        stock = played[NONE]
-        known = next((s.status["jobs"] for s in played.values() if s.status), ())
-        stock.status = {"jobs": [job | {"corrections_per_minute": None} for job in known]}
         for seen in played.values():
-            rows += rows_of(scenario, fabric, seen, stock, round_, seed + round_)
+            rows += rows_of(scenario, seen, played[NONE], round_, seed + round_)
+        if round_ == 0 and time.monotonic() < deadline:
+            where = folder / scenario.name / "records"
+            turn = Turn(scenario, MEASURED_BY, fabric, where, seed, window_s, told)
+            try:
+                records = turn.profile()
+                rows.append({"scenario": scenario.name, "round": round_, "records": records})
+            except JobError as error:
+                say(f"{scenario.name}, the jobs alone: {error}; nothing is predicted")
     return rows
 
 
@@ -275,12 +429,12 @@ def table(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> str:
         f"{scenario.name}: {scenario.about}; {scenario.spines} spine"
         f"{'s' if scenario.spines > 1 else ''}, links of {scenario.rate_mbit:g} Mbit/s",
         f"  each alone: utilisation {ideal:.1%}",
-        f"  {'policy':<12}{'utilisation':>24}{'to plan':>9}{'drops':>7}  step x alone (predicted): "
-        + ", ".join(names),
+        f"  {'policy':<12}{'utilisation':>24}{'to plan':>9}{'drops':>7}{'link':>6}{'wanted':>8}  "
+        "step x alone (predicted): " + ", ".join(names),
     ]
     for policy in dict.fromkeys(t["policy"] for t in turns):
         of = [t for t in turns if t["policy"] == policy]
-        jobs = [r for r in mine if r["policy"] == policy and "job" in r]
+        jobs = [r for r in mine if "job" in r and r["policy"] == policy]
         used = [t["utilisation"] for t in of]
         waits = [j["to_plan_s"] for j in jobs if j["to_plan_s"] is not None]
         cells = ", ".join(_ratio([j for j in jobs if j["job"] == name]) for name in names)
@@ -294,13 +448,23 @@ def table(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> str:
         notes += "" if equal else "; LOSSES DIFFER"
         notes += "" if all(t["on_paths"] is not False for t in of) else "; paths not all taken"
         drops = statistics.median(t["drops"] for t in of)
-        lines.append(f"  {policy:<12}{spread:>24}{wait:>9}{drops:>7.0f}  {cells}{notes}")
+        link = statistics.median(busiest_link(scenario, t) for t in of)
+        wants = [t["wanted"] for t in of if "wanted" in t]
+        want = f"{statistics.median(wants):.0%}" if wants else ""
+        head = f"  {policy:<12}{spread:>24}{wait:>9}{drops:>7.0f}{link:>6.0%}{want:>8}"
+        lines.append(f"{head}  {cells}{notes}")
     last = {t["policy"]: t["timeline"] for t in turns if t.get("timeline")}
     if last:
         lines.append(f"  who sends in the last {TIMELINE_S:g} s, {1e3 * CELL_S:g} ms a character")
     for policy, lanes in last.items():
         lines += [f"  {policy:<12}{name}  {_lane(spans)}" for name, spans in lanes.items()]
     return "\n".join(lines) + "\n"
+
+
+def busiest_link(scenario: Scenario, turn: Mapping[str, Any]) -> float:
+    """The share of its rate that the busiest direction of a link carried in the window."""
+    most = max(sum(of.values()) for of in turn["bytes"].values())
+    return most / turn["window_s"] / (scenario.rate_mbit * 1e6 / 8)
 
 
 def _lane(spans: Sequence[Sequence[float]]) -> str:
@@ -332,6 +496,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     turns = [row for row in rows if "utilisation" in row]
     base = {(t["scenario"], t["round"]): t["utilisation"] for t in turns if t["policy"] == NONE}
     jobs = [row for row in rows if "job" in row]
+    played = dict.fromkeys(t["scenario"] for t in turns)
     stock = {
         (j["scenario"], j["round"], j["job"]): j["completion_s"]
         for j in jobs
@@ -362,23 +527,88 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         slowest = max(map(statistics.median, slowed.values()), default=math.nan)
         stopped = sum(j["completion_s"] is None for j in mine)
         tail = f", {stopped} stopped" if stopped else ""
+        if lacks := [name for name in played if name not in used]:
+            tail += f", without {', '.join(lacks)}"
         lines.append(
             f"  {policy:<12}{_mean(used.values()):>12.1%}{statistics.mean(gains):>9.3f}"
             f"{min(gains):>8.3f}{slowest:>13.2f}{_mean(done.values()):>34.3f}{tail}"
         )
-    errors = sorted(
-        abs(j["predicted_s"] / j["step_s"] - 1.0) for j in jobs if j["predicted_s"] and j["step_s"]
-    )
-    if errors:
-        last = len(errors) - 1
-        lines.append(
-            f"  the simulator's error of a step: median {statistics.median(errors):.1%}, "
-            f"90th percentile {errors[round(0.9 * last)]:.1%}, of {len(errors)} jobs"
-        )
+    lines += [f"  {line}" for line in [*_heavy(jobs), *_errors(turns, jobs)]]
     told = [j for j in jobs if j["losses_equal"] is not None]
     same = sum(j["losses_equal"] for j in told)
     lines.append(f"  losses equal to stock: {same} of {len(told)} jobs")
     return "\n".join(lines) + "\n"
+
+
+def _heavy(jobs: Sequence[dict[str, Any]]) -> list[str]:
+    """The first job of the scenarios that have a heavy one: mean and median step over alone."""
+    heavy = [j for j in jobs if j["job"] == SCENARIOS[j["scenario"]].heavy]
+    names = list(dict.fromkeys(j["scenario"] for j in heavy))
+    if not names:
+        return []
+    lines = ["the heavy job, mean step x alone (median step)"]
+    lines.append(f"  {'policy':<12}" + "".join(f"{name:>14}" for name in names))
+    for policy in dict.fromkeys(j["policy"] for j in heavy):
+        cells = []
+        for name in names:
+            mine = [j for j in heavy if (j["policy"], j["scenario"]) == (policy, name)]
+            mean, median = (
+                [j[key] / j["alone_s"] for j in mine if j[key]] for key in ("step_s", "median_s")
+            )
+            both = (
+                f"{statistics.median(mean):.2f} ({statistics.median(median):.2f})" if mean else ""
+            )
+            cells.append(f"{both:>14}")
+        lines.append(f"  {policy:<12}" + "".join(cells))
+    return lines
+
+
+def _errors(turns: Sequence[dict[str, Any]], jobs: Sequence[dict[str, Any]]) -> list[str]:
+    """How far predicted steps are from the measured ones, by whom a job meets on its links."""
+    of_turn = {_turn_of(turn): turn for turn in turns}
+    signed: dict[str, list[float]] = defaultdict(list)
+    for job in jobs:
+        if job["predicted_s"] and job["step_s"]:
+            turn = of_turn[_turn_of(job)]
+            met = _met(job, [j for j in jobs if _turn_of(j) == _turn_of(job)], turn["levels"])
+            signed[met].append(job["predicted_s"] / job["step_s"] - 1.0)
+    if not signed:
+        return []
+    everyone = list(itertools.chain(*signed.values()))
+    lines = [f"the simulator's error of a step: {_spread(everyone)}"]
+    lines += [
+        f"  {met}: {_spread(signed[met])}, signed {statistics.median(signed[met]):+.1%}"
+        for met in MEETS
+        if met in signed
+    ]
+    return lines
+
+
+def _spread(signed: Sequence[float]) -> str:
+    errors = sorted(map(abs, signed))
+    ninth = errors[round(0.9 * (len(errors) - 1))]
+    return (
+        f"median {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}, "
+        f"of {len(errors)} jobs"
+    )
+
+
+def _met(
+    job: Mapping[str, Any], others: Iterable[Mapping[str, Any]], levels: Mapping[str, int]
+) -> str:
+    """Which of ``MEETS`` a job is in its turn."""
+    scenario = SCENARIOS[job["scenario"]]
+
+    def links(row: Mapping[str, Any]) -> set[tuple[int, int]]:
+        return {(leaf, row["spine"] or 0) for leaf in scenario.leaves(row["job"])}
+
+    own = levels.get(job["job"], 0)
+    met = [
+        levels.get(other["job"], 0)
+        for other in others
+        if other["job"] != job["job"] and links(other) & links(job)
+    ]
+    return MEETS[2] if own in met else MEETS[1] if max(met, default=-1) > own else MEETS[0]
 
 
 def _chosen(context: click.Context, option: click.Option, value: str) -> list[str]:
@@ -482,7 +712,8 @@ def main(
                 failed.append(f"{name}, round {round_ + 1}: {error!r}")
                 console.print(failed[-1])
                 continue
-            console.print(table(SCENARIOS[name], rows))
+            mine = predicted([row for row in rows if row["scenario"] == name])
+            console.print(table(SCENARIOS[name], mine))
             result, text = _merged([*kept, {"settings": settings, "rows": rows}])
             result.write(text, json_path, out)
     if not rows:
@@ -510,6 +741,7 @@ def _merged(results: Sequence[Mapping[str, Any]]) -> tuple[Result, str]:
         rows += [row | {"round": row["round"] + after[row["scenario"]]} for row in result["rows"]]
         settings += result["settings"].get("runs", [result["settings"]])
     played = [name for name in SCENARIOS if any(row["scenario"] == name for row in rows)]
+    rows = predicted(rows)
     text = "\n".join([*(table(SCENARIOS[name], rows) for name in played), summary(rows)])
     return Result("contest", {"runs": settings}, rows), text
 

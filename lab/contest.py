@@ -56,6 +56,7 @@ class Scenario:
         rate_mbit: of each leaf-spine link.
         spines: of the network.
         arrivals_s: jobs arrive within so many seconds, as a seed draws; 0: at the same time.
+        heavy: the job that has most to compute, if one has.
     """
 
     name: str
@@ -65,10 +66,15 @@ class Scenario:
     rate_mbit: float = 100.0
     spines: int = 1
     arrivals_s: float = 2.0
+    heavy: str = ""
 
     def leaves(self, job: str) -> tuple[int, ...]:
         """Below which leaf each rank of ``job`` is."""
         return self.leaves_of.get(job, (0, 1))
+
+    def arrivals(self, rng: random.Random) -> dict[str, float]:
+        """After how many seconds each job arrives, as ``rng`` draws it."""
+        return {w.name: rng.uniform(0.0, self.arrivals_s) for w in self.workloads}
 
     def fabric(self) -> Fabric:
         """Its network: every job has hosts of its own."""
@@ -228,9 +234,9 @@ class Turn:
         self.seen = Seen(policy)
         self._scenario, self._fabric, self._folder = scenario, fabric, folder
         self._window_s, self._say = window_s, say
-        rng = random.Random(seed)
         names = [w.name for w in scenario.workloads]
-        self._arrivals = {n: rng.uniform(0.0, scenario.arrivals_s) for n in names}
+        rng = random.Random(seed)
+        self._arrivals = scenario.arrivals(rng)
         self._drawn = {n: rng.randrange(scenario.spines) for n in names}
         free = {leaf: iter(range(fabric.spec.hosts_per_leaf)) for leaf in range(fabric.spec.leaves)}
         self._hosts: dict[str, list[Host]] = {
@@ -263,12 +269,44 @@ class Turn:
                 self._measure_alone()
             self.seen.steps = {name: list(job.steps()) for name, job in self._jobs.items()}
         finally:
-            if self._watch is not None:
-                self._watch.kill()
-                self._watch.wait()
-            for job in self._jobs.values():
-                job.kill()
+            self._end()
         return self.seen
+
+    def profile(self) -> list[dict[str, Any]]:
+        """What Crux measures of each job while all others wait: their records, as in its store.
+
+        Raises:
+            JobError: a job ended, or something took too long.
+        """
+        try:
+            self._start()
+            return [self._profile(job) for job in self._jobs.values()]
+        finally:
+            self._end()
+
+    def _profile(self, job: Job) -> dict[str, Any]:
+        self._say(f"{job.name} alone is measured by Crux")
+        job.resume()
+        found: list[dict[str, Any]] = []
+
+        def measured() -> bool:
+            found[:] = [
+                record
+                for record in self._status.get("jobs", ())
+                if record["job"] == job.name and record["state"] == "running"
+            ]
+            return bool(found)
+
+        self._until(measured, PLAN_S, "its measurement")
+        job.pause()
+        return found[0]
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.kill()
+            self._watch.wait()
+        for job in self._jobs.values():
+            job.kill()
 
     def _start(self) -> None:
         """Start every job, and let it pause after its first steps."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import contest
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
+from crux_torch.sim.play import play as simulate
 from lab.job import JobError
 
 
@@ -21,9 +25,11 @@ def turn(scenario: str, round_: int = 0) -> list[dict[str, Any]]:
             **about,
             "job": workload.name,
             "step_s": 0.5,
+            "median_s": 0.44,
             "alone_s": 0.4,
             "predicted_s": 0.45,
             "completion_s": 250.0,
+            "spine": 0,
             "to_plan_s": None,
             "losses_equal": True,
         }
@@ -36,6 +42,9 @@ def turn(scenario: str, round_: int = 0) -> list[dict[str, Any]]:
         "timeline": None,
         "corrections_per_minute": None,
         "on_paths": None,
+        "levels": {},
+        "window_s": 10.0,
+        "bytes": {"leaf0->spine0": {"0": 75_000_000, "7": 25_000_000}},
         "drops": 3,
     }
     return [about | seen, *jobs]
@@ -113,3 +122,114 @@ def test_each_scenario_counts_once_however_many_rounds_it_has() -> None:
     none, crux = contest.summary(rows).splitlines()[2:4]
     assert none.split() == ["none", "60.0%", "1.000", "1.000", "1.25", "1.000"]
     assert crux.split() == ["crux", "60.0%", "1.000", "0.500", "2.50", "2.000"]
+
+
+PATH = ("host->leaf", "leaf->spine", "spine->leaf", "leaf->host")
+CAPACITY_BPS = dict.fromkeys(PATH, 1e6) | {PATH[0]: 1e9, PATH[-1]: 1e9}
+
+
+def sender(name: str) -> Job:
+    """It computes for 0.1 s, and then sends for 0.2 s."""
+    return Job(name, 1, 1.0, 0.1, (Flow(2e5, (PATH,)),), (Burst(1.0, 1.0),), 0.3)
+
+
+def steps_s(cluster: Cluster, **level: int) -> list[float]:
+    jobs = tuple(job for job in cluster.jobs if job.name in level)
+    decision = Decision(path=dict.fromkeys(level, (0,)), level=level)
+    report = simulate(Cluster(cluster.capacity_Bps, jobs), decision, 60.0, slack_bytes=2e4)
+    return [report.jobs[name].mean_iteration_s or math.inf for name in level]
+
+
+@pytest.mark.parametrize(("alone_s", "share"), [(0.25, 1.0), (0.3, 1.0), (0.5, 0.5)])
+def test_a_job_is_played_as_slow_as_it_was_alone(alone_s: float, share: float) -> None:
+    """Alone its step is 0.3 s: it was shorter, as long, or longer."""
+    cluster = Cluster(CAPACITY_BPS, (sender("A"),))
+    job, found = contest.as_alone(cluster, cluster.jobs[0], (0,), alone_s, 2e4)
+    assert found == pytest.approx(share, abs=2e-3)
+    queued = contest.with_queues(cluster, {"A": (0,)}, {"A": 3}, {"A": (job, found)})
+    assert steps_s(queued, A=3) == pytest.approx([alone_s], rel=5e-3)
+
+
+def test_jobs_lose_to_the_queue_of_their_level_and_leave_the_rest_to_others() -> None:
+    jobs = {"A": (sender("A"), 0.8), "B": (replace(sender("B"), compute_s=0.0), 0.8)}
+    cluster = Cluster(CAPACITY_BPS, tuple(job for job, _ in jobs.values()))
+    path = dict.fromkeys("AB", (0,))
+
+    def carried_MBps(**level: int) -> float:
+        queued = contest.with_queues(cluster, path, level, jobs)
+        return sum(0.2 / each for each in steps_s(queued, **level))
+
+    # B always sends. Beside A it fills what a level has of the link.
+    assert carried_MBps(A=0, B=0) == pytest.approx(0.8, rel=1e-2)
+    # Below A, it has a fifth of the link while A sends for 0.25 s, and a level's share for 0.1 s.
+    assert carried_MBps(A=1, B=0) == pytest.approx((0.25 + 0.8 * 0.1) / 0.35, rel=2e-2)
+
+
+def test_errors_are_told_by_whom_a_job_meets() -> None:
+    """In heavy-3, A is first, B waits for it, C and D share a level on the other spine."""
+    rows = turn("heavy-3")
+    rows[0]["levels"] = {"A": 6, "B": 5, "C": 4, "D": 4}
+    for row, spine, predicted_s in zip(rows[1:], (0, 0, 1, 1), (0.5, 0.6, 0.4, 0.3), strict=True):
+        row |= {"spine": spine, "predicted_s": predicted_s}
+    told = [line.strip() for line in contest.summary(rows).splitlines()[-5:-1]]
+    assert [line.rpartition(" ")[2] for line in told[1:]] == ["+0.0%", "+20.0%", "-30.0%"]
+    assert told[0].endswith("of 4 jobs")
+    assert [line.split(":")[0] for line in told[1:]] == list(contest.MEETS)
+
+
+def test_the_tables_tell_how_busy_a_link_was_and_how_slow_the_heavy_job() -> None:
+    rows = turn("heavy-2")
+    table = contest.table(contest.SCENARIOS["heavy-2"], rows)
+    (row,) = (line for line in table.splitlines() if line.startswith("  none"))
+    assert row.split()[3:5] == ["3", "80%"]  # 100 MB in 10 s on a link of 100 Mbit/s
+    (heavy,) = (line for line in contest.summary(rows).splitlines() if line.startswith("    none"))
+    assert heavy.split() == ["none", "1.25", "(1.10)"]
+
+
+def test_what_jobs_want_of_a_link_is_what_they_carry_alone() -> None:
+    """Each job of heavy-2 sends 1 MB each way in 0.4 s: 20% of a link, and two are on spine 0."""
+    flows = [{"src": "h0-{}", "dst": "h1-{}"}, {"src": "h1-{}", "dst": "h0-{}"}]
+    records = [
+        {
+            "job": name,
+            "incarnation": "1",
+            "hosts": [f"h0-{n}", f"h1-{n}"],
+            "gpus": 2,
+            "state": "running",
+            "profile": {
+                "period_s": 0.4,
+                "period_source": "marks",
+                "compute_s": 0.3,
+                "flops": 1.0,
+                "flops_source": "time",
+                "gpus": 2,
+                "flows": [
+                    {end: host.format(n) for end, host in f.items()} | {"bytes": 1e6} for f in flows
+                ],
+                "bursts": [{"at": 1.0, "share": 1.0}],
+                "t_s": 0.08,
+                "t_source": "topology",
+                "t_measured_s": 0.08,
+                "overlap": 0.0,
+                "exposed_s": 0.1,
+                "iterations": 8,
+                "measured_alone": True,
+            },
+        }
+        for n, name in enumerate("ABC")
+    ]
+    rows = turn("heavy-2")
+    for row, spine in zip(rows[1:], (0, 1, 0), strict=True):
+        row["spine"] = spine
+    found = contest.predicted([*rows, {"scenario": "heavy-2", "round": 0, "records": records}])
+    assert found[0]["wanted"] == pytest.approx(2 * 0.2 / contest.PAYLOAD)
+    assert all(row["predicted_s"] >= 0.399 for row in found[1:4])
+    # A record that was measured while the machine did other things is not taken.
+    slower = [r | {"profile": r["profile"] | {"period_s": 0.5, "compute_s": 0.1}} for r in records]
+    again = contest.predicted([*found, {"scenario": "heavy-2", "round": 1, "records": slower}])
+    assert again[:4] == found[:4]
+
+
+def test_without_records_rows_keep_their_predictions() -> None:
+    rows = turn("pair")
+    assert contest.predicted(rows) == rows
