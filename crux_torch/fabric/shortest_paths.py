@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
@@ -81,6 +81,8 @@ class ShortestPaths:
         The first rank depends on the two ends, so that the pairs together use every link.
         """
         dag = self._dag(sources, targets)
+        if limit is None or limit >= dag.total:
+            return self._every(dag)
         start = zlib.crc32(f"{sources[0]} {targets[0]}".encode())
         return [self._unrank(dag, rank) for rank in spread(dag.total, limit, start)]
 
@@ -196,6 +198,19 @@ class ShortestPaths:
             dag.counts[u] = sum(self._count(dst[link], dag) for link in following) or 1
         return dag.counts[u]
 
+    def _every(self, dag: _Dag) -> list[tuple[int, ...]]:
+        """All paths in lexicographic order."""
+        dst, following = self._links.dst, dag.following
+        found = []
+        begun: list[tuple[int, tuple[int, ...]]] = [(u, ()) for u in reversed(dag.starts)]
+        while begun:
+            u, path = begun.pop()
+            if links := following[u]:
+                begun += [(dst[link], (*path, link)) for link in reversed(links)]
+            else:
+                found.append(path)
+        return found
+
     def _unrank(self, dag: _Dag, rank: int) -> tuple[int, ...]:
         """The path of that rank in lexicographic order, without listing the ones before it."""
         dst, counts = self._links.dst, dag.counts
@@ -258,7 +273,7 @@ class _Dag:
         self.leaves_at = {u: d for u, d in self.arrival.remaining if u in self.arrival.entries}
 
 
-def spread(total: int, limit: int | None, start: int = 0) -> Iterable[int]:
+def spread(total: int, limit: int | None, start: int = 0) -> Sequence[int]:
     """``limit`` ranks out of ``total``, ascending and spread over all of them, from ``start``.
 
     An even stride would take the same branch at every switch whose fan-out divides it, so the
@@ -266,7 +281,13 @@ def spread(total: int, limit: int | None, start: int = 0) -> Iterable[int]:
     """
     if limit is None or limit >= total:
         return range(total)
+    step = _stride(total)
+    return sorted([(start + i * step) % total for i in range(limit)])
+
+
+@lru_cache(maxsize=1 << 10)
+def _stride(total: int) -> int:
     step = max(1, round(total * 0.6180339887498949))
     while gcd(step, total) != 1:
         step += 1
-    return sorted((start + i * step) % total for i in range(limit))
+    return step

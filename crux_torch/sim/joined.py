@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from bisect import bisect_left
 from functools import lru_cache
+from typing import NamedTuple
 
 from crux_torch.fabric.shortest_paths import spread
 from crux_torch.fabric.topology import Path, Topology
@@ -13,14 +14,25 @@ from crux_torch.fabric.topology import Path, Topology
 MIDDLE_LIMIT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Port:
-    """A link between a NIC and a switch, with the links between it and the GPU."""
+class _Ports(NamedTuple):
+    """The ways between a GPU and the switches beside its nearest NICs.
 
-    switch: str
-    cost: int
-    up: Path
-    down: Path
+    Attributes:
+        beside: of each way, the switch and the cost of the link to it.
+        up, down: of each way, its links from the GPU and back to it.
+    """
+
+    beside: tuple[tuple[str, int], ...]
+    up: tuple[Path, ...]
+    down: tuple[Path, ...]
+
+
+class _Joint(NamedTuple):
+    """Paths from one way of a GPU to one way of another: their numbers, the links between."""
+
+    up: int
+    down: int
+    middle: tuple[Path, ...]
 
 
 class JoinedPaths:
@@ -45,6 +57,7 @@ class JoinedPaths:
             elif src.host is None and dst.host is not None:
                 self._from.setdefault(edge.dst, []).append((edge.name, edge.src, edge.link.cost))
         self._candidates = lru_cache(maxsize=1 << 15)(self._find_candidates)
+        self._joints = lru_cache(maxsize=None)(self._find_joints)
         self._middle = lru_cache(maxsize=None)(self._find_middle)
         self._ports = lru_cache(maxsize=None)(self._find_ports)
         self._uniform = lru_cache(maxsize=None)(self._is_uniform)
@@ -54,27 +67,33 @@ class JoinedPaths:
         return self._candidates(src, dst)
 
     def _find_candidates(self, src: str, dst: str) -> tuple[Path, ...]:
-        topology = self._topology
-        home, away = topology.host_of(src), topology.host_of(dst)
+        home, away = self._topology.host_of(src), self._topology.host_of(dst)
         if home == away or not (home and away and self._uniform(home) and self._uniform(away)):
-            return topology.candidate_paths(src, dst, self._limit)
-        joints = []
-        for a in self._ports(src):
-            for b in self._ports(dst):
-                cost, middle = self._middle(a.switch, b.switch)
-                joints.append((a.cost + cost + b.cost, a, middle, b))
-        best = min(joint[0] for joint in joints)
-        joints = [joint for joint in joints if joint[0] == best]
-        total = sum(len(middle) for _, _, middle, _ in joints)
-        start = zlib.crc32(f"{src} {dst}".encode())
-        found = []
-        for rank in spread(total, self._limit, start):
-            for _, a, middle, b in joints:
-                if rank < len(middle):
-                    found.append(a.up + middle[rank] + b.down)
-                    break
-                rank -= len(middle)
+            return self._topology.candidate_paths(src, dst, self._limit)
+        ours, theirs = self._ports(src), self._ports(dst)
+        joints = self._joints(ours.beside, theirs.beside)
+        total = sum(len(joint.middle) for joint in joints)
+        ranks = spread(total, self._limit, zlib.crc32(f"{src} {dst}".encode()))
+        found: list[Path] = []
+        first = begin = 0  # of the paths by their ranks, and of the ranks
+        for joint in joints:
+            up, down, middle = ours.up[joint.up], theirs.down[joint.down], joint.middle
+            end = bisect_left(ranks, first + len(middle), begin)
+            found += [up + middle[rank - first] + down for rank in ranks[begin:end]]
+            first, begin = first + len(middle), end
         return tuple(found)
+
+    def _find_joints(
+        self, ours: tuple[tuple[str, int], ...], theirs: tuple[tuple[str, int], ...]
+    ) -> tuple[_Joint, ...]:
+        """Those of the least cost between the ways of two GPUs."""
+        found = []
+        for up, (src, cost_up) in enumerate(ours):
+            for down, (dst, cost_down) in enumerate(theirs):
+                cost, middle = self._middle(src, dst)
+                found.append((cost_up + cost + cost_down, _Joint(up, down, middle)))
+        best = min(cost for cost, _ in found)
+        return tuple(joint for cost, joint in found if cost == best)
 
     def _find_middle(self, src: str, dst: str) -> tuple[int, tuple[Path, ...]]:
         limit = None if self._limit is None else max(self._limit, MIDDLE_LIMIT)
@@ -82,17 +101,18 @@ class JoinedPaths:
         links = self._topology.links
         return sum(links[name].cost for name in paths[0]), paths
 
-    def _find_ports(self, gpu: str) -> tuple[_Port, ...]:
-        """The ways between a GPU and the switches beside its nearest NICs."""
-        topology, found = self._topology, []
+    def _find_ports(self, gpu: str) -> _Ports:
+        topology = self._topology
+        beside, up, down = [], [], []
         for nic in topology.nearest_nics(gpu):
             back = {(switch, cost): name for name, switch, cost in self._from[nic]}
             for out in topology.candidate_paths(gpu, nic, None):
                 for into in topology.candidate_paths(nic, gpu, None):
                     for name, switch, cost in self._at[nic]:
-                        down = (back[switch, cost], *into)
-                        found.append(_Port(switch, cost, (*out, name), down))
-        return tuple(found)
+                        beside.append((switch, cost))
+                        up.append((*out, name))
+                        down.append((back[switch, cost], *into))
+        return _Ports(tuple(beside), tuple(up), tuple(down))
 
     def _is_uniform(self, host: str) -> bool:
         """All NICs lead to the same switches and back, and each has one way to its GPUs."""

@@ -264,16 +264,14 @@ def _take(cell: Cell, wanted: int, allocation: Allocation) -> tuple[str, ...]:
     if wanted == len(cell.gpus):
         return cell.gpus
     taken: set[str] = set()
-    left = [child for child in cell.children if allocation.free_in(child)]
+    free = {child: room for child in cell.children if (room := allocation.free_in(child))}
     while wanted:
-        free = {child: allocation.free_in(child) for child in left}
-        enough = [child for child in left if free[child] >= wanted]
+        enough = [child for child in free if free[child] >= wanted]
         # A child that holds the rest, the fullest; otherwise the emptiest one as a whole.
-        best = min(enough, key=free.__getitem__) if enough else max(left, key=free.__getitem__)
-        part = min(wanted, free[best])
+        best = min(enough, key=free.__getitem__) if enough else max(free, key=free.__getitem__)
+        part = min(wanted, free.pop(best))
         taken.update(_take(best, part, allocation))
         wanted -= part
-        left.remove(best)
     return tuple(gpu for gpu in cell.gpus if gpu in taken)
 
 
