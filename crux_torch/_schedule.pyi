@@ -12,8 +12,14 @@ _Links = npt.NDArray[np.int32]
 _Floats = npt.NDArray[np.float64]
 
 class FlowReader:
-    """Reads flows into arrays, and remembers the candidates that it has read."""
+    """Reads flows into arrays, and remembers the candidates that it has read.
 
+    Args:
+        flow_type: flows of exactly this type are immutable. Tuples of them that were in the jobs
+            read last are not looked into again.
+    """
+
+    def __init__(self, flow_type: type | None = None) -> None: ...
     def read(
         self, jobs: Sequence[Job], links: tuple[str, ...]
     ) -> tuple[_Ints, _Floats, _Ints, _Ints, _Ints, _Links]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_what_was_read_before_changes_nothing(kept, draw, data) -> None:
     loose = [replace(f, candidates=list(map(list, f.candidates))) for j in pool for f in j.flows]
     pool += [replace(j, flows=tuple(loose)) for j in pool[:1]]  # type: ignore[arg-type]
     links = tuple(f"l{i}" for i in range(6))
-    reader = _schedule.FlowReader()
+    reader = _schedule.FlowReader(data.draw(st.sampled_from((None, Flow))))
     for number in kept:
         jobs = draw.sample(pool, min(number, len(pool)))
         found = reader.read(jobs, links)
@@ -150,6 +151,18 @@ def test_what_was_read_before_changes_nothing(kept, draw, data) -> None:
             links = links[::-1]
         for flow in loose:
             flow.candidates[0].append("l0")  # type: ignore[attr-defined]
+
+
+def test_flows_of_another_type_are_read_anew() -> None:
+    loose = SimpleNamespace(bytes=1.0, candidates=WAYS)
+    fixed = Flow(2.0, WAYS)
+    reader = _schedule.FlowReader(Flow)
+    for size in (1.0, 5.0):
+        loose.bytes = size
+        for flows in ((loose, fixed), (fixed,)):
+            jobs = (job("j", 1.0, *flows), job("k", 1.0, fixed))  # type: ignore[arg-type]
+            _, sizes, *_ = reader.read(jobs, ("a", "b", "c"))
+            assert sizes.tolist() == [*(f.bytes for f in flows), 2.0]
 
 
 @given(clusters(), st.data())

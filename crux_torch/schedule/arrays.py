@@ -17,7 +17,7 @@ from scipy import sparse
 
 from crux_torch import _schedule
 from crux_torch.errors import CruxError
-from crux_torch.schedule.model import Cluster, Job, Link
+from crux_torch.schedule.model import Cluster, Flow, Job, Link
 
 IntArray = npt.NDArray[np.int64]
 LinkArray = npt.NDArray[np.int32]
@@ -72,49 +72,61 @@ class _Links(NamedTuple):
     capacity_Bps: FloatArray
 
 
+class Reader:
+    """Reads clusters into arrays.
+
+    What it reads of links and candidate paths serves the next cluster. Links in a read-only mapping
+    are not read again while it is the same mapping.
+    """
+
+    def __init__(self) -> None:
+        self._flows = _schedule.FlowReader(Flow)
+        self._links = _Links(None, (), np.zeros(0))
+
+    def read(self, cluster: Cluster) -> Arrays:
+        """As :func:`arrays_of`."""
+        jobs = tuple(sorted(cluster.jobs, key=lambda job: job.name))
+        for one, other in pairwise(jobs):
+            if one.name == other.name:
+                raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
+
+        links = self._links_of(cluster.capacity_Bps)
+        try:
+            flows = self._flows.read(jobs, links.names)
+        except KeyError as error:
+            raise ClusterError(f"a path crosses link {error}, which has no capacity") from None
+        arrays = Arrays(jobs, links.capacity_Bps, *flows)
+        _check(arrays, cluster)
+        return arrays
+
+    def _links_of(self, capacity_Bps: Mapping[Link, float]) -> _Links:
+        links = self._links
+        if capacity_Bps is links.read_from:
+            return links
+        names = tuple(capacity_Bps)
+        given = chain(capacity_Bps.values(), (np.inf,))
+        found = _Links(None, names, np.fromiter(given, np.float64, len(names) + 1))
+        if isinstance(capacity_Bps, MappingProxyType):
+            found.capacity_Bps.flags.writeable = False
+            self._links = found._replace(read_from=capacity_Bps)
+        return found
+
+
 #: Decisions follow each other closely, and most of their flows are those of the one before.
-_reader = _schedule.FlowReader()
-_links = _Links(None, (), np.zeros(0))
+_reader = Reader()
 
 
 def arrays_of(cluster: Cluster, *, remember: bool = True) -> Arrays:
     """Reads ``cluster`` into arrays.
 
     Args:
-        remember: what is read of its links and its candidate paths serves the next cluster. Links
-            in a read-only mapping are not read again while it is the same mapping.
+        remember: what is read serves the next cluster that is read so, see :class:`Reader`.
 
     Raises:
         ClusterError: two jobs of one name, a flow without candidates or with a size that is not
             a finite number of bytes, a path over an unknown link, a link without capacity.
     """
-    jobs = tuple(sorted(cluster.jobs, key=lambda job: job.name))
-    for one, other in pairwise(jobs):
-        if one.name == other.name:
-            raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
-
-    links = _links_of(cluster.capacity_Bps, remember)
-    reader = _reader if remember else _schedule.FlowReader()
-    try:
-        flows = reader.read(jobs, links.names)
-    except KeyError as error:
-        raise ClusterError(f"a path crosses link {error}, which has no capacity") from None
-    arrays = Arrays(jobs, links.capacity_Bps, *flows)
-    _check(arrays, cluster)
-    return arrays
-
-
-def _links_of(capacity_Bps: Mapping[Link, float], remember: bool) -> _Links:
-    global _links
-    if capacity_Bps is _links.read_from:
-        return _links
-    names = tuple(capacity_Bps)
-    given = chain(capacity_Bps.values(), (np.inf,))
-    found = _Links(None, names, np.fromiter(given, np.float64, len(names) + 1))
-    if remember and isinstance(capacity_Bps, MappingProxyType):
-        found.capacity_Bps.flags.writeable = False
-        _links = found._replace(read_from=capacity_Bps)
-    return found
+    return (_reader if remember else Reader()).read(cluster)
 
 
 def _check(arrays: Arrays, cluster: Cluster) -> None:

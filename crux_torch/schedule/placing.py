@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from crux_torch import _schedule
-from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, arrays_of, traffic_matrix
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, Reader, traffic_matrix
 from crux_torch.schedule.intensity import (
     intensities,
     per_second,
@@ -56,16 +56,22 @@ class Alone(NamedTuple):
     intensity: float
 
 
-def alone(job: Job, capacity_Bps: Mapping[Link, float], *, sweeps: int = 0) -> Alone:
+def alone(
+    job: Job,
+    capacity_Bps: Mapping[Link, float],
+    *,
+    sweeps: int = 0,
+    reader: Reader | None = None,
+) -> Alone:
     """``job`` on the paths that path selection gives it in an empty network.
 
     So it is not charged for colliding with itself where it need not. Links other than its own do no
-    harm; ``sweeps`` are those of :func:`place`.
+    harm; ``sweeps`` are those of :func:`place`. What a ``reader`` reads here serves its next job.
 
     Raises:
         ClusterError: a job that contradicts itself, or a link without capacity.
     """
-    arrays = arrays_of(Cluster(capacity_Bps, (job,)), remember=False)
+    arrays = (reader or Reader()).read(Cluster(capacity_Bps, (job,)))
     before_s = unrouted_transfer_times_s(arrays)
     choice = place(arrays, np.zeros(1, np.int64), before_s, sweeps=sweeps)
     t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice))

@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from crux_torch.fabric.ecmp import hashed_choice
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.arrays import Reader
 from crux_torch.schedule.intensity import link_traffic
 from crux_torch.schedule.model import Job
 from crux_torch.schedule.placing import alone
@@ -66,6 +68,8 @@ class Placer:
         self.cells = cells(topology)
         self._idle = Allocation(self.cells)
         self._paths = JoinedPaths(topology, CANDIDATES)
+        self._reader = Reader()
+        self._capacity_Bps = MappingProxyType(dict(sorted(topology.capacity_Bps.items())))
         self._build = lru_cache(maxsize=1 << 8)(self._build_alone)
         self.reference = lru_cache(maxsize=None)(self._find_reference)
         self._layer = lru_cache(maxsize=None)(topology.layer)
@@ -94,8 +98,7 @@ class Placer:
             paths=self._paths,
             alltoall_peers=ALLTOALL_PEERS,
         )
-        links = {link for flow in job.flows for path in flow.candidates for link in path}
-        found = alone(job, {link: self.topology.capacity_Bps[link] for link in sorted(links)})
+        found = alone(job, self._capacity_Bps, reader=self._reader)
         layer_bytes: defaultdict[str, float] = defaultdict(float)
         for link, moved in link_traffic(job, found.path).items():
             layer_bytes[self._layer(link)] += moved

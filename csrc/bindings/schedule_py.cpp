@@ -4,10 +4,13 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "../schedule/contention.h"
 #include "../schedule/game.h"
@@ -75,9 +78,11 @@ struct FlowArrays {
     const std::int64_t first = from.set_start[set], last = from.set_start[set + 1];
     const std::int64_t begin = from.path_start[first], end = from.path_start[last];
     const std::int64_t moved = static_cast<std::int64_t>(path_links.size()) - begin;
-    for (std::int64_t path = first; path < last; ++path) {
-      path_start.push_back(from.path_start[path + 1] + moved);
-    }
+    const std::size_t paths = path_start.size();
+    path_start.resize(paths + static_cast<std::size_t>(last - first));
+    std::transform(from.path_start.begin() + first + 1, from.path_start.begin() + last + 1,
+                   path_start.begin() + static_cast<std::ptrdiff_t>(paths),
+                   [moved](std::int64_t start) { return start + moved; });
     path_links.insert(path_links.end(), from.path_links.begin() + begin,
                       from.path_links.begin() + end);
     close_set();
@@ -100,7 +105,7 @@ class LinkPlaces {
   }
 
   std::int32_t nowhere() const { return nowhere_; }
-  bool are_of(const py::tuple& links) const { return links_.equal(links); }
+  bool are_of(const py::tuple& links) const { return links_.is(links) || links_.equal(links); }
 
   // Good while `link` is alive: an address that is used again may have another name.
   std::int32_t operator[](PyObject* link) {
@@ -132,23 +137,33 @@ class LinkPlaces {
 };
 
 // Jobs' flows and their candidate paths as arrays. Candidates that it has read before, for the same
-// links, are not looked into again.
+// links, are not looked into again, nor flows that were in the jobs read last.
 class FlowReader {
  public:
+  // Flows of exactly that type are immutable.
+  explicit FlowReader(py::object flow_type) : flow_type_(std::move(flow_type)) {}
+
   py::tuple read(const py::sequence& jobs, const py::tuple& links) {
     // Out of the object, so that another thread that Python lets in finds it empty, not half done.
     std::unique_ptr<Known> known = std::move(known_);
     if (!known || !known->places.are_of(links)) known = std::make_unique<Known>(links);
     FlowArrays found;
+    found.path_start.reserve(paths_ + paths_ / 8);
+    found.path_links.reserve(links_ + links_ / 8);
     PointerNumbers sets;
+    std::unordered_map<PyObject*, Flows> now;
     for (PyObject* job : Items(jobs, "jobs must be a sequence")) {
-      for (PyObject* flow : Items(py::getattr(job, flows_), "a job's flows must be a sequence")) {
-        const py::object bytes = py::getattr(flow, bytes_);
-        const double amount = PyFloat_AsDouble(bytes.ptr());
-        if (amount == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-        found.flow_bytes.push_back(amount);
-        // Its flow keeps the object alive, so its address names it.
-        const py::object candidates = py::getattr(flow, candidates_);
+      const py::object flows = py::getattr(job, flows_);
+      const auto read = known->flows.find(flows.ptr());
+      const auto [entry, fresh] = now.try_emplace(flows.ptr());
+      Flows& of = entry->second;
+      if (fresh && read != known->flows.end()) {
+        of = std::move(read->second);
+      } else if (fresh) {
+        of = flows_of(flows);
+      }
+      found.flow_bytes.insert(found.flow_bytes.end(), of.bytes.begin(), of.bytes.end());
+      for (const py::object& candidates : of.candidates) {
         std::int64_t& set = sets[candidates.ptr()];
         if (set == PointerNumbers::kNone) {
           set = static_cast<std::int64_t>(found.set_start.size()) - 1;
@@ -158,13 +173,39 @@ class FlowReader {
       }
       found.flow_start.push_back(static_cast<std::int64_t>(found.flow_bytes.size()));
     }
+    known->flows.clear();
+    for (auto& [flows, of] : now) {
+      if (of.fixed) known->flows.emplace(flows, std::move(of));
+    }
     if (known->can_be_kept()) known_ = std::move(known);
+    paths_ = found.path_start.size();
+    links_ = found.path_links.size();
     return std::move(found).to_tuple();
   }
 
  private:
   // Links of paths that are remembered at most: 16 MiB.
   static constexpr std::size_t kRemembered = std::size_t{1} << 22;
+
+  // What the flows of a job hold; both it and they are immutable if `fixed`.
+  struct Flows {
+    py::object from;  // so that its address is not used again
+    bool fixed = false;
+    std::vector<double> bytes;
+    std::vector<py::object> candidates;
+  };
+
+  Flows flows_of(const py::object& flows) const {
+    Flows of{flows, PyTuple_CheckExact(flows.ptr()) != 0, {}, {}};
+    for (PyObject* flow : Items(flows, "a job's flows must be a sequence")) {
+      const double amount = PyFloat_AsDouble(py::getattr(flow, bytes_).ptr());
+      if (amount == -1.0 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      of.bytes.push_back(amount);
+      of.candidates.push_back(py::getattr(flow, candidates_));
+      of.fixed = of.fixed && py::type::handle_of(flow).is(flow_type_);
+    }
+    return of;
+  }
 
   // Candidates, and what was read from them; good only while all of them are `fixed`.
   struct Known {
@@ -203,11 +244,14 @@ class FlowReader {
     LinkPlaces places;
     PointerNumbers sets;
     FlowArrays arrays;
-    std::vector<py::object> kept;  // so that no address is used again
+    std::vector<py::object> kept;                // so that no address is used again
+    std::unordered_map<PyObject*, Flows> flows;  // of the jobs read last
   };
 
+  const py::object flow_type_;
   const py::str flows_{"flows"}, bytes_{"bytes"}, candidates_{"candidates"};
   std::unique_ptr<Known> known_;
+  std::size_t paths_ = 0, links_ = 0;  // of the jobs read last: the next are about as many
 };
 
 py::array_t<std::int64_t> place_flows(const Array<std::int64_t>& set_start,
@@ -291,7 +335,7 @@ py::array_t<double> rates(const Array<double>& compute_s, const Array<std::int64
 PYBIND11_MODULE(_schedule, m) {
   m.doc() = "The loops of a scheduling decision: over flows and links, and over pairs of jobs.";
   py::class_<FlowReader>(m, "FlowReader")
-      .def(py::init<>())
+      .def(py::init<py::object>(), py::arg("flow_type") = py::none())
       .def("read", &FlowReader::read, py::arg("jobs"), py::arg("links"));
   m.def("unrouted_transfer_times_s", &unrouted, py::kw_only(), py::arg("set_start"),
         py::arg("path_start"), py::arg("path_links"), py::arg("capacity_Bps"),
