@@ -29,7 +29,9 @@ class NamedEngine {
   NamedEngine(const std::vector<std::tuple<std::string, double, double>>& links, bool skip_repeats,
               double repeat_tolerance, double steady_tolerance)
       : engine_(network(links), Options{skip_repeats, repeat_tolerance, steady_tolerance}) {
-    for (LinkId link = 0; link < links.size(); ++link) link_ids_[std::get<0>(links[link])] = link;
+    for (LinkId link = 0; link < links.size(); ++link) {
+      link_ids_[py::str(std::get<0>(links[link]))] = py::int_(link);
+    }
   }
 
   void add_job(const std::string& name, double compute_s, const py::iterable& bursts, double gpus,
@@ -214,10 +216,12 @@ class NamedEngine {
     std::vector<LoadSpec> out;
     out.reserve(traffic.size());
     for (const auto& [key, value] : traffic) {
-      const auto name = key.cast<std::string>();
-      const auto found = link_ids_.find(name);
-      if (found == link_ids_.end()) throw SpecError("no link " + name);
-      out.push_back({found->second, Bytes(value.cast<double>())});
+      PyObject* found = PyDict_GetItemWithError(link_ids_.ptr(), key.ptr());
+      if (found == nullptr) {
+        if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+        throw SpecError("no link " + key.cast<std::string>());
+      }
+      out.push_back({py::handle(found).cast<LinkId>(), Bytes(value.cast<double>())});
     }
     return out;
   }
@@ -235,7 +239,7 @@ class NamedEngine {
   }
 
   Engine engine_;
-  std::unordered_map<std::string, LinkId> link_ids_;
+  py::dict link_ids_;  // by name; never changed, so that copies share it
   std::unordered_map<JobId, std::vector<JobId>> teams_;  // by their first job
 };
 

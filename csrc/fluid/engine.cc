@@ -60,16 +60,15 @@ JobId Engine::add_job(JobSpec spec) {
 }
 
 std::vector<JobId> Engine::add_team(std::vector<JobSpec> specs) {
+  if (specs.size() == 1) return {add_job(std::move(specs.front()))};
   for (const JobSpec& spec : specs) {
     if (ids_.count(spec.name) != 0) throw SpecError("job " + spec.name + ": appears twice");
     Program::validate(spec, network_);
   }
   std::vector<JobId> members;
   for (JobSpec& spec : specs) members.push_back(add_job(std::move(spec)));
-  if (members.size() > 1) {
-    for (JobId member : members) jobs_[member].team = static_cast<std::uint32_t>(teams_.size());
-    teams_.push_back({members});
-  }
+  for (JobId member : members) jobs_[member].team = static_cast<std::uint32_t>(teams_.size());
+  teams_.push_back({members});
   return members;
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
+#include <cstddef>
 #include <set>
 #include <sstream>
 
@@ -60,25 +60,28 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
 }
 
 std::vector<Footprint> footprint_of(const std::vector<Burst>& bursts) {
-  struct Range {
-    double peak_Bps, least_Bps;
-    std::size_t bursts;
-  };
-  std::map<LinkId, Range> ranges;
-  std::size_t sent = 0;
+  std::vector<Footprint> full;  // of each crossing
+  std::ptrdiff_t sent = 0;
   for (const Burst& burst : bursts) {
     if (!burst.crossings.empty()) ++sent;
     for (const Crossing& crossing : burst.crossings) {
       const double full_Bps = crossing.share * burst.busiest_bytes / burst.alone_s;
-      Range& range = ranges.try_emplace(crossing.link, Range{full_Bps, full_Bps, 0}).first->second;
-      range.peak_Bps = std::max(range.peak_Bps, full_Bps);
-      range.least_Bps = std::min(range.least_Bps, full_Bps);
-      ++range.bursts;
+      full.push_back({crossing.link, full_Bps, full_Bps});
     }
   }
+  std::sort(full.begin(), full.end(),
+            [](const Footprint& a, const Footprint& b) { return a.link < b.link; });
   std::vector<Footprint> footprint;
-  for (const auto& [link, range] : ranges) {
-    footprint.push_back({link, range.peak_Bps, range.bursts == sent ? range.least_Bps : 0.0});
+  for (auto first = full.begin(); first != full.end();) {
+    Footprint link = *first;
+    auto at = first;
+    for (; at != full.end() && at->link == link.link; ++at) {
+      link.peak_Bps = std::max(link.peak_Bps, at->peak_Bps);
+      link.least_Bps = std::min(link.least_Bps, at->least_Bps);
+    }
+    if (at - first < sent) link.least_Bps = 0.0;
+    footprint.push_back(link);
+    first = at;
   }
   return footprint;
 }

@@ -1,7 +1,6 @@
 #include "place.h"
 
 #include <algorithm>
-#include <limits>
 #include <stdexcept>
 
 namespace crux::schedule {
@@ -20,9 +19,9 @@ double rounded(double x) { return x < kWhole ? (x + kWhole) - kWhole : x; }
 class Loads {
  public:
   Loads(const Candidates& candidates, View<double> capacity_Bps)
-      : candidates_(candidates), load_Bps_(capacity_Bps.size()), per_Bps_(capacity_Bps.size()) {
-    std::transform(capacity_Bps.begin(), capacity_Bps.end(), per_Bps_.begin(),
-                   [](double capacity) { return 1.0 / capacity; });
+      : candidates_(candidates), links_(capacity_Bps.size()) {
+    std::transform(capacity_Bps.begin(), capacity_Bps.end(), links_.begin(),
+                   [](double capacity) { return Link{0.0, 1.0 / capacity}; });
   }
 
   // The best path of a set for one more flow of that rate.
@@ -33,7 +32,7 @@ class Loads {
     double least = busiest(first, rate_Bps);
     double least_sum = -1.0;
     for (std::int64_t path = first + 1; path < end; ++path) {
-      const double here = busiest(path, rate_Bps, least);
+      const double here = busiest(path, rate_Bps);
       if (here > least) continue;
       // Sums only decide between equals, which are few.
       if (here == least) {
@@ -52,7 +51,7 @@ class Loads {
 
   void add(std::int64_t path, double rate_Bps) {
     for (const std::int32_t* link = begin(path); link != end(path); ++link) {
-      load_Bps_[*link] += rate_Bps;
+      links_[*link].load_Bps += rate_Bps;
     }
   }
 
@@ -63,16 +62,14 @@ class Loads {
   const std::int32_t* end(std::int64_t path) const { return begin(path + 1); }
 
   double utilisation(std::int32_t link, double rate_Bps) const {
-    return (load_Bps_[link] + rate_Bps) * per_Bps_[link];
+    return (links_[link].load_Bps + rate_Bps) * links_[link].per_Bps;
   }
 
-  // Of the path's links the highest utilisation; any one above `enough` if there is one.
-  double busiest(std::int64_t path, double rate_Bps,
-                 double enough = std::numeric_limits<double>::infinity()) const {
+  // Of the path's links the highest utilisation.
+  double busiest(std::int64_t path, double rate_Bps) const {
     double highest = 0.0;
     for (const std::int32_t* link = begin(path); link != end(path); ++link) {
       highest = std::max(highest, utilisation(*link, rate_Bps));
-      if (highest > enough) break;
     }
     return highest;
   }
@@ -85,9 +82,12 @@ class Loads {
     return total;
   }
 
+  struct Link {
+    double load_Bps;
+    double per_Bps;  // one over the capacity
+  };
   const Candidates& candidates_;
-  std::vector<double> load_Bps_;
-  std::vector<double> per_Bps_;
+  std::vector<Link> links_;
 };
 
 }  // namespace

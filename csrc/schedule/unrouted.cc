@@ -9,14 +9,15 @@ namespace crux::schedule {
 namespace {
 
 // For each candidate set the seconds that a byte takes on the best of its paths.
-std::vector<double> best_s_per_byte(const Candidates& candidates, View<double> capacity_Bps) {
+std::vector<double> best_s_per_byte(const Candidates& candidates,
+                                    const std::vector<double>& s_per_byte) {
   std::vector<double> best(candidates.sets());
   for (std::size_t set = 0; set < best.size(); ++set) {
     best[set] = std::numeric_limits<double>::infinity();
     for (auto path = candidates.set_start[set]; path < candidates.set_start[set + 1]; ++path) {
       double slowest = 0.0;
       for (auto at = candidates.path_start[path]; at < candidates.path_start[path + 1]; ++at) {
-        slowest = std::max(slowest, 1.0 / capacity_Bps[candidates.path_links[at]]);
+        slowest = std::max(slowest, s_per_byte[candidates.path_links[at]]);
       }
       best[set] = std::min(best[set], slowest);
     }
@@ -36,7 +37,10 @@ std::vector<double> unrouted_transfer_times_s(const Candidates& candidates,
   if (flow_set.size() != flow_bytes.size()) throw std::invalid_argument("every flow needs bytes");
   check_starts(flow_start, flow_set.size());
 
-  const std::vector<double> best = best_s_per_byte(candidates, capacity_Bps);
+  std::vector<double> s_per_byte(capacity_Bps.size());
+  std::transform(capacity_Bps.begin(), capacity_Bps.end(), s_per_byte.begin(),
+                 [](double capacity) { return 1.0 / capacity; });
+  const std::vector<double> best = best_s_per_byte(candidates, s_per_byte);
   std::vector<double> moved(capacity_Bps.size());
   std::vector<std::int32_t> touched;
   std::vector<double> t_s(flow_start.size() - 1);
@@ -54,7 +58,7 @@ std::vector<double> unrouted_transfer_times_s(const Candidates& candidates,
       }
     }
     for (const std::int32_t link : touched) {
-      t_s[job] = std::max(t_s[job], moved[link] * (1.0 / capacity_Bps[link]));
+      t_s[job] = std::max(t_s[job], moved[link] * s_per_byte[link]);
       moved[link] = 0.0;
     }
     touched.clear();
