@@ -49,9 +49,9 @@ JobId Engine::add_job(JobSpec spec) {
   if (spec.start.value() < now_) {
     throw SpecError("job " + spec.name + ": start_s lies before the current time");
   }
+  count_iteration(job.program, spec.name);
   const auto id = static_cast<JobId>(jobs_.size());
   job.spec = std::move(spec);
-  shortest_iteration_s_ = std::min(shortest_iteration_s_, job.program.alone_iteration_s());
   ids_.emplace(job.spec.name, id);
   jobs_.push_back(std::move(job));
   queue_.grow(id);
@@ -128,7 +128,7 @@ void Engine::set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& tra
   JobSpec spec = job.spec;
   for (std::size_t b = 0; b < traffic.size(); ++b) spec.bursts[b].traffic = traffic[b];
   Program program = Program::validate(spec, network_);
-  shortest_iteration_s_ = std::min(shortest_iteration_s_, program.alone_iteration_s());
+  count_iteration(program, spec.name);
   if (job.stage == Stage::kWaiting) {
     job.spec = std::move(spec);
     job.program = std::move(program);
@@ -208,6 +208,14 @@ bool Engine::run_until(Seconds until, std::uint64_t max_events) {
 bool Engine::run_until_end_of_any(Seconds until, std::uint64_t max_events) {
   ended_.clear();
   return advance(until.value(), max_events, true);
+}
+
+void Engine::count_iteration(const Program& program, const std::string& name) {
+  if (now_ > kLongestRun * program.alone_iteration_s()) {
+    throw SpecError("job " + name + ": the clock, at " + std::to_string(now_) +
+                    " s, can't resolve its iterations");
+  }
+  shortest_iteration_s_ = std::min(shortest_iteration_s_, program.alone_iteration_s());
 }
 
 bool Engine::advance(double until, std::uint64_t max_events, bool stop_at_end) {
@@ -304,7 +312,8 @@ void Engine::start_iteration(JobId id, double t) {
   Job& job = jobs_[id];
   double start = t + std::exchange(job.hold_s, 0.0);
   if (job.pace) start = paced(*job.pace, start);
-  if (start > t) {
+  // A start within the tie is now: else this batch would come to it, and hold it, without end.
+  if (start > t + std::abs(t) * kTie) {
     schedule(id, Stage::kHeld, start);
   } else {
     begin_iteration(id, t);

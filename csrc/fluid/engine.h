@@ -136,6 +136,8 @@ class Engine {
   };
 
   Job& at(JobId id);
+  // Takes the program's iteration for one of those that the clock must resolve.
+  void count_iteration(const Program& program, const std::string& name);
   bool advance(double until, std::uint64_t max_events, bool stop_at_end);
   double handle_batch();
   bool handle(JobId id, double t);

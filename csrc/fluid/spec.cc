@@ -11,6 +11,10 @@ namespace {
 
 // Shorter iterations than this vanish in the clock's rounding within a simulated month.
 constexpr double kShortestIteration_s = 1e-9;
+// Of still shorter transfers, rates are beyond all numbers.
+constexpr double kShortestTransfer_s = 1e-18;
+// A link that carries less than this share of what the busiest link does carries nothing.
+constexpr double kLeastShare = 1e-15;
 constexpr double kLargestWeight = 1e6;
 
 [[noreturn]] void fail(const std::string& where, const std::string& what, double got,
@@ -52,9 +56,12 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
     burst.crossings.push_back({load.link, load.bytes.value()});
   }
   for (Crossing& crossing : burst.crossings) crossing.share /= burst.busiest_bytes;
+  const auto idle = std::remove_if(burst.crossings.begin(), burst.crossings.end(),
+                                   [](const Crossing& one) { return one.share < kLeastShare; });
+  burst.crossings.erase(idle, burst.crossings.end());
   if (!burst.crossings.empty()) {
-    require(positive(burst.alone_s), where, "transfer time alone", burst.alone_s,
-            "a positive finite number of seconds");
+    require(std::isfinite(burst.alone_s) && burst.alone_s >= kShortestTransfer_s, where,
+            "transfer time alone", burst.alone_s, "a finite number of seconds, 1e-18 or more");
   }
   return burst;
 }

@@ -162,7 +162,8 @@ bool LinkTable::hinders(size_t place, int64_t now_ns, int64_t patience_ns) noexc
   const Place& other = table_->places[place];
   const uint64_t job = other.job.load();
   if (job == 0 || job == place_.job.load()) return false;
-  if (now_ns - other.changed_ns.load(std::memory_order_relaxed) >= patience_ns) return false;
+  // Not as a difference, which overflows for a time that nobody can have written in earnest.
+  if (other.changed_ns.load(std::memory_order_relaxed) <= now_ns - patience_ns) return false;
   if (alive(place)) return true;
   sweep(place);
   return false;

@@ -52,11 +52,25 @@ void queue_gives_times_in_order_and_ties_by_id() {
   }
 }
 
+void a_point_of_a_grid_that_is_now_holds_nobody() {
+  // So late that the clock takes the next point of the grid for the same instant.
+  constexpr double kNow = 1e6;
+  Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
+  CHECK(engine.run_until(Seconds(kNow)));
+  JobSpec late = job("j", 1.0, {});
+  late.start = Seconds(kNow);
+  const JobId id = engine.add_job(late);
+  engine.set_pace(id, Pace{Seconds(kNow + 5e-8), Seconds(0.01), 0.0});
+  CHECK(engine.run_until(Seconds(kNow + 3.5), 1000));
+  CHECK(engine.result(id).completed == 3);
+}
+
 void refuses_what_it_cannot_simulate() {
   Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
   for (JobSpec spec :
        {job("nan", NAN, {}), job("nothing", 0, {}), job("link", 1, {burst(1, {{7, Bytes(1)}})}),
-        job("at", 1, {burst(-0.1, {{0, Bytes(1)}})})}) {
+        job("at", 1, {burst(-0.1, {{0, Bytes(1)}})}),
+        job("next to nothing", 1, {burst(1, {{0, Bytes(1e-300)}})})}) {
     bool refused = false;
     try {
       engine.add_job(spec);
@@ -66,6 +80,22 @@ void refuses_what_it_cannot_simulate() {
     CHECK(refused);
   }
   CHECK(engine.job_count() == 0);
+}
+
+void refuses_a_job_that_its_clock_does_not_resolve_any_more() {
+  Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
+  JobSpec slow = job("slow", 1e6, {burst(1, {{0, Bytes(1)}})}), fast = job("fast", 1e-6, {});
+  const JobId id = engine.add_job(slow);
+  CHECK(engine.run_until(Seconds(1e9)));
+  fast.start = engine.now();
+  bool refused = false;
+  try {
+    engine.add_job(fast);
+  } catch (const SpecError& error) {
+    refused = std::string(error.what()).find("job fast") != std::string::npos;
+  }
+  CHECK(refused);
+  CHECK(engine.results().size() == 1 && engine.result(id).completed >= 998);
 }
 
 // Random jobs come, go, and change level and path; links never carry more than they can.
@@ -176,7 +206,9 @@ void marks_give_the_first_leaf_of_the_lowest_key() {
 int main() {
   marks_give_the_first_leaf_of_the_lowest_key();
   queue_gives_times_in_order_and_ties_by_id();
+  a_point_of_a_grid_that_is_now_holds_nobody();
   refuses_what_it_cannot_simulate();
+  refuses_a_job_that_its_clock_does_not_resolve_any_more();
   // Two at a time: engines share nothing.
   const Options played{false, 1e-9, 0.0};
   const Options skipped;
