@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup sdist wheels run test test-quick test-all soak test-rdma test-gpu rig coverage mutation \
-  bench-gpu lint format asan tsan bench contest evaluation clean apt apt-lab
+  bench-gpu lint format asan tsan fuzz bench contest evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
@@ -142,6 +142,11 @@ wheels: sdist
 
 asan tsan:
 	sh tests/cpp/run.sh $@
+
+# Each fuzzer of the C++ for FUZZ_S seconds, with FUZZ_SEED; without one the time is it.
+FUZZ_S ?= 60
+fuzz:
+	sh tests/cpp/run.sh fuzz $(FUZZ_S) $(FUZZ_SEED)
 
 # Changes the code at random places, and counts for how many of the changes a test fails.
 mutation: setup

@@ -12,24 +12,38 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "cpp" / "run.sh"
 TESTS = ("recorder", "operation", "fluid", "place", "game", "switch", "links")
+FUZZED = ("routes", "links", "fluid")
 #: The script's exit status where this machine can't run the sanitizer.
 CANNOT_RUN = 77
+
+
+def lines_of(*arguments: str) -> list[str]:
+    """What the script prints with these arguments."""
+    for tool in ("sh", "make", "flock"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"no {tool}")
+    run = subprocess.run(
+        ["sh", str(SCRIPT), *arguments], capture_output=True, text=True, timeout=1200, check=False
+    )
+    if run.returncode == CANNOT_RUN:
+        pytest.skip(run.stderr.strip())
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.splitlines()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sanitizer", ["asan", "tsan"])
 @pytest.mark.timeout(1300)
 def test_cpp_is_clean_under(sanitizer: str) -> None:
-    for tool in ("sh", "make", "flock"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"no {tool}")
-    run = subprocess.run(
-        ["sh", str(SCRIPT), sanitizer], capture_output=True, text=True, timeout=1200, check=False
-    )
-    if run.returncode == CANNOT_RUN:
-        pytest.skip(run.stderr.strip())
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.split("\n") == [*(f"{test}: ok" for test in TESTS), ""]
+    assert lines_of(sanitizer) == [f"{test}: ok" for test in TESTS]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1300)
+def test_fuzzing_the_cpp_finds_nothing() -> None:
+    """For 20 s each, and the corpus, which has what was found before."""
+    lines = lines_of("fuzz", "20")
+    assert [line.split(":")[0] for line in lines] == [f"{target}_fuzz" for target in FUZZED]
 
 
 def test_a_missing_compiler_is_said() -> None:

@@ -1,9 +1,11 @@
 #!/bin/sh
 # Builds the C++ tests, which need neither torch nor Python, and runs them.
 # Usage: tests/cpp/run.sh asan|tsan [build]
+#        tests/cpp/run.sh fuzz [SECONDS [SEED]]
 #   asan   AddressSanitizer and UBSan
 #   tsan   ThreadSanitizer
 #   build  build them only
+#   fuzz   each fuzzer for SECONDS (60), under AddressSanitizer and UBSan; SEED is the time's
 # Exit status: 0 all passed; 77 this machine can't run them, and why; else a failure.
 set -eu
 
@@ -11,8 +13,9 @@ cxx=${CXX:-g++}
 case ${1:-} in
   asan) sanitizer="-fsanitize=address,undefined -fno-sanitize-recover=all" ;;
   tsan) sanitizer="-fsanitize=thread" ;;
+  fuzz) sanitizer="-fsanitize=address,undefined -fno-sanitize-recover=all" ;;
   *)
-    echo "usage: $0 asan|tsan [build]" >&2
+    echo "usage: $0 asan|tsan [build], or $0 fuzz [SECONDS [SEED]]" >&2
     exit 2
     ;;
 esac
@@ -42,10 +45,22 @@ if ! $without_aslr "$out/probe" 2>"$out/log"; then
   "$out/probe" 2>"$out/log" || cannot_run "$1" "$(head -n 1 "$out/log")"
 fi
 
-make --no-print-directory -s -j "$(nproc)" -f tests/cpp/Makefile CXX="$cxx" OUT="$out" FLAGS="$flags"
-[ "${2:-}" != build ] || exit 0
+build() {
+  make --no-print-directory -s -j "$(nproc)" -f tests/cpp/Makefile CXX="$cxx" OUT="$out" FLAGS="$flags" "$@"
+}
+
 export ASAN_OPTIONS="detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
 export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
+if [ "$1" = fuzz ]; then
+  build fuzz COVERAGE=-fsanitize-coverage=trace-pc
+  for target in routes links fluid; do
+    $without_aslr "$out/${target}_fuzz" "${2:-60}" "${3:-$(date +%s)}" "$out/crash-$target" \
+      "tests/cpp/corpus/$target"
+  done
+  exit 0
+fi
+build
+[ "${2:-}" != build ] || exit 0
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
 for test in recorder_test operation_test fluid_test place_test game_test transport_test switch_test links_test; do
   $without_aslr "$out/$test"
