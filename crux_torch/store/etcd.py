@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -495,8 +495,10 @@ class EtcdContents:
                     threading.Thread(target=check, name="crux-etcd-check", daemon=True).start()
 
         def check() -> None:
-            with suppress(grpc.RpcError):
-                if self._lacks(session) and not ended.wait(CONTACT_S) and self._lacks(session):
+            # gRPC raises ValueError for a channel that was closed meanwhile.
+            with suppress(grpc.RpcError, ValueError):
+                behind = self._behind(session)
+                if behind and not ended.wait(CONTACT_S) and self._still_has(behind):
                     call.cancel()
 
         threading.Thread(target=nag, name="crux-etcd-progress", daemon=True).start()
@@ -555,8 +557,9 @@ class EtcdContents:
         if events:
             part.revision = max(part.revision, events[-1].kv.mod_revision)
 
-    def _lacks(self, session: _Session) -> bool:
-        """Whether the etcd holds other keys, or newer values, than the mirror."""
+    def _behind(self, session: _Session) -> dict[str, int | None]:
+        """Keys that the etcd holds otherwise than the mirror, and the revision of the mirror's."""
+        behind: dict[str, int | None] = {}
         with self._changed:
             parts = list(self._parts)
         for part in parts:
@@ -567,14 +570,24 @@ class EtcdContents:
                 if part not in self._parts:
                     continue
                 held = {key: one for key, one in self._held.items() if part.covers(key, False)}
-            if any(
-                key not in held or held[key].revision < now.revision
-                for key, (_, now) in seen.items()
-            ):
-                return True
-            if any(one.revision <= revision for key, one in held.items() if key not in seen):
-                return True
-        return False
+            for key, (_, now) in seen.items():
+                if key not in held or held[key].revision < now.revision:
+                    behind[key] = held[key].revision if key in held else None
+            for key, one in held.items():
+                if key not in seen and one.revision <= revision:
+                    behind[key] = one.revision
+        return behind
+
+    def _still_has(self, behind: Mapping[str, int | None]) -> bool:
+        """Whether the mirror has one of these at that revision still: its watch has lost something.
+
+        A watch that is merely late has meanwhile told of them.
+        """
+        with self._changed:
+            held = {key: self._held.get(key) for key in behind}
+        return any(
+            (one.revision if one is not None else None) == behind[key] for key, one in held.items()
+        )
 
     def _has_changes(self, session: _Session, part: _Part) -> bool:
         """Whether the mirror has what changed since the last comparison, and as many keys.
