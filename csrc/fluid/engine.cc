@@ -13,6 +13,8 @@ namespace {
 constexpr double kTie = 1e-13;
 // Beyond this many iterations' lengths the clock no longer resolves an iteration.
 constexpr double kLongestRun = 1e12;
+// The points of a closer grid are one to the clock.
+constexpr double kShortestPeriod_s = 1e-9;
 // A start that is off its grid by less than this share of the period is on it.
 constexpr double kOnGrid = 1e-9;
 
@@ -168,8 +170,8 @@ void Engine::set_pace(JobId id, std::optional<Pace> pace) {
   if (pace) {
     const std::string where = "job " + job.spec.name + ": pace: ";
     if (!std::isfinite(pace->origin.value())) throw SpecError(where + "expected a finite origin");
-    if (!(std::isfinite(pace->period.value()) && pace->period.value() > 0.0)) {
-      throw SpecError(where + "expected a positive finite period");
+    if (!(std::isfinite(pace->period.value()) && pace->period.value() >= kShortestPeriod_s)) {
+      throw SpecError(where + "expected a finite period of 1e-9 s or more");
     }
     if (!(pace->tolerance >= 0.0 && pace->tolerance <= 0.5)) {
       throw SpecError(where + "expected a tolerance from 0 to 0.5 of the period");

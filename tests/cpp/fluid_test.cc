@@ -82,6 +82,18 @@ void refuses_what_it_cannot_simulate() {
   CHECK(engine.job_count() == 0);
 }
 
+void refuses_a_grid_that_its_clock_does_not_resolve() {
+  Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
+  const JobId id = engine.add_job(job("j", 1.0, {}));
+  bool refused = false;
+  try {
+    engine.set_pace(id, Pace{Seconds(0), Seconds(1e-316), 0.0});
+  } catch (const SpecError&) {
+    refused = true;
+  }
+  CHECK(refused);
+}
+
 void refuses_a_job_that_its_clock_does_not_resolve_any_more() {
   Engine engine(Network::validate({{"l", BytesPerSecond(kGB), Seconds(0)}}));
   JobSpec slow = job("slow", 1e6, {burst(1, {{0, Bytes(1)}})}), fast = job("fast", 1e-6, {});
@@ -208,6 +220,7 @@ int main() {
   queue_gives_times_in_order_and_ties_by_id();
   a_point_of_a_grid_that_is_now_holds_nobody();
   refuses_what_it_cannot_simulate();
+  refuses_a_grid_that_its_clock_does_not_resolve();
   refuses_a_job_that_its_clock_does_not_resolve_any_more();
   // Two at a time: engines share nothing.
   const Options played{false, 1e-9, 0.0};
