@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import random
 import subprocess
 import sys
 import time
@@ -226,7 +227,33 @@ def test_the_audit_log_is_bounded() -> None:
         assert len(msgspec.json.encode(entry)) < 16384
         assert all(line.isprintable() for line in (*entry.why, *entry.changes))
         assert max(len(entry.why), len(entry.changes)) <= MAX_LINES + 1
-        assert entry.kind == "operator" or "and 84 more" in entry.why
+        # Both hosts of the jobs, which claim more than they have, come first.
+        assert entry.kind == "operator" or "and 86 more" in entry.why
+
+
+def test_the_audit_log_names_hosts_that_come_to_be_contested() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    honest, twin = (
+        Leader(
+            store, "c", record(job, hosts=("h",), gpus=200), by_name, clock=clock,
+            rng=random.Random(0),
+        )
+        for job in ("honest", "twin")
+    )  # fmt: skip
+    run([honest], clock, 5)
+    run([honest, twin], clock, 10)
+    agreed([honest, twin])
+    twin.close()
+    run([honest], clock, 30)
+    agreed([honest])
+    first, second, third = (entry.why for entry in Registry(store, "c").audit())
+    assert first == ("its author has not followed a plan before",)
+    assert second[0] == (
+        "host h has 256 devices, and is claimed by honest (at least 200, counted 128), "
+        "twin (at least 200, counted 128)"
+    )
+    assert third == ("host h is contested no more", "twin left")
 
 
 def _lead(endpoint: str, job: str, seed: int, stop: Any) -> None:

@@ -9,8 +9,10 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from crux_torch.control.contested_hosts import holdings
 from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.records import SCHEMA_VERSION, JobRecord, Plan, PlanEntry, TriedPlan
+from crux_torch.fabric.topology import Topology
 from crux_torch.warn_once import one_line
 
 #: Entries that are kept: each overwrites one that is older by so many.
@@ -33,7 +35,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
         at_s: seconds since 1970 by the clock of who made it.
         who: the job whose leader wrote the plan, or USER@HOST.
         before, after: the plan's epoch or the settings' revision; 0: there was none.
-        why: which records have changed, or the command.
+        why: which hosts have come to be contested, or are no more, and which records have changed;
+            or the command.
         changes: of levels, paths and grids, by job.
     """
 
@@ -53,11 +56,12 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Basis(NamedTuple):
-    """What a plan follows from."""
+    """What a plan follows from. ``fabric`` is what ``topology`` describes, if that can be read."""
 
     jobs: tuple[JobRecord, ...]
     topology: bytes | None
     operator: OperatorSettings
+    fabric: Topology | None = None
 
 
 def of_plan(
@@ -72,9 +76,11 @@ def of_plan(
         now: what ``after`` follows from.
     """
     if known is None:
-        why = ["its author has not followed a plan before"]
+        why = [*contests(None, now), "its author has not followed a plan before"]
     else:
-        why = reasons(known, now) or ["the plan in the store did not follow from the records"]
+        why = [*contests(known, now), *reasons(known, now)] or [
+            "the plan in the store did not follow from the records"
+        ]
     return AuditEntry(
         kind="plan",
         at_s=time.time(),
@@ -97,6 +103,16 @@ def of_act(who: str, command: str, after: OperatorSettings) -> AuditEntry:
         after=revision,
         why=(line(command),),
     )
+
+
+def contests(before: Basis | None, after: Basis) -> list[str]:
+    """Which hosts have come to be claimed beyond their devices, or are no more, in words."""
+    old, new = (
+        {host.host: host for host in holdings(basis.jobs, basis.fabric).contested} if basis else {}
+        for basis in (before, after)
+    )
+    found = [str(new[name]) for name in sorted(new) if old.get(name) != new[name]]
+    return found + [f"host {name} is contested no more" for name in sorted(old.keys() - new.keys())]
 
 
 def reasons(before: Basis, after: Basis) -> list[str]:

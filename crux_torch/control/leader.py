@@ -492,7 +492,7 @@ class Leader:
         if stored is not None and fits and adopted.is_this(stored.plan) and adopted.whole:
             self._disagreed_since_s = None
             snapshot.was_planned()
-            self._basis = Basis(snapshot.jobs, snapshot.topology, snapshot.operator)
+            self._basis = self._current_basis()
             if stored.plan.policy == FIRST_NAME.get(self._policy):
                 _, better = self._entries(snapshot.fingerprint, self._policy)
                 if better is not None:
@@ -567,11 +567,15 @@ class Leader:
             self._append_audit(stored.epoch if stored is not None else 0, before, plan)
 
     def _append_audit(self, epoch: int, before: Plan | None, plan: Plan) -> None:
-        now = Basis(self._snapshot.jobs, self._snapshot.topology, self._snapshot.operator)
         try:
-            self._registry.append_audit(of_plan(epoch, before, plan, self._basis, now))
+            audited = of_plan(epoch, before, plan, self._basis, self._current_basis())
+            self._registry.append_audit(audited)
         except StoreError as error:
             _log.debug("plan %d is not in the audit log: %s", plan.epoch, error)
+
+    def _current_basis(self) -> Basis:
+        seen = self._snapshot
+        return Basis(seen.jobs, seen.topology, seen.operator, self.topology)
 
     def _out_of_patience(self, now: float, patience_s: float) -> bool:
         """Whether the stored plan, which does not fit this leader's snapshot, may be replaced.
