@@ -5,7 +5,9 @@
 It ends after the last step, or soon after ``FOLDER/stop`` appears. Each rank writes
 ``FOLDER/RANK.pid``, rank 0 ``FOLDER/losses`` (a line for each step: its number and ``float.hex`` of
 the loss) and ``FOLDER/steps`` (when each step ended, by the machine's monotonic clock), and with
-``--status`` each rank ``FOLDER/RANK.status``, about every quarter of a second.
+``--status`` each rank ``FOLDER/RANK.status``, about every quarter of a second. With
+``--channel-by PORT`` rank 1 and its leader talk over that port of this host, which is to carry to
+the port in ``FOLDER/store``.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sleep-s", type=float, default=0.05)
     parser.add_argument("--status", action="store_true")
+    parser.add_argument("--channel-by", type=int)
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     # Two ranks on two hosts as far as Crux knows: else nothing would leave the host.
     os.environ["CRUX_HOST"] = f"host{rank}"
     write_atomically(args.folder / f"{rank}.pid", str(os.getpid()))
+
+    if args.channel_by and rank == 1:
+        reach_leader_by(args.channel_by, args.folder / "store")
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -74,6 +80,18 @@ def main() -> None:
             if stop.item():
                 break
     dist.destroy_process_group()
+
+
+def reach_leader_by(port: int, told: Path) -> None:
+    from crux_torch.control import job_channel
+
+    client = job_channel.TcpClient
+
+    def client_by(_: str, store: int, **options: Any) -> Any:
+        write_atomically(told, str(store))
+        return client("127.0.0.1", port, **options)
+
+    job_channel.TcpClient = client_by  # type: ignore[assignment, misc]
 
 
 def status() -> dict[str, Any]:

@@ -13,14 +13,14 @@ CHUNK_BYTES = 4096
 
 
 class Link:
-    """Carries TCP connections to ``port`` of this host; its own port is :attr:`port`.
+    """Carries TCP connections to the port :attr:`to` of this host; its own is :attr:`port`.
 
     What is under way in a direction that is cut waits, as TCP sends it again after a cut. A new
     connection is accepted, but nothing of it arrives.
     """
 
-    def __init__(self, port: int) -> None:
-        self._to = port
+    def __init__(self, to: int) -> None:
+        self.to = to
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         #: Seconds that each 4 KiB take in each direction.
@@ -51,7 +51,7 @@ class Link:
             except OSError:
                 return
             try:
-                far = socket.create_connection(("127.0.0.1", self._to))
+                far = socket.create_connection(("127.0.0.1", self.to))
             except OSError:
                 near.close()
                 continue
