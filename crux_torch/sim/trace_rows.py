@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +126,9 @@ def run_row(run: Run) -> dict[str, Any]:
     """
     trace = run.workload.load()
     wall, cpu = time.perf_counter(), time.process_time()
-    placer = Placer(topology_of(run.topology))
-    outcome = replay(trace, placer, SCHEDULERS[run.scheduler], run.options)
+    with _uncollected():
+        placer = Placer(topology_of(run.topology))
+        outcome = replay(trace, placer, SCHEDULERS[run.scheduler], run.options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return {
         "topology": run.topology,
@@ -145,6 +148,18 @@ def run_row(run: Run) -> dict[str, Any]:
         },
         "series": _compact(outcome.series),
     }
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cycle collector, which would walk the many paths of a row in vain."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def run_rows(runs: Sequence[Run], threads: int = 1) -> Iterator[dict[str, Any]]:
