@@ -274,7 +274,7 @@ def test_a_starved_job_does_not_move():
         (lambda e: e.set_weight("busy", 1e-7), "weight is 1e-07"),
         (lambda e: e.set_traffic("busy", []), "each of its bursts"),
         (lambda e: e.shift("busy", -1.0), "shift"),
-        (lambda e: e.set_pace("busy", origin_s=0, period_s=0, tolerance=0), "positive finite per"),
+        (lambda e: e.set_pace("busy", origin_s=0, period_s=0, tolerance=0), "finite period"),
         (lambda e: e.set_pace("busy", origin_s=0, period_s=1, tolerance=1), "from 0 to 0.5"),
         (lambda e: e.run_until(math.inf), "finite time"),
         (lambda e: e.run_until(1e15), "can't resolve"),
