@@ -33,6 +33,9 @@ FLAVOURS = {"nccl2": NCCL2, "legacy": LEGACY}
 RUNS = int(os.environ.get("CRUX_FAULT_RUNS", "200"))
 SEED = int(os.environ.get("CRUX_FAULT_SEED", "8"))
 FEW = 4
+#: Faults of one job with ProcessGroupNCCL, each kind once, and such jobs.
+ROUND = len(faults.KEEPS) + len(faults.SWITCHES)
+ROUNDS = int(os.environ.get("CRUX_FAULT_ROUNDS", "2"))
 #: A switch waits for other ranks' start, for what they made, and for the counts.
 BOUND_S = 2.5 * faults.PATIENCE_S + 10.0
 #: A communicator is aborted after its part of the patience; beside that, a busy machine.
@@ -97,15 +100,25 @@ LONG = (pytest.mark.full, pytest.mark.timeout(3 * limit_s_of(RUNS)))
 
 @pytest.mark.parametrize(
     ("runs", "flavour"),
-    [
-        (FEW, "nccl2"),
-        (FEW, "legacy"),
-        # ProcessGroupNCCL can't abort a hung init: many of them fill the memory, and delay its end.
-        pytest.param(RUNS, "nccl2", marks=LONG),
-    ],
+    [(FEW, "nccl2"), (FEW, "legacy"), pytest.param(RUNS, "nccl2", marks=LONG)],
 )
 def test_faults_in_switches_change_no_loss(runs: int, flavour: str, tmp_path: Path) -> None:
-    seed, limit_s = SEED, limit_s_of(runs)
+    train_with_faults(runs, flavour, SEED, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(ROUNDS * 3 * limit_s_of(ROUND))
+def test_faults_in_switches_of_the_legacy_class_change_no_loss(tmp_path: Path) -> None:
+    """In a job for each round of kinds: what hung inits leave behind would fill the memory."""
+    for n in range(ROUNDS):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        train_with_faults(ROUND, "legacy", SEED + n, folder)
+
+
+def train_with_faults(runs: int, flavour: str, seed: int, tmp_path: Path) -> None:
+    """Train with so many faulty switches, and as stock does."""
+    limit_s = limit_s_of(runs)
     switched = values(
         trained(flavour, ATTACHED, tmp_path / "switched", limit_s, switches=2 * runs, seed=seed)
     )
