@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from crux_torch.cli.results import Result, publish
 from crux_torch.control.inputs import plan_inputs
 from crux_torch.control.records import JobRecord
 from crux_torch.fabric.loaders import parse_yaml
+from crux_torch.runtime.rate_scheduler import BURST_BYTES, LEAST_BURSTS
 from crux_torch.schedule.intensity import link_traffic
 from crux_torch.schedule.model import Cluster, Decision, Job
 from crux_torch.schedule.rates import SLOT_S
@@ -59,6 +60,10 @@ TIMELINE_S, CELL_S = 3.0, 0.05
 SIMULATED, IN_SLOTS = 200, 50
 #: And of a job alone, for the rate that it reaches.
 CALIBRATED = 40
+#: Of what jobs reach on a link alone, what they may reach beside others, and the policy whose turns
+#: tell what a level reaches beside other levels.
+SHARES = tuple(round(1.0 - 0.01 * i, 2) for i in range(16))
+ORDERED_BY = "crux-paper"
 #: Share up to which the job's rate or computation is found.
 EXACT = 1e-3
 #: The policy under which jobs alone are measured: it only orders them.
@@ -198,7 +203,8 @@ def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Of several records of a job, the one with the shortest iteration counts: what else the machine
     does only lengthens it. A scenario without records keeps the predictions that its rows have, as
-    do turns whose shifts are not in them.
+    do turns whose shifts are not in them. What jobs lose to each other in queues, no job alone
+    shows: :func:`fitted` finds it in other scenarios.
     """
     records: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in rows:
@@ -214,19 +220,24 @@ def predicted(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             jobs[_turn_of(row)].append(row)
     means: dict[tuple[Any, str], float | None] = {}
     wants: dict[Any, float] = {}
+    alone: dict[Any, Alone] = {}
     for key, turn in turns.items():
         if turn["scenario"] not in records:
             continue
         scenario, known = SCENARIOS[turn["scenario"]], list(records[turn["scenario"]].values())
         wants[key] = wanted(scenario, known, jobs[key])
-        if turn["corrections_per_minute"] is not None and "grids" not in turn:
-            continue
-        found = predict(scenario, known, turn, jobs[key])
+        if turn["corrections_per_minute"] is None or "grids" in turn:
+            alone[key] = Alone(scenario, known, jobs[key])
+    reached = fitted([(turns[key], jobs[key], each) for key, each in alone.items()])
+    for key, each in alone.items():
+        found = predict(each, turns[key], reached[key[0]])
         means |= {(key, row["job"]): found.get(row["job"]) for row in jobs[key]}
     changed = []
     for row in rows:
         if "utilisation" in row and _turn_of(row) in wants:
             row = row | {"wanted": wants[_turn_of(row)]}
+            if row["scenario"] in reached:
+                row |= {"reached": asdict(reached[row["scenario"]])}
         elif "job" in row and (_turn_of(row), row["job"]) in means:
             row = row | {"predicted_s": means[_turn_of(row), row["job"]]}
         changed.append(row)
@@ -237,33 +248,97 @@ def _turn_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
     return row["scenario"], row["policy"], row["round"]
 
 
-def predict(
-    scenario: Scenario,
-    records: Sequence[Mapping[str, Any]],
-    turn: Mapping[str, Any],
-    jobs: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
+class Alone:
+    """The jobs of a turn on the paths that their packets took, as each ran alone.
+
+    Attributes:
+        scenario: of the turn.
+        cluster, path: see :func:`on_paths`.
+        jobs: see :func:`as_alone`.
+        longest_s: the longest step of a job alone.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        records: Sequence[Mapping[str, Any]],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.scenario = scenario
+        self.cluster, self.path = on_paths(scenario, records, rows)
+        alone_s = {row["job"]: row["alone_s"] for row in rows}
+        self.longest_s = max(alone_s.values())
+        slack_bytes = float(scenario.fabric().spec.queue_bytes)
+        self.jobs = {
+            job.name: as_alone(
+                self.cluster, job, self.path[job.name], alone_s[job.name], slack_bytes
+            )
+            for job in self.cluster.jobs
+        }
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Of what jobs reach on a link alone, what they reach where others send (:func:`with_queues`).
+
+    Attributes:
+        together: several jobs of one level.
+        beside: a level, where there are others.
+    """
+
+    together: float = 1.0
+    beside: float = 1.0
+
+
+def fitted(
+    played: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Alone]],
+) -> dict[str, Reached]:
+    """What jobs reach in each scenario, by the turns of the *other* scenarios, so that no turn is
+    predicted by itself.
+
+    ``together`` has the least median error of a step under ``NONE``, then ``beside`` has it under
+    ``ORDERED_BY``. Without such turns they are 1.
+
+    Args:
+        played: turns with their jobs.
+    """
+    found = {turn["scenario"]: Reached() for turn, _, _ in played}
+    means: dict[tuple[int, Reached], dict[str, float]] = {}
+
+    def error(policy: str, reached: Reached, but: str) -> float:
+        """Median error in the policy's turns of all scenarios but one; 0 without any."""
+        errors = []
+        for i, (turn, jobs, alone) in enumerate(played):
+            if turn["policy"] != policy or turn["scenario"] == but:
+                continue
+            if (i, reached) not in means:
+                means[i, reached] = predict(alone, turn, reached)
+            steps = [(means[i, reached].get(job["job"]), job["step_s"]) for job in jobs]
+            errors += [abs(mean / step_s - 1.0) for mean, step_s in steps if mean and step_s]
+        return statistics.median(errors) if errors else 0.0
+
+    for name in found:
+        for policy, which in ((NONE, "together"), (ORDERED_BY, "beside")):
+            tried = [replace(found[name], **{which: share}) for share in SHARES]
+            found[name] = min(tried, key=lambda reached: error(policy, reached, name))
+    return found
+
+
+def predict(alone: Alone, turn: Mapping[str, Any], reached: Reached) -> dict[str, float]:
     """Mean step of each job of a turn in the fluid engine.
 
     What it knows of a job was measured while the job was alone: the record, and the median step
-    (:func:`as_alone`). Of the turn it knows paths, levels, shifts and the order of arrival.
+    (:func:`as_alone`), and what jobs reach beside each other in other scenarios. Of the turn it
+    knows paths, levels, shifts and the order of arrival.
     """
-    slack_bytes = float(scenario.fabric().spec.queue_bytes)
-    cluster, path = on_paths(scenario, records, jobs)
-    alone_s = {row["job"]: row["alone_s"] for row in jobs}
-    level = {job.name: turn["levels"].get(job.name, 0) for job in cluster.jobs}
-    cluster = with_queues(
-        cluster, path, level,
-        {
-            job.name: as_alone(cluster, job, path[job.name], alone_s[job.name], slack_bytes)
-            for job in cluster.jobs
-        },
-    )  # fmt: skip
+    scenario, path = alone.scenario, alone.path
+    level = {name: turn["levels"].get(name, 0) for name in alone.jobs}
     grids: Mapping[str, Sequence[float]] = turn.get("grids", {})
-    books = turn["policy"] == "mlcc"
+    # Live, mlcc books the links that every path crosses: with several spines, none that jobs share.
+    books = turn["policy"] == "mlcc" and scenario.spines == 1
     arrived_s = scenario.arrivals(random.Random(turn["seed"]))
     report = play(
-        cluster,
+        with_queues(alone.cluster, path, level, alone.jobs, reached),
         Decision(
             path=path,
             level=level,
@@ -271,9 +346,10 @@ def predict(
             shift_s={name: shift_s for name, (shift_s, _) in grids.items()},
             grid_s={name: period_s for name, (_, period_s) in grids.items()},
         ),
-        (IN_SLOTS if books else SIMULATED) * max(alone_s.values()),
+        (IN_SLOTS if books else SIMULATED) * alone.longest_s,
         start_s={name: at_s for name, at_s in arrived_s.items() if name not in grids},
-        slack_bytes=None if books else slack_bytes,
+        slack_bytes=None if books else float(scenario.fabric().spec.queue_bytes),
+        least_Bps=LEAST_BURSTS * BURST_BYTES / SLOT_S,
     )
     means = {name: job.mean_iteration_s for name, job in report.jobs.items()}
     return {name: mean for name, mean in means.items() if mean is not None}
@@ -345,29 +421,36 @@ def with_queues(
     path: Mapping[str, tuple[int, ...]],
     level: Mapping[str, int],
     alone: Mapping[str, tuple[Job, float]],
+    reached: Reached,
 ) -> Cluster:
     """The jobs of ``alone`` on their paths, on which each level of a link is a link of its own.
 
-    A level of a link carries the mean of the shares that its jobs reach alone: what connections
-    lose, they lose to the queue that they share. All levels together have the link's rate.
+    A level has the mean of the shares of a link's rate that its jobs reach alone. Several jobs of
+    one level reach less of it, since their acknowledgements wait behind each other's data. So does
+    a level beside others, since a packet that is being sent is not interrupted. A link has one rate
+    at all times: the loss also counts while one of them sends alone. All levels together have the
+    link's rate.
     """
     capacity_Bps = dict(cluster.capacity_Bps)
-    users: dict[str, list[float]] = defaultdict(list)
+    users: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     jobs = []
     for name, (job, share) in alone.items():
-        used: set[str] = set()
+        mine = level[name]
         flows = []
         for flow, chosen in zip(job.flows, path[name], strict=True):
-            queue = {link: f"{link}@{level[name]}" for link in flow.candidates[chosen]}
-            capacity_Bps |= {queue[link]: cluster.capacity_Bps[link] for link in queue}
-            used |= set(queue.values())
-            route = tuple(itertools.chain(*queue.items()))
-            flows.append(replace(flow, candidates=tuple(route for _ in flow.candidates)))
-        for each in used:
-            users[each].append(share)
+            route = tuple(itertools.chain(*((e, f"{e}@{mine}") for e in flow.candidates[chosen])))
+            flows.append(replace(flow, candidates=(route,) * len(flow.candidates)))
+        for link in (
+            set(itertools.chain(*(f.candidates[0] for f in flows))) & cluster.capacity_Bps.keys()
+        ):
+            users[link][mine].append(share)
         jobs.append(replace(job, flows=tuple(flows)))
-    for each, shares in users.items():
-        capacity_Bps[each] *= statistics.mean(shares)
+    for link, levels in users.items():
+        for mine, shares in levels.items():
+            part = statistics.mean(shares)
+            part *= reached.together if len(shares) > 1 else 1.0
+            part *= reached.beside if len(levels) > 1 else 1.0
+            capacity_Bps[f"{link}@{mine}"] = part * cluster.capacity_Bps[link]
     return Cluster(capacity_Bps, tuple(jobs))
 
 
@@ -576,6 +659,13 @@ def _errors(turns: Sequence[dict[str, Any]], jobs: Sequence[dict[str, Any]]) -> 
         return []
     everyone = list(itertools.chain(*signed.values()))
     lines = [f"the simulator's error of a step: {_spread(everyone)}"]
+    told = [t["reached"] for t in turns if "reached" in t]
+    for which, who in (("together", "jobs of one level"), ("beside", "a level beside others")):
+        if shares := [each[which] for each in told]:
+            lines.append(
+                f"  {who}: {min(shares):.2f} to {max(shares):.2f} of what they reach alone, by the "
+                "other scenarios"
+            )
     lines += [
         f"  {met}: {_spread(signed[met])}, signed {statistics.median(signed[met]):+.1%}"
         for met in MEETS

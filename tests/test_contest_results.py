@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -124,6 +125,7 @@ def test_each_scenario_counts_once_however_many_rounds_it_has() -> None:
     assert crux.split() == ["crux", "60.0%", "1.000", "0.500", "2.50", "2.000"]
 
 
+ALL_OF_IT = contest.Reached()
 PATH = ("host->leaf", "leaf->spine", "spine->leaf", "leaf->host")
 CAPACITY_BPS = dict.fromkeys(PATH, 1e6) | {PATH[0]: 1e9, PATH[-1]: 1e9}
 
@@ -146,7 +148,8 @@ def test_a_job_is_played_as_slow_as_it_was_alone(alone_s: float, share: float) -
     cluster = Cluster(CAPACITY_BPS, (sender("A"),))
     job, found = contest.as_alone(cluster, cluster.jobs[0], (0,), alone_s, 2e4)
     assert found == pytest.approx(share, abs=2e-3)
-    queued = contest.with_queues(cluster, {"A": (0,)}, {"A": 3}, {"A": (job, found)})
+    reached = contest.Reached(together=0.5, beside=0.5)  # of which a job alone knows nothing
+    queued = contest.with_queues(cluster, {"A": (0,)}, {"A": 3}, {"A": (job, found)}, reached)
     assert steps_s(queued, A=3) == pytest.approx([alone_s], rel=5e-3)
 
 
@@ -155,14 +158,40 @@ def test_jobs_lose_to_the_queue_of_their_level_and_leave_the_rest_to_others() ->
     cluster = Cluster(CAPACITY_BPS, tuple(job for job, _ in jobs.values()))
     path = dict.fromkeys("AB", (0,))
 
-    def carried_MBps(**level: int) -> float:
-        queued = contest.with_queues(cluster, path, level, jobs)
+    def carried_MBps(reached: contest.Reached = ALL_OF_IT, **level: int) -> float:
+        queued = contest.with_queues(cluster, path, level, jobs, reached)
         return sum(0.2 / each for each in steps_s(queued, **level))
 
     # B always sends. Beside A it fills what a level has of the link.
     assert carried_MBps(A=0, B=0) == pytest.approx(0.8, rel=1e-2)
     # Below A, it has a fifth of the link while A sends for 0.25 s, and a level's share for 0.1 s.
     assert carried_MBps(A=1, B=0) == pytest.approx((0.25 + 0.8 * 0.1) / 0.35, rel=2e-2)
+    # Together they reach less, and so does the one that is first.
+    less = contest.Reached(together=0.9, beside=0.75)
+    assert carried_MBps(less, A=0, B=0) == pytest.approx(0.8 * 0.9, rel=1e-2)
+    first_s = 0.2 / (0.8 * 0.75)
+    both = (first_s + 0.8 * 0.75 * 0.1) / (first_s + 0.1)
+    assert carried_MBps(less, A=1, B=0) == pytest.approx(both, rel=2e-2)
+
+
+def test_no_turn_tells_what_its_own_jobs_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are as long as if jobs reached 0.9 together and 0.94 beside others; longer in one."""
+    true = contest.Reached(together=0.9, beside=0.94)
+    slow = contest.Reached(together=0.87, beside=0.87)
+
+    def predict(alone: str, turn: dict[str, Any], reached: contest.Reached) -> dict[str, float]:
+        share = reached.together * (reached.beside if turn["policy"] != contest.NONE else 1.0)
+        return {"A": 1.0 / share}
+
+    monkeypatch.setattr(contest, "predict", predict)
+    names = ["heavy-2", "heavy-3", "heavy-4", "five", "pair"]
+    played: list[Any] = []
+    for name, policy in itertools.product(names, (contest.NONE, contest.ORDERED_BY)):
+        row = {"scenario": name, "policy": policy}
+        step_s = predict("", row, slow if name == "five" else true)["A"]
+        played.append((row, [{"job": "A", "step_s": step_s}], ""))
+    assert contest.fitted(played) == dict.fromkeys(names, true)
+    assert contest.fitted(played[:2]) == {"heavy-2": ALL_OF_IT}, "there are no others"
 
 
 def test_errors_are_told_by_whom_a_job_meets() -> None:

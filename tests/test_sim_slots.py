@@ -58,6 +58,12 @@ def test_whoever_began_first_is_served_first_so_small_bursts_wait_for_large_ones
     assert found["mlcc"].link_bytes["l"] > found["ecmp"].link_bytes["l"]
 
 
+def test_what_can_not_be_limited_does_not_wait() -> None:
+    jobs = cluster(a=(1.0, 1.0), b=(1.0, 1.0))
+    found = played(jobs, least_Bps=0.9)
+    assert mean_s(found["mlcc"]) > 0.9 * mean_s(found["ecmp"])
+
+
 def test_a_job_alone_pays_nothing() -> None:
     found = played(cluster(a=(0.37, 0.41)))
     assert mean_s(found["mlcc"]) == pytest.approx(mean_s(found["ideal"]), rel=1e-6)

@@ -140,15 +140,18 @@ def allocate(
     return (now, *initial_schedule(later, left, slot_s))
 
 
-def applied_Bps(rates_Bps: Sequence[float], path: Sequence[LinkLoad]) -> float:
+def applied_Bps(
+    rates_Bps: Sequence[float], path: Sequence[LinkLoad], least_Bps: float = 0.0
+) -> float:
     """The limit that carries out the current slot of a schedule, in bytes per second.
 
     A flow whose last bytes are sent in this slot takes all the room that nobody has booked: then it
-    ends early in the slot. The tables hold what it needs on the slot's average.
+    ends early in the slot. The tables hold what it needs on the slot's average. Below ``least_Bps``
+    nothing can be limited.
     """
     ends_now = rates_Bps[0] > 0.0 and not any(rates_Bps[1:])
     wanted = room_Bps(path)[0] if ends_now else rates_Bps[0]
-    return max(wanted, LEAST_SHARE * min(link.capacity_Bps for link in path))
+    return max(wanted, LEAST_SHARE * min(link.capacity_Bps for link in path), least_Bps)
 
 
 def ring_change_bytes(own: float, precedent: float, lead_bytes: float = 0.0) -> float:

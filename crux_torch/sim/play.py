@@ -197,12 +197,14 @@ def play(
     start_s: Mapping[str, float] | None = None,
     foreign: Collection[str] = (),
     slack_bytes: float | None = None,
+    least_Bps: float = 0.0,
 ) -> Report:
     """What becomes of the cluster's jobs in ``horizon_s`` seconds, see :func:`engine_of`.
 
     Args:
         foreign: jobs that are not ours: where the decision has rates booked, theirs are not.
         slack_bytes: see :func:`with_slack`; not where the decision has rates booked.
+        least_Bps: where it has, the least limit of a job's rate on its busiest link.
 
     Raises:
         SpecError: a job or link that can't be simulated.
@@ -213,5 +215,7 @@ def play(
         _run_to_horizon(engine, horizon_s)
     else:
         traffic = {job.name: link_traffic(job, decision.path[job.name]) for job in cluster.jobs}
-        run_in_slots(engine, cluster.capacity_Bps, traffic, decision.slot_s, horizon_s, foreign)
+        run_in_slots(
+            engine, cluster.capacity_Bps, traffic, decision.slot_s, horizon_s, foreign, least_Bps
+        )
     return report_of(engine, horizon_s)

@@ -23,6 +23,7 @@ def run_in_slots(
     slot_s: float,
     horizon_s: float,
     foreign: Collection[str] = (),
+    least_Bps: float = 0.0,
 ) -> None:
     """Play ``engine`` to ``horizon_s`` with the jobs' rates booked in slots.
 
@@ -30,9 +31,11 @@ def run_in_slots(
         capacity_Bps: of each link.
         traffic: bytes of an iteration of each job on each link.
         foreign: jobs that book nothing. The links' counters show what they send.
+        least_Bps: the least limit of a job, on its busiest link.
     """
     booked = [name for name, moved in traffic.items() if any(moved.values())]
-    hosts = _Hosts(engine, capacity_Bps, {n: traffic[n] for n in booked if n not in foreign})
+    ours = {n: traffic[n] for n in booked if n not in foreign}
+    hosts = _Hosts(engine, capacity_Bps, ours, least_Bps)
     tables = LoadTables(SLOTS, slot_s)
     look = 0
     while engine.now_s < horizon_s:
@@ -55,8 +58,10 @@ class _Hosts:
         engine: _fluid.Engine,
         capacity_Bps: Mapping[str, float],
         traffic: Mapping[str, Mapping[str, float]],
+        least_Bps: float,
     ) -> None:
         self._engine = engine
+        self._least_Bps = least_Bps
         self._capacity_Bps = capacity_Bps
         self._traffic = {n: {e: m for e, m in moved.items() if m} for n, moved in traffic.items()}
         self._waits: dict[str, bool] = {}
@@ -85,7 +90,7 @@ class _Hosts:
             path.append(LinkLoad(seen.capacity_Bps / share, loads))
         rates = initial_schedule(path, volume, tables.slot_s, gone=gone)
         self._tell(tables, name, slot, rates)
-        limit_Bps = applied_Bps(rates, path)
+        limit_Bps = applied_Bps(rates, path, self._least_Bps)
         self._waits[name] = limit_Bps < max(rates)
         self._engine.set_rate_limit(name, limit_Bps)
 
