@@ -86,10 +86,13 @@ test-quick: $(VENV)/.built
 	$(PYTEST) -q -m "not slow and not full" $(PYTEST_ARGS)
 
 # What `make test` leaves out: sanitizers, emulated RDMA, long jobs; and more examples for the
-# properties. The second part runs even if the first one fails.
+# properties. Each part runs even if one before fails.
 test-all: apt-lab setup
-	$(PYTEST) -m full --timeout 1200; first=$$?; \
-	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" && exit $$first
+	failed=0; \
+	$(PYTEST) -m "full and not alone" --timeout 1200 || failed=1; \
+	$(BIN)/python -m pytest -m "full and alone" --timeout 1200 || failed=1; \
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" || failed=1; \
+	exit $$failed
 
 # Faults drawn from a seed, under real jobs and an etcd of three members, for as long as you like.
 MINUTES ?= 60

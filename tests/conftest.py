@@ -1,6 +1,7 @@
 """The tiers of the tests, what runs beside what, and which tests may be tried a second time.
 
-CONTRIBUTING.md describes the tiers. ``slow`` and ``full`` are the markers that divide them.
+CONTRIBUTING.md describes the tiers. ``slow`` and ``full`` are the markers that divide them, and
+``alone`` is for tests beside which nothing runs.
 """
 
 from __future__ import annotations
@@ -28,16 +29,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 REAL_PROCESSES = (
     "test_absences.py",
     "test_backend.py",
+    "test_contest.py",
     "test_cruxrun_processes.py",
     "test_demo_job.py",
+    "test_disk.py",
+    "test_dispatch_live.py",
     "test_examples.py",
     "test_frameworks.py",
+    "test_guard_fabric.py",
     "test_kill.py",
+    "test_mix.py",
+    "test_mlcc_job.py",
     "test_nccl_sockets.py",
     "test_on_rig.py",
+    "test_partition.py",
+    "test_paths_fabric.py",
+    "test_probe_fabric.py",
+    "test_rank_cut_off.py",
     "test_runtime_agent.py",
     "test_store_etcd.py",
     "test_store_paused.py",
+    "test_store_process.py",
 )
 #: The fixture of an emulated machine, which the tests that use it share.
 EMULATED = "guest"

@@ -17,7 +17,11 @@ from lab.measurement import losses_equal
 from lab.twins import Workload
 
 _OK, _REASON = netns.available()
-pytestmark = [pytest.mark.full, pytest.mark.skipif(not _OK, reason=_REASON)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.alone,
+    pytest.mark.skipif(not _OK, reason=_REASON),
+]
 
 WINDOW_S = 20.0
 #: What the default keeps to, and what a busy machine adds to an iteration.

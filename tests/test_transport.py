@@ -295,7 +295,9 @@ def _send_s(fd_rate_Bps: int, nbytes: int) -> float:
 
 def test_pacing_really_limits() -> None:
     nbytes, slow_Bps = 8_000_000, 8_000_000
-    fast_s, slow_s = _send_s(4 * slow_Bps, nbytes), _send_s(slow_Bps, nbytes)
+    # A busy machine only lengthens what it sends.
+    fast_s = min(_send_s(4 * slow_Bps, nbytes) for _ in range(3))
+    slow_s = min(_send_s(slow_Bps, nbytes) for _ in range(2))
     assert 2 < slow_s / fast_s < 6
 
 

@@ -128,7 +128,7 @@ class RateScheduler:
         self._looked_s = float("-inf")
         self._limits: dict[Key, int] = {}
         self._problem = self._unlimited = ""
-        self._rounds = self._refused = 0
+        self._rounds = self._refused = self._changes = 0
         self._flows: list[_Flow] = []
 
     def follow(self, flows: Sequence[HostFlowLinks], tables: str) -> None:
@@ -183,6 +183,7 @@ class RateScheduler:
         """Plain values for :func:`crux_torch.status`."""
         return {
             "paced": len(self._limits),
+            "changes": self._changes,
             "rounds": self._rounds,
             "forestalled": self._refused,
             "why_not": self._problem or None,
@@ -326,6 +327,7 @@ class RateScheduler:
         with self._lock:
             if limits != self._limits and not stop.is_set():
                 self._limits = limits
+                self._changes += 1
                 self._unlimited = self._wire.limit(limits)
                 if self._unlimited:
                     self._warn("unlimited", f"without a rate: {self._unlimited}")
