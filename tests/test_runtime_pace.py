@@ -193,7 +193,7 @@ def test_a_job_that_catches_up_does_not_move_grids(late: list[int], ahead: float
         assert late[-1] < late[-2] or min(late[-2:]) <= DRIFT * 1000
 
 
-@pytest.mark.parametrize("late", [DRIFT, 2 * DRIFT, 0.15, HELD_UP - 0.001])
+@pytest.mark.parametrize("late", [2 * DRIFT, 0.15, HELD_UP - 0.001])
 def test_a_job_that_was_held_up_goes_on_at_once_and_catches_up(late: float) -> None:
     job = Job(World(), (0, 3))
     own_s = GRID_S / (1 + HEADROOM)

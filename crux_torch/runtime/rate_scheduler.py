@@ -206,7 +206,6 @@ class RateScheduler:
                 try:
                     tables = tables or self._connect(endpoint)
                     self._look(flows, enters, tables, stop)
-                    self._problem = ""
                 except Exception as error:
                     self._problem = str(error) or type(error).__name__
                     self._warn("rates", f"flows are not paced: {self._problem}")
@@ -234,15 +233,21 @@ class RateScheduler:
                 elif due or flow.waits or flow.limit_Bps is None:
                     self._book(flow, enters, tables)
             elif flow.booked:
-                seen = tables.fetch_feedback(flow.name, flow.links)
+                seen = self._fetch(flow, tables)
                 tables.update_schedule(self._schedule(flow, enters, seen.slot, ()))
                 flow.booked, flow.limit_Bps, flow.due_s = False, None, float("-inf")
         self._apply(flows, stop)
         self._looked_s = self._clock()
 
+    def _fetch(self, flow: _Flow, tables: Tables) -> Feedback:
+        seen = tables.fetch_feedback(flow.name, flow.links)
+        # A look that asks them nothing says nothing about the tables.
+        self._problem = ""
+        return seen
+
     def _keep_place(self, flow: _Flow, enters: str, tables: Tables) -> None:
         """Book nothing, for a flow whose iteration has more to send later."""
-        seen = tables.fetch_feedback(flow.name, flow.links)
+        seen = self._fetch(flow, tables)
         nothing = (0.0,) * len(seen.loads_Bps[0])
         tables.update_schedule(self._schedule(flow, enters, seen.slot, nothing))
         flow.booked, flow.limit_Bps, flow.waits = True, None, False
@@ -265,7 +270,7 @@ class RateScheduler:
             progress.end_slot(self._clock())
         for _ in range(ATTEMPTS):
             self._rounds += 1
-            seen = tables.fetch_feedback(flow.name, flow.links)
+            seen = self._fetch(flow, tables)
             self._slot_s = seen.slot_s
             path = [
                 LinkLoad(capacity, load)
