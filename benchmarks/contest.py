@@ -436,13 +436,14 @@ def with_queues(
     jobs = []
     for name, (job, share) in alone.items():
         mine = level[name]
+        crossed: set[str] = set()
         flows = []
         for flow, chosen in zip(job.flows, path[name], strict=True):
-            route = tuple(itertools.chain(*((e, f"{e}@{mine}") for e in flow.candidates[chosen])))
+            links = flow.candidates[chosen]
+            crossed.update(links)
+            route = tuple(itertools.chain(*((link, f"{link}@{mine}") for link in links)))
             flows.append(replace(flow, candidates=(route,) * len(flow.candidates)))
-        for link in (
-            set(itertools.chain(*(f.candidates[0] for f in flows))) & cluster.capacity_Bps.keys()
-        ):
+        for link in crossed:
             users[link][mine].append(share)
         jobs.append(replace(job, flows=tuple(flows)))
     for link, levels in users.items():

@@ -38,7 +38,8 @@ from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.intensity import burst_times_s, solo_periods_s, transfer_times_s
 from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 
-#: What a measured iteration time gets added, so that a job that came late catches up.
+#: Share that a measured iteration time gets added, so that a job that came late catches up before
+#: it is late again.
 HEADROOM = 0.05
 #: Share by which a grid is longer than it must be where bursts touch. A job that is held up there
 #: holds up the next one in turn; without room, none of them would ever catch up.
