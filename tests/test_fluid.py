@@ -312,6 +312,22 @@ def test_a_copy_goes_on_by_itself_and_takes_the_same_work():
     assert twin.results() != engine.results()
 
 
+def test_a_job_that_sends_on_and_on_does_not_disturb_its_neighbours():
+    def work(pieces: int) -> int:
+        engine = Engine([("x", 1.0, 0.0), ("y", 1.0, 0.0)], skip_repeats=False)
+        traffic = {"x": 1.0 / pieces, "y": 0.7 / pieces}
+        engine.add_job("a", compute_s=1.0, bursts=[(0.0, traffic)] * pieces)
+        for i in range(20):
+            engine.add_job(f"b{i}", compute_s=1e3, bursts=[(0.0, {"x": 1e3, "y": 1e3})])
+        engine.run_until(1.0)
+        before = engine.work
+        engine.run_until(20.0)
+        return engine.work - before
+
+    event, links = 50, 2
+    assert work(101) - work(1) <= 100 * (event + links)
+
+
 def test_independent_runs_side_by_side_are_as_alone():
     def engine() -> Engine:
         e = Engine([("l", GB, 0.0)], skip_repeats=False)

@@ -1,6 +1,7 @@
 #include "allocator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <utility>
 
@@ -12,7 +13,12 @@ constexpr double kTolerance = 1e-10;
 // A rate that changes by less than this share keeps its old value.
 constexpr double kUnchanged = 1e-14;
 
+// Needs of two bursts that differ by less than this share are the same.
+constexpr double kSameNeed = 1e-12;
+
 bool above(double a, double b) { return a > b * (1.0 + kTolerance); }
+
+bool same_need(double a, double b) { return a == b || std::abs(a - b) <= kSameNeed * b; }
 
 }  // namespace
 
@@ -32,33 +38,65 @@ void Allocator::seed(JobId id) {
 void Allocator::start(JobId id, int level, double weight, double ceiling_Bps,
                       const std::vector<Crossing>& crossings, const Sharing& sharing) {
   if (id >= transfers_.size()) transfers_.resize(id + 1);
-  ++active_at_[level];
   Transfer& t = transfers_[id];
+  const double ceiling = need(weight, ceiling_Bps, crossings, sharing);
+  if (t.leaving) {
+    if (needs_the_same(t, level, weight, ceiling)) {
+      t.leaving = false;
+      continued_.push_back(id);
+      return;
+    }
+    remove(id);
+  }
+  ++active_at_[level];
   t.active = true;
   t.water = 0.0;
   t.level = level;
   t.weight = weight;
-  t.ceiling = ceiling_Bps / weight;
+  t.ceiling = ceiling;
   t.bottleneck = kNone;
-  t.slots.clear();
-  places_ += crossings.size();
-  for (const Crossing& crossing : crossings) {
-    if (!sharing.contended(crossing.link)) continue;
-    std::vector<Member>& members = links_[crossing.link].members;
-    const double on_link = weight * crossing.share;
-    members.push_back({on_link, 0.0, id, static_cast<std::uint32_t>(t.slots.size()), level, false});
-    t.slots.push_back({crossing.link, static_cast<std::uint32_t>(members.size() - 1), on_link});
-    // A link that the allocation looks at anyway bounds the transfer by itself.
-    if (links_[crossing.link].capacity <= t.ceiling * on_link * (1.0 + kTolerance)) {
-      t.ceiling = kNever;
-    }
+  for (const Need& need : needs_) {
+    std::vector<Member>& members = links_[need.link].members;
+    const auto slot = static_cast<std::uint32_t>(t.slots.size());
+    t.slots.push_back({need.link, static_cast<std::uint32_t>(members.size()), need.weight});
+    members.push_back({need.weight, 0.0, 0.0, kNever, id, slot, level, false});
   }
   seed(id);
 }
 
+// Sets needs_ to what a transfer takes of contended links; returns its ceiling.
+double Allocator::need(double weight, double ceiling_Bps, const std::vector<Crossing>& crossings,
+                       const Sharing& sharing) {
+  places_ += crossings.size();
+  needs_.clear();
+  double ceiling = ceiling_Bps / weight;
+  for (const Crossing& crossing : crossings) {
+    if (!sharing.contended(crossing.link)) continue;
+    const double on_link = weight * crossing.share;
+    needs_.push_back({crossing.link, on_link});
+    // A link that the allocation looks at anyway bounds the transfer by itself.
+    if (links_[crossing.link].capacity <= ceiling * on_link * (1.0 + kTolerance)) ceiling = kNever;
+  }
+  return ceiling;
+}
+
+bool Allocator::needs_the_same(const Transfer& t, int level, double weight, double ceiling) const {
+  return t.level == level && t.weight == weight && same_need(t.ceiling, ceiling) &&
+         std::equal(t.slots.begin(), t.slots.end(), needs_.begin(), needs_.end(),
+                    [](const Slot& slot, const Need& need) {
+                      return slot.link == need.link && same_need(slot.weight, need.weight);
+                    });
+}
+
 void Allocator::stop(JobId id) {
+  transfers_[id].leaving = true;
+  leaving_.push_back(id);
+}
+
+void Allocator::remove(JobId id) {
   Transfer& t = transfers_[id];
   t.active = false;
+  t.leaving = false;
   const auto level = active_at_.find(t.level);
   if (--level->second == 0) active_at_.erase(level);
   for (const Slot& slot : t.slots) {
@@ -70,7 +108,7 @@ void Allocator::stop(JobId id) {
       transfers_[moved.id].slots[moved.slot].position = slot.position;
     }
     for (const Member& member : members) {
-      if (member.held_here && member.level <= t.level) seed(member.id);
+      if (member.held < kNever && member.level <= t.level) seed(member.id);
     }
   }
   t.slots.clear();
@@ -78,6 +116,10 @@ void Allocator::stop(JobId id) {
 
 const std::vector<JobId>& Allocator::resolve() {
   changed_.clear();
+  for (JobId id : leaving_) {
+    if (transfers_[id].leaving) remove(id);
+  }
+  leaving_.clear();
   while (!seeds_.empty()) {
     level_ = transfers_[seeds_.front()].level;
     for (JobId id : seeds_) level_ = std::max(level_, transfers_[id].level);
@@ -92,16 +134,29 @@ const std::vector<JobId>& Allocator::resolve() {
         continue;
       }
       transfers_[id].seeded = false;
-      if (!transfers_[id].active) continue;
-      transfers_[id].epoch = epoch_;
-      touched_.push_back(id);
+      if (transfers_[id].active) take_up(id);
     }
     seeds_.resize(kept);
     fill();
     commit();
     if (active_at_.begin()->first < level_) seed_below();
   }
+  for (JobId id : continued_) {
+    if (transfers_[id].active) changed_.push_back(id);
+  }
+  continued_.clear();
   return changed_;
+}
+
+// Tells the links of a transfer that it does not stay where it stands.
+void Allocator::take_up(JobId id) {
+  touched_.push_back(id);
+  for (const Slot& slot : transfers_[id].slots) {
+    Member& member = links_[slot.link].members[slot.position];
+    member.touched = true;
+    member.standing = 0.0;
+    member.held = kNever;
+  }
 }
 
 // Lets a transfer rise again from where it stands.
@@ -124,8 +179,7 @@ void Allocator::touch(JobId id) {
 
 // Makes the marks of its links subject to a transfer that is taken up late.
 void Allocator::touch_in_mid_filling(JobId id) {
-  transfers_[id].epoch = epoch_;
-  touched_.push_back(id);
+  take_up(id);
   touch(id);
   for (const Slot& slot : transfers_[id].slots) {
     const Link& link = links_[slot.link];
@@ -154,9 +208,9 @@ void Allocator::open(LinkId id) {
   for (const Member& member : link.members) {
     if (member.level < level_) continue;
     load += member.weight * member.water;
-    if (member.level > level_ || transfers_[member.id].epoch == epoch_) continue;
-    highest = std::max(highest, member.water);
-    if (member.held_here) old_mark = std::min(old_mark, member.water);
+    if (member.level > level_) continue;
+    highest = std::max(highest, member.standing);
+    old_mark = std::min(old_mark, member.held);
   }
   link.room = link.capacity - load;
   link.highest = highest;
@@ -188,11 +242,11 @@ double Allocator::mark(const Link& link) const {
     double demand = link.demand;
     double lowest = kNever;
     for (const Member& member : link.members) {
-      if (member.level != level_ || !(member.water > mark)) continue;
-      if (transfers_[member.id].epoch == epoch_) continue;
-      room += member.weight * member.water;
-      demand += member.weight;
-      lowest = std::min(lowest, member.water);
+      const bool higher = member.level == level_ && member.standing > mark;
+      const double weight = higher ? member.weight : 0.0;
+      room += weight * member.standing;
+      demand += weight;
+      lowest = std::min(lowest, higher ? member.standing : kNever);
     }
     if (lowest == kNever) return link.rising > 0 ? mark : kNever;
     mark = std::max(room, 0.0) / demand;
@@ -229,8 +283,7 @@ void Allocator::reach(LinkId id, double water) {
     --old_marks_;
     if (above(full_at, old_mark)) {
       for (const Member& member : link.members) {
-        if (member.level != level_ || !member.held_here) continue;
-        if (transfers_[member.id].epoch != epoch_) touch_in_mid_filling(member.id);
+        if (member.level == level_ && member.held < kNever) touch_in_mid_filling(member.id);
       }
       note(id, lowest_mark(link));
       return;
@@ -242,9 +295,8 @@ void Allocator::reach(LinkId id, double water) {
   }
   for (const Member& member : link.members) {
     if (member.level != level_) continue;
-    const Transfer& t = transfers_[member.id];
-    if (t.epoch != epoch_ && above(t.water, full_at)) touch_in_mid_filling(member.id);
-    if (t.epoch == epoch_ && !t.frozen) freeze(member.id, full_at, id);
+    if (above(member.standing, full_at)) touch_in_mid_filling(member.id);
+    if (member.touched && !transfers_[member.id].frozen) freeze(member.id, full_at, id);
   }
   if (link.old_mark < kNever) {
     link.old_mark = kNever;
@@ -283,7 +335,9 @@ void Allocator::commit() {
     for (const Slot& slot : t.slots) {
       Member& member = links_[slot.link].members[slot.position];
       member.water = t.water;
-      member.held_here = t.bottleneck == slot.link;
+      member.standing = t.water;
+      member.held = t.bottleneck == slot.link ? t.water : kNever;
+      member.touched = false;
     }
   }
 }
@@ -306,7 +360,7 @@ void Allocator::seed_below() {
       const bool overfull = above(load, link.capacity);
       for (const Member& member : link.members) {
         if (member.level >= level_) continue;
-        if (overfull || member.held_here) seed(member.id);
+        if (overfull || member.held < kNever) seed(member.id);
       }
     }
   }

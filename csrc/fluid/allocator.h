@@ -27,12 +27,16 @@ class Allocator {
   // its rate on the busiest link. `crossings` must outlive the transfer.
   void start(JobId id, int level, double weight, double ceiling_Bps,
              const std::vector<Crossing>& crossings, const Sharing& sharing);
+  // One that starts again before resolve(), with the same needs, keeps its rate: a job that sends
+  // burst after burst disturbs nobody.
   void stop(JobId id);
-  bool active(JobId id) const { return id < transfers_.size() && transfers_[id].active; }
+  bool active(JobId id) const {
+    return id < transfers_.size() && transfers_[id].active && !transfers_[id].leaving;
+  }
 
-  // Brings the rates up to date; returns the transfers whose rate changed.
+  // Brings the rates up to date; returns the transfers that started or whose rate changed.
   const std::vector<JobId>& resolve();
-  bool settled() const { return seeds_.empty(); }
+  bool settled() const { return seeds_.empty() && leaving_.empty() && continued_.empty(); }
 
   // Places that transfers have on links, each as often as it was looked at.
   std::uint64_t places() const { return places_; }
@@ -60,6 +64,7 @@ class Allocator {
     LinkId bottleneck = kNone;
     LinkId next_bottleneck = kNone;
     bool active = false;
+    bool leaving = false;  // it stopped after the last resolve()
     bool seeded = false;
     bool frozen = false;
     std::uint32_t leaf = 0;  // among the marks
@@ -69,10 +74,12 @@ class Allocator {
   struct Member {
     double weight;
     double water;
+    double standing;  // its water; 0 while it is touched
+    double held;      // its water if the link is its bottleneck; kNever if not, or while touched
     JobId id;
     std::uint32_t slot;
     int level;
-    bool held_here;  // the link is its bottleneck
+    bool touched;
   };
   struct Link {
     double capacity;
@@ -85,7 +92,16 @@ class Allocator {
     std::uint32_t leaf = 0;    // among the marks
     std::vector<Member> members;
   };
+  struct Need {
+    LinkId link;
+    double weight;
+  };
+  double need(double weight, double ceiling_Bps, const std::vector<Crossing>& crossings,
+              const Sharing& sharing);
+  bool needs_the_same(const Transfer& t, int level, double weight, double ceiling) const;
+  void remove(JobId id);
   void seed(JobId id);
+  void take_up(JobId id);
   void touch(JobId id);
   void touch_in_mid_filling(JobId id);
   void note(LinkId id, double water);
@@ -102,6 +118,9 @@ class Allocator {
 
   std::vector<Transfer> transfers_;
   std::vector<Link> links_;
+  std::vector<Need> needs_;  // of the transfer that starts
+  std::vector<JobId> leaving_;
+  std::vector<JobId> continued_;
   std::vector<JobId> seeds_;
   std::vector<JobId> touched_;
   std::vector<LinkId> opened_;

@@ -7,6 +7,10 @@
 #include <limits>
 #include <vector>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace crux::fluid {
 
 // Keys of a filling's links and transfers, and the lowest of them. A filling moves a hundred keys
@@ -70,6 +74,24 @@ class MarkTree {
   // The first of the lowest entries of a group of a level.
   std::size_t lowest_of(std::size_t level, std::size_t group) const {
     const double* keys = levels_[level].data() + group * kGroup;
+#ifdef __SSE2__
+    const auto load = [keys](int i) { return _mm_loadu_pd(keys + 2 * i); };
+    const auto least = [&load](int i) {
+      return _mm_min_pd(_mm_min_pd(load(i), load(i + 1)), _mm_min_pd(load(i + 2), load(i + 3)));
+    };
+    const __m128d two = _mm_min_pd(least(0), least(4));
+    const __m128d lowest = _mm_min_pd(two, _mm_shuffle_pd(two, two, 1));
+    // Which one it is can't be predicted, so a search would cost more: two bits a key.
+    const auto equal = [&load, lowest](int i) {
+      return _mm_packs_epi32(_mm_castpd_si128(_mm_cmpeq_pd(load(i), lowest)),
+                             _mm_castpd_si128(_mm_cmpeq_pd(load(i + 1), lowest)));
+    };
+    const auto bits = [&equal](int i) {
+      return static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(equal(i), equal(i + 2))));
+    };
+    const unsigned all = bits(0) | bits(4) << 16;
+    return group * kGroup + static_cast<std::size_t>(__builtin_ctz(all)) / 2;
+#else
     std::array<double, 4> least = {keys[0], keys[1], keys[2], keys[3]};
     for (std::size_t i = 4; i < kGroup; i += 4) {
       for (std::size_t k = 0; k < 4; ++k) least[k] = std::min(least[k], keys[i + k]);
@@ -79,6 +101,7 @@ class MarkTree {
     unsigned equal = 0;
     for (unsigned i = 0; i < kGroup; ++i) equal |= unsigned{keys[i] == lowest} << i;
     return group * kGroup + static_cast<std::size_t>(__builtin_ctz(equal));
+#endif
   }
 
   // One more group of leaves, and of each level that has none for it.
