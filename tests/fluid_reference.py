@@ -6,11 +6,13 @@ It shares no code or data structure with ``csrc/fluid`` and is what that engine 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 INF = float("inf")
+Traffic = list[dict[str, float]]
 
 
 @dataclass
@@ -75,14 +77,26 @@ def water_fill(
 
 
 def simulate(
-    capacity: dict[str, float], delay: dict[str, float], jobs: dict[str, Job], horizon_s: float
+    capacity: dict[str, float],
+    delay: dict[str, float],
+    jobs: dict[str, Job],
+    horizon_s: float,
+    changes: Sequence[tuple[float, dict[str, Traffic]]] = (),
 ) -> dict[str, float]:
-    """Runs ``jobs`` in place to the horizon; returns the bytes that each link carried."""
+    """Runs ``jobs`` in place to the horizon; returns the bytes that each link carried.
+
+    At each time of ``changes``, ascending, the named jobs get new traffic for their bursts.
+    """
     now = 0.0
+    ahead = list(changes)
     eps = 1e-12
     carried = dict.fromkeys(capacity, 0.0)
     while True:
         _advance_states(delay, jobs, now)
+        while ahead and ahead[0][0] <= now:
+            for n, traffic in ahead.pop(0)[1].items():
+                both = zip(jobs[n].bursts, traffic, strict=True)
+                jobs[n].bursts = [(at, new) for (at, _), new in both]
         moving = {
             n: (j.level, j.weight, j.traffic())
             for n, j in jobs.items()
@@ -91,6 +105,7 @@ def simulate(
         rate = water_fill(capacity, moving)
         speed = {n: rate[n] / max(moving[n][2].values()) for n in moving}
         next_s = min([_next_event(j, now, speed.get(n, 0.0)) for n, j in jobs.items()] + [INF])
+        next_s = min([next_s] + [at for at, _ in ahead[:1]])
         if next_s > horizon_s * (1 + eps):
             next_s = horizon_s
         dt = next_s - now

@@ -126,6 +126,17 @@ def test_path_change_keeps_progress():
     assert engine.link_bytes() == {"l": pytest.approx(GB), "m": pytest.approx(GB)}
 
 
+def test_path_change_away_from_the_slower_link():
+    engine = Engine([("l", 10.0, 0.0), ("m", 4.0, 0.0)])
+    engine.add_job("a", compute_s=0, bursts=[(1, {"l": 100.0, "m": 50.0})], iterations=1)
+    # Makes l contended, and does not send yet.
+    engine.add_job("b", compute_s=100, bursts=[(1, {"l": 100.0})])
+    engine.run_until(2.5)
+    engine.set_traffic("a", [{"l": 100.0, "m": 10.0}])
+    engine.run_until(50)
+    assert engine.result("a")["end_s"] == pytest.approx(2.5 + 0.8 * 10)
+
+
 def test_arrival_and_removal_on_a_link_that_was_skipped_over():
     engine = one_link()
     engine.add_job("a", compute_s=1, bursts=[(1, {"l": GB})])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import fluid_reference as reference
@@ -15,6 +16,7 @@ from crux_torch._fluid import Engine
 
 Links = dict[str, tuple[float, float]]
 Jobs = dict[str, dict[str, Any]]
+Changes = Sequence[tuple[float, dict[str, list[dict[str, float]]]]]
 
 HORIZON_S = 6.1
 SETTINGS = settings(
@@ -51,26 +53,33 @@ def scenarios(draw: st.DrawFn, iterations: bool = True, paced: bool = False) -> 
     return links, jobs
 
 
-def play(links: Links, jobs: Jobs, until_s: float = HORIZON_S, **options: Any) -> Engine:
+def play(
+    links: Links, jobs: Jobs, until_s: float = HORIZON_S, changes: Changes = (), **options: Any
+) -> Engine:
     engine = Engine([(n, c, d) for n, (c, d) in links.items()], **options)
     for name, job in jobs.items():
         engine.add_job(name, **{key: value for key, value in job.items() if key != "pace"})
         if "pace" in job:
             origin_s, period_s, tolerance = job["pace"]
             engine.set_pace(name, origin_s=origin_s, period_s=period_s, tolerance=tolerance)
+    for at_s, traffic in changes:
+        engine.run_until(at_s)
+        for name, bursts in traffic.items():
+            engine.set_traffic(name, bursts)
     engine.run_until(until_s)
     return engine
 
 
-def assert_agrees_with_the_reference(links: Links, jobs: Jobs) -> None:
+def assert_agrees_with_the_reference(links: Links, jobs: Jobs, changes: Changes = ()) -> None:
     expected = {n: reference.Job(**copy.deepcopy(j)) for n, j in jobs.items()}
     carried = reference.simulate(
         {n: c for n, (c, _) in links.items()},
         {n: d for n, (_, d) in links.items()},
         expected,
         HORIZON_S,
+        changes,
     )
-    engine = play(links, jobs)
+    engine = play(links, jobs, changes=changes)
     for name, result in engine.results().items():
         assert result["compute_s"] == pytest.approx(expected[name].busy_s, abs=1e-6)
         assert result["comm_s"] == pytest.approx(expected[name].comm_s, abs=1e-6)
@@ -105,6 +114,33 @@ def test_agrees_with_the_reference_where_everything_is_crowded(seed):
                 "weight": rng.choice([1.0, 1.0, 2.0]),
             }
         assert_agrees_with_the_reference(links, jobs)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_agrees_with_the_reference_where_traffic_changes_under_way(seed):
+    """Plans that move many jobs at one instant, in the midst of their bursts."""
+    rng = random.Random(seed)
+
+    def traffic(bursts: int) -> list[dict[str, float]]:
+        some = [rng.sample(sorted(links), rng.randint(1, len(links))) for _ in range(bursts)]
+        return [{e: rng.uniform(1e8, 1.5e9) / 10 for e in across} for across in some]
+
+    for _ in range(12):
+        links = {f"l{i}": (rng.uniform(5e8, 2e9), 0.0) for i in range(rng.randint(1, 6))}
+        jobs: Jobs = {}
+        for i in range(rng.randint(2, 9)):
+            starts = sorted(rng.random() for _ in range(rng.randint(1, 2)))
+            jobs[f"j{i}"] = {
+                "compute_s": rng.uniform(0.02, 0.3),
+                "bursts": list(zip(starts, traffic(len(starts)), strict=True)),
+                "start_s": rng.choice([0.0, rng.uniform(0.0, 1.0)]),
+                "iterations": rng.randint(2, 20),
+            }
+        changes = []
+        for at_s in sorted(rng.uniform(0.0, 5.0) for _ in range(rng.randint(1, 5))):
+            moved = rng.sample(sorted(jobs), rng.randint(1, len(jobs)))
+            changes.append((at_s, {name: traffic(len(jobs[name]["bursts"])) for name in moved}))
+        assert_agrees_with_the_reference(links, jobs, changes)
 
 
 @SETTINGS

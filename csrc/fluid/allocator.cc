@@ -18,7 +18,9 @@ constexpr double kSameNeed = 1e-12;
 
 bool above(double a, double b) { return a > b * (1.0 + kTolerance); }
 
-bool same_need(double a, double b) { return a == b || std::abs(a - b) <= kSameNeed * b; }
+bool same_need(double a, double b) {
+  return a == b || std::abs(a - b) <= kSameNeed * std::min(a, b);
+}
 
 }  // namespace
 

@@ -59,7 +59,6 @@ class Allocator {
     double next = 0.0;  // water in the filling under way, once frozen
     double ceiling = kNever;
     double weight = 1.0;
-    std::uint64_t epoch = 0;  // == epoch_: touched
     int level = 0;
     LinkId bottleneck = kNone;
     LinkId next_bottleneck = kNone;

@@ -90,7 +90,6 @@ void Engine::remove_job(JobId id) {
   if (job.stage == Stage::kEnded) return;
   sync(id);
   leave(id, now_);
-  apply_rates(now_);
 }
 
 void Engine::set_level(JobId id, int level) {
@@ -101,10 +100,7 @@ void Engine::set_level(JobId id, int level) {
   if (job.component == kNoComponent) return;
   components_[job.component].forget();
   choose_reference(components_[job.component]);
-  if (job.stage != Stage::kMoving) return;
-  detach(id, now_);
-  attach(id, now_);
-  apply_rates(now_);
+  if (job.stage == Stage::kMoving) loosen(id, now_);
 }
 
 void Engine::set_weight(JobId id, double weight) {
@@ -115,10 +111,7 @@ void Engine::set_weight(JobId id, double weight) {
   job.spec.weight = weight;
   if (job.component == kNoComponent) return;
   components_[job.component].forget();
-  if (job.stage != Stage::kMoving) return;
-  detach(id, now_);
-  attach(id, now_);
-  apply_rates(now_);
+  if (job.stage == Stage::kMoving) loosen(id, now_);
 }
 
 void Engine::set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic) {
@@ -138,21 +131,15 @@ void Engine::set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& tra
   }
   sync(id);
   if (wake_neighbours(program, now_)) advance(now_, UINT64_MAX, false);
-  const bool moving = job.stage == Stage::kMoving;
-  if (moving) detach(id, now_);
-  reattach(sharing_.remove(id, job.program.footprint()), now_);
+  if (job.stage == Stage::kMoving) loosen(id, now_);
+  loosen_on(sharing_.remove(id, job.program.footprint()), now_);
   part(id);
   book(job, 1.0);
   job.spec = std::move(spec);
   job.program = std::move(program);
   book(job, -1.0);
-  reattach(sharing_.add(id, job.program.footprint()), now_);
+  loosen_on(sharing_.add(id, job.program.footprint()), now_);
   join(id);
-  if (moving) {
-    detach(id, now_);
-    attach(id, now_);
-  }
-  apply_rates(now_);
 }
 
 void Engine::shift(JobId id, Seconds by) {
@@ -196,10 +183,7 @@ void Engine::set_rate_limit(JobId id, std::optional<BytesPerSecond> limit) {
   job.limit_Bps = limit_Bps;
   if (job.component == kNoComponent) return;
   components_[job.component].forget();
-  if (job.stage != Stage::kMoving) return;
-  detach(id, now_);
-  attach(id, now_);
-  apply_rates(now_);
+  if (job.stage == Stage::kMoving) loosen(id, now_);
 }
 
 bool Engine::run_until(Seconds until, std::uint64_t max_events) {
@@ -230,6 +214,7 @@ bool Engine::advance(double until, std::uint64_t max_events, bool stop_at_end) {
             << ": the clock can't resolve the shortest iteration beyond that";
     throw SpecError(message.str());
   }
+  apply_rates(now_);
   const std::uint64_t first = events_;
   const double last_time = until + kClockTolerance * until;
   while (queue_.next_time() <= last_time) {
@@ -304,7 +289,7 @@ bool Engine::handle(JobId id, double t) {
 }
 
 void Engine::enter(JobId id, double t) {
-  reattach(sharing_.add(id, jobs_[id].program.footprint()), t);
+  loosen_on(sharing_.add(id, jobs_[id].program.footprint()), t);
   join(id);
   start_iteration(id, t);
 }
@@ -415,7 +400,7 @@ void Engine::leave(JobId id, double t) {
     if (cut_short) {
       job.past_compute_s =
           result_now(job).compute_s - static_cast<double>(job.completed) * job.program.compute_s();
-      if (job.stage == Stage::kMoving) detach(id, t);
+      if (job.stage == Stage::kMoving) loosen(id, t);
     } else {
       job.burst = 0;
       job.stage = Stage::kEnded;
@@ -430,7 +415,7 @@ void Engine::leave(JobId id, double t) {
   if (!started) return;
   const std::vector<LinkId> flipped = sharing_.remove(id, job.program.footprint());
   part(id);
-  reattach(flipped, t);
+  loosen_on(flipped, t);
 }
 
 void Engine::schedule(JobId id, Stage stage, double due) {
@@ -442,6 +427,7 @@ void Engine::schedule(JobId id, Stage stage, double due) {
 // Hands a moving burst to the allocator, or lets it run free where nobody can be in its way.
 void Engine::attach(JobId id, double t) {
   Job& job = jobs_[id];
+  job.loose = false;
   const Burst& burst = job.program.bursts()[job.burst];
   if (burst.crossings.empty()) {
     job.due = t;
@@ -460,9 +446,21 @@ void Engine::attach(JobId id, double t) {
   set_rate(id, 0.0, t);
 }
 
-void Engine::detach(JobId id, double t) {
+// Stops a moving burst until apply_rates(), which hands it to the allocator anew: however many
+// changes of one instant reach it, it is stopped and handed over once.
+void Engine::loosen(JobId id, double t) {
   settle(jobs_[id], t);
   if (allocator_.active(id)) allocator_.stop(id);
+  if (!std::exchange(jobs_[id].loose, true)) loose_.push_back(id);
+}
+
+// Links have become contended, or ceased to be: transfers on them enter or leave the allocation.
+void Engine::loosen_on(const std::vector<LinkId>& links, double t) {
+  for (LinkId link : links) {
+    for (const Sharing::User& user : sharing_.users(link)) {
+      if (jobs_[user.job].stage == Stage::kMoving) loosen(user.job, t);
+    }
+  }
 }
 
 double Engine::progress_at(const Job& job, double t) const {
@@ -483,26 +481,15 @@ void Engine::set_rate(JobId id, double rate, double t) {
 }
 
 void Engine::apply_rates(double t) {
+  for (JobId id : loose_) {
+    if (jobs_[id].loose && jobs_[id].stage == Stage::kMoving) attach(id, t);
+    jobs_[id].loose = false;
+  }
+  loose_.clear();
   if (allocator_.settled()) return;
   for (JobId id : allocator_.resolve()) {
     const Job& job = jobs_[id];
     set_rate(id, allocator_.rate_Bps(id) / job.program.bursts()[job.burst].busiest_bytes, t);
-  }
-}
-
-// Links have become contended, or ceased to be: transfers on them enter or leave the allocation.
-void Engine::reattach(const std::vector<LinkId>& links, double t) {
-  std::vector<JobId> moving;
-  for (LinkId link : links) {
-    for (const Sharing::User& user : sharing_.users(link)) {
-      if (jobs_[user.job].stage == Stage::kMoving) moving.push_back(user.job);
-    }
-  }
-  std::sort(moving.begin(), moving.end());
-  moving.erase(std::unique(moving.begin(), moving.end()), moving.end());
-  for (JobId id : moving) {
-    detach(id, t);
-    attach(id, t);
   }
 }
 

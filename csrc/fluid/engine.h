@@ -121,6 +121,7 @@ class Engine {
     double hold_s = 0.0;
     std::optional<Pace> pace;
     double limit_Bps = kForever;
+    bool loose = false;     // it moves and waits for apply_rates() to hand it to the allocator
     double carry = 0.0;     // of an iteration that steady skips have not counted yet
     double last_end = 0.0;  // before the first has ended: when it began
     double end = kForever;
@@ -153,11 +154,11 @@ class Engine {
   void leave(JobId id, double t);
   void schedule(JobId id, Stage stage, double due);
   void attach(JobId id, double t);
-  void detach(JobId id, double t);
+  void loosen(JobId id, double t);
+  void loosen_on(const std::vector<LinkId>& links, double t);
   void settle(Job& job, double t) const;
   void set_rate(JobId id, double rate, double t);
   void apply_rates(double t);
-  void reattach(const std::vector<LinkId>& links, double t);
   double progress_at(const Job& job, double t) const;
   double comm_s(const Job& job) const;
   void add_link_bytes(const Job& job, double factor, std::vector<double>& totals) const;
@@ -201,6 +202,7 @@ class Engine {
   std::vector<std::uint32_t> free_components_;
   std::vector<std::uint32_t> boundaries_;  // components whose reference job began an iteration
   std::vector<JobId> ended_;
+  std::vector<JobId> loose_;
   std::uint32_t limited_ = 0;  // jobs with a rate limit: nothing is skipped while there are any
   std::vector<double> link_bytes_;
   std::vector<std::uint64_t> seen_link_;
