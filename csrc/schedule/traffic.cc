@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 namespace crux::schedule {
 
@@ -16,14 +17,10 @@ Traffic traffic(const Candidates& candidates, View<double> capacity_Bps,
   if (flow_set.size() != choice.size()) throw std::invalid_argument("every flow needs a choice");
   check_starts(flow_start, flow_set.size());
 
-  struct Entry {
-    std::int32_t link;
-    double bytes;
-  };
   Traffic found;
-  std::vector<Entry> entries;
+  std::vector<double> moved(capacity_Bps.size(), 0.0);
   for (std::size_t job = 0; job + 1 < flow_start.size(); ++job) {
-    entries.clear();
+    const std::size_t begin = found.links.size();
     for (auto f = flow_start[job]; f < flow_start[job + 1]; ++f) {
       const std::int64_t set = flow_set[f], path = candidates.set_start[set] + choice[f];
       if (choice[f] < 0 || path >= candidates.set_start[set + 1]) {
@@ -32,19 +29,14 @@ Traffic traffic(const Candidates& candidates, View<double> capacity_Bps,
       if (!(flow_bytes[f] > 0.0)) continue;
       for (auto at = candidates.path_start[path]; at < candidates.path_start[path + 1]; ++at) {
         const std::int32_t link = candidates.path_links[at];
-        if (std::isfinite(capacity_Bps[link])) entries.push_back({link, flow_bytes[f]});
+        if (!std::isfinite(capacity_Bps[link])) continue;
+        if (moved[link] == 0.0) found.links.push_back(link);
+        moved[link] += flow_bytes[f];
       }
     }
-    std::sort(entries.begin(), entries.end(),
-              [](const Entry& a, const Entry& b) { return a.link < b.link; });
-    const std::size_t begin = found.links.size();
-    for (const Entry& entry : entries) {
-      if (found.links.size() > begin && found.links.back() == entry.link) {
-        found.bytes.back() += entry.bytes;
-      } else {
-        found.links.push_back(entry.link);
-        found.bytes.push_back(entry.bytes);
-      }
+    std::sort(found.links.begin() + static_cast<std::ptrdiff_t>(begin), found.links.end());
+    for (std::size_t at = begin; at < found.links.size(); ++at) {
+      found.bytes.push_back(std::exchange(moved[found.links[at]], 0.0));
     }
     if (found.links.size() > std::numeric_limits<std::int32_t>::max()) {
       throw std::invalid_argument("too many links in use");
