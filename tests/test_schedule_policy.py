@@ -176,6 +176,16 @@ def test_the_one_level_plans_are_told_apart_after_the_jobs_fell_into_step(seed: 
     assert found["crux"].busy >= (1 - safety.NOTICED) * safe
 
 
+@pytest.mark.parametrize("seed", [92, 1906])
+def test_beyond_the_cap_no_job_is_slower_than_under_fair_sharing(seed: int) -> None:
+    """In these clusters fair sharing itself slows a job down by more than the cap."""
+    case = safety.KINDS[safety.TURNS[seed % len(safety.TURNS)]](seed)
+    found = safety.measure(case, ("ecmp", "one-level", "crux"), 4)
+    for name, slowdown in found["crux"].slowdown.items():
+        fair = max(found[baseline].slowdown[name] for baseline in safety.BASELINES)
+        assert slowdown <= max(safety.CAP, (1 + safety.NOTICED) * fair)
+
+
 def test_only_the_component_of_a_new_job_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def pair(link: str, at: int) -> tuple[Job, ...]:
         return tuple(_job(f"{link}{i}", 0.3 + i / 10 + at / 100, 0.4, link) for i in range(2))

@@ -28,8 +28,6 @@ _WARM_UP = 0.5
 _PEEK = 0.1
 #: Share of the work that the first round may take.
 _FIRST_ROUND = 0.6
-#: A difference between two plans' iterations that counts.
-_NOTICED = 0.01
 #: Iterations of a job, on average, that settle a race.
 _SETTLED = 240
 #: Iterations of a plan's jobs, if each met nobody, to a unit of the work that one round may take. A
@@ -119,8 +117,8 @@ def race(
         lead: share by which another plan must beat the best of the safe ones, beyond what the
             start times may make of it.
         max_slowdown: a plan drops out if a job's mean iteration takes longer than this many times
-            its iteration alone on the paths of the first safe plan, and noticeably longer than
-            under each of the safe plans.
+            its iteration alone on the paths of the first safe plan, and longer than under each of
+            the safe plans.
     """
     favourite = safe_plans[0]
     periods_s = [rehearsal.route(j, own).period_s for j, own in enumerate(favourite.path)]
@@ -162,7 +160,7 @@ def race(
         fair_s = np.max([one.iteration_s() for one in safe], axis=0)
         alone_s = np.array(periods_s)
         capped_s = np.multiply(max_slowdown, alone_s, out=np.zeros(len(alone_s)), where=alone_s > 0)
-        most_s = np.maximum(capped_s, (1 + _NOTICED) * fair_s)
+        most_s = np.maximum(capped_s, fair_s)
         return bool((run.iteration_s() <= most_s).all())
 
     gone = 0
