@@ -351,6 +351,22 @@ def test_cruxs_own_trace_is_read() -> None:
         (b"{}", "expected a trace with traceEvents"),
         (b'{"traceEvents": []}', "expected rank and world_size"),
         (kineto(0, 2), "expected events"),
+def test_groups_of_one_rank_send_nothing() -> None:
+    held = kineto(1, 4, *steps(0, 100), reduced(10, 5, "[1]"), reduced(20, 20, "[0, 1]"))
+    assert [one.groups for one in read_chrome({"a": held}).collectives] == [((0, 1), (2, 3))]
+
+
+# Before torch 2.3.
+def test_a_kernel_is_told_by_the_host_that_launched_it_in_the_iteration_before() -> None:
+    kernels = [reduced(t + 10, 20) for t in (0, 100, 200)]
+    launches = [event("record_param_comms", "cpu_op", t - 50, 5) for t in (0, 100, 200)]
+    for i, (kernel, launch) in enumerate(zip(kernels, launches, strict=True)):
+        launch["args"] = kernel["args"] | {"External id": i}
+        kernel["args"] = {"External id": i}
+    job = read_chrome({"a": kineto(0, 2, *steps(0, 100, 200), *launches, *kernels)})
+    assert bytes_by_op(job) == {"allreduce": 1000}
+
+
         (kineto(0, 2, reduced(0, 9, "[0, 5]")), "expected ranks of the job"),
         (kineto(0, 64, reduced(0, 9, "[0, 1, ..., 63]")), "nothing tells its ranks"),
         # What torch's profiler writes of gloo.
@@ -398,6 +414,8 @@ def test_a_damaged_file_is_read_or_refused_with_a_reason(kind: str, data: st.Dat
         return
     assert job.compute_s > 0
     for one in job.collectives:
+        (kineto(0, 1, reduced(0, 9, "[0]")), "expected a job of several ranks"),
+        (kineto(0, 2, event("ncclKernel_AllReduce", "kernel", 0, 9, stream=7)), "torch 2.3"),
         assert 0.0 <= one.at <= 1.0
         assert one.bytes > 0
         assert all(0 <= rank < job.ranks for group in one.groups for rank in group)

@@ -124,6 +124,8 @@ def _repeated(group: Group, world: int, name: str) -> list[Group]:
 
     A pair of a send goes to every place that has both ranks.
     """
+    if len(group) == 1:
+        return []
     steps = {b - a for a, b in pairwise(group)}
     step = steps.pop() if len(steps) == 1 else 0
     if len(group) == 2 and (step < 0 or world % (2 * step)):  # a send, back or to a next stage
@@ -149,10 +151,12 @@ def _rank(name: str, held: bytes) -> _Rank:
     about = trace.distributedInfo or _Distributed()
     if about.rank is None or about.world_size is None or not 0 <= about.rank < about.world_size:
         raise ImportFailed("distributedInfo: expected rank and world_size of a distributed job")
+    if about.world_size == 1:
+        raise ImportFailed("distributedInfo: world_size is 1, expected a job of several ranks")
     events = [e for e in trace.traceEvents if e.ph == "X" and e.dur >= 0]
     begin, end = _iteration(events)
     inside = [e for e in events if begin <= e.ts < end]
-    sent, busy = _communication(inside)
+    sent, busy = _communication(inside, events)
     computing = _union(
         (e.ts, e.ts + e.dur)
         for e in inside
@@ -197,12 +201,17 @@ def _is_communication(event: _Event) -> bool:
 
 
 def _communication(
-    events: Sequence[_Event],
+    events: Sequence[_Event], recorded: Sequence[_Event]
 ) -> tuple[list[tuple[_Event, Mapping[str, Any]]], list[_Event]]:
-    """Each collective with what is known of it, and the events in which it runs."""
+    """Each collective with what is known of it, and the events in which it runs.
+
+    Args:
+        events: those of the iteration.
+        recorded: those of the whole trace, since the host may launch a kernel an iteration before.
+    """
     told = {
         (e.args or {}).get("External id"): e.args or {}
-        for e in events
+        for e in recorded
         if e.cat != "kernel" and "Collective name" in (e.args or {})
     }
     kernels = [e for e in events if e.cat == "kernel" and _is_communication(e)]
@@ -215,7 +224,10 @@ def _communication(
         ]
         for event, args in known:
             if args is None:
-                raise ImportFailed(f"{event.name}: nothing tells its bytes and its group")
+                raise ImportFailed(
+                    f"{event.name}: nothing tells its bytes and its group, expected a trace that "
+                    "torch 2.3 or newer recorded"
+                )
         return [(e, args) for e, args in known if args is not None], kernels
     own = [e for e in events if e.cat == "cpu_op" and "Sequence" in (e.args or {})]
     # Crux's operations on a CPU, or torch's.
