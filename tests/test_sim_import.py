@@ -132,6 +132,11 @@ def test_goal_sends_start_when_what_they_require_is_computed() -> None:
         ("num_ranks 1\nrank 1 {\n}", "line 2: .* below 1"),
         ("num_ranks 1\nrank 0 {\nl1: put 5\n}", "line 3: .*expected calc"),
     ],
+        (
+            "num_ranks 2\nrank 0 {\n" + "".join(f"send 5b to 1 tag {t}\n" for t in range(9)) + "}",
+            "tag 0 to rank 1",  # the same in every run
+        ),
+        ("num_ranks 1\nrank 0 {\nl1: recv 5b from -1\n}", "line 3: .*one rank and one tag"),
 )
 def test_a_schedule_that_cannot_be_played_is_refused(text: str, message: str) -> None:
     with pytest.raises(ImportFailed, match=message):

@@ -116,7 +116,10 @@ def _operation(
 ) -> None:
     found = _OPERATION.fullmatch(line)
     if not found:
-        raise ImportFailed(f"{where}: got {line[:60]!r}, expected calc, send, recv or requires")
+        raise ImportFailed(
+            f"{where}: got {line[:60]!r}, expected calc, requires, or a send or recv with one rank "
+            "and one tag"
+        )
     index = len(schedule.tasks)
     if found["label"]:
         if found["label"] in labels:
@@ -140,7 +143,7 @@ def _operation(
 
 def _job(ranks: int, schedule: _Schedule) -> ImportedJob:
     sends, recvs = schedule.messages.sends, schedule.messages.recvs
-    for key in sends.keys() | recvs.keys():
+    for key in sorted(sends.keys() | recvs.keys()):
         if len(sends[key]) != len(recvs[key]):
             src, dst, tag = key
             raise ImportFailed(
