@@ -222,6 +222,45 @@ def test_chakra_json_says_the_same_as_protobuf() -> None:
 
 
 def test_chakra_messages_wait_for_their_sender() -> None:
+# As Chakra's converter describes a call on the CPU that launches a kernel and an all-reduce.
+@pytest.mark.parametrize("packed", [True, False])
+def test_chakras_converter_orders_launches_but_not_kernels(packed: bool) -> None:
+    protobuf = (
+        message((2, message((1, b"schema"), (29, b"1.0.1")))),
+        message((1, 1), (3, 7), (7, 10), (4, 1), (4, 99), attribute("is_cpu_op", 27, 1)),
+        message((1, 2), (3, 4), (7, 20), (4, 1), (5, 1)),
+        message(
+            (1, 3), (3, 7), (5, 1), attribute("comm_type", 9, 0), attribute("comm_size", 9, 1000)
+        ),
+        message((1, 4), (3, 4), (7, 30), (5, 3)),
+    )
+    about = {"attr": [{"name": "schema", "stringVal": "1.0.1"}]}
+    on_cpu = [{"name": "is_cpu_op", "boolVal": True}]
+    size = [{"name": "comm_type", "int64Val": "0"}, {"name": "comm_size", "int64Val": "1000"}]
+    launch = {"id": 1, "type": "COMM_COLL_NODE", "durationMicros": 10, "attr": on_cpu}
+    objects = (
+        about,
+        launch | {"ctrlDeps": [1, 99]},
+        {"id": 2, "type": "COMP_NODE", "durationMicros": 20, "ctrlDeps": [1], "dataDeps": [1]},
+        {"id": 3, "type": "COMM_COLL_NODE", "dataDeps": [1], "attr": size},
+        {"id": 4, "type": "COMP_NODE", "durationMicros": 30, "dataDeps": [3]},
+    )
+    held, ending = (
+        (b"".join(varint(len(m)) + m for m in protobuf), "et")
+        if packed
+        else ("".join(map(json.dumps, objects)).encode(), "json")
+    )
+    job = read_chakra({f"t.{r}.{ending}": held for r in range(2)})
+    assert job.compute_s == pytest.approx(60e-6)
+    (only,) = job.collectives
+    assert (only.op, only.bytes, only.at) == ("allreduce", 1000, pytest.approx(0.5))
+
+
+def test_chakra_skips_the_other_files_of_a_folder() -> None:
+    files = {f"t.{r}.et": chakra_rank(10) for r in range(2)}
+    assert read_chakra({**files, "t.xml": b"<algo/>"}) == read_chakra(files)
+
+
     def end(kind: int, *deps: int, **attributes: int) -> bytes:
         given = [attribute(name, 9, value) for name, value in attributes.items()]
         return message((1, 2), (3, kind), *((4, dep) for dep in deps), *given)
@@ -248,6 +287,8 @@ def test_chakra_messages_wait_for_their_sender() -> None:
         ({"t.0.et": chakra(message((1, 1), (3, 7)))}, "node 1: comm_type: got None"),
         ({"t.0.et": chakra(message((1, 1), (3, 4)))}, "nothing is computed"),
     ],
+        # What Chakra's feeder reads in JSON.
+        ({"t.0.json": b'{"workload_graph": [{"Id": 1, "NodeType": 7}]}'}, "no object has a type"),
 )
 def test_a_chakra_trace_that_cannot_be_read_is_refused(files: dict, text: str) -> None:
     with pytest.raises(ImportFailed, match=text):

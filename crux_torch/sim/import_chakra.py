@@ -46,8 +46,13 @@ class _Node:
     id: int = 0
     type: str = "INVALID_NODE"
     after: list[int] = field(default_factory=list)
+    control: list[int] = field(default_factory=list)
     duration_s: float = 0.0
     attributes: dict[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool(self.attributes.get("is_cpu_op", False))
 
     def number(self, name: str, default: int | None = None) -> int:
         value = self.attributes.get(name, default)
@@ -61,25 +66,31 @@ def read_chakra(files: Mapping[str, bytes]) -> ImportedJob:
 
     A rank's GPU and its CPU compute one node after the other. Collectives of a process group are
     matched by their order, sends and receives by their order for equal ends and tags. Nodes without
-    ``pg_name`` are of all ranks. A group has the ranks that use its name.
+    ``pg_name`` are of all ranks. A group has the ranks that use its name. Where Chakra's converter
+    made the file, control dependencies name callers, so they count for nothing, and communication
+    waits for the kernel before it, as torch has it, which the converter leaves out.
 
     Args:
-        files: what each file holds; its name ends in ``.RANK.et`` or ``.RANK.json``.
+        files: what each file holds; those whose names don't end in ``.RANK.et`` or ``.RANK.json``
+            are skipped.
 
     Raises:
         ImportFailed: names the file and the node.
     """
     ranks: dict[int, tuple[str, list[_Node]]] = {}
     for name, held in files.items():
-        found = re.search(r"\.([0-9]{1,7})\.(?:et|json)$", name)
+        found = re.search(r"\.([0-9]{1,7})\.(?:et|json)(?:\.gz)?$", name)
         if not found:
-            raise ImportFailed(f"{name}: expected a name that ends in .RANK.et or .RANK.json")
+            continue
         if int(found[1]) in ranks:
             raise ImportFailed(f"{name}: another file is of rank {found[1]}, too")
         try:
-            ranks[int(found[1])] = name, list(_nodes(held))
+            ranks[int(found[1])] = name, _nodes(held)
         except ImportFailed as error:
             raise ImportFailed(f"{name}: {error}") from None
+    if not ranks:
+        given = ", ".join(sorted(files)[:3])
+        raise ImportFailed(f"{given}: expected a name that ends in .RANK.et or .RANK.json")
     if sorted(ranks) != list(range(len(ranks))):
         raise ImportFailed(f"got ranks {sorted(ranks)[:8]}, expected those of all ranks from 0 on")
     return _job([ranks[rank] for rank in range(len(ranks))])
@@ -152,9 +163,11 @@ class _Graph:
 
     def _task(self, rank: int, node: _Node) -> int:
         index = len(self.tasks)
-        if node.type == "COMM_COLL_NODE":
+        # Older converters give a call on the CPU the type of the kernel that it launches.
+        launches = node.on_cpu and "comm_size" not in node.attributes
+        if node.type == "COMM_COLL_NODE" and not launches:
             return self._collective(rank, node)
-        if node.type in ("COMM_SEND_NODE", "COMM_RECV_NODE"):
+        if node.type in ("COMM_SEND_NODE", "COMM_RECV_NODE") and not launches:
             sends = node.type == "COMM_SEND_NODE"
             src = rank if sends else node.number("comm_src")
             dst = node.number("comm_dst") if sends else rank
@@ -163,7 +176,7 @@ class _Graph:
                 self.sends[index] = (src, dst, node.number("comm_size"))
             self.tasks.append(Task(0.0, None))
             return index
-        unit = (rank, bool(node.attributes.get("is_cpu_op", False)))
+        unit = (rank, node.on_cpu)
         self.tasks.append(Task(node.duration_s, unit if node.duration_s else None))
         return index
 
@@ -191,22 +204,43 @@ class _Graph:
         return index
 
 
-def _nodes(held: bytes) -> Iterator[_Node]:
-    if held.lstrip()[:1] == b"{":
-        yield from map(_node_of_json, _objects(held))
-        return
-    at, first = 0, True
+def _nodes(held: bytes) -> list[_Node]:
+    about, nodes = _json(held) if held.lstrip()[:1] == b"{" else _protobuf(held)
+    if b"schema" not in about:  # an attribute that Chakra's converter gives a trace
+        for node in nodes:
+            node.after += node.control
+        return nodes
+    kernel: int | None = None
+    for node in nodes:
+        if not node.on_cpu and node.type == "COMP_NODE":
+            kernel = node.id
+        elif not node.on_cpu and node.type.startswith("COMM") and kernel is not None:
+            node.after.append(kernel)
+    return nodes
+
+
+def _protobuf(held: bytes) -> tuple[bytes, list[_Node]]:
+    """The trace's metadata, and its nodes."""
+    messages, at = [], 0
     while at < len(held):
         length, at = _varint(held, at)
         if at + length > len(held):
             raise ImportFailed(f"byte {at}: a message of {length} bytes, but the file ends")
-        if not first:
-            yield _node_of_message(held[at : at + length])
-        at, first = at + length, False
+        messages.append(held[at : at + length])
+        at += length
+    return b"".join(messages[:1]), [_node_of_message(one) for one in messages[1:]]
+
+
+def _json(held: bytes) -> tuple[bytes, list[_Node]]:
+    """The trace's metadata, which are the objects without a type, and its nodes."""
+    objects = list(_objects(held))
+    nodes = [_node_of_json(one) for one in objects if "type" in one]
+    if not nodes:
+        raise ImportFailed("no object has a type, expected nodes of Chakra's schema")
+    return json.dumps([one for one in objects if "type" not in one]).encode(), nodes
 
 
 def _objects(held: bytes) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects of nodes; those without a type are the trace's metadata."""
     try:
         text = held.decode()
         decoder, at = json.JSONDecoder(), 0
@@ -214,8 +248,7 @@ def _objects(held: bytes) -> Iterator[Mapping[str, Any]]:
             value, at = decoder.raw_decode(text, at)
             if not isinstance(value, dict):
                 raise ImportFailed(f"character {at}: expected an object")
-            if "type" in value:
-                yield value
+            yield value
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ImportFailed(f"expected JSON objects: {error}") from None
 
@@ -223,8 +256,10 @@ def _objects(held: bytes) -> Iterator[Mapping[str, Any]]:
 def _node_of_json(value: Mapping[str, Any]) -> _Node:
     try:
         node = _Node(int(value.get("id", 0)), str(value["type"]))
-        for key in ("ctrlDeps", "dataDeps", "ctrl_deps", "data_deps"):
+        for key in ("dataDeps", "data_deps"):
             node.after += [int(before) for before in value.get(key, ())]
+        for key in ("ctrlDeps", "ctrl_deps"):
+            node.control += [int(before) for before in value.get(key, ())]
         micros = value.get("durationMicros", value.get("duration_micros", 0))
         node.duration_s = int(micros) * 1e-6
         for attribute in value.get("attr", ()):
@@ -253,7 +288,11 @@ def _node_of_message(message: bytes) -> _Node:
             else:
                 node.duration_s = value * 1e-6
         elif number in (4, 5):
-            node.after += [value] if isinstance(value, int) else _packed(value)
+            named = [value] if isinstance(value, int) else _packed(value)
+            if number == 4:
+                node.control += named
+            else:
+                node.after += named
         elif number == 10 and isinstance(value, bytes):
             _add_attribute(node, value)
     return node
