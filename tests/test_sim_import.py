@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import struct
@@ -131,12 +132,12 @@ def test_goal_sends_start_when_what_they_require_is_computed() -> None:
         ("num_ranks 1\nrank 0 {\nl1: calc 0\n}", "nothing is computed"),
         ("num_ranks 1\nrank 1 {\n}", "line 2: .* below 1"),
         ("num_ranks 1\nrank 0 {\nl1: put 5\n}", "line 3: .*expected calc"),
-    ],
         (
             "num_ranks 2\nrank 0 {\n" + "".join(f"send 5b to 1 tag {t}\n" for t in range(9)) + "}",
             "tag 0 to rank 1",  # the same in every run
         ),
         ("num_ranks 1\nrank 0 {\nl1: recv 5b from -1\n}", "line 3: .*one rank and one tag"),
+    ],
 )
 def test_a_schedule_that_cannot_be_played_is_refused(text: str, message: str) -> None:
     with pytest.raises(ImportFailed, match=message):
@@ -221,7 +222,6 @@ def test_chakra_json_says_the_same_as_protobuf() -> None:
     assert read_chakra(files) == read_chakra({f"t.{r}.et": chakra_rank(10) for r in range(2)})
 
 
-def test_chakra_messages_wait_for_their_sender() -> None:
 # As Chakra's converter describes a call on the CPU that launches a kernel and an all-reduce.
 @pytest.mark.parametrize("packed", [True, False])
 def test_chakras_converter_orders_launches_but_not_kernels(packed: bool) -> None:
@@ -261,6 +261,7 @@ def test_chakra_skips_the_other_files_of_a_folder() -> None:
     assert read_chakra({**files, "t.xml": b"<algo/>"}) == read_chakra(files)
 
 
+def test_chakra_messages_wait_for_their_sender() -> None:
     def end(kind: int, *deps: int, **attributes: int) -> bytes:
         given = [attribute(name, 9, value) for name, value in attributes.items()]
         return message((1, 2), (3, kind), *((4, dep) for dep in deps), *given)
@@ -286,9 +287,9 @@ def test_chakra_skips_the_other_files_of_a_folder() -> None:
         ({"t.0.et": chakra(message((1, 1), (3, 4), (4, 9)))}, "node 1: depends on 9"),
         ({"t.0.et": chakra(message((1, 1), (3, 7)))}, "node 1: comm_type: got None"),
         ({"t.0.et": chakra(message((1, 1), (3, 4)))}, "nothing is computed"),
-    ],
         # What Chakra's feeder reads in JSON.
         ({"t.0.json": b'{"workload_graph": [{"Id": 1, "NodeType": 7}]}'}, "no object has a type"),
+    ],
 )
 def test_a_chakra_trace_that_cannot_be_read_is_refused(files: dict, text: str) -> None:
     with pytest.raises(ImportFailed, match=text):
@@ -350,6 +351,22 @@ def test_one_kineto_trace_stands_for_all_ranks() -> None:
     assert job.collectives[0].groups == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
+def test_groups_of_one_rank_send_nothing() -> None:
+    held = kineto(1, 4, *steps(0, 100), reduced(10, 5, "[1]"), reduced(20, 20, "[0, 1]"))
+    assert [one.groups for one in read_chrome({"a": held}).collectives] == [((0, 1), (2, 3))]
+
+
+# Before torch 2.3.
+def test_a_kernel_is_told_by_the_host_that_launched_it_in_the_iteration_before() -> None:
+    kernels = [reduced(t + 10, 20) for t in (0, 100, 200)]
+    launches = [event("record_param_comms", "cpu_op", t - 50, 5) for t in (0, 100, 200)]
+    for i, (kernel, launch) in enumerate(zip(kernels, launches, strict=True)):
+        launch["args"] = kernel["args"] | {"External id": i}
+        kernel["args"] = {"External id": i}
+    job = read_chrome({"a": kineto(0, 2, *steps(0, 100, 200), *launches, *kernels)})
+    assert bytes_by_op(job) == {"allreduce": 1000}
+
+
 def test_all_kineto_traces_tell_each_collective_once() -> None:
     files = {
         f"r{r}": kineto(r, 4, *steps(0, 100), reduced(10 + 5 * r, 40 - 5 * r, group))
@@ -397,22 +414,8 @@ def test_cruxs_own_trace_is_read() -> None:
         (b"{}", "expected a trace with traceEvents"),
         (b'{"traceEvents": []}', "expected rank and world_size"),
         (kineto(0, 2), "expected events"),
-def test_groups_of_one_rank_send_nothing() -> None:
-    held = kineto(1, 4, *steps(0, 100), reduced(10, 5, "[1]"), reduced(20, 20, "[0, 1]"))
-    assert [one.groups for one in read_chrome({"a": held}).collectives] == [((0, 1), (2, 3))]
-
-
-# Before torch 2.3.
-def test_a_kernel_is_told_by_the_host_that_launched_it_in_the_iteration_before() -> None:
-    kernels = [reduced(t + 10, 20) for t in (0, 100, 200)]
-    launches = [event("record_param_comms", "cpu_op", t - 50, 5) for t in (0, 100, 200)]
-    for i, (kernel, launch) in enumerate(zip(kernels, launches, strict=True)):
-        launch["args"] = kernel["args"] | {"External id": i}
-        kernel["args"] = {"External id": i}
-    job = read_chrome({"a": kineto(0, 2, *steps(0, 100, 200), *launches, *kernels)})
-    assert bytes_by_op(job) == {"allreduce": 1000}
-
-
+        (kineto(0, 1, reduced(0, 9, "[0]")), "expected a job of several ranks"),
+        (kineto(0, 2, event("ncclKernel_AllReduce", "kernel", 0, 9, stream=7)), "torch 2.3"),
         (kineto(0, 2, reduced(0, 9, "[0, 5]")), "expected ranks of the job"),
         (kineto(0, 64, reduced(0, 9, "[0, 1, ..., 63]")), "nothing tells its ranks"),
         # What torch's profiler writes of gloo.
@@ -460,8 +463,6 @@ def test_a_damaged_file_is_read_or_refused_with_a_reason(kind: str, data: st.Dat
         return
     assert job.compute_s > 0
     for one in job.collectives:
-        (kineto(0, 1, reduced(0, 9, "[0]")), "expected a job of several ranks"),
-        (kineto(0, 2, event("ncclKernel_AllReduce", "kernel", 0, 9, stream=7)), "torch 2.3"),
         assert 0.0 <= one.at <= 1.0
         assert one.bytes > 0
         assert all(0 <= rank < job.ranks for group in one.groups for rank in group)
@@ -502,6 +503,23 @@ def test_imported_jobs_share_one_network(tmp_path: Path) -> None:
         assert again.exit_code == 0, again.output
 
 
+def test_gzip_and_hidden_files_make_no_difference(tmp_path: Path) -> None:
+    held = chakra_rank(10)
+    kinds = {"plain": (held, ".et"), "packed": (gzip.compress(held), ".et.gz")}
+    scenarios = []
+    for kind, (data, ending) in kinds.items():
+        (tmp_path / kind).mkdir()
+        for r in range(2):
+            (tmp_path / kind / f"t.{r}{ending}").write_bytes(data)
+        (tmp_path / kind / "._t.0.et").write_bytes(b"what macOS adds")
+        out = tmp_path / f"{kind}.json"
+        found = CliRunner().invoke(sim, ["import", f"a={tmp_path / kind}", "--out", str(out)])
+        assert found.exit_code == 0, found.output
+        assert "stays inside its hosts" in found.output
+        scenarios.append(out.read_text())
+    assert scenarios[0] == scenarios[1]
+
+
 def test_a_network_that_sprays_carries_the_same_bytes_more_evenly() -> None:
     jobs = {"gpt": read_simai(SIMAI)}
     hashed, spread = (
@@ -535,6 +553,9 @@ def test_a_job_that_fits_nowhere_is_refused() -> None:
         (["x=/nowhere"], "/nowhere: No such file"),
         (["x=EMPTY"], "holds no files"),
         (["x=BAD"], "format is not known"),
+        (["x=CUT"], "expected what gzip packed"),
+        (["x=ALONE"], "no rank sends anything to another"),
+        (["x=PYTORCH"], "got an execution trace of PyTorch"),
     ],
 )
 def test_what_cannot_be_imported_ends_with_a_message(
@@ -542,7 +563,11 @@ def test_what_cannot_be_imported_ends_with_a_message(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").write_bytes(struct.pack("<4I", *range(4)))
-    places = {"EMPTY": tmp_path / "empty", "BAD": tmp_path / "bad"}
+    (tmp_path / "cut").write_bytes(gzip.compress(SIMAI.encode())[:40])
+    (tmp_path / "t.0.et").write_bytes(chakra_rank(10))
+    (tmp_path / "et.json").write_text('{"schema": "1.0.1", "nodes": []}')
+    places = {"EMPTY": tmp_path / "empty", "BAD": tmp_path / "bad", "CUT": tmp_path / "cut"}
+    places |= {"ALONE": tmp_path / "t.0.et", "PYTORCH": tmp_path / "et.json"}
     for word, place in places.items():
         given_jobs = [job.replace(word, str(place)) for job in given_jobs]
     found = CliRunner().invoke(sim, ["import", *given_jobs, "--out", str(tmp_path / "s.json")])

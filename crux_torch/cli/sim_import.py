@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from pathlib import Path
 
 import click
@@ -12,7 +14,7 @@ from crux_torch.errors import CruxError
 from crux_torch.sim.imported import FORMATS, format_of, scenario_of
 from crux_torch.sim.placement import PLACEMENTS
 from crux_torch.sim.trace_rows import TOPOLOGIES, topology_of
-from crux_torch.sim.workload import ImportedJob
+from crux_torch.sim.workload import ImportedJob, ImportFailed
 
 
 @click.command("import")
@@ -68,7 +70,7 @@ def import_command(
 
     PATH is a file, or a folder with a file for each rank: a SimAI workload, Chrome traces of
     torch's profiler or of CRUX_TRACE, Chakra execution traces (.RANK.et or .RANK.json), or a GOAL
-    schedule.
+    schedule. Any of them may be packed by gzip.
     """
     try:
         found: dict[str, ImportedJob] = {}
@@ -96,15 +98,34 @@ def import_command(
         click.echo(
             f"{name}: {job.ranks} ranks, {job.compute_s:.4g} s of compute, "
             f"{len(scenario.jobs[name].sent)} bursts, {sent:.4g} bytes over all links"
+            f"{'' if sent else ': all that it sends stays inside its hosts'}"
         )
 
 
 def _read(path: Path, format_name: str | None) -> ImportedJob:
     try:
-        inside = sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]
-        files = {str(file): file.read_bytes() for file in inside}
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".")
+        files = {str(file): _unpacked(file) for file in inside}
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from None
     if not files:
         raise click.ClickException(f"{path}: the folder holds no files")
-    return FORMATS[format_name or format_of(files)](files)
+    job = FORMATS[format_name or format_of(files)](files)
+    if not job.collectives:
+        raise ImportFailed(
+            f"{path}: no rank sends anything to another, expected the files of all ranks of a job "
+            "that communicates"
+        )
+    return job
+
+
+def _unpacked(file: Path) -> bytes:
+    held = file.read_bytes()
+    if not held.startswith(b"\x1f\x8b"):
+        return held
+    try:
+        return gzip.decompress(held)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ImportFailed(f"{file}: expected what gzip packed: {error}") from None

@@ -57,7 +57,7 @@ def format_of(files: Files) -> str:
     """
     for name, held in files.items():
         start = held[: 1 << 16].lstrip()
-        if name.endswith(".et"):
+        if name.endswith((".et", ".et.gz")):
             return "chakra"
         if start.startswith(b"HYBRID_"):
             return "simai"
@@ -65,7 +65,14 @@ def format_of(files: Files) -> str:
             return "goal"
         if start.startswith(b"{"):
             # A Chrome trace is one object; Chakra's JSON begins with the trace's metadata.
-            return "chrome" if b'"traceEvents"' in held else "chakra"
+            if b'"traceEvents"' in held:
+                return "chrome"
+            if b'"nodes"' in held:
+                raise ImportFailed(
+                    f"{name}: got an execution trace of PyTorch, expected one of Chakra, as "
+                    "chakra_trace_link and chakra_converter make it of that"
+                )
+            return "chakra"
         known = ", ".join(FORMATS)
         raise ImportFailed(f"{name}: its format is not known, expected one of {known}")
     raise ImportFailed("there are no files")
