@@ -57,6 +57,7 @@ void Allocator::start(JobId id, int level, double weight, double ceiling_Bps,
   t.weight = weight;
   t.ceiling = ceiling;
   t.bottleneck = kNone;
+  t.slots.reserve(needs_.size());
   for (const Need& need : needs_) {
     std::vector<Member>& members = links_[need.link].members;
     const auto slot = static_cast<std::uint32_t>(t.slots.size());

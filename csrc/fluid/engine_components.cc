@@ -100,12 +100,12 @@ void Engine::split(std::uint32_t component) {
   std::vector<JobId> members = std::exchange(components_[component].members, {});
   components_[component].used = false;
   free_components_.push_back(component);
-  std::sort(members.begin(), members.end());
-  for (JobId member : members) jobs_[member].component = kNoComponent;
+  constexpr std::uint32_t kReached = kNoComponent - 1;
+  constexpr std::uint32_t kLeft = kNoComponent - 2;
+  for (JobId member : members) jobs_[member].component = kLeft;
   ++seen_;
   for (JobId root : members) {
-    if (jobs_[root].component != kNoComponent) continue;
-    constexpr std::uint32_t kReached = kNoComponent - 1;
+    if (jobs_[root].component != kLeft) continue;
     std::vector<JobId> part{root};
     jobs_[root].component = kReached;
     for (std::size_t next = 0; next < part.size(); ++next) {
@@ -113,15 +113,14 @@ void Engine::split(std::uint32_t component) {
         if (!sharing_.contended(f.link) || seen_link_[f.link] == seen_) continue;
         seen_link_[f.link] = seen_;
         for (const Sharing::User& user : sharing_.users(f.link)) {
-          if (jobs_[user.job].component != kNoComponent) continue;
+          if (jobs_[user.job].component != kLeft) continue;
           jobs_[user.job].component = kReached;
           part.push_back(user.job);
         }
       }
       if (jobs_[part[next]].team == kNoTeam) continue;
       for (JobId mate : teams_[jobs_[part[next]].team].members) {
-        const bool here = std::binary_search(members.begin(), members.end(), mate);
-        if (!here || jobs_[mate].component != kNoComponent) continue;
+        if (jobs_[mate].component != kLeft) continue;
         jobs_[mate].component = kReached;
         part.push_back(mate);
       }
