@@ -17,6 +17,11 @@ Policies with ``-shifted`` have CASSINI's shifts on the paths and levels of the 
 named after. Policies with ``-blind`` know no topology, as in a cluster without one: they see all
 jobs on one link, each with its transfer time, and the network's hash chooses the paths.
 
+With ``--rings-apart`` the rings and groups of a job move each on its own while a cluster is played.
+Schedulers still take a job for one transfer, so the default policy then rehearses another network
+than the one that judges it. Of the seeds only the kinds with several rings a job are played, both
+ways; *from rings together* is how far the utilisation is from that of rings that move together.
+
 The kinds are: ``small`` (five jobs, §4.4 of Crux), ``testbed`` (eight jobs on Crux's), ``clos``
 and ``double-sided`` (twelve jobs), ``torus`` (4 by 4 hosts), ``periods`` (two to six jobs of few
 periods that meet on one or two links, as in CASSINI) and ``heavy`` (rings over a few links that
@@ -64,7 +69,7 @@ from crux_torch.sim.play import engine_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evaluation.beyond import place_models
 from evaluation.small_case import draw_case
-from evaluation.torus import torus_case
+from evaluation.torus import Placement, torus_case
 
 #: A difference that counts.
 NOTICED = 0.01
@@ -87,6 +92,8 @@ POLICIES = (
     "crux-paper-blind",
 )
 BASELINES = ("ecmp", "one-level")
+#: GPUs of the jobs on the Clos and on the double-sided network.
+TWELVE = (8,) * 5 + (16,) * 4 + (24, 24, 32)
 #: Seeds that the default policy was tuned on.
 TUNED = range(42)
 
@@ -99,32 +106,34 @@ class Case(NamedTuple):
 
 
 def small(seed: int) -> Case:
-    """Five jobs on three levels, as in §4.4."""
+    """Five jobs of one ring on three levels, as in §4.4."""
     found = draw_case(seed)
     options = SchedulerOptions((0, 1, 2), seed, found.default_path)
     return Case(found.cluster, options)
 
 
-def testbed(seed: int) -> Case:
+def paper_testbed(seed: int, *, rings_apart: bool = False) -> Case:
     """Eight jobs of 8 or 16 GPUs."""
-    return _placed("testbed", seed, crux_testbed(), (8, 8, 8, 8, 16, 16, 16, 16))
+    sizes = (8, 8, 8, 8, 16, 16, 16, 16)
+    return _placed("testbed", seed, crux_testbed(), sizes, rings_apart)
 
 
-def clos(seed: int) -> Case:
+def clos(seed: int, *, rings_apart: bool = False) -> Case:
     """Twelve jobs on 24 hosts under 12 ToR switches, oversubscribed by up to 2."""
     network = two_layer_clos(24, 12, 4, oversubscription=1.0 + seed % 3 / 2)
-    return _placed("safe clos", seed, network, (8,) * 5 + (16,) * 4 + (24, 24, 32))
+    return _placed("safe clos", seed, network, TWELVE, rings_apart)
 
 
-def two_sided(seed: int) -> Case:
+def two_sided(seed: int, *, rings_apart: bool = False) -> Case:
     """Twelve jobs on a double-sided network of 24 hosts."""
     network = double_sided(24, pods=3, cores=8)
-    return _placed("safe double-sided", seed, network, (8,) * 5 + (16,) * 4 + (24, 24, 32))
+    return _placed("safe double-sided", seed, network, TWELVE, rings_apart)
 
 
-def torus(seed: int) -> Case:
+def torus(seed: int, *, rings_apart: bool = False) -> Case:
     """Jobs on a torus of 4 by 4 hosts, packed or scattered."""
-    found = torus_case((4, 4), "packed" if seed % 2 else "scattered", seed)
+    placement: Placement = "packed" if seed % 2 else "scattered"
+    found = torus_case((4, 4), placement, seed, rings_apart=rings_apart)
     options = SchedulerOptions(seed=seed, default_path=found.hashed)
     return Case(_used(found.cluster), options)
 
@@ -183,20 +192,22 @@ def heavy(seed: int) -> Case:
 
 
 #: By name; each is drawn in turn, the cheap ones more often.
-KINDS: dict[str, Callable[[int], Case]] = {
+KINDS: dict[str, Callable[..., Case]] = {
     "small": small,
     "periods": periods,
     "heavy": heavy,
-    "testbed": testbed,
+    "testbed": paper_testbed,
     "clos": clos,
     "double-sided": two_sided,
     "torus": torus,
 }
+#: Kinds whose jobs have several rings.
+OF_RINGS = ("testbed", "clos", "double-sided", "torus")
 TURNS = (*("small", "periods", "heavy") * 3, "testbed", "clos", "double-sided", "torus", "small")
 
 
-def _placed(kind: str, seed: int, topology: Any, sizes: Sequence[int]) -> Case:
-    cluster, hashed = place_models(kind, seed, topology, sizes)
+def _placed(kind: str, seed: int, topology: Any, sizes: Sequence[int], rings_apart: bool) -> Case:
+    cluster, hashed = place_models(kind, seed, topology, sizes, rings_apart=rings_apart)
     return Case(cluster, SchedulerOptions(tuple(range(8)), seed, hashed))
 
 
@@ -309,11 +320,15 @@ def measure(case: Case, policies: Sequence[str], phases: int) -> dict[str, Playe
     return found
 
 
-def row_of(task: tuple[int, tuple[str, ...], int]) -> list[dict[str, Any]]:
+def row_of(task: tuple[int, tuple[str, ...], int, bool]) -> list[dict[str, Any]]:
     """The rows of one cluster, one for each policy."""
-    seed, policies, phases = task
+    seed, policies, phases, rings_apart = task
     kind = TURNS[seed % len(TURNS)]
     case = KINDS[kind](seed)
+    together = None
+    if rings_apart:
+        together = measure(case, policies, phases)
+        case = KINDS[kind](seed, rings_apart=True)
     played = measure(case, policies, phases)
     rows = []
     for name, one in played.items():
@@ -335,6 +350,7 @@ def row_of(task: tuple[int, tuple[str, ...], int]) -> list[dict[str, Any]]:
                 "worst_slowdown": min(one.slowdown[worst], 1e9),
                 "beyond_cap": len(beyond),
                 "cpu_s": one.cpu_s,
+                **({"together": together[name].busy} if together else {}),
             }
         )
     return rows
@@ -363,6 +379,9 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             line["worst_slowdown"] = max(r["worst_slowdown"] for r in mine)
             line["beyond_cap"] = sum(r["beyond_cap"] > 0 for r in mine) / len(mine)
             line["cpu_ms"] = float(np.median([r["cpu_s"] for r in mine])) * 1e3
+            if "together" in mine[0]:
+                off = [abs(r["busy"] / r["together"] - 1) for r in mine]
+                line |= {"off_median": float(np.median(off)), "off_most": float(max(off))}
             lines.append(line)
     return lines
 
@@ -374,6 +393,9 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         f"{'to one level':>12} {'worst':>7} {'mean':>7} | {'worst job':>9} {'over cap':>8} "
         f"{'CPU ms':>7}"
     ]
+    apart = "off_median" in lines[0]
+    if apart:
+        text[0] += f" | {'from rings together':>20} {'most':>6}"
     for line in lines:
         text.append(
             f"{line['kind']:<13} {line['policy']:<16} {line['clusters']:>5} | "
@@ -382,6 +404,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             f"{line['worst_over_one-level']:>+7.1%} {line['mean_over_one-level']:>+7.1%} | "
             f"{line['worst_slowdown']:>9.4g} {line['beyond_cap']:>8.1%} {line['cpu_ms']:>7.1f}"
         )
+        if apart:
+            text[-1] += f" | {line['off_median']:>20.1%} {line['off_most']:>6.1%}"
     return "\n".join(text) + "\n"
 
 
@@ -390,6 +414,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 @click.option("--first", default=0, help="Seed of the first one.")
 @click.option("--phases", default=6, help="Sets of start times that each is played from.")
 @click.option("--policies", default=",".join(POLICIES), help="With commas.")
+@click.option("--rings-apart", is_flag=True, help="Rings of a job move on their own.")
 @click.option("--processes", default=os.cpu_count() or 1, help="Clusters at a time.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/NAME.{json,txt}.")
@@ -400,6 +425,7 @@ def main(
     first: int,
     phases: int,
     policies: str,
+    rings_apart: bool,
     processes: int,
     json_path: Path | None,
     out: Path | None,
@@ -410,10 +436,15 @@ def main(
     # Read by the libraries when a process imports them.
     os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
     names = tuple(dict.fromkeys((*BASELINES, *policies.split(","))))
-    tasks = [(seed, names, phases) for seed in range(first, first + clusters)]
+    seeds = [
+        seed
+        for seed in range(first, first + clusters)
+        if not rings_apart or TURNS[seed % len(TURNS)] in OF_RINGS
+    ]
+    tasks = [(seed, names, phases, rings_apart) for seed in seeds]
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         rows = [row for part in pool.imap(row_of, tasks) for row in part]
-    settings = {"phases": phases, "cap": CAP}
+    settings = {"phases": phases, "cap": CAP} | ({"rings_apart": True} if rings_apart else {})
     if append and out is not None and (out / f"{name}.json").exists():
         before = json.loads((out / f"{name}.json").read_text())
         if before["settings"] != settings:

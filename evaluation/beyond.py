@@ -86,13 +86,19 @@ def _placed(kind: str, seed: int, topology: Topology, sizes: Sequence[int]) -> C
 
 
 def place_models(
-    kind: str, seed: int, topology: Topology, sizes: Sequence[int]
+    kind: str,
+    seed: int,
+    topology: Topology,
+    sizes: Sequence[int],
+    *,
+    rings_apart: bool = False,
 ) -> tuple[Cluster, dict[str, tuple[int, ...]]]:
     """Models of §6.3, drawn evenly of those whose layout fits, on GPUs drawn at random.
 
     Args:
         kind, seed: what is drawn depends on both.
         sizes: GPUs of each job.
+        rings_apart: whether each ring of a job moves on its own.
 
     Returns:
         the cluster, and the paths that ECMP's hash gives.
@@ -115,6 +121,7 @@ def place_models(
                 buckets=BUCKETS,
                 paths=partial(topology.candidate_paths, limit=8),
                 alltoall_peers=4,
+                apart=rings_apart,
             )
         )
     links = {link for job in jobs for f in job.flows for path in f.candidates for link in path}

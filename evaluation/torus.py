@@ -84,6 +84,7 @@ def torus_case(
     *,
     link_Bps: float = 100 * GBPS,
     topology: Topology | None = None,
+    rings_apart: bool = False,
 ) -> TorusCase:
     """A case of this module's description.
 
@@ -94,6 +95,7 @@ def torus_case(
         seed: of everything that is drawn.
         link_Bps: bytes per second of a link between routers.
         topology: the torus of this shape and rate, where it is at hand.
+        rings_apart: whether each ring of a job moves on its own.
 
     Raises:
         WorkloadError: an unknown placement.
@@ -111,7 +113,8 @@ def torus_case(
         free = [host for host in free if host not in set(hosts)]
         gpus = [gpu for host in hosts for gpu in topology.gpus(host)]
         name = f"job-{len(jobs):02d}"
-        jobs.append(build_job(name, draw.choice(PAPER_MODELS), gpus, topology))
+        model = draw.choice(PAPER_MODELS)
+        jobs.append(build_job(name, model, gpus, topology, apart=rings_apart))
     hashed = {job.name: hashed_paths(job, topology, seed=seed) for job in jobs}
     start_s = {job.name: draw.uniform(0.0, STARTS_S) for job in jobs}
     return TorusCase(topology, Cluster(topology.capacity_Bps, tuple(jobs)), hashed, start_s)

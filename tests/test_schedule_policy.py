@@ -186,6 +186,14 @@ def test_beyond_the_cap_no_job_is_slower_than_under_fair_sharing(seed: int) -> N
         assert slowdown <= max(safety.CAP, (1 + safety.NOTICED) * fair)
 
 
+def test_rings_that_move_apart_are_judged_beside_rings_that_move_together() -> None:
+    seed = safety.TURNS.index("clos")
+    rows = safety.row_of((seed, ("ecmp", "one-level"), 1, True))
+    assert [row["policy"] for row in rows] == ["ecmp", "one-level"]
+    assert all(row["busy"] == pytest.approx(row["together"], rel=0.1) for row in rows)
+    assert any(row["busy"] != row["together"] for row in rows)
+
+
 def test_only_the_component_of_a_new_job_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def pair(link: str, at: int) -> tuple[Job, ...]:
         return tuple(_job(f"{link}{i}", 0.3 + i / 10 + at / 100, 0.4, link) for i in range(2))
