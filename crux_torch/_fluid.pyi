@@ -1,7 +1,13 @@
 """The fluid network simulator's engine (csrc/fluid, csrc/bindings/fluid_py.cpp)."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+#: Bytes on each link, by name, or as the links' numbers in the engine's order and their bytes.
+Traffic: TypeAlias = dict[str, float] | tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
 
 class SpecError(ValueError):
     """What was asked for can't be simulated: which job or link, and what was expected."""
@@ -52,7 +58,7 @@ class Engine:
         name: str,
         *,
         compute_s: float,
-        bursts: Iterable[tuple[float, dict[str, float] | list[dict[str, float]]]],
+        bursts: Iterable[tuple[float, Traffic | list[dict[str, float]]]],
         gpus: float = 1.0,
         level: int = 0,
         weight: float = 1.0,
@@ -63,7 +69,7 @@ class Engine:
 
         Args:
             bursts: of each iteration, in order: the share of the compute after which it may start,
-                and its bytes on each link. A list of such bytes: parts that move on their own,
+                and its traffic. A list of such: parts that move on their own,
                 and the next burst begins when all have ended. What sets the traffic or a rate
                 limit of such a job, or asks for its bytes left, raises SpecError.
             level: a higher one goes first.
@@ -79,8 +85,8 @@ class Engine:
 
     def set_level(self, name: str, level: int) -> None: ...
     def set_weight(self, name: str, weight: float) -> None: ...
-    def set_traffic(self, name: str, traffic: Sequence[Mapping[str, float]]) -> None:
-        """New bytes on each link for every burst; one under way keeps its progress."""
+    def set_traffic(self, name: str, traffic: Sequence[Traffic]) -> None:
+        """New traffic for every burst; one under way keeps its progress."""
 
     def shift(self, name: str, by_s: float) -> None:
         """Starts the job's next iteration this much later than it could."""

@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from copy import copy
+from typing import Any
 
+import numpy as np
 import pytest
 
 from crux_torch._fluid import Engine, SpecError, run_all
@@ -269,6 +271,10 @@ def test_a_starved_job_does_not_move():
     assert engine.events < 50
 
 
+def numbered(links: list[int], moved: list[float]) -> tuple[Any, Any]:
+    return np.array(links, np.int32), np.array(moved, np.float64)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -284,6 +290,9 @@ def test_a_starved_job_does_not_move():
         (lambda e: e.set_weight("busy", -1.0), "weight"),
         (lambda e: e.set_weight("busy", 1e-7), "weight is 1e-07"),
         (lambda e: e.set_traffic("busy", []), "each of its bursts"),
+        (lambda e: e.set_traffic("busy", [numbered([0], [])]), "as many bytes as links"),
+        (lambda e: e.set_traffic("busy", [numbered([1], [1.0])]), "an unknown link"),
+        (lambda e: e.set_traffic("busy", [numbered([-1], [1.0])]), "an unknown link"),
         (lambda e: e.shift("busy", -1.0), "shift"),
         (lambda e: e.set_pace("busy", origin_s=0, period_s=0, tolerance=0), "finite period"),
         (lambda e: e.set_pace("busy", origin_s=0, period_s=1, tolerance=1), "from 0 to 0.5"),

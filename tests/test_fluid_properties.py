@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fluid_reference as reference
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crux_torch._fluid import Engine
 
+if TYPE_CHECKING:
+    from crux_torch._fluid import Traffic
+
 Links = dict[str, tuple[float, float]]
 Jobs = dict[str, dict[str, Any]]
-Changes = Sequence[tuple[float, dict[str, list[dict[str, float]]]]]
+Changes = Sequence[tuple[float, dict[str, list[Any]]]]
 
 HORIZON_S = 6.1
 SETTINGS = settings(
@@ -116,31 +120,56 @@ def test_agrees_with_the_reference_where_everything_is_crowded(seed):
         assert_agrees_with_the_reference(links, jobs)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_agrees_with_the_reference_where_traffic_changes_under_way(seed):
-    """Plans that move many jobs at one instant, in the midst of their bursts."""
-    rng = random.Random(seed)
+def changing_traffic(rng: random.Random) -> tuple[Links, Jobs, Changes]:
+    """Jobs, and plans that move many of them at one instant, in the midst of their bursts."""
+    links = {f"l{i}": (rng.uniform(5e8, 2e9), 0.0) for i in range(rng.randint(1, 6))}
 
     def traffic(bursts: int) -> list[dict[str, float]]:
         some = [rng.sample(sorted(links), rng.randint(1, len(links))) for _ in range(bursts)]
         return [{e: rng.uniform(1e8, 1.5e9) / 10 for e in across} for across in some]
 
+    jobs: Jobs = {}
+    for i in range(rng.randint(2, 9)):
+        starts = sorted(rng.random() for _ in range(rng.randint(1, 2)))
+        jobs[f"j{i}"] = {
+            "compute_s": rng.uniform(0.02, 0.3),
+            "bursts": list(zip(starts, traffic(len(starts)), strict=True)),
+            "start_s": rng.choice([0.0, rng.uniform(0.0, 1.0)]),
+            "iterations": rng.randint(2, 20),
+        }
+    changes = []
+    for at_s in sorted(rng.uniform(0.0, 5.0) for _ in range(rng.randint(1, 5))):
+        moved = rng.sample(sorted(jobs), rng.randint(1, len(jobs)))
+        changes.append((at_s, {name: traffic(len(jobs[name]["bursts"])) for name in moved}))
+    return links, jobs, changes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_agrees_with_the_reference_where_traffic_changes_under_way(seed):
+    rng = random.Random(seed)
     for _ in range(12):
-        links = {f"l{i}": (rng.uniform(5e8, 2e9), 0.0) for i in range(rng.randint(1, 6))}
-        jobs: Jobs = {}
-        for i in range(rng.randint(2, 9)):
-            starts = sorted(rng.random() for _ in range(rng.randint(1, 2)))
-            jobs[f"j{i}"] = {
-                "compute_s": rng.uniform(0.02, 0.3),
-                "bursts": list(zip(starts, traffic(len(starts)), strict=True)),
-                "start_s": rng.choice([0.0, rng.uniform(0.0, 1.0)]),
-                "iterations": rng.randint(2, 20),
-            }
-        changes = []
-        for at_s in sorted(rng.uniform(0.0, 5.0) for _ in range(rng.randint(1, 5))):
-            moved = rng.sample(sorted(jobs), rng.randint(1, len(jobs)))
-            changes.append((at_s, {name: traffic(len(jobs[name]["bursts"])) for name in moved}))
-        assert_agrees_with_the_reference(links, jobs, changes)
+        assert_agrees_with_the_reference(*changing_traffic(rng))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_links_by_number_are_those_by_name(seed):
+    links, jobs, changes = changing_traffic(random.Random(seed))
+    numbers = {name: number for number, name in enumerate(links)}
+
+    def by_number(traffic: dict[str, float]) -> Traffic:
+        return np.array([numbers[e] for e in traffic], np.int32), np.array([*traffic.values()])
+
+    numbered = {
+        name: {**job, "bursts": [(at, by_number(traffic)) for at, traffic in job["bursts"]]}
+        for name, job in jobs.items()
+    }
+    moved = [
+        (at_s, {name: [by_number(traffic) for traffic in bursts] for name, bursts in of.items()})
+        for at_s, of in changes
+    ]
+    one, other = play(links, jobs, changes=changes), play(links, numbered, changes=moved)
+    assert one.results() == other.results()
+    assert one.link_bytes() == other.link_bytes()
 
 
 @SETTINGS

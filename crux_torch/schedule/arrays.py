@@ -176,12 +176,9 @@ def paths_of(arrays: Arrays, choice: IntArray) -> dict[str, tuple[int, ...]]:
     return {job.name: tuple(chosen[start[j] : start[j + 1]]) for j, job in enumerate(arrays.jobs)}
 
 
-def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
-    """M_{j,e}: bytes of one iteration of every job (row) on every link (column), sparse CSR.
-
-    Only links that can be contended count: those of finite capacity that carry any byte.
-    """
-    entries = _schedule.traffic(
+def traffic_entries(arrays: Arrays, choice: IntArray) -> tuple[FloatArray, LinkArray, LinkArray]:
+    """The entries of :func:`traffic_matrix`: bytes, links, and where those of each job start."""
+    return _schedule.traffic(
         set_start=arrays.set_start,
         path_start=arrays.path_start,
         path_links=arrays.path_links,
@@ -191,7 +188,15 @@ def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
         flow_bytes=arrays.flow_bytes,
         choice=choice,
     )
-    return sparse.csr_array(entries, shape=(len(arrays.jobs), len(arrays.capacity_Bps)))
+
+
+def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
+    """M_{j,e}: bytes of one iteration of every job (row) on every link (column), sparse CSR.
+
+    Only links that can be contended count: those of finite capacity that carry any byte.
+    """
+    shape = (len(arrays.jobs), len(arrays.capacity_Bps))
+    return sparse.csr_array(traffic_entries(arrays, choice), shape=shape)
 
 
 def row_max(matrix: Any, scale: FloatArray) -> FloatArray:

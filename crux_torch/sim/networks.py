@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
+
+import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.intensity import burst_traffic
-from crux_torch.schedule.model import Decision, Link
+from crux_torch.schedule.arrays import Arrays, Reader, traffic_entries
+from crux_torch.schedule.model import Cluster, Decision, Link
 from crux_torch.schedule.pace import DRIFT
 from crux_torch.sim.placed import PlacedJob
 
@@ -52,10 +53,11 @@ def grain_of(iterations: int, size: int) -> Grain:
 
 @dataclass(slots=True)
 class _Followed:
-    """What a running job follows."""
+    """What a running job follows; ``flows`` hold the bytes of a simulated iteration."""
 
     placed: PlacedJob
     grain: Grain
+    flows: Arrays
     path: tuple[int, ...]
     level: int
     shift_s: float = 0.0
@@ -74,7 +76,12 @@ class SharedNetwork:
         links = [(name, c, 0.0) for name, c in topology.capacity_Bps.items()]
         self._engine = _fluid.Engine(links, steady_tolerance=steady_tolerance)
         self._follows: dict[str, _Followed] = {}
-        self._idle = never_full(topology)
+        idle = never_full(topology)
+        # The engine's links in its order, so that both have the same numbers.
+        self._capacity_Bps = MappingProxyType(
+            {name: np.inf if name in idle else c for name, c in topology.capacity_Bps.items()}
+        )
+        self._reader = Reader()
 
     @property
     def now_s(self) -> float:
@@ -87,11 +94,15 @@ class SharedNetwork:
     def add(self, placed: PlacedJob, grain: Grain, level: int) -> None:
         """A job starts now, on its default paths, and ends after all of its ``grain``."""
         job = placed.job
-        self._follows[job.name] = _Followed(placed, grain, placed.default_path, level)
+        flows = self._reader.read(Cluster(self._capacity_Bps, (job,)))
+        flows = replace(flows, flow_bytes=flows.flow_bytes * grain.size)
+        follows = _Followed(placed, grain, flows, placed.default_path, level)
+        self._follows[job.name] = follows
+        starts = [burst.at for burst in job.bursts]
         self._engine.add_job(
             job.name,
             compute_s=job.compute_s * grain.size,
-            bursts=_bursts(placed, placed.default_path, grain, self._idle),
+            bursts=zip(starts, _traffic(follows), strict=True),
             gpus=job.gpus,
             level=level,
             iterations=grain.count,
@@ -103,8 +114,7 @@ class SharedNetwork:
             now = self._follows[name]
             if path != now.path:
                 now.path = path
-                bursts = _bursts(now.placed, path, now.grain, self._idle)
-                self._engine.set_traffic(name, [traffic for _, traffic in bursts])
+                self._engine.set_traffic(name, _traffic(now))
             if decision.level[name] != now.level:
                 now.level = decision.level[name]
                 self._engine.set_level(name, now.level)
@@ -159,17 +169,10 @@ def never_full(topology: Topology) -> frozenset[Link]:
     return frozenset(found)
 
 
-def _bursts(
-    placed: PlacedJob, path: Sequence[int], grain: Grain, idle: frozenset[Link]
-) -> list[tuple[float, dict[Link, float]]]:
-    """The engine's bursts of a job on ``path``, less the links that are ``idle``."""
-    traffic: defaultdict[Link, float] = defaultdict(float)
-    for flow, chosen in zip(placed.job.flows, path, strict=True):
-        moved = flow.bytes * grain.size
-        for link in flow.candidates[chosen]:
-            if link not in idle:
-                traffic[link] += moved
-    return burst_traffic(placed.job, traffic)
+def _traffic(follows: _Followed) -> list[_fluid.Traffic]:
+    """What each burst of a job moves on its path, less the links that are never full."""
+    moved, links, _ = traffic_entries(follows.flows, np.array(follows.path, np.int64))
+    return [(links, burst.share * moved) for burst in follows.placed.job.bursts]
 
 
 @dataclass(slots=True)

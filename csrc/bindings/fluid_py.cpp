@@ -1,5 +1,6 @@
 // crux_torch._fluid: the fluid engine for Python. Names stand for links and jobs on this side.
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -23,6 +24,9 @@ namespace {
 // Between two looks at Python's signals: under a second even where an event re-allocates thousands.
 constexpr std::uint64_t kEventsPerLook = 10'000;
 constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
 class NamedEngine {
  public:
@@ -52,12 +56,10 @@ class NamedEngine {
       const auto [at, traffic] = item.cast<std::pair<double, py::object>>();
       spec.bursts.push_back({at, {}});
       first.push_back(parts.size());
-      if (py::isinstance<py::dict>(traffic)) {
-        parts.push_back(loads(traffic.cast<py::dict>()));
+      if (py::isinstance<py::list>(traffic)) {
+        for (const py::handle part : traffic) parts.push_back(loads(part));
       } else {
-        for (const py::dict& part : traffic.cast<std::vector<py::dict>>()) {
-          parts.push_back(loads(part));
-        }
+        parts.push_back(loads(traffic));
       }
       widest = std::max(widest, parts.size() - first.back());
     }
@@ -104,11 +106,11 @@ class NamedEngine {
     return engine_.bytes_left(only(name));
   }
 
-  void set_traffic(const std::string& name, const std::vector<py::dict>& traffic) {
+  void set_traffic(const std::string& name, const py::sequence& traffic) {
     std::vector<std::vector<LoadSpec>> bursts;
     bursts.reserve(traffic.size());
-    for (const py::dict& burst : traffic) bursts.push_back(loads(burst));
-    engine_.set_traffic(only(name), bursts);
+    for (const py::handle burst : traffic) bursts.push_back(loads(burst));
+    engine_.set_traffic(only(name), std::move(bursts));
   }
 
   void run_until(double until_s) {
@@ -210,6 +212,21 @@ class NamedEngine {
     if (members(name).size() > 1)
       throw SpecError("job " + name + ": expected bursts whose links move together");
     return id(name);
+  }
+
+  // Of links by name, or by number.
+  std::vector<LoadSpec> loads(const py::handle& traffic) const {
+    if (py::isinstance<py::dict>(traffic)) return loads(py::reinterpret_borrow<py::dict>(traffic));
+    const auto [links, bytes] = traffic.cast<std::pair<Array<std::int32_t>, Array<double>>>();
+    if (links.ndim() != 1 || bytes.ndim() != 1 || links.size() != bytes.size()) {
+      throw SpecError("expected as many bytes as links");
+    }
+    std::vector<LoadSpec> out;
+    out.reserve(links.size());
+    for (py::ssize_t i = 0; i < links.size(); ++i) {
+      out.push_back({static_cast<LinkId>(links.data()[i]), Bytes(bytes.data()[i])});
+    }
+    return out;
   }
 
   std::vector<LoadSpec> loads(const py::dict& traffic) const {

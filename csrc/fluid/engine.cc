@@ -114,14 +114,14 @@ void Engine::set_weight(JobId id, double weight) {
   if (job.stage == Stage::kMoving) loosen(id, now_);
 }
 
-void Engine::set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic) {
+void Engine::set_traffic(JobId id, std::vector<std::vector<LoadSpec>> traffic) {
   Job& job = at(id);
   if (job.stage == Stage::kEnded) return;
   if (traffic.size() != job.spec.bursts.size()) {
     throw SpecError("job " + job.spec.name + ": expected traffic for each of its bursts");
   }
   JobSpec spec = job.spec;
-  for (std::size_t b = 0; b < traffic.size(); ++b) spec.bursts[b].traffic = traffic[b];
+  for (std::size_t b = 0; b < traffic.size(); ++b) spec.bursts[b].traffic = std::move(traffic[b]);
   Program program = Program::validate(spec, network_);
   count_iteration(program, spec.name);
   if (job.stage == Stage::kWaiting) {

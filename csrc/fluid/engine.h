@@ -62,7 +62,7 @@ class Engine {
   void set_level(JobId id, int level);
   void set_weight(JobId id, double weight);
   // New traffic of every burst; a burst under way keeps its progress.
-  void set_traffic(JobId id, const std::vector<std::vector<LoadSpec>>& traffic);
+  void set_traffic(JobId id, std::vector<std::vector<LoadSpec>> traffic);
   // Starts the job's next iteration this much later than it could.
   void shift(JobId id, Seconds by);
   // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start early, or
