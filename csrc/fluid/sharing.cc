@@ -10,6 +10,13 @@ constexpr double kRounding = 1.0 + 1e-12;
 
 bool before(const Sharing::User& user, JobId job) { return user.job < job; }
 
+// A bit for each user, which some share: who has not all of another's bits has not all its users.
+std::uint64_t bits(const std::vector<Sharing::User>& users) {
+  std::uint64_t all = 0;
+  for (const Sharing::User& user : users) all |= std::uint64_t{1} << (user.job % 64);
+  return all;
+}
+
 }  // namespace
 
 Sharing::Sharing(const Network& network) {
@@ -58,20 +65,22 @@ void Sharing::refresh(LinkId link) {
 
 const std::vector<LinkId>& Sharing::add(JobId job, const std::vector<Footprint>& footprint) {
   flipped_.clear();
-  std::vector<LinkId> overbooked;
+  overbooked_.clear();
   for (const Footprint& f : footprint) {
     std::vector<User>& users = links_[f.link].users;
     users.insert(std::lower_bound(users.begin(), users.end(), job, before),
                  {job, f.peak_Bps, f.least_Bps});
     book(f.link);
-    if (links_[f.link].overbooked) overbooked.push_back(f.link);
+    if (links_[f.link].overbooked) overbooked_.push_back({f.link, bits(users)});
   }
   // Only a link that the new job crosses can cease to be dominated, and only by another such link
   // can it still be: others do not carry the new job.
-  for (LinkId b : overbooked) {
-    links_[b].dominated = std::any_of(overbooked.begin(), overbooked.end(), [this, b](LinkId a) {
-      if (a == b || !dominates(links_[a], links_[b])) return false;
-      return a < b || !dominates(links_[b], links_[a]);
+  for (const Overbooked& b : overbooked_) {
+    Link& link = links_[b.link];
+    link.dominated = std::any_of(overbooked_.begin(), overbooked_.end(), [&](const Overbooked& a) {
+      if ((b.users & ~a.users) != 0 || a.link == b.link) return false;
+      const Link& other = links_[a.link];
+      return dominates(other, link) && (a.link < b.link || !dominates(link, other));
     });
   }
   for (const Footprint& f : footprint) refresh(f.link);

@@ -44,6 +44,10 @@ class Sharing {
     bool contended = false;
     std::vector<User> users;
   };
+  struct Overbooked {
+    LinkId link;
+    std::uint64_t users;  // as bits
+  };
 
   static double demand(const Link& link);
   static bool dominates(const Link& a, const Link& b);
@@ -51,6 +55,7 @@ class Sharing {
   void refresh(LinkId link);
 
   std::vector<Link> links_;
+  std::vector<Overbooked> overbooked_;  // of the job that is added
   std::vector<LinkId> flipped_;
 };
 

@@ -32,6 +32,15 @@ void require(bool ok, const std::string& where, const char* what, double got,
 bool non_negative(double value) { return std::isfinite(value) && value >= 0.0; }
 bool positive(double value) { return std::isfinite(value) && value > 0.0; }
 
+// Looks first: most are in order.
+template <class T>
+void sort_by_link(std::vector<T>& values) {
+  const auto by_link = [](const T& a, const T& b) { return a.link < b.link; };
+  if (!std::is_sorted(values.begin(), values.end(), by_link)) {
+    std::sort(values.begin(), values.end(), by_link);
+  }
+}
+
 Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
               const std::string& where) {
   require(std::isfinite(spec.at) && spec.at >= 0.0 && spec.at <= 1.0, where, "at", spec.at,
@@ -39,16 +48,18 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
   Burst burst;
   burst.at_s = spec.at * compute_s;
   std::vector<LoadSpec> loads = spec.traffic;
-  std::sort(loads.begin(), loads.end(),
-            [](const LoadSpec& a, const LoadSpec& b) { return a.link < b.link; });
+  sort_by_link(loads);
   for (std::size_t i = 0; i < loads.size(); ++i) {
     const LoadSpec& load = loads[i];
     if (load.link >= network.size()) throw SpecError(where + ": traffic on an unknown link");
     if (i > 0 && loads[i - 1].link == load.link) {
       throw SpecError(where + ": link " + network.name(load.link) + " appears twice");
     }
-    require(non_negative(load.bytes.value()), where + ": traffic on " + network.name(load.link),
-            "bytes", load.bytes.value(), "a finite number, 0 or more");
+    // No text is put together for each of many loads that are as they should be.
+    if (!non_negative(load.bytes.value())) {
+      fail(where + ": traffic on " + network.name(load.link), "bytes", load.bytes.value(),
+           "a finite number, 0 or more");
+    }
     const double alone_s = (load.bytes / network.capacity(load.link)).value();
     if (alone_s < kShortestTransfer_s) continue;
     burst.busiest_bytes = std::max(burst.busiest_bytes, load.bytes.value());
@@ -77,8 +88,7 @@ std::vector<Footprint> footprint_of(const std::vector<Burst>& bursts) {
       full.push_back({crossing.link, full_Bps, full_Bps});
     }
   }
-  std::sort(full.begin(), full.end(),
-            [](const Footprint& a, const Footprint& b) { return a.link < b.link; });
+  sort_by_link(full);
   std::vector<Footprint> footprint;
   for (auto first = full.begin(); first != full.end();) {
     Footprint link = *first;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
+#include <map>
 #include <random>
 #include <string>
 #include <thread>
@@ -194,6 +196,86 @@ void churn(unsigned seed, const Options& options) {
   }
 }
 
+// Which links are contended, by the definition: every link of a job against every other.
+class PlainSharing {
+ public:
+  explicit PlainSharing(std::vector<double> capacity_Bps)
+      : capacity_Bps_(std::move(capacity_Bps)),
+        users_(capacity_Bps_.size()),
+        dominated_(capacity_Bps_.size()) {}
+
+  void add(JobId job, const std::vector<Footprint>& footprint) {
+    for (const Footprint& f : footprint) users_[f.link].emplace(job, f);
+    for (const Footprint& b : footprint) {
+      dominated_[b.link] = std::any_of(footprint.begin(), footprint.end(), [&](const Footprint& a) {
+        return a.link != b.link && overbooked(a.link) && dominates(a.link, b.link) &&
+               (a.link < b.link || !dominates(b.link, a.link));
+      });
+    }
+  }
+
+  void remove(JobId job, const std::vector<Footprint>& footprint) {
+    for (const Footprint& f : footprint) users_[f.link].erase(job);
+  }
+
+  bool contended(LinkId link) const { return overbooked(link) && !dominated_[link]; }
+
+ private:
+  bool overbooked(LinkId link) const {
+    double sum = 0.0;
+    for (const auto& [job, f] : users_[link]) sum += f.peak_Bps;
+    return users_[link].size() > 1 && sum > capacity_Bps_[link] * (1.0 + 1e-12);
+  }
+
+  bool dominates(LinkId a, LinkId b) const {
+    return std::all_of(users_[b].begin(), users_[b].end(), [&](const auto& user) {
+      const auto other = users_[a].find(user.first);
+      return other != users_[a].end() &&
+             user.second.peak_Bps * capacity_Bps_[a] <=
+                 other->second.least_Bps * capacity_Bps_[b] * (1.0 + 1e-12);
+    });
+  }
+
+  std::vector<double> capacity_Bps_;
+  std::vector<std::map<JobId, Footprint>> users_;
+  std::vector<bool> dominated_;
+};
+
+void the_contended_links_are_those_of_the_definition(unsigned seed) {
+  constexpr LinkId kLinks = 12;
+  std::mt19937 random(seed);
+  std::vector<LinkSpec> links;
+  std::vector<double> capacity_Bps;
+  for (LinkId link = 0; link < kLinks; ++link) {
+    capacity_Bps.push_back(1.0 + random() % 3);
+    links.push_back({std::to_string(link), BytesPerSecond(capacity_Bps.back()), Seconds(0)});
+  }
+  Sharing sharing(Network::validate(links));
+  PlainSharing plain(capacity_Bps);
+  std::map<JobId, std::vector<Footprint>> present;
+  for (JobId job = 0; job < 600; ++job) {
+    // Neighbouring links, so that many have the same jobs.
+    const auto first = static_cast<LinkId>(random() % kLinks);
+    const double peak_Bps = 0.5 + random() % 2;
+    std::vector<Footprint>& footprint = present[job];
+    const auto end = std::min<LinkId>(first + 1 + random() % 6, kLinks);
+    for (LinkId link = first; link < end; ++link) {
+      footprint.push_back({link, peak_Bps, random() % 8 == 0 ? 0.0 : peak_Bps});
+    }
+    sharing.add(job, footprint);
+    plain.add(job, footprint);
+    while (present.size() > 1 + random() % 12) {
+      const auto gone = std::next(present.begin(), random() % present.size());
+      sharing.remove(gone->first, gone->second);
+      plain.remove(gone->first, gone->second);
+      present.erase(gone);
+    }
+    for (LinkId link = 0; link < kLinks; ++link) {
+      CHECK(sharing.contended(link) == plain.contended(link));
+    }
+  }
+}
+
 void marks_give_the_first_leaf_of_the_lowest_key() {
   std::mt19937 random(7);
   MarkTree marks;
@@ -225,6 +307,9 @@ int main() {
   marks_give_the_first_leaf_of_the_lowest_key();
   queue_gives_times_in_order_and_ties_by_id();
   a_point_of_a_grid_that_is_now_holds_nobody();
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    the_contended_links_are_those_of_the_definition(seed);
+  }
   refuses_what_it_cannot_simulate();
   transfers_next_to_nothing_are_none();
   refuses_a_grid_that_its_clock_does_not_resolve();
