@@ -16,12 +16,14 @@ void check_starts(View<std::int64_t> starts, std::size_t size) {
 void Candidates::check(std::size_t links) const {
   check_starts(path_start, path_links.size());
   check_starts(set_start, path_start.size() - 1);
-  // Negative numbers are above all others here; without a branch for each link it is fast.
-  std::uint32_t highest = 0;
+  // The top bit of what is below 0 or above the last link; without a branch for each it is fast.
+  const auto last = static_cast<std::uint32_t>(links - 1);
+  std::uint32_t outside = 0;
   for (const std::int32_t link : path_links) {
-    highest = std::max(highest, static_cast<std::uint32_t>(link));
+    const auto number = static_cast<std::uint32_t>(link);
+    outside |= number | (last - number);
   }
-  if (path_links.size() > 0 && highest >= links) {
+  if (outside >> 31 != 0) {
     throw std::invalid_argument("a path crosses a link that there is not");
   }
 }

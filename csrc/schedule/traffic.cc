@@ -1,10 +1,11 @@
 #include "traffic.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <utility>
+
+#include "link_set.h"
 
 namespace crux::schedule {
 
@@ -19,8 +20,8 @@ Traffic traffic(const Candidates& candidates, View<double> capacity_Bps,
 
   Traffic found;
   std::vector<double> moved(capacity_Bps.size(), 0.0);
+  LinkSet touched(capacity_Bps.size());
   for (std::size_t job = 0; job + 1 < flow_start.size(); ++job) {
-    const std::size_t begin = found.links.size();
     for (auto f = flow_start[job]; f < flow_start[job + 1]; ++f) {
       const std::int64_t set = flow_set[f], path = candidates.set_start[set] + choice[f];
       if (choice[f] < 0 || path >= candidates.set_start[set + 1]) {
@@ -30,14 +31,14 @@ Traffic traffic(const Candidates& candidates, View<double> capacity_Bps,
       for (auto at = candidates.path_start[path]; at < candidates.path_start[path + 1]; ++at) {
         const std::int32_t link = candidates.path_links[at];
         if (!std::isfinite(capacity_Bps[link])) continue;
-        if (moved[link] == 0.0) found.links.push_back(link);
+        touched.add(link);
         moved[link] += flow_bytes[f];
       }
     }
-    std::sort(found.links.begin() + static_cast<std::ptrdiff_t>(begin), found.links.end());
-    for (std::size_t at = begin; at < found.links.size(); ++at) {
-      found.bytes.push_back(std::exchange(moved[found.links[at]], 0.0));
-    }
+    touched.drain([&](std::int32_t link) {
+      found.links.push_back(link);
+      found.bytes.push_back(std::exchange(moved[link], 0.0));
+    });
     if (found.links.size() > std::numeric_limits<std::int32_t>::max()) {
       throw std::invalid_argument("too many links in use");
     }

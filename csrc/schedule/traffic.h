@@ -15,8 +15,8 @@ struct Traffic {
 };
 
 // What each job moves on each link of finite capacity when its flows take the `choice`-th of their
-// candidates. A link's bytes are added in the order in which std::sort leaves them, which is that
-// of scipy's sparse matrices: another order may differ in the last bit.
+// candidates. A link's bytes are added in the order of the flows: another may differ in the last
+// bit.
 //
 // flow_start: flows of job j are flow_start[j] to flow_start[j + 1].
 //

@@ -3,8 +3,10 @@
 
 #include <cstdio>
 #include <random>
+#include <set>
 #include <stdexcept>
 
+#include "../../csrc/schedule/link_set.h"
 #include "../../csrc/schedule/pointer_numbers.h"
 #include "../../csrc/schedule/unrouted.h"
 #include "check.h"
@@ -110,6 +112,23 @@ void unrouted_times_by_hand() {
   CHECK(refused);
 }
 
+void a_set_of_links_gives_each_once_and_ascending() {
+  std::mt19937 random(5);
+  for (const std::size_t links : {1U, 63U, 64U, 65U, 1000U}) {
+    LinkSet set(links);
+    for (int round = 0; round < 20; ++round) {
+      std::set<std::int32_t> expected{0, static_cast<std::int32_t>(links) - 1};
+      for (int i = 0; i < 40; ++i) expected.insert(static_cast<std::int32_t>(random() % links));
+      for (const std::int32_t link : expected) set.add(link);
+      set.add(*expected.rbegin());
+      std::vector<std::int32_t> given;
+      set.drain([&](std::int32_t link) { given.push_back(link); });
+      CHECK(given == std::vector<std::int32_t>(expected.begin(), expected.end()));
+    }
+    set.drain([](std::int32_t) { CHECK(false); });
+  }
+}
+
 void pointers_keep_their_numbers() {
   std::vector<double> objects(5000);
   PointerNumbers numbers;
@@ -128,6 +147,7 @@ int main() {
   refuses_numbers_out_of_range();
   random_networks_stay_in_range();
   unrouted_times_by_hand();
+  a_set_of_links_gives_each_once_and_ascending();
   pointers_keep_their_numbers();
   std::puts("place: ok");
 }
