@@ -233,6 +233,7 @@ def _alltoall(
     All ranks of a host send the same to every other host, so one rank is counted for all of them.
     """
     local = _by_host(members, topology)
+    nics = {home: _by_nic(gpus, topology) for home, gpus in local.items()}
     homes = [topology.host_of(gpu) or gpu for gpu in members]
     names = list(local)
     total: Transfers = {}
@@ -245,8 +246,9 @@ def _alltoall(
             steps = (1 + (2 * k + 1) * others // (2 * peers) for k in range(peers))
             given = {(home, names[(i + s) % len(names)]): away / peers for s in steps}
         for (src, dst), moved in given.items():
-            nics = _by_nic(local[src], topology), _by_nic(local[dst], topology)
-            pairs = [(ours[0], theirs[0]) for ours, theirs in zip(*nics, strict=False)]
+            pairs = [
+                (ours[0], theirs[0]) for ours, theirs in zip(nics[src], nics[dst], strict=False)
+            ]
             share = moved * len(local[home]) / len(pairs)
             traffic.add_flows(total, dict.fromkeys(pairs, share))
     for gpus in local.values():
