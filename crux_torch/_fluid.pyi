@@ -8,6 +8,8 @@ import numpy.typing as npt
 
 #: Bytes on each link, by name, or as the links' numbers in the engine's order and their bytes.
 Traffic: TypeAlias = dict[str, float] | tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
+#: Of one burst, or a list of its parts.
+Sent: TypeAlias = Traffic | list[Traffic] | list[dict[str, float]]
 
 class SpecError(ValueError):
     """What was asked for can't be simulated: which job or link, and what was expected."""
@@ -58,7 +60,7 @@ class Engine:
         name: str,
         *,
         compute_s: float,
-        bursts: Iterable[tuple[float, Traffic | list[dict[str, float]]]],
+        bursts: Iterable[tuple[float, Sent]],
         gpus: float = 1.0,
         level: int = 0,
         weight: float = 1.0,
@@ -69,9 +71,9 @@ class Engine:
 
         Args:
             bursts: of each iteration, in order: the share of the compute after which it may start,
-                and its traffic. A list of such: parts that move on their own,
-                and the next burst begins when all have ended. What sets the traffic or a rate
-                limit of such a job, or asks for its bytes left, raises SpecError.
+                and its traffic. A list of such: parts that move on their own, and the next burst
+                begins when all have ended. What sets a rate limit of such a job, or asks for its
+                bytes left, raises SpecError.
             level: a higher one goes first.
             weight: share within its level.
             iterations: after which it ends; None: never.
@@ -85,8 +87,8 @@ class Engine:
 
     def set_level(self, name: str, level: int) -> None: ...
     def set_weight(self, name: str, weight: float) -> None: ...
-    def set_traffic(self, name: str, traffic: Sequence[Traffic]) -> None:
-        """New traffic for every burst; one under way keeps its progress."""
+    def set_traffic(self, name: str, traffic: Sequence[Sent]) -> None:
+        """New traffic for every burst, in no more parts than before; one under way goes on."""
 
     def shift(self, name: str, by_s: float) -> None:
         """Starts the job's next iteration this much later than it could."""

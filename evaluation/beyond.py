@@ -91,7 +91,7 @@ def place_models(
     topology: Topology,
     sizes: Sequence[int],
     *,
-    rings_apart: bool = False,
+    rings_apart: bool = True,
 ) -> tuple[Cluster, dict[str, tuple[int, ...]]]:
     """Models of §6.3, drawn evenly of those whose layout fits, on GPUs drawn at random.
 

@@ -92,7 +92,7 @@ class Setup:
     tor_aggregation_links: int = 2
     nic_Gbps: float = 200.0
     connections: int = 2
-    rings_apart: bool = False
+    rings_apart: bool = True
     gradient_start: float | None = None
     gradient_bytes_per_parameter: int | None = None
 

@@ -34,7 +34,7 @@ SENSITIVITY: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("tor_aggregation_links", (1, 2, 4)),
     ("nic_Gbps", (100.0, 200.0, 400.0)),
     ("connections", (1, 2, 4, 8)),
-    ("rings_apart", (False, True)),
+    ("rings_apart", (True, False)),
     ("gradient_start", (None, 0.5, 1.0)),
     ("gradient_bytes_per_parameter", (None, 2, 4)),
 )

@@ -84,7 +84,7 @@ def torus_case(
     *,
     link_Bps: float = 100 * GBPS,
     topology: Topology | None = None,
-    rings_apart: bool = False,
+    rings_apart: bool = True,
 ) -> TorusCase:
     """A case of this module's description.
 

@@ -72,13 +72,34 @@ def test_what_changes_a_job_changes_all_its_parts() -> None:
     )
 
 
-@pytest.mark.parametrize("act", ["set_traffic", "set_rate_limit", "bytes_left"])
+@pytest.mark.parametrize("act", ["set_rate_limit", "bytes_left"])
 def test_what_needs_one_transfer_refuses_parts(act: str) -> None:
     engine = Engine([("a", 1.0, 0.0), ("b", 1.0, 0.0)])
     engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 1.0}, {"b": 1.0}])])
-    more = {"set_traffic": ([{"a": 1.0}],), "set_rate_limit": (0.5,), "bytes_left": ()}
+    more = {"set_rate_limit": (0.5,), "bytes_left": ()}
     with pytest.raises(SpecError, match="links move together"):
         getattr(engine, act)("j", *more[act])
+
+
+def test_parts_take_other_paths_in_the_middle_of_a_burst() -> None:
+    engine = Engine([(link, 1.0, 0.0) for link in LINKS])
+    engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 2.0}, {"b": 4.0}])], iterations=2)
+    engine.run_until(2.0)  # half of the first part is sent, a quarter of the second
+    engine.set_traffic("j", [[{"c": 2.0}, {"c": 4.0}]])
+    assert engine.run_until_end_of_any(100.0) == ["j"]
+    # One and three bytes are left for link c, then come six.
+    assert engine.now_s == pytest.approx(2.0 + 4.0 + 1.0 + 6.0)
+    assert engine.link_bytes() == pytest.approx({"a": 1.0, "b": 1.0, "c": 10.0})
+
+
+def test_other_paths_that_are_refused_leave_all_parts_as_they_were() -> None:
+    engine = Engine([(link, 1.0, 0.0) for link in LINKS])
+    engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 2.0}, {"b": 4.0}])], iterations=1)
+    for traffic in ([[{"c": 1.0}, {"c": -1.0}]], [[{"c": 1.0}] * 3], [[{"c": 1.0}]] * 2):
+        with pytest.raises(SpecError, match="job j"):
+            engine.set_traffic("j", traffic)
+    assert engine.run_until_end_of_any(100.0) == ["j"]
+    assert engine.link_bytes() == pytest.approx({"a": 2.0, "b": 4.0, "c": 0.0})
 
 
 @st.composite

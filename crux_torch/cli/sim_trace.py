@@ -78,6 +78,9 @@ Row = dict[str, Any]
     help="Above 0: extrapolate rates that have settled to within this share.",
 )
 @click.option(
+    "--rings-together", is_flag=True, help="All rings and groups of a job move as one transfer."
+)
+@click.option(
     "--replan",
     "replan_s",
     type=click.FloatRange(0.0),
@@ -114,6 +117,7 @@ def play_rows(
     levels: int,
     max_slowdown: float,
     steady_tolerance: float,
+    rings_together: bool,
     replan_s: float,
     threads: int,
     json_path: Path | None,
@@ -141,6 +145,7 @@ def play_rows(
         grid_s=6 * 3600.0,
         iterations_as_one=iterations_as_one,
         steady_tolerance=steady_tolerance,
+        rings_apart=not rings_together,
     )
     runs = [
         Run(workload, topology, scheduler, replace(options, placement=placement))

@@ -32,7 +32,7 @@ def build_job(
     connections: int = 1,
     alltoall_peers: int | None = None,
     paths: Callable[[str, str], tuple[Path, ...]] | None = None,
-    apart: bool = False,
+    apart: bool = True,
 ) -> Job:
     """The job that trains ``model`` on ``gpus`` (or hosts), one a rank, as schedulers see it.
 

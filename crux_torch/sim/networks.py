@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -95,7 +96,13 @@ class SharedNetwork:
         """A job starts now, on its default paths, and ends after all of its ``grain``."""
         job = placed.job
         flows = self._reader.read(Cluster(self._capacity_Bps, (job,)))
-        flows = replace(flows, flow_bytes=flows.flow_bytes * grain.size)
+        # The parts of a job follow each other. What stands for a job here is one of them.
+        ends = np.flatnonzero(np.diff(job.parts or (0,) * len(job.flows), append=-1)) + 1
+        flows = replace(
+            flows,
+            flow_bytes=flows.flow_bytes * grain.size,
+            flow_start=np.concatenate(([0], ends)),
+        )
         follows = _Followed(placed, grain, flows, placed.default_path, level)
         self._follows[job.name] = follows
         starts = [burst.at for burst in job.bursts]
@@ -169,10 +176,14 @@ def never_full(topology: Topology) -> frozenset[Link]:
     return frozenset(found)
 
 
-def _traffic(follows: _Followed) -> list[_fluid.Traffic]:
-    """What each burst of a job moves on its path, less the links that are never full."""
-    moved, links, _ = traffic_entries(follows.flows, np.array(follows.path, np.int64))
-    return [(links, burst.share * moved) for burst in follows.placed.job.bursts]
+def _traffic(follows: _Followed) -> list[list[_fluid.Traffic]]:
+    """What each part of each burst moves on the job's path, less the links that are never full."""
+    moved, links, start = traffic_entries(follows.flows, np.array(follows.path, np.int64))
+    parts = [slice(*ends) for ends in pairwise(start.tolist())]
+    return [
+        [(links[part], burst.share * moved[part]) for part in parts]
+        for burst in follows.placed.job.bursts
+    ]
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from crux_torch.sim.catalogue import WorkloadError, model
 from crux_torch.sim.collectives import build_job
 from crux_torch.sim.joined import JoinedPaths
 from crux_torch.sim.placement import Allocation, Request, cells, place_hived
+from crux_torch.sim.play import iteration_alone_s
 
 #: The most paths of one flow.
 CANDIDATES = 16
@@ -58,13 +59,16 @@ class Reference(NamedTuple):
 class Placer:
     """Builds placed jobs for one topology, and caches what depends on the model and GPUs only.
 
+    With ``rings_apart`` the rings and groups of a job move each on its own.
+
     Attributes:
         reference: called with a model's name and a number of GPUs; see :class:`Reference`. Raises
             WorkloadError if the cluster has fewer GPUs.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, *, rings_apart: bool = True) -> None:
         self.topology = topology
+        self._rings_apart = rings_apart
         self.cells = cells(topology)
         self._idle = Allocation(self.cells)
         self._paths = JoinedPaths(topology, CANDIDATES)
@@ -97,12 +101,16 @@ class Placer:
             self.topology,
             paths=self._paths,
             alltoall_peers=ALLTOALL_PEERS,
+            apart=self._rings_apart,
         )
         found = alone(job, self._capacity_Bps, reader=self._reader)
         layer_bytes: defaultdict[str, float] = defaultdict(float)
         for link, moved in link_traffic(job, found.path).items():
             layer_bytes[self._layer(link)] += moved
-        return PlacedJob(job, (), found.period_s, found.intensity, dict(layer_bytes))
+        alone_s = found.period_s
+        if job.parts:
+            alone_s = iteration_alone_s(job, found.path, self._capacity_Bps, alone_s)
+        return PlacedJob(job, (), alone_s, found.intensity, dict(layer_bytes))
 
 
 def hashed_paths(job: Job, topology: Topology, *, seed: int = 0) -> tuple[int, ...]:

@@ -181,6 +181,22 @@ def engine_of(
     return engine
 
 
+def iteration_alone_s(
+    job: Job, path: tuple[int, ...], capacity_Bps: Mapping[str, float], least_s: float
+) -> float:
+    """Seconds of an iteration of a job that meets nobody, each of its parts on its own.
+
+    Parts that share a link in equal shares may take longer than one transfer, ``least_s``, would.
+    """
+    decision = Decision(path={job.name: path}, level={job.name: 0})
+    engine = engine_of(Cluster(capacity_Bps, (job,)), decision)
+    mean_s = None
+    while mean_s is None:
+        engine.run_until(2.0 * max(engine.now_s, least_s))
+        mean_s = engine.result(job.name)["mean_iteration_s"]
+    return mean_s
+
+
 def _bursts(job: Job, parts: Sequence[dict[str, float]]) -> list[tuple[float, Moved]]:
     """The engine's bursts of a job whose parts move so much on each link in an iteration."""
     of_parts = [burst_traffic(job, part) for part in parts]

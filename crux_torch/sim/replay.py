@@ -36,6 +36,7 @@ class ReplayOptions:
         grid_s: length of the spans of the series.
         iterations_as_one: see :class:`crux_torch.sim.networks.Grain`; 1 is exact.
         steady_tolerance: how exact the engine's extrapolation of steady stretches must be.
+        rings_apart: whether the rings and groups of a job move each on its own.
     """
 
     placement: str = "none"
@@ -46,6 +47,7 @@ class ReplayOptions:
     grid_s: float = 3600.0
     iterations_as_one: int = 1
     steady_tolerance: float = 0.0
+    rings_apart: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def run_row(run: Run) -> dict[str, Any]:
     trace = run.workload.load()
     wall, cpu = time.perf_counter(), time.process_time()
     with _uncollected():
-        placer = Placer(topology_of(run.topology))
+        placer = Placer(topology_of(run.topology), rings_apart=run.options.rings_apart)
         outcome = replay(trace, placer, SCHEDULERS[run.scheduler], run.options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return {

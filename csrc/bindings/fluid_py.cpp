@@ -56,11 +56,7 @@ class NamedEngine {
       const auto [at, traffic] = item.cast<std::pair<double, py::object>>();
       spec.bursts.push_back({at, {}});
       first.push_back(parts.size());
-      if (py::isinstance<py::list>(traffic)) {
-        for (const py::handle part : traffic) parts.push_back(loads(part));
-      } else {
-        parts.push_back(loads(traffic));
-      }
+      for (std::vector<LoadSpec>& part : parts_of(traffic)) parts.push_back(std::move(part));
       widest = std::max(widest, parts.size() - first.back());
     }
     first.push_back(parts.size());
@@ -107,10 +103,15 @@ class NamedEngine {
   }
 
   void set_traffic(const std::string& name, const py::sequence& traffic) {
-    std::vector<std::vector<LoadSpec>> bursts;
-    bursts.reserve(traffic.size());
-    for (const py::handle burst : traffic) bursts.push_back(loads(burst));
-    engine_.set_traffic(only(name), std::move(bursts));
+    const std::vector<JobId>& team = members(name);
+    std::vector<std::vector<std::vector<LoadSpec>>> of(team.size());
+    for (const py::handle burst : traffic) {
+      std::vector<std::vector<LoadSpec>> parts = parts_of(burst);
+      if (parts.size() > team.size()) throw SpecError("job " + name + ": expected no more parts");
+      parts.resize(team.size());
+      for (std::size_t i = 0; i < team.size(); ++i) of[i].push_back(std::move(parts[i]));
+    }
+    engine_.set_traffic(team, std::move(of));
   }
 
   void run_until(double until_s) {
@@ -212,6 +213,14 @@ class NamedEngine {
     if (members(name).size() > 1)
       throw SpecError("job " + name + ": expected bursts whose links move together");
     return id(name);
+  }
+
+  // The traffic of each part of a burst.
+  std::vector<std::vector<LoadSpec>> parts_of(const py::handle& burst) const {
+    if (!py::isinstance<py::list>(burst)) return {loads(burst)};
+    std::vector<std::vector<LoadSpec>> parts;
+    for (const py::handle part : burst) parts.push_back(loads(part));
+    return parts;
   }
 
   // Of links by name, or by number.

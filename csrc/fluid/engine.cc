@@ -114,16 +114,30 @@ void Engine::set_weight(JobId id, double weight) {
   if (job.stage == Stage::kMoving) loosen(id, now_);
 }
 
-void Engine::set_traffic(JobId id, std::vector<std::vector<LoadSpec>> traffic) {
-  Job& job = at(id);
-  if (job.stage == Stage::kEnded) return;
-  if (traffic.size() != job.spec.bursts.size()) {
-    throw SpecError("job " + job.spec.name + ": expected traffic for each of its bursts");
+void Engine::set_traffic(const std::vector<JobId>& ids,
+                         std::vector<std::vector<std::vector<LoadSpec>>> traffic) {
+  std::vector<JobSpec> specs;
+  std::vector<Program> programs;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    JobSpec spec = at(ids[i]).spec;
+    if (traffic[i].size() != spec.bursts.size()) {
+      throw SpecError("job " + spec.name + ": expected traffic for each of its bursts");
+    }
+    for (std::size_t b = 0; b < spec.bursts.size(); ++b) {
+      spec.bursts[b].traffic = std::move(traffic[i][b]);
+    }
+    programs.push_back(Program::validate(spec, network_));
+    count_iteration(programs.back(), spec.name);
+    specs.push_back(std::move(spec));
   }
-  JobSpec spec = job.spec;
-  for (std::size_t b = 0; b < traffic.size(); ++b) spec.bursts[b].traffic = std::move(traffic[b]);
-  Program program = Program::validate(spec, network_);
-  count_iteration(program, spec.name);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    reroute(ids[i], std::move(specs[i]), std::move(programs[i]));
+  }
+}
+
+void Engine::reroute(JobId id, JobSpec spec, Program program) {
+  Job& job = jobs_[id];
+  if (job.stage == Stage::kEnded) return;
   if (job.stage == Stage::kWaiting) {
     job.spec = std::move(spec);
     job.program = std::move(program);

@@ -61,8 +61,9 @@ class Engine {
   void remove_job(JobId id);
   void set_level(JobId id, int level);
   void set_weight(JobId id, double weight);
-  // New traffic of every burst; a burst under way keeps its progress.
-  void set_traffic(JobId id, std::vector<std::vector<LoadSpec>> traffic);
+  // New traffic of every burst of each of these jobs; a burst under way keeps its progress.
+  void set_traffic(const std::vector<JobId>& ids,
+                   std::vector<std::vector<std::vector<LoadSpec>>> traffic);
   // Starts the job's next iteration this much later than it could.
   void shift(JobId id, Seconds by);
   // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start early, or
@@ -139,6 +140,7 @@ class Engine {
   Job& at(JobId id);
   // Takes the program's iteration for one of those that the clock must resolve.
   void count_iteration(const Program& program, const std::string& name);
+  void reroute(JobId id, JobSpec spec, Program program);
   bool advance(double until, std::uint64_t max_events, bool stop_at_end);
   double handle_batch();
   bool handle(JobId id, double t);

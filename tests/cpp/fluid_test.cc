@@ -162,7 +162,7 @@ void churn(unsigned seed, const Options& options) {
           engine.set_level(id, static_cast<int>(random() % 4));
           break;
         case 2:
-          engine.set_traffic(id, {traffic(), traffic()});
+          engine.set_traffic({id}, {{traffic(), traffic()}});
           break;
         case 3:
           engine.shift(id, Seconds(uniform(0, 1)));
