@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -33,6 +34,7 @@ from crux_torch.schedule.race import Run, race
 from crux_torch.schedule.rehearsal import Length, Rehearsal
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.schedule.search import (
+    STRIDE,
     Assignment,
     alternatives,
     can_be_played,
@@ -323,6 +325,29 @@ def test_the_search_leaves_its_starts_for_better_paths_and_levels() -> None:
     best = search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 2), WORK)[0]
     assert best.path[0] != best.path[1]
     assert judge(rehearsal, [best])[best] > judge(rehearsal, [start])[start]
+
+
+def test_a_search_goes_on_from_better_plans_before_it_has_tried_all_moves_of_worse_ones() -> None:
+    ways = (("x",), ("y",))
+    jobs = tuple(
+        Job(name, gpus, 1.0, 1.0, (Flow(1.0, ways),), (Burst(1.0, 1.0),))
+        for name, gpus in (("few", 1), ("many", 64))
+    )
+    rehearsal = Rehearsal(Cluster({"x": 1.0, "y": 1.0}, jobs), BRIEF)
+    start = Assignment(((0,), (0,)), (1, 0))
+    all_moves = moves_of_plans(rehearsal.jobs, 3)
+    asked: list[Assignment] = []
+
+    def moves(plan: Assignment) -> Iterator[Assignment]:
+        for move in all_moves(plan):
+            asked.append(plan)
+            yield move
+
+    search(rehearsal, [start], moves, WORK)
+    begun = [plan == start for plan in asked].index(False)
+    # One of a plan's moves may be itself.
+    assert STRIDE <= begun <= STRIDE + 1 < len(list(all_moves(start)))
+    assert judge(rehearsal, [asked[begun]])[asked[begun]] > judge(rehearsal, [start])[start]
 
 
 @pytest.mark.parametrize("second_Bps", [1.0, 2.0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, islice, product, zip_longest
+from itertools import combinations, islice, product
 from math import prod
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from crux_torch.schedule.rehearsal import Rehearsal, RoutedJob
 #: Choices of paths that one job is offered at a time.
 _ALTERNATIVES = 8
 BEAM = 5
+#: Moves of a plan after which the best are chosen anew.
+STRIDE = 4
 #: Choices of paths of all jobs together up to which every one is a move.
 _ALL_PATHS = 64
 
@@ -48,26 +50,28 @@ def search(
     This is a beam search. It continues from ``BEAM`` plans with different paths at a time, so that
     paths that need other levels to be best are not lost. Paths that play alike, such as all jobs
     over the other one of two equal switches, are not different. All starts are judged, so that the
-    best is no worse than any of them. ``work`` is the budget of the rehearsal; the plans of a step
-    are taken in parts, each cut to half of what is left, at the mean work of the plays so far. Only
-    ``allowed`` plans, the first start among them, are grown and returned.
+    best is no worse than any of them. Each of the best takes ``STRIDE`` of its moves, then the best
+    are chosen anew: one that drops out goes on where it was if it comes back. ``work`` is the
+    budget of the rehearsal; a step is cut to half of what is left, at the mean work of the plays so
+    far. Only ``allowed`` plans, the first start among them, are grown and returned.
     """
     busy = judge(rehearsal, starts)
-    beam = _beam(rehearsal, busy, allowed)
-    grown: set[Assignment] = set()
-    while ready := [plan for plan in beam if plan not in grown]:
-        grown.update(ready)
-        fresh = (p for p in _in_turn([moves(plan) for plan in ready]) if p not in busy)
-        while True:
-            a_plan = rehearsal.work * rehearsal.phases // max(1, rehearsal.plays)
-            left = (work - rehearsal.work) // max(1, a_plan)
-            # Half of what is left: the next plans may take more work than those so far.
-            step = dict.fromkeys(islice(fresh, max(0, (left + 1) // 2)))
-            if not step:
-                break
-            busy |= judge(rehearsal, list(step))
+    untried: dict[Assignment, Iterator[Assignment]] = {}
+    while True:
         beam = _beam(rehearsal, busy, allowed)
-    return beam
+        a_plan = rehearsal.work * rehearsal.phases // max(1, rehearsal.plays)
+        left = (work - rehearsal.work) // max(1, a_plan)
+        step: dict[Assignment, None] = {}
+        for plan in beam:
+            if plan not in untried:
+                untried[plan] = iter(moves(plan))
+            fresh = (p for p in untried[plan] if p not in busy and p not in step)
+            step.update(dict.fromkeys(islice(fresh, STRIDE)))
+        # Half of what is left: the next plans may take more work than those so far.
+        affordable = list(islice(step, max(0, (left + 1) // 2)))
+        if not affordable:
+            return beam
+        busy |= judge(rehearsal, affordable)
 
 
 def judge(rehearsal: Rehearsal, plans: Sequence[Assignment]) -> dict[Assignment, float]:
@@ -110,12 +114,6 @@ def _beam(
             if len(beam) == BEAM:
                 break
     return beam
-
-
-def _in_turn(sources: Sequence[Iterable[Assignment]]) -> Iterator[Assignment]:
-    """The first plan of each source, then the second of each, and so on."""
-    for plans in zip_longest(*sources):
-        yield from (plan for plan in plans if plan is not None)
 
 
 def dense(level: Sequence[float]) -> tuple[int, ...]:
