@@ -68,8 +68,8 @@ from crux_torch.schedule.slowdown_cap import SlowdownCap
 LEAD = 0.01
 #: Units of work (5 to 10 ns) of a component of n jobs: the least, by n² and by n at most.
 WORK, WORK_BY_SQUARE, WORK_BY_JOB = 2_000_000, 12_000, 500_000
-#: Units of a component of few jobs, whose search mostly ends before them.
-FEW_WORK, FEW_JOBS = 8_000_000, 8
+#: Units of a component of few jobs: its search comes to most paths, each with good levels.
+FEW_WORK, FEW_JOBS = 12_000_000, 8
 #: Units of one decision.
 ALL_WORK = 200_000_000
 #: Jobs of a component that searches, that tries reconsidered paths, and that is played at all.
