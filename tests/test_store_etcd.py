@@ -589,6 +589,7 @@ def test_no_etcd_and_no_file_are_said(tmp_path: Path, open_: Open) -> None:
     until(lambda: "No such file" in refusal(missing), what="the missing file")
 
 
+@needs_etcd
 def test_an_etcd_refuses_to_tell_a_clock_and_goes_on(etcd: Etcd, open_: Open) -> None:
     store = open_(etcd.endpoints)
     until(lambda: works(store), what="an answer")
