@@ -107,7 +107,9 @@ class NamedEngine {
     std::vector<std::vector<std::vector<LoadSpec>>> of(team.size());
     for (const py::handle burst : traffic) {
       std::vector<std::vector<LoadSpec>> parts = parts_of(burst);
-      if (parts.size() > team.size()) throw SpecError("job " + name + ": expected no more parts");
+      if (parts.size() > team.size()) {
+        throw SpecError("job " + name + ": expected no more parts than it began with");
+      }
       parts.resize(team.size());
       for (std::size_t i = 0; i < team.size(); ++i) of[i].push_back(std::move(parts[i]));
     }
