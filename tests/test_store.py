@@ -238,7 +238,7 @@ def test_a_secret_is_its_users_alone(tmp_path: Path) -> None:
         read_secret(str(path))
     with pytest.raises(SettingsError, match="No such file"):
         read_secret(str(path) + "x")
-    with pytest.raises(SettingsError, match="directory"):
+    with pytest.raises(SettingsError, match="not a folder"):
         read_secret(str(tmp_path))
 
 

@@ -160,8 +160,8 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"none\.csv.*No such file"):
         load_csv(tmp_path / "none.csv")
     damaged = tmp_path / "p.csv.gz"
-    damaged.write_bytes(b"not gzip")
-    with pytest.raises(WorkloadError, match=r"p\.csv\.gz: Not a gzipped file"):
+    damaged.write_bytes(b"\x1f\x8bnot gzip")
+    with pytest.raises(WorkloadError, match=r"p\.csv\.gz: expected what gzip packed"):
         load_hybrid(damaged, damaged)
 
 

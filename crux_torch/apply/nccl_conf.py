@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from crux_torch.files import read_file
+
 SYSTEM_FILE = Path("/etc/nccl.conf")
 USER_FILE = ".nccl.conf"
 VARIABLE = "NCCL_CONF_FILE"
@@ -99,8 +101,7 @@ def _home() -> Path | None:
 def _lines(file: Path) -> list[tuple[str, str]]:
     """Names and values in the order of the file; none if it can't be read."""
     try:
-        with file.open("rb") as opened:
-            raw = opened.read(_MAX_FILE_BYTES)
+        raw = read_file(file, _MAX_FILE_BYTES)
     except OSError:
         return []
     # NCCL strips no blanks, so " NCCL_IB_TC" and "NCCL_IB_TC " are other names.

@@ -281,4 +281,4 @@ NO_ENTRIES = digest_of(())[:GROUP_DIGITS]
 
 
 def _group_of(job: str) -> int:
-    return int.from_bytes(hashlib.sha256(job.encode(errors="replace")).digest()[:4]) % GROUPS
+    return int.from_bytes(hashlib.sha256(job.encode(errors="replace")).digest()[:4], "big") % GROUPS

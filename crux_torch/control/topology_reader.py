@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from crux_torch.fabric.loaders import dump_yaml, load_csv, parse_yaml
+from crux_torch.fabric.loaders import MAX_FILE_BYTES, dump_yaml, load_csv, parse_yaml
 from crux_torch.fabric.topology import Topology
+from crux_torch.files import read_file
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class TopologyReader:
             topology = load_csv(path)
             raw = dump_yaml(topology).encode()
         else:
-            raw = path.read_bytes()
+            raw = read_file(path, MAX_FILE_BYTES)
             topology = parse_yaml(raw.decode(), str(path))
         self._last = raw, topology
         return topology, raw

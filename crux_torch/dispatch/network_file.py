@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import numpy as np
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError
 from crux_torch.dispatch.predictor import Network, Samples
 from crux_torch.dispatch.table import HostTable
+from crux_torch.files import read_file, write_file
 
 _VERSION = 1
+MAX_FILE_BYTES = 1 << 30
 #: Two measurements of one choice that differ by less than this share say the same.
 EQUAL = 0.05
 
@@ -21,7 +24,6 @@ def save_network(file: Path, network: Network, hosts: Sequence[str]) -> None:
     import torch
 
     assert network.memory is not None
-    partial = file.with_name(file.name + ".partial")
     content = {
         "version": _VERSION,
         "hosts": list(hosts),
@@ -29,8 +31,9 @@ def save_network(file: Path, network: Network, hosts: Sequence[str]) -> None:
         "choices": torch.from_numpy(network.memory.choices).int(),
         "bandwidth_Bps": torch.from_numpy(network.memory.bandwidth_Bps),
     }
-    torch.save(content, partial)
-    partial.replace(file)
+    packed = io.BytesIO()
+    torch.save(content, packed)
+    write_file(file, packed.getvalue())
 
 
 def load_network(file: Path, tables: Sequence[HostTable]) -> tuple[Network, DispatchCluster]:
@@ -45,7 +48,7 @@ def load_network(file: Path, tables: Sequence[HostTable]) -> tuple[Network, Disp
 
     network = Network()
     try:
-        content = torch.load(file, weights_only=True)
+        content = torch.load(io.BytesIO(read_file(file, MAX_FILE_BYTES)), weights_only=True)
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']}, not {_VERSION}")
         hosts = [str(host) for host in content["hosts"]]

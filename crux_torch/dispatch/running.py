@@ -97,7 +97,7 @@ def measured_by_jobs(
 
 def without_taken(cluster: DispatchCluster, free: Ints, running: Running) -> Ints:
     """``free`` less the devices that launchers claim."""
-    left = free.copy()
+    left: Ints = free.copy()
     for number, table in enumerate(cluster.tables):
         for bit, device in enumerate(table.devices):
             if device in running.taken.get(table.host, {}):

@@ -9,7 +9,7 @@ import numpy as np
 
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError
 from crux_torch.dispatch.predictor import Samples
-from crux_torch.dispatch.table import TableError
+from crux_torch.dispatch.table import TableError, read_lines
 
 
 def read_samples(file: Path, cluster: DispatchCluster) -> Samples:
@@ -21,23 +21,22 @@ def read_samples(file: Path, cluster: DispatchCluster) -> Samples:
     """
     choices, rates = [], []
     try:
-        with file.open(newline="") as lines:
-            for number, row in enumerate(csv.reader(lines, delimiter=";"), 1):
-                if not row or row[0].lstrip().startswith("#"):
-                    continue
-                where = f"{file}:{number}"
-                try:
-                    devices, rate = row
-                    choice = cluster.choice(dict(_named(part) for part in devices.split()))
-                    rates.append(float(rate) * 1e9)
-                except ValueError as error:
-                    raise DispatchError(
-                        f"{where}: expected `HOST:DEVICE,... HOST:DEVICE,...;GB/s`: {error}"
-                    ) from None
-                if np.count_nonzero(choice) < 2 or not 0 < rates[-1] < 1e15:
-                    raise DispatchError(f"{where}: expected a rate, and devices of several hosts")
-                choices.append(choice)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        for number, row in enumerate(csv.reader(read_lines(file), delimiter=";"), 1):
+            if not row or row[0].lstrip().startswith("#"):
+                continue
+            where = f"{file}:{number}"
+            try:
+                devices, rate = row
+                choice = cluster.choice(dict(_named(part) for part in devices.split()))
+                rates.append(float(rate) * 1e9)
+            except ValueError as error:
+                raise DispatchError(
+                    f"{where}: expected `HOST:DEVICE,... HOST:DEVICE,...;GB/s`: {error}"
+                ) from None
+            if np.count_nonzero(choice) < 2 or not 0 < rates[-1] < 1e15:
+                raise DispatchError(f"{where}: expected a rate, and devices of several hosts")
+            choices.append(choice)
+    except csv.Error as error:
         raise TableError(f"{file}: {error}") from None
     return Samples(np.array(choices).reshape(-1, len(cluster.tables)), np.array(rates))
 

@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crux_torch.errors import CruxError
+from crux_torch.files import read_file, write_file
 
+#: A table has 65,536 values at most; nccl-tests' output is shorter.
+MAX_FILE_BYTES = 1 << 26
 #: All sets of so many devices are 65,536 values.
 MAX_DEVICES = 16
 #: What the paper measures with (§5.1): smaller messages give less stable or less distinct results.
@@ -75,9 +78,7 @@ def table_of(host: str, devices: Iterable[str], found: Mapping[int, float]) -> H
 
 def save(table: HostTable, path: Path) -> None:
     """Write ``table`` to ``path``, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(msgspec.json.encode(table))
-    partial.replace(path)
+    write_file(path, msgspec.json.encode(table))
 
 
 def load(path: Path) -> HostTable:
@@ -87,8 +88,20 @@ def load(path: Path) -> HostTable:
         TableError: for a file that is no table of this version.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=HostTable)
-    except (OSError, msgspec.MsgspecError) as error:
+        return msgspec.json.decode(read_file(path, MAX_FILE_BYTES), type=HostTable)
+    except OSError as error:
+        raise TableError(f"{path}: {error.strerror}") from None
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise TableError(f"{path}: {error}") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Returns the lines of a text file; raises TableError where it can't be read."""
+    try:
+        return read_file(path, MAX_FILE_BYTES).decode().splitlines()
+    except OSError as error:
+        raise TableError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise TableError(f"{path}: {error}") from None
 
 
@@ -100,13 +113,12 @@ def from_csv(path: Path, host: str) -> HostTable:
     """
     found: dict[tuple[int, ...], float] = {}
     try:
-        with path.open(newline="") as file:
-            for number, row in enumerate(csv.reader(file), 1):
-                if not row or row[0].lstrip().startswith("#"):
-                    continue
-                members, rate = _line(row, f"{path}:{number}")
-                found[members] = rate
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        for number, row in enumerate(csv.reader(read_lines(path)), 1):
+            if not row or row[0].lstrip().startswith("#"):
+                continue
+            members, rate = _line(row, f"{path}:{number}")
+            found[members] = rate
+    except csv.Error as error:
         raise TableError(f"{path}: {error}") from None
     return _from_sets(found, host, str(path))
 
@@ -140,10 +152,7 @@ def from_nccl_tests(
     """
     found: dict[tuple[int, ...], float] = {}
     for path in paths:
-        try:
-            lines = path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise TableError(f"{path}: {error}") from None
+        lines = read_lines(path)
         members = tuple(sorted({int(m[1]) for line in lines if (m := _DEVICE.match(line))}))
         rows = [m for line in lines if (m := _MESSAGE.match(line))]
         rates = [float(m[4]) * 1e9 for m in rows if int(m[1]) == message_bytes]

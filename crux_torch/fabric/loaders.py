@@ -22,6 +22,7 @@ from crux_torch.fabric.topology import (
     TopologyError,
     check_size,
 )
+from crux_torch.files import read_file
 
 SCHEMA_VERSION = 1
 CSV_COLUMNS = ("ip", "DSW", "PSW", "ASW")
@@ -220,10 +221,10 @@ class _UniqueKeys(_Loader):  # type: ignore[misc]
 
 def _read(file: Path) -> str:
     try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise TopologyError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(file, MAX_FILE_BYTES).decode()
+    except OSError as error:
+        raise TopologyError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise TopologyError(f"{file}: {error}") from None
 
 

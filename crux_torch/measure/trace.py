@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
+from crux_torch.files import write_file
 from crux_torch.measure.iteration_ends import Ints, iteration_ends
 from crux_torch.measure.record import OPS, STATUSES, GroupInfo, Records
 from crux_torch.measure.timeline import intervals
@@ -107,9 +108,7 @@ def write_trace(folder: str | os.PathLike[str], host: str, trace: dict[str, Any]
     # torch-tb-profiler reads host and process from the name.
     worker = re.sub(r"[^A-Za-z0-9.-]", "-", host)
     path = target / f"{worker}_{os.getpid()}.pt.trace.json"
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(trace))
-    partial.replace(path)
+    write_file(path, msgspec.json.encode(trace))
     return path
 
 

@@ -26,7 +26,7 @@ _MOST_UNDER_WAY = 32
 _AT_ONCE = 8
 
 #: Of one port, at some TTLs.
-Answers = tuple["str | None", ...]
+Answers = tuple[str | None, ...]
 Ended = Literal["confident", "found", "time", "ports"]
 
 

@@ -14,7 +14,7 @@ from crux_torch.fabric.topology import Topology
 
 Transport = Literal["tcp", "udp"]
 #: One hop of one port: the TTL, and who answered there; None if nobody did.
-Hop = tuple[int, "str | None"]
+Hop = tuple[int, str | None]
 #: The answers of one port, in the order of the TTLs.
 Hops = tuple[Hop, ...]
 #: What a path must pass: at a TTL, one address or any of several.

@@ -124,7 +124,8 @@ class Sharing:
 
     def meeting(self, j: int) -> list[int]:
         """j and the jobs that share a link with it."""
-        return np.flatnonzero((self.hold[:, self.hold[j] > 0] > 0).any(axis=1)).tolist()
+        met = (self.hold[:, self.hold[j] > 0] > 0).any(axis=1)
+        return [int(other) for other in np.flatnonzero(met)]
 
     def bound(self, j: int, level: IntArray) -> Bound:
         """What is certain about job j when jobs have these levels."""

@@ -12,7 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from crux_torch.errors import CruxError
+from crux_torch.files import read_file
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job
+
+#: A file of 100,000 jobs has a tenth of it.
+MAX_FILE_BYTES = 1 << 28
 
 
 class ScenarioError(CruxError, ValueError):
@@ -100,8 +104,10 @@ def read_scenario(path: str | Path) -> Scenario:
         ScenarioError: the file can't be read or simulated; the message begins with its name.
     """
     try:
-        return parse_scenario(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return parse_scenario(read_file(path, MAX_FILE_BYTES).decode())
+    except OSError as error:
+        raise ScenarioError(f"{path}: can't be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ScenarioError(f"{path}: can't be read: {error}") from None
     except ScenarioError as error:
         raise ScenarioError(f"{path}: {error}") from None

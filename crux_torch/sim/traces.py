@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import json
 import math
 import os
@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from crux_torch.files import read_file
 from crux_torch.sim.catalogue import MODELS, WorkloadError
 
 DAY_S = 86400.0
+MAX_FILE_BYTES = 1 << 30
 OWN_COLUMNS = ("name", "model", "gpus", "submit_s", "duration_s")
 PHILLY_COLUMNS = ("timestamp", "duration", "num_gpus")
 SIZE_COLUMNS = ("model", "total_gpu")
@@ -264,18 +266,19 @@ def _rows(
     """(place for errors, row) of a CSV that has at least ``columns``."""
     file = Path(path)
     try:
-        opened = gzip.open if file.suffix == ".gz" else open
-        with opened(file, "rt", newline="", encoding="utf-8") as lines:
-            reader = csv.DictReader(lines)
-            missing = [c for c in columns if c not in (reader.fieldnames or ())]
-            if missing:
-                raise WorkloadError(f"{file}: line 1: the column {missing[0]!r} is missing")
-            for row in reader:
-                where = f"{file}: line {reader.line_num}"
-                if None in row.values() or None in row:
-                    raise WorkloadError(f"{where}: expected {len(reader.fieldnames or ())} fields")
-                yield where, row
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = io.StringIO(read_file(file, MAX_FILE_BYTES, unpack=True).decode(), newline="")
+        reader = csv.DictReader(lines)
+        missing = [c for c in columns if c not in (reader.fieldnames or ())]
+        if missing:
+            raise WorkloadError(f"{file}: line 1: the column {missing[0]!r} is missing")
+        for row in reader:
+            where = f"{file}: line {reader.line_num}"
+            if None in row.values() or None in row:
+                raise WorkloadError(f"{where}: expected {len(reader.fieldnames or ())} fields")
+            yield where, row
+    except OSError as error:
+        raise WorkloadError(f"{file}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"{file}: {error}") from None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import parse_qsl, unquote
 
 from crux_torch.errors import SettingsError
+from crux_torch.files import read_file
 
+#: Certificates, a key, or a name and a password.
+MAX_FILE_BYTES = 1 << 20
 _FILES = ("ca", "cert", "key", "auth")
 _FORM = "etcd://HOST:PORT[,HOST:PORT…][/PREFIX][?ca=FILE&cert=FILE&key=FILE&auth=FILE]"
 _ENDPOINT = re.compile(r"(?P<host>[\w.-]+|\[[\da-fA-F:.]+\]):(?P<port>\d{1,5})")
@@ -46,7 +48,7 @@ class EtcdAddress:
         if not file:
             return None
         try:
-            return Path(file).read_bytes()
+            return read_file(file, MAX_FILE_BYTES)
         except OSError as error:
             raise SettingsError(f"CRUX_STORE names {file!r}: {error.strerror}") from None
 

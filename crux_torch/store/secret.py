@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
-from pathlib import Path
 
 from crux_torch.errors import SettingsError
+from crux_torch.files import open_regular
 
 MIN_BYTES = 16
 MAX_BYTES = 4096
@@ -22,10 +21,8 @@ def read_secret(path: str) -> bytes:
         return b""
     how = "make one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                raise SettingsError(f"CRUX_STORE_SECRET={path!r} is not a file; {how}")
             secret = file.read(MAX_BYTES + 1).strip()
     except OSError as error:
         raise SettingsError(f"CRUX_STORE_SECRET={path!r}: {error.strerror}; {how}") from None
