@@ -131,8 +131,18 @@ l = serve(); c = socket.create_connection(l.getsockname()); tell(tos=tos(c), rat
     assert "lines ignored: 2" in errors
 
 
-def test_a_file_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
+@pytest.mark.parametrize("kind", ["missing", "fifo", "device", "folder", "huge"])
+def test_a_file_that_cannot_be_read_is_told_once(tmp_path: Path, kind: str) -> None:
+    missing = str(tmp_path / kind)
+    if kind == "fifo":
+        os.mkfifo(missing)
+    elif kind == "device":
+        os.symlink("/dev/zero", missing)
+    elif kind == "folder":
+        os.mkdir(missing)
+    elif kind == "huge":
+        with open(missing, "wb") as file:
+            file.truncate(1 << 40)
     told, errors = run(
         "l = serve(); tell(made=bool(socket.create_connection(l.getsockname())))",
         CRUX_TRANSPORT_ROUTES=missing,

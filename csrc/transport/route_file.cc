@@ -1,8 +1,14 @@
 #include "route_file.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
+#include <cstring>
 #include <sstream>
 #include <stdexcept>
 
@@ -89,6 +95,38 @@ RouteFile parse_routes(std::istream& text) {
     }
   }
   return file;
+}
+
+bool read_routes_file(const char* path, std::string& text, std::string& why) {
+  const int descriptor = ::open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+  if (descriptor < 0) {
+    why = std::strerror(errno);
+    return false;
+  }
+  struct stat about = {};
+  bool good = ::fstat(descriptor, &about) == 0;
+  if (!good) why = std::strerror(errno);
+  if (good && !S_ISREG(about.st_mode)) {
+    why = "it is no regular file";
+    good = false;
+  }
+  char part[65536];
+  while (good) {
+    const ssize_t got = ::read(descriptor, part, sizeof part);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) why = std::strerror(errno);
+    if (got <= 0) {
+      good = got == 0;
+      break;
+    }
+    text.append(part, static_cast<size_t>(got));
+    if (text.size() > kMaxRoutesBytes) {
+      why = "it is larger than 16 MiB";
+      good = false;
+    }
+  }
+  ::close(descriptor);
+  return good;
 }
 
 }  // namespace crux::transport

@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <fstream>
+#include <sstream>
 #include <string>
 
 #include "guard.h"
@@ -43,13 +43,14 @@ uint16_t trailing_port(const std::string& text) {
 }
 
 void read_routes(Transport& transport, const char* path) {
-  std::ifstream file(path);
-  if (!file) {
+  std::string text, why;
+  if (!read_routes_file(path, text, why)) {
     std::fprintf(stderr, "crux_transport: %s can't be read (%s): connections are not steered\n",
-                 path, std::strerror(errno));
+                 path, why.c_str());
     return;
   }
-  RouteFile read = parse_routes(file);
+  std::istringstream lines(text);
+  RouteFile read = parse_routes(lines);
   if (!read.error.empty()) {
     std::fprintf(stderr, "crux_transport: %s, %s; lines ignored: %zu\n", path, read.error.c_str(),
                  read.ignored);
