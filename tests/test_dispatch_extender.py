@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +23,11 @@ from control_fakes import profile, record
 from crux_torch.cli.main import main
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, count
 from crux_torch.dispatch.dispatcher import Dispatcher
-from crux_torch.dispatch.extender import Extender, gpus_of, labels, serve
+from crux_torch.dispatch.extender import Extender, gpus_of, labels
 from crux_torch.dispatch.hosts import host_table
 from crux_torch.dispatch.running import Running
 from crux_torch.dispatch.search import strongest
+from crux_torch.dispatch.serve import server_of
 from crux_torch.dispatch.table import save
 from crux_torch.measure.job_profile import HostFlow
 
@@ -70,8 +73,16 @@ class Asked:
         self.now_s = 0.0
         self.error: Exception | None = None
         extender = Extender(self._look, clock=lambda: self.now_s)
-        self.server = serve(extender, "127.0.0.1", 0)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.server = server_of(extender)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self._thread = threading.Thread(target=self.server.run, args=([self.listener],))
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self._thread.join()
+        self.listener.close()
 
     def _look(self) -> Dispatcher:
         if self.error:
@@ -80,7 +91,7 @@ class Asked:
 
     def post(self, verb: str, body: object) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return request(self.server.server_port, "POST", f"/{verb}", raw)
+        return request(self.port, "POST", f"/{verb}", raw)
 
     def scores(self, args: dict[str, Any]) -> dict[str, int]:
         status, answer = self.post("prioritize", args)
@@ -102,8 +113,7 @@ def request(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, 
 def asked() -> Iterator[Asked]:
     found = Asked()
     yield found
-    found.server.shutdown()
-    found.server.server_close()
+    found.close()
 
 
 def test_nodes_without_enough_free_gpus_are_left_out(asked: Asked) -> None:
@@ -162,13 +172,109 @@ def test_running_jobs_count(asked: Asked) -> None:
 
 
 def test_what_is_not_kube_schedulers_is_refused(asked: Asked) -> None:
-    port = asked.server.server_port
+    port = asked.port
     for body in (b"no json", b"[]", b'{"Pod": 3, "NodeNames": ["a"]}', b'{"NodeNames": ["a"]}'):
         status, why = asked.post("filter", body)
         assert (status, "ExtenderArgs" in why) == (400, True), body
     assert asked.post("bind", b"{}")[0] == 404
     assert request(port, "GET", "/healthz") == (200, "ok")
     assert request(port, "GET", "/else")[0] == 404
+
+
+def huge_pod(count: object) -> dict[str, Any]:
+    container = {"name": "train", "resources": {"limits": {"nvidia.com/gpu": count}}}
+    return {"metadata": {}, "spec": {"containers": [container]}}
+
+
+HOSTILE: dict[str, bytes] = {
+    "deep": b'{"Pod":' * 200_000,
+    "deep lists": b"[" * 5_000_000,
+    "infinity": b'{"Pod": {"spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": '
+    b'Infinity}}}]}}, "NodeNames": ["a"]}',
+    "no number": b'{"Pod": NaN, "NodeNames": ["a"]}',
+    "out of range": json.dumps({"Pod": huge_pod(1), "NodeNames": ["a"]})
+    .replace('": 1}', '": 1e999}')
+    .encode(),
+    "many digits": json.dumps({"Pod": huge_pod("9" * 100_000), "NodeNames": ["a"]}).encode(),
+    "more than a cluster": json.dumps({"Pod": huge_pod(1 << 62), "NodeNames": ["a"]}).encode(),
+    "negative": json.dumps({"Pod": huge_pod(-3), "NodeNames": ["a"]}).encode(),
+    "no text": b"\xff\xfe{}",
+    "nodes without names": json.dumps({"Pod": huge_pod(1), "Nodes": {"items": [{}]}}).encode(),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("verb", ["filter", "prioritize"])
+def test_whatever_a_body_holds_gets_an_answer(asked: Asked, what: str, verb: str) -> None:
+    status, why = asked.post(verb, HOSTILE[what])
+    assert (status, "ExtenderArgs" in why) == (400, True), why
+    assert request(asked.port, "GET", "/healthz") == (200, "ok")
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "-1", "1e3", "0x10", str(1 << 40)])
+def test_absurd_lengths_get_an_answer(asked: Asked, length: str) -> None:
+    with socket.create_connection(("127.0.0.1", asked.port), timeout=60) as peer:
+        head = f"POST /filter HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n\r\n"
+        peer.sendall(head.encode() + b"x" * 100)
+        if length == str(1 << 40):
+            # The limit counts what comes, so it is met before the end.
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    peer.sendall(bytes(1 << 20))
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            answer = peer.recv(4096)
+    # What is sent after the end of the server's patience resets the connection, with its answer.
+    expected = (b"HTTP/1.1 413", b"") if length == str(1 << 40) else (b"HTTP/1.1 400",)
+    assert answer[:12] in expected, answer
+    assert request(asked.port, "GET", "/healthz") == (200, "ok")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST /fil", b"POST /filter HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{"],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_slow_clients_are_dropped(
+    asked: Asked, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte every 20 ms, or none: the time counts from the request's start."""
+    monkeypatch.setattr("crux_torch.dispatch.serve.REQUEST_S", 0.3)
+    with socket.create_connection(("127.0.0.1", asked.port), timeout=60) as peer:
+        peer.settimeout(0.02)
+        peer.sendall(sent)
+        dropped = False
+        for _ in range(3000):
+            try:
+                dropped = peer.recv(100) == b""
+            except TimeoutError:
+                with contextlib.suppress(ConnectionError):
+                    peer.sendall(b"x" if sent else b"")
+            except ConnectionError:
+                dropped = True
+            if dropped:
+                break
+    assert dropped
+    assert request(asked.port, "GET", "/healthz") == (200, "ok")
+
+
+def test_names_that_have_no_table_cost_no_search(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Any] = []
+    choices = Dispatcher.choices
+
+    def counted(self: Dispatcher, *args: Any) -> Any:
+        searched.append(args)
+        return choices(self, *args)
+
+    monkeypatch.setattr(Dispatcher, "choices", counted)
+    names = [f"node-{i}" for i in range(100_000)]
+    scores = asked.scores(by_names(pod(4), [*names, "a"]))
+    assert len(scores) == 100_001
+    assert scores["a"] == 10
+    assert len(searched) == 1
+    assert len(asked.post("filter", by_names(pod(4), names))[1]["FailedNodes"]) == 100_000
 
 
 def test_gpus_of_a_pod() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -436,16 +437,20 @@ def serve(listen: str, port: int, **hosts: Any) -> None:
     kube-scheduler posts to /filter and /prioritize. The jobs that run are read again for each.
     """
     from crux_torch.dispatch.extender import Extender
-    from crux_torch.dispatch.extender import serve as server_of
 
     try:
+        from crux_torch.dispatch.serve import server_of
+    except ImportError as error:
+        raise click.ClickException(f"{error}: pip install 'crux-torch[serve]'") from None
+    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
+    try:
         _dispatcher(**hosts)
-        server = server_of(Extender(lambda: _dispatcher(**hosts)), listen, port)
+        listener = socket.create_server((listen, port), family=family)
     except (CruxError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(f"listening on {listen}:{server.server_port}")
-    with server:
-        server.serve_forever()
+    click.echo(f"listening on {listen}:{listener.getsockname()[1]}")
+    with listener:
+        server_of(Extender(lambda: _dispatcher(**hosts))).run([listener])
 
 
 @dispatch.command()

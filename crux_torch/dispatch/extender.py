@@ -7,11 +7,8 @@ choose nodes, so this comes before it.
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from threading import Lock
 from typing import Any
@@ -22,14 +19,13 @@ from crux_torch.dispatch.cluster import DispatchError
 from crux_torch.dispatch.dispatcher import Dispatcher
 from crux_torch.errors import CruxError
 
-_log = logging.getLogger(__name__)
-
 RESOURCE = "nvidia.com/gpu"
 #: Annotations or labels of a pod: GPUs of all pods of its job, and the job's name.
 JOB_GPUS, JOB = "crux-torch/job-gpus", "crux-torch/job"
 #: ``MaxExtenderPriority``.
 MAX_SCORE = 10
-MAX_BODY_BYTES = 64 << 20
+#: The most GPUs that one job, or one pod, may ask for.
+MAX_GPUS = 1 << 20
 #: Seconds for which the pods of one job are sent to the same nodes.
 REMEMBERED_S = 600.0
 #: Choices that are compared for nodes' scores.
@@ -91,7 +87,7 @@ class Extender:
         wanted = gpus_of(pod)
         scores = dict.fromkeys(names, 0)
         if wanted:
-            total = max(wanted, int(_noted(pod, JOB_GPUS) or 0))
+            total = max(wanted, _gpus(_noted(pod, JOB_GPUS) or 0))
             if total > wanted:
                 scores |= dict.fromkeys(self._nodes_for(pod, names, wanted, total), MAX_SCORE)
             else:
@@ -102,7 +98,8 @@ class Extender:
         """Each node by the best choice on it alone."""
         dispatcher = self._dispatcher()
         worth = {}
-        for name in names:
+        known = {table.host for table in dispatcher.cluster.tables}
+        for name in known.intersection(names):
             try:
                 best = next(dispatcher.choices(wanted, [name]))
             except DispatchError:
@@ -143,54 +140,15 @@ def gpus_of(pod: Mapping[str, Any]) -> int:
     for container in pod.get("spec", {}).get("containers") or ():
         resources = container.get("resources") or {}
         asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-        total += int(asked.get(RESOURCE, 0))
+        total += _gpus(asked.get(RESOURCE, 0))
     return total
 
 
-def serve(extender: Extender, host: str, port: int) -> ThreadingHTTPServer:
-    """A server of the verbs ``filter`` and ``prioritize``, which the caller runs.
-
-    Raises:
-        OSError: the address can't be used.
-    """
-    verbs = {"/filter": extender.filter, "/prioritize": extender.prioritize}
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            self._answer(*((200, "ok") if self.path == "/healthz" else (404, self.path)))
-
-        def do_POST(self) -> None:
-            verb = verbs.get(self.path)
-            size = self.headers.get("Content-Length", "")
-            if verb is None or not size.isdecimal() or int(size) > MAX_BODY_BYTES:
-                # What was sent is not read.
-                self.close_connection = True
-                self._answer(404 if verb is None else 413, f"POST {', '.join(verbs)}")
-                return
-            try:
-                args = json.loads(self.rfile.read(int(size)))
-                answer = verb(args)
-            except CruxError as error:
-                self._answer(500, str(error))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                self._answer(400, f"expected kube-scheduler's ExtenderArgs: {error!r}")
-            else:
-                self._answer(200, answer)
-
-        def _answer(self, status: int, content: object) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            _log.debug(format, *args)
-
-    return ThreadingHTTPServer((host, port), Handler)
+def _gpus(told: Any) -> int:
+    count = int(told)
+    if not 0 <= count <= MAX_GPUS:
+        raise ValueError(f"{count} GPUs asked for: expected 0 to {MAX_GPUS}")
+    return count
 
 
 def labels(dispatcher: Dispatcher) -> dict[str, dict[str, str]]:
