@@ -10,6 +10,8 @@ DEFAULT_TORCH ?= $(if $(filter 3.10,$(PYVER)),2.14.1,2.15.0)
 TORCH ?= $(DEFAULT_TORCH)
 VENV := $(if $(SYSTEM_PYTHON),.venv-over-system,.venv)
 BIN := $(VENV)/bin
+# Each file with its hash; for a release of torch that has no lock the versions alone are pinned.
+LOCK := $(wildcard constraints/lock-python-$(PYVER)-torch-$(TORCH).txt)
 CONSTRAINTS := constraints/python-$(PYVER).txt $(wildcard constraints/torch-$(TORCH).txt)
 SOURCES := setup.py pyproject.toml $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.map')
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h')
@@ -20,8 +22,8 @@ PYTEST_ARGS ?=
 # Set to anything it makes each of the many processes that tests start compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup sdist wheels run test test-quick test-all soak test-rdma test-gpu rig coverage mutation \
-  bench-gpu lint format asan tsan fuzz bench contest evaluation clean apt apt-lab
+.PHONY: setup sdist wheels run test test-quick test-all test-oldest-python soak test-rdma test-gpu rig \
+  coverage mutation bench-gpu lock licences audit lint format asan tsan fuzz bench contest evaluation clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
@@ -50,10 +52,16 @@ $(VENV)/.installed: tools/system_venv.sh
 else
 setup: apt $(VENV)/.built
 
-$(VENV)/.installed: requirements.txt $(CONSTRAINTS)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+$(VENV)/.installed: requirements.txt $(CONSTRAINTS) $(LOCK) constraints/lock-pip.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  $(addprefix -c ,$(CONSTRAINTS)) torch==$(TORCH) -r requirements.txt
+	$(PIP_INSTALL) --require-hashes -r constraints/lock-pip.txt
+ifdef LOCK
+	$(PIP_INSTALL) --require-hashes -r $(LOCK)
+else
+	@echo "torch $(TORCH) has no lock file: versions are pinned, hashes are not checked"
+	$(PIP_INSTALL) $(addprefix -c ,$(CONSTRAINTS)) torch==$(TORCH) -r requirements.txt
+endif
 	touch $@
 endif
 
@@ -63,6 +71,7 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	touch $@
 
 # System packages that make more of the tests run; what stays missing is said, and tests skip with it.
+# NO_APT=1 installs none.
 apt:
 	@sh tools/apt.sh
 
@@ -89,10 +98,15 @@ test-quick: $(VENV)/.built
 # properties. Each part runs even if one before fails.
 test-all: apt-lab setup
 	failed=0; \
+	$(MAKE) --no-print-directory test-oldest-python || failed=1; \
 	$(PYTEST) -m "full and not alone" --timeout 1200 || failed=1; \
 	$(BIN)/python -m pytest -m "full and alone" --timeout 1200 || failed=1; \
 	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" || failed=1; \
 	exit $$failed
+
+# What needs no torch, on the oldest Python that is supported, where there is one.
+test-oldest-python:
+	sh tools/oldest_python.sh $(WORKERS)
 
 # Faults drawn from a seed, under real jobs and an etcd of three members, for as long as you like.
 MINUTES ?= 60
@@ -120,12 +134,25 @@ bench-gpu: setup
 	$(BIN)/python benchmarks/gpu_overhead.py --json benchmarks/results/gpu_overhead.json \
 	  --text benchmarks/results/gpu_overhead.txt $(BENCH_ARGS)
 
+# The hashes of the pinned versions; and the licences of all that is installed with them.
+lock: $(VENV)/.installed
+	sh tools/lock.sh $(BIN)/uv
+licences: $(VENV)/.installed
+	$(BIN)/uv tool run --quiet pip-licenses --python=$(BIN)/python --format=markdown --order=name --with-system \
+	  --packages $$(sed -n 's/==.*//p' $(LOCK)) --output-file=constraints/LICENCES.md
+
+# Known vulnerabilities of the pinned versions; it asks a service that some networks do not reach.
+audit: $(VENV)/.installed
+	$(BIN)/uv tool run --quiet pip-audit --disable-pip --require-hashes --strict --progress-spinner off -r $(LOCK)
+
 lint: $(VENV)/.built
+	$(BIN)/vermin --quiet --target=3.10- --violations --eval-annotations --no-tips \
+	  crux_torch launcher evaluation lab benchmarks tests tools setup.py
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo
 ifeq ($(PYVER),3.10)
-	@echo "mypy: not run; what numpy and scipy say of their types for Python 3.10 is older and wider"
+	@echo "mypy: not run; on Python 3.11 it checks for 3.10, with newer types of numpy and scipy"
 else
 	$(BIN)/mypy
 endif

@@ -167,3 +167,36 @@ def test_the_extension_for_the_installed_torch_is_chosen_and_a_lack_is_told(choo
     shutil.copy(ours / "_C.py", tmp_path)
     with pytest.raises(ModuleNotFoundError, match="installed without its extension"):
         choose(tmp_path, "2.99.0")
+
+
+def _pins(*files: Path) -> dict[str, str]:
+    pinned = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            name, equals, version = line.partition("==")
+            if equals and not line.startswith((" ", "#")):
+                pinned[name.lower().replace("_", "-")] = version.split()[0].rstrip(";")
+    return pinned
+
+
+@pytest.mark.parametrize("lock", sorted((ROOT / "constraints").glob("lock-python-*.txt")), ids=str)
+def test_a_lock_has_the_pinned_versions_and_a_hash_for_each(lock: Path) -> None:
+    """A pin that changes without `make lock` fails here."""
+    _, _, python, _, torch = lock.stem.split("-")
+    folder = lock.parent
+    pinned = _pins(folder / f"python-{python}.txt", folder / f"torch-{torch}.txt")
+    locked = _pins(lock)
+    assert {name: pinned[name] for name in locked} == locked
+    wanted = (ROOT / "requirements.txt").read_text().split("\n")
+    assert {name.lower() for name in wanted if name and name[0] != "#"} <= set(locked)
+    for entry in lock.read_text().split("\n\n")[0].split("==")[1:]:
+        assert "--hash=sha256:" in entry
+
+
+def test_the_licence_of_each_pinned_package_is_listed() -> None:
+    table = (ROOT / "constraints" / "LICENCES.md").read_text()
+    rows = [line.split("|")[1:4] for line in table.splitlines()[2:]]
+    listed = {name.strip().lower().replace("_", "-"): version.strip() for name, version, _ in rows}
+    newest = max((ROOT / "constraints").glob("lock-python-3.11-*.txt"))
+    assert listed == _pins(newest)
+    assert not [row for row in rows if row[2].strip() in ("", "UNKNOWN")]

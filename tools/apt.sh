@@ -1,5 +1,6 @@
 #!/bin/sh
 # Installs the Debian packages that parts of this project use, where it can; else says what is lost.
+# NO_APT=1: installs none, and says what is missing.
 # Usage: tools/apt.sh [lab]    (lab: also an etcd, and what the Soft-RoCE lab takes, docs/rdma-lab.md)
 set -u
 
@@ -29,8 +30,8 @@ install() { apt-get install -qq -y --no-install-recommends "$@" >/dev/null 2>&1;
 group=${1:-}
 wanted=$(missing "$group")
 [ -n "$wanted" ] || exit 0
-if [ "$(id -u)" = 0 ] && have apt-get; then
-  echo "installing" $wanted
+if [ -z "${NO_APT:-}" ] && [ "$(id -u)" = 0 ] && have apt-get; then
+  echo "installing Debian packages (NO_APT=1 installs none):" $wanted
   # shellcheck disable=SC2086
   install $wanted || {
     apt-get update -qq >/dev/null 2>&1
@@ -41,7 +42,7 @@ fi
 
 wanted=$(missing "$group")
 [ -n "$wanted" ] || exit 0
-echo "not installed (it takes root, apt-get and an archive that has them):"
+echo "not installed (it takes root, apt-get, an archive that has them, and no NO_APT):"
 status=0
 for package in $wanted; do
   case $package in
