@@ -100,6 +100,8 @@ def import_command(
             f"{len(scenario.jobs[name].sent)} bursts, {sent:.4g} bytes over all links"
             f"{'' if sent else ': all that it sends stays inside its hosts'}"
         )
+        for note in job.notes:
+            click.echo(f"{name}: {note}")
 
 
 def _read(path: Path, format_name: str | None) -> ImportedJob:

@@ -25,24 +25,30 @@ class ImportedJob:
         ranks: GPUs that it needs, one a rank.
         compute_s: seconds of an iteration in which its ranks compute.
         collectives: what it sends, with the share of the compute after which each may start.
+        notes: what the reader of a result has to know of the file, one a line.
     """
 
     ranks: int
     compute_s: float
     collectives: tuple[Collective, ...]
+    notes: tuple[str, ...] = ()
 
 
-def collectives_of(op: str, bytes: float, groups: Iterable[Group], at: float) -> list[Collective]:
+def collectives_of(
+    op: str, bytes: float, groups: Iterable[Group], at: float, *, root: int = 0
+) -> list[Collective]:
     """One operation as the collectives that the simulator places.
 
-    A ring carries all-reduces, all-gathers, reduce-scatters, broadcasts and reduces. Groups of one
-    rank and empty payloads send nothing. Groups of different sizes become collectives of their own.
+    A ring carries all-reduces, all-gathers, reduce-scatters, broadcasts and reduces. Gathers and
+    scatters are sends to the root and from it. Groups of one rank and empty payloads send nothing.
+    Groups of different sizes become collectives of their own.
 
     Args:
-        op: ``allreduce``, ``allgather``, ``reduce_scatter``, ``broadcast``, ``reduce``,
-            ``alltoall`` or ``send``.
+        op: ``allreduce``, ``allgather``, ``reduce_scatter``, ``broadcast``, ``reduce``, ``gather``,
+            ``scatter``, ``alltoall`` or ``send``.
         bytes: payload as docs/recorder.md counts it: the output of an all-gather, the input of a
-            reduce-scatter, what a rank gives to an all-to-all.
+            reduce-scatter, what a rank gives to an all-to-all, the root's tensor of a gather.
+        root: place of the root in each group, of a gather or scatter.
     """
     by_size: dict[int, list[Group]] = {}
     for group in groups:
@@ -54,6 +60,14 @@ def collectives_of(op: str, bytes: float, groups: Iterable[Group], at: float) ->
             kind, payload = "allreduce", bytes / 2
         elif op in ("broadcast", "reduce"):
             kind, payload = "allreduce", bytes * size / (2 * (size - 1))
+        elif op in ("gather", "scatter"):
+            kind, payload = "send", bytes / size
+            same = [
+                (rank, group[root]) if op == "gather" else (group[root], rank)
+                for group in same
+                for i, rank in enumerate(group)
+                if i != root
+            ]
         else:
             kind, payload = op, bytes
         if payload > 0:

@@ -1,0 +1,120 @@
+"""The file of a Chrome trace: its events, and what launched them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from crux_torch.sim.input_text import decode_json
+from crux_torch.sim.workload import ImportFailed
+
+#: What begins the names of the kernels of communication libraries: NCCL and its relatives of other
+#: vendors, NVSHMEM, DeepEP.
+_LIBRARY = re.compile(
+    r"(?:void )?(?:nccl|rccl|msccl|mscclpp|oneccl|hccl|cncl|mccl|bkcl|nvshmem|rocshmem)"
+    r"|.{0,64}(?:\bdeep_?ep::|\bep::(?:internode|intranode))",
+    re.I,
+)
+#: Kinds of events that run on a device.
+ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+Args = Mapping[str, Any]
+
+
+class Event(msgspec.Struct):
+    """One event of a trace; times in microseconds."""
+
+    ph: str = ""
+    name: str = ""
+    cat: str = ""
+    ts: float | None = 0.0
+    dur: float | None = 0.0
+    tid: Any = None
+    args: dict[str, Any] | None = None
+
+    @property
+    def about(self) -> Args:
+        return self.args or {}
+
+    @property
+    def begin(self) -> float:
+        return self.ts or 0.0
+
+    @property
+    def end(self) -> float:
+        return self.begin + (self.dur or 0.0)
+
+    @property
+    def communicates(self) -> bool:
+        """True for a kernel of a communication library, and for what says that it is one."""
+        return "Collective name" in self.about or bool(_LIBRARY.match(self.name))
+
+
+class Distributed(msgspec.Struct):
+    """What a trace says of its job."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    pg_config: Any = None
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[Event]
+    distributedInfo: Distributed | None = None
+
+
+class Launch(NamedTuple):
+    """The call on the host that started a kernel.
+
+    Attributes:
+        at: when, in microseconds.
+        tid: the thread that called.
+        graph: it started a CUDA graph, in which the kernel is one of many.
+    """
+
+    at: float
+    tid: Any
+    graph: bool
+
+
+def read_trace(held: bytes) -> tuple[Distributed, list[Event]]:
+    """What a trace says of its job, and its events that have a duration, in the order of time.
+
+    Raises:
+        ImportFailed: it is no trace, or of no job of several ranks.
+    """
+    try:
+        trace = decode_json(held, _Trace)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ImportFailed(f"expected a trace with traceEvents: {error}") from None
+    about = trace.distributedInfo or Distributed()
+    if about.rank is None or about.world_size is None or not 0 <= about.rank < about.world_size:
+        raise ImportFailed(
+            "distributedInfo: expected rank and world_size of a distributed job, which torch's "
+            "profiler writes while there is a process group"
+        )
+    if about.world_size == 1:
+        raise ImportFailed("distributedInfo: world_size is 1, expected a job of several ranks")
+    events = [
+        e for e in trace.traceEvents if e.ph == "X" and e.ts is not None and (e.dur or 0.0) >= 0
+    ]
+    if not events:
+        raise ImportFailed("expected events with a duration")
+    devices = {e.about.get("device") for e in events if e.cat == "kernel" and e.communicates}
+    if len(devices) > 1:
+        raise ImportFailed(
+            f"kernels communicate on {len(devices)} devices, so the file has several ranks put "
+            "together; expected a file for each rank"
+        )
+    return about, sorted(events, key=lambda event: event.begin)
+
+
+def launches_of(events: Sequence[Event]) -> dict[Any, Launch]:
+    """The call that launched what runs on the device, by its correlation."""
+    return {
+        e.about["correlation"]: Launch(e.begin, e.tid, "graph" in e.name.lower())
+        for e in events
+        if e.cat not in ON_DEVICE and e.about.get("correlation")
+    }

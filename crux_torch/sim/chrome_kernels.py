@@ -1,0 +1,159 @@
+"""Kernels that communicate, and the records that tell what each of them moves."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from crux_torch.sim.chrome_file import Args, Event, Launch
+from crux_torch.sim.chrome_records import op_of
+
+#: What a kernel is named after, without underscores, and the collectives that it may run.
+_RUNS = {
+    "allreduce": {"allreduce"},
+    "allgather": {"allgather"},
+    "reducescatter": {"reduce_scatter"},
+    "broadcast": {"broadcast"},
+    "reduce": {"reduce"},
+    "sendrecv": {"send", "recv", "alltoall", "gather", "scatter"},
+}
+
+
+@dataclass(slots=True)
+class Told:
+    """What each kernel that communicates moves.
+
+    Attributes:
+        records: of each kernel that is told, by its identity.
+        why_not: of each other kernel, why nothing tells it.
+    """
+
+    records: dict[int, list[Args]] = field(default_factory=dict)
+    why_not: dict[int, str] = field(default_factory=dict)
+
+
+def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
+    """Finds the records of every kernel of a trace.
+
+    A kernel has its own record, or that of the operation on the host that has its ``External id``.
+    The kernel of a batch has neither: the records that the host wrote since its launch before, and
+    which no other kernel has, are those of the batch.
+
+    Args:
+        events: of the whole trace, in the order of time.
+    """
+    told = Told()
+    on_host: defaultdict[Any, list[Event]] = defaultdict(list)
+    for e in events:
+        if e.cat != "kernel" and "Collective name" in e.about and op_of(e, e.about):
+            on_host[e.about.get("External id")].append(e)
+    kernels = [e for e in events if e.cat == "kernel" and e.communicates]
+    taken, batches = set(), []
+    for kernel in kernels:
+        about = kernel.about
+        key = about.get("External id")
+        if "Group size" in about and op_of(kernel, about):
+            told.records[id(kernel)] = [about]
+        elif key is not None and key in on_host:
+            told.records[id(kernel)] = [e.about for e in on_host[key]]
+        elif "Group size" in about and not _is_whole(about):
+            told.records[id(kernel)] = []
+            continue
+        else:
+            batches.append(kernel)
+            continue
+        taken.add(key)
+    free = sorted(
+        (e for key, held in on_host.items() if key is None or key not in taken for e in held),
+        key=lambda event: event.begin,
+    )
+    if launches:
+        _since_launch_before(told, kernels, batches, free, launches)
+    else:
+        _in_order(told, events, batches, free)
+    for kernel in batches:
+        if id(kernel) not in told.records:
+            told.why_not[id(kernel)] = _why_not(kernel, launches)
+    return told
+
+
+def _is_whole(about: Args) -> bool:
+    """True for the record of a batch, whose parts have records of their own."""
+    return bool(re.search("coalesced|group|batch|point", str(about.get("Collective name")), re.I))
+
+
+def _since_launch_before(
+    told: Told,
+    kernels: Sequence[Event],
+    batches: Sequence[Event],
+    free: Sequence[Event],
+    launches: Mapping[Any, Launch],
+) -> None:
+    """The records between a batch's launch and the launch before it, on the same thread."""
+    calls: defaultdict[Any, set[float]] = defaultdict(set)
+    for kernel in kernels:
+        if launch := launches.get(kernel.about.get("correlation")):
+            calls[launch.tid].add(launch.at)
+    parts: defaultdict[tuple[Any, int], list[Event]] = defaultdict(list)
+    at = {tid: sorted(times) for tid, times in calls.items()}
+    for e in free:
+        if e.tid in at:
+            parts[e.tid, bisect_right(at[e.tid], e.begin)].append(e)
+    for kernel in batches:
+        launch = launches.get(kernel.about.get("correlation"))
+        if launch is None or launch.graph or "graph node id" in kernel.about:
+            continue
+        place = bisect_right(at[launch.tid], launch.at) - 1
+        _give(told, kernel, parts[launch.tid, place])
+
+
+def _in_order(
+    told: Told, events: Sequence[Event], batches: Sequence[Event], free: Sequence[Event]
+) -> None:
+    """The first batch of records to the first kernel: where no launch is recorded.
+
+    Records are of one batch if no record of another kernel is between them, and their
+    ``External id`` is one.
+    """
+    ours = {id(e) for e in free}
+    records = [e for e in events if e.cat != "kernel" and "Collective name" in e.about]
+    found = [
+        list(held)
+        for (free_ones, _), held in groupby(
+            records, lambda e: (id(e) in ours, e.about.get("External id"))
+        )
+        if free_ones
+    ]
+    waiting = iter(found)
+    held = next(waiting, None)
+    for kernel in batches:
+        if "graph node id" in kernel.about:
+            continue
+        if held and held[0].begin <= kernel.begin and _give(told, kernel, held):
+            held = next(waiting, None)
+
+
+def _give(told: Told, kernel: Event, records: Sequence[Event]) -> bool:
+    """Gives a kernel those of the records that are of collectives which it may run."""
+    name = re.sub(r"^(void )?(nccl|rccl)(dev)?kernel|_", "", kernel.name.lower()).replace("_", "")
+    runs = next((ops for start, ops in _RUNS.items() if name.startswith(start)), None)
+    fitting = [e.about for e in records if runs is None or op_of(e, e.about) in runs]
+    if fitting:
+        told.records[id(kernel)] = fitting
+    return bool(fitting)
+
+
+def _why_not(kernel: Event, launches: Mapping[Any, Launch]) -> str:
+    launch = launches.get(kernel.about.get("correlation"))
+    if "graph node id" in kernel.about or (launch and launch.graph):
+        return "replayed by a CUDA graph"
+    if "ccl" not in kernel.name.lower():
+        return "of a library that records nothing"
+    if launches and launch is None:
+        return "launched before the recording began"
+    return "without a record on the device or on the host"
