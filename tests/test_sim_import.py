@@ -285,10 +285,11 @@ def test_chakra_messages_wait_for_their_sender() -> None:
         ({"t.1.et": chakra_rank(1)}, "expected those of all ranks"),
         ({"t.0.et": b"\xff"}, "t.0.et: a number is cut off"),
         ({"t.0.et": chakra(message((1, 1), (3, 4), (4, 9)))}, "node 1: depends on 9"),
-        ({"t.0.et": chakra(message((1, 1), (3, 7)))}, "node 1: comm_type: got None"),
+        ({"t.0.et": chakra(message((1, 1), (3, 7)))}, "node 1: comm_type is missing"),
         ({"t.0.et": chakra(message((1, 1), (3, 4)))}, "nothing is computed"),
         # What Chakra's feeder reads in JSON.
-        ({"t.0.json": b'{"workload_graph": [{"Id": 1, "NodeType": 7}]}'}, "no object has a type"),
+        ({"t.0.json": b'{"workload_graph": [{"Id": 1, "NodeType": 7}]}'}, "Chakra's feeder reads"),
+        ({"t.0.json": b'{"version": "1"}'}, "no object has a type"),
     ],
 )
 def test_a_chakra_trace_that_cannot_be_read_is_refused(files: dict, text: str) -> None:

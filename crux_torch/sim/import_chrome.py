@@ -174,7 +174,7 @@ def _untold(kernels: Sequence[Event], told: Told) -> tuple[str, ...]:
     )
     if share <= MOST_UNTOLD:
         return (f"{what}: they count as time without bytes",)
-    if not told.records:
+    if not told.records and any("without a record" in reason for reason in reasons):
         what += (
             "; no record of the trace tells any, as torch 2.3 and newer write them with "
             "ProfilerActivity.CPU"

@@ -19,10 +19,11 @@ _OPERATION = re.compile(
     rf"(?:(?P<label>[a-zA-Z]\w*)\s*:\s*)?(?:calc\s+(?P<calc>{_NUMBER})"
     rf"|send\s+(?P<sent>{_NUMBER})\s*b\s+to\s+(?P<to>{_NUMBER})"
     rf"|recv\s+(?P<got>{_NUMBER})\s*b\s+from\s+(?P<source>{_NUMBER}))"
-    rf"(?:\s+tag\s+(?P<tag>{_NUMBER}))?(?:\s+cpu\s+(?P<cpu>{_NUMBER}))?(?:\s+nic\s+{_NUMBER})?"
+    rf"(?:\s+tag\s+(?P<tag>{_NUMBER}))?(?:\s+cpu\s+(?P<cpu>{_NUMBER}))?(?:\s+nic\s+(?P<nic>{_NUMBER}))?"
 )
 _DEPENDENCY = re.compile(r"([a-zA-Z]\w*)\s+(i?requires)\s+([a-zA-Z]\w*)")
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+# What is not closed goes on to the end, so that no text is searched twice.
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 #: Ranks of a schedule that is read; more is taken for a broken file.
 MOST_RANKS = 1 << 20
 
@@ -38,6 +39,8 @@ class _Messages:
 @dataclass(slots=True)
 class _Schedule:
     tasks: list[Task] = field(default_factory=list)
+    #: CPUs and NICs of each rank, by their numbers.
+    units: defaultdict[int, set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
     #: Sender, receiver and bytes of each task that sends.
     sent: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     messages: _Messages = field(
@@ -125,6 +128,9 @@ def _operation(
         if found["label"] in labels:
             raise ImportFailed(f"{where}: label {found['label']!r} appears twice in this rank")
         labels[found["label"]] = index
+    for kind in ("cpu", "nic"):
+        if found[kind]:
+            schedule.units[rank].add((kind, found[kind]))
     if found["calc"]:
         cpu = (rank, int(found["cpu"] or 0))
         schedule.tasks.append(Task(int(found["calc"]) * 1e-9, cpu))
@@ -158,4 +164,18 @@ def _job(ranks: int, schedule: _Schedule) -> ImportedJob:
         for index, (src, dst, moved) in schedule.sent.items()
         if moved and src != dst
     )
-    return ImportedJob(ranks, compute_s, collectives)
+    return ImportedJob(ranks, compute_s, collectives, _notes(schedule))
+
+
+def _notes(schedule: _Schedule) -> tuple[str, ...]:
+    """A note on ranks that seem to be whole hosts."""
+    for kind, name in (("nic", "NICs"), ("cpu", "CPUs")):
+        counts = (sum(k == kind for k, _ in units) for units in schedule.units.values())
+        most = max(counts, default=0)
+        if most > 1:
+            return (
+                f"a rank uses {most} {name}, so it seems to be a host with several GPUs, as ATLAHS "
+                "writes NCCL's traffic; each rank takes one GPU here: give a --topology with one "
+                "GPU in each host",
+            )
+    return ()

@@ -15,6 +15,7 @@ from crux_torch.sim.import_chakra import read_chakra
 from crux_torch.sim.import_chrome import read_chrome
 from crux_torch.sim.import_goal import read_goal
 from crux_torch.sim.import_simai import read_simai
+from crux_torch.sim.input_text import text_of, without_mark
 from crux_torch.sim.joined import JoinedPaths
 from crux_torch.sim.placed import ALLTOALL_PEERS, CANDIDATES, hashed_paths
 from crux_torch.sim.placement import PLACEMENTS, Allocation, Request, cells
@@ -33,8 +34,8 @@ def _one(read: Callable[[str], ImportedJob]) -> Callable[[Files], ImportedJob]:
             raise ImportFailed(f"got {len(files)} files, expected one")
         ((name, held),) = files.items()
         try:
-            return read(held.decode())
-        except (ImportFailed, UnicodeDecodeError) as error:
+            return read(text_of(held))
+        except ImportFailed as error:
             raise ImportFailed(f"{name}: {error}") from None
 
     return read_file
@@ -56,6 +57,7 @@ def format_of(files: Files) -> str:
         ImportFailed: there is no file, or it is of no format that is known.
     """
     for name, held in files.items():
+        held = without_mark(held)
         start = held[: 1 << 16].lstrip()
         if name.endswith((".et", ".et.gz")):
             return "chakra"
