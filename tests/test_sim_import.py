@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 from crux_torch.cli.sim import sim
 from crux_torch.fabric.builders.clos import crux_testbed
-from crux_torch.measure import trace
+from crux_torch.measure import trace, traffic
+from crux_torch.sim.chakra_nodes import objects_in
 from crux_torch.sim.import_chakra import read_chakra
 from crux_torch.sim.import_chrome import read_chrome
 from crux_torch.sim.import_goal import read_goal
@@ -142,6 +145,22 @@ def test_goal_sends_start_when_what_they_require_is_computed() -> None:
 def test_a_schedule_that_cannot_be_played_is_refused(text: str, message: str) -> None:
     with pytest.raises(ImportFailed, match=message):
         read_goal(text)
+
+
+def test_a_schedule_of_whole_hosts_says_so() -> None:
+    one = "num_ranks 2\nrank 0 {\ncalc 5 cpu 0\nsend 8b to 1 nic 0\n}\nrank 1 {\nrecv 8b from 0\n}"
+    assert read_goal(one).notes == ()
+    for kind, more in (("CPUs", "calc 5 cpu 0\ncalc 5 cpu 1"), ("NICs", "calc 5")):
+        several = one.replace("calc 5 cpu 0", more)
+        if kind == "NICs":
+            several = several.replace("nic 0", "nic 0\nsend 9b to 1 nic 1") + "\n"
+            several = several.replace("recv 8b from 0", "recv 8b from 0\nrecv 9b from 0")
+        (note,) = read_goal(several).notes
+        assert f"a rank uses 2 {kind}, so it seems to be a host" in note
+
+
+def test_comments_that_are_not_closed_go_on_to_the_end() -> None:
+    assert read_goal(goal() + "/* " * 20_000) == read_goal(goal())
 
 
 # Chakra
@@ -287,6 +306,11 @@ def test_chakra_messages_wait_for_their_sender() -> None:
         ({"t.0.et": chakra(message((1, 1), (3, 4), (4, 9)))}, "node 1: depends on 9"),
         ({"t.0.et": chakra(message((1, 1), (3, 7)))}, "node 1: comm_type is missing"),
         ({"t.0.et": chakra(message((1, 1), (3, 4)))}, "nothing is computed"),
+        # Chakra's converter does not say whom a message goes to.
+        (
+            {"t.0.et": chakra(message((1, 1), (3, 5), attribute("comm_size", 9, 5)))},
+            "node 1: comm_dst is missing, which says the receiver; .* profiler's own traces",
+        ),
         # What Chakra's feeder reads in JSON.
         ({"t.0.json": b'{"workload_graph": [{"Id": 1, "NodeType": 7}]}'}, "Chakra's feeder reads"),
         ({"t.0.json": b'{"version": "1"}'}, "no object has a type"),
@@ -295,6 +319,84 @@ def test_chakra_messages_wait_for_their_sender() -> None:
 def test_a_chakra_trace_that_cannot_be_read_is_refused(files: dict, text: str) -> None:
     with pytest.raises(ImportFailed, match=text):
         read_chakra(files)
+
+
+def coll(number: int, comm_type: int, size: int, *more: tuple[int, bytes]) -> bytes:
+    """A collective after the node 1."""
+    given = (attribute("comm_type", 9, comm_type), attribute("comm_size", 13, size))
+    return message((1, number), (3, 7), (5, 1), *given, *more)
+
+
+COMPUTE = message((1, 1), (3, 4), (7, 50))
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_chakra_gathers_and_scatters_count_as_they_do_live(kind: str) -> None:
+    # What a rank puts in: its part, or at the root all of them and elsewhere nothing.
+    files = {
+        f"t.{r}.et": chakra(
+            COMPUTE, coll(2, 3, 1000) if kind == "gather" else coll(2, 4, 0 if r else 4000)
+        )
+        for r in range(4)
+    }
+    job = read_chakra(files)
+    sends = {group: one.bytes for one in job.collectives for group in one.groups}
+    expected = traffic.flows(kind, 4000, range(4), [str(r) for r in range(4)], peer=0)
+    assert {(str(a), str(b)): size for (a, b), size in sends.items()} == expected
+    assert {one.op for one in job.collectives} == {"send"}
+
+
+def test_what_chakras_converter_leaves_out_is_said() -> None:
+    named = attribute("pg_name", 29, b"1")
+    both = chakra(COMPUTE, coll(2, 0, 0), coll(3, 0, 500, named))
+    notes = read_chakra({f"t.{r}.et": both for r in range(2)}).notes
+    assert [note[:40] for note in notes] == [
+        "comm_size is 0 for 1 of 2 collectives, a",
+        "pg_name is missing for 1 of 2 collective",
+    ]
+
+
+def test_chakra_files_of_one_host_are_not_taken_for_all() -> None:
+    said = b'["[{\\\\"pg_name\\\\": \\\\"0\\\\", \\\\"group_size\\\\": 16}]"]'
+    init = message((1, 9), (2, b"## process_group:init ##"), (3, 1), (8, message((1, said))))
+    files = {f"t.{r}.et": chakra(COMPUTE, coll(2, 0, 100), init) for r in range(8)}
+    with pytest.raises(ImportFailed, match="files of 8 ranks, but they name a group of 16"):
+        read_chakra(files)
+    assert read_chakra({f"t.{r}.et": files["t.0.et"] for r in range(16)}).ranks == 16
+
+
+class Counted(str):
+    """A text that counts the characters that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> str:
+        found = super().__getitem__(key)
+        Counted.copied += len(found)
+        return found
+
+
+def test_the_work_on_chakras_json_grows_with_its_size() -> None:
+    text = Counted(
+        "\n".join(json.dumps({"id": i, "type": "COMP_NODE"}, indent=2) for i in range(300))
+    )
+    assert len(list(objects_in(text))) == 300
+    assert Counted.copied <= len(text)
+
+
+@pytest.mark.parametrize("name", [b"a\xff\xf0(", b"a\x01\x02", rb"C:\Users\q"])
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_names_in_chakras_json_are_not_needed(name: bytes, mark: bytes) -> None:
+    nodes = [
+        {"id": 1, "name": "NAME", "type": 4, "durationMicros": 10},
+        {"id": 2, "type": "COMM_COLL_NODE", "dataDeps": [1]},
+    ]
+    size = [{"name": "comm_type", "int64Val": 0}, {"name": "comm_size", "int64Val": 1000}]
+    nodes[1]["attr"] = size  # type: ignore[assignment]
+    text = json.dumps({"version": "1"}) + "".join(map(json.dumps, nodes))
+    files = {f"t.{r}.json": mark + text.encode().replace(b"NAME", name) for r in range(2)}
+    assert format_of(files) == "chakra"
+    assert bytes_by_op(read_chakra(files)) == {"allreduce": 1000}
 
 
 # Chrome

@@ -35,7 +35,7 @@ _TYPE_BYTES = {
 }
 #: The others: a kind, bits, and what NVIDIA's, AMD's or another format divides them into.
 _TYPE_BITS = re.compile(
-    r"(?:q?u?int|b?float|complex|bits|fp|bf)(?P<bits>[0-9]{1,3})"
+    r"(?:q?u?int|b?float|b?complex|bits|fp|bf)(?P<bits>[0-9]{1,3})"
     r"(?:_?e[0-9]m[0-9])?(?:fn)?u?z?(?:_?x(?P<times>[0-9]))?"
 )
 
