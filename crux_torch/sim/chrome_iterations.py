@@ -15,6 +15,8 @@ from crux_torch.sim.workload import ImportFailed
 
 #: An iteration with less than this part of the mean iteration's communication is not like the rest.
 UNLIKE = 0.5
+#: Share of the kernels whose launches are in a trace that records launches.
+MOSTLY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,14 @@ def iteration_of(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Ite
     if marks is None:
         whole = events[0].begin, max(e.end for e in events)
         return Iteration(*whole, tuple(device), (-math.inf, math.inf))
-    launched = _launch_times(events, device, {} if marks.on_device else launches)
-    owner = _owners(device, launched, marks, exact=bool(launches))
+    exact = _mostly_launched(device, launches)
+    if not exact and (seen := [at for at in marks.seen if at is not None]) == marks.seen:
+        marks = marks._replace(starts=seen, on_device=True)
+    owner = _owners(device, _launch_times(events, device, launches), marks, exact=exact)
     spans = _device_spans(device, owner, marks)
     chosen = _median(marks, spans)
     own = tuple(e for e, i in zip(device, owner, strict=True) if i == chosen)
-    told = any(time is not None for time in launched)
+    told = exact or marks.on_device
     notes = _notes_on(marks, spans[chosen]) + _outside(device, owner, chosen, len(spans), told)
     return Iteration(*spans[chosen], own, _host_spans(marks)[chosen], notes)
 
@@ -141,6 +145,12 @@ def _merged(events: Sequence[Event], category: str, start: str) -> dict[str, tup
     return found
 
 
+def _mostly_launched(device: Sequence[Event], launches: Mapping[Any, Launch]) -> bool:
+    """True if the launches of kernels are in the trace, but for those before the recording."""
+    known = [e.about.get("correlation") in launches for e in device if e.cat == "kernel"]
+    return sum(known) > MOSTLY * len(known)
+
+
 def _launch_times(
     events: Sequence[Event], device: Sequence[Event], launches: Mapping[Any, Launch]
 ) -> list[float | None]:
@@ -165,7 +175,7 @@ def _owners(
     What no launch tells of belongs to the iteration that the device was at.
 
     Args:
-        exact: calls of the runtime are in the trace, so few launches are unknown.
+        exact: few launches are unknown.
     """
     if marks.on_device:
         return [bisect_right(marks.starts, e.begin) - 1 for e in device]

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 from crux_torch.sim.chrome_file import Args, Event, Launch
@@ -75,7 +75,7 @@ def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
     if launches:
         _since_launch_before(told, kernels, batches, free, launches)
     else:
-        _in_order(told, events, batches, free)
+        _in_order(told, batches, free)
     for kernel in batches:
         if id(kernel) not in told.records:
             told.why_not[id(kernel)] = _why_not(kernel, launches)
@@ -112,40 +112,41 @@ def _since_launch_before(
         _give(told, kernel, parts[launch.tid, place])
 
 
-def _in_order(
-    told: Told, events: Sequence[Event], batches: Sequence[Event], free: Sequence[Event]
-) -> None:
-    """The first batch of records to the first kernel: where no launch is recorded.
+def _in_order(told: Told, batches: Sequence[Event], free: Sequence[Event]) -> None:
+    """The records in their order, where no launch is recorded.
 
-    Records are of one batch if no record of another kernel is between them, and their
-    ``External id`` is one.
+    Kernels of one kind have equally many, or else those since the kernel before began.
     """
-    ours = {id(e) for e in free}
-    records = [e for e in events if e.cat != "kernel" and "Collective name" in e.about]
-    found = [
-        list(held)
-        for (free_ones, _), held in groupby(
-            records, lambda e: (id(e) in ours, e.about.get("External id"))
-        )
-        if free_ones
-    ]
-    waiting = iter(found)
-    held = next(waiting, None)
+    of_kind: defaultdict[str, list[Event]] = defaultdict(list)
     for kernel in batches:
-        if "graph node id" in kernel.about:
-            continue
-        if held and held[0].begin <= kernel.begin and _give(told, kernel, held):
-            held = next(waiting, None)
+        if "graph node id" not in kernel.about:
+            of_kind[_kind(kernel)].append(kernel)
+    for kind, kernels in of_kind.items():
+        records = [e for e in free if kind not in _RUNS or op_of(e, e.about) in _RUNS[kind]]
+        each, rest = divmod(len(records), len(kernels))
+        parts = [records[i * each : (i + 1) * each] for i in range(len(kernels))]
+        if rest or any(
+            part[-1].begin > k.begin for part, k in zip(parts, kernels, strict=True) if part
+        ):
+            begins = [e.begin for e in records]
+            ends = [bisect_right(begins, kernel.begin) for kernel in kernels]
+            parts = [records[a:b] for a, b in pairwise([0, *ends])]
+        for kernel, part in zip(kernels, parts, strict=True):
+            _give(told, kernel, part)
 
 
-def _give(told: Told, kernel: Event, records: Sequence[Event]) -> bool:
+def _give(told: Told, kernel: Event, records: Sequence[Event]) -> None:
     """Gives a kernel those of the records that are of collectives which it may run."""
-    name = re.sub(r"^(void )?(nccl|rccl)(dev)?kernel|_", "", kernel.name.lower()).replace("_", "")
-    runs = next((ops for start, ops in _RUNS.items() if name.startswith(start)), None)
+    runs = _RUNS.get(_kind(kernel))
     fitting = [e.about for e in records if runs is None or op_of(e, e.about) in runs]
     if fitting:
         told.records[id(kernel)] = fitting
-    return bool(fitting)
+
+
+def _kind(kernel: Event) -> str:
+    """The key of ``_RUNS`` that a kernel's name begins with; the name itself if there is none."""
+    name = re.sub(r"^(void )?(nccl|rccl)(dev)?kernel|_", "", kernel.name.lower()).replace("_", "")
+    return next((start for start in _RUNS if name.startswith(start)), name)
 
 
 def _why_not(kernel: Event, launches: Mapping[Any, Launch]) -> str:

@@ -120,6 +120,11 @@ def _rank(name: str, held: bytes) -> _Rank:
     else:
         begin, end = iteration.host
         busy = _operations([e for e in events if begin <= e.begin < end])
+        if any("Collective name" in e.about for e in busy):
+            notes += (
+                "no kernel of its communication is in the trace, so waiting for it counts as "
+                "computation; record with ProfilerActivity.CUDA, too",
+            )
         records = [(e, e.about) for e in busy]
     compute = _Compute(_exposed(events, busy, iteration), iteration)
     sent = []
