@@ -234,6 +234,24 @@ def test_kernels_of_other_libraries_are_communication() -> None:
     assert "torch 2.3" not in str(got.value)
 
 
+def test_a_collective_that_is_not_known_counts_as_untold() -> None:
+    events = profiled(3)
+    for i in range(3):
+        about = collective("all_in_one", "Float", 10, 10)
+        events.append(event("ncclDevKernel_New", "kernel", 30_000 + STEP_US * i, 500, 20, **about))
+    job = read(events)
+    expect_iteration(job)
+    assert "1 of the unknown collective 'all_in_one'" in job.notes[0]
+
+
+def test_a_trace_without_the_device_says_that_waiting_counts_as_computation() -> None:
+    events = [e for e in profiled(3) if e["cat"] in ("user_annotation", "cpu_op")]
+    job = read(events)
+    assert moved(job) == pytest.approx({"allreduce": REDUCED + GATHERED / 2})
+    assert job.compute_s == pytest.approx(STEP_US * 1e-6, rel=0.01)
+    assert "record with ProfilerActivity.CUDA" in job.notes[0]
+
+
 def test_a_file_of_several_ranks_is_refused() -> None:
     events = profiled(3)
     for i, e in enumerate(e for e in events if e["name"].startswith("nccl")):

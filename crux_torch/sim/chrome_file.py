@@ -20,6 +20,8 @@ _LIBRARY = re.compile(
 )
 #: Kinds of events that run on a device.
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: Share of the kernels whose launches are in a trace that records launches.
+MOSTLY = 0.5
 Args = Mapping[str, Any]
 
 
@@ -52,9 +54,15 @@ class Event(msgspec.Struct):
         return "Collective name" in self.about or bool(_LIBRARY.match(self.name))
 
 
-class Distributed(msgspec.Struct):
-    """What a trace says of its job."""
+class Origin(NamedTuple):
+    """Whose trace it is: the rank, the ranks of its job, and what the job says of its groups."""
 
+    rank: int
+    world: int
+    groups: Any
+
+
+class _Distributed(msgspec.Struct):
     rank: int | None = None
     world_size: int | None = None
     pg_config: Any = None
@@ -62,7 +70,7 @@ class Distributed(msgspec.Struct):
 
 class _Trace(msgspec.Struct):
     traceEvents: list[Event]
-    distributedInfo: Distributed | None = None
+    distributedInfo: _Distributed | None = None
 
 
 class Launch(NamedTuple):
@@ -79,8 +87,8 @@ class Launch(NamedTuple):
     graph: bool
 
 
-def read_trace(held: bytes) -> tuple[Distributed, list[Event]]:
-    """What a trace says of its job, and its events that have a duration, in the order of time.
+def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
+    """Whose trace it is, and its events that have a duration, in the order of time.
 
     Raises:
         ImportFailed: it is no trace, or of no job of several ranks.
@@ -89,7 +97,7 @@ def read_trace(held: bytes) -> tuple[Distributed, list[Event]]:
         trace = decode_json(held, _Trace)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ImportFailed(f"expected a trace with traceEvents: {error}") from None
-    about = trace.distributedInfo or Distributed()
+    about = trace.distributedInfo or _Distributed()
     if about.rank is None or about.world_size is None or not 0 <= about.rank < about.world_size:
         raise ImportFailed(
             "distributedInfo: expected rank and world_size of a distributed job, which torch's "
@@ -108,7 +116,14 @@ def read_trace(held: bytes) -> tuple[Distributed, list[Event]]:
             f"kernels communicate on {len(devices)} devices, so the file has several ranks put "
             "together; expected a file for each rank"
         )
-    return about, sorted(events, key=lambda event: event.begin)
+    origin = Origin(about.rank, about.world_size, about.pg_config)
+    return origin, sorted(events, key=lambda event: event.begin)
+
+
+def mostly_launched(kernels: Sequence[Event], launches: Mapping[Any, Launch]) -> bool:
+    """True if the launches of these kernels are recorded, but for those before the recording."""
+    known = sum(kernel.about.get("correlation") in launches for kernel in kernels)
+    return known > MOSTLY * len(kernels)
 
 
 def launches_of(events: Sequence[Event]) -> dict[Any, Launch]:

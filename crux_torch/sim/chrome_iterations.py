@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from crux_torch.sim.chrome_file import ON_DEVICE, Event, Launch
+from crux_torch.sim.chrome_file import ON_DEVICE, Event, Launch, mostly_launched
 from crux_torch.sim.workload import ImportFailed
 
 #: An iteration with less than this part of the mean iteration's communication is not like the rest.
 UNLIKE = 0.5
-#: Share of the kernels whose launches are in a trace that records launches.
-MOSTLY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,8 @@ def iteration_of(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Ite
     if marks is None:
         whole = events[0].begin, max(e.end for e in events)
         return Iteration(*whole, tuple(device), (-math.inf, math.inf))
-    exact = _mostly_launched(device, launches)
+    kernels = [e for e in device if e.cat == "kernel"]
+    exact = mostly_launched([e for e in kernels if not e.communicates] or kernels, launches)
     if not exact and (seen := [at for at in marks.seen if at is not None]) == marks.seen:
         marks = marks._replace(starts=seen, on_device=True)
     owner = _owners(device, _launch_times(events, device, launches), marks, exact=exact)
@@ -143,12 +142,6 @@ def _merged(events: Sequence[Event], category: str, start: str) -> dict[str, tup
             begin, end = found.get(e.name, (math.inf, -math.inf))
             found[e.name] = min(begin, e.begin), max(end, e.end)
     return found
-
-
-def _mostly_launched(device: Sequence[Event], launches: Mapping[Any, Launch]) -> bool:
-    """True if the launches of kernels are in the trace, but for those before the recording."""
-    known = [e.about.get("correlation") in launches for e in device if e.cat == "kernel"]
-    return sum(known) > MOSTLY * len(known)
 
 
 def _launch_times(

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from crux_torch.sim.chrome_file import Args, Event, Launch
+from crux_torch.sim.chrome_file import Args, Event, Launch, mostly_launched
 from crux_torch.sim.chrome_records import op_of
+from crux_torch.sim.workload import ImportFailed
 
 #: What a kernel is named after, without underscores, and the collectives that it may run.
 _RUNS = {
@@ -50,20 +51,18 @@ def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
     told = Told()
     on_host: defaultdict[Any, list[Event]] = defaultdict(list)
     for e in events:
-        if e.cat != "kernel" and "Collective name" in e.about and op_of(e, e.about):
+        if e.cat != "kernel" and "Collective name" in e.about and _moves(e):
             on_host[e.about.get("External id")].append(e)
     kernels = [e for e in events if e.cat == "kernel" and e.communicates]
     taken, batches = set(), []
     for kernel in kernels:
-        about = kernel.about
-        key = about.get("External id")
-        if "Group size" in about and op_of(kernel, about):
+        about, key = kernel.about, kernel.about.get("External id")
+        if "Group size" in about and _moves(kernel):
             told.records[id(kernel)] = [about]
         elif key is not None and key in on_host:
             told.records[id(kernel)] = [e.about for e in on_host[key]]
-        elif "Group size" in about and not _is_whole(about):
-            told.records[id(kernel)] = []
-            continue
+        elif "Group size" in about and not _is_whole(about) and _moves(kernel) is not None:
+            told.records[id(kernel)] = []  # a barrier
         else:
             batches.append(kernel)
             continue
@@ -72,14 +71,23 @@ def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
         (e for key, held in on_host.items() if key is None or key not in taken for e in held),
         key=lambda event: event.begin,
     )
-    if launches:
+    launched = mostly_launched(kernels, launches)
+    if launched:
         _since_launch_before(told, kernels, batches, free, launches)
     else:
         _in_order(told, batches, free)
     for kernel in batches:
         if id(kernel) not in told.records:
-            told.why_not[id(kernel)] = _why_not(kernel, launches)
+            told.why_not[id(kernel)] = _why_not(kernel, launches, launched)
     return told
+
+
+def _moves(event: Event) -> bool | None:
+    """True if a record is of a collective that moves something; None if it is not known."""
+    try:
+        return op_of(event, event.about) is not None
+    except ImportFailed:
+        return None
 
 
 def _is_whole(about: Args) -> bool:
@@ -149,12 +157,14 @@ def _kind(kernel: Event) -> str:
     return next((start for start in _RUNS if name.startswith(start)), name)
 
 
-def _why_not(kernel: Event, launches: Mapping[Any, Launch]) -> str:
+def _why_not(kernel: Event, launches: Mapping[Any, Launch], launched: bool) -> str:
     launch = launches.get(kernel.about.get("correlation"))
     if "graph node id" in kernel.about or (launch and launch.graph):
         return "replayed by a CUDA graph"
+    if "Collective name" in kernel.about and not _is_whole(kernel.about):
+        return f"of the unknown collective {kernel.about['Collective name']!r}"
     if "ccl" not in kernel.name.lower():
         return "of a library that records nothing"
-    if launches and launch is None:
+    if launched and launch is None:
         return "launched before the recording began"
     return "without a record on the device or on the host"

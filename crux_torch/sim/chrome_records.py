@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from crux_torch.sim.chrome_file import Args, Distributed, Event
+from crux_torch.sim.chrome_file import Args, Event, Origin
 from crux_torch.sim.parallelism import Group
 from crux_torch.sim.workload import ImportFailed
 
@@ -24,7 +24,7 @@ OPS = {
     "recv": "recv",
 }
 #: Names that move nothing of their own: parts count a whole.
-_SILENT = re.compile(r"barrier|wait|coalesced|groupend|init|start|end|pointtopoint|batch")
+_SILENT = re.compile(r"barrier|coalesced|pointtopoint|^(wait|groupend|init|start|end|batch)")
 #: c10's types that have no width in their names, in bytes.
 _TYPE_BYTES = {
     **dict.fromkeys(("bool", "byte", "char"), 1),
@@ -51,7 +51,7 @@ def op_of(event: Event, args: Args) -> str | None:
     for start, op in OPS.items():
         if name.startswith(start):
             return op
-    if _SILENT.match(name):
+    if _SILENT.search(name):
         return None
     raise ImportFailed(f"collective {given!r} is unknown, expected one of {', '.join(OPS)}")
 
@@ -94,24 +94,22 @@ def element_bytes(dtype: str) -> int:
     raise ImportFailed(f"dtype {dtype!r} is unknown, expected a type of torch such as BFloat16")
 
 
-def group_of(args: Args, about: Distributed) -> Group:
+def group_of(args: Args, origin: Origin) -> Group:
     """Global ranks of the group.
 
     Raises:
         ImportFailed: nothing tells them, or this rank is not one of them.
     """
-    assert about.rank is not None
-    assert about.world_size is not None
     ranks = (
         _ranks(args.get("Process Group Ranks"))
-        or _configured(args.get("Process Group Name"), about.pg_config)
+        or _configured(args.get("Process Group Name"), origin.groups)
         or _even(args)
     )
-    if ranks is None and args.get("Group size") == about.world_size:
-        ranks = tuple(range(about.world_size))
+    if ranks is None and args.get("Group size") == origin.world:
+        ranks = tuple(range(origin.world))
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks):
         raise ImportFailed(f"group {args.get('Process Group Name')!r}: nothing tells its ranks")
-    if max(ranks) >= about.world_size or about.rank not in ranks:
+    if max(ranks) >= origin.world or origin.rank not in ranks:
         raise ImportFailed(f"group {list(ranks)[:8]}: expected ranks of the job, with this one")
     return ranks
 

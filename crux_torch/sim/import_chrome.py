@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from crux_torch.sim.chrome_file import ON_DEVICE, Args, Distributed, Event, launches_of, read_trace
+from crux_torch.sim.chrome_file import ON_DEVICE, Args, Event, Origin, launches_of, read_trace
 from crux_torch.sim.chrome_iterations import Iteration, iteration_of
 from crux_torch.sim.chrome_kernels import Told, tell
 from crux_torch.sim.chrome_records import ends_of, group_of, op_of, payload_of, root_of
@@ -107,7 +107,7 @@ def read_chrome(files: Mapping[str, bytes]) -> ImportedJob:
 
 
 def _rank(name: str, held: bytes) -> _Rank:
-    about, events = read_trace(held)
+    origin, events = read_trace(held)
     launches = launches_of(events)
     told = tell(events, launches)
     iteration = iteration_of(events, launches)
@@ -130,16 +130,13 @@ def _rank(name: str, held: bytes) -> _Rank:
     sent = []
     for event, args in records:
         if (op := op_of(event, args)) is not None:
-            sent.append(_sent(event, args, op, about, compute.share_at(event.begin)))
-    assert about.rank is not None
-    assert about.world_size is not None
-    return _Rank(name, about.rank, about.world_size, compute.length_us, tuple(sent), notes)
+            sent.append(_sent(event, args, op, origin, compute.share_at(event.begin)))
+    return _Rank(name, origin.rank, origin.world, compute.length_us, tuple(sent), notes)
 
 
-def _sent(event: Event, args: Args, op: str, about: Distributed, at: float) -> _Sent:
-    assert about.rank is not None
-    group = group_of(args, about)
-    ends = ends_of(args, group, about.rank, op) if op in ("send", "recv") else ()
+def _sent(event: Event, args: Args, op: str, origin: Origin, at: float) -> _Sent:
+    group = group_of(args, origin)
+    ends = ends_of(args, group, origin.rank, op) if op in ("send", "recv") else ()
     return _Sent(op, payload_of(event, args, op), group, ends, root_of(args, group), at)
 
 
