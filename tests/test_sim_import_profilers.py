@@ -170,6 +170,33 @@ def test_a_batch_moves_what_the_host_recorded_of_its_parts(launches: bool, sends
     assert job.notes == ()
 
 
+# As ROCm's profiler writes it.
+def test_a_kernel_without_an_id_has_that_of_its_launch() -> None:
+    events = profiled(3, own=False)
+    for e in events:
+        if e["cat"] == "kernel":
+            del e["args"]["External id"]
+    job = read(events)
+    expect_iteration(job)
+    assert job.notes == ()
+
+
+def test_batches_of_several_collectives_without_launches_share_records_evenly() -> None:
+    events = profiled(3, launches=False)
+    for i in range(3):
+        for j in range(4):
+            about = collective("_allgather_base", "Byte", 1_000, 16_000)
+            number = {"External id": 5_000 + 10 * i + j}
+            # The host is far ahead.
+            events.append(
+                event("record_param_comms", "cpu_op", 8_000 + 100 * i + j, 1, **number, **about)
+            )
+        events.append(event("ncclDevKernel_AllGather", "kernel", 30_000 + STEP_US * i, 500, 20))
+    job = read(events)
+    assert moved(job)["allreduce"] == pytest.approx(REDUCED + GATHERED / 2 + 4 * 8_000)
+    assert job.notes == ()
+
+
 def test_a_kernel_takes_no_record_of_another_kind() -> None:
     events = profiled(3)
     about = collective("allreduce", "Float", 10, 10) | {"External id": 5_000}

@@ -80,11 +80,13 @@ class Launch(NamedTuple):
         at: when, in microseconds.
         tid: the thread that called.
         graph: it started a CUDA graph, in which the kernel is one of many.
+        operation: the ``External id`` of the operation that called.
     """
 
     at: float
     tid: Any
     graph: bool
+    operation: Any
 
 
 def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
@@ -129,7 +131,9 @@ def mostly_launched(kernels: Sequence[Event], launches: Mapping[Any, Launch]) ->
 def launches_of(events: Sequence[Event]) -> dict[Any, Launch]:
     """The call that launched what runs on the device, by its correlation."""
     return {
-        e.about["correlation"]: Launch(e.begin, e.tid, "graph" in e.name.lower())
+        e.about["correlation"]: Launch(
+            e.begin, e.tid, "graph" in e.name.lower(), e.about.get("External id")
+        )
         for e in events
         if e.cat not in ON_DEVICE and e.about.get("correlation")
     }

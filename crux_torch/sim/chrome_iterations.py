@@ -74,7 +74,8 @@ def iteration_of(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Ite
         return Iteration(*whole, tuple(device), (-math.inf, math.inf))
     kernels = [e for e in device if e.cat == "kernel"]
     exact = mostly_launched([e for e in kernels if not e.communicates] or kernels, launches)
-    if not exact and (seen := [at for at in marks.seen if at is not None]) == marks.seen:
+    seen = sorted(at for at in marks.seen if at is not None)
+    if not exact and seen == marks.seen:
         marks = marks._replace(starts=seen, on_device=True)
     owner = _owners(device, _launch_times(events, device, launches), marks, exact=exact)
     spans = _device_spans(device, owner, marks)

@@ -41,9 +41,9 @@ class Told:
 def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
     """Finds the records of every kernel of a trace.
 
-    A kernel has its own record, or that of the operation on the host that has its ``External id``.
-    The kernel of a batch has neither: the records that the host wrote since its launch before, and
-    which no other kernel has, are those of the batch.
+    A kernel has its own record, or that of the operation on the host that launched it. The kernel
+    of a batch has neither: the records that the host wrote since its launch before, and which no
+    other kernel has, are those of the batch.
 
     Args:
         events: of the whole trace, in the order of time.
@@ -56,12 +56,14 @@ def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
     kernels = [e for e in events if e.cat == "kernel" and e.communicates]
     taken, batches = set(), []
     for kernel in kernels:
-        about, key = kernel.about, kernel.about.get("External id")
-        if "Group size" in about and _moves(kernel):
+        about, launch = kernel.about, launches.get(kernel.about.get("correlation"))
+        key = about.get("External id", launch and launch.operation)
+        recorded = "Group size" in about or "Collective name" in about
+        if recorded and _moves(kernel):
             told.records[id(kernel)] = [about]
         elif key is not None and key in on_host:
             told.records[id(kernel)] = [e.about for e in on_host[key]]
-        elif "Group size" in about and not _is_whole(about) and _moves(kernel) is not None:
+        elif recorded and not _is_whole(about) and _moves(kernel) is not None:
             told.records[id(kernel)] = []  # a barrier
         else:
             batches.append(kernel)

@@ -108,7 +108,10 @@ def group_of(args: Args, origin: Origin) -> Group:
     if ranks is None and args.get("Group size") == origin.world:
         ranks = tuple(range(origin.world))
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks):
-        raise ImportFailed(f"group {args.get('Process Group Name')!r}: nothing tells its ranks")
+        raise ImportFailed(
+            f"group {args.get('Process Group Name')!r}: nothing tells its ranks, expected Process "
+            "Group Ranks in its record, or pg_config in distributedInfo"
+        )
     if max(ranks) >= origin.world or origin.rank not in ranks:
         raise ImportFailed(f"group {list(ranks)[:8]}: expected ranks of the job, with this one")
     return ranks
