@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -657,6 +658,9 @@ def test_a_job_that_fits_nowhere_is_refused() -> None:
         (["x=EMPTY"], "holds no files"),
         (["x=BAD"], "format is not known"),
         (["x=CUT"], "expected what gzip packed"),
+        (["x=PIPE"], "expected a regular file, not a pipe"),
+        (["x=DEEP"], "nested too deeply"),
+        (["x=DEEP_CHAKRA"], "nested too deeply"),
         (["x=ALONE"], "no rank sends anything to another"),
         (["x=PYTORCH"], "got an execution trace of PyTorch"),
     ],
@@ -669,7 +673,12 @@ def test_what_cannot_be_imported_ends_with_a_message(
     (tmp_path / "cut").write_bytes(gzip.compress(SIMAI.encode())[:40])
     (tmp_path / "t.0.et").write_bytes(chakra_rank(10))
     (tmp_path / "et.json").write_text('{"schema": "1.0.1", "nodes": []}')
-    places = {"EMPTY": tmp_path / "empty", "BAD": tmp_path / "bad", "CUT": tmp_path / "cut"}
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text('{"traceEvents": [{"args": {"a": ' + "[" * 100_000)
+    (tmp_path / "deep.0.json").write_text('{"version": ' + "[" * 100_000)
+    places = {"PIPE": tmp_path / "pipe", "DEEP_CHAKRA": tmp_path / "deep.0.json"}
+    places |= {"DEEP": tmp_path / "deep"}
+    places |= {"EMPTY": tmp_path / "empty", "BAD": tmp_path / "bad", "CUT": tmp_path / "cut"}
     places |= {"ALONE": tmp_path / "t.0.et", "PYTORCH": tmp_path / "et.json"}
     for word, place in places.items():
         given_jobs = [job.replace(word, str(place)) for job in given_jobs]

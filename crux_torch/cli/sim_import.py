@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from pathlib import Path
 
 import click
@@ -11,10 +9,14 @@ import msgspec
 
 from crux_torch.cli.results import write_text
 from crux_torch.errors import CruxError
+from crux_torch.files import read_file
 from crux_torch.sim.imported import FORMATS, format_of, scenario_of
 from crux_torch.sim.placement import PLACEMENTS
 from crux_torch.sim.trace_rows import TOPOLOGIES, topology_of
 from crux_torch.sim.workload import ImportedJob, ImportFailed
+
+#: A longer file is refused, also after unpacking; the profiler's traces of a rank have gigabytes.
+MAX_FILE_BYTES = 1 << 32
 
 
 @click.command("import")
@@ -109,9 +111,9 @@ def _read(path: Path, format_name: str | None) -> ImportedJob:
         inside = [path]
         if path.is_dir():
             inside = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".")
-        files = {str(file): _unpacked(file) for file in inside}
+        files = {str(file): read_file(file, MAX_FILE_BYTES, unpack=True) for file in inside}
     except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
+        raise click.ClickException(f"{error.filename or path}: {error.strerror}") from None
     if not files:
         raise click.ClickException(f"{path}: the folder holds no files")
     job = FORMATS[format_name or format_of(files)](files)
@@ -121,13 +123,3 @@ def _read(path: Path, format_name: str | None) -> ImportedJob:
             "that communicates"
         )
     return job
-
-
-def _unpacked(file: Path) -> bytes:
-    held = file.read_bytes()
-    if not held.startswith(b"\x1f\x8b"):
-        return held
-    try:
-        return gzip.decompress(held)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ImportFailed(f"{file}: expected what gzip packed: {error}") from None

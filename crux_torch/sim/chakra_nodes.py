@@ -110,8 +110,10 @@ def _json(held: bytes) -> tuple[bytes, list[Node]]:
             found = list(objects_in(text_of(held)))
         except json.JSONDecodeError:
             found = list(objects_in(repaired_json(held).decode()))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise ImportFailed(f"expected JSON objects: {error}") from None
+    except RecursionError:
+        raise ImportFailed("expected JSON objects, but one is nested too deeply") from None
     nodes = [_node_of_json(one) for one in found if "type" in one]
     if any("workload_graph" in one for one in found):
         raise ImportFailed(

@@ -97,7 +97,7 @@ def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
     """
     try:
         trace = decode_json(held, _Trace)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ImportFailed(f"expected a trace with traceEvents: {error}") from None
     about = trace.distributedInfo or _Distributed()
     if about.rank is None or about.world_size is None or not 0 <= about.rank < about.world_size:

@@ -56,12 +56,15 @@ def decode_json(held: bytes, type: type[_T]) -> _T:
     """The JSON as an object of ``type``, repaired where it does not parse as it stands.
 
     Raises:
-        msgspec.DecodeError: it is none.
+        ValueError: it is none, or is nested too deeply.
     """
     try:
-        return msgspec.json.decode(held, type=type, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.json.decode(repaired_json(held), type=type, strict=False)
+        try:
+            return msgspec.json.decode(held, type=type, strict=False)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(repaired_json(held), type=type, strict=False)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _escape(found: re.Match[bytes]) -> bytes:
