@@ -519,6 +519,7 @@ def test_cruxs_own_trace_is_read() -> None:
         (b'{"traceEvents": []}', "expected rank and world_size"),
         (kineto(0, 2), "expected events"),
         (kineto(0, 1, reduced(0, 9, "[0]")), "expected a job of several ranks"),
+        (kineto(0, 10**9, reduced(0, 9, "[0]")), "world_size is 1000000000, expected 1048576"),
         (kineto(0, 2, event("ncclKernel_AllReduce", "kernel", 0, 9, stream=7)), "torch 2.3"),
         (kineto(0, 2, reduced(0, 9, "[0, 5]")), "expected ranks of the job"),
         (kineto(0, 64, reduced(0, 9, "[0, 1, ..., 63]")), "nothing tells its ranks"),

@@ -344,6 +344,8 @@ def test_sends_stay_in_groups_that_say_more() -> None:
         (16, (0, 1, 4, 5), {tuple(r + i for i in (0, 1, 4, 5)) for r in (0, 2, 8, 10)}),
         # Megatron's embeddings: of the first stage and the last.
         (32, (0, 24), {(rank, rank + 24) for rank in range(8)}),
+        # Neither do pairs share a rank where they don't fill the job.
+        (8, (0, 3), {(0, 3), (1, 4), (2, 5)}),
     ],
 )
 def test_groups_are_repeated_beside_each_other(world: int, group: tuple, groups: set) -> None:

@@ -20,6 +20,8 @@ _LIBRARY = re.compile(
 )
 #: Kinds of events that run on a device.
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: Ranks of a job that is read; more is taken for a broken file.
+MOST_RANKS = 1 << 20
 #: Share of the kernels whose launches are in a trace that records launches.
 MOSTLY = 0.5
 Args = Mapping[str, Any]
@@ -104,6 +106,10 @@ def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
         raise ImportFailed(
             "distributedInfo: expected rank and world_size of a distributed job, which torch's "
             "profiler writes while there is a process group"
+        )
+    if about.world_size > MOST_RANKS:
+        raise ImportFailed(
+            f"distributedInfo: world_size is {about.world_size}, expected {MOST_RANKS} at most"
         )
     if about.world_size == 1:
         raise ImportFailed("distributedInfo: world_size is 1, expected a job of several ranks")

@@ -221,12 +221,14 @@ def _repeated(group: Group, world: int) -> tuple[Group, ...]:
     first, taken = min(group), bytearray(world)
     found: list[Group] = []
     for at in range(world - max(group) + first):
+        if taken[at]:
+            continue
         place = tuple(rank - first + at for rank in group)
         if not any(taken[rank] for rank in place):
             found.append(place)
             for rank in place:
                 taken[rank] = 1
-        elif not taken[at] and len(group) > 2:
+        elif len(group) > 2:
             break
     if group not in found or (len(group) > 2 and not all(taken)):
         raise ImportFailed(
