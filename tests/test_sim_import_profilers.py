@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from profiled import (
 from crux_torch.cli.sim import sim
 from crux_torch.measure import traffic
 from crux_torch.sim.chrome_records import element_bytes
+from crux_torch.sim.import_chakra import read_chakra
 from crux_torch.sim.import_chrome import read_chrome
 from crux_torch.sim.imported import format_of
 from crux_torch.sim.workload import ImportedJob, ImportFailed
@@ -125,6 +127,13 @@ def test_a_recording_that_begins_within_an_iteration_waits_for_a_whole_one() -> 
 def test_steps_that_are_not_alike_are_said() -> None:
     (note,) = read(accumulated(marked=False)).notes
     assert "the iteration of median length has 5.0% of the trace's communication time" in note
+
+
+def test_a_trace_without_steps_is_one_iteration() -> None:
+    job = read([e for e in profiled(4) if e["cat"] != "user_annotation"])
+    assert job.compute_s == pytest.approx(4 * COMPUTE_S, rel=0.01)
+    assert moved(job) == pytest.approx({"allreduce": 4 * (REDUCED + GATHERED / 2)})
+    assert job.notes == ("the trace marks no steps, so all of it is one iteration",)
 
 
 def test_steps_of_the_optimizer_divide_a_trace_that_no_profiler_stepped() -> None:
@@ -427,6 +436,13 @@ def test_packed_traces_are_read(tmp_path: Path, mark: bytes) -> None:
     assert size == pytest.approx(2.29e10, rel=0.01)
 
 
+@pytest.mark.parametrize("number", [{}, [1], None, 1e300])
+def test_ids_that_are_none_are_as_if_they_were_missing(number: Any) -> None:
+    events = profiled(3)
+    events[-1]["args"] |= {"External id": number, "correlation": number}
+    expect_iteration(read(events))
+
+
 def test_an_event_whose_time_is_no_number_is_left_out() -> None:
     events = [*profiled(3), event("gemm", "kernel", float("nan"), 5)]
     expect_iteration(read(events))
@@ -495,3 +511,12 @@ def test_every_case_has_its_right_value(
     assert found[0] == pytest.approx(compute_s, rel=0.02)
     assert found[1] == pytest.approx(size, rel=0.01)
     assert said in found[2]
+
+
+@pytest.mark.skipif(not CASES.is_dir(), reason="the cases are not in a clone of the repository")
+def test_the_large_case_is_read(tmp_path: Path) -> None:
+    script = CASES / "make_chakra_large.py"
+    subprocess.run([sys.executable, str(script), "200"], cwd=tmp_path, check=True)
+    job = read_chakra({str(file): file.read_bytes() for file in tmp_path.iterdir()})
+    assert moved(job) == {"allreduce": 4e6}
+    assert job.compute_s == pytest.approx(196 * 10e-6)

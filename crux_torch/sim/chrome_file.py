@@ -25,6 +25,7 @@ MOST_RANKS = 1 << 20
 #: Share of the kernels whose launches are in a trace that records launches.
 MOSTLY = 0.5
 Args = Mapping[str, Any]
+Key = int | str | None
 
 
 class Event(msgspec.Struct):
@@ -35,12 +36,17 @@ class Event(msgspec.Struct):
     cat: str = ""
     ts: float | None = 0.0
     dur: float | None = 0.0
-    tid: Any = None
+    tid: int | str | None = None
     args: dict[str, Any] | None = None
 
     @property
     def about(self) -> Args:
         return self.args or {}
+
+    def key(self, name: str) -> Key:
+        """What the event says by that name to tell which other events it belongs to."""
+        value = self.about.get(name)
+        return value if isinstance(value, int | str) else None
 
     @property
     def begin(self) -> float:
@@ -86,9 +92,9 @@ class Launch(NamedTuple):
     """
 
     at: float
-    tid: Any
+    tid: Key
     graph: bool
-    operation: Any
+    operation: Key
 
 
 def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
@@ -118,7 +124,7 @@ def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
     ]
     if not events:
         raise ImportFailed("expected events with a duration")
-    devices = {e.about.get("device") for e in events if e.cat == "kernel" and e.communicates}
+    devices = {e.key("device") for e in events if e.cat == "kernel" and e.communicates}
     if len(devices) > 1:
         raise ImportFailed(
             f"kernels communicate on {len(devices)} devices, so the file has several ranks put "
@@ -128,18 +134,16 @@ def read_trace(held: bytes) -> tuple[Origin, list[Event]]:
     return origin, sorted(events, key=lambda event: event.begin)
 
 
-def mostly_launched(kernels: Sequence[Event], launches: Mapping[Any, Launch]) -> bool:
+def mostly_launched(kernels: Sequence[Event], launches: Mapping[Key, Launch]) -> bool:
     """True if the launches of these kernels are recorded, but for those before the recording."""
-    known = sum(kernel.about.get("correlation") in launches for kernel in kernels)
+    known = sum(kernel.key("correlation") in launches for kernel in kernels)
     return known > MOSTLY * len(kernels)
 
 
-def launches_of(events: Sequence[Event]) -> dict[Any, Launch]:
+def launches_of(events: Sequence[Event]) -> dict[Key, Launch]:
     """The call that launched what runs on the device, by its correlation."""
     return {
-        e.about["correlation"]: Launch(
-            e.begin, e.tid, "graph" in e.name.lower(), e.about.get("External id")
-        )
+        number: Launch(e.begin, e.tid, "graph" in e.name.lower(), e.key("External id"))
         for e in events
-        if e.cat not in ON_DEVICE and e.about.get("correlation")
+        if e.cat not in ON_DEVICE and (number := e.key("correlation"))
     }

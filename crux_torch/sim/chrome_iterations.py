@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from crux_torch.sim.chrome_file import ON_DEVICE, Event, Launch, mostly_launched
+from crux_torch.sim.chrome_file import ON_DEVICE, Event, Key, Launch, mostly_launched
 from crux_torch.sim.workload import ImportFailed
 
 #: An iteration with less than this part of the mean iteration's communication is not like the rest.
@@ -55,7 +55,7 @@ class _Marks(NamedTuple):
     steps: int
 
 
-def iteration_of(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Iteration:
+def iteration_of(events: Sequence[Event], launches: Mapping[Key, Launch]) -> Iteration:
     """The iteration of median length, or the whole trace where nothing marks iterations.
 
     An iteration has the kernels that were launched in it, whenever they ran. It lasts on the device
@@ -71,7 +71,8 @@ def iteration_of(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Ite
     marks = _by_profiler_steps(events) or _by_optimizer_steps(events)
     if marks is None:
         whole = events[0].begin, max(e.end for e in events)
-        return Iteration(*whole, tuple(device), (-math.inf, math.inf))
+        note = "the trace marks no steps, so all of it is one iteration"
+        return Iteration(*whole, tuple(device), (-math.inf, math.inf), (note,))
     kernels = [e for e in device if e.cat == "kernel"]
     exact = mostly_launched([e for e in kernels if not e.communicates] or kernels, launches)
     seen = sorted(at for at in marks.seen if at is not None)
@@ -146,17 +147,17 @@ def _merged(events: Sequence[Event], category: str, start: str) -> dict[str, tup
 
 
 def _launch_times(
-    events: Sequence[Event], device: Sequence[Event], launches: Mapping[Any, Launch]
+    events: Sequence[Event], device: Sequence[Event], launches: Mapping[Key, Launch]
 ) -> list[float | None]:
     """When the host launched each event of the device; None where nothing tells."""
-    operations: dict[Any, float] = {}
+    operations: dict[Key, float] = {}
     for e in events:
-        if e.cat == "cpu_op" and e.about.get("External id"):
-            operations.setdefault(e.about["External id"], e.begin)
+        if e.cat == "cpu_op" and (number := e.key("External id")):
+            operations.setdefault(number, e.begin)
 
     def launched(event: Event) -> float | None:
-        launch = launches.get(event.about.get("correlation"))
-        return launch.at if launch else operations.get(event.about.get("External id"))
+        launch = launches.get(event.key("correlation"))
+        return launch.at if launch else operations.get(event.key("External id"))
 
     return [launched(event) for event in device]
 

@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-from crux_torch.sim.chrome_file import Args, Event, Launch, mostly_launched
+from crux_torch.sim.chrome_file import Args, Event, Key, Launch, mostly_launched
 from crux_torch.sim.chrome_records import op_of
 from crux_torch.sim.workload import ImportFailed
 
@@ -38,7 +37,7 @@ class Told:
     why_not: dict[int, str] = field(default_factory=dict)
 
 
-def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
+def tell(events: Sequence[Event], launches: Mapping[Key, Launch]) -> Told:
     """Finds the records of every kernel of a trace.
 
     A kernel has its own record, or that of the operation on the host that launched it. The kernel
@@ -49,15 +48,15 @@ def tell(events: Sequence[Event], launches: Mapping[Any, Launch]) -> Told:
         events: of the whole trace, in the order of time.
     """
     told = Told()
-    on_host: defaultdict[Any, list[Event]] = defaultdict(list)
+    on_host: defaultdict[Key, list[Event]] = defaultdict(list)
     for e in events:
         if e.cat != "kernel" and "Collective name" in e.about and _moves(e):
-            on_host[e.about.get("External id")].append(e)
+            on_host[e.key("External id")].append(e)
     kernels = [e for e in events if e.cat == "kernel" and e.communicates]
     taken, batches = set(), []
     for kernel in kernels:
-        about, launch = kernel.about, launches.get(kernel.about.get("correlation"))
-        key = about.get("External id", launch and launch.operation)
+        about, launch = kernel.about, launches.get(kernel.key("correlation"))
+        key = kernel.key("External id") or (launch.operation if launch else None)
         recorded = "Group size" in about or "Collective name" in about
         if recorded and _moves(kernel):
             told.records[id(kernel)] = [about]
@@ -102,20 +101,20 @@ def _since_launch_before(
     kernels: Sequence[Event],
     batches: Sequence[Event],
     free: Sequence[Event],
-    launches: Mapping[Any, Launch],
+    launches: Mapping[Key, Launch],
 ) -> None:
     """The records between a batch's launch and the launch before it, on the same thread."""
-    calls: defaultdict[Any, set[float]] = defaultdict(set)
+    calls: defaultdict[Key, set[float]] = defaultdict(set)
     for kernel in kernels:
-        if launch := launches.get(kernel.about.get("correlation")):
+        if launch := launches.get(kernel.key("correlation")):
             calls[launch.tid].add(launch.at)
-    parts: defaultdict[tuple[Any, int], list[Event]] = defaultdict(list)
+    parts: defaultdict[tuple[Key, int], list[Event]] = defaultdict(list)
     at = {tid: sorted(times) for tid, times in calls.items()}
     for e in free:
         if e.tid in at:
             parts[e.tid, bisect_right(at[e.tid], e.begin)].append(e)
     for kernel in batches:
-        launch = launches.get(kernel.about.get("correlation"))
+        launch = launches.get(kernel.key("correlation"))
         if launch is None or launch.graph or "graph node id" in kernel.about:
             continue
         place = bisect_right(at[launch.tid], launch.at) - 1
@@ -159,8 +158,8 @@ def _kind(kernel: Event) -> str:
     return next((start for start in _RUNS if name.startswith(start)), name)
 
 
-def _why_not(kernel: Event, launches: Mapping[Any, Launch], launched: bool) -> str:
-    launch = launches.get(kernel.about.get("correlation"))
+def _why_not(kernel: Event, launches: Mapping[Key, Launch], launched: bool) -> str:
+    launch = launches.get(kernel.key("correlation"))
     if "graph node id" in kernel.about or (launch and launch.graph):
         return "replayed by a CUDA graph"
     if "Collective name" in kernel.about and not _is_whole(kernel.about):
