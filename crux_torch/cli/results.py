@@ -1,14 +1,49 @@
-"""Result files: what a benchmark measured, as JSON and as the table that it printed."""
+"""Where a command's results go: ``--json [FILE|-]``, and the files of a benchmark."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+
+from crux_torch.report.json_text import bounded
+
+#: ``--json`` without a file, or with ``-``: standard output has the JSON and nothing else.
+STDOUT = Path("-")
+
+json_option = click.option(
+    "--json",
+    "json_path",
+    is_flag=False,
+    flag_value="-",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="[FILE|-]",
+    help="Also write the results to FILE as JSON; without FILE, or with -, print that only.",
+)
+
+
+def put_json(json_path: Path | None, text: str) -> bool:
+    """Write the JSON ``text`` to where ``--json`` says, if it was given.
+
+    Returns:
+        True if it went to standard output, where nothing else may then be printed.
+
+    Raises:
+        ClickException: the file can't be written.
+    """
+    if json_path == STDOUT:
+        click.echo(text, nl=False)
+        return True
+    if json_path is not None:
+        write_text(json_path, text)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +57,68 @@ class Result:
     def to_json(self) -> str:
         """The text of the file. Each row has its own line, so that diffs stay small."""
         head = {"benchmark": self.benchmark, "settings": self.settings}
-        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in self.rows)
-        return json.dumps(head)[:-1] + f', "rows": [\n{rows}\n]}}\n'
+        rows = ",\n".join(json.dumps(bounded(row), separators=(",", ":")) for row in self.rows)
+        return json.dumps(bounded(head))[:-1] + f', "rows": [\n{rows}\n]}}\n'
 
     def write(self, text: str, json_path: Path | None, folder: Path | None) -> None:
-        """Writes the JSON to ``json_path``, and ``BENCHMARK.json`` and ``.txt`` to ``folder``."""
+        """Write the JSON to the file ``json_path``, and both to ``folder``.
+
+        There they are ``BENCHMARK.json`` and, for ``text``, ``BENCHMARK.txt``.
+        """
         if folder is not None:
             write_text(folder / f"{self.benchmark}.json", self.to_json(), make_folder=True)
             write_text(folder / f"{self.benchmark}.txt", text, make_folder=True)
-        if json_path is not None:
+        if json_path is not None and json_path != STDOUT:
             write_text(json_path, self.to_json())
 
 
 def write_text(file: Path, text: str, *, make_folder: bool = False) -> None:
-    """Writes ``file`` (``make_folder``: also its folder), or raises ClickException."""
+    """Write ``file``; what it held stays if that fails.
+
+    Args:
+        make_folder: make its folder, too, if there is none.
+
+    Raises:
+        ClickException: it can't be written.
+    """
     try:
         if make_folder:
             file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        if file.exists() and not file.is_file():
+            # A device or a pipe has no content to lose.
+            file.write_text(text, encoding="utf-8")
+            return
+        _replace(file.resolve(), text)
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None
 
 
+def _replace(file: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}.", delete=False
+    ) as draft:
+        try:
+            draft.write(text)
+            draft.flush()
+            os.fsync(draft.fileno())
+            os.chmod(draft.name, _mode(file))
+            os.replace(draft.name, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(draft.name)
+            raise
+
+
+def _mode(file: Path) -> int:
+    """The access rights of ``file``; if it is not there, those that a new file gets."""
+    with contextlib.suppress(OSError):
+        return file.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
 def publish(result: Result, text: str, json_path: Path | None, folder: Path | None) -> None:
-    """Prints ``text``, then writes the result files, see :meth:`Result.write`."""
-    click.echo(text, nl=False)
+    """Write the result files, see :meth:`Result.write`, and print ``text`` or the JSON."""
     result.write(text, json_path, folder)
+    click.echo(result.to_json() if json_path == STDOUT else text, nl=False)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from crux_torch.cli.results import write_text
+from crux_torch.cli.results import json_option, put_json
 from crux_torch.cli.sim_advise import advise_command
 from crux_torch.cli.sim_compare import compare
 from crux_torch.cli.sim_import import import_command
-from crux_torch.cli.sim_options import json_option, numbers_table, scenario_argument
+from crux_torch.cli.sim_options import scenario_argument
 from crux_torch.cli.sim_trace import trace
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console
 from crux_torch.sim.play import Report, run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioError, read_scenario
 
@@ -59,18 +58,24 @@ def run(file: Path, json_path: Path | None, skip_repeats: bool, repeat_tolerance
         )
     except ScenarioError as error:
         raise click.ClickException(f"{file}: {error}") from None
-    if json_path is not None:
-        write_text(json_path, json.dumps(asdict(report), indent=2) + "\n")
-    Console().print(_table(scenario, report))
+    if not put_json(json_path, json_text(asdict(report))):
+        _table(scenario, report).print(console())
 
 
-def _table(scenario: Scenario, report: Report) -> Table:
-    title = f"{report.horizon_s:g} s, GPU utilization {report.gpu_utilization:.1%}"
-    numbers = ("GPUs", "level", "iterations", "compute s", "comm s", "mean iteration s")
-    table = numbers_table(title, "job", *numbers)
+def _table(scenario: Scenario, report: Report) -> Grid:
+    rows = []
     for name, job in report.jobs.items():
-        spec = scenario.jobs[name]
-        mean = "-" if job.mean_iteration_s is None else f"{job.mean_iteration_s:.4f}"
-        counts = f"{spec.gpus:g}", str(spec.level), str(job.completed)
-        table.add_row(name, *counts, f"{job.compute_s:.3f}", f"{job.comm_s:.3f}", mean)
-    return table
+        spec, mean_s = scenario.jobs[name], job.mean_iteration_s
+        rows.append(
+            {
+                "job": name,
+                "GPUs": f"{spec.gpus:g}",
+                "level": str(spec.level),
+                "iterations": str(job.completed),
+                "compute s": f"{job.compute_s:.3f}",
+                "comm s": f"{job.comm_s:.3f}",
+                "iteration s": "-" if mean_s is None else f"{mean_s:.4f}",
+            }
+        )
+    title = f"{report.horizon_s:g} s, GPU utilization {report.gpu_utilization:.1%}"
+    return Grid(rows, text=("job",), title=title)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import io
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from crux_torch import _fluid
-from crux_torch.cli.results import write_text
-from crux_torch.cli.sim_options import json_option, names_option, numbers_table, scenario_argument
+from crux_torch.cli.results import json_option, put_json, write_text
+from crux_torch.cli.sim_options import names_option, scenario_argument
 from crux_torch.errors import CruxError
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console
 from crux_torch.schedule.model import SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.sim.advise import JobAdvice, advise
 from crux_torch.sim.scenario import cluster_of, read_scenario
+
+
+#: Letters in a line of the page.
+HTML_WIDTH = 100
 
 
 @click.command("advise")
@@ -62,27 +67,30 @@ def advise_command(
         )
     except (CruxError, _fluid.SpecError) as error:
         raise click.ClickException(f"{file}: {error}") from None
-    if json_path is not None:
-        jobs = {name: asdict(advice) for name, advice in found.items()}
-        settings = {"file": file.name, "levels": levels}
-        text = json.dumps({"benchmark": "advise", "settings": settings, "jobs": jobs}, indent=1)
-        write_text(json_path, text + "\n")
-    console = Console(record=True)
-    for name, advice in found.items():
-        console.print(_table(name, advice))
+    tables = [_table(name, advice) for name, advice in found.items()]
     if html_path is not None:
-        write_text(html_path, console.export_html())
+        page = Console(record=True, file=io.StringIO(), width=HTML_WIDTH)
+        for table in tables:
+            table.print(page)
+        write_text(html_path, page.export_html())
+    jobs = {name: asdict(advice) for name, advice in found.items()}
+    settings = {"file": file.name, "levels": levels}
+    told = {"benchmark": "advise", "settings": settings, "jobs": jobs}
+    if not put_json(json_path, json_text(told)):
+        for table in tables:
+            table.print(console())
 
 
-def _table(name: str, advice: JobAdvice) -> Table:
+def _table(name: str, advice: JobAdvice) -> Grid:
     now_s = advice.iteration_s
     title = f"{name}: {'no iteration ends' if now_s is None else f'{now_s:.4f} s an iteration'}"
-    table = numbers_table(title, "if", "iteration s", "change")
+    rows = []
 
     def row(what: str, then_s: float | None) -> None:
         known = now_s is not None and then_s is not None
         change = f"{then_s / now_s - 1:+.1%}" if known else "-"  # type: ignore[operator]
-        table.add_row(what, "-" if then_s is None else f"{then_s:.4f}", change)
+        shown = "-" if then_s is None else f"{then_s:.4f}"
+        rows.append({"if": what, "iteration s": shown, "change": change})
 
     row("alone", advice.alone_s)
     # The one that costs most comes first.
@@ -90,4 +98,4 @@ def _table(name: str, advice: JobAdvice) -> Table:
         row(f"without {rival}", then_s)
     for scheduler, then_s in advice.under_s.items():
         row(f"under {scheduler}", then_s)
-    return table
+    return Grid(rows, text=("if",), title=title)

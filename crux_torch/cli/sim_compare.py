@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from crux_torch import _fluid
-from crux_torch.cli.results import write_text
-from crux_torch.cli.sim_options import json_option, names_option, numbers_table, scenario_argument
+from crux_torch.cli.results import json_option, put_json
+from crux_torch.cli.sim_options import names_option, scenario_argument
 from crux_torch.errors import CruxError
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console
 from crux_torch.schedule.model import SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
-from crux_torch.sim.play import play
+from crux_torch.sim.play import JobReport, Report, play
 from crux_torch.sim.scenario import cluster_of, read_scenario
+
+
+Row = dict[str, Any]
 
 
 @click.command()
@@ -45,7 +49,7 @@ def compare(
         options = SchedulerOptions(tuple(range(levels)), seed, default_path)
         start_s = {name: job.start_s for name, job in scenario.jobs.items()}
 
-        def played(name: str) -> Any:
+        def played(name: str) -> Report:
             decision = SCHEDULERS[name](cluster, options)
             notes.extend(f"{name}: {note}" for note in decision.notes)
             return play(
@@ -58,36 +62,60 @@ def compare(
 
         notes: list[str] = []
         alone = played("ideal").jobs
-        rows = []
+        rows: list[Row] = []
         for name in schedulers:
             report = played(name)
             jobs = {}
             for job, result in report.jobs.items():
                 mean_s, alone_s = result.mean_iteration_s, alone[job].mean_iteration_s
-                known = mean_s is not None and alone_s
-                jobs[job] = {
-                    "mean_iteration_s": mean_s,
-                    "slowdown": mean_s / alone_s if known else None,
-                }
+                times = mean_s / alone_s if mean_s is not None and alone_s else None
+                jobs[job] = {"mean_iteration_s": mean_s, "slowdown": times}
             rows.append(
                 {"scheduler": name, "gpu_utilization": report.gpu_utilization, "jobs": jobs}
             )
     except (CruxError, _fluid.SpecError) as error:
         raise click.ClickException(f"{file}: {error}") from None
-    if json_path is not None:
-        settings = {"file": file.name, "levels": levels, "seed": seed}
-        text = json.dumps({"benchmark": "compare", "settings": settings, "rows": rows}, indent=1)
-        write_text(json_path, text + "\n")
-    Console().print(_table(rows, list(scenario.jobs)), *notes, sep="\n")
+    settings = {"file": file.name, "levels": levels, "seed": seed}
+    told = {"benchmark": "compare", "settings": settings, "rows": rows, "notes": notes}
+    if put_json(json_path, json_text(told)):
+        return
+    to = console()
+    _summary(rows).print(to)
+    _jobs(rows, alone).print(to)
+    to.print("slowdown: mean iteration over the one under ideal; -: no iteration ended")
+    for note in notes:
+        to.print(note, markup=False)
 
 
-def _table(rows: list[dict[str, Any]], jobs: list[str]) -> Table:
-    title = "mean iteration in s (slowdown against ideal)"
-    table = numbers_table(title, "scheduler", "GPU utilization", *jobs)
+def _summary(rows: Sequence[Row]) -> Grid:
+    """A row for each scheduler."""
+    shown = []
     for row in rows:
-        cells = [
-            "-" if r["slowdown"] is None else f"{r['mean_iteration_s']:.4f} ({r['slowdown']:.2f})"
-            for r in (row["jobs"][job] for job in jobs)
-        ]
-        table.add_row(row["scheduler"], f"{row['gpu_utilization']:.1%}", *cells)
-    return table
+        times = {name: r["slowdown"] for name, r in row["jobs"].items() if r["slowdown"]}
+        worst = max(times, key=lambda name: times[name], default="")
+        shown.append(
+            {
+                "scheduler": row["scheduler"],
+                "GPU utilization": f"{row['gpu_utilization']:.1%}",
+                "mean slowdown": f"{fmean(times.values()):.2f}" if times else "-",
+                "worst": f"{times[worst]:.2f}" if times else "-",
+                "worst job": worst or "-",
+            }
+        )
+    return Grid(shown, text=("scheduler", "worst job"))
+
+
+def _jobs(rows: Sequence[Row], alone: Mapping[str, JobReport]) -> Grid:
+    """A row for each job: its iteration under ideal, and its slowdown under each scheduler."""
+
+    def cells(job: str) -> dict[str, str]:
+        ideal_s = alone[job].mean_iteration_s
+        found = {row["scheduler"]: row["jobs"][job]["slowdown"] for row in rows}
+        return {
+            "job": job,
+            "ideal s": "-" if ideal_s is None else f"{ideal_s:.4g}",
+            **{name: "-" if times is None else f"{times:.2f}" for name, times in found.items()},
+        }
+
+    title = "seconds of a job's mean iteration under ideal, and its slowdown under each scheduler"
+    return Grid([cells(job) for job in alone], text=("job",), title=title)

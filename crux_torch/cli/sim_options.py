@@ -1,4 +1,4 @@
-"""Options that several simulator commands share, and their tables."""
+"""Options that several simulator commands share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
 scenario_argument = click.argument(
     "file", type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
-json_option = click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results to this file as JSON.",
 )
 threads_option = click.option(
     "--threads",
@@ -46,12 +39,3 @@ def chosen(value: str, known: list[str]) -> tuple[str, ...]:
         if name not in known:
             raise click.BadParameter(f"{name!r} is unknown; expected some of {', '.join(known)}")
     return names
-
-
-def numbers_table(title: str, first: str, *headings: str) -> Table:
-    """An empty table whose ``first`` column has names, and the others numbers."""
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table

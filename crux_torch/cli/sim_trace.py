@@ -12,16 +12,18 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-from rich.table import Table
 
-from crux_torch.cli.results import Result
-from crux_torch.cli.sim_options import json_option, names_option, numbers_table, threads_option
+from crux_torch.cli.results import STDOUT, Result, json_option
+from crux_torch.cli.sim_options import names_option, threads_option
 from crux_torch.errors import CruxError
+from crux_torch.report.tables import Grid, console
 from crux_torch.schedule.scheduler import IN_TRACES
 from crux_torch.sim.placement import PLACEMENTS, RANKED
 from crux_torch.sim.replay import ReplayOptions
 from crux_torch.sim.trace_rows import TOPOLOGIES, Run, Workload, run_rows, settings_of, topology_of
 
+#: Letters in a line of the file of tables.
+FILE_WIDTH = 132
 #: A topology, a placement and a scheduler: what one row is about.
 Cell = tuple[str, str, str]
 Row = dict[str, Any]
@@ -164,36 +166,34 @@ def play_rows(
         with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
             for row in progress.track(run_rows(runs, threads), total=len(runs)):
                 rows.append(row_of(row))
-                text = _text(settings, rows, columns or {})
-                Result(name, settings, rows).write(text, json_path, out)
+                result = Result(name, settings, rows)
+                result.write(_text(result, columns or {}, FILE_WIDTH), json_path, out)
     except CruxError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(text, nl=False)
+    shown = _text(result, columns or {}, console().width)
+    click.echo(result.to_json() if json_path == STDOUT else shown, nl=False)
 
 
-def _text(
-    settings: dict[str, Any], rows: list[Row], columns: Mapping[str, Callable[[Row], str]]
-) -> str:
+def _text(result: Result, columns: Mapping[str, Callable[[Row], str]], width: int) -> str:
     """One table for each network and placement. Gains are over ECMP in the same table."""
-    found = settings["trace"]
+    found, rows = result.settings["trace"], result.rows
     wanted = found["mean_gpus_wanted"]
     load = f"that arrive within {found['window_s']:g} s"
     if wanted is not None:
         load = f"in {found['days']} days, which want {wanted:.0f} GPUs on average"
     buffer = io.StringIO()
-    console = Console(file=buffer, width=132)
-    console.print(
+    to = console(buffer, width)
+    to.print(
         f"{found['kind']} trace: {found['jobs']} jobs {load}. It is not the paper's trace: compare "
         "orderings and gaps.",
-        highlight=False,
     )
     for key in dict.fromkeys((row["topology"], row["placement"]) for row in rows):
         mine = [row for row in rows if (row["topology"], row["placement"]) == key]
-        console.print(_table(mine, columns))
+        _table(mine, columns).print(to)
     return buffer.getvalue()
 
 
-def _table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
+def _table(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> Grid:
     first = rows[0]
     base = next((row["held_utilization"] for row in rows if row["scheduler"] == "ecmp"), None)
 
@@ -201,6 +201,7 @@ def _table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Tabl
         return f"{row['held_utilization'] / base - 1:+.1%}" if base else "-"
 
     shown: dict[str, Callable[[Row], str]] = {
+        "scheduler": lambda row: row["scheduler"],
         "util.": lambda row: f"{row['gpu_utilization']:.3f}",
         **columns,
         "util. of held": lambda row: f"{row['held_utilization']:.3f}",
@@ -215,7 +216,5 @@ def _table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Tabl
         "RSS MiB": lambda row: f"{row['max_rss_MiB']:.0f}",
     }
     title = f"{first['topology']}, {first['gpus']} GPUs, placement {first['placement']}"
-    table = numbers_table(title, "scheduler", *shown)
-    for row in rows:
-        table.add_row(row["scheduler"], *(cell(row) for cell in shown.values()))
-    return table
+    cells = [{heading: cell(row) for heading, cell in shown.items()} for row in rows]
+    return Grid(cells, text=("scheduler",), title=title)

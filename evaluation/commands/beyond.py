@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option
+from crux_torch.cli.results import Result, json_option, publish
 from evaluation.beyond import BUCKETS, KINDS, Summary, measure, summaries
 
 #: The paper's jobs of the lowest priority lose 55.5% of their throughput (§7.2): 1 / (1 - 0.555).

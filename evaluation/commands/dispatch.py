@@ -15,8 +15,8 @@ import click
 import msgspec
 import numpy as np
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option, threads_option
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.sim_options import threads_option
 from crux_torch.dispatch.cluster import DispatchCluster
 from crux_torch.dispatch.hosts import MODELS, host_table
 from crux_torch.dispatch.predictor import Network

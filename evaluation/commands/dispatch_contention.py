@@ -11,8 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option
+from crux_torch.cli.results import Result, json_option, publish
 from evaluation.dispatch_contention import RULES, choices, judged, scene
 
 

@@ -12,10 +12,10 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-from rich.table import Table
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option, numbers_table, threads_option
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.sim_options import threads_option
+from crux_torch.report.tables import Grid
 from crux_torch.schedule.policy import BRIEF, FEW_WORK
 from evaluation.optimality import (
     JUDGED,
@@ -98,23 +98,22 @@ def _text(result: Result) -> str:
         f"share of the optimal GPU utilisation, which is {settings['optimum_mean']:.1%} on average"
     )
     for mechanism in MECHANISMS:
-        console.print(_table([row for row in result.rows if row["mechanism"] == mechanism]))
+        _table([row for row in result.rows if row["mechanism"] == mechanism]).print(console)
     return buffer.getvalue()
 
 
-def _table(rows: Sequence[Any]) -> Table:
-    numbers = ("mean", "paper", "5th percentile", "worst", "decision ms", "CPU ms", "CPU p95")
-    table = numbers_table(TITLES[rows[0]["mechanism"]], "scheduler", *numbers)
-    for row in rows:
-        paper = row["paper_share"]
-        table.add_row(
-            row["scheduler"],
-            f"{row['share_mean']:.2%}",
-            "" if paper is None else f"{paper:.2%}",
-            f"{row['share_p5']:.2%}",
-            f"{row['share_min']:.2%}",
-            f"{row['decision_ms']['median']:.2f}",
-            f"{row['decision_cpu_ms']['median']:.2f}",
-            f"{row['decision_cpu_ms']['p95']:.2f}",
-        )
-    return table
+def _table(rows: Sequence[Any]) -> Grid:
+    shown = [
+        {
+            "scheduler": row["scheduler"],
+            "mean": f"{row['share_mean']:.2%}",
+            "paper": "" if row["paper_share"] is None else f"{row['paper_share']:.2%}",
+            "5th percentile": f"{row['share_p5']:.2%}",
+            "worst": f"{row['share_min']:.2%}",
+            "decision ms": f"{row['decision_ms']['median']:.2f}",
+            "CPU ms": f"{row['decision_cpu_ms']['median']:.2f}",
+            "CPU p95": f"{row['decision_cpu_ms']['p95']:.2f}",
+        }
+        for row in rows
+    ]
+    return Grid(shown, text=("scheduler",), title=TITLES[rows[0]["mechanism"]])

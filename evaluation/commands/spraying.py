@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option
+from crux_torch.cli.results import Result, json_option, publish
 from evaluation.spraying import SIZES, STARTS_S, rows_of, table
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option, names_option, threads_option
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.sim_options import names_option, threads_option
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.catalogue import A100_FLOPS
 from evaluation.testbed import CASES, RECIPES, Setup

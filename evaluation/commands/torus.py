@@ -18,8 +18,8 @@ import click
 from rich.console import Console
 from rich.progress import track
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import chosen, json_option
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.sim_options import chosen
 from crux_torch.fabric import builders
 from crux_torch.fabric.builders.server import GBPS
 from evaluation.torus import (

@@ -8,8 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from crux_torch.cli.results import Result, publish
-from crux_torch.cli.sim_options import json_option
+from crux_torch.cli.results import Result, json_option, publish
 from evaluation.beyond import KINDS
 from evaluation.paper_variants import measure, table
 

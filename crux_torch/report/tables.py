@@ -1,0 +1,93 @@
+"""Tables that hide nothing: what is wider than the terminal is shown in several blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+#: Where neither COLUMNS nor a terminal says how wide lines may be.
+WIDTH = 80
+#: A column of text takes no more than this share of the width where the table is too wide.
+TEXT_SHARE = 0.3
+#: Letters that stand between two cells, and at the two ends of a line.
+_BETWEEN, _ENDS = 3, 4
+
+
+def console(file: IO[str] | None = None, width: int | None = None) -> Console:
+    """A console for results: as wide as COLUMNS or the terminal says, without colour if NO_COLOR.
+
+    Args:
+        file: in place of standard output.
+        width: in place of what the environment says.
+    """
+    made = Console(file=file, width=width, highlight=False)
+    if width is None and not made.is_terminal:
+        told = os.environ.get("COLUMNS", "")
+        made.width = int(told) if told.isdecimal() and int(told) > 0 else WIDTH
+    return made
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table's content.
+
+    Attributes:
+        rows: the cells of each row by heading; all rows have the same headings.
+        text: headings of columns of text, whose cells may be folded; the others are numbers.
+        title: printed above it, if any.
+        keys: how many columns say what a row is about, so that each block begins with them.
+    """
+
+    rows: Sequence[Mapping[str, str]]
+    text: Sequence[str] = ()
+    title: str = ""
+    keys: int = 1
+
+    def print(self, to: Console) -> None:
+        """Print it to ``to``, in as many blocks as its width needs."""
+        if self.title:
+            to.print(Text(self.title, style="italic"))
+        for block in self._blocks(to.width):
+            to.print(self._table(block))
+
+    def _blocks(self, width: int) -> Iterator[list[tuple[str, int]]]:
+        """Headings and widths of the columns of each block."""
+        widths = {heading: self._width(heading) for heading in self.rows[0]}
+        if _total(list(widths.values())) > width:
+            most = int(TEXT_SHARE * width)
+            for heading in self.text:
+                if heading in widths:
+                    widths[heading] = min(widths[heading], max(most, cell_len(heading)))
+        columns = list(widths.items())
+        keys, others = columns[: self.keys], columns[self.keys :]
+        block = list(keys)
+        for column in others:
+            if len(block) > len(keys) and _total([w for _, w in (*block, column)]) > width:
+                yield block
+                block = list(keys)
+            block.append(column)
+        yield block
+
+    def _width(self, heading: str) -> int:
+        return max(cell_len(heading), *(cell_len(row[heading]) for row in self.rows))
+
+    def _table(self, block: list[tuple[str, int]]) -> Table:
+        table = Table()
+        for heading, width in block:
+            side = "left" if heading in self.text else "right"
+            table.add_column(Text(heading), justify=side, overflow="fold", width=width)  # type: ignore[arg-type]
+        for row in self.rows:
+            table.add_row(*(Text(row[heading]) for heading, _ in block))
+        return table
+
+
+def _total(widths: Sequence[int]) -> int:
+    """Letters of a line of columns that are so wide."""
+    return sum(widths) + _BETWEEN * (len(widths) - 1) + _ENDS
