@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import getpass
 import inspect
-import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
+from crux_torch.cli.results import put_json
 from crux_torch.cli.status import of_a_cluster, settings_of, status, store_errors
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import LOAD_S, TIMEOUT_S, read_status, render
+from crux_torch.report.json_text import json_text
 
 if TYPE_CHECKING:
     from crux_torch.control.operator import OperatorSettings
@@ -43,38 +45,39 @@ group.add_command(status)
 
 @group.command()
 @of_a_cluster
-def jobs(store: str | None, cluster: str | None, as_json: bool) -> None:
+def jobs(store: str | None, cluster: str | None, json_path: Path | None) -> None:
     """Show the records of the jobs."""
-    _show(store, cluster, as_json, "jobs", JOBS)
+    _show(store, cluster, json_path, "jobs", JOBS)
 
 
 @group.command()
 @of_a_cluster
-def plan(store: str | None, cluster: str | None, as_json: bool) -> None:
+def plan(store: str | None, cluster: str | None, json_path: Path | None) -> None:
     """Show the plan in force."""
-    _show(store, cluster, as_json, "plan", PLAN)
+    _show(store, cluster, json_path, "plan", PLAN)
 
 
 def _show(
-    store: str | None, cluster: str | None, as_json: bool, part: str, columns: Sequence[str]
+    store: str | None,
+    cluster: str | None,
+    json_path: Path | None,
+    part: str,
+    columns: Sequence[str],
 ) -> None:
     settings = settings_of(store, cluster)
     with store_errors(f"read the {part}"):
         found = read_status(settings.store, settings.store_secret, settings.cluster)
-    if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(getattr(found, part)), indent=2))
-    else:
+    if not put_json(json_path, json_text(msgspec.to_builtins(getattr(found, part)))):
         render(found, columns)
 
 
 @group.command()
 @of_a_cluster
-def audit(store: str | None, cluster: str | None, as_json: bool) -> None:
+def audit(store: str | None, cluster: str | None, json_path: Path | None) -> None:
     """Show the last plans and commands: who, when, from what, to what, and why."""
     with _registry(store, cluster, "read the audit log") as registry:
         entries = registry.audit()
-    if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(entries), indent=2))
+    if put_json(json_path, json_text(msgspec.to_builtins(entries))):
         return
     for entry in entries:
         at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(entry.at_s))
@@ -90,9 +93,11 @@ def _setting(*parameters: Callable[..., Any]) -> Callable[[Callable[..., Change]
     def wrap(change_of: Callable[..., Change]) -> Any:
         name = change_of.__name__
 
-        def command(store: str | None, cluster: str | None, as_json: bool, **given: Any) -> None:
+        def command(
+            store: str | None, cluster: str | None, json_path: Path | None, **given: Any
+        ) -> None:
             words = [name, *_words(change_of, given)]
-            _change(store, cluster, as_json, change_of(**given), words)
+            _change(store, cluster, json_path, change_of(**given), words)
 
         made: Any = of_a_cluster(command)
         for parameter in reversed(parameters):
@@ -192,7 +197,7 @@ def _with(values: dict[str, Any], job: str, value: Any) -> dict[str, Any]:
 
 
 def _change(
-    store: str | None, cluster: str | None, as_json: bool, change: Change, words: list[str]
+    store: str | None, cluster: str | None, json_path: Path | None, change: Change, words: list[str]
 ) -> None:
     from crux_torch.control.audit import of_act
     from crux_torch.control.operator import OperatorSettings
@@ -216,8 +221,7 @@ def _change(
             raise click.ClickException("others change the settings all the time: try again")
         registry.append_audit(of_act(who, said, after))
         known = {record.job for record in view.jobs}
-    if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(after), indent=2))
+    if put_json(json_path, json_text(msgspec.to_builtins(after))):
         return
     about = f"{said}: done, settings {after.revision}"
     of_tenant = words[0] == "tenant"

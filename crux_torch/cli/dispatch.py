@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from crux_torch.cli.sim_options import numbers_table
+from crux_torch.cli.results import STDOUT, json_option, put_json
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints
 from crux_torch.dispatch.dispatcher import Dispatcher, Ranked
 from crux_torch.dispatch.newcomer import uplinks_Bps
@@ -32,6 +31,8 @@ from crux_torch.dispatch.table import (
 from crux_torch.errors import CruxError
 from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import Topology
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console, say
 from crux_torch.settings import Settings
 
 _table_option = click.option(
@@ -104,7 +105,7 @@ def _hosts_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--gpus", "k", type=click.IntRange(1), help="How many the job needs.")
 @_hosts_options
 @click.option("--top", default=3, show_default=True, type=click.IntRange(1), help="Choices shown.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option("--nodelist", is_flag=True, help="Print the hosts of the best choice, as for Slurm.")
 @click.pass_context
 def dispatch(
@@ -112,7 +113,7 @@ def dispatch(
     /,
     k: int | None,
     top: int,
-    as_json: bool,
+    json_path: Path | None,
     nodelist: bool,
     **hosts: Any,
 ) -> None:
@@ -125,15 +126,17 @@ def dispatch(
         return
     if k is None:
         raise click.UsageError("say how many GPUs with --gpus, or call `crux dispatch measure`")
+    if nodelist and json_path == STDOUT:
+        raise click.UsageError("--nodelist and --json exclude each other, unless --json has a FILE")
     try:
         asked = _dispatcher(**hosts)
         found = list(islice(asked.choices(k), top))
     except CruxError as error:
         raise click.ClickException(str(error)) from None
+    if put_json(json_path, json_text([_plain(asked, one) for one in found])):
+        return
     if nodelist:
         click.echo(",".join(dict.fromkeys(host for host, _ in asked.ranks(found[0]))))
-    elif as_json:
-        click.echo(json.dumps([_plain(asked, one) for one in found], indent=1))
     else:
         _print(asked.cluster, found)
         if asked.running is not None and found[0].utilisation is None:
@@ -250,15 +253,15 @@ def _free(cluster: DispatchCluster, excluded: Iterable[str]) -> Ints:
 
 
 def _plain(asked: Dispatcher, one: Ranked) -> dict[str, object]:
-    """As JSON has it; rates that are not bounded are null."""
+    """As JSON has it, where rates that are not bounded are null."""
     found: dict[str, object] = {
         "devices": asked.cluster.names(one.choice),
         "ranks": [f"{host}:{device}" for host, device in asked.ranks(one)],
-        "bandwidth_Bps": one.alone_Bps if np.isfinite(one.alone_Bps) else None,
+        "bandwidth_Bps": one.alone_Bps,
         "limit": one.limit,
     }
     if one.now_Bps is not None:
-        found["now_Bps"] = one.now_Bps if np.isfinite(one.now_Bps) else None
+        found["now_Bps"] = one.now_Bps
         found["utilisation"] = one.utilisation
     return found
 
@@ -266,18 +269,19 @@ def _plain(asked: Dispatcher, one: Ranked) -> dict[str, object]:
 def _print(cluster: DispatchCluster, found: Sequence[Ranked]) -> None:
     beside = found[0].utilisation is not None
     more = ("GB/s now", "GPUs busy") if beside else ()
-    table = numbers_table("", "devices", "GB/s", *more, "limited by")
+    headings = ("devices", "GB/s", *more, "limited by")
+    rows = []
     for one in found:
         devices = " ".join(f"{host}:{','.join(d)}" for host, d in cluster.names(one.choice).items())
         rates = [one.alone_Bps] if one.now_Bps is None else [one.alone_Bps, one.now_Bps]
         cells = [f"{rate / 1e9:.1f}" if np.isfinite(rate) else "-" for rate in rates]
         busy = [] if one.utilisation is None else [f"{one.utilisation:.1%}"]
-        table.add_row(devices, *cells, *busy, one.limit)
-    console = Console()
-    console.print(table)
+        rows.append(dict(zip(headings, (devices, *cells, *busy, one.limit), strict=True)))
+    to = console()
+    Grid(rows, text=("devices", "limited by")).print(to)
     for host in cluster.tables:
         if host.missing:
-            console.print(f"{host.host}: {host.missing} sets were not measured, and not considered")
+            say(to, f"{host.host}: {host.missing} sets were not measured, and not considered")
 
 
 def _how_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,10 +328,9 @@ def measure(out: Path, host: str | None, **how: Any) -> None:
     from crux_torch.dispatch.measure import measure as measured
 
     plan = Plan(out=out, host=host or this_host(), **how)
-    console = Console(stderr=True)
     try:
         _, lacking = sets_to_measure(plan)
-        with Progress(*Progress.get_default_columns(), console=console) as bar:
+        with Progress(*Progress.get_default_columns(), console=Console(stderr=True)) as bar:
             task = bar.add_task(
                 f"{len(lacking)} sets of {plan.devices} devices", total=len(lacking)
             )

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from crux_torch.cli.results import json_option, put_json
 from crux_torch.doctor import examine
+from crux_torch.doctor.check import Check
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import console, say
 
 COLOURS = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
+@json_option
+def doctor(json_path: Path | None) -> None:
     """Check what Crux can use on this machine, and say how to get what is missing.
 
     "missing": Crux runs, but the named feature is off. "broken": repair it before you start a
     job; the exit code is then 1.
     """
     checks = examine(os.environ)
-    if as_json:
-        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
-    else:
-        width = max(len(check.part) for check in checks)
-        for check in checks:
-            state = click.style(f"{check.state:8}", fg=COLOURS[check.state])
-            click.echo(f"{state} {check.part:{width}}  {check.finding}")
-            indent = " " * (width + 11)
-            if check.cost:
-                click.echo(f"{indent}this means: {check.cost}")
-            if check.remedy:
-                click.echo(f"{indent}what to do: {check.remedy}")
+    if not put_json(json_path, json_text([asdict(check) for check in checks])):
+        _print(checks)
     if any(check.state == "broken" for check in checks):
         raise SystemExit(1)
+
+
+def _print(checks: Sequence[Check]) -> None:
+    to = console()
+    width = max(len(check.part) for check in checks)
+    indent = width + 11
+    for check in checks:
+        line = f"{check.state:8} {check.part:{width}}  {check.finding}"
+        say(to, line, indent=indent, start=len(check.state), style=COLOURS[check.state])
+        for words, told in (("this means", check.cost), ("what to do", check.remedy)):
+            if told:
+                say(to, f"{'':{indent}}{words}: {told}", indent=indent)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
-from rich.console import Console
-from rich.table import Table
 
+from crux_torch.cli.results import STDOUT, json_option, put_json
 from crux_torch.errors import CruxError
 from crux_torch.fabric.loaders import dump_yaml, load_topology
 from crux_torch.host import nvml
@@ -22,14 +20,14 @@ from crux_torch.host.machine import Host, read_cpu
 from crux_torch.host.nic import Nic, read_nics
 from crux_torch.host.nvml import NvmlReport
 from crux_torch.host.pcie import PcieTree
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console, say
 
-#: Wide enough that nothing is cut off where the output is no terminal.
-PIPE_WIDTH = 200
 GIGABYTE = 1e9
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option("--yaml", "as_yaml", is_flag=True, help="Print entries for the topology file.")
 @click.option(
     "--join",
@@ -47,14 +45,18 @@ GIGABYTE = 1e9
     help="With --join: the NIC (HOST/eth0) of one cable of this host. Repeat it for each cable.",
 )
 def host(
-    as_json: bool, as_yaml: bool, cluster: Path | None, name: str | None, nics: tuple[str, ...]
+    json_path: Path | None,
+    as_yaml: bool,
+    cluster: Path | None,
+    name: str | None,
+    nics: tuple[str, ...],
 ) -> None:
     """Show GPUs, PCIe links, NVLinks and NICs of this host, and the nearest NIC of each GPU.
 
     PCIe is read from sysfs, GPUs from NVML. A note names what can't be seen.
     """
-    if as_json + as_yaml + (cluster is not None) > 1:
-        raise click.UsageError("--json, --yaml and --join exclude each other")
+    if (json_path == STDOUT) + as_yaml + (cluster is not None) > 1:
+        raise click.UsageError("only one of --json, --yaml and --join can be printed")
     if nics and cluster is None:
         raise click.UsageError("--nic goes with --join")
     report = nvml.bounded_report()
@@ -62,6 +64,8 @@ def host(
     host = Host(named, report.gpus, read_cpu(), read_nics())
     tree = PcieTree.read()
     inside = inside_of(host, tree)
+    if put_json(json_path, json_text(as_dictionary(host, report, tree, inside))):
+        return
     if cluster is not None:
         try:
             joined = join(load_topology(cluster), inside, nics or None)
@@ -72,8 +76,6 @@ def host(
         for note in inside.notes:
             click.echo(f"# {note}")
         click.echo(yaml.safe_dump(as_entries(inside), sort_keys=False, width=100), nl=False)
-    elif as_json:
-        click.echo(json.dumps(as_dictionary(host, report, tree, inside), indent=2))
     else:
         render(host, report, tree, inside)
 
@@ -113,54 +115,53 @@ def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside
 
 def render(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> None:
     """Print a host as tables: GPUs, links of the PCIe tree, NICs, and what could not be told."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, PIPE_WIDTH)
+    to = console()
     cpu = host.cpu
     cores = f"{cpu.model or 'CPU'}, {cpu.cores} cores" if cpu else "CPU unknown"
-    console.print(f"{host.name}: {cores}", markup=False)
+    say(to, f"{host.name}: {cores}")
     usable = usable_nics(host.nics, tree)
-    if host.gpus:
-        headings = ["GPU", "model", "PCI", "NUMA", "peak FLOP/s", "NVLink GB/s", "NIC"]
-        gpus = (
-            (
-                gpu.index,
-                gpu.name + (" (MIG)" if gpu.mig else ""),
-                gpu.pci_address,
-                _numa_node(tree, gpu.pci_address),
-                f"{gpu.peak_flops:.4g}" if gpu.peak_flops else "unknown",
-                _gigabytes(sum(link.capacity_Bps or 0.0 for link in gpu.nvlinks) or None),
-                _nearest(tree, gpu.pci_address, usable),
-            )
-            for gpu in host.gpus
-        )
-        console.print(_table(headings, gpus))
-    else:
-        console.print(f"no GPUs: {report.error or 'NVML lists none'}", markup=False)
-    if tree.links():
-        headings = ["PCIe link to", "device", "runs at", "can", "GB/s each way"]
-        device_of = {a: inside.node_of.get(a, device.kind) for a, device in tree.devices.items()}
-        links = (
-            (x.address, device_of[x.address], x.current, x.most, _gigabytes(x.capacity_Bps))
-            for x in tree.links()
-        )
-        console.print(_table(headings, links))
-    nics = (
-        (n.name, n.pci_address, n.numa_node, _gigabytes(n.speed_Bps), n.rdma_device)
-        for n in host.nics
-    )
-    console.print(_table(("NIC", "PCI", "NUMA", "GB/s each way", "RDMA"), nics))
+    gpus = [
+        {
+            "GPU": gpu.index,
+            "model": gpu.name + (" (MIG)" if gpu.mig else ""),
+            "PCI": gpu.pci_address,
+            "NUMA": _numa_node(tree, gpu.pci_address),
+            "peak FLOP/s": f"{gpu.peak_flops:.4g}" if gpu.peak_flops else "unknown",
+            "NVLink GB/s": _gigabytes(sum(x.capacity_Bps or 0.0 for x in gpu.nvlinks) or None),
+            "NIC": _nearest(tree, gpu.pci_address, usable),
+        }
+        for gpu in host.gpus
+    ]
+    if not gpus:
+        say(to, f"no GPUs: {report.error or 'NVML lists none'}")
+    device_of = {a: inside.node_of.get(a, device.kind) for a, device in tree.devices.items()}
+    links = [
+        {
+            "PCIe link to": link.address,
+            "device": device_of[link.address],
+            "runs at": link.current,
+            "can": link.most,
+            "GB/s each way": _gigabytes(link.capacity_Bps),
+        }
+        for link in tree.links()
+    ]
+    nics = [
+        {
+            "NIC": nic.name,
+            "PCI": nic.pci_address,
+            "NUMA": nic.numa_node,
+            "GB/s each way": _gigabytes(nic.speed_Bps),
+            "RDMA": nic.rdma_device,
+        }
+        for nic in host.nics
+    ]
+    if not nics:
+        say(to, "no NICs")
+    for rows in (gpus, links, nics):
+        if rows:
+            Grid([{k: _text(v) for k, v in row.items()} for row in rows], text=[*rows[0]]).print(to)
     for note in inside.notes:
-        console.print(f"note: {note}", markup=False)
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    table = Table(pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*(_text(value) for value in row))
-    return table
+        say(to, f"note: {note}")
 
 
 def _nearest(tree: PcieTree, gpu: str, nics: Sequence[Nic]) -> str:

@@ -6,10 +6,13 @@ package is missing only the commands that need it fail.
 
 from __future__ import annotations
 
+import signal
 from importlib import import_module
 from typing import Any
 
 import click
+
+from crux_torch._version import __version__
 
 #: Every subcommand: where it is (``module:attribute``), and its line in ``crux --help``.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
@@ -55,6 +58,9 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # As shells report what a signal has ended.
+            raise SystemExit(128 + signal.SIGINT) from None
         except ModuleNotFoundError as error:
             raise _missing(str(ctx.invoked_subcommand), error) from None
 
@@ -64,5 +70,6 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="crux")
 def main() -> None:
     """Crux: network scheduling for training jobs that share a cluster."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from crux_torch.cli.results import write_text
+from crux_torch.cli.results import json_option, put_json
 from crux_torch.errors import CruxError
 from crux_torch.fabric.ecmp import ROCE_V2_PORT
 from crux_torch.fabric.loaders import load_topology
@@ -111,12 +111,7 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     metavar="NODE|ADDRESS",
     help="List only ports whose path crosses this node; repeat it for several.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    help="Also write JSON to this file; - prints JSON in place of the table.",
-)
+@json_option
 def probe_command(
     destination: str,
     protocol: Transport,
@@ -131,7 +126,7 @@ def probe_command(
     time_limit_s: float,
     topology_path: Path | None,
     via: tuple[str, ...],
-    json_path: str | None,
+    json_path: Path | None,
 ) -> None:
     """Find which source port takes which path to DESTINATION.
 
@@ -166,11 +161,7 @@ def probe_command(
     except (CruxError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report = PathTable(found, topology, via)
-    if json_path is not None and json_path != "-":
-        write_text(Path(json_path), as_json_text(report) + "\n")
-    if json_path == "-":
-        click.echo(as_json_text(report))
-    else:
+    if not put_json(json_path, as_json_text(report)):
         render(report)
     if via and not report.ports_via():
         raise click.ClickException(

@@ -20,7 +20,6 @@ from crux_torch.schedule.scheduler import LIVE, SCHEDULERS
 from crux_torch.sim.advise import JobAdvice, advise
 from crux_torch.sim.scenario import cluster_of, read_scenario
 
-
 #: Letters in a line of the page.
 HTML_WIDTH = 100
 

@@ -14,12 +14,11 @@ from crux_torch.cli.results import json_option, put_json
 from crux_torch.cli.sim_options import names_option, scenario_argument
 from crux_torch.errors import CruxError
 from crux_torch.report.json_text import json_text
-from crux_torch.report.tables import Grid, console
+from crux_torch.report.tables import Grid, console, say
 from crux_torch.schedule.model import SchedulerOptions
 from crux_torch.schedule.scheduler import SCHEDULERS
 from crux_torch.sim.play import JobReport, Report, play
 from crux_torch.sim.scenario import cluster_of, read_scenario
-
 
 Row = dict[str, Any]
 
@@ -82,9 +81,9 @@ def compare(
     to = console()
     _summary(rows).print(to)
     _jobs(rows, alone).print(to)
-    to.print("slowdown: mean iteration over the one under ideal; -: no iteration ended")
+    say(to, "ideal s: mean iteration under ideal, in seconds; -: no iteration ended")
     for note in notes:
-        to.print(note, markup=False)
+        say(to, note)
 
 
 def _summary(rows: Sequence[Row]) -> Grid:
@@ -117,5 +116,5 @@ def _jobs(rows: Sequence[Row], alone: Mapping[str, JobReport]) -> Grid:
             **{name: "-" if times is None else f"{times:.2f}" for name, times in found.items()},
         }
 
-    title = "seconds of a job's mean iteration under ideal, and its slowdown under each scheduler"
+    title = "slowdown of each job: its mean iteration over the one under ideal"
     return Grid([cells(job) for job in alone], text=("job",), title=title)

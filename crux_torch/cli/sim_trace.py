@@ -167,16 +167,21 @@ def play_rows(
             for row in progress.track(run_rows(runs, threads), total=len(runs)):
                 rows.append(row_of(row))
                 result = Result(name, settings, rows)
-                result.write(_text(result, columns or {}, FILE_WIDTH), json_path, out)
+                result.write(_text(settings, rows, columns or {}, FILE_WIDTH), json_path, out)
     except CruxError as error:
         raise click.ClickException(str(error)) from None
-    shown = _text(result, columns or {}, console().width)
+    shown = _text(settings, rows, columns or {}, console().width)
     click.echo(result.to_json() if json_path == STDOUT else shown, nl=False)
 
 
-def _text(result: Result, columns: Mapping[str, Callable[[Row], str]], width: int) -> str:
+def _text(
+    settings: dict[str, Any],
+    rows: list[Row],
+    columns: Mapping[str, Callable[[Row], str]],
+    width: int,
+) -> str:
     """One table for each network and placement. Gains are over ECMP in the same table."""
-    found, rows = result.settings["trace"], result.rows
+    found = settings["trace"]
     wanted = found["mean_gpus_wanted"]
     load = f"that arrive within {found['window_s']:g} s"
     if wanted is not None:
@@ -193,7 +198,7 @@ def _text(result: Result, columns: Mapping[str, Callable[[Row], str]], width: in
     return buffer.getvalue()
 
 
-def _table(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> Grid:
+def _table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Grid:
     first = rows[0]
     base = next((row["held_utilization"] for row in rows if row["scheduler"] == "ecmp"), None)
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
+from crux_torch.cli.results import json_option, put_json
 from crux_torch.errors import CruxError, SettingsError
-from crux_torch.report.cluster_status import as_json_text, read_status, render
+from crux_torch.report.cluster_status import COLUMNS, as_json_text, read_status, render
 from crux_torch.settings import Settings
 
 
 def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command about one cluster: ``store``, ``cluster`` and ``as_json``."""
+    """The options of a command about one cluster: ``store``, ``cluster`` and ``json_path``."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        json_option,
         click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER]."),
         click.option("--store", help="tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."),
     ):
@@ -61,12 +63,17 @@ def store_errors(
     help="Read the store a second time after SECONDS and show what is still alive: jobs that "
     "crashed disappear when their lease ends, and the title says whether the plan was renewed.",
 )
-def status(store: str | None, cluster: str | None, settle_s: float, as_json: bool) -> None:
-    """Show the cluster's jobs and the plan in force, as the store has them."""
+@click.option("--wide", is_flag=True, help="Show all that is known of each job.")
+def status(
+    store: str | None, cluster: str | None, settle_s: float, wide: bool, json_path: Path | None
+) -> None:
+    """Show the cluster's jobs and the plan in force, as the store has them.
+
+    For each job: how long its steps take now, how long alone, and the priority level of its
+    traffic.
+    """
     settings = settings_of(store, cluster)
     with store_errors("read the cluster's state"):
         found = read_status(settings.store, settings.store_secret, settings.cluster, settle_s)
-    if as_json:
-        click.echo(as_json_text(found))
-    else:
-        render(found)
+    if not put_json(json_path, as_json_text(found)):
+        render(found, () if wide else COLUMNS)

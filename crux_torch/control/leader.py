@@ -41,6 +41,7 @@ from crux_torch.control.records import (
 )
 from crux_torch.control.registry import PlanState, Registry, StoredPlan
 from crux_torch.control.snapshot import Snapshot
+from crux_torch.control.step_clock import StepClock
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.control.trials import IterationEnds, Trials
 from crux_torch.errors import StoreError, StoreForbidden
@@ -94,7 +95,7 @@ class Leader:
         poll_s: seconds between two looks at the store.
         debounce_s: seconds for which the snapshot must stand still before it is planned.
         max_slowdown, iteration_ends: for :class:`~crux_torch.control.trials.Trials`. Without the
-            latter this job can't be measured, and no plan of its component is tried.
+            latter no plan of this job's component is tried, and nothing told of its steps.
         in_thread: whether a thread of its own computes plans, so that no tick takes long.
         max_verified, max_readers: jobs and flows of the cluster, and jobs, above which only a
             planner and its stand-bys read all records and plan.
@@ -150,8 +151,9 @@ class Leader:
             self._registry, record.job, record.incarnation, lease_s, plan_valid_s, self._random
         )
         self._parts = PlanParts(self._registry, lease_s)
-        self._trials = None
+        self._trials, self._step_clock = None, None
         if iteration_ends is not None:
+            self._step_clock = StepClock(self._registry, record.job, lease_s, iteration_ends)
             self._trials = Trials(self._registry, record.job, max_slowdown, iteration_ends)
 
         self._publish_at_s = float("-inf")
@@ -253,6 +255,8 @@ class Leader:
                     # the cluster's.
                     self._settled_at_s = now + self._lease_s
                     self._warn.forget("store")
+                if self._step_clock is not None and not self._superseded:
+                    self._step_clock.tell(now, self.record.profile)
                 if self._trials is not None:
                     tried = self._trials.step(now, self.plan, self._snapshot.jobs)
                     self.update(tried=tried or msgspec.UNSET)
@@ -281,6 +285,8 @@ class Leader:
                 self._role.leave()
                 if self._trials is not None:
                     self._trials.withdraw()
+                if self._step_clock is not None:
+                    self._step_clock.withdraw()
         except StoreError as error:
             _log.debug("the record of %r ends with its lease: %s", self.record.job, error)
 

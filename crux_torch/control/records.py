@@ -12,7 +12,7 @@ import msgspec
 
 from crux_torch.errors import CruxError
 from crux_torch.fabric.route import PlannedPath
-from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
+from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name, NonNegative
 from crux_torch.schedule.guard import Sample
 from crux_torch.store.shared_store import MAX_VALUE_BYTES
 
@@ -160,6 +160,25 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     before: Sample
     after: Sample
     waiting_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e30)] = 0.0
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job's steps take now, for whoever looks at the cluster. No plan follows from it.
+
+    Attributes:
+        step_s: mean iteration of late.
+        iterations: that it is the mean of.
+        age_s: since the last of them ended, when this was written.
+        fastest_s: least ``step_s`` since the job's profile was measured; absent before.
+        profile_age_s: since the profile was measured, when this was written; absent before.
+    """
+
+    version: int = SCHEMA_VERSION
+    step_s: NonNegative
+    iterations: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+    age_s: NonNegative
+    fastest_s: NonNegative | None = None
+    profile_age_s: NonNegative | None = None
 
 
 class OnTrial(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from crux_torch.control.records import (
     PlanEntry,
     PlanHead,
     RecordError,
+    StepTimes,
 )
 from crux_torch.measure.job_profile import Name
 from crux_torch.store.shared_store import APART, AUDIT, OPERATOR, SharedStore
@@ -134,11 +135,12 @@ class Registry:
         #: Who plans a cluster that is too large for every leader to compute all.
         self.seats_prefix = self.prefix + "seats/"
         #: What lies apart, so that a look does not read it: the entries that they write, what each
-        #: job follows, and what jobs measure while a plan is tried.
+        #: job follows, what jobs measure while a plan is tried, and what their steps take.
         apart = f"{APART}{quote(cluster, safe='')}/"
         self.parts_prefix = apart + "parts/"
         self.follows_prefix = apart + "follows/"
         self.measured_prefix = apart + "measured/"
+        self.steps_prefix = apart + "steps/"
         self.topology_key = self.prefix + "topology"
         self.operator_key = self.prefix + OPERATOR
         self.audit_prefix = f"{AUDIT}{quote(cluster, safe='')}/"
@@ -321,12 +323,30 @@ class Registry:
         else:
             keys = [prefix + quote(job, safe="") for job in jobs]
             found = {key: raw for key in keys if (raw := self.store.get(key)) is not None}
+        return self._by_job(Measured, prefix, found, "what a job measured")
+
+    def publish_steps(self, job: str, steps: StepTimes | None, lease_s: float) -> None:
+        """Write what the steps of ``job`` take now, for ``lease_s``; None: nothing."""
+        key = self.steps_prefix + quote(job, safe="")
+        if steps is None:
+            self.store.delete(key)
+        else:
+            self.store.put(key, msgspec.json.encode(steps), lease_s)
+
+    def steps(self) -> dict[str, StepTimes]:
+        """What jobs' steps take, by job, as far as it is told."""
+        found = self.store.list(self.steps_prefix)
+        return self._by_job(StepTimes, self.steps_prefix, found, "what a job's steps take")
+
+    def _by_job(
+        self, kind: type[R], prefix: str, found: Mapping[str, bytes], what: str
+    ) -> dict[str, R]:
         told = {}
         for key, raw in found.items():
             try:
-                told[unquote(key.removeprefix(prefix))] = decode(Measured, raw, key)
+                told[unquote(key.removeprefix(prefix))] = decode(kind, raw, key)
             except RecordError as error:
-                self._warn(key, f"ignoring what a job measured: {error}")
+                self._warn(key, f"ignoring {what}: {error}")
         return told
 
     def swap_operator(self, before: bytes | None, after: OperatorSettings) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console, JustifyMethod, OverflowMethod
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+
+from crux_torch.report.job_steps import JobSteps, steps_of
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console, say
 
 if TYPE_CHECKING:
     from crux_torch.control.contested_hosts import ContestedHost
@@ -25,8 +26,33 @@ LOAD_S = 60.0
 HOSTS_SHOWN = 2
 #: Columns of text; the others are numbers.
 TEXT = ("job", "hosts", "state", "trial", "operator")
-#: Width of a table that is not printed to a terminal, so that nothing is cut off.
-PIPE_WIDTH = 200
+#: Columns that are left out where no job has anything in them.
+SELDOM = ("trial", "operator")
+#: The columns that are shown if none are asked for.
+COLUMNS = ("job", "state", "step now", "alone", "slowdown", "age")
+#: What the columns say.
+LEGEND = {
+    "state": "starting: not measured yet; profiling: being measured; running",
+    "step now": "mean of the steps in the last 30 s; empty: no optimizer has stepped",
+    "alone": "a step without other jobs: measured while the job's traffic went first, or computed "
+    "from its compute time, its bytes and the topology; ≤: at most that, as neither was possible",
+    "slowdown": "step now over alone",
+    "age": "time since the last step of step now, and since the measurement behind alone",
+    "W FLOP": "FLOPs of a step, all devices together",
+    "MFU": "share of the devices' FLOP/s that the job achieves",
+    "t s": "seconds that the traffic of a step needs on its slowest link",
+    "period s": "seconds of a step while it was measured",
+    "overlap": "share of the communication that computation hides",
+    "I FLOP/s": "intensity, W over t; inf: it sends nothing over the network",
+    "k": "correction of the intensity",
+    "P": "priority, k times I",
+    "level": "priority level of its traffic; a higher one goes first",
+    "paths": "connections seen on their planned path, and how many have one",
+    "grid s": "period of the slots in which it may send",
+    "late/min": "times in the last minute that it had fallen behind its slots",
+    "trial": "of the plan of the jobs that it meets",
+    "operator": "what the operator has set for it",
+}
 #: Larger values stand for infinity.
 BOUNDLESS = 1e30
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -42,6 +68,7 @@ class ClusterStatus:
         plan_renewed: whether the plan was renewed between two looks; None after a single look.
         operator: the operator's settings.
         contested: hosts of which records claim more devices than there are.
+        steps: how long steps take now and alone, by job.
     """
 
     store: str
@@ -51,6 +78,7 @@ class ClusterStatus:
     plan_renewed: bool | None
     operator: OperatorSettings
     contested: tuple[ContestedHost, ...] = ()
+    steps: Mapping[str, JobSteps] = field(default_factory=dict)
 
 
 def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0) -> ClusterStatus:
@@ -86,50 +114,71 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
             entries = (follows[job.job] for job in view.jobs if job.job in follows)
             found = plan_of(stored.plan, tuple(entries))
         contested, _ = holdings(view.jobs, TopologyReader().read(view.topology))
-        return ClusterStatus(endpoint, cluster, view.jobs, found, renewed, view.operator, contested)
+        steps = steps_of(view.jobs, registry.steps())
+        return ClusterStatus(
+            endpoint, cluster, view.jobs, found, renewed, view.operator, contested, steps
+        )
     finally:
         store.close()
 
 
 def as_json_text(status: ClusterStatus) -> str:
-    """``status`` as JSON; records keep their schema, fields their units."""
-    return json.dumps(msgspec.to_builtins(status), indent=2)
+    """``status`` as JSON; records keep their schema, fields their units.
+
+    An intensity or a priority without a bound is null, as is what is not known of a job's steps.
+    """
+    return json_text(msgspec.to_builtins(status))
 
 
-def render(status: ClusterStatus, columns: Sequence[str] = ()) -> None:
-    """Print ``status`` as a table, one row a job; of these ``columns``, or of all."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PIPE_WIDTH)
-    console.print(Text(f"cluster {_safe(status.cluster)} at {status.store}: {_plan_line(status)}"))
+def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
+    """Print ``status`` as a table, one row a job, and what its columns say.
+
+    Args:
+        columns: of these headings; none: all that hold something.
+    """
+    to = console()
+    say(to, f"cluster {_safe(status.cluster)} at {status.store}: {_plan_line(status)}")
     if status.operator.disabled:
-        console.print("disabled by the operator: all jobs keep the network's defaults")
+        say(to, "disabled by the operator: all jobs keep the network's defaults")
     if not status.jobs:
-        console.print("no jobs")
+        to.print("no jobs")
         return
     by_name = {job.job: job for job in status.jobs}
-    rows = [_row(job, by_name, status.plan, status.operator) for job in status.jobs]
-    for empty in ("trial", "operator"):
-        if not any(row[empty] for row in rows):
-            rows = [{k: v for k, v in row.items() if k != empty} for row in rows]
-    if columns:
-        rows = [{k: v for k, v in row.items() if k in columns} for row in rows]
-    table = Table(pad_edge=False)
-    for heading in rows[0]:
-        overflow: OverflowMethod = "fold" if heading in ("job", "hosts") else "ellipsis"
-        justify: JustifyMethod = "left" if heading in TEXT else "right"
-        table.add_column(heading, justify=justify, overflow=overflow)
-    for row in rows:
-        table.add_row(*map(Text, row.values()))
-    console.print(table)
+    whole = [_row(job, by_name, status) for job in status.jobs]
+    if columns == COLUMNS:
+        # Few columns: where there is a level, it says that the job runs.
+        whole = [row | {"state": _state(row)} for row in whole]
+    full = [name for name in whole[0] if name == "job" or any(row[name] for row in whole)]
+    shown = [name for name in columns or full if name in full or name not in SELDOM]
+    Grid([{name: row[name] for name in shown} for row in whole], text=TEXT).print(to)
+    if columns == COLUMNS:
+        for row in whole:
+            for name in ("trial", "operator"):
+                if row[name]:
+                    say(to, f"{row['job']}: {name}: {row[name]}")
     for host in status.contested:
-        console.print(Text(_safe(host)))
+        say(to, _safe(host))
     from crux_torch.control.audit import about_trial
 
     for job in status.jobs:
         for tried in job.trials:
             if tried.state == "worse" and _is_current(tried, status.plan):
-                console.print(Text(_safe(about_trial(tried))))
+                say(to, _safe(about_trial(tried)))
+    _print_legend(to, shown)
+
+
+def _print_legend(to: Console, shown: Sequence[str]) -> None:
+    told = [name for name in shown if name in LEGEND]
+    width = max(map(len, told), default=0) + 2
+    for name in told:
+        about = LEGEND[name]
+        if name == "state" and tuple(shown) == COLUMNS:
+            about += ", or the priority level that the plan gives its traffic"
+        say(to, f"{name:{width}}{about}", indent=width)
+
+
+def _state(row: Mapping[str, str]) -> str:
+    return f"level {row['level']}" if row["level"] and row["state"] == "running" else row["state"]
 
 
 def _plan_line(status: ClusterStatus) -> str:
@@ -143,14 +192,12 @@ def _plan_line(status: ClusterStatus) -> str:
     )
 
 
-def _row(
-    job: JobRecord,
-    jobs: Mapping[str, JobRecord],
-    plan: Plan | None,
-    operator: OperatorSettings,
-) -> dict[str, str]:
-    """One job's cells by heading; MFU is the share of their peak that its devices achieve."""
-    profile = job.profile
+def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -> dict[str, str]:
+    """One job's cells by heading."""
+    profile, plan, operator = job.profile, status.plan, status.operator
+    steps = status.steps.get(job.job, JobSteps())
+    bound = steps.alone_source == "bound"
+    ages = (_age(steps.step_age_s), _age(steps.alone_age_s))
     entry = plan.entry(job.job) if plan else None
     more = len(job.hosts) - HOSTS_SHOWN
     intensity = entry.intensity if entry else profile.intensity if profile else None
@@ -160,6 +207,12 @@ def _row(
         "hosts": ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else ""),
         "GPUs": str(job.gpus),
         "state": job.state,
+        "step now": _seconds(steps.step_s),
+        "alone": ("≤" if bound and steps.alone_s else "") + _seconds(steps.alone_s),
+        "slowdown": ""
+        if steps.slowdown is None
+        else ("≥" if bound else "") + f"{steps.slowdown:.2f}",
+        "age": ", ".join(filter(None, ages)),
         "W FLOP": _si(profile.flops) if profile else "",
         "MFU": "" if mfu is None else f"{mfu:.1%}",
         "t s": f"{profile.t_s:.4g}" if profile else "",
@@ -195,6 +248,21 @@ def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
     """Whether it is of a component as it is now."""
     entries = plan.entries if plan is not None else ()
     return any(e.trial.name == tried.name for e in entries if e.trial)
+
+
+def _seconds(value_s: float | None) -> str:
+    if value_s is None:
+        return ""
+    return f"{value_s:.3g} s" if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
+
+
+def _age(value_s: float | None) -> str:
+    if value_s is None:
+        return ""
+    for size_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if value_s >= 2 * size_s:
+            return f"{value_s / size_s:.0f} {unit}"
+    return f"{value_s:.0f} s"
 
 
 def _count(value: int | None) -> str:

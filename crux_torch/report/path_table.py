@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from crux_torch.fabric.topology import Topology
 from crux_torch.probe.path_map import Hops, PathMap
+from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import Grid, console, say
 
-#: Where the output is no terminal nothing should be cut off.
-PIPE_WIDTH = 160
 EXAMPLES = 6
 PORTS_LISTED = 100
 
@@ -72,32 +68,29 @@ def as_json_text(report: PathTable) -> str:
     }
     if report.via:
         fields["via"] = {"nodes": list(report.via), "ports": list(report.ports_via())}
-    return json.dumps(fields, indent=2)
+    return json_text(fields)
 
 
 def render(report: PathTable) -> None:
     """Print ``report``: a row for each path, what it rests on, and what to beware of."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PIPE_WIDTH)
+    to = console()
     found = report.found
     title = f"{found.source} to {found.destination}, {found.protocol} port {found.port}"
     if found.distance is not None:
         title += f", {found.distance - 1} routers on the way"
-    console.print(Text(title))
-    table = Table(pad_edge=False)
-    for heading in ("path", "hops", "ports", "share", "source ports"):
-        numbers = heading in ("path", "ports", "share")
-        table.add_column(heading, justify="right" if numbers else "left")
+    say(to, title)
+    rows = []
     for number, hops, ports in report.rows():
         way = " > ".join(found.names(hops, report.topology)) or "no router on the way"
         share = f"{100 * len(ports) / len(found.hops):.0f}%"
         more = ["..."] if len(ports) > EXAMPLES else []
         examples = ", ".join([*map(str, ports[:EXAMPLES]), *more])
-        table.add_row(number, Text(way), str(len(ports)), share, examples)
-    console.print(table)
+        counts = {"ports": str(len(ports)), "share": share, "source ports": examples}
+        rows.append({"path": number, "hops": way, **counts})
+    if rows:
+        Grid(rows, text=("hops", "source ports")).print(to)
     for line in _footnotes(report):
-        console.print(Text(line))
+        say(to, line)
 
 
 def _footnotes(report: PathTable) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -32,6 +33,22 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
         told = os.environ.get("COLUMNS", "")
         made.width = int(told) if told.isdecimal() and int(told) > 0 else WIDTH
     return made
+
+
+def say(to: Console, text: str, *, indent: int = 0, start: int = 0, style: str = "") -> None:
+    """Print a line of prose: a terminal gets it in lines of whole words, a file in one.
+
+    Args:
+        indent: of the lines after the first.
+        start, style: so many letters at the start have this style.
+    """
+    if to.is_terminal:
+        words = textwrap.TextWrapper(to.width, break_long_words=False, break_on_hyphens=False)
+        words.subsequent_indent = " " * min(indent, to.width // 2)
+        text = "\n".join(words.wrap(text))
+    line = Text(text)
+    line.stylize(style, 0, start)
+    to.print(line, soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""How long a job's steps take now, and how long without other jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from crux_torch.control.records import JobRecord, StepTimes
+    from crux_torch.measure.job_profile import JobProfile
+
+#: ``measured``: the job's traffic went first; ``computed``: from its compute time, its bytes and
+#: the topology; ``bound``: neither was possible, a step alone takes at most that.
+AloneSource = Literal["measured", "computed", "bound"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSteps:
+    """One job's steps; None: not known.
+
+    Attributes:
+        step_s, step_age_s: the mean step of late, and seconds since the last of these ended, when
+            the job wrote it.
+        alone_s, alone_source: a step without other jobs, and where that is from.
+        alone_age_s: seconds since the measurement that ``alone_s`` rests on, when the job wrote it.
+        slowdown: ``step_s`` over ``alone_s``; at least that if ``alone_s`` is a bound.
+    """
+
+    step_s: float | None = None
+    step_age_s: float | None = None
+    alone_s: float | None = None
+    alone_source: AloneSource | None = None
+    alone_age_s: float | None = None
+    slowdown: float | None = None
+
+
+def steps_of(jobs: Sequence[JobRecord], told: Mapping[str, StepTimes]) -> dict[str, JobSteps]:
+    """What is known of the steps of each of ``jobs``, from its profile and from what it told."""
+    return {job.job: _steps(job.profile, told.get(job.job)) for job in jobs}
+
+
+def _steps(profile: JobProfile | None, now: StepTimes | None) -> JobSteps:
+    alone_s, source = _alone(profile, now) if profile is not None else (None, None)
+    step_s = now.step_s if now is not None else None
+    return JobSteps(
+        step_s,
+        now.age_s if now is not None else None,
+        alone_s,
+        source,
+        now.profile_age_s if now is not None and profile is not None else None,
+        step_s / alone_s if step_s is not None and alone_s else None,
+    )
+
+
+def _alone(profile: JobProfile, now: StepTimes | None) -> tuple[float, AloneSource]:
+    if profile.measured_alone:
+        return profile.period_s, "measured"
+    # What was measured beside others, or ended since, is not less than a step alone takes.
+    most_s = profile.period_s
+    if now is not None and now.fastest_s is not None:
+        most_s = min(most_s, now.fastest_s)
+    computed_s = _computed_s(profile) if profile.t_source == "topology" else most_s
+    return (computed_s, "computed") if computed_s < most_s else (most_s, "bound")
+
+
+def _computed_s(profile: JobProfile) -> float:
+    """An iteration of the profile that meets no other job, as schedules reckon with it."""
+    from crux_torch.schedule.intensity import burst_times_s
+    from crux_torch.schedule.model import Burst, Job
+
+    total = sum(burst.share for burst in profile.bursts) or 1.0
+    bursts = tuple(Burst(burst.at, burst.share / total) for burst in profile.bursts)
+    job = Job("", gpus=1, flops=0.0, compute_s=profile.compute_s, flows=(), bursts=bursts)
+    return max(profile.compute_s, burst_times_s(job, profile.t_s)[-1][1])
