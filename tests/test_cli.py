@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from loopback import free_port
 
+import crux_torch
 from crux_torch import doctor
 from crux_torch.cli import main as cli
 from crux_torch.control.records import (
@@ -20,6 +21,7 @@ from crux_torch.control.records import (
     PathCounts,
     Plan,
     PlanEntry,
+    StepTimes,
     TriedPlan,
 )
 from crux_torch.control.registry import Registry, StoredEntry, StoredPlan
@@ -236,22 +238,89 @@ def test_status_says_where_a_trial_stands_and_why_a_plan_was_taken_back(crux, cl
     assert "taken back" not in shown(msgspec.structs.replace(back, name="t0"))
 
 
-def test_status_shows_a_row_for_each_job(crux, cluster):
-    endpoint, _ = cluster
-    result = crux("status", CRUX_STORE=endpoint, CRUX_CLUSTER="lab")
+def cells_of(output):
+    """The cells of each job by heading, over all blocks of the table."""
+    found = {}
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line[1:-1].split(line[0])] if line[:1] in "┃│" else []
+        if line.startswith("┃"):
+            headings = cells
+        elif cells:
+            found.setdefault(cells[0], {}).update(zip(headings, cells, strict=True))
+    return found
+
+
+def test_status_shows_six_columns_and_says_what_they_are(crux, cluster):
+    endpoint, registry = cluster
+    steps = StepTimes(step_s=0.857, iterations=35, age_s=2.0, profile_age_s=150.0)
+    registry.publish_steps("gpt", steps, 60.0)
+    result = crux("status", CRUX_STORE=endpoint, CRUX_CLUSTER="lab", COLUMNS="80")
     assert result.exit_code == 0, result.output
-    rows = {
-        cells[0]: cells
-        for line in result.output.splitlines()
-        if "│" in line and (cells := [c.strip() for c in line.strip("│").split("│")])
+    rows = cells_of(result.output)
+    assert rows["gpt"] == {
+        "job": "gpt",
+        "state": "level 5",
+        "step now": "857 ms",
+        "alone": "500 ms",
+        "slowdown": "1.71",
+        "age": "2 s, 2 min",
     }
-    assert rows["gpt"][1:] == [
-        *("h1,h2 +1", "8", "running", "2.5 P", "25.0%", "0.25", "0.5", "60%"),
-        *("10 P", "1.5", "15 P", "5", "3/6, 1 astray", "0.2575", "2"),
-    ]
-    assert rows["bert"][1:4] == ["h0", "4", "starting"]
-    assert not any(rows["bert"][4:])
+    assert rows["bert"] == {**dict.fromkeys(rows["gpt"], ""), "job": "bert", "state": "starting"}
     assert "plan 3 by gpt, policy crux" in result.output
+    legend = result.output.partition("└")[2]
+    for heading in list(rows["gpt"])[1:]:
+        assert re.search(rf"^{heading}  ", legend, re.M)
+    assert "\x1b" not in result.output
+
+
+def test_status_marks_what_is_a_bound(crux, cluster):
+    endpoint, registry = cluster
+    profile = msgspec.structs.replace(PROFILE, measured_alone=False, t_source="measured")
+    registry.publish_job(msgspec.structs.replace(JOBS[1], profile=profile), 60.0)
+    steps = StepTimes(step_s=0.6, iterations=35, age_s=2.0, fastest_s=0.4, profile_age_s=7300.0)
+    registry.publish_steps("gpt", steps, 60.0)
+    argv = ("status", "--store", endpoint, "--cluster", "lab")
+    row = cells_of(crux(*argv).output)["gpt"]
+    assert (row["alone"], row["slowdown"], row["age"]) == ("≤400 ms", "≥1.50", "2 s, 2 h")
+    found = json.loads(crux(*argv, "--json").output)["steps"]["gpt"]
+    assert (found["alone_s"], found["alone_source"]) == (0.4, "bound")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_wide_status_hides_nothing(crux, cluster, width):
+    endpoint, _ = cluster
+    env = {"CRUX_STORE": endpoint, "CRUX_CLUSTER": "lab", "COLUMNS": f"{width}"}
+    output = crux("status", "--wide", **env).output
+    assert max(len(line) for line in output.splitlines() if line[:1] in "┃│") <= width
+    rows = cells_of(output)
+    assert rows["gpt"] == {
+        "job": "gpt", "hosts": "h1,h2 +1", "GPUs": "8", "state": "running", "alone": "500 ms",
+        "W FLOP": "2.5 P", "MFU": "25.0%", "t s": "0.25", "period s": "0.5", "overlap": "60%",
+        "I FLOP/s": "10 P", "k": "1.5", "P": "15 P", "level": "5", "paths": "3/6, 1 astray",
+        "grid s": "0.2575", "late/min": "2",
+    }  # fmt: skip
+    assert {k: v for k, v in rows["bert"].items() if v} == {
+        "job": "bert", "hosts": "h0", "GPUs": "4", "state": "starting"
+    }  # fmt: skip
+
+
+def test_a_priority_without_a_bound_is_null_in_json(crux, cluster):
+    endpoint, registry = cluster
+    most = sys.float_info.max
+    entry = msgspec.structs.replace(PLAN.entries[0], priority=most, intensity=most)
+    registry.tell_follows("gpt", StoredEntry(digest="d", entry=entry))
+    for command in (("status",), ("cluster", "plan")):
+        argv = (*command, "--store", endpoint, "--cluster", "lab")
+        output = crux(*argv, "--json").output
+        assert "e+308" not in output
+        found = json.loads(output)
+        (told,) = (found["plan"] if command == ("status",) else found)["entries"]
+        assert (told["priority"], told["intensity"], told["correction"]) == (None, None, 1.5)
+    assert cells_of(crux("status", "--wide", *argv[2:]).output)["gpt"]["P"] == "inf"
+
+
+def test_the_version_is_told(crux):
+    assert crux("--version").output == f"crux, version {crux_torch.__version__}\n"
 
 
 def test_status_names_hosts_that_are_claimed_beyond_their_devices(crux, cluster):

@@ -1,0 +1,193 @@
+"""``--json [FILE|-]`` means one thing in every command, and files are replaced whole or not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from control_fakes import until
+from loopback import free_port
+
+from crux_torch.cli import main as cli
+from crux_torch.cli import results
+from crux_torch.report.json_text import json_text
+from crux_torch.store.host import StoreHost
+
+SCENARIO = Path(__file__).parents[1] / "examples" / "spines.json"
+FEW = ("--schedulers", "ecmp,crux")
+
+
+def commands(command: click.Command, name: tuple[str, ...] = ()) -> dict[tuple[str, ...], set[str]]:
+    """The options of every command that is not only a group, by its name."""
+    found = {}
+    if not isinstance(command, click.Group) or command.invoke_without_command:
+        found[name] = {flag for option in command.params for flag in option.opts}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for each in command.list_commands(context):
+            inner = command.get_command(context, each)
+            assert inner is not None
+            found |= commands(inner, (*name, each))
+    return found
+
+
+def test_every_command_that_prints_a_table_takes_json() -> None:
+    without = {name for name, flags in commands(cli.main).items() if "--json" not in flags}
+    # These write a file of their own, serve, or print commands.
+    assert without == {
+        ("sim", "import"),
+        *(("dispatch", each) for each in ("measure", "measure-across", "learn", "serve", "labels")),
+    }
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    host = StoreHost(endpoint, poll_s=0.05, linger_s=1.0)
+    host.start()
+    until(lambda: host.state == "hosting", what="the store")
+    yield endpoint
+    host.stop()
+
+
+ARGV = {
+    "status": ("status",),
+    "jobs": ("cluster", "jobs"),
+    "plan": ("cluster", "plan"),
+    "audit": ("cluster", "audit"),
+    "drain": ("cluster", "drain", "gpt"),
+    "doctor": ("doctor",),
+    "host": ("host",),
+    "probe": ("probe", "127.0.0.1", "--time", "1"),
+    "run": ("sim", "run", str(SCENARIO)),
+    "compare": ("sim", "compare", str(SCENARIO), *FEW),
+    "advise": ("sim", "advise", str(SCENARIO), *FEW),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "doctor" else []) for n in ARGV]
+)
+def test_json_goes_to_standard_output_alone_or_to_a_file(
+    name: str, store: str, tmp_path: Path
+) -> None:
+    def run(*more: str) -> str:
+        env = {"CRUX_STORE": store, "COLUMNS": "80"}
+        result = CliRunner(env=env).invoke(cli.main, [*ARGV[name], *more])
+        assert result.exit_code in ((0, 1) if name == "doctor" else (0,)), result.output
+        return result.stdout
+
+    file = tmp_path / "out.json"
+    shown = run("--json", str(file))
+    with pytest.raises(ValueError, match=r"."):
+        json.loads(shown)
+    in_file = json.loads(file.read_text())
+    for flags in (("--json",), ("--json", "-"), ("--json=-",)):
+        assert type(json.loads(run(*flags))) is type(in_file)
+    assert os.listdir(tmp_path) == ["out.json"]
+    assert not Path("-").exists()
+
+
+def test_what_has_no_bound_is_null() -> None:
+    told = {"a": [sys.float_info.max, -sys.float_info.max, 1e300], "b": (math.inf, math.nan, 1)}
+    assert json.loads(json_text(told)) == {"a": [None, None, 1e300], "b": [None, None, 1]}
+    row = results.Result("name", {"most": math.inf}, [{"x": math.nan}]).to_json()
+    assert json.loads(row) == {
+        "benchmark": "name",
+        "settings": {"most": None},
+        "rows": [{"x": None}],
+    }
+
+
+def test_a_file_that_cannot_be_written_keeps_what_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out.json"
+    results.write_text(file, "old")
+    file.chmod(0o640)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(click.ClickException, match=r"out.json: No space left on device"):
+            results.write_text(file, "new")
+    assert file.read_text() == "old"
+    link = tmp_path / "link.json"
+    link.symlink_to(file)
+    results.write_text(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["link.json", "out.json"]
+    results.write_text(Path("/dev/null"), "anything")
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("status",),
+        ("cluster", "audit"),
+        ("probe", "127.0.0.1"),
+        ("doctor",),
+        ("host",),
+        ("sim", "compare", str(SCENARIO)),
+        ("sim", "trace", "--jobs", "500"),
+        ("dispatch", "serve", "--table", "{table}", "--uplink", "1", "--port", "0"),
+    ],
+    ids=lambda argv: "-".join(argv[:2]).replace("/", ""),
+)
+def test_an_interrupt_ends_every_command_with_130_and_no_traceback(
+    argv: tuple[str, ...], tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    # The command stands still in the first thing that it asks of the system: for good, so that
+    # the interrupt meets it there however busy the machine is.
+    stuck = (
+        "import pathlib, sys, time, importlib\n"
+        "from crux_torch.cli import main as cli\n"
+        "def stand_still(*_, **__):\n"
+        f"    pathlib.Path({str(ready)!r}).touch()\n"
+        "    time.sleep(600)\n"
+        "at, name = sys.argv.pop(1).split(':')\n"
+        "setattr(importlib.import_module(at), name, stand_still)\n"
+        "cli.main(prog_name='crux')\n"
+    )
+    at = {
+        "status": "crux_torch.cli.status:read_status",
+        "cluster": "crux_torch.store.endpoint:open_store",
+        "probe": "crux_torch.cli.probe:probe",
+        "doctor": "crux_torch.cli.doctor:examine",
+        "host": "crux_torch.host.nvml:bounded_report",
+        "sim": "crux_torch.cli.sim_compare:play",
+        "dispatch": "crux_torch.cli.dispatch:_dispatcher",
+    }
+    where = "crux_torch.cli.sim_trace:run_rows" if argv[1:2] == ("trace",) else at[argv[0]]
+    table = tmp_path / "h0.csv"
+    table.touch()
+    given = [each.format(table=table) for each in argv]
+    process = subprocess.Popen(
+        [sys.executable, "-c", stuck, where, *given], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(ready.exists, what=f"{argv} to begin")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "Aborted" not in said
