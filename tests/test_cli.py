@@ -273,17 +273,20 @@ def test_status_shows_six_columns_and_says_what_they_are(crux, cluster):
     assert "\x1b" not in result.output
 
 
-def test_status_marks_what_is_a_bound(crux, cluster):
+def test_status_shows_a_range_where_a_step_alone_is_not_known(crux, cluster):
     endpoint, registry = cluster
-    profile = msgspec.structs.replace(PROFILE, measured_alone=False, t_source="measured")
+    changes = {"measured_alone": False, "t_source": "measured", "compute_s": 0.35}
+    profile = msgspec.structs.replace(PROFILE, **changes)
     registry.publish_job(msgspec.structs.replace(JOBS[1], profile=profile), 60.0)
     steps = StepTimes(step_s=0.6, iterations=35, age_s=2.0, fastest_s=0.4, profile_age_s=7300.0)
     registry.publish_steps("gpt", steps, 60.0)
     argv = ("status", "--store", endpoint, "--cluster", "lab")
     row = cells_of(crux(*argv).output)["gpt"]
-    assert (row["alone"], row["slowdown"], row["age"]) == ("≤400 ms", "≥1.50", "2 s, 2 h")
+    assert (row["alone"], row["slowdown"]) == ("350 ms-400 ms", "1.50-1.71")
+    assert row["age"] == "2 s, 2 h"
+    assert "measured beside others" in crux(*argv).output
     found = json.loads(crux(*argv, "--json").output)["steps"]["gpt"]
-    assert (found["alone_s"], found["alone_source"]) == (0.4, "bound")
+    assert (found["least_alone_s"], found["alone_s"], found["alone_source"]) == (0.35, 0.4, "bound")
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -187,26 +187,30 @@ def test_what_is_no_step_time_is_ignored(clock: FakeClock, store: Counted) -> No
         assert Registry(store, "c").steps() == {}
 
 
-def steps_alone(changes: dict[str, object], fastest_s: float | None) -> JobSteps:
+def steps_alone(changes: dict[str, object], fastest_s: float | None) -> tuple[object, ...]:
     job: JobRecord = record("a", profile=profile(**changes))  # type: ignore[arg-type]
     now = StepTimes(step_s=1.2, iterations=9, age_s=0.5, fastest_s=fastest_s, profile_age_s=70.0)
-    return steps_of([job], {"a": now})["a"]
+    found = steps_of([job], {"a": now})["a"]
+    assert (found.step_s, found.step_age_s, found.alone_age_s) == (1.2, 0.5, 70.0)
+    assert found.alone_s is not None
+    assert found.slowdown == pytest.approx(1.2 / found.alone_s)
+    return found.alone_source, found.least_alone_s, pytest.approx(found.alone_s)
 
 
-def test_a_step_alone_is_measured_or_computed_or_bounded() -> None:
+def test_a_step_alone_is_measured_or_computed_or_between_bounds() -> None:
     # 0.8 s of compute with one burst of t = 0.3 s from its middle on, and 1.0 s when measured.
     measured = {"period_s": 1.0, "t_s": 0.3}
-    assert steps_alone(measured, None) == JobSteps(1.2, 0.5, 1.0, "measured", 70.0, 1.2)
+    assert steps_alone(measured, None) == ("measured", 1.0, 1.0)
+    assert steps_alone(measured, 0.9) == ("measured", 1.0, 1.0)
     beside = measured | {"measured_alone": False}
-    assert steps_alone(beside, None) == JobSteps(1.2, 0.5, 1.0, "bound", 70.0, 1.2)
-    assert steps_alone(beside, 0.6).alone_s == 0.6
-    assert steps_alone(beside, 0.6).slowdown == pytest.approx(2.0)
+    assert steps_alone(beside, None) == ("bound", 0.8, 1.0)
+    assert steps_alone(beside, 0.9) == ("bound", 0.8, 0.9)
+    assert steps_alone(beside, 0.7) == ("bound", 0.7, 0.7)
     placed = beside | {"t_source": "topology"}
-    found = steps_alone(placed, None)
-    assert (found.alone_s, found.alone_source) == (0.8, "computed")
-    found = steps_alone(placed | {"t_s": 0.5}, None)
-    assert found.alone_s == pytest.approx(0.9)  # it ends after the compute
-    assert steps_alone(placed | {"t_s": 3.0}, None).alone_source == "bound"
+    assert steps_alone(placed, None) == ("computed", 0.8, 0.8)
+    late = steps_alone(placed | {"t_s": 0.5}, None)  # it ends after the compute
+    assert late == ("computed", pytest.approx(0.9), 0.9)
+    assert steps_alone(placed | {"t_s": 3.0}, None) == ("computed", 1.0, 1.0)
 
 
 def test_without_a_profile_there_is_a_step_and_no_slowdown() -> None:
@@ -215,3 +219,5 @@ def test_without_a_profile_there_is_a_step_and_no_slowdown() -> None:
     assert steps_of([job], {"a": now}) == {"a": JobSteps(1.2, 0.5)}
     assert steps_of([job], {}) == {"a": JobSteps()}
     assert msgspec.json.decode(msgspec.json.encode(now), type=StepTimes) == now
+    nothing = record("a", profile=profile(period_s=0.0, compute_s=0.0))
+    assert steps_of([nothing], {"a": now})["a"].slowdown is None

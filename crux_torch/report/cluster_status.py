@@ -34,8 +34,8 @@ COLUMNS = ("job", "state", "step now", "alone", "slowdown", "age")
 LEGEND = {
     "state": "starting: not measured yet; profiling: being measured; running",
     "step now": "mean of the steps in the last 30 s; empty: no optimizer has stepped",
-    "alone": "a step without other jobs: measured while the job's traffic went first, or computed "
-    "from its compute time, its bytes and the topology; ≤: at most that, as neither was possible",
+    "alone": "a step without other jobs: measured while none was in the way, or computed from its "
+    "compute time, its bytes and the topology; a range where neither was possible",
     "slowdown": "step now over alone",
     "age": "time since the last step of step now, and since the measurement behind alone",
     "W FLOP": "FLOPs of a step, all devices together",
@@ -55,6 +55,10 @@ LEGEND = {
 }
 #: Larger values stand for infinity.
 BOUNDLESS = 1e30
+BESIDE_OTHERS = (
+    "jobs were measured beside others, so what they take alone is not known well: a topology "
+    "(docs/topology.md) or a class above the others' (docs/classes.md) tells"
+)
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -156,6 +160,8 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
             for name in ("trial", "operator"):
                 if row[name]:
                     say(to, f"{row['job']}: {name}: {row[name]}")
+    if any(steps.alone_source == "bound" for steps in status.steps.values()):
+        say(to, BESIDE_OTHERS)
     for host in status.contested:
         say(to, _safe(host))
     from crux_torch.control.audit import about_trial
@@ -196,7 +202,8 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
     """One job's cells by heading."""
     profile, plan, operator = job.profile, status.plan, status.operator
     steps = status.steps.get(job.job, JobSteps())
-    bound = steps.alone_source == "bound"
+    alone = _seconds(steps.least_alone_s), _seconds(steps.alone_s)
+    slowdown = _times(steps.slowdown), _times(steps.most_slowdown)
     ages = (_age(steps.step_age_s), _age(steps.alone_age_s))
     entry = plan.entry(job.job) if plan else None
     more = len(job.hosts) - HOSTS_SHOWN
@@ -208,10 +215,8 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
         "GPUs": str(job.gpus),
         "state": job.state,
         "step now": _seconds(steps.step_s),
-        "alone": ("≤" if bound and steps.alone_s else "") + _seconds(steps.alone_s),
-        "slowdown": ""
-        if steps.slowdown is None
-        else ("≥" if bound else "") + f"{steps.slowdown:.2f}",
+        "alone": _range(*alone),
+        "slowdown": _range(*slowdown),
         "age": ", ".join(filter(None, ages)),
         "W FLOP": _si(profile.flops) if profile else "",
         "MFU": "" if mfu is None else f"{mfu:.1%}",
@@ -248,6 +253,14 @@ def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
     """Whether it is of a component as it is now."""
     entries = plan.entries if plan is not None else ()
     return any(e.trial.name == tried.name for e in entries if e.trial)
+
+
+def _range(low: str, high: str) -> str:
+    return high if low == high else f"{low}-{high}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _seconds(value_s: float | None) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from crux_torch.measure.job_profile import JobProfile
 
 #: ``measured``: the job's traffic went first; ``computed``: from its compute time, its bytes and
-#: the topology; ``bound``: neither was possible, a step alone takes at most that.
+#: the topology; ``bound``: neither was possible, a step alone takes between two bounds.
 AloneSource = Literal["measured", "computed", "bound"]
 
 
@@ -22,17 +22,20 @@ class JobSteps:
     Attributes:
         step_s, step_age_s: the mean step of late, and seconds since the last of these ended, when
             the job wrote it.
-        alone_s, alone_source: a step without other jobs, and where that is from.
+        alone_s, alone_source: a step without other jobs, at most, and where that is from.
+        least_alone_s: at least; ``alone_s`` itself unless that is a bound.
         alone_age_s: seconds since the measurement that ``alone_s`` rests on, when the job wrote it.
-        slowdown: ``step_s`` over ``alone_s``; at least that if ``alone_s`` is a bound.
+        slowdown, most_slowdown: ``step_s`` over ``alone_s``, and over ``least_alone_s``.
     """
 
     step_s: float | None = None
     step_age_s: float | None = None
     alone_s: float | None = None
+    least_alone_s: float | None = None
     alone_source: AloneSource | None = None
     alone_age_s: float | None = None
     slowdown: float | None = None
+    most_slowdown: float | None = None
 
 
 def steps_of(jobs: Sequence[JobRecord], told: Mapping[str, StepTimes]) -> dict[str, JobSteps]:
@@ -41,15 +44,25 @@ def steps_of(jobs: Sequence[JobRecord], told: Mapping[str, StepTimes]) -> dict[s
 
 
 def _steps(profile: JobProfile | None, now: StepTimes | None) -> JobSteps:
-    alone_s, source = _alone(profile, now) if profile is not None else (None, None)
     step_s = now.step_s if now is not None else None
+    age_s = now.age_s if now is not None else None
+    if profile is None:
+        return JobSteps(step_s, age_s)
+    alone_s, source = _alone(profile, now)
+    least_s = min(alone_s, profile.compute_s) if source == "bound" else alone_s
+
+    def times(alone_s: float) -> float | None:
+        return step_s / alone_s if step_s is not None and alone_s > 0 else None
+
     return JobSteps(
-        step_s,
-        now.age_s if now is not None else None,
-        alone_s,
-        source,
-        now.profile_age_s if now is not None and profile is not None else None,
-        step_s / alone_s if step_s is not None and alone_s else None,
+        step_s=step_s,
+        step_age_s=age_s,
+        alone_s=alone_s,
+        least_alone_s=least_s,
+        alone_source=source,
+        alone_age_s=now.profile_age_s if now is not None else None,
+        slowdown=times(alone_s),
+        most_slowdown=times(least_s),
     )
 
 
@@ -60,8 +73,9 @@ def _alone(profile: JobProfile, now: StepTimes | None) -> tuple[float, AloneSour
     most_s = profile.period_s
     if now is not None and now.fastest_s is not None:
         most_s = min(most_s, now.fastest_s)
-    computed_s = _computed_s(profile) if profile.t_source == "topology" else most_s
-    return (computed_s, "computed") if computed_s < most_s else (most_s, "bound")
+    if profile.t_source == "topology":
+        return min(most_s, _computed_s(profile)), "computed"
+    return most_s, "bound"
 
 
 def _computed_s(profile: JobProfile) -> float:
