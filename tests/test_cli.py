@@ -270,6 +270,7 @@ def test_status_shows_six_columns_and_says_what_they_are(crux, cluster):
     legend = result.output.partition("└")[2]
     for heading in list(rows["gpt"])[1:]:
         assert re.search(rf"^{heading}  ", legend, re.M)
+    assert max(map(len, legend.splitlines())) <= 80
     assert "\x1b" not in result.output
 
 
@@ -282,7 +283,7 @@ def test_status_shows_a_range_where_a_step_alone_is_not_known(crux, cluster):
     registry.publish_steps("gpt", steps, 60.0)
     argv = ("status", "--store", endpoint, "--cluster", "lab")
     row = cells_of(crux(*argv).output)["gpt"]
-    assert (row["alone"], row["slowdown"]) == ("350 ms-400 ms", "1.50-1.71")
+    assert (row["alone"], row["slowdown"]) == ("350-400 ms", "1.50-1.71")
     assert row["age"] == "2 s, 2 h"
     assert "measured beside others" in crux(*argv).output
     found = json.loads(crux(*argv, "--json").output)["steps"]["gpt"]

@@ -26,6 +26,8 @@ pytestmark = [
 WINDOW_S = 20.0
 #: What the default keeps to, and what a busy machine adds to an iteration.
 CAP, BUSY = 3.0, 1.2
+#: By what share that which crux status shows may differ from what the jobs themselves say.
+SHOWN = 0.2
 #: Iterations of the slowest job that a bad plan may cost: the least that a judgement needs, twice,
 #: and those that do not count because connections settle or somebody has to be told.
 MOST_ITERATIONS = 2 * MIN_BATCHES * BATCH_ITERATIONS + 40
@@ -121,6 +123,14 @@ def utilisation(ring: Mapping[str, Seen], policy: str) -> float:
 
 def levels(seen: Seen) -> dict[str, Any]:
     return {entry["job"]: entry["level"] for entry in seen.status["plan"]["entries"]}
+
+
+def test_the_status_shows_what_the_jobs_do_to_each_other(ring: dict[str, Seen]) -> None:
+    stock, seen = ring[NONE], ring["crux"]
+    for job, told in seen.status["steps"].items():
+        print(f"{job}: {mean_s(seen, job):.3f} s, alone {stock.alone_s(job):.3f} s, told {told}")
+        assert told["step_s"] == pytest.approx(mean_s(seen, job), rel=SHOWN)
+        assert told["alone_s"] == pytest.approx(stock.alone_s(job), rel=SHOWN)
 
 
 def test_strict_priority_starves_a_ring_and_the_default_does_not(ring: dict[str, Seen]) -> None:

@@ -180,7 +180,7 @@ def _print_legend(to: Console, shown: Sequence[str]) -> None:
         about = LEGEND[name]
         if name == "state" and tuple(shown) == COLUMNS:
             about += ", or the priority level that the plan gives its traffic"
-        say(to, f"{name:{width}}{about}", indent=width)
+        say(to, f"{name:{width}}{about}", indent=width, fold=True)
 
 
 def _state(row: Mapping[str, str]) -> str:
@@ -256,7 +256,10 @@ def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
 
 
 def _range(low: str, high: str) -> str:
-    return high if low == high else f"{low}-{high}"
+    if low == high:
+        return high
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(unit) else low}-{high}"
 
 
 def _times(value: float | None) -> str:

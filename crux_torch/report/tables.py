@@ -35,14 +35,23 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
     return made
 
 
-def say(to: Console, text: str, *, indent: int = 0, start: int = 0, style: str = "") -> None:
+def say(
+    to: Console,
+    text: str,
+    *,
+    indent: int = 0,
+    start: int = 0,
+    style: str = "",
+    fold: bool = False,
+) -> None:
     """Print a line of prose: a terminal gets it in lines of whole words, a file in one.
 
     Args:
         indent: of the lines after the first.
         start, style: so many letters at the start have this style.
+        fold: a file gets it as a terminal does.
     """
-    if to.is_terminal:
+    if to.is_terminal or fold:
         words = textwrap.TextWrapper(to.width, break_long_words=False, break_on_hyphens=False)
         words.subsequent_indent = " " * min(indent, to.width // 2)
         text = "\n".join(words.wrap(text))
@@ -74,37 +83,46 @@ class Grid:
         for block in self._blocks(to.width):
             to.print(self._table(block))
 
-    def _blocks(self, width: int) -> Iterator[list[tuple[str, int]]]:
+    def _blocks(self, width: int) -> Iterator[dict[str, int]]:
         """Headings and widths of the columns of each block."""
-        widths = {heading: self._width(heading) for heading in self.rows[0]}
-        if _total(list(widths.values())) > width:
-            most = int(TEXT_SHARE * width)
-            for heading in self.text:
-                if heading in widths:
-                    widths[heading] = min(widths[heading], max(most, cell_len(heading)))
-        columns = list(widths.items())
-        keys, others = columns[: self.keys], columns[self.keys :]
-        block = list(keys)
-        for column in others:
-            if len(block) > len(keys) and _total([w for _, w in (*block, column)]) > width:
-                yield block
-                block = list(keys)
-            block.append(column)
-        yield block
+        wanted = {heading: self._width(heading) for heading in self.rows[0]}
+        least = dict(wanted)
+        if _total(wanted) > width:
+            for heading in wanted.keys() & set(self.text):
+                share = max(int(TEXT_SHARE * width), cell_len(heading))
+                least[heading] = min(wanted[heading], share)
+        headings = list(wanted)
+        keys = {heading: least[heading] for heading in headings[: self.keys]}
+        block = dict(keys)
+        for heading in headings[self.keys :]:
+            if len(block) > len(keys) and _total({**block, heading: least[heading]}) > width:
+                yield _widened(block, wanted, width)
+                block = dict(keys)
+            block[heading] = least[heading]
+        yield _widened(block, wanted, width)
 
     def _width(self, heading: str) -> int:
         return max(cell_len(heading), *(cell_len(row[heading]) for row in self.rows))
 
-    def _table(self, block: list[tuple[str, int]]) -> Table:
+    def _table(self, block: Mapping[str, int]) -> Table:
         table = Table()
-        for heading, width in block:
+        for heading, width in block.items():
             side = "left" if heading in self.text else "right"
             table.add_column(Text(heading), justify=side, overflow="fold", width=width)  # type: ignore[arg-type]
         for row in self.rows:
-            table.add_row(*(Text(row[heading]) for heading, _ in block))
+            table.add_row(*(Text(row[heading]) for heading in block))
         return table
 
 
-def _total(widths: Sequence[int]) -> int:
+def _widened(block: Mapping[str, int], wanted: Mapping[str, int], width: int) -> dict[str, int]:
+    """The widths of ``block``, with the room that is left given to those that want more."""
+    given = dict(block)
+    for heading in block:
+        room = max(0, width - _total(given))
+        given[heading] = min(wanted[heading], given[heading] + room)
+    return given
+
+
+def _total(widths: Mapping[str, int]) -> int:
     """Letters of a line of columns that are so wide."""
-    return sum(widths) + _BETWEEN * (len(widths) - 1) + _ENDS
+    return sum(widths.values()) + _BETWEEN * (len(widths) - 1) + _ENDS
