@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import click
 
+from crux_torch.files import write_file
 from crux_torch.report.json_text import bounded
 
 #: ``--json`` without a file, or with ``-``: standard output has the JSON and nothing else.
@@ -84,38 +82,9 @@ def write_text(file: Path, text: str, *, make_folder: bool = False) -> None:
     try:
         if make_folder:
             file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists() and not file.is_file():
-            # A device or a pipe has no content to lose.
-            file.write_text(text, encoding="utf-8")
-            return
-        _replace(file.resolve(), text)
+        write_file(file, text)
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None
-
-
-def _replace(file: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}.", delete=False
-    ) as draft:
-        try:
-            draft.write(text)
-            draft.flush()
-            os.fsync(draft.fileno())
-            os.chmod(draft.name, _mode(file))
-            os.replace(draft.name, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(draft.name)
-            raise
-
-
-def _mode(file: Path) -> int:
-    """The access rights of ``file``; if it is not there, those that a new file gets."""
-    with contextlib.suppress(OSError):
-        return file.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def publish(result: Result, text: str, json_path: Path | None, folder: Path | None) -> None:
