@@ -28,12 +28,13 @@ def doctor(json_path: Path | None) -> None:
     """
     checks = examine(os.environ)
     if not put_json(json_path, json_text([asdict(check) for check in checks])):
-        _print(checks)
+        show(checks)
     if any(check.state == "broken" for check in checks):
         raise SystemExit(1)
 
 
-def _print(checks: Sequence[Check]) -> None:
+def show(checks: Sequence[Check]) -> None:
+    """Print findings as a table: state, part, finding; below it the cost and the remedy."""
     to = console()
     width = max(len(check.part) for check in checks)
     indent = width + 11
