@@ -201,7 +201,8 @@ def test_a_step_alone_is_measured_or_computed_or_between_bounds() -> None:
     # 0.8 s of compute with one burst of t = 0.3 s from its middle on, and 1.0 s when measured.
     measured = {"period_s": 1.0, "t_s": 0.3}
     assert steps_alone(measured, None) == ("measured", 1.0, 1.0)
-    assert steps_alone(measured, 0.9) == ("measured", 1.0, 1.0)
+    assert steps_alone(measured, 0.9) == ("measured", 0.9, 0.9)
+    assert steps_alone(measured, 1.1) == ("measured", 1.0, 1.0)
     beside = measured | {"measured_alone": False}
     assert steps_alone(beside, None) == ("bound", 0.8, 1.0)
     assert steps_alone(beside, 0.9) == ("bound", 0.8, 0.9)

@@ -35,7 +35,8 @@ LEGEND = {
     "state": "starting: not measured yet; profiling: being measured; running",
     "step now": "mean of the steps in the last 30 s; empty: no optimizer has stepped",
     "alone": "a step without other jobs: measured while none was in the way, or computed from its "
-    "compute time, its bytes and the topology; a range where neither was possible",
+    "compute time, its bytes and the topology; a range where neither was possible; never more than "
+    "in the fastest 30 s since",
     "slowdown": "step now over alone",
     "age": "time since the last step of step now, and since the measurement behind alone",
     "W FLOP": "FLOPs of a step, all devices together",

@@ -67,12 +67,12 @@ def _steps(profile: JobProfile | None, now: StepTimes | None) -> JobSteps:
 
 
 def _alone(profile: JobProfile, now: StepTimes | None) -> tuple[float, AloneSource]:
-    if profile.measured_alone:
-        return profile.period_s, "measured"
-    # What was measured beside others, or ended since, is not less than a step alone takes.
+    # What was measured, or ended since, is not less than a step alone takes.
     most_s = profile.period_s
     if now is not None and now.fastest_s is not None:
         most_s = min(most_s, now.fastest_s)
+    if profile.measured_alone:
+        return most_s, "measured"
     if profile.t_source == "topology":
         return min(most_s, _computed_s(profile)), "computed"
     return most_s, "bound"
