@@ -1,0 +1,52 @@
+"""What Crux leaves to the network under a job's settings, and why: said where a user will look."""
+
+from __future__ import annotations
+
+from crux_torch.fabric.topology import Topology
+from crux_torch.settings import PATH_POLICIES, Settings
+
+#: Those that give all jobs one level.
+ONE_LEVEL_POLICIES = ("cassini", "ecmp", "mlcc")
+
+
+def left_out(settings: Settings, topology: Topology | None) -> tuple[str, ...]:
+    """Sentences without a full stop about what does not happen; none where Crux does all it can.
+
+    Args:
+        topology: that the job's plans are made with; None: there is none.
+    """
+    said = []
+    if why := _no_priorities(settings, topology):
+        said.append(f"nothing is prioritised, because {why}")
+    if why := _no_paths(settings, topology):
+        said.append(f"no paths are chosen, because {why}")
+    return tuple(said)
+
+
+def _no_priorities(settings: Settings, topology: Topology | None) -> str:
+    if settings.store == "none":
+        return "jobs without a store have no plan (CRUX_STORE=none)"
+    if not settings.dscp_map:
+        return "nobody said which DSCP values are Crux's (CRUX_DSCP_MAP)"
+    if settings.policy in ONE_LEVEL_POLICIES:
+        return f"the policy {settings.policy} gives all jobs one level (CRUX_POLICY)"
+    if len(settings.plan_levels) == 1:
+        return "there is one level for plans (CRUX_LEVELS, CRUX_RESERVED_LEVELS)"
+    if settings.policy == "crux" and topology is None:
+        return "the policy crux gives all jobs one level without a topology (CRUX_TOPOLOGY)"
+    return ""
+
+
+def _no_paths(settings: Settings, topology: Topology | None) -> str:
+    if settings.store == "none":
+        return "jobs without a store have no plan (CRUX_STORE=none)"
+    if settings.policy not in PATH_POLICIES:
+        return f"the policy {settings.policy} leaves paths to the network (CRUX_POLICY)"
+    off = [f"CRUX_{name.upper()}" for name in ("paths", "transport") if not getattr(settings, name)]
+    if off:
+        return f"that is switched off ({', '.join(off)})"
+    if topology is None:
+        return "there is no topology (CRUX_TOPOLOGY)"
+    if not topology.addresses:
+        return "the topology has no addresses (docs/topology.md)"
+    return ""

@@ -1,0 +1,90 @@
+"""Which host of a topology a machine is: by its name, else by its addresses."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
+
+from crux_torch.fabric.topology import Topology, TopologyError
+
+#: Names that a message lists.
+MOST_NAMES = 3
+
+
+def match_host(
+    topology: Topology, name: str, addresses: Sequence[str], *, told: bool = False
+) -> str:
+    """The host of ``topology`` that a machine is.
+
+    A host whose name is an IP address has that address. Addresses that many machines have
+    (loopback, link-local) decide nothing.
+
+    Args:
+        name: what the machine is called.
+        addresses: its IP addresses.
+        told: its user gave the name for the topology, so it must be there.
+
+    Raises:
+        TopologyError: it is none of the hosts, or its name and addresses are those of several; the
+            message says what to do.
+    """
+    by_address = hosts_at(topology, addresses)
+    if name in topology.hosts:
+        own = _addresses_of(topology, name)
+        if told or name in by_address or not by_address or not own:
+            return name
+        raise TopologyError(
+            f"this machine's name {name!r} is in it, but its address is that of "
+            f"{_listed(by_address)}: say with CRUX_HOST which of them it is"
+        )
+    if told:
+        seen = f", but its addresses are those of {_listed(by_address)}" if by_address else ""
+        raise TopologyError(
+            f"it has no host {name!r}, the name that CRUX_HOST gives to this machine{seen}. "
+            f"{nearest(name, topology.hosts)}"
+        )
+    if len(by_address) == 1:
+        return by_address[0]
+    if by_address:
+        raise TopologyError(
+            f"it has no host {name!r}, and this machine has addresses of {_listed(by_address)}: "
+            "say with CRUX_HOST which of them it is"
+        )
+    raise TopologyError(
+        f"it has no host {name!r}, which this machine is called, and none with one of its "
+        f"addresses ({_listed(addresses, quoted=False) or 'it has none'}). "
+        f"{nearest(name, topology.hosts)}"
+    )
+
+
+def hosts_at(topology: Topology, addresses: Iterable[str]) -> tuple[str, ...]:
+    """The hosts that have one of ``addresses``, themselves or on one of their NICs."""
+    found = {}
+    for address in map(ip_address, addresses):
+        if address.is_loopback or address.is_link_local:
+            continue
+        node = topology.node_at.get(str(address))
+        host = topology.host_of(node) if node is not None else None
+        if host is None and str(address) in topology.hosts:
+            host = str(address)
+        if host is not None:
+            found[host] = None
+    return tuple(found)
+
+
+def nearest(name: str, hosts: Sequence[str]) -> str:
+    """A sentence that says how to name a host, with the names that are most like ``name``."""
+    alike = difflib.get_close_matches(name, hosts, n=MOST_NAMES, cutoff=0.5)
+    shown = f"the nearest of its names: {_listed(alike)}" if alike else f"it has {_listed(hosts)}"
+    return f"Give its name in the topology with CRUX_HOST ({shown}), or add it to the file"
+
+
+def _addresses_of(topology: Topology, host: str) -> tuple[str, ...]:
+    nodes = (host, *topology.inside(host))
+    return tuple(a for node in nodes for a in topology.addresses.get(node, ()))
+
+
+def _listed(names: Sequence[str], quoted: bool = True) -> str:
+    shown = ", ".join(repr(n) if quoted else n for n in names[:MOST_NAMES])
+    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

@@ -1,0 +1,132 @@
+"""Which host of a topology a machine is, and what is said where that is not certain."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crux_torch.fabric.host_match import hosts_at, match_host
+from crux_torch.fabric.loaders import parse_yaml
+from crux_torch.fabric.topology import TopologyError
+from crux_torch.host import addresses
+from crux_torch.host.addresses import machine_id, network_id, own_addresses
+
+TOPOLOGY = parse_yaml("""
+version: 1
+hosts: {h0-0: , h0-1: {h0-1/nic0: nic}, h1-0: , 10.0.3.1: , quiet: }
+switches: {tor: tor}
+links:
+  - {between: [h0-0, tor], capacity_Bps: 1e9}
+  - {between: [h0-1/nic0, tor], capacity_Bps: 1e9}
+  - {between: [h1-0, tor], capacity_Bps: 1e9}
+  - {between: [10.0.3.1, tor], capacity_Bps: 1e9}
+  - {between: [quiet, tor], capacity_Bps: 1e9}
+addresses: {h0-0: [10.0.0.1, "fd00::1"], h0-1/nic0: [10.0.1.1], h1-0: [127.0.0.1], tor: [10.0.9.9]}
+""")
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "own", "host"),
+    [
+        ("h0-0", False, [], "h0-0"),
+        ("h0-0", False, ["10.0.0.1", "10.0.1.1"], "h0-0"),
+        ("quiet", False, ["10.0.1.1"], "quiet"),
+        ("h0-0", True, ["10.0.1.1"], "h0-0"),
+        ("vm", False, ["127.0.0.1", "10.0.0.1"], "h0-0"),
+        ("vm", False, ["fd00:0::1"], "h0-0"),
+        ("vm", False, ["10.0.1.1", "172.17.0.1"], "h0-1"),
+        ("vm", False, ["10.0.3.1"], "10.0.3.1"),
+    ],
+)
+def test_a_machine_is_found_by_its_name_else_by_its_addresses(
+    name: str, told: bool, own: list[str], host: str
+) -> None:
+    assert match_host(TOPOLOGY, name, own, told=told) == host
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "own", "says"),
+    [
+        # A name that was given and is wrong, with what the addresses say.
+        (
+            "h0_0",
+            True,
+            [],
+            "no host 'h0_0', the name that CRUX_HOST gives.*the nearest of its names: 'h0-0'",
+        ),
+        ("node0", True, ["10.0.1.1"], "to this machine, but its addresses are those of 'h0-1'"),
+        # Neither name nor address.
+        (
+            "h1_0",
+            False,
+            ["10.9.9.9"],
+            "which this machine is called.*10.9.9.9.*CRUX_HOST.*'h1-0', 'h0-1'",
+        ),
+        ("vm", False, [], "it has none.*it has 'h0-0', 'h0-1', 'h1-0' and 2 more"),
+        # What every machine has, and what belongs to a switch, decides nothing.
+        ("vm", False, ["127.0.0.1", "fe80::1", "10.0.9.9"], "none with one of its addresses"),
+        # Two that contradict each other.
+        ("vm", False, ["10.0.0.1", "10.0.1.1"], "addresses of 'h0-0', 'h0-1': say with CRUX_HOST"),
+        ("h0-0", False, ["10.0.1.1"], "'h0-0' is in it, but its address is that of 'h0-1'"),
+    ],
+)
+def test_what_is_not_certain_is_refused_with_the_remedy(
+    name: str, told: bool, own: list[str], says: str
+) -> None:
+    with pytest.raises(TopologyError) as error:
+        match_host(TOPOLOGY, name, own, told=told)
+    assert re.search(says, str(error.value)), str(error.value)
+    assert "CRUX_HOST" in str(error.value)
+
+
+@given(
+    name=st.sampled_from(["h0-0", "h0-1", "vm", "10.0.3.1", "quiet"]),
+    own=st.lists(st.sampled_from(["10.0.0.1", "10.0.1.1", "10.0.3.1", "10.9.9.9", "::1"])),
+    told=st.booleans(),
+)
+def test_the_order_of_addresses_never_decides(name: str, own: list[str], told: bool) -> None:
+    def outcome(addresses: list[str]) -> str:
+        try:
+            return match_host(TOPOLOGY, name, addresses, told=told)
+        except TopologyError:
+            return ""
+
+    assert outcome(own) == outcome(own[::-1]) == outcome(own * 2)
+    assert outcome(own) in ("", *TOPOLOGY.hosts)
+    assert set(hosts_at(TOPOLOGY, own)) <= set(TOPOLOGY.hosts)
+
+
+def test_the_kernel_tells_the_addresses_that_ip_shows() -> None:
+    try:
+        shown = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no iproute2")
+    listed = re.findall(r" inet6? (\S+?)/", shown.stdout)
+    assert set(own_addresses()) == set(listed) != set()
+    assert machine_id()
+    assert network_id()
+
+
+@pytest.mark.parametrize("raw", [b"", b"\0" * 16, b"\xff" * 7, b"\x14\0\0\0\x14\0" + b"\0" * 14])
+def test_an_answer_that_makes_no_sense_is_no_address(
+    raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernel:
+        def __enter__(self) -> Kernel:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def settimeout(self, _: float) -> None: ...
+        def send(self, _: bytes) -> None: ...
+        def recv(self, _: int, said: list[bytes] = []) -> bytes:  # noqa: B006
+            said.append(raw)
+            if len(said) > 1:
+                raise TimeoutError
+            return raw
+
+    monkeypatch.setattr(addresses.socket, "socket", lambda *_: Kernel())
+    assert own_addresses() == ()
