@@ -87,7 +87,8 @@ def status() -> dict[str, Any]:
     - ``applied``: the class of each connection, or why it was refused.
     - ``paths``: the path that each connection takes (docs/paths.md).
     - ``links``: operations that waited on links of the host (docs/pcie.md).
-    - ``leader``: on rank 0, its part in the plan.
+    - ``leader``: on rank 0, its part in the plan; in it ``left_out``, what Crux does not do.
+    - ``hosts``: on rank 0, the ranks on each host, and what is wrong with the hosts' names.
     """
     from crux_torch import runtime
 

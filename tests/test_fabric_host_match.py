@@ -64,14 +64,19 @@ def test_a_machine_is_found_by_its_name_else_by_its_addresses(
             "h1_0",
             False,
             ["10.9.9.9"],
-            "which this machine is called.*10.9.9.9.*CRUX_HOST.*'h1-0', 'h0-1'",
+            "as this machine is called.*10.9.9.9.*CRUX_HOST.*'h1-0', 'h0-1'",
         ),
         ("vm", False, [], "it has none.*it has 'h0-0', 'h0-1', 'h1-0' and 2 more"),
         # What every machine has, and what belongs to a switch, decides nothing.
         ("vm", False, ["127.0.0.1", "fe80::1", "10.0.9.9"], "none with one of its addresses"),
         # Two that contradict each other.
         ("vm", False, ["10.0.0.1", "10.0.1.1"], "addresses of 'h0-0', 'h0-1': say with CRUX_HOST"),
-        ("h0-0", False, ["10.0.1.1"], "'h0-0' is in it, but its address is that of 'h0-1'"),
+        (
+            "h0-0",
+            False,
+            ["10.0.1.1"],
+            "a host 'h0-0', as .*an address of 'h0-1': say with CRUX_HOST",
+        ),
     ],
 )
 def test_what_is_not_certain_is_refused_with_the_remedy(

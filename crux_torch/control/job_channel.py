@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 MAX_SAMPLE_BYTES = MAX_RECORD_BYTES
 MAX_PATHS_BYTES = 1 << 10
+MAX_HOST_BYTES = 1 << 14
 PREFIX = "crux/"
 #: Seconds of failure before a warning: a job's store ends a little before its ranks.
 PATIENCE_S = 5.0
@@ -97,6 +98,18 @@ class JobChannel:
         """What the ranks see of their paths; for the leader."""
         return list(self._of_ranks("paths", MAX_PATHS_BYTES).values())
 
+    def put_host(self, about: bytes) -> bool:
+        """Say where this rank runs; return whether that succeeded.
+
+        Raises:
+            ValueError: over ``MAX_HOST_BYTES``.
+        """
+        return self._put(f"host/{self._rank}", about, MAX_HOST_BYTES)
+
+    def hosts(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Where each of ``ranks`` runs that has said so; for the leader."""
+        return self._of_ranks("host", MAX_HOST_BYTES, ranks)
+
     def publish(self, order: bytes) -> bool:
         """Replace the job's order, unless it is there already, and return whether it is there.
 
@@ -124,10 +137,12 @@ class JobChannel:
             self._client.close()
         self._shared = None
 
-    def _of_ranks(self, kind: str, limit_bytes: int) -> dict[int, bytes]:
+    def _of_ranks(
+        self, kind: str, limit_bytes: int, ranks: Iterable[int] | None = None
+    ) -> dict[int, bytes]:
         """What each rank has put under ``kind``; the ranks up to the first failure."""
         found = {}
-        for rank in range(self._world_size):
+        for rank in range(self._world_size) if ranks is None else ranks:
             value = self._get(f"{kind}/{rank}")
             if self.error is not None:
                 break

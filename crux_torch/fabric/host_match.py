@@ -13,7 +13,12 @@ MOST_NAMES = 3
 
 
 def match_host(
-    topology: Topology, name: str, addresses: Sequence[str], *, told: bool = False
+    topology: Topology,
+    name: str,
+    addresses: Sequence[str],
+    *,
+    told: bool = False,
+    machine: str = "this machine",
 ) -> str:
     """The host of ``topology`` that a machine is.
 
@@ -24,6 +29,7 @@ def match_host(
         name: what the machine is called.
         addresses: its IP addresses.
         told: its user gave the name for the topology, so it must be there.
+        machine: what an error calls it.
 
     Raises:
         TopologyError: it is none of the hosts, or its name and addresses are those of several; the
@@ -35,24 +41,24 @@ def match_host(
         if told or name in by_address or not by_address or not own:
             return name
         raise TopologyError(
-            f"this machine's name {name!r} is in it, but its address is that of "
-            f"{_listed(by_address)}: say with CRUX_HOST which of them it is"
+            f"it has a host {name!r}, as {machine} is called, which has an address of "
+            f"{_listed(by_address)}: say with CRUX_HOST which host it is"
         )
     if told:
         seen = f", but its addresses are those of {_listed(by_address)}" if by_address else ""
         raise TopologyError(
-            f"it has no host {name!r}, the name that CRUX_HOST gives to this machine{seen}. "
+            f"it has no host {name!r}, the name that CRUX_HOST gives to {machine}{seen}. "
             f"{nearest(name, topology.hosts)}"
         )
     if len(by_address) == 1:
         return by_address[0]
     if by_address:
         raise TopologyError(
-            f"it has no host {name!r}, and this machine has addresses of {_listed(by_address)}: "
+            f"it has no host {name!r}, and {machine} has addresses of {_listed(by_address)}: "
             "say with CRUX_HOST which of them it is"
         )
     raise TopologyError(
-        f"it has no host {name!r}, which this machine is called, and none with one of its "
+        f"it has no host {name!r}, as {machine} is called, and none with one of its "
         f"addresses ({_listed(addresses, quoted=False) or 'it has none'}). "
         f"{nearest(name, topology.hosts)}"
     )

@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from crux_torch.apply import nccl, nccl_sockets, queue_pairs
+from crux_torch.log_lines import to_stderr
 from crux_torch.settings import Settings
+from crux_torch.variables import misspelt_in_words
+from cruxrun.launched import is_launched
 
 if TYPE_CHECKING:
     from crux_torch.measure.job_profile import JobProfile
@@ -54,7 +57,9 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
             if settings.disable:
                 _why_not = "CRUX_DISABLE is set"
                 return
-            _say(settings)
+            settings = _with_job(settings)
+            to_stderr(_log, f"crux {settings.job}", settings.log_level)
+            _say_misspelt(rank)
             _log.info("beside rank %d of %d, devices %s", rank, size, ", ".join(devices))
             _background = _start(settings, store, rank, size)
     except Exception as error:
@@ -124,10 +129,6 @@ def _start(settings: Settings, store: Any, rank: int, size: int) -> Background:
     from crux_torch.runtime.background import Background
 
     GROUPS.patience_s = settings.switch_timeout_s
-    here = str(os.getpid())
-    if not settings.job or _first_of_job(here) != here:
-        # Not launched by cruxrun, or started by a rank: the leader names its job itself.
-        settings = dataclasses.replace(settings, job=f"{socket.gethostname()}-{os.getpid()}")
     if os.environ.get("LD_PRELOAD"):
         from crux_torch.apply import preload
 
@@ -136,6 +137,14 @@ def _start(settings: Settings, store: Any, rank: int, size: int) -> Background:
     background.start()
     atexit.register(background.stop)
     return background
+
+
+def _with_job(settings: Settings) -> Settings:
+    here = str(os.getpid())
+    if settings.job and _first_of_job(here) == here:
+        return settings
+    # Not launched by cruxrun, or started by a rank: the leader names its job itself.
+    return dataclasses.replace(settings, job=f"{socket.gethostname()}-{os.getpid()}")
 
 
 def _first_of_job(here: str) -> str:
@@ -149,13 +158,11 @@ def _agent() -> Agent | None:
     return None if _background is None else _background.agent
 
 
-def _say(settings: Settings) -> None:
-    """Send this package's messages to stderr, unless the script has set up logging for them."""
-    _log.setLevel(settings.log_level)
-    if not _log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[crux] %(levelname)s %(message)s"))
-        _log.addHandler(handler)
+def _say_misspelt(rank: int) -> None:
+    """Name variables that nobody reads, once on each host; cruxrun has done so itself."""
+    first = rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+    if first and not is_launched() and (unknown := misspelt_in_words(os.environ)):
+        _log.warning("%s", unknown)
 
 
 def planned_dscp() -> int | None:

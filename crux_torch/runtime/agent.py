@@ -37,6 +37,7 @@ from crux_torch.runtime.measure import RankMeter
 from crux_torch.runtime.order import Order, PathReports, answer
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.rate_scheduler import RateScheduler, make_rate_scheduler
+from crux_torch.runtime.roll_call import RollCall, place_of_this_process
 from crux_torch.settings import Settings
 from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
@@ -95,6 +96,9 @@ class Agent:
         self._follower = Follower(*about, self._pace, rates)
         self._channel = JobChannel(store, rank, world_size)
         self._path_reports = PathReports(self._channel)
+        place = place_of_this_process(settings, self.host)
+        self._warn = WarnOnce(_log)
+        self._roll_call = RollCall(self._channel, world_size, place, self._warn)
         self._trace = RecordWindow(TRACE_RECORDS, max_age_s=1e9) if settings.trace else None
         self._conductor: Conductor | None = None
         self._shared_store: SharedStore | None = None
@@ -108,7 +112,6 @@ class Agent:
         self._stop = stop
         self._refresh = threading.Event()
         self._errors: dict[str, str] = {}
-        self._warn = WarnOnce(_log)
         self._saw_world = False
 
     def refresh(self) -> None:
@@ -134,6 +137,7 @@ class Agent:
             "host": self.host,
             "job": self.settings.job,
             "leader": self._conductor.status() if self._conductor is not None else None,
+            "hosts": self._roll_call.status() if self.rank == 0 else None,
             "channel": self._channel.error or "ok",
             "order": msgspec.to_builtins(order) if order is not None else None,
             "plan": msgspec.to_builtins(order.entry) if order and order.entry else None,
@@ -198,6 +202,7 @@ class Agent:
 
     def _lead(self) -> None:
         """On rank 0: have the job measured and planned, and publish what follows as an order."""
+        self._roll_call.say()
         if self.rank != 0:
             return
         if self._conductor is None:
@@ -210,6 +215,7 @@ class Agent:
             made = make_conductor(self.settings, *about, self._pace, marks, self._warn)
             self._conductor, self._shared_store = made
         conductor = self._conductor
+        self._attempt("roll call", lambda: self._roll_call.gather(conductor.topology))
         order = conductor.step(
             conductor.phase == "warming" and self._meter.is_warm(),
             conductor.phase == "running" and self._has_changed(),

@@ -15,20 +15,23 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from crux_torch.control.leader import Leader
+from crux_torch.control.left_out import left_out
 from crux_torch.control.records import Plan, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
 from crux_torch.fabric.route import HostRoute, PlannedPath, Routes, routes_of
 from crux_torch.fabric.topology import Topology
+from crux_torch.log_lines import news
 from crux_torch.measure.job_profile import HostFlow, JobProfile
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order, Pace, heading
 from crux_torch.runtime.pace_setter import PaceSetter, moved_with
 from crux_torch.settings import Settings
-from crux_torch.warn_once import WarnOnce
+from crux_torch.warn_once import WarnOnce, one_line
 
 _log = logging.getLogger(__name__)
+_news = news(logging.getLogger("crux_torch"))
 
 Phase = Literal["warming", "queueing", "measuring", "running"]
 Collect = Callable[[], Mapping[int, bytes]]
@@ -196,6 +199,7 @@ class Conductor:
         self._device_flops = device_flops
         self._order: Order | None = None
         self._ordered_at_s = float("-inf")
+        self._had_plan = False
 
     def step(
         self, ready: bool, changed: bool, collect: Collect, *, trains: bool = True
@@ -237,6 +241,13 @@ class Conductor:
         finally:
             if self.leader is not None:
                 self.leader.close()
+
+    @property
+    def topology(self) -> Topology | None:
+        """The cluster's topology, from this job's file or from the store; None without one."""
+        if self._topology is not None or self.leader is None:
+            return self._topology
+        return self.leader.topology
 
     @property
     def misses_pace(self) -> bool:
@@ -352,6 +363,9 @@ class Conductor:
         plan = self.leader.plan if self.leader is not None else None
         entry = plan.entry(self._settings.job) if plan is not None else None
         level = entry.level if entry is not None else None
+        if plan is not None and entry is not None and not self._had_plan:
+            self._had_plan = True
+            _news.info("%s", self._first_plan(plan, entry))
         if measuring and self._is_alone():
             level = self._settings.profiling_level
         wanted = self._routes(entry, measuring)
@@ -376,6 +390,16 @@ class Conductor:
             tables=tables,
             pace=pace,
         )
+
+    def _first_plan(self, plan: Plan, entry: PlanEntry) -> str:
+        """One line about the first plan that this job follows."""
+        marks = self._settings.dscp_map
+        mark = f"DSCP {marks[entry.level]}" if entry.level < len(marks) else "no mark"
+        about = (
+            f"first plan, number {plan.epoch} by {plan.author!r}: level {entry.level} ({mark}), "
+            f"{len(entry.paths)} paths, {len(plan.entries)} jobs"
+        )
+        return one_line("; ".join((about, *left_out(self._settings, self.topology))))
 
     def _paced(self, setter: PaceSetter, plan: Plan | None, entry: PlanEntry | None) -> Pace | None:
         """The pace that the plan gives the job; the others hear if it does not catch up."""
@@ -425,7 +449,11 @@ class Conductor:
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of the leader; plain values."""
-        status: dict[str, Any] = {"phase": self.phase, "measurements": self.measurement}
+        status: dict[str, Any] = {
+            "phase": self.phase,
+            "measurements": self.measurement,
+            "left_out": list(left_out(self._settings, self.topology)),
+        }
         if self.leader is not None:
             status |= self.leader.status()
         if self._routing is not None:

@@ -56,30 +56,21 @@ def is_disabled(args: Namespace, env: Mapping[str, str]) -> bool:
     """
     if args.crux_disable is not None:
         return True
-    try:
-        return Settings.from_env({"CRUX_DISABLE": env.get("CRUX_DISABLE", "")}).disable
-    except SettingsError as error:
-        raise SettingsError(with_flags(str(error))) from None
+    return Settings.from_env({"CRUX_DISABLE": env.get("CRUX_DISABLE", "")}).disable
 
 
-def environment(args: Namespace, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the given flags set, checked together with those in ``env``.
+def environment(args: Namespace, env: Mapping[str, str]) -> tuple[dict[str, str], Settings]:
+    """The variables that the given flags set, and the settings that they give with ``env``.
 
     Raises:
-        SettingsError: a value or a combination can't be used; the message names the flag.
+        SettingsError: a value or a combination can't be used.
     """
     given = {s.env: getattr(args, _dest(s)) for s, _ in _FLAGS}
     exports = {name: text for name, text in given.items() if text is not None}
-    merged = {**env, **exports}
-    try:
-        settings = Settings.from_env(merged)
-        if settings.topology and not os.path.isfile(settings.topology):
-            raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: no such file")
-        if settings.dispatch not in ("", "auto") and not os.path.isfile(settings.dispatch):
-            raise SettingsError(f"CRUX_DISPATCH={settings.dispatch!r}: expected auto, or a file")
-    except SettingsError as error:
-        raise SettingsError(with_flags(str(error))) from None
-    return exports
+    settings = Settings.from_env({**env, **exports})
+    if settings.dispatch not in ("", "auto") and not os.path.isfile(settings.dispatch):
+        raise SettingsError(f"CRUX_DISPATCH={settings.dispatch!r}: expected auto, or a file")
+    return exports, settings
 
 
 def with_flags(message: str) -> str:

@@ -15,8 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from crux_torch.apply import preload
 from crux_torch.errors import SettingsError
+from crux_torch.log_lines import news, to_stderr
 from crux_torch.settings import Settings
-from cruxrun import autoload, flags, launched
+from crux_torch.variables import misspelt_in_words
+from cruxrun import autoload, flags, launched, prechecks
 from cruxrun.devices import chosen_devices
 from cruxrun.job_name import job_name
 
@@ -60,9 +62,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             with _environment({"CRUX_DISABLE": "1"}):
                 _torchrun(args)
             return
-        exports = flags.environment(args, os.environ)
+        exports, settings = flags.environment(args, os.environ)
+        topology = prechecks.topology_of(settings)
+        if topology is not None:
+            exports["CRUX_HOST"] = prechecks.host_in(topology, settings)
     except SettingsError as error:
-        parser.error(str(error))
+        parser.error(flags.with_flags(str(error)))
 
     exports["CRUX_ATTACH"] = "1"
     started_by_a_rank = bool(os.environ.get("CRUX_JOB_OF"))
@@ -71,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         exports["CRUX_JOB"] = job_name(args)
     with _environment(exports):
         settings = Settings.from_env()
-        _log_to_stderr(settings.log_level)
+        to_stderr(logger, f"cruxrun {settings.job}", settings.log_level, alone=True)
+        to_stderr(logging.getLogger("crux_torch"), f"cruxrun {settings.job}", settings.log_level)
+        if unknown := misspelt_in_words(os.environ):
+            logger.warning("%s", unknown)
         obstacle = launched.obstacle(os.environ)
         if obstacle:
             logger.warning(
@@ -81,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.run_path and args.start_method == "fork":
             # A forked worker inherits torch, so no import of torch calls the entry point.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
-        logger.info("job %s, store %s", settings.job, settings.store)
+        news(logger).info("%s", prechecks.start_line(settings, topology))
         with ExitStack() as stack:
             stack.enter_context(_environment(preload.environment(settings, os.environ)))
             stack.enter_context(_hosted_store(settings))
@@ -92,15 +100,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 parser.error(flags.with_flags(str(error)))
             stack.enter_context(_environment(devices))
             _torchrun(args)
-
-
-def _log_to_stderr(level: str) -> None:
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
-    logger.setLevel(level)
 
 
 @contextmanager

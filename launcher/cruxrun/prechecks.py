@@ -1,0 +1,60 @@
+"""What is certain on this host before a job starts: its topology, and its place in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from crux_torch.control.left_out import left_out
+from crux_torch.errors import SettingsError
+from crux_torch.fabric.host_match import match_host
+from crux_torch.fabric.topology import Topology, TopologyError
+from crux_torch.host.addresses import own_addresses
+from crux_torch.settings import Settings
+
+
+def topology_of(settings: Settings) -> Topology | None:
+    """The topology that the settings name; None if they name none.
+
+    Raises:
+        SettingsError: the file is not there, or is no topology.
+    """
+    if not settings.topology:
+        return None
+    about = f"CRUX_TOPOLOGY={settings.topology!r}"
+    if not os.path.isfile(settings.topology):
+        raise SettingsError(f"{about}: no such file")
+    # Late: most jobs of one host have no topology, and the loaders take time to import.
+    from crux_torch.fabric.loaders import load_topology
+
+    try:
+        return load_topology(settings.topology)
+    except TopologyError as error:
+        found = str(error).removeprefix(f"{settings.topology}: ")
+        raise SettingsError(f"{about}: {found}") from None
+
+
+def host_in(topology: Topology, settings: Settings) -> str:
+    """What this host is called in the topology.
+
+    Raises:
+        SettingsError: it is in it neither by its name nor by its addresses, or not certainly.
+    """
+    name = settings.host or socket.gethostname()
+    try:
+        return match_host(topology, name, own_addresses(), told=bool(settings.host))
+    except TopologyError as error:
+        raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: {error}") from None
+
+
+def start_line(settings: Settings, topology: Topology | None) -> str:
+    """One line about what the job starts with, and what Crux can't do for it."""
+    where = "no topology"
+    if topology is not None:
+        where = f"topology {settings.topology}, this host is {settings.host}"
+    marks = ",".join(map(str, settings.dscp_map[: settings.levels]))
+    about = (
+        f"job {settings.job}, store {settings.store}, {where}, "
+        f"{f'marks (DSCP) {marks}' if marks else 'no marks'}"
+    )
+    return "; ".join((about, *left_out(settings, topology)))
