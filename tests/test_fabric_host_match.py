@@ -56,7 +56,7 @@ def test_a_machine_is_found_by_its_name_else_by_its_addresses(
             "h0_0",
             True,
             [],
-            "no host 'h0_0', the name that CRUX_HOST gives.*the nearest of its names: 'h0-0'",
+            "no host 'h0_0', the name that CRUX_HOST gives.*its nearest names are 'h0-0'",
         ),
         ("node0", True, ["10.0.1.1"], "to this machine, but its addresses are those of 'h0-1'"),
         # Neither name nor address.

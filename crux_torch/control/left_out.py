@@ -1,4 +1,4 @@
-"""What Crux leaves to the network under a job's settings, and why: said where a user will look."""
+"""What Crux leaves to the network under a job's settings, and why; said where users look."""
 
 from __future__ import annotations
 
@@ -21,6 +21,24 @@ def left_out(settings: Settings, topology: Topology | None) -> tuple[str, ...]:
     if why := _no_paths(settings, topology):
         said.append(f"no paths are chosen, because {why}")
     return tuple(said)
+
+
+def start_line(settings: Settings, topology: Topology | None) -> str:
+    """One line about what a job starts with, and what Crux can't do for it.
+
+    Args:
+        topology: of the job's own file; another job of the cluster may still bring one.
+    """
+    where = "no topology of its own"
+    if topology is not None:
+        where = f"topology {settings.topology}"
+        where += f", this host is {settings.host}" if settings.host else ""
+    marks = ",".join(map(str, settings.dscp_map[: settings.levels]))
+    about = (
+        f"job {settings.job}, store {settings.store}, {where}, "
+        f"{f'marks (DSCP) {marks}' if marks else 'no marks'}"
+    )
+    return "; ".join((about, *left_out(settings, topology)))
 
 
 def _no_priorities(settings: Settings, topology: Topology | None) -> str:

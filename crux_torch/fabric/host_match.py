@@ -59,31 +59,35 @@ def match_host(
         )
     raise TopologyError(
         f"it has no host {name!r}, as {machine} is called, and none with one of its "
-        f"addresses ({_listed(addresses, quoted=False) or 'it has none'}). "
+        f"addresses ({_listed(telling(addresses), quoted=False) or 'it has none'}). "
         f"{nearest(name, topology.hosts)}"
     )
 
 
 def hosts_at(topology: Topology, addresses: Iterable[str]) -> tuple[str, ...]:
     """The hosts that have one of ``addresses``, themselves or on one of their NICs."""
-    found = {}
-    for address in map(ip_address, addresses):
-        if address.is_loopback or address.is_link_local:
-            continue
-        node = topology.node_at.get(str(address))
+    found: dict[str, None] = {}
+    for address in telling(addresses):
+        node = topology.node_at.get(address)
         host = topology.host_of(node) if node is not None else None
-        if host is None and str(address) in topology.hosts:
-            host = str(address)
+        if host is None and address in topology.hosts:
+            host = address
         if host is not None:
             found[host] = None
     return tuple(found)
 
 
+def telling(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those of ``addresses`` that only one machine has; ValueError for one that is none."""
+    parsed = map(ip_address, addresses)
+    return tuple(str(a) for a in parsed if not (a.is_loopback or a.is_link_local))
+
+
 def nearest(name: str, hosts: Sequence[str]) -> str:
     """A sentence that says how to name a host, with the names that are most like ``name``."""
     alike = difflib.get_close_matches(name, hosts, n=MOST_NAMES, cutoff=0.5)
-    shown = f"the nearest of its names: {_listed(alike)}" if alike else f"it has {_listed(hosts)}"
-    return f"Give its name in the topology with CRUX_HOST ({shown}), or add it to the file"
+    shown = f"its nearest names are {_listed(alike)}" if alike else f"it has {_listed(hosts)}"
+    return f"Set CRUX_HOST to the name in the topology ({shown}), or add the host to the file"
 
 
 def _addresses_of(topology: Topology, host: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
+from crux_torch.control.left_out import start_line
 from crux_torch.control.planner import check_policy, compute_entries
 from crux_torch.control.records import JobRecord
 from crux_torch.control.shared_clock import SharedClock
@@ -17,6 +19,7 @@ from crux_torch.control.slots import ProfilingSlot
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.errors import CruxError
 from crux_torch.host.machine import this_host
+from crux_torch.log_lines import news
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.runtime.lead import GRACE_S, Conductor, Routing
 from crux_torch.runtime.pace_keeper import PaceKeeper
@@ -24,6 +27,8 @@ from crux_torch.runtime.pace_setter import PaceSetter
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
+from crux_torch.warn_once import one_line
+from cruxrun.launched import is_launched
 
 
 def make_conductor(
@@ -52,6 +57,9 @@ def make_conductor(
             topology, published = topologies.load(Path(settings.topology))
         except (OSError, ValueError) as error:
             warn("topology", f"going on without the cluster's topology: {error}")
+    if not is_launched():
+        # cruxrun has said it itself.
+        news(logging.getLogger("crux_torch")).info("%s", one_line(start_line(settings, topology)))
     device_flops, bound_flops = _device_flops(settings, os.environ)
     store: SharedStore | None = None
     leader, slot, routing, setter = None, None, None, None

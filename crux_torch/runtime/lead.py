@@ -395,11 +395,10 @@ class Conductor:
         """One line about the first plan that this job follows."""
         marks = self._settings.dscp_map
         mark = f"DSCP {marks[entry.level]}" if entry.level < len(marks) else "no mark"
-        about = (
+        return one_line(
             f"first plan, number {plan.epoch} by {plan.author!r}: level {entry.level} ({mark}), "
-            f"{len(entry.paths)} paths, {len(plan.entries)} jobs"
+            f"paths: {len(entry.paths)}, jobs: {len(plan.entries)}"
         )
-        return one_line("; ".join((about, *left_out(self._settings, self.topology))))
 
     def _paced(self, setter: PaceSetter, plan: Plan | None, entry: PlanEntry | None) -> Pace | None:
         """The pace that the plan gives the job; the others hear if it does not catch up."""

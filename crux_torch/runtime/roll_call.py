@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from crux_torch.control.job_channel import JobChannel
-from crux_torch.fabric.host_match import match_host
+from crux_torch.fabric.host_match import match_host, telling
 from crux_torch.fabric.topology import Topology, TopologyError
 from crux_torch.host.addresses import machine_id, network_id, own_addresses
 from crux_torch.measure.job_profile import Name
@@ -88,7 +88,8 @@ def _said_of_twins(host: str, at: Mapping[int, Place]) -> str:
     each = " and ".join(f"that of rank {rank} ({_address(at[rank])})" for rank in shown)
     return (
         f"{len(machines)} machines are called {host!r}, {each}: what they send to each other "
-        "counts as traffic inside one host. Give each its own name with CRUX_HOST (cruxrun --crux-host)"
+        "counts as traffic inside one host. Give each its own name with CRUX_HOST "
+        "(cruxrun --crux-host)"
     )
 
 
@@ -111,8 +112,7 @@ def _said_of_place(at: Mapping[int, Place], topology: Topology) -> str:
 
 
 def _address(place: Place) -> str:
-    outside = [a for a in place.addresses if not a.startswith(("127.", "::1", "fe80:"))]
-    return outside[0] if outside else "no address"
+    return next(iter(telling(place.addresses)), "no address")
 
 
 class RollCall:

@@ -14,6 +14,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from crux_torch.apply import preload
+from crux_torch.control.left_out import start_line
 from crux_torch.errors import SettingsError
 from crux_torch.log_lines import news, to_stderr
 from crux_torch.settings import Settings
@@ -39,6 +40,7 @@ def get_args_parser() -> ArgumentParser:
         "Launch a training job as torchrun does, and let Crux measure it and schedule its "
         "communication. Every argument of torchrun works as in torchrun."
     )
+    parser.epilog = "cruxrun --version shows the release."
     flags.add_flags(parser)
     _name_completion(parser)
     return parser
@@ -89,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.run_path and args.start_method == "fork":
             # A forked worker inherits torch, so no import of torch calls the entry point.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
-        news(logger).info("%s", prechecks.start_line(settings, topology))
+        news(logger).info("%s", start_line(settings, topology))
         with ExitStack() as stack:
             stack.enter_context(_environment(preload.environment(settings, os.environ)))
             stack.enter_context(_hosted_store(settings))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-from crux_torch.control.left_out import left_out
 from crux_torch.errors import SettingsError
 from crux_torch.fabric.host_match import match_host
 from crux_torch.fabric.topology import Topology, TopologyError
@@ -45,16 +44,3 @@ def host_in(topology: Topology, settings: Settings) -> str:
         return match_host(topology, name, own_addresses(), told=bool(settings.host))
     except TopologyError as error:
         raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: {error}") from None
-
-
-def start_line(settings: Settings, topology: Topology | None) -> str:
-    """One line about what the job starts with, and what Crux can't do for it."""
-    where = "no topology"
-    if topology is not None:
-        where = f"topology {settings.topology}, this host is {settings.host}"
-    marks = ",".join(map(str, settings.dscp_map[: settings.levels]))
-    about = (
-        f"job {settings.job}, store {settings.store}, {where}, "
-        f"{f'marks (DSCP) {marks}' if marks else 'no marks'}"
-    )
-    return "; ".join((about, *left_out(settings, topology)))
