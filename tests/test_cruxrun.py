@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import socket
 import sys
 
 import pytest
@@ -25,7 +26,6 @@ GOOD = {
     "reserved_levels": "0,3",
     "dscp_map": "0,8,16,24,32,40,48,46",
     "policy": "crux",
-    "topology": __file__,
     "log_level": "info",
     "trace": "/tmp/traces",
     "timing": "always",
@@ -64,6 +64,23 @@ def launched(monkeypatch):
 
     monkeypatch.setenv("CRUX_STORE", "none")
     return launch
+
+
+@pytest.fixture
+def topology(tmp_path):
+    """A file with this host, which it knows by its name, and with another by an address."""
+    return topology_of(tmp_path, [socket.gethostname(), "h0-1"])
+
+
+def topology_of(folder, hosts, addresses="{}"):
+    links = ", ".join(f"{{between: [{h}, tor], capacity_Bps: 1e9}}" for h in hosts)
+    named = ", ".join(f"{h}: " for h in hosts)
+    file = folder / "cluster.yaml"
+    file.write_text(
+        f"version: 1\nhosts: {{{named}}}\nswitches: {{tor: tor}}\n"
+        f"links: [{links}]\naddresses: {addresses}\n"
+    )
+    return str(file)
 
 
 def value_for(action):
@@ -130,14 +147,16 @@ def test_completion_is_for_cruxrun(monkeypatch, capsys):
 
 @pytest.mark.parametrize("underscores", [False, True])
 @pytest.mark.parametrize("setting", FLAGS, ids=lambda s: s.field)
-def test_each_flag_becomes_its_variable_and_beats_it(setting, underscores, launched, monkeypatch):
+def test_each_flag_becomes_its_variable_and_beats_it(
+    setting, underscores, launched, monkeypatch, topology
+):
     flag = "--" + setting.flag[2:].replace("-", "_") if underscores else setting.flag
     if isinstance(setting.default, bool):
         _, env = launched(flag)
         assert env[setting.env] == ("0" if setting.default else "1")
         return
     monkeypatch.setenv(setting.env, setting.default_text)
-    good = GOOD.get(setting.field, "2.5")
+    good = topology if setting.field == "topology" else GOOD.get(setting.field, "2.5")
     before = dict(os.environ)
     _, env = launched(flag, good)
     assert env[setting.env] == good
@@ -153,6 +172,8 @@ def test_each_flag_becomes_its_variable_and_beats_it(setting, underscores, launc
         (["--crux-dscp-map", "0,8"], {}, "--crux-dscp-map"),
         (["--crux-job", "a b"], {}, "--crux-job"),
         (["--crux-topology", "/nonexistent.yaml"], {}, "--crux-topology"),
+        (["--crux-topology", __file__], {}, "--crux-topology"),
+        ([], {"CRUX_TOPOLOGY": "/"}, "--crux-topology (CRUX_TOPOLOGY)='/': no such file"),
         ([], {"CRUX_LEVELS": "many"}, "--crux-levels (CRUX_LEVELS)"),
         ([], {"CRUX_DISABLE": "maybe"}, "--crux-disable (CRUX_DISABLE)"),
         (["--crux-reserved-levels", "0,1,2,3,4,5,6,7"], {}, "--crux-reserved-levels"),
@@ -231,6 +252,89 @@ def test_an_endpoint_on_loopback_is_told_apart_by_its_host(monkeypatch):
 def test_any_run_id_makes_a_usable_name(run_id, launched):
     _, env = launched(f"--rdzv-id={run_id}")
     assert Settings.from_env({"CRUX_JOB": env["CRUX_JOB"]}).job == env["CRUX_JOB"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses", "argv", "known_as"),
+    [
+        (["vm", "b"], "{}", [], "vm"),
+        (["a", "b"], "{b: [10.7.0.1]}", [], "b"),
+        (["a", "b"], "{b: [10.7.0.1]}", ["--crux-host", "a"], "a"),
+        (["a", "b"], "{a: [127.0.0.1], b: [10.7.0.1]}", [], "b"),
+    ],
+)
+def test_workers_get_the_name_that_their_host_has_in_the_topology(
+    hosts, addresses, argv, known_as, launched, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr("cruxrun.prechecks.own_addresses", lambda: ("127.0.0.1", "10.7.0.1"))
+    monkeypatch.setattr("socket.gethostname", lambda: "vm")
+    file = topology_of(tmp_path, hosts, addresses)
+    cruxrun.logger.handlers.clear()
+    _, env = launched("--crux-topology", file, *argv)
+    assert env["CRUX_HOST"] == known_as
+    assert f"topology {file}, this host is {known_as}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses", "argv", "own", "says"),
+    [
+        (["h0-0", "h1-0"], "{}", ["--crux-host", "h0_0"], [], "names are 'h0-0', 'h1-0'"),
+        (["h0-0", "h1-0"], "{}", [], ["10.7.0.1"], "no host 'vm', as this machine is called"),
+        (
+            ["a", "b"],
+            "{a: [10.7.0.1], b: [10.7.0.2]}",
+            [],
+            ["10.7.0.1", "10.7.0.2"],
+            "this machine has addresses of 'a', 'b': say with",
+        ),
+        (
+            ["vm", "b"],
+            "{vm: [10.7.9.9], b: [10.7.0.1]}",
+            [],
+            ["10.7.0.1"],
+            "'vm', as this machine is called, which has an address of 'b'",
+        ),
+    ],
+)
+def test_a_host_that_the_topology_does_not_certainly_have_stops_the_launcher(
+    hosts, addresses, argv, own, says, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(torchrun, "run", lambda args: pytest.fail("started"))
+    monkeypatch.setattr("cruxrun.prechecks.own_addresses", lambda: tuple(own))
+    monkeypatch.setattr("socket.gethostname", lambda: "vm")
+    file = topology_of(tmp_path, hosts, addresses)
+    with pytest.raises(SystemExit) as exit_:
+        cruxrun.main(["--crux-topology", file, *argv, "train.py"])
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert says in said
+    assert "--crux-host (CRUX_HOST)" in said
+
+
+def test_the_start_line_is_shown_unless_only_errors_are(launched, capsys, monkeypatch):
+    lines = {}
+    for level in ("error", "warning", "info"):
+        cruxrun.logger.handlers.clear()
+        launched("--crux-job=j", "--crux-log-level", level)
+        lines[level] = capsys.readouterr().err.splitlines()
+    assert lines["error"] == []
+    (line,) = lines["warning"]
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.match(rf"{time} \[cruxrun j\] INFO job j, store none, no topology of its own, ", line)
+    assert "; nothing is prioritised, because jobs without a store have no plan" in line
+    assert "; no paths are chosen, because jobs without a store have no plan" in line
+    assert len(lines["info"]) >= 1
+
+
+def test_a_misspelt_variable_is_named_and_the_job_starts(launched, capsys, monkeypatch):
+    monkeypatch.setenv("CRUX_POLCIY", "ecmp")
+    cruxrun.logger.handlers.clear()
+    launched()
+    said = capsys.readouterr().err
+    assert "WARNING CRUX_POLCIY (did you mean CRUX_POLICY?) is no setting of Crux" in said
+    cruxrun.logger.handlers.clear()
+    launched("--crux-disable")
+    assert capsys.readouterr().err == ""
 
 
 def test_autoload_that_is_off_is_said(launched, monkeypatch, capsys):

@@ -22,6 +22,27 @@ pytestmark = pytest.mark.slow
 WORKER = str(Path(__file__).with_name("cruxrun_worker.py"))
 CRUXRUN = [sys.executable, "-m", "cruxrun"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+#: A topology of two hosts.
+TOPOLOGY = """version: 1
+hosts: {h0-0: , h1-0: }
+switches: {tor: tor}
+links: [{between: [h0-0, tor], capacity_Bps: 1e9}, {between: [h1-0, tor], capacity_Bps: 1e9}]
+"""
+#: One rank: waits until the leader has heard where all ranks run.
+MEETS = """
+import json, time, crux_torch, torch, torch.distributed as dist
+dist.init_process_group("crux")
+known, end = torch.zeros(1), time.monotonic() + 120
+while not known.item() and time.monotonic() < end:
+    hosts = crux_torch.status().get("hosts") or {"ranks": {}}
+    known[0] = len(hosts["ranks"]) == 2 and bool(hosts["problems"])
+    dist.broadcast(known, 0)
+    time.sleep(0.05)
+if dist.get_rank() == 0:
+    print(json.dumps(hosts))
+dist.destroy_process_group()
+"""
+LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[crux \S+\] (INFO|WARNING) "
 
 
 @pytest.fixture
@@ -187,6 +208,88 @@ def test_two_nodes_are_one_job(start, tmp_path):
     assert len({w["env"]["CRUX_JOB"] for w in workers}) == 1
 
 
+def test_ctrl_c_in_the_first_seconds_ends_with_130_and_without_a_traceback(start, tmp_path):
+    importing = start(*CRUXRUN, "--standalone", WORKER, tmp_path)
+
+    def imports():
+        maps = Path(f"/proc/{importing.pid}/maps")
+        return importing.poll() is not None or "libtorch" in maps.read_text()
+
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    waiting = start(*CRUXRUN, "--nnodes=2", "--rdzv-backend=c10d", endpoint, WORKER, tmp_path)
+    until(imports, what="the import of torch")
+    importing.send_signal(signal.SIGINT)
+    assert finish(importing) == (130, "", "")
+    line = waiting.stderr.readline()
+    assert f"[cruxrun {Path(WORKER).stem}-" in line
+    waiting.send_signal(signal.SIGINT)
+    code, out, err = finish(waiting)
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_a_topology_without_this_host_and_a_file_that_is_none_end_with_2(start, tmp_path):
+    (folder,) = folders(tmp_path, "out")
+    script = Path(WORKER)
+    other = tmp_path / "cluster.yaml"
+    other.write_text(TOPOLOGY)
+    for topology, says in ((script, "line 1"), (other, "no host 'h1-1', the name that")):
+        process = start(
+            *CRUXRUN, "--standalone", WORKER, folder, CRUX_TOPOLOGY=str(topology), CRUX_HOST="h1-1"
+        )
+        code, out, err = finish(process)
+        assert (code, out) == (2, "")
+        said = err.splitlines()[-1]
+        assert f"--crux-topology (CRUX_TOPOLOGY)='{topology}'" in said
+        assert says in said
+    assert "its nearest names are 'h1-0', 'h0-0'" in said
+    assert not ran(folder)
+
+
+def test_what_shows_when_ranks_meet_is_one_warning_of_the_leader(tmp_path):
+    """Without cruxrun: rank 1 has a name that the topology lacks; both have a misspelt variable."""
+    topology = tmp_path / "cluster.yaml"
+    topology.write_text(TOPOLOGY)
+    told = {
+        **environment(),
+        "CRUX_STORE": "none",
+        "CRUX_TOPOLOGY": str(topology),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CRUX_LEVEL": "4",
+    }
+    ranks = []
+    for rank, host in enumerate(("h0-0", "h1_0")):
+        env = {
+            **told,
+            "RANK": str(rank),
+            "LOCAL_RANK": "0" if rank == 0 else "1",
+            "CRUX_HOST": host,
+        }
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, "-c", MEETS], env=env, **how))
+    try:
+        said = [rank.communicate(timeout=BOUND_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    out, err = said[0]
+    hosts = json.loads(out)
+    assert hosts["ranks"] == {"h0-0": [0], "h1_0": [1]}
+    (problem,) = hosts["problems"]
+    assert "no host 'h1_0', the name that CRUX_HOST gives to the machine of rank 1" in problem
+    assert "Set CRUX_HOST to the name in the topology (its nearest names are 'h1-0'" in problem
+    ours = [line for line in err.splitlines() if "[crux " in line]
+    assert all(re.match(LINE, line) for line in ours)
+    assert [re.match(LINE, line)[1] for line in ours] == ["WARNING", "INFO", "WARNING"], err
+    assert "CRUX_LEVEL (did you mean CRUX_LEVELS?) is no setting" in ours[0]
+    assert "store none, topology " in ours[1]
+    assert problem in ours[2]
+    assert "[crux " not in said[1][1]
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing_behind(sent, start, tmp_path):
     (folder,) = folders(tmp_path, "out")
@@ -196,7 +299,7 @@ def test_a_signal_leaves_nothing_behind(sent, start, tmp_path):
     assert len(pids) == 2, finish(process)
     process.send_signal(sent)
     code, _, _ = finish(process)
-    assert code != 0
+    assert code == (130 if sent == signal.SIGINT else 1)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

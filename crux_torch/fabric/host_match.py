@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
@@ -78,9 +79,14 @@ def hosts_at(topology: Topology, addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Those of ``addresses`` that only one machine has; ValueError for one that is none."""
-    parsed = map(ip_address, addresses)
-    return tuple(str(a) for a in parsed if not (a.is_loopback or a.is_link_local))
+    """Those of ``addresses`` that only one machine has; what is no address is left out."""
+    found = []
+    for address in addresses:
+        with contextlib.suppress(ValueError):
+            parsed = ip_address(address)
+            if not (parsed.is_loopback or parsed.is_link_local):
+                found.append(str(parsed))
+    return tuple(found)
 
 
 def nearest(name: str, hosts: Sequence[str]) -> str:

@@ -101,8 +101,6 @@ def _said_of_place(at: Mapping[int, Place], topology: Topology) -> str:
         host = match_host(topology, place.host, place.addresses, told=place.told, machine=machine)
     except TopologyError as error:
         return f"the topology does not fit: {error}"
-    except ValueError as error:
-        return f"{machine} told addresses that are none: {error}"
     if host == place.host:
         return ""
     return (
