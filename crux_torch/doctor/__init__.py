@@ -22,6 +22,7 @@ from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import SettingsError
 from crux_torch.host.rdma import rdma_devices
 from crux_torch.settings import Settings
+from crux_torch.variables import misspelt_in_words
 
 __all__ = ["Check", "examine"]
 
@@ -35,7 +36,7 @@ def examine(env: Mapping[str, str]) -> list[Check]:
     part = Part("settings", "cruxrun does not start a job")
     try:
         settings = Settings.from_env(env)
-        first = part.ok("every CRUX_* variable is valid")
+        first = _no_misspelt(env)
     except SettingsError as error:
         settings = Settings()
         first = part.broken(str(error), "correct the variable")
@@ -64,6 +65,13 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         *nccl.ecn_bits(env, settings, devices),
         links.semaphores(settings),
         cluster.store(settings),
-        cluster.topology(settings),
+        *cluster.topology(settings),
         privileges.namespaces(),
     ]
+
+
+def _no_misspelt(env: Mapping[str, str]) -> Check:
+    part = Part("settings", "it changes nothing, and what it was meant to set keeps its default")
+    if unknown := misspelt_in_words(env):
+        return part.missing(unknown, "correct its name, or unset it (docs/settings.md)")
+    return part.ok("every CRUX_* variable is valid")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
+from crux_torch.control.left_out import left_out
 from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import SettingsError
+from crux_torch.fabric.host_match import match_host
 from crux_torch.fabric.loaders import load_topology
-from crux_torch.fabric.topology import TopologyError
+from crux_torch.fabric.topology import Topology, TopologyError
+from crux_torch.host.addresses import own_addresses
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import ETCD, server_addresses
 from crux_torch.store.secret import read_secret
@@ -40,15 +44,39 @@ def store(settings: Settings) -> Check:
     return part.missing(f"{settings.store}: {reason}", remedy)
 
 
-def topology(settings: Settings) -> Check:
-    """Whether there is a topology file, and whether it is valid."""
-    cost = "Crux assumes that all hosts share one core link, and chooses no paths"
-    part = Part("topology", cost)
+def topology(settings: Settings) -> Iterator[Check]:
+    """The topology file, this host's place in it, and what Crux leaves to the network."""
+    loaded = None
     if not settings.topology:
+        part = Part("topology", "Crux does not know which jobs share a link, and on which paths")
         remedy = "write one (docs/topology.md) and set CRUX_TOPOLOGY to its name"
-        return part.missing("none given", remedy)
+        yield part.missing("none given", remedy)
+    else:
+        part = Part("topology", "cruxrun does not start a job")
+        try:
+            loaded = load_topology(settings.topology)
+        except TopologyError as error:
+            yield part.broken(str(error), "correct CRUX_TOPOLOGY, or the file (docs/topology.md)")
+            return
+        place = _place(settings, loaded)
+        yield place
+        if place.state != "ok":
+            return
+    part = Part("plans", "the network treats this job's traffic as any other")
+    said = left_out(settings, loaded)
+    if said:
+        yield part.missing("; ".join(said), "change the setting that it names (docs/settings.md)")
+    else:
+        yield part.ok("jobs get priorities and paths")
+
+
+def _place(settings: Settings, loaded: Topology) -> Check:
+    part = Part("topology", "cruxrun does not start a job")
+    about = f"{settings.topology}: {len(loaded.hosts)} hosts, {len(loaded.edges)} links"
+    name = settings.host or socket.gethostname()
     try:
-        loaded = load_topology(settings.topology)
+        host = match_host(loaded, name, own_addresses(), told=bool(settings.host))
     except TopologyError as error:
-        return part.broken(str(error), "correct CRUX_TOPOLOGY, or the file")
-    return part.ok(f"{settings.topology}: {len(loaded.hosts)} hosts, {len(loaded.edges)} links")
+        return part.broken(f"{about}; {error}", "set CRUX_HOST, or add this host to the file")
+    by_address = " by its addresses" if host != name else ""
+    return part.ok(f"{about}; this host is {host}{by_address}")
