@@ -15,17 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from crux_torch.control.job_channel import JobChannel
+from crux_torch.control.places import MOST_HOSTS, Place, place_of_this_process, problems
 from crux_torch.fabric.loaders import parse_yaml
-from crux_torch.runtime.roll_call import (
-    GIVE_UP_S,
-    LOOK_S,
-    MOST_HOSTS,
-    PATIENCE_S,
-    Place,
-    RollCall,
-    place_of_this_process,
-    problems,
-)
+from crux_torch.runtime.roll_call import GIVE_UP_S, LOOK_S, PATIENCE_S, RollCall
 from crux_torch.settings import Settings
 
 TOPOLOGY = parse_yaml("""

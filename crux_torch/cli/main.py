@@ -19,6 +19,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "status": ("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
     "cluster": ("crux_torch.cli.cluster:group", "Operate a cluster: drain, weigh, pin, audit."),
     "doctor": ("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
+    "check": ("crux_torch.cli.check:check", "Compare the hosts of a job before it starts."),
     "host": ("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
     "probe": ("crux_torch.cli.probe:probe_command", "Find which source port takes which path."),
     "sim": ("crux_torch.cli.sim:sim", "Simulate jobs on a network under a scheduler."),

@@ -24,6 +24,7 @@ from crux_torch.apply.classes import TrafficClass
 from crux_torch.apply.wire import Wire
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.control.job_channel import MAX_SAMPLE_BYTES, JobChannel
+from crux_torch.control.places import place_of_this_process
 from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.host.nvml_device import OwnDevice
 from crux_torch.measure.iterations import IterationMarks
@@ -37,7 +38,7 @@ from crux_torch.runtime.measure import RankMeter
 from crux_torch.runtime.order import Order, PathReports, answer
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.rate_scheduler import RateScheduler, make_rate_scheduler
-from crux_torch.runtime.roll_call import RollCall, place_of_this_process
+from crux_torch.runtime.roll_call import RollCall
 from crux_torch.settings import Settings
 from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce

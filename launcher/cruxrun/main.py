@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         exports, settings = flags.environment(args, os.environ)
         topology = prechecks.topology_of(settings)
         if topology is not None:
-            exports["CRUX_HOST"] = prechecks.host_in(topology, settings)
+            exports |= prechecks.named_host(topology, settings)
     except SettingsError as error:
         parser.error(flags.with_flags(str(error)))
 

@@ -33,14 +33,15 @@ def topology_of(settings: Settings) -> Topology | None:
         raise SettingsError(f"{about}: {found}") from None
 
 
-def host_in(topology: Topology, settings: Settings) -> str:
-    """What this host is called in the topology.
+def named_host(topology: Topology, settings: Settings) -> dict[str, str]:
+    """The variable that gives this host its name in the topology, if that is not its own name.
 
     Raises:
         SettingsError: it is in it neither by its name nor by its addresses, or not certainly.
     """
     name = settings.host or socket.gethostname()
     try:
-        return match_host(topology, name, own_addresses(), told=bool(settings.host))
+        host = match_host(topology, name, own_addresses(), told=bool(settings.host))
     except TopologyError as error:
         raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: {error}") from None
+    return {} if host == name else {"CRUX_HOST": host}
