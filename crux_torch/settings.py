@@ -128,7 +128,9 @@ class Settings:
         "that does worse is taken back",
     )
     topology: str = _says(
-        "", "file with the cluster's topology (YAML); without it, all hosts share one core link"
+        "",
+        "file with the cluster's topology (YAML); without it, Crux chooses no paths, and the "
+        "policy crux gives all jobs one level",
     )
     dispatch: str = _says(
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,41 @@ def test_workers_of_a_job_have_it_unless_switched_off(tmp_path: Path) -> None:
         assert run.returncode == 0, err
         told[name] = json.loads(out.splitlines()[-1])
     assert told == {"default": [str(LIBRARY), 1], "off": [None, None], "disabled": [None, None]}
+
+
+#: What torch_memory_saver 0.0.9 does with the variable, and the line of docs/frameworks.md.
+ONLY_ONE = """
+import ctypes, os, sys
+if sys.argv[1] == "line":
+    os.environ["LD_PRELOAD"] = os.environ["LD_PRELOAD"].split(":")[-1]
+path = os.environ.get("LD_PRELOAD", "")
+assert "hook" in path
+print(ctypes.CDLL(path).hook_is_here(), "libcrux_transport" in open("/proc/self/maps").read())
+"""
+
+
+def test_ways_out_for_a_library_that_wants_to_be_the_only_one(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, hook, script = (tmp_path / name for name in ("hook.c", "hook.so", "only_one.py"))
+    source.write_text("int hook_is_here(void) { return 7; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", hook, source], check=True)
+    script.write_text(ONLY_ONE)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_", "LD_"))}
+    env = {**clean, "CRUX_STORE": "none", "LD_PRELOAD": str(hook)}
+    launcher = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=1"]
+    runs = [
+        subprocess.Popen(
+            [*launcher, *flags, str(script), way],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for flags, way in (([], "as it is"), ([], "line"), (["--crux-no-transport"], "flag"))
+    ]
+    said = [run.communicate(timeout=300)[0].strip() for run in runs]
+    assert [run.returncode for run in runs] == [1, 0, 0]
+    # Both ways load the hook; the line keeps Crux's library, too.
+    assert said == ["", "7 True", "7 False"]

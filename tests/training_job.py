@@ -27,6 +27,8 @@ C10D_TRACE = re.compile(
     r"(Exception raised from .*\n|frame #.*\n|<omitting python frames>\n|\n)*",
     re.MULTILINE,
 )
+#: What a job starts with, and its first plan.
+NEWS = re.compile(r"[-\d]+ [:\d]+ \[crux(run)? \S+\] INFO (job|first plan)\b")
 
 
 def environment(path: Sequence[Path] = ()) -> dict[str, str]:
@@ -111,8 +113,10 @@ class Job:
         return 0
 
     def said(self) -> list[str]:
-        """Its stderr, less the trace that c10d prints where a store dies amid one of its calls."""
-        return C10D_TRACE.sub("", self.errors.read_text()).splitlines()
+        """Its stderr, less the two lines of news, and the trace that c10d prints where a store dies
+        amid one of its calls."""
+        lines = C10D_TRACE.sub("", self.errors.read_text()).splitlines()
+        return [line for line in lines if not NEWS.match(line)]
 
     def end(self, after_its_steps: bool = False) -> None:
         """Let it end by itself: soon, or after its last step."""
