@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from control_fakes import until
 from loopback import free_port
-from training_job import BOUND_S, environment
+from training_job import BOUND_S, environment, less_news
 
 from crux_torch.control.registry import Registry
 from crux_torch.settings import CLASS_SELECTORS
@@ -77,7 +77,7 @@ class Ranks:
         """What each rank told at its end."""
         for process in self.processes:
             _, error = process.communicate(timeout=BOUND_S)
-            self.errors.append(error)
+            self.errors.append(less_news(error))
             assert process.returncode == 0, error
         return [json.loads((self.folder / f"{rank}.end").read_text()) for rank in range(self.world)]
 

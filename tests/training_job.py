@@ -28,7 +28,12 @@ C10D_TRACE = re.compile(
     re.MULTILINE,
 )
 #: What a job starts with, and its first plan.
-NEWS = re.compile(r"[-\d]+ [:\d]+ \[crux(run)? \S+\] INFO (job|first plan)\b")
+NEWS = re.compile(r"^[-\d]+ [:\d]+ \[crux(run)? \S+\] INFO (job|first plan)\b.*\n", re.MULTILINE)
+
+
+def less_news(said: str) -> str:
+    """What a job wrote to stderr, less the two lines that every job writes."""
+    return NEWS.sub("", said)
 
 
 def environment(path: Sequence[Path] = ()) -> dict[str, str]:
@@ -113,10 +118,9 @@ class Job:
         return 0
 
     def said(self) -> list[str]:
-        """Its stderr, less the two lines of news, and the trace that c10d prints where a store dies
-        amid one of its calls."""
-        lines = C10D_TRACE.sub("", self.errors.read_text()).splitlines()
-        return [line for line in lines if not NEWS.match(line)]
+        """Its stderr, less the news, and the trace that c10d prints where a store dies amid one of
+        its calls."""
+        return less_news(C10D_TRACE.sub("", self.errors.read_text())).splitlines()
 
     def end(self, after_its_steps: bool = False) -> None:
         """Let it end by itself: soon, or after its last step."""

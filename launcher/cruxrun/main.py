@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if topology is not None:
             exports |= prechecks.named_host(topology, settings)
     except SettingsError as error:
-        parser.error(flags.with_flags(str(error)))
+        _refuse(error)
 
     exports["CRUX_ATTACH"] = "1"
     started_by_a_rank = bool(os.environ.get("CRUX_JOB_OF"))
@@ -99,9 +100,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             try:
                 devices = stack.enter_context(chosen_devices(args, settings))
             except SettingsError as error:
-                parser.error(flags.with_flags(str(error)))
+                _refuse(error)
             stack.enter_context(_environment(devices))
             _torchrun(args)
+
+
+def _refuse(error: SettingsError) -> NoReturn:
+    """End with what is wrong, without the hundred flags that there are."""
+    print(f"{PROG}: error: {flags.with_flags(str(error))}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 @contextmanager
