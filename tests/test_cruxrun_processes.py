@@ -39,7 +39,7 @@ while not known.item() and time.monotonic() < end:
     dist.broadcast(known, 0)
     time.sleep(0.05)
 if dist.get_rank() == 0:
-    print(json.dumps(hosts))
+    print(json.dumps([hosts, crux_torch.status()["leader"]["left_out"]]))
 dist.destroy_process_group()
 """
 LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[crux \S+\] (INFO|WARNING) "
@@ -276,7 +276,11 @@ def test_what_shows_when_ranks_meet_is_one_warning_of_the_leader(tmp_path):
             rank.kill()
             rank.wait()
     out, err = said[0]
-    hosts = json.loads(out)
+    hosts, left_out = json.loads(out)
+    assert [said.split(",")[0] for said in left_out] == [
+        "nothing is prioritised",
+        "no paths are chosen",
+    ]
     assert hosts["ranks"] == {"h0-0": [0], "h1_0": [1]}
     (problem,) = hosts["problems"]
     assert "no host 'h1_0', the name that CRUX_HOST gives to the machine of rank 1" in problem

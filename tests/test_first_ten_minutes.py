@@ -52,8 +52,7 @@ def pattern(line: str) -> str:
     found, at = "", 0
     for match in re.finditer("|".join(f"(?:{kind})" for kind in kinds), line):
         stands = next(to for kind, to in kinds.items() if re.fullmatch(kind, match[0]))
-        found += re.escape(line[at : match.start()])
-        found += stands
+        found += re.escape(line[at : match.start()]) + stands
         at = match.end()
     return found + re.escape(line[at:])
 
@@ -94,7 +93,7 @@ def test_the_page_is_what_happens(tmp_path: Path) -> None:
                 job = None
     finally:
         if job is not None:
-            job.kill()
-            job.wait()
+            job.terminate()
+            job.wait(BOUND_S)
     assert done.count("cruxrun") == 3
     assert {"crux", "cat", "echo"} <= set(done)
