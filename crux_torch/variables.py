@@ -12,6 +12,7 @@ from crux_torch.settings import SETTINGS
 #: the build, the lab and the tests.
 NO_SETTINGS = (
     "CRUX_JOB_OF",
+    "CRUX_LD_PRELOAD_THEN",
     "CRUX_TRANSPORT_LOG",
     "CRUX_TRANSPORT_PROBE_MS",
     "CRUX_TRANSPORT_ROUTES",

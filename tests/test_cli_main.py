@@ -19,9 +19,12 @@ from crux_torch import __version__
 def test_version(module: str) -> None:
     command = [sys.executable, "-m", module, "--version"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
-    with_torch = rf" \(torch {re.escape(torch.__version__.split('+')[0])}.*\)"
-    name, rest = {"cruxrun": ("cruxrun", with_torch), "crux_torch.cli": ("crux", "")}[module]
-    assert re.fullmatch(rf"{name} {re.escape(__version__)}{rest}\n", said.stdout)
+    release, of_torch = re.escape(__version__), re.escape(torch.__version__.split("+")[0])
+    expected = {
+        "cruxrun": rf"cruxrun {release} \(torch {of_torch}.*\)\n",
+        "crux_torch.cli": rf"crux, version {release}\n",
+    }
+    assert re.fullmatch(expected[module], said.stdout)
     assert said.stderr == ""
 
 

@@ -163,9 +163,10 @@ def test_ways_out_for_a_library_that_wants_to_be_the_only_one(tmp_path: Path) ->
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_", "LD_"))}
     env = {**clean, "CRUX_STORE": "none", "LD_PRELOAD": str(hook)}
     launcher = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=1"]
+    program = ["--no-python", sys.executable, str(script)]
     runs = [
         subprocess.Popen(
-            [*launcher, *flags, str(script), way],
+            [*launcher, *flags, *program, way],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
