@@ -56,6 +56,8 @@ def test_a_job_is_paced_and_loses_nothing_with_its_tables(tmp_path: Path) -> Non
         "--status",
         CRUX_POLICY="mlcc",
         CRUX_TOPOLOGY=str(topology),
+        # Of the launcher; each rank calls its host by its number.
+        CRUX_HOST="host0",
         CRUX_TABLES_PORT=str(port),
         CRUX_STORE=f"tcp://127.0.0.1:{free_port()}",
         CRUX_JOB="job",
