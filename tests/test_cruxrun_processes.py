@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from control_fakes import free_port, until
 from fake_install import install_entry_point
 from training_job import BOUND_S, ROOT, environment
 
+from crux_torch import __version__
 from crux_torch.apply import transport
 
 pytestmark = pytest.mark.slow
@@ -206,6 +208,12 @@ def test_two_nodes_are_one_job(start, tmp_path):
     workers = ran(folder).values()
     assert {w["env"]["RANK"] for w in workers} == {"0", "1"}
     assert len({w["env"]["CRUX_JOB"] for w in workers}) == 1
+
+
+def test_version(start):
+    code, out, err = finish(start(*CRUXRUN, "--version"))
+    assert (code, err) == (0, "")
+    assert out.startswith(f"cruxrun {__version__} (torch {torch.__version__.split('+')[0]}")
 
 
 def test_ctrl_c_in_the_first_seconds_ends_with_130_and_without_a_traceback(start, tmp_path):
