@@ -66,6 +66,7 @@ ARGV = {
     "audit": ("cluster", "audit"),
     "drain": ("cluster", "drain", "gpt"),
     "doctor": ("doctor",),
+    "check": ("check",),
     "host": ("host",),
     "probe": ("probe", "127.0.0.1", "--time", "1"),
     "run": ("sim", "run", str(SCENARIO)),

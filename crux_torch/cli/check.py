@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import asdict
+from pathlib import Path
 
 import click
 
 from crux_torch.cli.doctor import show
+from crux_torch.cli.results import json_option, put_json
 from crux_torch.doctor.agreement import compare
 from crux_torch.doctor.facts import facts
 from crux_torch.doctor.meeting import SALT_BYTES, MeetingError, Met, is_launched, meet
+from crux_torch.report.json_text import json_text
 
 
 @click.command()
@@ -22,7 +26,8 @@ from crux_torch.doctor.meeting import SALT_BYTES, MeetingError, Met, is_launched
     metavar="SECONDS",
     help="The longest that ranks wait for each other [default: 30].",
 )
-def check(patience_s: float) -> None:
+@json_option
+def check(patience_s: float, json_path: Path | None) -> None:
     """Compare the hosts of a job: names, topology, releases, settings, secret, clocks.
 
     Start it as the job would be started, on every host, in place of the script:
@@ -43,8 +48,11 @@ def check(patience_s: float) -> None:
             return
     else:
         met = Met(told={0: facts(os.environ, secrets.token_bytes(SALT_BYTES))})
-        click.echo("this host alone: start it with the job's launcher to compare all hosts")
+        click.echo(
+            "this host alone: start it with the job's launcher to compare all hosts", err=True
+        )
     checks = compare(met.told, met.ahead_s, met.silent, patience_s)
-    show(checks)
-    if any(check.state == "broken" for check in checks):
+    if not put_json(json_path, json_text([asdict(each) for each in checks])):
+        show(checks)
+    if any(each.state == "broken" for each in checks):
         raise SystemExit(1)
