@@ -38,6 +38,7 @@ from crux_torch.schedule.mlcc import mlcc
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.rates import SLOT_S, SLOTS, LinkLoad, allocate
 from crux_torch.sim.play import play
+from crux_torch.store.client import TcpConnector
 from crux_torch.store.host import StoreHost
 from lab import netns
 from lab.job import JobError
@@ -150,7 +151,7 @@ def delays(hosts: int = 6, rounds: int = 300) -> dict[str, dict[str, float]]:
         port = free.getsockname()[1]
     host = StoreHost(f"tcp://127.0.0.1:{port}", module="crux_torch.control.tables_server")
     host.start()
-    clients = [TablesClient("127.0.0.1", port) for _ in range(hosts)]
+    clients = [TablesClient(TcpConnector("127.0.0.1", port)) for _ in range(hosts)]
     links = {f"l{n}": 1e9 for n in range(4)}
     negotiation_ms, computation_ms = [], []
     draw = random.Random(0)

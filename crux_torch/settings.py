@@ -31,10 +31,13 @@ _ENDPOINTS = rf"tcp://{_HOST}:{_PORT}|etcd://{_HOST}:{_PORT}(,{_HOST}:{_PORT})*(
 Endpoint = Annotated[
     str,
     Meta(
-        pattern=rf"\A(none|{_ENDPOINTS})\Z",
-        title="tcp://HOST:PORT, etcd://HOST:PORT[,HOST:PORT][/PREFIX][?...], or none",
+        pattern=rf"\A(none|unix:(///\S*[^\s/])?|{_ENDPOINTS})\Z",
+        title="unix:, unix:///PATH, tcp://HOST:PORT, etcd://HOST:PORT[,HOST:PORT][/PREFIX][?...], "
+        "or none",
     ),
 ]
+_GROUP = "the name or number of a group of this host"
+Group = Annotated[str, Meta(pattern=r"\A([A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127})?\Z", title=_GROUP)]
 Count = Annotated[int, Meta(ge=1, title="a whole number, 1 or more")]
 LevelCount = Annotated[int, Meta(ge=1, le=64, title="a whole number from 1 to 64")]
 Positive = Annotated[float, Meta(gt=0, le=_FINITE, title="a positive number")]
@@ -95,14 +98,19 @@ class Settings:
     disable: bool = _says(False, "use the stock backends and leave every connection alone")
     attach: bool = _says(False, "make the script's own init_process_group use Crux; set by cruxrun")
     store: Endpoint = _says(
-        "tcp://127.0.0.1:29410",
-        "the store that the cluster's jobs share: tcp://HOST:PORT, etcd://... (docs/store.md), or "
-        "none",
+        "unix:",
+        "the store that the cluster's jobs share: unix: (of this user's jobs on one host), "
+        "unix:///PATH, tcp://HOST:PORT, etcd://... (docs/store.md), or none",
     )
     store_secret: str = _says(
         "",
         "file with the secret of the embedded store, which only its user may read; all hosts need "
-        "the same, unless the store listens on loopback alone",
+        "the same; a store on one host needs none",
+    )
+    store_group: Group = _says(
+        "",
+        "group of users who share what is otherwise this user's alone on a host: the store unix:, "
+        "load tables, and links; by default, nobody",
     )
     cluster: Name = _says("default", "name of the cluster: the first part of its keys in the store")
     job: Name = _says("", "name of the job in the cluster; by default, cruxrun makes one")
@@ -192,8 +200,7 @@ class Settings:
     )
     tables_port: Port = _says(
         29412,
-        "with the policy mlcc, TCP port of the load tables: on the host that the topology names, "
-        "else on each host's loopback",
+        "with the policy mlcc, TCP port of the load tables on the host that the topology names",
     )
     slot_ms: SlotMs = _says(
         60.0, "with the policy mlcc, milliseconds for which a flow keeps a rate; where tables start"

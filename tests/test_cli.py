@@ -1,6 +1,5 @@
 import json
 import re
-import socket
 import sys
 import time
 import types
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from loopback import free_port
+from store_server import ServerThread
 
 import crux_torch
 from crux_torch import doctor
@@ -95,8 +95,8 @@ def test_doctor_says_of_each_missing_part_what_it_costs_and_how_to_get_it(crux):
 
 
 def test_doctor_finds_a_store_that_answers(crux):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        store = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with ServerThread() as server:
+        store = f"tcp://127.0.0.1:{server.port}"
         assert states(crux("doctor", "--json", CRUX_STORE=store))["store"] == "ok"
     assert states(crux("doctor", "--json", CRUX_STORE=store))["store"] == "missing"
     assert states(crux("doctor", "--json", CRUX_STORE="none"))["store"] == "missing"

@@ -18,6 +18,7 @@ from crux_torch.errors import StoreError
 from crux_torch.fabric.loaders import dump_yaml, parse_yaml
 from crux_torch.fabric.topology import TopologyError
 from crux_torch.schedule.rates import SLOTS
+from crux_torch.store.client import TcpConnector
 from crux_torch.store.contents import Client
 from crux_torch.store.frames import Count, Done, Refused
 from crux_torch.store.host import StoreHost
@@ -135,7 +136,7 @@ def reached(client: TablesClient) -> Feedback | None:
 
 @pytest.mark.slow
 def test_a_real_process_that_is_killed_is_missed_within_a_bound_and_comes_back(port: int) -> None:
-    client, other = (TablesClient("127.0.0.1", port) for _ in range(2))
+    client, other = (TablesClient(TcpConnector("127.0.0.1", port)) for _ in range(2))
     until(lambda: reached(client) is not None, 20.0)
     seen = client.fetch_feedback("a", LINKS)
     assert seen.slot_s == 0.05
@@ -157,7 +158,7 @@ def test_a_real_process_that_is_killed_is_missed_within_a_bound_and_comes_back(p
 @pytest.mark.slow
 def test_both_ends_send_with_the_class_that_they_are_told(port: int) -> None:
     # Otherwise they would wait in the queues that the tables are about.
-    client = TablesClient("127.0.0.1", port, dscp=26)
+    client = TablesClient(TcpConnector("127.0.0.1", port), dscp=26)
     until(lambda: reached(client) is not None, 20.0)
 
     def classes(pid: int) -> set[int]:
@@ -174,7 +175,7 @@ def test_both_ends_send_with_the_class_that_they_are_told(port: int) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_stands_still_delays_nobody_beyond_the_bound(port: int) -> None:
-    client = TablesClient("127.0.0.1", port)
+    client = TablesClient(TcpConnector("127.0.0.1", port))
     until(lambda: reached(client) is not None, 20.0)
     pid = port_of_host[port].pid
     os.kill(pid, signal.SIGSTOP)

@@ -7,6 +7,7 @@ import socket
 import sys
 
 import pytest
+from store_server import secret_file
 from torch.distributed import run as torchrun
 
 from crux_torch.settings import SETTINGS, Settings
@@ -367,3 +368,23 @@ def test_a_store_that_cannot_be_hosted_stops_nothing(broken, launched, monkeypat
     launched("--crux-store", "tcp://127.0.0.1:29410")
     assert calls[-1] == broken
     assert "no such luck" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--crux-store", "unix:"), 0),
+        (("--crux-store", "tcp://127.0.0.1:29410"), 1),
+        (("--crux-store", "tcp://127.0.0.1:29410", "--crux-store-secret", "FILE"), 0),
+        (("--crux-store", "unix:", "--crux-store-group", "root"), 1),
+    ],
+)
+def test_others_who_may_use_the_store_are_named_in_one_line(
+    flags, said, launched, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr("crux_torch.store.host.StoreHost.start", lambda self: None)
+    cruxrun.logger.handlers.clear()
+    launched(*(secret_file(tmp_path) if each == "FILE" else each for each in flags))
+    lines = capsys.readouterr().err.splitlines()
+    words = ("any user of the host", "all users of group root")
+    assert sum(any(word in line for word in words) for line in lines) == said

@@ -12,9 +12,10 @@ import pytest
 from loopback import free_port
 from training_job import Job
 
+from crux_torch.own_folders import usable_folder
+
 pytestmark = pytest.mark.slow
 
-FOLDER = Path("/dev/shm")
 CLUSTER = f"links-{os.getpid()}"
 BOUND_S = 240.0
 ENV = {
@@ -60,7 +61,7 @@ def planned(job: Job) -> bool:
 
 def tables() -> list[Path]:
     """The files of this test's links."""
-    return list(FOLDER.glob(f"crux~*~{CLUSTER}~*"))
+    return list(usable_folder().glob(f"{CLUSTER}~*"))
 
 
 @pytest.fixture

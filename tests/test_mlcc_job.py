@@ -55,6 +55,8 @@ def test_a_job_is_paced_and_loses_nothing_with_its_tables(tmp_path: Path) -> Non
         f"--width={WIDTH}",
         "--status",
         CRUX_POLICY="mlcc",
+        # Its tables are its own.
+        XDG_RUNTIME_DIR=str(tmp_path),
         CRUX_TOPOLOGY=str(topology),
         # Of the launcher; each rank calls its host by its number.
         CRUX_HOST="host0",

@@ -18,7 +18,7 @@ from control_fakes import SPAWN, until
 from etcd_server import Etcd, certificates, needs_etcd, wait_ready
 from loopback import free_port
 
-from crux_torch.errors import SettingsError, StoreError
+from crux_torch.errors import Cause, SettingsError, StoreError
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store, server_addresses
 from crux_torch.store.etcd_address import EtcdAddress, parse_etcd
@@ -514,11 +514,15 @@ def test_a_user_writes_what_its_role_lets_it(tmp_path: Path, open_: Open) -> Non
         until(lambda: puts("crux/c/jobs/a1"), what="its own key")
         assert not puts("crux/c/jobs/b1")
         assert not puts("crux/c/plan")
-        with pytest.raises(StoreError, match="permission"):
+        with pytest.raises(StoreError, match="permission") as told:
             store.delete("crux/c/jobs/b1")
+        assert told.value.cause is Cause.ROLE
         auth.write_text("a:wrong\n")
         stranger = open_(f"{etcd.endpoints}/lab?auth={auth}")
         until(lambda: refusal(stranger) == "no contact", what="a wrong password")
+        with pytest.raises(StoreError) as told:
+            stranger.get("k")
+        assert told.value.cause is Cause.ETCD_LOGIN, told.value
 
 
 @needs_etcd

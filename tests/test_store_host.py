@@ -36,20 +36,21 @@ def test_endpoints() -> None:
 
 
 def test_the_loopback_store_listens_on_loopback_only_and_serves() -> None:
-    host = StoreHost(f"tcp://127.0.0.1:{free_port()}", linger_s=0.5)
+    port = free_port()
+    host = StoreHost(f"tcp://127.0.0.1:{port}", linger_s=0.5)
     host.start()
     host.start()
     until(lambda: host.state == "hosting", what="hosting")
     with socket.socket() as other:
-        other.bind(("127.0.0.2", host.port))
+        other.bind(("127.0.0.2", port))
         other.listen()  # fails if the server took every address
-    store = open_store(f"tcp://127.0.0.1:{host.port}", timeout_s=60.0)
+    store = open_store(f"tcp://127.0.0.1:{port}", timeout_s=60.0)
     store.put("k", b"v")
     host.stop()
     assert host.state == "stopped"
     assert store.get("k") == b"v"
     store.close()
-    until(lambda: is_free(host.port), what="the end of a server that nobody uses")
+    until(lambda: is_free(port), what="the end of a server that nobody uses")
 
 
 def is_free(port: int) -> bool:
@@ -60,8 +61,9 @@ def is_free(port: int) -> bool:
     return True
 
 
-def test_racing_hosts_start_one_server_and_replace_one_that_dies() -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_racing_hosts_start_one_server_and_replace_one_that_dies(kind: str, tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"unix://{tmp_path}/store"
     hosts = [StoreHost(endpoint, poll_s=0.05, linger_s=0.5) for _ in range(6)]
     start = threading.Barrier(6)
 

@@ -325,7 +325,8 @@ def test_bytes_from_a_client_are_answered_or_end_it(raw: bytes) -> None:
 
 @pytest.mark.slow
 def test_thousands_of_connections_and_floods_leave_the_launcher_and_the_store_at_work() -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    port = free_port()
+    endpoint = f"tcp://127.0.0.1:{port}"
     host = StoreHost(endpoint, poll_s=0.1, linger_s=0.5)
     host.start()
     until(lambda: host.state == "hosting", what="hosting")
@@ -341,11 +342,11 @@ def test_thousands_of_connections_and_floods_leave_the_launcher_and_the_store_at
     with contextlib.ExitStack() as stack:
         try:
             for _ in range(wanted - own - 100):
-                stack.enter_context(socket.create_connection(("127.0.0.1", host.port), 30))
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
             assert store.get("k") == b"v"
             # Each half of a request that fits: memory must stay bounded all the same.
             for _ in range(60):
-                peer = stack.enter_context(greeted(host.port))
+                peer = stack.enter_context(greeted(port))
                 peer.setblocking(False)
                 with contextlib.suppress(BlockingIOError, ConnectionError):
                     peer.send((MAX_REQUEST_BYTES - 9).to_bytes(4, "big") + b"x" * (2 << 20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from crux_torch.apply.links import HostLinks, LinkRoutes, PcieRoutes, StandInRoutes, nvlinked_with
@@ -13,6 +14,7 @@ from crux_torch.host.nic import Nic, read_nics
 from crux_torch.host.nvml import Gpu, bounded, read_gpus
 from crux_torch.host.nvml_device import OwnDevice, own_gpu, visible_gpus
 from crux_torch.host.pcie import PcieTree
+from crux_torch.own_folders import group_id, usable_folder
 from crux_torch.settings import Settings
 
 
@@ -26,7 +28,11 @@ def make_links(settings: Settings, device: OwnDevice) -> HostLinks:
             return pcie_routes(device, os.environ)
         return StandInRoutes(settings.links)
 
-    return HostLinks(_process_gate, routes, settings.cluster, settings.link_wait_ms / 1e3)
+    def folder() -> Path:
+        return usable_folder(group_id(settings.store_group))
+
+    wait_s = settings.link_wait_ms / 1e3
+    return HostLinks(_process_gate, routes, settings.cluster, wait_s, folder=folder)
 
 
 def pcie_routes(device: OwnDevice, env: Mapping[str, str]) -> LinkRoutes | None:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crux_torch.errors import SettingsError
 from crux_torch.host.nvml import Gpu
 from crux_torch.host.pcie import PcieTree
 from crux_torch.measure.record import GroupInfo
+from crux_torch.own_folders import usable_folder
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-#: Where the tables are: memory that all processes of a host share.
-FOLDER = Path("/dev/shm")
 #: ``LinkGate.set_level`` for a job without a place in the order.
 NO_LEVEL = -1
 #: Groups that the gate knows: ``LinkGate::kMaxGroups``. Operations of later ones never give way.
@@ -121,6 +121,7 @@ class HostLinks:
         gate: gives a ``crux_torch._C.LinkGate``; called when the first place is taken.
         cluster: its name; clusters share no links.
         wait_s: how long an operation gives way at most.
+        folder: says where the tables are: memory that the user's processes share, or a group's.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class HostLinks:
         cluster: str,
         wait_s: float,
         *,
-        folder: Path = FOLDER,
+        folder: Callable[[], Path] = usable_folder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_gate, self._make_routes = gate, routes
@@ -242,8 +243,8 @@ class HostLinks:
                     gate = self._make_gate()
                     gate.set_wait_s(self._wait_s)
                     self._gate = gate
-                index = self._gate.join(str(self._folder), self._cluster, name, self._job)
-            except (ImportError, RuntimeError) as error:
+                index = self._gate.join(str(self._folder()), self._cluster, name, self._job)
+            except (ImportError, OSError, RuntimeError, SettingsError) as error:
                 self._errors[name] = str(error)
                 self._warn(name, f"operations do not give way on link {name}: {error}")
                 continue

@@ -65,8 +65,10 @@ def _show(
     columns: Sequence[str],
 ) -> None:
     settings = settings_of(store, cluster)
-    with store_errors(f"read the {part}"):
-        found = read_status(settings.store, settings.store_secret, settings.cluster)
+    with store_errors(settings, f"read the {part}"):
+        found = read_status(
+            settings.store, settings.store_secret, settings.cluster, group=settings.store_group
+        )
     if not put_json(json_path, json_text(msgspec.to_builtins(getattr(found, part)))):
         render(found, columns)
 
@@ -205,8 +207,7 @@ def _change(
 
     said = " ".join(words)
     who = f"{getpass.getuser()}@{socket.gethostname()}"
-    remedy = "With an etcd, only the operator's role may do this (docs/cluster.md)"
-    with _registry(store, cluster, f"carry out {said!r}", remedy) as registry:
+    with _registry(store, cluster, f"carry out {said!r}") as registry:
         for _ in range(ATTEMPTS):
             view = registry.look()
             after = view.operator.changed(**change(view.operator))
@@ -232,16 +233,18 @@ def _change(
 
 
 @contextmanager
-def _registry(
-    store: str | None, cluster: str | None, what: str, *remedy: str
-) -> Iterator[Registry]:
+def _registry(store: str | None, cluster: str | None, what: str) -> Iterator[Registry]:
     from crux_torch.control.registry import Registry
     from crux_torch.store.endpoint import open_store
 
     settings = settings_of(store, cluster)
-    with store_errors(what, *remedy):
+    with store_errors(settings, what):
         client = open_store(
-            settings.store, settings.store_secret, timeout_s=TIMEOUT_S, load_s=LOAD_S
+            settings.store,
+            settings.store_secret,
+            settings.store_group,
+            timeout_s=TIMEOUT_S,
+            load_s=LOAD_S,
         )
         try:
             yield Registry(client, settings.cluster)

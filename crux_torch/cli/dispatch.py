@@ -175,7 +175,7 @@ def _settings(store: str | None, cluster: str | None) -> Settings:
 def _running(settings: Settings) -> Running | None:
     if settings.store == "none":
         return None
-    return look(settings.store, settings.store_secret, settings.cluster)
+    return look(settings.store, settings.store_secret, settings.cluster, settings.store_group)
 
 
 def _tables(files: Sequence[Path]) -> list[HostTable]:

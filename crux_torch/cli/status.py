@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from crux_torch.cli.results import json_option, put_json
-from crux_torch.errors import CruxError, SettingsError
+from crux_torch.errors import CruxError, SettingsError, StoreError
 from crux_torch.report.cluster_status import COLUMNS, as_json_text, read_status, render
 from crux_torch.settings import Settings
+from crux_torch.store.endpoint import looked_into
 
 
 def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         json_option,
         click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER]."),
-        click.option("--store", help="tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."),
+        click.option("--store", help="unix:, tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."),
     ):
         command = option(command)
     return command
@@ -40,16 +41,15 @@ def settings_of(store: str | None, cluster: str | None) -> Settings:
 
 
 @contextlib.contextmanager
-def store_errors(
-    what: str,
-    remedy: str = "The first cruxrun on the store's host starts the store; from another host its "
-    "port must be open",
-) -> Iterator[None]:
+def store_errors(settings: Settings, what: str) -> Iterator[None]:
     """Says what can't be done where the store fails, and what helps."""
     try:
         yield
+    except StoreError as error:
+        told = looked_into(error, settings.store).told
+        raise click.ClickException(f"can't {what}: {told}") from None
     except CruxError as error:
-        raise click.ClickException(f"can't {what}: {error}. {remedy}") from None
+        raise click.ClickException(f"can't {what}: {error}") from None
 
 
 @click.command()
@@ -73,7 +73,13 @@ def status(
     traffic.
     """
     settings = settings_of(store, cluster)
-    with store_errors("read the cluster's state"):
-        found = read_status(settings.store, settings.store_secret, settings.cluster, settle_s)
+    with store_errors(settings, "read the cluster's state"):
+        found = read_status(
+            settings.store,
+            settings.store_secret,
+            settings.cluster,
+            settle_s,
+            group=settings.store_group,
+        )
     if not put_json(json_path, as_json_text(found)):
         render(found, () if wide else COLUMNS)

@@ -268,7 +268,7 @@ class Leader:
             self._followed_entry.tell_again()
             self._settled_at_s = float("inf")
             if now - self._away_since_s >= PATIENCE_S:
-                self._warn("store", f"going on without the shared store: {error}")
+                self._warn("store", f"going on without the shared store: {error.told}")
         except Exception as error:
             self._warn("tick", f"agreeing on a plan failed: {type(error).__name__}: {error}")
             _log.debug("tick failed", exc_info=True)

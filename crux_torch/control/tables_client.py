@@ -14,8 +14,9 @@ from crux_torch.control.tables_frames import (
     UpdateSchedule,
     answer_decoder,
 )
-from crux_torch.errors import StoreError
-from crux_torch.store.client import Connection, TcpConnector
+from crux_torch.errors import Cause, StoreError
+from crux_torch.store.causes import cause_of
+from crux_torch.store.client import Connection, Connector
 from crux_torch.store.frames import Done, Refused
 from crux_torch.store.marked_socket import mark
 
@@ -27,9 +28,10 @@ A = TypeVar("A", bound=Answer)
 
 
 class TablesClient:
-    """Asks the service at ``host:port``; not safe for use by several threads.
+    """Asks the service; not safe for use by several threads.
 
     Args:
+        connector: makes the connections to it.
         secret: of the store, which the service shares.
         dscp: class of its packets, 0 to 63. They cross the queues that the tables are about.
         clock: paces the attempts to connect again.
@@ -39,16 +41,15 @@ class TablesClient:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        connector: Connector,
         secret: bytes = b"",
         *,
         dscp: int = 0,
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._connector = TcpConnector(host, port)
-        self._where = f"load tables at {host}:{port}"
+        self._connector = connector
+        self._where = connector.where.replace("store", "load tables at", 1)
         self._secret, self._dscp = secret, dscp
         self._timeout_s = timeout_s
         self._clock = clock
@@ -63,7 +64,7 @@ class TablesClient:
         """
         answer = self._ask(FetchFeedback(flow, dict(links)), Feedback)
         if len(answer.loads_Bps) != len(links) or not all(answer.loads_Bps):
-            raise self._failed("an answer about another path")
+            raise self._failed("an answer about another path", Cause.STRANGER)
         return answer
 
     def update_schedule(self, schedule: UpdateSchedule) -> bool:
@@ -90,19 +91,18 @@ class TablesClient:
                     connected.close()
                     raise
             answer = self._connection.ask(request, deadline_s, answer_decoder)
-        except StoreError as error:
-            raise self._failed(str(error)) from None
-        except TimeoutError:
-            raise self._failed(f"no answer within {self._timeout_s} s") from None
         except (OSError, EOFError, ValueError) as error:
-            raise self._failed(str(error)) from None
+            cause = cause_of(error, greeted=self._connection is not None)
+            late = isinstance(error, TimeoutError)
+            told = f"no answer within {self._timeout_s} s" if late else str(error)
+            raise self._failed(told, cause) from None
         if isinstance(answer, Refused):
             raise StoreError(f"{self._where}: {answer.reason}")
         if not isinstance(answer, kind):
-            raise self._failed("an answer to another question")
+            raise self._failed("an answer to another question", Cause.STRANGER)
         return answer
 
-    def _failed(self, reason: str) -> StoreError:
+    def _failed(self, reason: str, cause: Cause) -> StoreError:
         self.close()
         self._retry_at_s = self._clock() + RETRY_S
-        return StoreError(f"{self._where}: {reason}")
+        return StoreError(f"{self._where}: {reason}", cause)

@@ -42,14 +42,14 @@ class Running:
     operator: OperatorSettings = field(default_factory=OperatorSettings)
 
 
-def look(endpoint: str, secret: str, cluster: str) -> Running:
+def look(endpoint: str, secret: str, cluster: str, group: str = "") -> Running:
     """Read the store once.
 
     Raises:
         StoreError: it can't be reached or does not answer in time.
-        SettingsError: ``endpoint`` or ``secret`` can't be used.
+        SettingsError: ``endpoint``, ``secret`` or ``group`` can't be used.
     """
-    store = open_store(endpoint, secret, timeout_s=TIMEOUT_S)
+    store = open_store(endpoint, secret, group, timeout_s=TIMEOUT_S)
     try:
         view = Registry(store, cluster).look()
         claims = DeviceClaims(store, cluster).taken()

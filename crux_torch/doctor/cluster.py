@@ -6,42 +6,46 @@ import socket
 from collections.abc import Iterator
 
 from crux_torch.control.left_out import left_out
+from crux_torch.control.registry import Registry
 from crux_torch.doctor.check import Check, Part
-from crux_torch.errors import SettingsError
+from crux_torch.errors import Cause, SettingsError, StoreError
 from crux_torch.fabric.host_match import match_host
 from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import Topology, TopologyError
 from crux_torch.host.addresses import own_addresses
+from crux_torch.report.cluster_status import LOAD_S
 from crux_torch.settings import Settings
-from crux_torch.store.endpoint import ETCD, server_addresses
-from crux_torch.store.secret import read_secret
+from crux_torch.store.endpoint import looked_into, open_store, sharing
 
-CONNECT_TIMEOUT_S = 1.0
+#: Seconds that an exchange with the store may take.
+TIMEOUT_S = 2.0
+#: What may be over by the time that a job runs. Anything else has to be repaired.
+_PASSING = frozenset(
+    {Cause.ABSENT, Cause.UNREACHABLE, Cause.SILENT, Cause.CUT, Cause.BUSY, Cause.ETCD_AWAY}
+)
 
 
 def store(settings: Settings) -> Check:
-    """Whether the cluster's store accepts connections."""
+    """Whether the cluster's store answers this user's jobs, with the secret that they have."""
     if settings.store == "none":
         part = Part("store", "jobs do not coordinate: each runs without a plan")
         return part.missing("switched off: CRUX_STORE=none", "unset CRUX_STORE")
-    part = Part("store", "jobs here do not coordinate with others until the store can be reached")
-    remedy = "the first cruxrun on the store's host starts it; open its port in firewalls"
-    if settings.store.startswith(ETCD):
-        remedy = "start the etcd, or open its port in firewalls"
+    part = Part("store", "jobs here do not coordinate with others until the store can be used")
+    given = settings.store, settings.store_secret, settings.store_group
     try:
-        addresses = server_addresses(settings.store)
-        read_secret(settings.store_secret)
+        client = open_store(*given, timeout_s=TIMEOUT_S, load_s=LOAD_S)
     except SettingsError as error:
         return part.broken(str(error), "correct the setting (docs/store.md)")
-    reason = ""
-    for address in addresses:
-        try:
-            socket.create_connection(address, CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            reason = str(error)
-        else:
-            return part.ok(f"{settings.store} answers")
-    return part.missing(f"{settings.store}: {reason}", remedy)
+    try:
+        client.get(Registry(client, settings.cluster).plan_key)
+    except StoreError as error:
+        known = looked_into(error, settings.store)
+        found = part.missing if known.cause in _PASSING else part.broken
+        return found(str(known), known.cause.value)
+    finally:
+        client.close()
+    shared = sharing(*given)
+    return part.ok(f"{settings.store} answers" + (f"; {shared}" if shared else ""))
 
 
 def topology(settings: Settings) -> Iterator[Check]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from crux_torch.apply.links import FOLDER
 from crux_torch.doctor.check import Check, Part
+from crux_torch.errors import SettingsError
 from crux_torch.host.pcie import PcieTree
+from crux_torch.own_folders import group_id, usable_folder
 from crux_torch.settings import Settings
 
 PART = Part(
@@ -24,13 +25,14 @@ def semaphores(settings: Settings) -> Check:
         import_module("torch")
         gate = import_module("crux_torch._C").link_gate()
         try:
-            gate.join(str(FOLDER), settings.cluster, "doctor", "doctor")
+            folder = usable_folder(group_id(settings.store_group))
+            gate.join(str(folder), settings.cluster, "doctor", "doctor")
         finally:
             gate.retire()
     except ImportError as error:
         return PART.missing(f"no extension: {error}", "see the check `extension`")
-    except RuntimeError as error:
-        remedy = f"make {FOLDER} writable for this user; remove other users' files there"
+    except (OSError, RuntimeError, SettingsError) as error:
+        remedy = "docs/pcie.md says which folder it takes: have others' files there removed"
         return PART.missing(str(error), remedy)
     if settings.links != ("auto",):
         return PART.ok(f"stand-in links {', '.join(settings.links)}")

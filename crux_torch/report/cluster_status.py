@@ -86,17 +86,19 @@ class ClusterStatus:
     steps: Mapping[str, JobSteps] = field(default_factory=dict)
 
 
-def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0) -> ClusterStatus:
+def read_status(
+    endpoint: str, secret: str, cluster: str, settle_s: float = 0.0, *, group: str = ""
+) -> ClusterStatus:
     """Read a cluster's records.
 
     Args:
-        endpoint, secret: the settings ``store`` and ``store_secret``.
+        endpoint, secret, group: the settings ``store``, ``store_secret`` and ``store_group``.
         settle_s: seconds until a second look; 0: only one. One look may find the record of a job
             that has died. A second look after its lease does not.
 
     Raises:
         StoreError: the store can't be reached or does not answer in time.
-        SettingsError: ``endpoint`` or ``secret`` can't be used.
+        SettingsError: one of the settings can't be used.
     """
     from crux_torch.control.contested_hosts import holdings
     from crux_torch.control.records import plan_of
@@ -104,7 +106,7 @@ def read_status(endpoint: str, secret: str, cluster: str, settle_s: float = 0.0)
     from crux_torch.control.topology_reader import TopologyReader
     from crux_torch.store.endpoint import open_store
 
-    store = open_store(endpoint, secret, timeout_s=TIMEOUT_S, load_s=LOAD_S)
+    store = open_store(endpoint, secret, group, timeout_s=TIMEOUT_S, load_s=LOAD_S)
     try:
         registry = Registry(store, cluster)
         before = view = registry.look()
@@ -142,7 +144,8 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
         columns: of these headings; none: all that hold something.
     """
     to = console()
-    say(to, f"cluster {_safe(status.cluster)} at {status.store}: {_plan_line(status)}")
+    store = "this user's store" if status.store == "unix:" else status.store
+    say(to, f"cluster {_safe(status.cluster)} at {store}: {_plan_line(status)}")
     if status.operator.disabled:
         say(to, "disabled by the operator: all jobs keep the network's defaults")
     if not status.jobs:

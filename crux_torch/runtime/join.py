@@ -66,7 +66,7 @@ def make_conductor(
     if settings.store != "none":
         try:
             check_policy(settings.policy, settings.plan_levels)
-            store = open_store(settings.store, settings.store_secret)
+            store = open_store(settings.store, settings.store_secret, settings.store_group)
         except CruxError as error:
             warn("join", f"this job takes no part in the cluster's plan: {error}")
     if store is not None:

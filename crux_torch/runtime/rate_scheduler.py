@@ -25,7 +25,7 @@ from crux_torch.measure.iterations import IterationMarks
 from crux_torch.runtime.flow_progress import FlowProgress
 from crux_torch.schedule.rates import LinkLoad, allocate, applied_Bps, ceiling_Bps, room_Bps
 from crux_torch.settings import Settings
-from crux_torch.store.endpoint import parse_endpoint
+from crux_torch.store.endpoint import OWN_TABLES, embedded
 from crux_torch.store.secret import read_secret
 from crux_torch.warn_once import WarnOnce
 
@@ -344,9 +344,9 @@ def make_rate_scheduler(
     """The rate scheduler of this rank."""
 
     def connect(endpoint: str) -> Tables:
-        where = parse_endpoint(endpoint) if endpoint else ("127.0.0.1", settings.tables_port)
+        connector = embedded(endpoint or OWN_TABLES, settings.store_group)
         secret = read_secret(settings.store_secret)
-        return TablesClient(*where, secret, dscp=settings.control_dscp)
+        return TablesClient(connector, secret, dscp=settings.control_dscp)
 
     job = f"{settings.cluster}/{settings.job}"
     slot_s = settings.slot_ms / 1e3

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 #: What would load torch, or our libraries, into it.
 _UNFIT_VARIABLES = ("LD_PRELOAD", "CRUX_ATTACH")
 
 
-def start_child(module: str, *arguments: str, fd: int) -> subprocess.Popen[bytes]:
-    """Start ``python -m module --fd FD``, with that descriptor."""
+def start_child(
+    module: str, *arguments: str, fd: int, kept: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start ``python -m module --fd FD``, with that descriptor, and those ``kept`` open."""
     return subprocess.Popen(
         [sys.executable, "-m", module, f"--fd={fd}", *arguments],
         env=_environment(os.environ),
@@ -23,7 +25,7 @@ def start_child(module: str, *arguments: str, fd: int) -> subprocess.Popen[bytes
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        pass_fds=(fd,),
+        pass_fds=(fd, *kept),
     )
 
 

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from crux_torch.errors import StoreError, StoreForbidden
+from crux_torch.errors import Cause, StoreError, StoreForbidden
+from crux_torch.store.causes import cause_of, cause_of_refusal
 from crux_torch.store.frame_socket import FrameSocket
 from crux_torch.store.frames import (
     MAX_ANSWER_BYTES,
@@ -101,7 +102,7 @@ class TcpConnector:
         try:
             found = pending.result(timeout_s)
         except FutureTimeoutError:
-            raise OSError(f"{self._address[0]!r} is still looked up") from None
+            raise StoreError(f"{self._address[0]!r} is still looked up", Cause.NAME) from None
         finally:
             if pending.done():
                 # Each attempt to connect looks anew: another host may have the name by then.
@@ -118,7 +119,7 @@ class TcpConnector:
                 connected.close()
             else:
                 return connected
-        raise failure or OSError(f"{self._address[0]!r} has no address")
+        raise failure or StoreError(f"{self._address[0]!r} has no address", Cause.NAME)
 
     def close(self) -> None:
         """Nothing is left over."""
@@ -176,22 +177,23 @@ class Connection:
         if challenge.version != PROTOCOL_VERSION:
             raise StoreError(
                 f"it speaks version {challenge.version} of the protocol, this job "
-                f"{PROTOCOL_VERSION}: use the same release of Crux for all jobs"
+                f"{PROTOCOL_VERSION}",
+                Cause.VERSION,
             )
         if challenge.sealed != bool(secret):
-            raise StoreError(
-                "it asks for a secret: set CRUX_STORE_SECRET to a file that holds it"
-                if challenge.sealed
-                else "it asks for no secret, this job has one: all jobs and the store need the same"
-            )
+            if challenge.sealed:
+                raise StoreError("it asks for a secret", Cause.NEEDS_SECRET)
+            raise StoreError("it asks for no secret, this job has one", Cause.HAS_NO_SECRET)
         handshake = Handshake(secret, nonce, challenge.nonce)
         self._frames.send(pack(Proof(handshake.digest("client"))), deadline_s)
         try:
             welcome = unpack(self._frames.receive(MAX_GREETING_BYTES, deadline_s), _welcome)
         except EOFError:
-            raise StoreError("it refused this job: CRUX_STORE_SECRET is not its secret") from None
+            raise StoreError(
+                "it refused this job: CRUX_STORE_SECRET is not its secret", Cause.WRONG_SECRET
+            ) from None
         if not handshake.proves("server", welcome.digest):
-            raise StoreError("it does not know the secret")
+            raise StoreError("it does not know the secret", Cause.UNPROVEN)
         self.life = welcome.life
         self._opener, self._sealer = handshake.sealer("server"), handshake.sealer("client")
 
@@ -243,7 +245,7 @@ class StoreClient:
         self._looks: dict[tuple[str, bool], _Look] = {}
         self._failures = 0
         self._retry_at_s = float("-inf")
-        self._reason = ""
+        self._reason, self._cause = "", Cause.OTHER
         self._closed = False
 
     def get(self, key: str) -> bytes | None:
@@ -288,10 +290,11 @@ class StoreClient:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=2 * self._timeout_s):
-            raise StoreError(f"{self._connector.where}: another thread's call still waits")
+            about = f"{self._connector.where}: another thread's call still waits"
+            raise StoreError(about, Cause.BUSY)
         try:
             if self._closed:
-                raise StoreError(f"{self._connector.where}: closed")
+                raise StoreError(f"{self._connector.where}: closed", Cause.BUSY)
             yield
         finally:
             self._lock.release()
@@ -312,28 +315,31 @@ class StoreClient:
                 look.take(answer, about)
             except ValueError as error:
                 del self._looks[key, prefix]
-                raise self._fail(str(error)) from None
+                raise self._fail(str(error), Cause.STRANGER) from None
             if not answer.more:
                 return look.values
             if time.monotonic() > until_s:
                 # What was read is kept, so another look gets further.
-                raise StoreError(f"{self._connector.where}: too much to read at once")
+                told = f"{self._connector.where}: too much to read at once"
+                raise StoreError(told, Cause.BUSY)
 
     def _write(self, request: Request) -> int:
         answer = self._ask(self._connected(), request)
         if not isinstance(answer, Done):
-            raise self._fail("an answer to another question")
+            raise self._fail("an answer to another question", Cause.STRANGER)
         return answer.count
 
     def _ask(self, connection: Connection, request: Request) -> Answer:
         try:
             answer = connection.ask(request, time.monotonic() + self._timeout_s, answer_decoder)
         except (OSError, EOFError, ValueError) as error:
-            raise self._fail(self._told(error)) from None
+            raise self._fail(self._told(error), cause_of(error, greeted=True)) from None
         self._failures = 0
         if isinstance(answer, Refused):
-            kind = StoreForbidden if answer.reason.startswith(FORBIDDEN) else StoreError
-            raise kind(f"{self._connector.where}: {answer.reason}")
+            about = f"{self._connector.where}: {answer.reason}"
+            if answer.reason.startswith(FORBIDDEN):
+                raise StoreForbidden(about, Cause.ROLE)
+            raise StoreError(about, cause_of_refusal(answer.reason))
         return answer
 
     def _connected(self) -> Connection:
@@ -344,16 +350,17 @@ class StoreClient:
         now = self._clock()
         if now < self._retry_at_s:
             about = f"{self._reason}; next attempt in {self._retry_at_s - now:.2f} s"
-            raise StoreError(f"{self._connector.where}: {about}")
+            raise StoreError(f"{self._connector.where}: {about}", self._cause)
         deadline_s = time.monotonic() + self._timeout_s
         connected = None
         try:
             connected = self._connector.connect(self._timeout_s)
             connection = Connection(connected, self._secret, deadline_s)
         except (OSError, EOFError, ValueError) as error:
+            cause = cause_of(error, greeted=False, connected=connected is not None)
             if connected is not None:
                 connected.close()
-            raise self._fail(self._told(error)) from None
+            raise self._fail(self._told(error), cause) from None
         if connection.life != self._life:
             self._looks.clear()
             self._life = connection.life
@@ -365,13 +372,13 @@ class StoreClient:
             return f"no answer within {self._timeout_s} s"
         return str(error).partition("\n")[0][:200] or type(error).__name__
 
-    def _fail(self, reason: str) -> StoreError:
+    def _fail(self, reason: str, cause: Cause) -> StoreError:
         self._drop()
         pause_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures, 30))
         self._failures += 1
         self._retry_at_s = self._clock() + pause_s * self._random.uniform(0.5, 1.0)
-        self._reason = reason
-        return StoreError(f"{self._connector.where}: {reason}")
+        self._reason, self._cause = reason, cause
+        return StoreError(f"{self._connector.where}: {reason}", cause)
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None

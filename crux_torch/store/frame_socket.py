@@ -7,6 +7,10 @@ import time
 
 from crux_torch.store.frames import LENGTH_BYTES
 
+#: How an answer begins that is no frame: as a length it would be a gigabyte. And what to say of it.
+_HTTP_BEGIN = b"HTTP"
+HTTP = "an HTTP server answers"
+
 
 class FrameSocket:
     """Sends and receives frames over ``connected``. Deadlines are by ``time.monotonic``."""
@@ -27,7 +31,10 @@ class FrameSocket:
             EOFError: the other side closed it.
             ValueError: the frame is longer than ``limit``.
         """
-        size = int.from_bytes(self._bytes(LENGTH_BYTES, deadline_s), "big")
+        head = self._bytes(LENGTH_BYTES, deadline_s)
+        size = int.from_bytes(head, "big")
+        if head == _HTTP_BEGIN:
+            raise ValueError(HTTP)
         if size > limit:
             raise ValueError(f"a frame of {size} bytes, limit {limit}")
         return self._bytes(size, deadline_s)

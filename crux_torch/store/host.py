@@ -1,8 +1,8 @@
 """Keeps the embedded store's server running: each ``cruxrun`` of its host does, as long as it runs.
 
-Whoever binds the port first starts the server, a process of its own, and hands it the socket. The
-server outlives its starter while others use it. If it dies, the port is free, and another one
-begins with an empty store. The owners of its content write it again.
+Whoever binds the port first, or locks the Unix socket, starts the server, a process of its own, and
+hands it the socket. The server outlives its starter while others use it. If it dies, its place is
+free, and another one begins with an empty store. The owners of its content write it again.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import threading
 from collections.abc import Sequence
 from typing import Literal
 
-from crux_torch.errors import StoreError
+from crux_torch.errors import Cause, StoreError
 from crux_torch.store.child import start_child
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store, parse_endpoint
 from crux_torch.store.marked_socket import mark
 from crux_torch.store.secret import read_secret
 from crux_torch.store.server import BACKLOG, LINGER_S
+from crux_torch.store.unix_place import UNIX, listening, parse_unix
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
 #: ``hosting``: the server is one that this process started; ``standby``: another process of this
-#: host did; ``remote``: the address is not this host's; ``failed``: the port can't be used for
+#: host did; ``remote``: the address is not this host's; ``failed``: the place can't be used for
 #: another reason; ``stopped``.
 HostState = Literal["starting", "hosting", "standby", "remote", "failed", "stopped"]
 _TAKEN: dict[int | None, HostState] = {errno.EADDRINUSE: "standby", errno.EADDRNOTAVAIL: "remote"}
 
 POLL_S = 0.5
 CALL_S = 2.0
-#: Seconds without an answer from whoever holds the port before a warning.
+#: Seconds without an answer from whoever has the place before a warning.
 PATIENCE_S = 15.0
 #: Clients that the embedded store bears: benchmarks/control.py, docs/store.md.
 BEARABLE_CLIENTS = 1000
@@ -48,20 +49,21 @@ class StoreHost:
     Runs in a daemon thread. Nothing raises after construction.
 
     Args:
-        endpoint, secret: the settings ``store`` and ``store_secret``.
+        endpoint, secret, group: the settings ``store``, ``store_secret`` and ``store_group``.
         poll_s: seconds between two looks at the server.
         linger_s: seconds without a client after which a server that this process starts ends.
         module, arguments: of the server: the store's, or another one that speaks its frames.
         dscp: class of what it sends, 0 to 63.
 
     Raises:
-        SettingsError: ``endpoint`` or ``secret`` can't be used.
+        SettingsError: one of the three can't be used.
     """
 
     def __init__(
         self,
         endpoint: str,
         secret: str = "",
+        group: str = "",
         *,
         poll_s: float = POLL_S,
         linger_s: float = LINGER_S,
@@ -71,13 +73,15 @@ class StoreHost:
     ) -> None:
         self._dscp = dscp
         self._module, self._arguments = module, tuple(arguments)
-        self.host, self.port = parse_endpoint(endpoint)
+        is_local = endpoint.startswith(UNIX)
+        self._place = parse_unix(endpoint, group) if is_local else None
+        self._address = None if is_local else parse_endpoint(endpoint)
         self._has_secret = bool(read_secret(secret))
         self._secret = os.path.abspath(secret) if secret else ""
         self._poll_s, self._linger_s = poll_s, linger_s
         #: What this process does for the store now.
         self.state: HostState = "stopped"
-        self._endpoint = endpoint
+        self._endpoint, self._group = endpoint, group
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -109,7 +113,7 @@ class StoreHost:
 
     def _run(self) -> None:
         # Its connection keeps the server alive.
-        client = open_store(self._endpoint, self._secret, timeout_s=CALL_S)
+        client = open_store(self._endpoint, self._secret, self._group, timeout_s=CALL_S)
         while not self._stop.is_set():
             if self._server is not None and self._server.poll() is not None:
                 self._server = None
@@ -119,8 +123,8 @@ class StoreHost:
                 except Exception as error:
                     self.state = _TAKEN.get(getattr(error, "errno", None), "failed")
                     if self.state == "failed":
-                        first = str(error).partition("\n")[0]
-                        about = f"can't host the store at {self.host}:{self.port}: {first}"
+                        told = error.told if isinstance(error, StoreError) else str(error)
+                        about = f"can't host the store {self._endpoint}: " + told.partition("\n")[0]
                         self._warn("port" if isinstance(error, OSError) else "server", about)
             if self.state in ("hosting", "standby"):
                 self._use(client)
@@ -133,7 +137,7 @@ class StoreHost:
             if count > BEARABLE_CLIENTS:
                 self._warn(
                     "crowd",
-                    f"{count} clients use the store at {self.host}:{self.port}, which bears "
+                    f"{count} clients use the store {self._endpoint}, which bears "
                     f"{BEARABLE_CLIENTS}: plans will come late. Use an etcd (docs/store.md)",
                 )
             self._unanswered_s = 0.0
@@ -141,25 +145,37 @@ class StoreHost:
         except StoreError as error:
             self._unanswered_s += self._poll_s
             if self._unanswered_s >= PATIENCE_S:
-                self._warn("answer", f"going on without the shared store: {error}")
+                self._warn("answer", f"going on without the shared store: {error.told}")
 
     def _attempt(self) -> None:
+        if self._place is not None:
+            with listening(self._place, BACKLOG) as (listener, lock, path):
+                group = self._place.group
+                about = [f"--path={path}", *([] if group is None else [f"--group={group}"])]
+                self._begin(listener, *about, kept=(lock,))
+            return
         with self._listen() as listener:
             address = listener.getsockname()[0]
             if not (self._has_secret or ipaddress.ip_address(address).is_loopback):
                 raise StoreError(
-                    f"{address} is not loopback, and whoever reaches it could change priorities: "
-                    "set CRUX_STORE_SECRET to a file with a secret that only its user can read"
+                    f"{address} is not loopback, and whoever reaches it could change priorities",
+                    Cause.LOOPBACK,
                 )
-            about = (f"--linger-s={self._linger_s}", f"--secret={self._secret}")
-            fd = listener.fileno()
-            self._server = start_child(self._module, *about, *self._arguments, fd=fd)
+            self._begin(listener)
+
+    def _begin(self, listener: socket.socket, *about: str, kept: Sequence[int] = ()) -> None:
+        fd = listener.fileno()
+        common = (f"--linger-s={self._linger_s}", f"--secret={self._secret}")
+        self._server = start_child(
+            self._module, *common, *about, *self._arguments, fd=fd, kept=kept
+        )
         self.state = "hosting"
-        _log.info("the store at %s:%d is process %d", address, self.port, self._server.pid)
+        _log.info("the store %s is process %d", self._endpoint, self._server.pid)
 
     def _listen(self) -> socket.socket:
+        assert self._address is not None
         family, *_, address = socket.getaddrinfo(
-            self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            *self._address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         # It reuses the address: the connections of a server that died linger, and must not delay
         # the next. Two sockets can be bound in this way, but only one of them can listen.

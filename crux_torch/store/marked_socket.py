@@ -14,6 +14,8 @@ def mark(connection: socket.socket, dscp: int) -> None:
     Raises:
         OSError: the system refuses it.
     """
+    if connection.family == socket.AF_UNIX:
+        return  # it sends nothing
     # A socket of IPv6 may speak IPv4, too.
     connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << _ECN_BITS)
     if connection.family == socket.AF_INET6:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 
-from crux_torch.errors import StoreError
+from crux_torch.errors import Cause, StoreError
 from crux_torch.store.child import start_child
 from crux_torch.store.etcd_process import READY
 
@@ -53,12 +53,14 @@ class ProcessConnector:
         if not select.select([connected], [], [], max(timeout_s, self._load_s))[0]:
             if time.monotonic() - self._began_s > START_S:
                 self.close()
-            raise StoreError("the store process is starting")
+            raise StoreError("the store process is starting", Cause.BUSY)
         first = connected.recv(1)
         if first != READY:
             reason = connected.recv(MAX_REASON_BYTES).decode(errors="replace") if first else ""
             self.close()
-            raise StoreError(reason or "the store process has died")
+            if reason:
+                raise StoreError(reason, Cause.ETCD_PACKAGE)
+            raise StoreError("the store process has died", Cause.CUT)
         self._socket = None
         return connected
 

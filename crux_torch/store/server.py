@@ -16,10 +16,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from crux_torch.own_folders import peer_is_trusted
 from crux_torch.store.contents import Client, Contents
 from crux_torch.store.frames import (
     LENGTH_BYTES,
@@ -40,6 +43,7 @@ from crux_torch.store.frames import (
     unpack,
 )
 from crux_torch.store.secret import read_secret
+from crux_torch.store.unix_place import while_named
 
 #: Seconds without a client after which the server ends.
 LINGER_S = 10.0
@@ -128,6 +132,9 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if not self._server.admits(transport.get_extra_info("socket")):
+            transport.abort()
+            return
         transport.set_write_buffer_limits(high=64 << 10)
         self._server.admit(self)
 
@@ -245,6 +252,7 @@ class Server:
         linger_s: seconds without a client after which :meth:`run` returns.
         clock: judges leases, and the time without a client.
         contents: makes what clients ask, by the clock.
+        admits: says of a connection whether its other end may be a client.
     """
 
     def __init__(
@@ -253,8 +261,10 @@ class Server:
         linger_s: float = LINGER_S,
         clock: Callable[[], float] | None = None,
         contents: Callable[[Callable[[], float]], Service] = Contents,
+        admits: Callable[[Any], bool] = lambda _: True,
     ) -> None:
         self.secret = secret
+        self.admits = admits
         self.life = secrets.token_hex(8)
         self._clock = clock or RunningClock()
         self.contents = contents(self._clock)
@@ -343,6 +353,9 @@ def arguments(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--secret", default="")
     parser.add_argument("--linger-s", type=float, default=LINGER_S)
+    # Of a Unix socket.
+    parser.add_argument("--path", type=Path)
+    parser.add_argument("--group", type=int)
     return parser
 
 
@@ -350,8 +363,11 @@ def serve(
     args: argparse.Namespace, contents: Callable[[Callable[[], float]], Service] = Contents
 ) -> None:
     """Serve as the command line says, until there was no client for a while."""
-    server = Server(read_secret(args.secret), args.linger_s, contents=contents)
-    asyncio.run(server.run(socket.socket(fileno=args.fd)))
+    listener = socket.socket(fileno=args.fd)
+    on_host = listener.family == socket.AF_UNIX
+    admits = partial(peer_is_trusted, group=args.group) if on_host else lambda _: True
+    server = Server(read_secret(args.secret), args.linger_s, contents=contents, admits=admits)
+    asyncio.run(while_named(server.run(listener), args.path))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,16 @@ void note(int descriptor, bool open) noexcept {
   fail(path, std::string(call) + ": " + std::strerror(error));
 }
 
+struct Descriptor {
+  explicit Descriptor(int opened) : number(opened) {}
+  ~Descriptor() {
+    if (number >= 0) (void)::close(number);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  const int number;
+};
+
 bool lock(int descriptor, short type, off_t byte) noexcept {
   struct flock range{};
   range.l_type = type;
@@ -55,12 +65,12 @@ bool lock(int descriptor, short type, off_t byte) noexcept {
 
 std::string LinkFile::path_of(const std::string& folder, const std::string& cluster,
                               const std::string& link) {
-  return folder + "/crux~" + std::to_string(geteuid()) + "~" + cluster + "~" + link;
+  return folder + "/" + cluster + "~" + link;
 }
 
 LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const std::string& link,
                    size_t size)
-    : path_(path_of(folder, cluster, link)), size_(size) {
+    : folder_(folder), path_(path_of(folder, cluster, link)), size_(size) {
   if (cluster.empty() || link.empty() ||
       (cluster + link).find_first_of("/~") != std::string::npos) {
     fail(path_, "not a name of a cluster and a link");
@@ -68,8 +78,7 @@ LinkFile::LinkFile(const std::string& folder, const std::string& cluster, const 
   try {
     // Another process may be removing the file, which takes no time.
     for (int tried = 0;; ++tried) {
-      open_checked(size);
-      if (use()) break;
+      if (open_checked(size) && use()) break;
       const int error = errno;
       const bool passing = error == EAGAIN || error == EACCES || error == ESTALE;
       close();
@@ -91,26 +100,59 @@ LinkFile::~LinkFile() {
   close();
 }
 
-void LinkFile::open_checked(size_t size) {
-  constexpr mode_t kMode = S_IRUSR | S_IWUSR;
+bool LinkFile::open_checked(size_t size) {
+  struct stat folder{}, found{};
+  mode_t mode = 0;
   {
     const std::lock_guard<std::mutex> lock(opening);
-    descriptor_ = open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kMode);
-    if (descriptor_ < 0) fail_call(path_, "open", errno);
+    const Descriptor in(open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+    if (in.number < 0) fail_call(folder_, "open", errno);
+    if (fstat(in.number, &folder) != 0) fail_call(folder_, "fstat", errno);
+    if (folder.st_mode & S_IRWXO) fail(folder_, "is open to other users: chmod it, or remove it");
+    mode = folder.st_mode & S_IRWXG ? 0660 : 0600;
+    const char* name = path_.c_str() + folder_.size() + 1;
+    descriptor_ = openat(in.number, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (descriptor_ < 0 && errno != ENOENT) fail_call(path_, "open", errno);
+    // It gets its name only when it is complete, and none that is taken.
+    if (descriptor_ < 0 && !make(in.number, name, mode, folder.st_gid)) return false;
     note(descriptor_, true);
   }
-  struct stat found{};
   if (fstat(descriptor_, &found) != 0) fail_call(path_, "fstat", errno);
   if (!S_ISREG(found.st_mode)) fail(path_, "not a regular file");
-  if (found.st_uid != geteuid()) {
+  const bool shared = mode == 0660;
+  if (!shared && found.st_uid != geteuid()) {
     fail(path_, "belongs to user " + std::to_string(found.st_uid) + ", not to this one");
   }
-  if ((found.st_mode & 07777) != kMode) fail(path_, "its mode isn't 0600");
+  if (shared && found.st_gid != folder.st_gid) fail(path_, "is not its folder's group's");
+  if ((found.st_mode & 07777) != mode)
+    fail(path_, shared ? "its mode isn't 0660" : "its mode isn't 0600");
   if (found.st_nlink > 1) fail(path_, "has other names");
   if (found.st_size != 0 && static_cast<size_t>(found.st_size) != size) {
     fail(path_, "has " + std::to_string(found.st_size) + " bytes, not " + std::to_string(size) +
                     ": made by another release of Crux?");
   }
+  return true;
+}
+
+bool LinkFile::make(int folder, const char* name, mode_t mode, gid_t group) {
+  descriptor_ = openat(folder, ".", O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
+  if (descriptor_ < 0) fail_call(path_, "open", errno);
+  const std::string unnamed = "/proc/self/fd/" + std::to_string(descriptor_);
+  const char* call = nullptr;
+  if (mode != 0600 && fchown(descriptor_, static_cast<uid_t>(-1), group) != 0) {
+    call = "fchown";
+  } else if (fchmod(descriptor_, mode) != 0) {
+    call = "fchmod";
+  } else if (linkat(AT_FDCWD, unnamed.c_str(), folder, name, AT_SYMLINK_FOLLOW) != 0) {
+    call = "linkat";
+  }
+  if (call == nullptr) return true;
+  const int error = errno;
+  (void)::close(descriptor_);
+  descriptor_ = -1;
+  if (error != EEXIST) fail_call(path_, call, error);
+  errno = ESTALE;
+  return false;
 }
 
 void LinkFile::map(size_t size) {

@@ -1,6 +1,8 @@
-// The file behind a link's table: one for each link and user, mode 0600, and the kernel's locks on
+// The file behind a link's table, in a folder of a user or of a group, and the kernel's locks on
 // its bytes.
 #pragma once
+
+#include <sys/types.h>
 
 #include <cstddef>
 #include <optional>
@@ -12,11 +14,12 @@ namespace crux {
 
 class LinkFile {
  public:
-  // FOLDER/crux~UID~CLUSTER~LINK
+  // FOLDER/CLUSTER~LINK
   static std::string path_of(const std::string& folder, const std::string& cluster,
                              const std::string& link);
-  // Opens the file, or makes it with `size` bytes of zeros, and maps it. Throws
-  // std::runtime_error if other users can open it, or if it has another size.
+  // Opens the file, or makes it with `size` bytes of zeros, and maps it. It is as open as its
+  // folder: to its user (0600), or to the folder's group, too (0660). Throws std::runtime_error if
+  // others can open it or use the folder, or if it has another size.
   LinkFile(const std::string& folder, const std::string& cluster, const std::string& link,
            size_t size);
   ~LinkFile();
@@ -46,10 +49,14 @@ class LinkFile {
   static void after_fork_in_child() noexcept;
 
  private:
-  void open_checked(size_t size);
+  // False if another process removes or makes the file now.
+  bool open_checked(size_t size);
+  // False if the name is taken.
+  bool make(int folder, const char* name, mode_t mode, gid_t group);
   void map(size_t size);
   void close() noexcept;
 
+  const std::string folder_;
   const std::string path_;
   const size_t size_;
   int descriptor_ = -1;

@@ -79,7 +79,9 @@ class Chooser:
         self._store: StoreClient | None = None
         self._claims: DeviceClaims | None = None
         if settings.store != "none":
-            self._store = open_store(settings.store, settings.store_secret, timeout_s=STORE_S)
+            self._store = open_store(
+                settings.store, settings.store_secret, settings.store_group, timeout_s=STORE_S
+            )
             self._claims = DeviceClaims(self._store, settings.cluster)
 
     def choose(self) -> Chosen:
@@ -96,7 +98,7 @@ class Chooser:
                     mine = self._claims.taken().get(self._host, {})
                     taken = {device: claim.job for device, claim in mine.items()}
             except StoreError as error:
-                logger.warning("jobs that start now may choose the same GPUs: %s", error)
+                logger.warning("jobs that start now may choose the same GPUs: %s", error.told)
                 self._claims = None
             chosen = choose(report, self._k, os.environ, taken, self._table)
             job = self._settings.job
@@ -133,7 +135,7 @@ class Chooser:
         try:
             return claims.take(self._host, self._mine, self._settings.lease_s)
         except StoreError as error:
-            logger.warning("jobs that start now may choose the same GPUs: %s", error)
+            logger.warning("jobs that start now may choose the same GPUs: %s", error.told)
             self._claims = None
             return True
 

@@ -19,6 +19,8 @@ from crux_torch.control.left_out import start_line
 from crux_torch.errors import SettingsError
 from crux_torch.log_lines import news, to_stderr
 from crux_torch.settings import Settings
+from crux_torch.store.endpoint import OWN_TABLES, sharing
+from crux_torch.store.unix_place import UNIX
 from crux_torch.variables import misspelt_in_words
 from cruxrun import autoload, flags, launched, prechecks
 from cruxrun.devices import chosen_devices
@@ -137,10 +139,11 @@ def _hosted_tables(settings: Settings) -> Iterator[None]:
 
             topology = load_topology(settings.topology) if settings.topology else None
             named = topology.addresses[topology.tables][0] if topology and topology.tables else ""
-            address = f"[{named}]" if ":" in named else named or "127.0.0.1"
+            address = f"[{named}]" if ":" in named else named
             host = StoreHost(
-                f"tcp://{address}:{settings.tables_port}",
+                f"tcp://{address}:{settings.tables_port}" if named else OWN_TABLES,
                 settings.store_secret,
+                settings.store_group,
                 module="crux_torch.control.tables_server",
                 arguments=(f"--slot-s={settings.slot_ms / 1e3}",),
                 dscp=settings.control_dscp,
@@ -163,11 +166,14 @@ def _hosted_store(settings: Settings) -> Iterator[None]:
     """
     host: Any = None
     endpoint = settings.store
-    if endpoint.startswith("tcp:"):
+    if endpoint.startswith(("tcp:", UNIX)):
         try:
             from crux_torch.store.host import StoreHost
 
-            host = StoreHost(settings.store, settings.store_secret)
+            shared = sharing(endpoint, settings.store_secret, settings.store_group)
+            if shared:
+                logger.warning("%s", shared)
+            host = StoreHost(settings.store, settings.store_secret, settings.store_group)
             host.start()
         except Exception as error:
             logger.warning("the store %s is not hosted here: %s", endpoint, error)

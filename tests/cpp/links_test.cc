@@ -414,10 +414,33 @@ void foreign_files_are_refused() {
     CHECK(chown(folder.file("owner").c_str(), 4242, 4242) == 0);
     CHECK(refused(folder, "owner", "belongs to user 4242"));
   }
+  CHECK(chmod(folder.path.c_str(), 0701) == 0);
+  CHECK(refused(folder, "mode", "is open to other users"));
+  CHECK(chmod(folder.path.c_str(), 0700) == 0);
   // A file that whoever made it left empty is as good as none.
   std::ofstream(folder.file("empty")) << "";
   CHECK(chmod(folder.file("empty").c_str(), 0600) == 0);
   CHECK(!refused(folder, "empty", ""));
+}
+
+// In the folder of a group its members share the file, whoever made it.
+void a_group_shares_its_folder() {
+  const Folder folder;
+  CHECK(chmod(folder.path.c_str(), 0770) == 0);
+  Process one(folder, "one", 2);
+  struct stat found{};
+  CHECK(stat(folder.file("a").c_str(), &found) == 0);
+  CHECK((found.st_mode & 07777) == 0660 && found.st_gid == getegid());
+  if (geteuid() == 0) CHECK(chown(folder.file("a").c_str(), 4242, getegid()) == 0);
+  Process two(folder, "two", 1);
+  CHECK(two.gate.shared(0) && one.gate.shared(0));
+  CHECK(chmod(folder.file("a").c_str(), 0600) == 0);
+  CHECK(refused(folder, "a", "mode isn't 0660"));
+  if (geteuid() == 0) {
+    CHECK(chmod(folder.file("a").c_str(), 0660) == 0);
+    CHECK(chown(folder.file("a").c_str(), 0, 4242) == 0);
+    CHECK(refused(folder, "a", "is not its folder's group's"));
+  }
 }
 
 void files_go_with_the_last() {
@@ -562,6 +585,7 @@ int main() {
   crux::several_links();
   crux::a_wait_is_bounded();
   crux::foreign_files_are_refused();
+  crux::a_group_shares_its_folder();
   crux::files_go_with_the_last();
   crux::a_full_table_refuses();
   crux::a_file_that_is_cut();

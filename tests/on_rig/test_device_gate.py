@@ -359,7 +359,7 @@ def test_a_device_that_refuses_holds_nothing_and_the_status_says_so(
     job: Job, other: Other, call: str, name: str, tmp_path: Path
 ) -> None:
     links = HostLinks(
-        lambda: job.gate, lambda: StandInRoutes(("link",)), "test", LONG_S, folder=tmp_path
+        lambda: job.gate, lambda: StandInRoutes(("link",)), "test", LONG_S, folder=lambda: tmp_path
     )
     links.follow("own", OWN_LEVEL)
     links.tick([GroupInfo("pair", (0, 1), 0)])
