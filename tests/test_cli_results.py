@@ -45,6 +45,7 @@ def test_every_command_that_prints_a_table_takes_json() -> None:
     # These write a file of their own, serve, or print commands.
     assert without == {
         ("sim", "import"),
+        ("store", "serve"),
         *(("dispatch", each) for each in ("measure", "measure-across", "learn", "serve", "labels")),
     }
 

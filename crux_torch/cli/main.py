@@ -18,6 +18,7 @@ from crux_torch._version import __version__
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "status": ("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
     "cluster": ("crux_torch.cli.cluster:group", "Operate a cluster: drain, weigh, pin, audit."),
+    "store": ("crux_torch.cli.store:group", "Keep the cluster's store running between jobs."),
     "doctor": ("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
     "check": ("crux_torch.cli.check:check", "Compare the hosts of a job before it starts."),
     "host": ("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
