@@ -18,7 +18,7 @@ from crux_torch.control.places import Place, place_of_this_process
 from crux_torch.control.registry import Registry
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.doctor.privileges import CAP_NET_RAW, has_capability
-from crux_torch.errors import CruxError, SettingsError
+from crux_torch.errors import CruxError, SettingsError, StoreError
 from crux_torch.fabric.host_match import match_host
 from crux_torch.host.addresses import own_addresses
 from crux_torch.settings import SETTINGS, Settings
@@ -166,7 +166,9 @@ def _store(settings: Settings, patience_s: float) -> tuple[str, str, str]:
         return "", "", ""
     end_s = time.monotonic() + patience_s
     try:
-        client = open_store(settings.store, settings.store_secret, timeout_s=STORE_CALL_S)
+        client = open_store(
+            settings.store, settings.store_secret, settings.store_group, timeout_s=STORE_CALL_S
+        )
     except SettingsError as error:
         return str(error), "", ""
     try:
@@ -175,7 +177,7 @@ def _store(settings: Settings, patience_s: float) -> tuple[str, str, str]:
                 view = Registry(client, settings.cluster).look()
             except CruxError as error:
                 if time.monotonic() >= end_s:
-                    return str(error), "", ""
+                    return error.told if isinstance(error, StoreError) else str(error), "", ""
                 time.sleep(0.2)
             else:
                 stored = view.plan.stored
