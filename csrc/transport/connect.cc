@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <link.h>
 #include <netinet/in.h>
-#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,11 +14,12 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
-#include <exception>
+#include <functional>
 #include <optional>
 #include <string_view>
+#include <utility>
 
-#include "guard.h"
+#include "inside.h"
 #include "path_probe.h"
 #include "real_calls.h"
 #include "tcp_socket.h"
@@ -28,34 +28,13 @@
 namespace crux::transport {
 namespace {
 
-// Cancelling a thread during a search would unwind through code that does not expect it.
-class NoCancellation {
- public:
-  NoCancellation() { ::pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
-  ~NoCancellation() { ::pthread_setcancelstate(before_, nullptr); }
-
- private:
-  int before_ = PTHREAD_CANCEL_ENABLE;
-};
-
-class SavedErrno {
- public:
-  ~SavedErrno() { errno = value_; }
-
- private:
-  int value_ = errno;
-};
-
 // From bind() to connect() no other socket may share the source port: two connections can't have
 // the same addresses and ports, and the second one would fail.
 class Exclusive {
  public:
   explicit Exclusive(int fd) : fd_(fd) {}
-  ~Exclusive() {
-    for (size_t i = 0; i < kOptions.size(); ++i) {
-      if (cleared_[i]) set(kOptions[i], 1);
-    }
-  }
+  // Also of a thread that is cancelled in connect().
+  ~Exclusive() { end(); }
   Exclusive(const Exclusive&) = delete;
   Exclusive& operator=(const Exclusive&) = delete;
 
@@ -66,6 +45,11 @@ class Exclusive {
       if (::getsockopt(fd_, SOL_SOCKET, kOptions[i], &value, &size) == 0 && value != 0) {
         cleared_[i] = set(kOptions[i], 0);
       }
+    }
+  }
+  void end() {
+    for (size_t i = 0; i < kOptions.size(); ++i) {
+      if (std::exchange(cleared_[i], false)) set(kOptions[i], 1);
     }
   }
 
@@ -88,7 +72,6 @@ bool is_readable(const void* address, size_t size) {
   const auto fails = [](const char* at) {
     return ::syscall(SYS_rt_sigprocmask, ~0, at, nullptr, kStep) != 0 && errno == EFAULT;
   };
-  const SavedErrno unchanged;
   const char* const first = static_cast<const char*>(address);
   return size >= kStep && !fails(first) && !fails(first + size - kStep);
 }
@@ -179,8 +162,8 @@ void steer(int fd, const Endpoint& local, const Route& route, Transport& transpo
   probed.peer = record.peer;
   probed.tos = std::max(0, tos(fd, ipv6));
   probed.device = bound_device(fd);
-  const PathFound found =
-      find_port(probed, route, transport.routes, first_candidate(), transport.limits, claim);
+  const PathFound found = find_port(probed, route, transport.routes, first_candidate(),
+                                    transport.limits, std::ref(claim));
   record.probes = found.probes;
   record.via_ttl = found.via_ttl;
   record.via = found.via;
@@ -189,22 +172,23 @@ void steer(int fd, const Endpoint& local, const Route& route, Transport& transpo
   if (found.port == 0 && found.error != EADDRINUSE) route.failures->remember(found.error);
 }
 
+// In one write(), and without the heap: a signal handler may connect.
 void log(const Record& record, const Route& route) {
-  char peer[CRUX_ADDRESS_CHARS], via[CRUX_ADDRESS_CHARS] = "-";
+  char peer[CRUX_ADDRESS_CHARS], via[CRUX_ADDRESS_CHARS] = "-", line[512];
   record.peer.address.write(peer, sizeof peer);
   if (record.via_ttl != 0) record.via.write(via, sizeof via);
-  ::dprintf(STDERR_FILENO,
-            "crux_transport: %s to %s port %u: %s, via %s, %u probes, dscp %d, rate %llu B/s%s%s\n",
-            record.owner.data(), peer, record.peer.port,
-            record.how == CRUX_REFUSED ? "not as wanted" : "as wanted", via, record.probes,
-            route.dscp, static_cast<unsigned long long>(route.rate_Bps),
-            record.error != 0 ? ": " : "", record.error != 0 ? std::strerror(record.error) : "");
+  const int size = std::snprintf(
+      line, sizeof line,
+      "crux_transport: %s to %s port %u: %s, via %s, %u probes, dscp %d, rate %llu B/s, errno %d\n",
+      record.owner.data(), peer, record.peer.port,
+      record.how == CRUX_REFUSED ? "not as wanted" : "as wanted", via, record.probes, route.dscp,
+      static_cast<unsigned long long>(route.rate_Bps), record.error);
+  if (::write(STDERR_FILENO, line, std::min<size_t>(size, sizeof line - 1)) < 0) return;
 }
 
 // Applies the route to a connection that is about to be made.
 void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclusive,
              Record& record) {
-  const NoCancellation uncancelled;
   const bool ipv6 = !record.peer.address.is_v4();
   record.original = {tos(fd, ipv6), pacing_Bps(fd)};
   int error = 0;
@@ -220,11 +204,7 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
     } else if (local->port != 0) {
       record.error = EINVAL;  // bound by its program
     } else {
-      try {
-        steer(fd, *local, route, transport, exclusive, record);
-      } catch (const std::exception&) {
-        record.error = ENOMEM;
-      }
+      steer(fd, *local, route, transport, exclusive, record);
     }
   }
   if (record.error == 0) record.error = error;
@@ -232,49 +212,50 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
   if (transport.log) log(record, route);
 }
 
-int interposed_connect(int fd, const sockaddr* address, socklen_t size, const void* caller) {
-  const auto real = real_calls().connect;
-  const Guard guard;
-  Transport* const transport = crux::transport::transport();
-  if (transport == nullptr || !transport->enabled || !guard.outermost()) {
-    return real(fd, address, size);
-  }
-  transport->called = true;
+// What is known of a connection that is about to be made; no inode if it is none to record.
+Record before_connect(int fd, const sockaddr* address, socklen_t size, const void* caller,
+                      Transport& transport, Exclusive& exclusive) {
   Record record;
-  Exclusive exclusive(fd);
-  {
-    const SavedErrno unchanged;
-    const auto inode = socket_inode(fd);
-    const auto peer = named_peer(address, size);
-    // A repeated call, to ask for the state of an attempt or to try again, is no new
-    // connection.
-    if (inode && peer && is_tcp(fd) && !transport->registry.has(fd, *inode)) {
-      record.inode = *inode;
-      record.peer = *peer;
-      record.owner = library_of(caller);
-      const bool ours = transport->steer_all || is_collective(record.owner);
-      if (ours && !transport->routes.skipped(peer->port)) {
-        if (const auto route = transport->routes.to(peer->address)) {
-          prepare(fd, *route, *transport, exclusive, record);
-        }
-      }
+  const Inside inside;
+  if (!inside.outermost()) return record;
+  transport.called = true;
+  const auto inode = socket_inode(fd);
+  const auto peer = named_peer(address, size);
+  // A repeated call, to ask for the state of an attempt or to try again, is no new connection.
+  if (!inode || !peer || !is_tcp(fd) || transport.registry->has(fd, *inode)) return record;
+  record.inode = *inode;
+  record.peer = *peer;
+  record.owner = library_of(caller);
+  const bool ours = transport.steer_all || is_collective(record.owner);
+  if (ours && !transport.routes.skipped(peer->port)) {
+    if (const Routes::Held route = transport.routes.to(peer->address)) {
+      prepare(fd, *route, transport, exclusive, record);
     }
   }
+  return record;
+}
+
+int interposed_connect(int fd, const sockaddr* address, socklen_t size, const void* caller) {
+  const auto real = real_calls().connect;
+  Transport* const transport = crux::transport::transport();
+  if (transport == nullptr || !transport->enabled) return real(fd, address, size);
+  Exclusive exclusive(fd);
+  const Record record = before_connect(fd, address, size, caller, *transport, exclusive);
   const int result = real(fd, address, size);
-  const SavedErrno unchanged;
+  if (record.inode == 0) return result;
+  const Inside inside;
   // After a signal the attempt goes on.
   const bool under_way = result == 0 || errno == EINPROGRESS || errno == EINTR;
-  if (record.inode != 0 && (under_way || record.how != CRUX_UNTOUCHED)) {
-    transport->registry.add(fd, record);
-  }
+  exclusive.end();
+  if (under_way || record.how != CRUX_UNTOUCHED) transport->registry->add(fd, record);
   return result;
 }
 
 int accepted(int fd, const void* caller) {
   Transport* const transport = crux::transport::transport();
-  const Guard guard;
-  if (fd < 0 || transport == nullptr || !transport->enabled || !guard.outermost()) return fd;
-  const SavedErrno unchanged;
+  if (fd < 0 || transport == nullptr || !transport->enabled) return fd;
+  const Inside inside;
+  if (!inside.outermost()) return fd;
   const auto inode = socket_inode(fd);
   if (!inode || !is_tcp(fd)) return fd;
   Record record;
@@ -282,7 +263,7 @@ int accepted(int fd, const void* caller) {
   if (const auto peer = peer_endpoint(fd)) record.peer = *peer;
   record.owner = library_of(caller);
   record.accepted = true;
-  transport->registry.add(fd, record);
+  transport->registry->add(fd, record);
   return fd;
 }
 

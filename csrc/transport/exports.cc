@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "crux_transport.h"
-#include "guard.h"
+#include "inside.h"
 #include "queue_pairs.h"
 #include "tcp_socket.h"
 #include "transport.h"
@@ -69,8 +69,8 @@ int set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
   }
   SocketOptions original = before;
   if (Transport* const known = transport()) {
-    original = known->registry.original(fd, inode, before);
-    if (dscp >= 0 || paces) known->registry.set_live(fd, inode, *peer, before, error);
+    original = known->registry->original(fd, inode, before);
+    if (dscp >= 0 || paces) known->registry->set_live(fd, inode, *peer, before, error);
   }
   setting = {original.tos,      before.tos,      tos(socket.get(), ipv6),
              original.rate_Bps, before.rate_Bps, pacing_Bps(socket.get())};
@@ -84,7 +84,7 @@ __attribute__((weak)) void list_queue_pairs(std::vector<crux_connection>&) {}
 
 }  // namespace crux::transport
 
-using crux::transport::Guard;
+using crux::transport::Inside;
 using crux::transport::transport;
 
 int crux_transport_abi(void) { return CRUX_TRANSPORT_ABI; }
@@ -98,7 +98,7 @@ int crux_transport_sees_sockets(void) {
 int crux_transport_sees_queue_pairs(void) { return crux::transport::sees_queue_pairs(); }
 
 int crux_transport_set_routes(const crux_route* routes, size_t count) try {
-  const Guard guard;
+  const Inside inside;
   if (transport() == nullptr) return ENOMEM;
   std::vector<crux::transport::Route> read;
   for (const crux_route* one = routes; one != routes + count; ++one) {
@@ -125,9 +125,9 @@ int crux_transport_skip_ports(const uint16_t* ports, size_t count) {
 }
 
 size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
-  const Guard guard;
+  const Inside inside;
   if (transport() == nullptr) return 0;
-  std::vector<crux_connection> open = transport()->registry.list();
+  std::vector<crux_connection> open = transport()->registry->list();
   crux::transport::list_queue_pairs(open);
   std::copy_n(open.begin(), std::min(capacity, open.size()), out);
   return open.size();
@@ -137,7 +137,7 @@ size_t crux_transport_connections(crux_connection* out, size_t capacity) try {
 
 int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
                               crux_socket_setting* setting) try {
-  const Guard guard;
+  const Inside inside;
   crux_socket_setting read{-1, -1, -1, UINT64_MAX, UINT64_MAX, UINT64_MAX};
   const int error =
       dscp > 63 ? EINVAL : crux::transport::set_socket(fd, inode, dscp, rate_Bps, read);

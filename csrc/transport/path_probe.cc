@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Answer = SynProbe::Answer;
 
+constexpr size_t kBurst = 16;              // ports probed at once
 constexpr int kAttempts = 3;               // of one port at one TTL
 constexpr int kRepeats = 3;                // that a port which passed every hop has to pass
 constexpr milliseconds kShortestWait{10};  // for the answers to a burst
@@ -61,6 +63,24 @@ struct Candidate {
   SynProbe probe;
 };
 
+// Ports on trial: no more than a burst, because new ones come in only when the others are done.
+class Candidates {
+ public:
+  bool empty() const { return size_ == 0; }
+  size_t size() const { return size_; }
+  Candidate& operator[](size_t i) { return items_[i]; }
+  Candidate* begin() { return items_.data(); }
+  Candidate* end() { return items_.data() + size_; }
+  void clear() { size_ = 0; }
+  void push(Candidate&& candidate) { items_[size_++] = std::move(candidate); }
+  Candidate pop() { return std::move(items_[--size_]); }
+
+ private:
+  std::array<Candidate, kBurst> items_;
+  size_t size_ = 0;
+};
+
+// Uses no heap, because a signal handler may connect.
 class Search {
  public:
   Search(const ProbedConnection& connection, const Route& route, const Routes& ports,
@@ -71,7 +91,7 @@ class Search {
         claim_(claim),
         end_(Clock::now() + limits.time),
         supply_(ports, start, connection.peer.port),
-        width_(limits.burst) {}
+        width_(kBurst) {}
 
   PathFound run() {
     while (Clock::now() < end_ && found_.probes < limits_.probes) {
@@ -83,7 +103,7 @@ class Search {
       adapt();
     }
     // No time was left to repeat their probes.
-    for (const Candidate& candidate : passed_) {
+    for (Candidate& candidate : passed_) {
       if (take(candidate)) return found_;
     }
     const int silence = found_.probes > 0 ? ETIMEDOUT : EADDRINUSE;
@@ -111,18 +131,15 @@ class Search {
   void fill_burst() {
     burst_.clear();
     if (!passed_.empty()) {
-      burst_.push_back(std::move(passed_.back()));
-      passed_.pop_back();
+      burst_.push(passed_.pop());
       return;
     }
-    while (burst_.size() < width_ && !kept_.empty()) {
-      burst_.push_back(std::move(kept_.back()));
-      kept_.pop_back();
-    }
+    while (burst_.size() < width_ && !kept_.empty()) burst_.push(kept_.pop());
     while (burst_.size() < width_) {
-      const uint16_t port = supply_.take();
-      if (port == 0) return;
-      burst_.emplace_back().port = port;
+      Candidate fresh;
+      fresh.port = supply_.take();
+      if (fresh.port == 0) return;
+      burst_.push(std::move(fresh));
     }
   }
 
@@ -145,7 +162,7 @@ class Search {
   // Reads answers until all have arrived, one of them ends the search, or time is up.
   void collect() {
     const Clock::time_point deadline = std::min(end_, Clock::now() + wait_);
-    std::vector<pollfd> waiting(burst_.size());
+    std::array<pollfd, kBurst> waiting;
     bool enough = false;
     do {
       bool any = false;
@@ -154,7 +171,7 @@ class Search {
         any = any || waiting[i].fd >= 0;
       }
       if (!any) return;
-      if (::poll(waiting.data(), waiting.size(), until(deadline)) < 0) {
+      if (::poll(waiting.data(), burst_.size(), until(deadline)) < 0) {
         if (errno != EINTR) return;
         continue;
       }
@@ -186,10 +203,10 @@ class Search {
           candidate.attempts = 0;
           if (!is_last(candidate)) {
             ++candidate.hop;
-            kept_.push_back(std::move(candidate));
+            kept_.push(std::move(candidate));
           } else if (candidate.repeats < kRepeats) {
             ++candidate.repeats;
-            passed_.push_back(std::move(candidate));
+            passed_.push(std::move(candidate));
           } else if (take(candidate)) {
             return true;
           }
@@ -197,7 +214,7 @@ class Search {
         case Answer::kNone:
           ++silent_;
           if (candidate.attempts < kAttempts) {
-            (candidate.repeats > 0 ? passed_ : kept_).push_back(std::move(candidate));
+            (candidate.repeats > 0 ? passed_ : kept_).push(std::move(candidate));
           } else if (candidate.repeats > 0 && take(candidate)) {
             return true;
           }
@@ -212,7 +229,7 @@ class Search {
   // Missing answers mean that a router limits its ICMP errors, or that the way is long.
   void adapt() {
     if (2 * silent_ <= burst_.size()) {
-      width_ = std::min<size_t>(limits_.burst, 2 * width_);
+      width_ = std::min<size_t>(kBurst, 2 * width_);
       pause_ = milliseconds{1};
       return;
     }
@@ -228,7 +245,7 @@ class Search {
   const std::function<bool(uint16_t)>& claim_;
   Clock::time_point end_;
   PortSupply supply_;
-  std::vector<Candidate> burst_, kept_, passed_;
+  Candidates burst_, kept_, passed_;
   size_t width_, silent_ = 0;
   milliseconds wait_ = kShortestWait, pause_{1};
   PathFound found_;

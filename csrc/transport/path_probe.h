@@ -13,7 +13,6 @@ namespace crux::transport {
 struct ProbeLimits {
   std::chrono::milliseconds time{250};
   uint32_t probes = 1024;
-  uint32_t burst = 16;  // open at once
 };
 
 struct PathFound {

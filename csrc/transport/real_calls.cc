@@ -4,6 +4,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+
 namespace crux::transport {
 namespace {
 
@@ -26,10 +28,18 @@ Function next(const char* name, Function otherwise) {
 
 }  // namespace
 
-const RealCalls& real_calls() {
-  static const RealCalls calls{next("connect", raw_connect), next("accept", raw_accept),
-                               next("accept4", raw_accept4)};
-  return calls;
+RealCalls real_calls() {
+  // Several threads, or a signal handler, may look at once: they find the same.
+  static std::atomic<decltype(RealCalls::connect)> connect{nullptr};
+  static std::atomic<decltype(RealCalls::accept)> accept{nullptr};
+  static std::atomic<decltype(RealCalls::accept4)> accept4{nullptr};
+  if (accept4.load(std::memory_order_acquire) == nullptr) {
+    connect.store(next("connect", raw_connect), std::memory_order_relaxed);
+    accept.store(next("accept", raw_accept), std::memory_order_relaxed);
+    accept4.store(next("accept4", raw_accept4), std::memory_order_release);
+  }
+  return {connect.load(std::memory_order_relaxed), accept.load(std::memory_order_relaxed),
+          accept4.load(std::memory_order_relaxed)};
 }
 
 }  // namespace crux::transport

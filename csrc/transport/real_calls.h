@@ -11,7 +11,8 @@ struct RealCalls {
   int (*accept4)(int, sockaddr*, socklen_t*, int);
 };
 
-// Found by the first call, which may come before this library is initialised.
-const RealCalls& real_calls();
+// Found by the first call, which may come before this library is initialised. Takes no lock of its
+// own.
+RealCalls real_calls();
 
 }  // namespace crux::transport

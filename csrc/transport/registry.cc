@@ -58,8 +58,10 @@ Name to_name(const char* text) {
 }
 
 void Registry::add(int fd, const Record& record) {
+  Slot* const at = slot(fd, true);
+  if (at == nullptr) return;
   const std::lock_guard hold(mutex_);
-  if (Slot* const at = slot(fd, true)) *at = Slot{generation_, record};
+  *at = Slot{++writes_, record};
 }
 
 bool Registry::has(int fd, uint64_t inode) const {
@@ -75,12 +77,11 @@ SocketOptions Registry::original(int fd, uint64_t inode, const SocketOptions& no
 
 void Registry::set_live(int fd, uint64_t inode, const Endpoint& peer, const SocketOptions& before,
                         int error) {
+  Slot* const at = slot(fd, true);
+  if (at == nullptr) return;
   const std::lock_guard hold(mutex_);
-  Slot* at = find(fd, inode);
-  if (at == nullptr) {
-    at = slot(fd, true);
-    if (at == nullptr) return;
-    *at = Slot{generation_, {}};
+  if (at->record.inode != inode) {
+    *at = Slot{++writes_, {}};
     at->record.inode = inode;
     at->record.peer = peer;
   }
@@ -115,42 +116,52 @@ std::vector<crux_connection> Registry::list() {
 }
 
 void Registry::move(int fd, const Record& record) {
-  // If the number is still ours, the next owner of the number records it later than this.
-  const std::lock_guard hold(mutex_);
+  Slot* const at = slot(fd, true);
+  if (at == nullptr) return;
+  uint64_t before = 0;
+  {
+    const std::lock_guard hold(mutex_);
+    before = at->written;
+  }
+  // If the number is ours now, whoever gets it next writes to the slot later than this.
   if (socket_inode(fd) != record.inode) return;
-  if (Slot* const at = slot(fd, true)) *at = Slot{generation_, record};
+  const std::lock_guard hold(mutex_);
+  if (at->written == before) *at = Slot{++writes_, record};
 }
-
-void Registry::forget() { ++generation_; }
 
 Registry::Slot* Registry::find(int fd, uint64_t inode) const {
   Slot* const at = slot(fd, false);
-  const bool is_it = at != nullptr && at->generation == generation_ && at->record.inode == inode;
-  return is_it ? at : nullptr;
+  return at != nullptr && at->record.inode == inode ? at : nullptr;
 }
 
 Registry::Slot* Registry::slot(int fd, bool make) const {
   if (fd < 0 || fd >= kMaxDescriptors) return nullptr;
-  Block*& block = blocks_[fd / kBlockSlots];
+  std::atomic<Block*>& known = blocks_[fd / kBlockSlots];
+  Block* block = known.load(std::memory_order_acquire);
   if (block == nullptr && make) {
     // Never unmapped. It is zero, and untouched pages cost nothing.
     void* const memory = ::mmap(nullptr, sizeof(Block), PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory != MAP_FAILED) block = static_cast<Block*>(memory);
+    if (memory == MAP_FAILED) return nullptr;
+    if (known.compare_exchange_strong(block, static_cast<Block*>(memory))) {
+      block = static_cast<Block*>(memory);
+    } else {
+      ::munmap(memory, sizeof(Block));
+    }
   }
   return block == nullptr ? nullptr : &block->slots[fd % kBlockSlots];
 }
 
 std::vector<Registry::Known> Registry::snapshot() const {
   std::vector<Known> known;
-  const std::lock_guard hold(mutex_);
   for (size_t i = 0; i < blocks_.size(); ++i) {
-    if (blocks_[i] == nullptr) continue;
+    const Block* const block = blocks_[i].load(std::memory_order_acquire);
+    if (block == nullptr) continue;
+    known.reserve(known.size() + kBlockSlots);
+    const std::lock_guard hold(mutex_);
     for (size_t k = 0; k < kBlockSlots; ++k) {
-      const Slot& at = blocks_[i]->slots[k];
-      if (at.generation == generation_ && at.record.inode != 0) {
-        known.push_back({static_cast<int>(i * kBlockSlots + k), at.record});
-      }
+      const Record& record = block->slots[k].record;
+      if (record.inode != 0) known.push_back({static_cast<int>(i * kBlockSlots + k), record});
     }
   }
   return known;

@@ -39,6 +39,9 @@ struct Record {
 // A descriptor has at most one record, and the next connection overwrites it. So a program that
 // connects and closes all day does not fill the memory. Writing a record does not use the heap,
 // because connect() may be called where malloc() may not.
+//
+// It lives in memory that a child finds zeroed (wiped.h), because inherited connections stay the
+// parent's. Every call is made inside (inside.h).
 class Registry {
  public:
   // Descriptors above this are not recorded.
@@ -56,14 +59,9 @@ class Registry {
   // a connection whose descriptor was duplicated and closed.
   std::vector<crux_connection> list();
 
-  // Around fork(). The child calls forget(), because inherited connections stay the parent's.
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
-  void forget();
-
  private:
   struct Slot {
-    uint64_t generation;  // 0: never used
+    uint64_t written;  // the number of the last write to it; 0: none
     Record record;
   };
   static constexpr int kBlockSlots = 1024;
@@ -75,16 +73,19 @@ class Registry {
     Record record;
   };
 
-  Slot* find(int fd, uint64_t inode) const;
   // Null if there is none, or if there is no memory to `make` it.
   Slot* slot(int fd, bool make) const;
+  // The slot of `fd` if it holds `inode`, else null; with the lock held.
+  Slot* find(int fd, uint64_t inode) const;
   std::vector<Known> snapshot() const;
   void drop(int fd, uint64_t inode);
   void move(int fd, const Record& record);
 
+  // Held for a few loads and stores only: over no call of the kernel, nor of the heap, whose lock
+  // a thread may hold while its signal handler waits for this one.
   mutable std::mutex mutex_;
-  uint64_t generation_ = 1;
-  mutable std::array<Block*, kMaxDescriptors / kBlockSlots> blocks_{};
+  uint64_t writes_ = 0;
+  mutable std::array<std::atomic<Block*>, kMaxDescriptors / kBlockSlots> blocks_{};
 };
 
 }  // namespace crux::transport

@@ -37,29 +37,38 @@ void Route::add_hop(int ttl, const Address& address) {
   }
 }
 
-void Routes::replace(std::vector<Route> routes) {
-  auto table = std::make_shared<Table>();
-  for (Route& route : routes) {
-    const Address destination = route.destination;
-    table->insert_or_assign(destination, std::move(route));
-  }
-  std::shared_ptr<const Table> next = std::move(table);
-  {
-    const std::lock_guard hold(mutex_);
-    table_.swap(next);
-  }
+Routes::~Routes() { free(table_.load()); }
+
+void Routes::free(Table* table) {
+  while (table != nullptr) delete std::exchange(table, table->older);
 }
 
-std::shared_ptr<const Route> Routes::to(const Address& destination) const {
-  std::shared_ptr<const Table> table;
-  {
-    const std::lock_guard hold(mutex_);
-    table = table_;
+void Routes::replace(std::vector<Route> routes) {
+  auto made = std::make_unique<Table>();
+  for (Route& route : routes) {
+    const Address destination = route.destination;
+    made->routes.insert_or_assign(destination, std::move(route));
   }
-  if (table == nullptr) return nullptr;
-  const auto found = table->find(destination);
-  if (found == table->end()) return nullptr;
-  return {std::move(table), &found->second};
+  Table* unread = nullptr;
+  {
+    const std::lock_guard hold(users_->writers);
+    Table* const next = made.release();
+    next->older = table_.load();
+    table_.store(next);
+    // Who begins to read from now on reads the new table.
+    if (users_->readers.load() == 0) unread = std::exchange(next->older, nullptr);
+  }
+  free(unread);
+}
+
+Routes::Held Routes::to(const Address& destination) const {
+  users_->readers.fetch_add(1);
+  if (const Table* const table = table_.load()) {
+    const auto found = table->routes.find(destination);
+    if (found != table->routes.end()) return Held(&found->second, Release{&users_->readers});
+  }
+  users_->readers.fetch_sub(1);
+  return Held(nullptr, Release{nullptr});
 }
 
 void Routes::set_ports(PortRange ports) { ports_.store(ports, std::memory_order_relaxed); }

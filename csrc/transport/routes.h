@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "address.h"
+#include "wiped.h"
 
 namespace crux::transport {
 
@@ -52,12 +53,24 @@ struct PortRange {
   uint16_t last = 28999;
 };
 
+// Reading them takes no lock and frees no memory, because connect() may be called in a signal
+// handler, and in the child of a fork.
 class Routes {
+  struct Release {
+    std::atomic<uint32_t>* readers;
+    void operator()(const Route*) const { readers->fetch_sub(1); }
+  };
+
  public:
+  using Held = std::unique_ptr<const Route, Release>;
+
+  Routes() = default;
+  ~Routes();
+
   // If two routes have the same destination, the later one counts.
   void replace(std::vector<Route> routes);
-  // The route to `destination`, or null. It stays valid after replace().
-  std::shared_ptr<const Route> to(const Address& destination) const;
+  // The route to `destination`, or null. It stays valid after replace(), while it is held.
+  Held to(const Address& destination) const;
 
   void set_ports(PortRange ports);
   PortRange ports() const;
@@ -65,15 +78,20 @@ class Routes {
   void skip(uint16_t port);
   bool skipped(uint16_t port) const;
 
-  // Around fork().
-  void lock() { mutex_.lock(); }
-  void unlock() { mutex_.unlock(); }
-
  private:
-  using Table = std::map<Address, Route>;
+  struct Table {
+    std::map<Address, Route> routes;
+    Table* older;  // replaced, but somebody may read it
+  };
+  struct Users {
+    std::atomic<uint32_t> readers{0};
+    std::mutex writers;
+  };
 
-  mutable std::mutex mutex_;
-  std::shared_ptr<const Table> table_;
+  static void free(Table* table);
+
+  Wiped<Users> users_;
+  std::atomic<Table*> table_{nullptr};
   std::atomic<PortRange> ports_{PortRange{}};
   std::array<std::atomic<uint64_t>, 1024> skipped_{};  // a bit for each port
 };

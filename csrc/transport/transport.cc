@@ -1,6 +1,5 @@
 #include "transport.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -12,7 +11,6 @@
 #include <sstream>
 #include <string>
 
-#include "guard.h"
 #include "queue_pairs.h"
 #include "real_calls.h"
 #include "route_file.h"
@@ -79,30 +77,6 @@ void read_environment(Transport& transport) {
   }
 }
 
-// If a signal handler forks while its own thread holds these locks, it must not wait for them.
-bool lock_for_fork() {
-  if (Guard::inside()) return false;
-  instance.load()->registry.lock();
-  instance.load()->routes.lock();
-  return true;
-}
-
-thread_local bool locked_for_fork __attribute__((tls_model("initial-exec"))) = false;
-
-void before_fork() { locked_for_fork = lock_for_fork(); }
-
-void after_fork() {
-  if (!locked_for_fork) return;
-  instance.load()->routes.unlock();
-  instance.load()->registry.unlock();
-}
-
-void after_fork_in_child() {
-  // Threads of the parent that held a lock do not exist here.
-  instance.load()->registry.forget();
-  after_fork();
-}
-
 __attribute__((constructor)) void initialise() {
   const int before = errno;
   real_calls();
@@ -110,7 +84,6 @@ __attribute__((constructor)) void initialise() {
     auto made = std::make_unique<Transport>();
     read_environment(*made);
     instance.store(made.release());
-    ::pthread_atfork(before_fork, after_fork, after_fork_in_child);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "crux_transport: %s: connections are neither seen nor steered\n",
                  error.what());

@@ -7,11 +7,12 @@
 #include "path_probe.h"
 #include "registry.h"
 #include "routes.h"
+#include "wiped.h"
 
 namespace crux::transport {
 
 struct Transport {
-  Registry registry;
+  Wiped<Registry> registry;
   Routes routes;
   bool enabled = true;              // false: CRUX_TRANSPORT=0 or CRUX_DISABLE
   bool steer_all = false;           // CRUX_TRANSPORT_STEER_ALL
