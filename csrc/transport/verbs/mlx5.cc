@@ -6,6 +6,9 @@
 #include <cerrno>
 #include <map>
 #include <mutex>
+#include <utility>
+
+#include "../own.h"
 
 namespace crux::transport::verbs {
 namespace {
@@ -77,15 +80,11 @@ int failure() { return errno != 0 ? errno : EIO; }
 class Roots {
  public:
   std::shared_ptr<mlx5dv_sched_node> of(ibv_context* context) {
-    const std::lock_guard lock(mutex_);
-    std::weak_ptr<mlx5dv_sched_node>& known = roots_[context];
-    if (auto root = known.lock()) return root;
+    if (auto root = known(context, nullptr)) return root;
     const SchedulingAttributes attributes{};
     mlx5dv_sched_node* const made = calls().node_create(context, &attributes);
     if (made == nullptr) return nullptr;
-    std::shared_ptr<mlx5dv_sched_node> root(made, calls().node_destroy);
-    known = root;
-    return root;
+    return known(context, std::shared_ptr<mlx5dv_sched_node>(made, calls().node_destroy));
   }
   void forget(const ibv_context* context) {
     const std::lock_guard lock(mutex_);
@@ -93,14 +92,22 @@ class Roots {
   }
 
  private:
+  // The root of `context`: `made`, unless there is one. The lock is never held over a call of the
+  // device.
+  std::shared_ptr<mlx5dv_sched_node> known(ibv_context* context,
+                                           std::shared_ptr<mlx5dv_sched_node> made) {
+    const std::lock_guard lock(mutex_);
+    std::weak_ptr<mlx5dv_sched_node>& root = roots_[context];
+    if (auto first = root.lock()) return first;
+    root = made;
+    return made;
+  }
+
   std::mutex mutex_;
   std::map<const ibv_context*, std::weak_ptr<mlx5dv_sched_node>> roots_;
 };
 
-Roots& roots() {
-  static Roots* const instance = new Roots;
-  return *instance;
-}
+Roots& roots() { return own<Roots>(); }
 
 }  // namespace
 

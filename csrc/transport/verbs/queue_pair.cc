@@ -41,6 +41,7 @@ QueuePair::QueuePair(uint64_t id, const crux_verbs_calls& real, ibv_qp* handle)
       context(handle->context),
       number(handle->qp_num),
       device(to_name(handle->context->device->name)),
+      posted_bytes(begin_counting(handle)),
       state(handle->state) {}
 
 void QueuePair::remember(const Transition& call) {
@@ -78,7 +79,7 @@ crux_connection QueuePair::describe() const {
   out.dscp = has_path ? path.traffic_class >> kTrafficClassEcnBits : -1;
   out.state = state;
   out.rate_Bps = rate_Bps;
-  out.bytes_sent = posted_bytes.load(std::memory_order_relaxed);
+  if (posted_bytes != nullptr) out.bytes_sent = posted_bytes->load(std::memory_order_relaxed);
   return out;
 }
 

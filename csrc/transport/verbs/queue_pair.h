@@ -3,7 +3,6 @@
 
 #include <infiniband/verbs.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -12,6 +11,7 @@
 #include "../crux_transport.h"
 #include "../registry.h"
 #include "../standin/standin_abi.h"
+#include "posts.h"
 
 namespace crux::transport::verbs {
 
@@ -56,10 +56,10 @@ struct QueuePair {
   const uint32_t number;
   const Name device;  // a copy: the device may be closed while this is read
 
-  // Of all requests to send or write that were posted.
-  std::atomic<uint64_t> posted_bytes{0};
+  PostedBytes* const posted_bytes;  // null: not counted
 
-  // Held around each call that modifies, changes or destroys the queue pair.
+  // Held around each call that modifies, changes or destroys the queue pair: while the device
+  // changes it, its program must not destroy it.
   std::mutex calls;
   // Taken after `calls`. Guards everything below, which is written only with both held.
   mutable std::mutex mutex;

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "../own.h"
 #include "../transport.h"
 #include "flow_label.h"
 #include "mlx5.h"
-#include "posts.h"
 
 namespace crux::transport::verbs {
 namespace {
@@ -19,10 +19,7 @@ uint8_t with_dscp(uint8_t traffic_class, int dscp) {
 
 }  // namespace
 
-QueuePairs& queue_pairs() {
-  static QueuePairs* const pairs = new QueuePairs;
-  return *pairs;
-}
+QueuePairs& queue_pairs() { return own<QueuePairs>(); }
 
 QueuePairs::Shared QueuePairs::add(const crux_verbs_calls& real, ibv_qp* handle) {
   Shared pair;
@@ -93,7 +90,7 @@ int QueuePairs::connect(QueuePair& pair, const Transition& given) {
   const Address peer = Address::v6(given.attributes.ah_attr.grh.dgid.raw);
   const Path asked = Path::of(given.attributes);
   Path wanted = asked;
-  const std::shared_ptr<const Route> route = transport()->routes.to(peer);
+  const Routes::Held route = transport()->routes.to(peer);
   if (route) {
     if (route->dscp >= 0) wanted.give_class(with_dscp(asked.traffic_class, route->dscp));
     if (const uint16_t port = take_port(*route, pair)) wanted.flow_label = flow_label_of(port);
@@ -154,8 +151,12 @@ int QueuePairs::destroy(const Shared& pair) {
     const auto found = by_handle_.find(pair->handle);
     if (found != by_handle_.end() && found->second == pair) by_handle_.erase(found);
   }
+  const uint64_t posted = pair->posted_bytes != nullptr ? pair->posted_bytes->load() : 0;
+  end_counting(pair->handle);
   const int result = pair->real.destroy_qp(pair->handle);
   if (result != 0) {
+    // It goes on, at the same place.
+    if (PostedBytes* const again = begin_counting(pair->handle)) again->store(posted);
     const std::lock_guard lock(mutex_);
     by_handle_.try_emplace(pair->handle, pair);
     return result;

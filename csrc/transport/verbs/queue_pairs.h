@@ -44,7 +44,8 @@ class QueuePairs {
   std::unordered_map<const ibv_qp*, Shared> by_handle_;
 };
 
-// Those of this process; never destroyed, because queue pairs may outlive static objects.
+// Those of this process; never destroyed, because queue pairs may outlive static objects. A child
+// begins with none.
 QueuePairs& queue_pairs();
 
 }  // namespace crux::transport::verbs
