@@ -33,10 +33,6 @@ namespace {
 class Exclusive {
  public:
   explicit Exclusive(int fd) : fd_(fd) {}
-  // Also of a thread that is cancelled in connect().
-  ~Exclusive() { end(); }
-  Exclusive(const Exclusive&) = delete;
-  Exclusive& operator=(const Exclusive&) = delete;
 
   void begin() {
     for (size_t i = 0; i < kOptions.size(); ++i) {
@@ -216,8 +212,6 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
 Record before_connect(int fd, const sockaddr* address, socklen_t size, const void* caller,
                       Transport& transport, Exclusive& exclusive) {
   Record record;
-  const Inside inside;
-  if (!inside.outermost()) return record;
   transport.called = true;
   const auto inode = socket_inode(fd);
   const auto peer = named_peer(address, size);
@@ -235,35 +229,47 @@ Record before_connect(int fd, const sockaddr* address, socklen_t size, const voi
   return record;
 }
 
+// A thread may be cancelled in the real call. It then unwinds through this function, with another
+// unwinder than the one that is linked in here, so nothing in it may have a destructor.
 int interposed_connect(int fd, const sockaddr* address, socklen_t size, const void* caller) {
   const auto real = real_calls().connect;
   Transport* const transport = crux::transport::transport();
   if (transport == nullptr || !transport->enabled) return real(fd, address, size);
   Exclusive exclusive(fd);
-  const Record record = before_connect(fd, address, size, caller, *transport, exclusive);
+  Record record;
+  Outside outside = enter();
+  if (!outside.is_inside) {
+    record = before_connect(fd, address, size, caller, *transport, exclusive);
+  }
+  leave(outside);
   const int result = real(fd, address, size);
   if (record.inode == 0) return result;
-  const Inside inside;
-  // After a signal the attempt goes on.
-  const bool under_way = result == 0 || errno == EINPROGRESS || errno == EINTR;
+  outside = enter();
   exclusive.end();
+  // After a signal the attempt goes on.
+  const bool under_way = result == 0 || outside.error == EINPROGRESS || outside.error == EINTR;
   if (under_way || record.how != CRUX_UNTOUCHED) transport->registry->add(fd, record);
+  leave(outside);
   return result;
 }
 
-int accepted(int fd, const void* caller) {
-  Transport* const transport = crux::transport::transport();
-  if (fd < 0 || transport == nullptr || !transport->enabled) return fd;
-  const Inside inside;
-  if (!inside.outermost()) return fd;
+void add_accepted(int fd, const void* caller, Transport& transport) {
   const auto inode = socket_inode(fd);
-  if (!inode || !is_tcp(fd)) return fd;
+  if (!inode || !is_tcp(fd)) return;
   Record record;
   record.inode = *inode;
   if (const auto peer = peer_endpoint(fd)) record.peer = *peer;
   record.owner = library_of(caller);
   record.accepted = true;
-  transport->registry->add(fd, record);
+  transport.registry->add(fd, record);
+}
+
+int accepted(int fd, const void* caller) {
+  Transport* const transport = crux::transport::transport();
+  if (fd < 0 || transport == nullptr || !transport->enabled) return fd;
+  const Outside outside = enter();
+  if (!outside.is_inside) add_accepted(fd, caller, *transport);
+  leave(outside);
   return fd;
 }
 

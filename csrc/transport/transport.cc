@@ -1,6 +1,5 @@
 #include "transport.h"
 
-#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>

@@ -63,6 +63,17 @@ int client_post(int end, ibv_wr_opcode opcode, const uint32_t* bytes, int count)
   return ibv_post_send(ends[end]->qp, requests.data(), &bad);
 }
 
+// Posts one request without the heap, as a signal handler may.
+int client_post_one(int end, uint32_t bytes) {
+  ibv_sge buffer{};
+  buffer.length = bytes;
+  ibv_send_wr request{}, *bad = nullptr;
+  request.opcode = IBV_WR_SEND;
+  request.sg_list = &buffer;
+  request.num_sge = 1;
+  return ibv_post_send(ends[end]->qp, &request, &bad);
+}
+
 // Destroys everything; false if something is still in use.
 bool client_close() {
   bool clean = true;

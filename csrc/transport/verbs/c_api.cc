@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "../crux_transport.h"
+#include "../inside.h"
 #include "live_change.h"
 #include "queue_pairs.h"
 
@@ -20,6 +21,7 @@ int crux_transport_label(int32_t label, const char* owner, int32_t dscp) try {
 
 int crux_transport_change_queue_pair(uint64_t id, uint32_t udp_port, uint64_t rate_Bps,
                                      crux_queue_pair_outcome* out) try {
+  const crux::transport::Uncancelled whole;
   if (udp_port > 65535) return EINVAL;
   const auto pair = queue_pairs().find(id);
   const Outcome outcome = pair ? change(*pair, static_cast<uint16_t>(udp_port), rate_Bps)

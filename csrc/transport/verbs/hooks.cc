@@ -5,6 +5,7 @@
 #include <atomic>
 #include <exception>
 
+#include "../inside.h"
 #include "../queue_pairs.h"
 #include "../standin/standin_abi.h"
 #include "../transport.h"
@@ -20,12 +21,14 @@ std::atomic<bool> attached{false};
 bool enabled() { return transport() != nullptr && transport()->enabled; }
 
 int close_device(const crux_verbs_calls* real, ibv_context* context) {
+  const Uncancelled whole;
   forget_posts(context);
   if (enabled()) mlx5::forget(context);
   return real->close_device(context);
 }
 
 ibv_qp* create_qp(const crux_verbs_calls* real, ibv_pd* pd, ibv_qp_init_attr* attributes) {
+  const Uncancelled whole;
   ibv_qp* const handle = real->create_qp(pd, attributes);
   if (handle == nullptr || !enabled()) return handle;
   try {
@@ -40,6 +43,7 @@ ibv_qp* create_qp(const crux_verbs_calls* real, ibv_pd* pd, ibv_qp_init_attr* at
 bool is_connected_type(ibv_qp_type type) { return type == IBV_QPT_RC || type == IBV_QPT_UC; }
 
 int modify_qp(const crux_verbs_calls* real, ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
+  const Uncancelled whole;
   if (!enabled() || !is_connected_type(qp->qp_type)) return real->modify_qp(qp, attributes, mask);
   QueuePairs::Shared pair;
   try {
@@ -54,6 +58,7 @@ int modify_qp(const crux_verbs_calls* real, ibv_qp* qp, ibv_qp_attr* attributes,
 }
 
 int destroy_qp(const crux_verbs_calls* real, ibv_qp* qp) {
+  const Uncancelled whole;
   const QueuePairs::Shared pair = queue_pairs().find(qp);
   return pair ? queue_pairs().destroy(pair) : real->destroy_qp(qp);
 }
