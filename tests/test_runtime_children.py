@@ -73,13 +73,36 @@ def test_what_cruxrun_starts_in_a_rank_is_a_job_of_its_own(tmp_path: Path) -> No
     assert named == "eval"
 
 
-def test_a_program_of_a_sanitizer_starts_in_a_rank(tmp_path: Path) -> None:
-    compiler = shutil.which("gcc")
+#: How programs are built that end at once where Crux's library is preloaded.
+UNFIT = {"asan": ["gcc", "-fsanitize=address"], "musl": ["musl-gcc"]}
+
+
+@pytest.fixture(params=UNFIT)
+def unfit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     program = tmp_path / "program"
+    command = [*UNFIT[request.param], "-x", "c", "-", "-o", str(program)]
     source = "int main(void) { return 0; }\n"
-    command = [compiler or "", "-x", "c", "-", "-fsanitize=address", "-o", str(program)]
-    if compiler is None or subprocess.run(command, input=source, text=True).returncode:
-        pytest.skip("no gcc with libasan (apt-get install gcc)")
+    if (
+        shutil.which(command[0]) is None
+        or subprocess.run(command, input=source, text=True).returncode
+    ):
+        pytest.skip(f"no {' '.join(UNFIT[request.param])} (apt-get install gcc musl-tools)")
     env = {**os.environ, "LD_PRELOAD": str(LIBRARY)}
     assert subprocess.run([str(program)], env=env).returncode != 0, "it can't start with a preload"
-    run(str(program), LD_PRELOAD=str(LIBRARY))
+    return program
+
+
+def test_a_program_of_a_sanitizer_or_another_libc_starts_in_a_rank(unfit: Path) -> None:
+    run(str(unfit), LD_PRELOAD=str(LIBRARY))
+
+
+def test_it_starts_before_the_ranks_first_group_too(unfit: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import subprocess\nsubprocess.run([{str(unfit)!r}], check=True)\n")
+    launcher = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=1"]
+    subprocess.run(
+        [*launcher, str(script)],
+        env={**environment(), "CRUX_STORE": "none"},
+        check=True,
+        timeout=300,
+    )

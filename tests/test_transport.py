@@ -131,7 +131,6 @@ l = serve(); c = socket.create_connection(l.getsockname()); tell(tos=tos(c), rat
     assert "lines ignored: 2" in errors
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", ["missing", "fifo", "device", "folder", "huge"])
 def test_a_file_that_cannot_be_read_is_told_once(tmp_path: Path, kind: str) -> None:
     missing = str(tmp_path / kind)
@@ -144,12 +143,6 @@ def test_a_file_that_cannot_be_read_is_told_once(tmp_path: Path, kind: str) -> N
     elif kind == "huge":
         with open(missing, "wb") as file:
             file.truncate(1 << 40)
-=======
-@pytest.mark.parametrize("make", [lambda path: None, os.mkfifo, os.mkdir])
-def test_a_file_that_cannot_be_read_is_told_once(make: Any, tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing")
-    make(missing)
->>>>>>> 43fa9a4 (Transport: a thread cancelled in connect() ends as without the library; a storm of signals as its test)
     told, errors = run(
         "l = serve(); tell(made=bool(socket.create_connection(l.getsockname())))",
         CRUX_TRANSPORT_ROUTES=missing,

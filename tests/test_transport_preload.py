@@ -114,23 +114,44 @@ def test_without_a_stand_in_the_library_is_loaded_all_the_same(
     assert preload.environment(Settings(), {}) == {"LD_PRELOAD": str(LIBRARY)}
 
 
+@pytest.mark.parametrize(
+    ("inherited", "then"), [("", ""), ("/a.so {}:/b.so", "/a.so:/b.so"), ("{}", "")]
+)
+def test_what_an_interpreter_starts_gets_back_what_was_there(inherited: str, then: str) -> None:
+    env = {"LD_PRELOAD": inherited.format(LIBRARY)}
+    variables = preload.environment(Settings(), env, for_interpreter=True)
+    assert variables["CRUX_LD_PRELOAD_THEN"] == then
+    told = 'import os, json; print(json.dumps([os.environ.get("LD_PRELOAD"), dict(os.environ)]))'
+    variables["LD_PRELOAD"] = str(LIBRARY)  # /a.so is not there
+    shell = ["sh", "-c", 'exec "$@"', "-", sys.executable, "-c", told]
+    done = subprocess.run(shell, env=variables, capture_output=True, text=True, check=True)
+    left, whole = json.loads(done.stdout)
+    assert left == (then or None)
+    assert "CRUX_LD_PRELOAD_THEN" not in whole
+    del variables["CRUX_LD_PRELOAD_THEN"]
+    done = subprocess.run(shell, env=variables, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)[0] == str(LIBRARY)
+
+
 def test_workers_of_a_job_have_it_unless_switched_off(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_", "LD_"))}
     launcher = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=1"]
+    without = [*launcher, "--no-python", sys.executable]
     runs = {
         name: subprocess.Popen(
-            [*launcher, *flags, str(worker)],
+            [*command, str(worker)],
             env={**clean, "CRUX_STORE": "none", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for name, flags, env in (
-            ("default", [], {}),
-            ("off", [], {"CRUX_TRANSPORT": "0"}),
-            ("disabled", ["--crux-disable"], {}),
+        for name, command, env in (
+            ("default", launcher, {}),
+            ("without an interpreter", without, {}),
+            ("off", launcher, {"CRUX_TRANSPORT": "0"}),
+            ("disabled", [*launcher, "--crux-disable"], {}),
         )
     }
     told = {}
@@ -138,7 +159,12 @@ def test_workers_of_a_job_have_it_unless_switched_off(tmp_path: Path) -> None:
         out, err = run.communicate(timeout=300)
         assert run.returncode == 0, err
         told[name] = json.loads(out.splitlines()[-1])
-    assert told == {"default": [str(LIBRARY), 1], "off": [None, None], "disabled": [None, None]}
+    assert told == {
+        "default": [None, 1],
+        "without an interpreter": [str(LIBRARY), 1],
+        "off": [None, None],
+        "disabled": [None, None],
+    }
 
 
 #: What torch_memory_saver 0.0.9 does with the variable, and the line of docs/frameworks.md.

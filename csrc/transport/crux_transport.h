@@ -15,6 +15,7 @@
 //   CRUX_TRANSPORT_LOG=1          a line on stderr for each connection that has a route
 //   CRUX_TRANSPORT=0, CRUX_DISABLE=1   see nothing, change nothing
 //   MASTER_PORT, PET_RDZV_ENDPOINT, CRUX_STORE   their ports are rendezvous stores'
+//   CRUX_LD_PRELOAD_THEN=LIST     what LD_PRELOAD becomes in a Python interpreter (cruxrun sets it)
 #ifndef CRUX_TRANSPORT_H
 #define CRUX_TRANSPORT_H
 

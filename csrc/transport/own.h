@@ -14,8 +14,13 @@ T& own() {
   static const Wiped<std::atomic<T*>>& known = *new Wiped<std::atomic<T*>>;
   T* at = known->load();
   if (at != nullptr) return *at;
+  // Only for a search for leaks, which does not look into mapped memory.
+  static std::atomic<T*> reachable;
   T* const made = new T;
-  if (known->compare_exchange_strong(at, made)) return *made;
+  if (known->compare_exchange_strong(at, made)) {
+    reachable.store(made);
+    return *made;
+  }
   delete made;
   return *at;
 }

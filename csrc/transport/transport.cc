@@ -1,5 +1,6 @@
 #include "transport.h"
 
+#include <dlfcn.h>
 
 #include <atomic>
 #include <cerrno>
@@ -76,8 +77,23 @@ void read_environment(Transport& transport) {
   }
 }
 
+// The interpreter of a rank was started with this library, and starts other programs without it:
+// those of another libc or of a sanitizer could not start. A program on the way to the interpreter
+// (a shell, numactl) passes both variables on.
+void leave_environment() {
+  const char* const then = ::secure_getenv("CRUX_LD_PRELOAD_THEN");
+  if (then == nullptr || ::dlsym(RTLD_DEFAULT, "Py_IsInitialized") == nullptr) return;
+  if (*then == '\0') {
+    ::unsetenv("LD_PRELOAD");
+  } else {
+    ::setenv("LD_PRELOAD", then, 1);
+  }
+  ::unsetenv("CRUX_LD_PRELOAD_THEN");
+}
+
 __attribute__((constructor)) void initialise() {
   const int before = errno;
+  leave_environment();
   real_calls();
   try {
     auto made = std::make_unique<Transport>();

@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
         news(logger).info("%s", start_line(settings, topology))
         with ExitStack() as stack:
-            stack.enter_context(_environment(preload.environment(settings, os.environ)))
+            preloaded = preload.environment(settings, os.environ, not args.no_python)
+            stack.enter_context(_environment(preloaded))
             stack.enter_context(_hosted_store(settings))
             stack.enter_context(_hosted_tables(settings))
             try:
