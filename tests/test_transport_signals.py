@@ -1,4 +1,4 @@
-"""Signals, forks and cancelled threads in the transport library's calls: ``cpp/signal_storm.cc``."""
+"""Signals, forks and cancelled threads in the transport library: ``cpp/signal_storm.cc``."""
 
 from __future__ import annotations
 
