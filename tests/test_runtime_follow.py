@@ -25,7 +25,8 @@ from crux_torch.runtime.background import Background
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
 
-QUICK = {"store": "none", "job": "j", "tick_s": 0.01, "profile_s": 0.5, "warmup_iterations": 1}
+QUICK = {"store": "none", "job": "j", "start_s": 0.1, "tick_s": 0.01}
+QUICK |= {"profile_s": 0.5, "warmup_iterations": 1}
 
 
 class Silent:

@@ -45,7 +45,7 @@ def environment(path: Sequence[Path] = ()) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CRUX_", "PET_"))}
     folders = [*map(str, path), str(ROOT), str(ROOT / "launcher"), inherited.get("PYTHONPATH", "")]
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    return {**inherited, "OMP_NUM_THREADS": "1"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "CRUX_START_S": "0.1"}
 
 
 class Job:

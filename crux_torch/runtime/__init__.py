@@ -37,6 +37,8 @@ _why_not = "no process group was made"
 
 #: The process whose job ``CRUX_JOB`` names. Its children inherit both variables.
 JOB_OF = "CRUX_JOB_OF"
+#: Seconds for which a new world waits for the last one's thread, which takes its hooks away.
+END_S = 2.0
 
 
 def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -> None:
@@ -69,12 +71,12 @@ def group_was_made(store: Any, rank: int, size: int, devices: Collection[str]) -
 
 
 def world_ended() -> None:
-    """Called when the last process group was destroyed: waits, for a bounded time, for the thread.
+    """Called when the last process group was destroyed: the thread ends soon.
 
     The rest of the agent stays, for :func:`status` and :func:`profile`.
     """
     if _background is not None:
-        _background.stop()
+        _background.end()
 
 
 def _end() -> None:
@@ -82,7 +84,7 @@ def _end() -> None:
     global _background
     previous, _background = _background, None
     if previous is not None:
-        previous.stop()
+        previous.stop(END_S)
         atexit.unregister(previous.stop)
 
 

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -32,16 +32,17 @@ from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.trace import chrome_trace, write_trace
 from crux_torch.measure.window import RecordWindow
 from crux_torch.runtime.follow import Follower
-from crux_torch.runtime.join import make_conductor
-from crux_torch.runtime.lead import Conductor
 from crux_torch.runtime.measure import RankMeter
 from crux_torch.runtime.order import Order, PathReports, answer
 from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.rate_scheduler import RateScheduler, make_rate_scheduler
 from crux_torch.runtime.roll_call import RollCall
 from crux_torch.settings import Settings
-from crux_torch.store.shared_store import SharedStore
 from crux_torch.warn_once import WarnOnce
+
+if TYPE_CHECKING:
+    from crux_torch.runtime.lead import Conductor
+    from crux_torch.store.shared_store import SharedStore
 
 _log = logging.getLogger(__name__)
 
@@ -211,6 +212,8 @@ class Agent:
             earlier = self._channel.order()
             if self._channel.error is not None:
                 return
+            from crux_torch.runtime.join import make_conductor
+
             about = secrets.token_hex(8), self.host, self.world_size, _number_of(earlier) + 1
             marks = self._meter.marks
             made = make_conductor(self.settings, *about, self._pace, marks, self._warn)
