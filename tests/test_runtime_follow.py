@@ -3,6 +3,8 @@
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -19,12 +21,14 @@ from crux_torch.control.job_channel import JobChannel
 from crux_torch.control.records import MAX_RECORD_BYTES
 from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow
 from crux_torch.runtime import agent as agents
+from crux_torch.runtime import background as backgrounds
 from crux_torch.runtime import follow
 from crux_torch.runtime.agent import Agent
 from crux_torch.runtime.background import Background
 from crux_torch.runtime.order import Order
 from crux_torch.settings import Settings
 
+BOUND_S = 60.0
 QUICK = {"store": "none", "job": "j", "start_s": 0.1, "tick_s": 0.01}
 QUICK |= {"profile_s": 0.5, "warmup_iterations": 1}
 
@@ -263,3 +267,43 @@ def test_nothing_is_left_after_stop(start):
     agent.background.stop(10.0)
     assert len(optimizer._global_optimizer_pre_hooks) == before
     assert "crux" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_world_ends_at_once_and_a_process_waits_for_a_bounded_time(store, start, monkeypatch):
+    background = start().background
+    goes_on, waited_s = threading.Event(), []
+    monkeypatch.setattr(background.agent, "_close", lambda: goes_on.wait(BOUND_S))
+    join = background._thread.join
+    monkeypatch.setattr(background._thread, "join", waited_s.append)
+    background.end()
+    assert background.active
+    assert not waited_s
+    background.stop()
+    assert waited_s == [backgrounds.LAST_S]
+    goes_on.set()
+    monkeypatch.setattr(background._thread, "join", join)
+    background.stop(BOUND_S)
+    assert not background.active
+
+
+def test_a_job_that_ends_early_imports_nothing(store):
+    settings = Settings(**{**QUICK, "start_s": 600.0})
+    for iterations in (0, backgrounds.START_ITERATIONS):
+        background = Background(settings, Silent(), Ownership(), store, 0, 1)
+        background._marks.total = iterations
+        background.start()
+        if iterations:
+            until(lambda b=background: b.agent is not None, what="the agent")
+        background.stop(BOUND_S)
+        assert not background.active
+        assert (background.agent is not None) == bool(iterations)
+
+
+def test_a_rank_that_follows_does_not_import_what_leads():
+    program = (
+        "import sys, torch, crux_torch.runtime.agent\n"
+        "print(*{'crux_torch.runtime.lead', 'crux_torch.schedule.arrays', 'scipy', 'yaml'}"
+        " & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
