@@ -211,8 +211,8 @@ class Settings:
     plan_valid_s: Span = _says(15.0, "seconds after which a plan that nobody renews is dropped")
     start_s: Span = _says(
         3.0,
-        "seconds after the first process group after which the background thread begins; two "
-        "iterations begin it, too",
+        "seconds from the first process group until the background thread begins, unless two "
+        "iterations end before",
     )
     tick_s: Tick = _says(0.1, "seconds between two rounds of the background thread")
     records: Count = _says(65536, "number of records that the recorder's ring holds")

@@ -286,17 +286,24 @@ def test_a_world_ends_at_once_and_a_process_waits_for_a_bounded_time(store, star
     assert not background.active
 
 
-def test_a_job_that_ends_early_imports_nothing(store):
-    settings = Settings(**{**QUICK, "start_s": 600.0})
-    for iterations in (0, backgrounds.START_ITERATIONS):
-        background = Background(settings, Silent(), Ownership(), store, 0, 1)
-        background._marks.total = iterations
-        background.start()
-        if iterations:
-            until(lambda b=background: b.agent is not None, what="the agent")
-        background.stop(BOUND_S)
-        assert not background.active
-        assert (background.agent is not None) == bool(iterations)
+@pytest.mark.parametrize(
+    ("iterations", "timing", "begins"),
+    [
+        (backgrounds.START_ITERATIONS - 1, "measuring", False),
+        (backgrounds.START_ITERATIONS, "measuring", True),
+        (0, "always", True),
+    ],
+)
+def test_a_job_that_ends_early_makes_no_agent(store, iterations, timing, begins):
+    settings = Settings(**{**QUICK, "start_s": 600.0, "timing": timing})
+    background = Background(settings, Silent(), Ownership(), store, 0, 1)
+    background._marks.total = iterations
+    background.start()
+    if begins:
+        until(lambda: background.agent is not None, what="the agent")
+    background.stop(BOUND_S)
+    assert not background.active
+    assert (background.agent is not None) == begins
 
 
 def test_a_rank_that_follows_does_not_import_what_leads():

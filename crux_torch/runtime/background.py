@@ -93,7 +93,8 @@ class Background:
 
     def _begins(self) -> bool:
         """Wait until it is time to begin; False if the end came before."""
-        begins_at_s = time.monotonic() + self._settings.start_s
+        times_all = self._settings.timing == "always" or bool(self._settings.trace)
+        begins_at_s = time.monotonic() + (0.0 if times_all else self._settings.start_s)
         while self._marks.total < START_ITERATIONS and time.monotonic() < begins_at_s:
             if self._stop.wait(START_POLL_S):
                 return False
