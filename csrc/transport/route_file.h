@@ -28,8 +28,8 @@ struct RouteFile {
 
 RouteFile parse_routes(std::istream& text);
 
-// Reads the regular file at `path`, up to kMaxRoutesBytes. False if it can't be read or is something
-// else, such as a FIFO, whose reading would wait for a writer; `why` says which.
+// Reads the regular file at `path`, up to kMaxRoutesBytes. False if it can't be read or is
+// something else, such as a FIFO, whose reading would wait for a writer; `why` says which.
 constexpr size_t kMaxRoutesBytes = size_t{16} << 20;
 bool read_routes_file(const char* path, std::string& text, std::string& why);
 
