@@ -99,11 +99,17 @@ def unity_source(name: str) -> str:
 def torch_extension(torch: Any, cpp_extension: Any) -> Any:
     """``crux_torch._C_torch2_15``, or as the installed torch is called: see crux_torch/_C.py."""
     release = "_".join(torch.__version__.split(".")[:2])
-    folders = ("bindings", "links", "process_group")
+    folders = ("bindings", "links", "operators", "process_group")
     return cpp_extension.CppExtension(
         f"crux_torch._C_torch{release}",
-        [unity_source("bindings"), unity_source("process_group"), *sources_of("links")],
-        define_macros=c10d_macros(torch),
+        [
+            unity_source("bindings"),
+            unity_source("process_group"),
+            *sources_of("links"),
+            *sources_of("operators"),
+        ],
+        # setuptools passes NDEBUG only if Python was built with it; torch always is.
+        define_macros=[("NDEBUG", None), *c10d_macros(torch)],
         extra_compile_args=COMPILE_ARGS,
         depends=[str(path) for folder in folders for path in Path("csrc", folder).iterdir()],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 from crux_torch.measure import flop_formulas  # noqa: E402
-from crux_torch.measure.flop_formulas import OWN, PREFERRED, formula, precision  # noqa: E402
-from crux_torch.measure.flop_mode import CountingMode  # noqa: E402
+from crux_torch.measure.flop_formulas import OWN, PREFERRED, formulas, precision  # noqa: E402
+from crux_torch.measure.operators import OperatorCount  # noqa: E402
 
 aten = torch.ops.aten
 
@@ -21,9 +22,7 @@ def tensor(*shape: int, dtype: Any = torch.bfloat16) -> Any:
 
 
 def count(op: str, *args: Any, out: Any = None) -> int:
-    found = formula(getattr(aten, op))
-    assert found is not None
-    return found(*args, out_val=out)
+    return formulas()[f"aten::{op}"](*args, out_val=out)
 
 
 @pytest.mark.parametrize("name", sorted(OWN | PREFERRED))
@@ -36,6 +35,9 @@ def test_arguments_are_where_the_formula_takes_them(name: str) -> None:
     if name == "aten::convolution_backward":
         assert names[:3] == ["grad_output", "input", "weight"]
         assert (names[7], names[10]) == ("transposed", "output_mask")
+    elif "rnn" in name:
+        several = name.startswith(("aten::_cudnn", "aten::miopen"))
+        assert names[:2] == ["input", "weight"] if several else names[1][:-1] == "weight"
     elif name.endswith("_backward"):
         assert names[1:4] == ["query", "key", "value"]
         assert names[0].startswith("grad_out")
@@ -55,7 +57,7 @@ def test_what_torch_counts_as_well_is_counted_alike() -> None:
     for name in OWN:
         packet = getattr(aten, name.removeprefix("aten::"), None)
         if packet in flop_registry:
-            assert formula(packet) is flop_registry[packet], "torch's own wins where it has one"
+            assert formulas()[name] is flop_registry[packet], "torch's own wins where it has one"
     query, key, grad = tensor(2, 4, 16, 8), tensor(2, 4, 24, 8), tensor(2, 4, 16, 6)
     value = tensor(2, 4, 24, 6)
     for name in PREFERRED.keys() - {"aten::convolution_backward"}:
@@ -122,47 +124,43 @@ def test_each_gradient_of_a_convolution_takes_as_much_as_its_forward(
     """Exactly, by the products that are there; torch's formula counts a weight's gradient once for
     each pair of groups."""
     form = getattr(torch.nn, f"Conv{'Transpose' * transposed}{dims}d")
-    layer = form(16, 32, 3, stride=stride, groups=groups, bias=True, device="meta")
-    x = torch.empty(2, 16, *[9] * dims, device="meta", requires_grad=True)
-    mode = CountingMode(lambda *_: None)
-    with mode:
+    layer = form(16, 32, 3, stride=stride, groups=groups, bias=True)
+    x = torch.zeros(2, 16, *[9] * dims, requires_grad=True)
+    with OperatorCount() as ran:
         y = layer(x)
     per_output = 3**dims * 16 // groups
     forward = 2 * (x.numel() * 3**dims * 32 // groups if transposed else y.numel() * per_output)
-    assert mode.by_precision == {"fp32": forward}
-    with mode:
+    assert ran.by_precision == {"fp32": forward}
+    with OperatorCount() as ran:
         y.sum().backward()
-    assert mode.by_precision == {"fp32": 3 * forward}
-    assert not mode.uncounted
+    assert ran.by_precision == {"fp32": 2 * forward}
+    assert not ran.uncounted
 
 
 def test_only_the_gradients_that_are_asked_for_count() -> None:
-    layer = torch.nn.Conv2d(8, 8, 3, groups=2, device="meta")
-    mode = CountingMode(lambda *_: None)
-    with mode:
-        layer(torch.empty(2, 8, 9, 9, device="meta")).sum().backward()
-    assert mode.by_precision == {"fp32": 2 * 2 * 2 * 8 * 7 * 7 * 4 * 9}
+    layer = torch.nn.Conv2d(8, 8, 3, groups=2)
+    with OperatorCount() as ran:
+        layer(torch.zeros(2, 8, 9, 9)).sum().backward()
+    assert ran.by_precision == {"fp32": 2 * 2 * 2 * 8 * 7 * 7 * 4 * 9}
 
 
 def test_norms_are_no_tensor_work() -> None:
-    mode = CountingMode(lambda *_: None)
-    with mode:
+    with OperatorCount() as ran:
         torch.linalg.vector_norm(torch.ones(8))
         torch.linalg.det(torch.eye(3))
-    assert set(mode.uncounted) == {"aten::_linalg_det"}
+    assert ran.uncounted == {"aten::_linalg_det"}
 
 
 def test_a_grouped_product_is_counted_where_it_runs() -> None:
     a, b = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(2, 16, 32, dtype=torch.bfloat16)
     ends = torch.tensor([4, 8], dtype=torch.int32)
-    mode = CountingMode(lambda *_: None)
     try:
-        with mode:
+        with OperatorCount() as ran:
             torch._grouped_mm(a, b, offs=ends)
     except RuntimeError as error:
         pytest.skip(f"no grouped product on this CPU: {error}")
-    assert mode.by_precision == {"bf16": 2 * 8 * 16 * 32}
-    assert not mode.uncounted
+    assert ran.by_precision == {"bf16": 2 * 8 * 16 * 32}
+    assert not ran.uncounted
 
 
 @pytest.mark.parametrize(
@@ -180,48 +178,38 @@ def test_a_grouped_product_is_counted_where_it_runs() -> None:
     ],
 )
 def test_precision(dtype: Any, name: str) -> None:
-    assert precision("aten::mm", (tensor(2, 2, dtype=dtype),)) == name
-    assert precision("aten::_foreach_mm", ([tensor(2, 2, dtype=dtype)],)) == name
+    assert precision("aten::mm", (tensor(2, 2, dtype=dtype),), False) == name
+    assert precision("aten::_foreach_mm", ([tensor(2, 2, dtype=dtype)],), False) == name
 
 
 def test_no_tensor_has_no_precision() -> None:
-    assert precision("aten::mm", (1, [], None)) == ""
-
-
-class OnCuda:
-    """What ``precision`` looks at of a tensor that is on a GPU."""
-
-    is_cuda = True
-    dtype = torch.float32
+    assert precision("aten::mm", (1, [], None), False) == ""
 
 
 @pytest.fixture
-def cuda_tensor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(flop_formulas, "_first_tensor", lambda args: args[0])
+def switches() -> Iterator[Any]:
     before = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
-    yield OnCuda()
+    yield torch.backends
     torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = before
 
 
-def test_fp32_on_a_gpu_follows_the_switches(cuda_tensor: Any) -> None:
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    assert precision("aten::mm", (cuda_tensor,)) == "fp32"
-    assert precision("aten::convolution", (cuda_tensor,)) == "tf32"
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    assert precision("aten::bmm", (cuda_tensor,)) == "tf32"
-    assert precision("aten::convolution_backward", (cuda_tensor,)) == "fp32"
+def test_fp32_on_a_gpu_follows_the_switches(switches: Any) -> None:
+    args = (tensor(2, 2, dtype=torch.float32),)
+    switches.cuda.matmul.fp32_precision = "ieee"
+    switches.cudnn.conv.fp32_precision = "tf32"
+    assert precision("aten::mm", args, True) == "fp32"
+    assert precision("aten::convolution", args, True) == "tf32"
+    assert precision("aten::convolution", args, False) == "fp32"
+    switches.cuda.matmul.fp32_precision = "tf32"
+    switches.cudnn.conv.fp32_precision = "ieee"
+    assert precision("aten::bmm", args, True) == "tf32"
+    assert precision("aten::convolution_backward", args, True) == "fp32"
 
 
-def test_lengths_are_not_read_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    query = torch.randn(6, 2, 4)
-    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
-    args = (query, query, query, ends, ends, 4, 4, 0.0, False, False)
-    forward = formula(aten._flash_attention_forward)
-    assert forward is not None
-    assert forward(*args, out_val=query) == 2 * 2 * 2 * (2**2 + 4**2) * 4
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="capture"):
-        forward(*args, out_val=query)
+def test_recurrent_layers() -> None:
+    x, weights = tensor(5, 3, 16), [tensor(128, 16), tensor(128, 32), tensor(128)]
+    step = 2 * 128 * (16 + 32)
+    assert count("_cudnn_rnn", x, weights) == 5 * 3 * step
+    assert count("_cudnn_rnn_backward", tensor(11, 16), weights) == 2 * 11 * step, "packed"
+    assert count("mkldnn_rnn_layer", x, *weights) == 5 * 3 * step
+    assert count("mkldnn_rnn_layer_backward", x, *weights) == 2 * 5 * 3 * step

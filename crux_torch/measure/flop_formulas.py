@@ -6,7 +6,6 @@ differ in which they have.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -17,26 +16,28 @@ from torch.utils.flop_counter import flop_registry
 
 Formula = Callable[..., int]
 
-#: Formulas of torch that read offsets from the device, to tell how long each sequence is.
-_READS_VALUES = re.compile(r"::(_flash_attention|_efficient_attention|_varlen_attn)_?")
 #: Two values in a byte.
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 _FLOATS = {torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def formula(packet: Any) -> Formula | None:
-    """The formula of an ``OpOverloadPacket`` or a ``HigherOrderOperator``; None without one."""
-    name: str = getattr(packet, "_qualified_op_name", "")
-    if name in PREFERRED:
-        return PREFERRED[name]
-    found: Formula | None = flop_registry.get(packet) or OWN.get(name)
-    if found is not None and _READS_VALUES.search(name):
-        return _unless_capturing(found)
-    return found
+def formulas() -> dict[str, Formula]:
+    """The formula of each operator that has one, by qualified name (``aten::mm``).
+
+    A formula takes the operator's arguments, and its result as ``out_val``.
+    """
+    registered = {getattr(op, "_qualified_op_name", ""): f for op, f in flop_registry.items()}
+    found = {**OWN, **registered, **PREFERRED}
+    in_place = {f"{name}_": count for name, count in found.items()}
+    return {**in_place, **found}
 
 
-def precision(name: str, args: Sequence[Any]) -> str:
+def precision(name: str, args: Sequence[Any], on_cuda: bool) -> str:
     """What the operator ``name`` computes in, as its first tensor tells.
+
+    Args:
+        args: the tensors among them may be stand-ins.
+        on_cuda: the first tensor itself is on a GPU.
 
     Returns:
         a key of ``PeakFlops.flops``; empty where none fits.
@@ -45,7 +46,7 @@ def precision(name: str, args: Sequence[Any]) -> str:
     if tensor is None:
         return ""
     if tensor.dtype == torch.float32:
-        return "tf32" if tensor.is_cuda and _tf32(name) else "fp32"
+        return "tf32" if on_cuda and _tf32(name) else "fp32"
     if tensor.dtype == _PACKED:
         return "fp4"
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
@@ -65,17 +66,6 @@ def _tf32(name: str) -> bool:
     backends: Any = torch.backends
     own: str = (backends.cudnn.conv if "conv" in name else backends.cuda.matmul).fp32_precision
     return (backends.fp32_precision if own == "none" else own) == "tf32"
-
-
-def _unless_capturing(reads_values: Formula) -> Formula:
-    """Reading from the device while a CUDA graph is captured would make the capture fail."""
-
-    def guarded(*args: Any, **kwargs: Any) -> int:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("its sequences' lengths can't be read during a capture")
-        return reads_values(*args, **kwargs)
-
-    return guarded
 
 
 def _depth(a: Tensor) -> int:
@@ -143,6 +133,24 @@ def _attention_backward(
     return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
+def _recurrent(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    """Each step of each sequence takes a product with each weight; packed sequences are one
+    dimension of steps."""
+    return 2 * prod(x.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _recurrent_backward(x: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    return 2 * _recurrent(x, weights)
+
+
+def _recurrent_layer(x: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **__: Any) -> int:
+    return _recurrent(x, (of_input, of_state))
+
+
+def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **__: Any) -> int:
+    return _recurrent_backward(x, (of_input, of_state))
+
+
 def _named(names: str, count: Formula) -> dict[str, Formula]:
     return {f"aten::{name}": count for name in names.split()}
 
@@ -180,6 +188,10 @@ OWN: dict[str, Formula] = {
         "slow_conv_dilated3d",
         _convolution,
     ),
+    **_named("_cudnn_rnn miopen_rnn", _recurrent),
+    **_named("_cudnn_rnn_backward miopen_rnn_backward", _recurrent_backward),
+    **_named("mkldnn_rnn_layer", _recurrent_layer),
+    **_named("mkldnn_rnn_layer_backward", _recurrent_layer_backward),
     **_named(
         "cudnn_convolution_transpose miopen_convolution_transpose slow_conv_transpose2d "
         "slow_conv_transpose3d",

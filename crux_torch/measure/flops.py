@@ -21,11 +21,10 @@ MAX_SIGNATURES = 256
 MAX_ROOTS = 32
 MAX_CALLS = 512
 MAX_TENSORS = 64
-#: Counting costs tens of microseconds an operator. While new signatures keep coming, the pause
-#: between two counts doubles, up to this many iterations.
+#: While new signatures keep coming, the pause between two counts doubles, up to this many iterations.
 MAX_PAUSE = 1024
 
-#: Modules of these packages multiply in calls of C++ extensions, which no dispatch mode sees.
+#: Modules of these packages multiply in calls of C++ extensions, which are no operators of torch.
 EXTENSIONS = (
     "transformer_engine.",
     "apex.fused_dense",
@@ -81,15 +80,11 @@ class FlopMeter:
     """Counts FLOPs between two iteration marks, in the training thread.
 
     docs/work.md says what is counted. torch's own ``FlopCounterMode`` can't run inside a training
-    job: it raises into the model, makes ``torch.compile(fullgraph=True)`` fail, hooks every module,
-    and counts the global shape of a DTensor on every rank.
+    job: as any dispatch mode, it makes torch choose other kernels, which round differently.
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
-    meter finds these modules while it counts, and gives each a forward pre-hook, except those
-    compiled in place, whose shapes are not part of the signature.
-
-    The mode is entered only if no other dispatch mode is active, and left only if it is the
-    innermost. Otherwise the meter gives the count up and retries later.
+    meter finds these modules while it counts, and gives each a forward pre-hook, except where that
+    would change what runs: the shapes of these are not part of the signature.
 
     Args:
         marks: where iterations end; :meth:`install` listens to it.
@@ -101,12 +96,11 @@ class FlopMeter:
         self._ids: dict[Signature, int] = {}
         self._flops: dict[int, Mapping[str, int]] = {}
         self._seen: Counter[int] = Counter()
-        self._uncounted: Counter[str] = Counter()
+        self._uncounted: set[str] = set()
         self._roots: list[weakref.ref[Any]] = []
         self._hooks: list[Any] = []
         self._calls: list[Any] = []
-        self._mode: Any = None
-        self._counted: Any = None
+        self._operators: Any = None
         self._spoiled = False
         self._thread: int | None = None
         self._wanted = True
@@ -125,13 +119,14 @@ class FlopMeter:
         """Stop listening and take the module hooks away.
 
         Called in the training thread, it ends a count that is under way. Called in another thread,
-        it can't reach the mode, and the count ends at the training thread's next mark.
+        it can't, and the count ends at the training thread's next mark.
         """
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._roots = [], []
         self._closing = True
-        if self._mode is None or self._leave():
+        if self._ends_here():
+            self._end_count()
             self._stop_listening()
 
     def _stop_listening(self) -> None:
@@ -159,19 +154,22 @@ class FlopMeter:
 
     def _on_mark(self, mark_ns: int) -> None:
         try:
-            if self._mode is not None and not self._leave():
+            if not self._ends_here():
                 self._spoiled = True
-            elif self._closing:
+                return
+            counted = self._end_count()
+            if self._closing:
                 self._stop_listening()
-            else:
-                self._end_iteration()
-                self._begin_iteration()
+                return
+            if self._started:
+                self._end_iteration(counted)
+            self._begin_iteration()
         except Exception:
             self.remove()
             log.warning("counting FLOPs failed; W comes from time instead", exc_info=True)
 
     def _begin_iteration(self) -> None:
-        from crux_torch.measure.flop_mode import CountingMode
+        from crux_torch.measure.operators import OperatorCount
 
         self._started = True
         self._calls = []
@@ -179,22 +177,27 @@ class FlopMeter:
             return
         if self._wait > 0:
             self._wait -= 1
-        elif _top_of_stack() is not None:
-            self._back_off()
-        else:
-            self._counted = None
-            self._spoiled = False
-            self._thread = threading.get_ident()
-            mode: Any = CountingMode(self._found_module)
-            mode.__enter__()
-            self._mode = mode
-
-    def _end_iteration(self) -> None:
-        if not self._started:
             return
-        counted, self._counted = self._counted, None
+        self._spoiled = False
+        self._thread = threading.get_ident()
+        operators = OperatorCount(self._found_module)
+        operators.begin()
+        self._operators = operators
+
+    def _ends_here(self) -> bool:
+        """False while a count is under way in another thread."""
+        return self._operators is None or self._thread == threading.get_ident()
+
+    def _end_count(self) -> Any:
+        operators, self._operators = self._operators, None
+        if operators is not None:
+            operators.end()
+        return operators
+
+    def _end_iteration(self, counted: Any) -> None:
         if counted is not None:
-            self._back_off()
+            self._wait = self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE)
             if self._spoiled:
                 # Its calls may be those of several iterations.
                 return
@@ -212,18 +215,6 @@ class FlopMeter:
             return OTHER
         return self._ids.setdefault(signature, len(self._ids))
 
-    def _back_off(self) -> None:
-        self._wait = self._pause
-        self._pause = min(2 * self._pause, MAX_PAUSE)
-
-    def _leave(self) -> bool:
-        """Leave the mode if it is this thread's innermost; whether it was."""
-        if self._thread != threading.get_ident() or _top_of_stack() is not self._mode:
-            return False
-        self._counted, self._mode = self._mode, None
-        self._counted.__exit__(None, None, None)
-        return True
-
     def _found_module(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module was met while counting: watch its inputs from now on."""
         if len(self._roots) >= MAX_ROOTS:
@@ -235,9 +226,8 @@ class FlopMeter:
         self._roots.append(weakref.ref(module))
         for kind in {base for child in module.modules() for base in type(child).__mro__}:
             if kind.__module__.startswith(EXTENSIONS):
-                self._uncounted[f"{kind.__module__}.{kind.__qualname__}"] += 1
-        # A hook on a module compiled in place would cost it a recompilation and never run.
-        if getattr(module, "_compiled_call_impl", None) is None:
+                self._uncounted.add(f"{kind.__module__}.{kind.__qualname__}")
+        if _may_be_hooked(module):
             self._hooks.append(module.register_forward_pre_hook(self._pre_hook, with_kwargs=True))
         self._note(module, args, kwargs)
 
@@ -257,6 +247,15 @@ class FlopMeter:
             self._calls.append((index, module.training, _shapes((args, kwargs))))
 
 
+def _may_be_hooked(module: Any) -> bool:
+    """False for a module compiled in place, which a hook would recompile without ever being called,
+    and for the one kind that looks for hooks before it chooses its kernels."""
+    from torch import nn
+
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return not compiled and not isinstance(module, nn.TransformerEncoderLayer)
+
+
 def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     """Shapes of the first tensors in nested tuples, lists and dicts."""
     import torch
@@ -272,10 +271,3 @@ def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
         elif isinstance(item, (tuple, list)):
             pending.extend(reversed(item))
     return tuple(shapes)
-
-
-def _top_of_stack() -> Any:
-    import torch
-
-    depth = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None

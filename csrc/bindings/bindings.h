@@ -10,5 +10,6 @@ void bind_delegating_backend(pybind11::module_& module);
 void bind_hooked_group(pybind11::module_& module);
 void bind_inner_switch(pybind11::module_& module);
 void bind_links(pybind11::module_& module);
+void bind_operators(pybind11::module_& module);
 
 }  // namespace crux

@@ -8,4 +8,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   crux::bind_hooked_group(module);
   crux::bind_inner_switch(module);
   crux::bind_links(module);
+  crux::bind_operators(module);
 }
