@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +16,16 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from training_job import environment  # noqa: E402
 
 from crux_torch.measure.operators import OperatorCount  # noqa: E402
 
 #: Their outputs are whatever the memory held.
 UNINITIALISED = ("empty", "new_empty", "resize")
 SAMPLES = 4
+BOUND_S = 400.0
+#: Of ``bits_job.py``: these train in fp32, and with ``+bf16`` under autocast.
+KINDS = ["llama", "vit", "mamba", "moe", "conv", "lstm", "prod", "checkpoint"]
 
 Watch = Callable[[], AbstractContextManager[Any]]
 
@@ -116,3 +124,41 @@ def test_the_sweep_sees_what_a_dispatch_mode_changes(name: str) -> None:
         if op.name == name:
             changed += differing(op, torch.float32, lambda: FlopCounterMode(display=False))[1]
     assert changed
+
+
+def trained(launcher: str, folder: Path, first: int, cases: Sequence[str]) -> list[Any]:
+    """What each rank of a job computed in each case, as hashes of every step."""
+    folder.mkdir()
+    script = Path(__file__).with_name("bits_job.py")
+    options = ["--standalone", "--nproc-per-node=2", script, folder, str(first), *cases]
+    crux = {"CRUX_STORE": "none", "CRUX_PROFILE_S": "2"}
+    ran = subprocess.run(
+        [sys.executable, "-m", launcher, *options],
+        env={**environment([Path(__file__).parent]), **crux},
+        cwd=folder,
+        timeout=BOUND_S,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_trained_alike(folder: Path, cases: Sequence[str]) -> None:
+    under_crux = trained("cruxrun", folder / "crux", 0, cases)
+    first = len(under_crux[0][cases[0]])
+    assert first > 20, "it was measured and trained on"
+    assert trained("torch.distributed.run", folder / "stock", first, cases) == under_crux
+
+
+@pytest.mark.slow
+def test_trainings(tmp_path: Path) -> None:
+    """Losses, gradients and weights of every step: warm-up, measured, counted, and after that."""
+    mixed = [f"{kind}+bf16" for kind in KINDS]
+    assert_trained_alike(tmp_path, [*KINDS, *mixed, "fsdp:checkpoint", "tp:llama"])
+
+
+@pytest.mark.full
+def test_compiled_trainings(tmp_path: Path) -> None:
+    kinds = ["llama", "mamba", "conv"]
+    assert_trained_alike(tmp_path, [f"compile:{kind}{how}" for how in ("", "+bf16") for kind in kinds])
