@@ -204,6 +204,33 @@ def _null_ns(pairs: int) -> Ratios:
     return added
 
 
+def _counting_ns(pairs: int) -> Ratios:
+    """Nanoseconds that an operator takes longer while FLOPs are counted, by kind of operator."""
+    import torch
+
+    from crux_torch.measure.operators import OperatorCount
+
+    torch.set_num_threads(1)
+    tensor = torch.ones(4, 4)
+    calls = {"without a formula": tensor.neg, "with one": lambda: tensor.mm(tensor)}
+
+    def block(call: Any) -> float:
+        begin = time.perf_counter()
+        for _ in range(NULL_CALLS):
+            call()
+        return (time.perf_counter() - begin) / NULL_CALLS * 1e9
+
+    added: Ratios = {kind: [] for kind in calls}
+    for _ in range(pairs):
+        for kind, call in calls.items():
+            stock = block(call)
+            with OperatorCount(lambda *_: None) as ran:
+                counted = block(call)
+            assert bool(ran.by_precision) == (kind == "with one")
+            added[kind].append(counted - stock)
+    return added
+
+
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
     low, median, high = statistics.quantiles(values, n=4)
     return low, median, high
@@ -217,7 +244,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 )
 @click.option("--quick", is_flag=True, help="Small sizes and few pairs, to see that it works.")
 def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
-    """Measure what Crux adds to collectives, to a DDP step, and to a backend that does nothing."""
+    """Measure what Crux adds to collectives, a DDP step, a backend that does nothing, operators."""
     random.seed(0)
     pairs, rounds = (min(pairs, 3), 1) if quick else (pairs, rounds)
     sizes = SIZES[:2] if quick else SIZES
@@ -253,6 +280,8 @@ def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
         )
     null = {how: _quartiles(added) for how, added in _null_ns(min(pairs, 25)).items()}
 
+    counting = {kind: _quartiles(added) for kind, added in _counting_ns(min(pairs, 25)).items()}
+
     table = Table(title="Crux over stock Gloo, 2 ranks on loopback: 1.00 is no cost")
     for column in ("operation", "size", "stock", *TIMES):
         table.add_column(column, justify="left" if column == "operation" else "right")
@@ -276,9 +305,13 @@ def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
     console.print("in a backend that does nothing Crux adds")
     for how, (low, median, high) in null.items():
         console.print(f"{how}: {median:.0f} ns a call (quartiles {low:.0f} to {high:.0f})")
+    console.print("while FLOPs are counted, an operator takes longer by")
+    for kind, (low, median, high) in counting.items():
+        console.print(f"{kind}: {median:.0f} ns (quartiles {low:.0f} to {high:.0f})")
     if json_file:
+        figures = {"rows": rows, "null_ns": null, "counting_ns": counting, "cpus": os.cpu_count()}
         with open(json_file, "w") as out:
-            json.dump({"rows": rows, "null_ns": null, "cpus": os.cpu_count()}, out, indent=1)
+            json.dump(figures, out, indent=1)
 
 
 if __name__ == "__main__":

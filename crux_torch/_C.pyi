@@ -317,3 +317,23 @@ class LinkGate:
 
 def link_gate() -> LinkGate:
     """The gate of this process."""
+
+def begin_operators(counted: set[str], found: Callable[[], None]) -> None:
+    """From now on note which operators this thread runs, and autograd's threads on its behalf.
+
+    Args:
+        counted: qualified names of the operators whose arguments are kept.
+        found: called before one of them runs outside backward.
+    """
+
+def end_operators() -> tuple[
+    list[tuple[str, tuple[Any, ...], dict[str, Any], Any, bool, int]],
+    list[tuple[tuple[str, str], tuple[str, str]]],
+]:
+    """Stop, in the thread that began.
+
+    Returns:
+        Of each call that was noted: name, arguments, keyword arguments, result, whether the first
+        tensor is on a GPU, and how often it ran. Tensors are stand-ins without data. Of each other
+        operator: name and overload, and those of the operator that called it.
+    """

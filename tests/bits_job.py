@@ -262,7 +262,8 @@ def run(case: str, mixed: bool, wanted: int, counts: list[float] | None) -> list
             dist.all_reduce(done, dist.ReduceOp.MIN)
     if not wanted:
         profile = crux_torch.profile()
-        assert profile is not None and profile.flops > 0, "the job was not measured"
+        assert profile is not None, "the job was not measured"
+        assert profile.flops > 0
         for _ in range(STEPS):
             training.step()
     assert counts is None or any(counts), f"{case} was not counted"

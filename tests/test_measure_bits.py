@@ -161,4 +161,6 @@ def test_trainings(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_compiled_trainings(tmp_path: Path) -> None:
     kinds = ["llama", "mamba", "conv"]
-    assert_trained_alike(tmp_path, [f"compile:{kind}{how}" for how in ("", "+bf16") for kind in kinds])
+    assert_trained_alike(
+        tmp_path, [f"compile:{kind}{how}" for how in ("", "+bf16") for kind in kinds]
+    )

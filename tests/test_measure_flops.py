@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from crux_torch.measure.flops import FlopCount, FlopMeter  # noqa: E402
 from crux_torch.measure.iterations import IterationMarks  # noqa: E402
+from crux_torch.measure.operators import COMPILED, OperatorCount  # noqa: E402
 
 
 @pytest.fixture
@@ -336,6 +341,96 @@ def test_removed_by_another_thread_ends_with_the_iteration(meter: FlopMeter) -> 
     train(model, lambda: torch.randn(16, 32), 3)
     assert meter.count() is None
     assert not meter._marks._listeners
+
+
+def test_a_module_that_looks_for_hooks_gets_none(meter: FlopMeter) -> None:
+    """Outside training it takes another kernel if it has one."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    train(layer, lambda: torch.randn(2, 4, 16), 3)
+    assert counted(meter).flops > 0
+    assert not layer._forward_pre_hooks
+
+
+@pytest.mark.slow
+def test_what_inductor_makes_from_templates_is_named(meter: FlopMeter) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention)
+
+    class Flex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inputs(x)
+            with torch.no_grad():
+                return y * compiled(y, y, y)
+
+    train(Flex(), lambda: torch.randn(1, 2, 128, 16), 3)
+    count = counted(meter)
+    assert count.flops == 2 * 2 * 256 * 16 * 16
+    assert COMPILED in count.uncounted_ops
+
+
+def test_what_is_batched_or_cast_counts_once() -> None:
+    a, b = torch.randn(4, 5), torch.randn(3, 5, 6)
+    with OperatorCount() as ran:
+        torch.func.vmap(torch.mm, (None, 0))(a, b)
+    assert ran.by_precision.total() == 3 * 2 * 4 * 5 * 6
+    with OperatorCount() as ran, torch.autocast("cpu", torch.bfloat16):
+        torch.bmm(b, b.mT)
+    assert ran.by_precision == {"bf16": 3 * 2 * 5 * 5 * 6}
+
+
+def test_an_operator_that_fails_does_not_count() -> None:
+    with OperatorCount() as ran, pytest.raises(RuntimeError):
+        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    assert not ran.by_precision
+
+
+def test_what_a_mode_only_traces_does_not_count() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with OperatorCount() as ran, FakeTensorMode():
+        torch.mm(torch.ones(2, 3), torch.ones(3, 2))
+    torch.mm(torch.ones(2, 3), torch.ones(3, 2))
+    assert not ran.by_precision
+    assert not ran.uncounted
+
+
+def test_other_threads_do_not_count() -> None:
+    other = threading.Thread(target=lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 2)))
+    with OperatorCount() as ran:
+        other.start()
+        other.join()
+    assert not ran.by_precision
+
+
+def test_a_forked_child_counts_for_itself_alone() -> None:
+    def product() -> None:
+        torch.mm(torch.ones(2, 3), torch.ones(3, 2))
+
+    with OperatorCount() as ran:
+        product()
+        if (child := os.fork()) == 0:
+            product()
+            with OperatorCount() as own:
+                product()
+            os._exit(0 if own.by_precision.total() == 24 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert ran.by_precision == {"fp32": 24}
+
+
+def test_the_extension_refuses_another_layout_of_torchs_records() -> None:
+    """``RecordFunction`` has a member more where NDEBUG is not defined."""
+    source = Path(__file__).parent.parent / "csrc/operators/operator_count.cc"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    ran = subprocess.run(
+        [*compiler, "-E", "-UNDEBUG", source], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode != 0
+    assert "must be compiled with -DNDEBUG" in ran.stderr
 
 
 def test_a_sharded_product_counts_what_this_rank_computes(meter: FlopMeter) -> None:

@@ -147,7 +147,9 @@ def _recurrent_layer(x: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **_
     return _recurrent(x, (of_input, of_state))
 
 
-def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **__: Any) -> int:
+def _recurrent_layer_backward(
+    x: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **__: Any
+) -> int:
     return _recurrent_backward(x, (of_input, of_state))
 
 

@@ -21,7 +21,7 @@ MAX_SIGNATURES = 256
 MAX_ROOTS = 32
 MAX_CALLS = 512
 MAX_TENSORS = 64
-#: While new signatures keep coming, the pause between two counts doubles, up to this many iterations.
+#: While new signatures keep coming, the pause between two counts doubles, up to so many iterations.
 MAX_PAUSE = 1024
 
 #: Modules of these packages multiply in calls of C++ extensions, which are no operators of torch.

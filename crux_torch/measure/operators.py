@@ -95,7 +95,9 @@ class OperatorCount:
         if _compiled_products():
             self.uncounted.add(COMPILED)
         # Of operators that call each other, the outermost.
-        self.uncounted |= {op[0] for op, caller in others if op in working and caller not in working}
+        self.uncounted |= {
+            op[0] for op, caller in others if op in working and caller not in working
+        }
 
     def __enter__(self) -> OperatorCount:
         self.begin()
