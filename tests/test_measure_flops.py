@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import shlex
 import subprocess
 import threading
@@ -341,6 +343,19 @@ def test_removed_by_another_thread_ends_with_the_iteration(meter: FlopMeter) -> 
     train(model, lambda: torch.randn(16, 32), 3)
     assert meter.count() is None
     assert not meter._marks._listeners
+
+
+def test_a_counted_module_can_be_copied_and_pickled(meter: FlopMeter) -> None:
+    model = mlp()
+    train(model, lambda: torch.randn(16, 32), 3)
+    assert model._forward_pre_hooks
+    before = len(meter._calls)
+    x = torch.randn(16, 32)
+    pickled = pickle.dumps(model)
+    assert b"crux" not in pickled
+    for copied in (copy.deepcopy(model), pickle.loads(pickled)):
+        assert torch.equal(copied(x), model(x))
+    assert len(meter._calls) == before + 2, "only the model itself counts"
 
 
 def test_a_module_that_looks_for_hooks_gets_none(meter: FlopMeter) -> None:

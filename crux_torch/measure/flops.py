@@ -6,7 +6,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +229,9 @@ class FlopMeter:
             if kind.__module__.startswith(EXTENSIONS):
                 self._uncounted.add(f"{kind.__module__}.{kind.__qualname__}")
         if _may_be_hooked(module):
-            self._hooks.append(module.register_forward_pre_hook(self._pre_hook, with_kwargs=True))
+            self._hooks.append(
+                module.register_forward_pre_hook(_Hook(self._pre_hook), with_kwargs=True)
+            )
         self._note(module, args, kwargs)
 
     def _pre_hook(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -245,6 +248,20 @@ class FlopMeter:
         if len(self._calls) < MAX_CALLS:
             index = next((i for i, ref in enumerate(self._roots) if ref() is module), -1)
             self._calls.append((index, module.training, _shapes((args, kwargs))))
+
+
+class _Hook:
+    """A forward pre-hook that does nothing on a copy of the module, and needs no Crux where such a
+    copy is unpickled."""
+
+    def __init__(self, called: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self._called = called
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._called(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 def _may_be_hooked(module: Any) -> bool:
