@@ -275,12 +275,15 @@ def run(case: str, mixed: bool, wanted: int, counts: list[float] | None) -> list
 
 
 def look_at_once() -> None:
-    """A meter that has seen many signatures pauses for long."""
+    """Let the meter count the next model as it counted the first."""
     from crux_torch import runtime
 
     agent = runtime._agent()
     if agent is not None:
-        agent._meter.flops._wait, agent._meter.flops._pause = 0, 1
+        meter = agent._meter.flops
+        for known in (meter._ids, meter._flops, meter._seen):
+            known.clear()
+        meter._wanted, meter._wait, meter._pause = True, 0, 1
 
 
 def observed() -> list[float]:
