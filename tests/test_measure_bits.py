@@ -97,6 +97,7 @@ def differing(op: Any, dtype: Any, watch: Watch) -> tuple[int, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_every_operator_of_torch(dtype: Any) -> None:
     counts: list[OperatorCount] = []
