@@ -23,6 +23,7 @@ from loopback import free_port
 from test_control_leader import agreed, leader_of, leaders_of, run
 
 from crux_torch.control import audit
+from crux_torch.control.agreed_marks import Agreed
 from crux_torch.control.audit import MAX_LINES, MAX_PLANS, AuditEntry, Basis
 from crux_torch.control.inputs import plan_inputs
 from crux_torch.control.leader import Leader
@@ -73,7 +74,7 @@ def test_what_the_operator_sets_holds_whatever_the_planner_says(
         return tuple(msgspec.structs.replace(e, level=max(levels)) for e in by_name(records, None))
 
     records = [record(name) for name in NAMES]
-    entries = operated(compute, records, None, policy="p", levels=levels, settings=settings)
+    entries = operated(compute, records, None, policy="p", agreed=Agreed(levels), settings=settings)
     if settings.disabled:
         assert (entries, heard) == ((), [])
         return
@@ -261,7 +262,7 @@ def _lead(endpoint: str, job: str, seed: int, stop: Any) -> None:
     compute = partial(compute_entries, levels=(0, 1, 2, 3))
     leader = Leader(
         store, "c", record(job, profile=profile(flops=1e15 * (1 + seed))), compute,
-        policy="crux-paper", levels=(0, 1, 2, 3), poll_s=0.05, debounce_s=0.2,
+        policy="crux-paper", agree=lambda *_: Agreed((0, 1, 2, 3)), poll_s=0.05, debounce_s=0.2,
     )  # fmt: skip
     while not stop.wait(0.02):
         leader.tick()
@@ -470,7 +471,7 @@ def test_a_schedule_that_heeds_the_operator_has_the_levels_of_the_plan(
         records,
         None,
         policy="crux-paper",
-        levels=levels,
+        agreed=Agreed(levels),
         settings=settings,
     )
     cluster = plan_inputs(records, None, weights=settings.weights)

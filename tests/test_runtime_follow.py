@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from control_fakes import profile, until
+from dscp_maps import MARKS
 from loopback import free_port
 from test_runtime_steer import Rank, route
 from torch.distributed import HashStore
@@ -92,7 +93,9 @@ def led(store, start):
 
 
 def order(**changes):
-    return Order(**{"incarnation": "i", "number": 1, "level": 5, "valid_s": 30.0, **changes})
+    return Order(
+        **{"incarnation": "i", "number": 1, "level": 5, "marks": MARKS, "valid_s": 30.0, **changes}
+    )
 
 
 def warnings(caplog):

@@ -143,6 +143,8 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
     """
     to = console()
     say(to, f"cluster {_safe(status.cluster)} at {status.store}: {_plan_line(status)}")
+    if status.operator.observe:
+        say(to, "dry run by the operator: jobs are planned, and keep the network's defaults")
     if status.operator.disabled:
         say(to, "disabled by the operator: all jobs keep the network's defaults")
     if not status.jobs:
@@ -214,7 +216,7 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
         "job": _safe(job.job),
         "hosts": ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else ""),
         "GPUs": str(job.gpus),
-        "state": job.state,
+        "state": f"{job.state}, dry run" if job.dry_run else job.state,
         "step now": _seconds(steps.step_s),
         "alone": _range(*alone),
         "slowdown": _range(*slowdown),

@@ -20,7 +20,7 @@ from crux_torch.errors import SettingsError
 from crux_torch.log_lines import news, to_stderr
 from crux_torch.settings import Settings
 from crux_torch.variables import misspelt_in_words
-from cruxrun import autoload, flags, launched, prechecks
+from cruxrun import autoload, flags, launched, marks, prechecks
 from cruxrun.devices import chosen_devices
 from cruxrun.job_name import job_name
 
@@ -77,7 +77,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     exports["CRUX_JOB_OF"] = ""
     if not exports.get("CRUX_JOB") and (started_by_a_rank or not os.environ.get("CRUX_JOB")):
         exports["CRUX_JOB"] = job_name(args)
-    with _environment(exports):
+    with ExitStack() as stack:
+        stack.enter_context(_environment(exports))
+        settings = Settings.from_env()
+        try:
+            stack.enter_context(_environment(marks.of_the_topology(settings)))
+        except SettingsError as error:
+            _refuse(error)
         settings = Settings.from_env()
         to_stderr(logger, f"cruxrun {settings.job}", settings.log_level, alone=True)
         to_stderr(logging.getLogger("crux_torch"), f"cruxrun {settings.job}", settings.log_level)
@@ -93,16 +99,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             # A forked worker inherits torch, so no import of torch calls the entry point.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
         news(logger).info("%s", start_line(settings, topology))
-        with ExitStack() as stack:
-            stack.enter_context(_environment(preload.environment(settings, os.environ)))
-            stack.enter_context(_hosted_store(settings))
-            stack.enter_context(_hosted_tables(settings))
-            try:
-                devices = stack.enter_context(chosen_devices(args, settings))
-            except SettingsError as error:
-                _refuse(error)
-            stack.enter_context(_environment(devices))
-            _torchrun(args)
+        stack.enter_context(_environment(preload.environment(settings, os.environ)))
+        stack.enter_context(_hosted_store(settings))
+        stack.enter_context(_hosted_tables(settings))
+        try:
+            devices = stack.enter_context(chosen_devices(args, settings))
+        except SettingsError as error:
+            _refuse(error)
+        stack.enter_context(_environment(devices))
+        _torchrun(args)
 
 
 def _refuse(error: SettingsError) -> NoReturn:
@@ -130,7 +135,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _hosted_tables(settings: Settings) -> Iterator[None]:
     """Keep the load tables of the policy mlcc while the job runs, if their place is this host."""
     host: Any = None
-    if settings.policy == "mlcc":
+    if settings.policy == "mlcc" and not settings.dry_run:
         try:
             from crux_torch.fabric.loaders import load_topology
             from crux_torch.store.host import StoreHost

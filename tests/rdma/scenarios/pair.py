@@ -56,7 +56,7 @@ def main(environment: str, libnccl: str) -> None:
     routes = out / "routes"
     routes.write_text(
         "".join(
-            f"{address} dscp {PLANNED_DSCP[address]} "
+            f"{address} qp_dscp {PLANNED_DSCP[address]} "
             f"ports {','.join(map(str, PLANNED_PORTS[address]))}\n"
             for address in PAIR_ADDRESSES
         )
