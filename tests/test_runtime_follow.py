@@ -184,7 +184,9 @@ def test_an_order_that_is_too_long_goes_without_the_profile(start, store):
     large = profile(flows=tuple(HostFlow(name, name[::-1], 1.0) for name in names))
     until(lambda: agent.status()["order"] is not None, what="an order")
     order = msgspec.convert(agent.status()["order"], Order)
-    long = msgspec.structs.replace(order, number=order.number + 1000, level=4, profile=large)
+    long = msgspec.structs.replace(
+        order, number=order.number + 1000, level=4, marks=MARKS, profile=large
+    )
     assert len(long.to_json()) > MAX_RECORD_BYTES
     assert agent._publish(long)
     until(lambda: agent.status()["applied"]["level"] == 4, what="the long order")
