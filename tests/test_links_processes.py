@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dscp_maps import MARKED_ENV
 from loopback import free_port
 from training_job import Job
 
@@ -18,6 +19,7 @@ FOLDER = Path("/dev/shm")
 CLUSTER = f"links-{os.getpid()}"
 BOUND_S = 240.0
 ENV = {
+    **MARKED_ENV,
     "CRUX_CLUSTER": CLUSTER,
     "CRUX_LINKS": "loop",
     "CRUX_LINK_WAIT_MS": "5000",
