@@ -55,7 +55,7 @@ class Job:
     """One job's conductor, and ranks that answer as the test wants."""
 
     def __init__(self, name: str, clock: FakeClock, store: Any, **options: Any) -> None:
-        settings = dataclasses.replace(SETTINGS, job=name)
+        settings = dataclasses.replace(SETTINGS, job=name, **options.pop("changes", {}))
         self.name, self.clock, self.settings = name, clock, settings
         self.incarnation = f"{name}-0"
         self.leader = self.slot = None

@@ -103,10 +103,11 @@ def merge(
 def _t_note(from_capacities: bool, quiet: bool) -> str:
     """What a transfer time is worth that was measured without the class above all others."""
     found = "measured without a class above the other jobs'"
+    beside = "no other job ran" if quiet else "others may have run"
     if from_capacities:
-        checked = "and checked, as no other job ran" if quiet else "unchecked, as other jobs ran"
-        return f"{found}: t is from the links' capacities, {checked}"
-    return f"{found}, while {'no other job ran' if quiet else 'other jobs ran: t may be too long'}"
+        checked = "and checked" if quiet else "unchecked"
+        return f"{found}: t is from the links' capacities, {checked}, as {beside}"
+    return f"{found}: {beside}{'' if quiet else ', so that t may be too long'}"
 
 
 def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
