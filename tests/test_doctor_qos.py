@@ -118,6 +118,17 @@ def test_what_mlnx_qos_and_dcb_print_is_read(sysfs: Path, host: InterfaceQos) ->
     assert of_dcb.algorithms == {**dict.fromkeys(range(8), "strict"), 3: "ets", 4: "ets"}
 
 
+def test_the_kernel_s_own_driver_tells_the_value_of_cnp_elsewhere(tmp_path: Path) -> None:
+    function = tmp_path / "devices/0000:3b:00.0"
+    function.mkdir(parents=True)
+    (tmp_path / "class/net" / NIC).mkdir(parents=True)
+    (tmp_path / "class/net" / NIC / "device").symlink_to(function)
+    told = tmp_path / "kernel/debug/mlx5/0000:3b:00.0/cc_params/np_cnp_dscp"
+    told.parent.mkdir(parents=True)
+    told.write_text("56\n")
+    assert read(NIC, run_of(), tmp_path).cnp_dscp == 56
+
+
 @pytest.mark.parametrize(
     "dcb", [None, {part: [] for part in DCB}, {part: {"x": 1} for part in DCB}]
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from crux_torch.host.sysfs import SYSFS, entries, number, text
+from crux_torch.host.sysfs import SYSFS, entries, number, pci_address, text
 
 #: The output of a command; None if it is not installed, or fails.
 Run = Callable[[Sequence[str]], str | None]
@@ -79,13 +79,24 @@ def read(name: str, run: Run = output_of, sysfs: Path = SYSFS) -> InterfaceQos:
     """How the interface ``name`` is configured."""
     told = run(("mlnx_qos", "-i", name))
     found = _of_mlnx_qos(told) if told is not None else _of_dcb(name, run)
-    cnp = number(text(sysfs / "class/net" / name / "ecn/roce_np/cnp_dscp").strip())
     return InterfaceQos(
         name,
-        cnp_dscp=int(cnp) if cnp is not None and 0 <= cnp < 64 else None,
+        cnp_dscp=_cnp_dscp(sysfs, name),
         shares_queues=_of_tc(run(("tc", "-j", "qdisc", "show", "dev", name))),
         **found,
     )
+
+
+def _cnp_dscp(sysfs: Path, name: str) -> int | None:
+    """As NVIDIA's driver says it, or that of the kernel, where root alone may read it."""
+    interface = sysfs / "class/net" / name
+    function = pci_address(interface / "device") or "-"
+    files = (
+        interface / "ecn/roce_np/cnp_dscp",
+        sysfs / "kernel/debug/mlx5" / function / "cc_params/np_cnp_dscp",
+    )
+    told = (number(text(file).strip()) for file in files)
+    return next((int(dscp) for dscp in told if dscp is not None and 0 <= dscp < 64), None)
 
 
 def _of_mlnx_qos(told: str) -> dict[str, Any]:
