@@ -229,6 +229,19 @@ def test_nccls_variables_go_before_the_communicators_class(pair: Outcome, case: 
     assert tos == {VARIABLE_CLASS}, "a route changed it"
 
 
+def test_queue_pairs_of_a_job_without_a_map_take_paths_and_keep_their_class(pair: Outcome) -> None:
+    connected = nccls(pair, "nccl unmarked")["connected"]
+    assert connected
+    for one in connected:
+        assert one["asked"]["traffic_class"] == 0
+        assert {**one["given"], "flow_label": 0} == one["asked"], "nothing but the port"
+        assert one["given"]["flow_label"] != 0
+    packets = pair.capture("pair", done(pair, "nccl unmarked"))
+    assert {packet.tos for packet in packets} == {0}
+    for packet in packets:
+        assert packet.source_port in PLANNED_PORTS[packet.destination]
+
+
 def port_of(flow_label: int) -> int:
     """As ibv_flow_label_to_udp_sport() has it."""
     return flow_label & 0x3FFF ^ flow_label >> 14 & 0x3F | 0xC000
