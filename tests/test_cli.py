@@ -238,6 +238,14 @@ def test_status_says_where_a_trial_stands_and_why_a_plan_was_taken_back(crux, cl
     assert "taken back" not in shown(msgspec.structs.replace(back, name="t0"))
 
 
+def test_status_says_which_job_is_a_dry_run(crux, cluster):
+    endpoint, registry = cluster
+    registry.publish_job(msgspec.structs.replace(JOBS[1], dry_run=True), lease_s=60.0)
+    result = crux("status", CRUX_STORE=endpoint, CRUX_CLUSTER="lab")
+    assert result.exit_code == 0, result.output
+    assert "dry run" in result.output
+
+
 def cells_of(output):
     """The cells of each job by heading, over all blocks of the table."""
     found = {}

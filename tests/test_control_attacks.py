@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record
+from dscp_maps import MARKS
 from msgspec import UNSET
 from test_control_leader import agreed, leader_of, leaders_of, run
 
@@ -206,6 +207,8 @@ def test_in_a_cluster_too_large_to_compute_each_takes_its_own_entry_if_its_level
     store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     leaders = leaders_of(store, 6, clock, agree=lambda *_: Agreed(range(7)), max_verified=1)
+    for leader in leaders:
+        leader.update(marks=MARKS)
     run(leaders, clock, 20)
     followers = [leader for leader in leaders if leader.status()["role"] == "follower"]
     assert len(followers) == 6 - SEATS
@@ -249,6 +252,8 @@ def test_in_a_cluster_too_large_to_compute_a_level_beyond_the_cap_is_not_taken(
     store: MemoryStore, clock: FakeClock
 ) -> None:
     leaders = leaders_of(store, 6, clock, agree=lambda *_: Agreed(range(7)), max_verified=1)
+    for leader in leaders:
+        leader.update(marks=MARKS)
     caps = {"j": TenantCap(highest=0)}
     assert Registry(store, "c").swap_operator(None, OperatorSettings().changed(tenants=caps))
     run(leaders, clock, 20)

@@ -340,15 +340,20 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
         assert "disabled by the operator" in crux(endpoint, "status").stdout
         told(endpoint, "enable")
         until(lambda: levels() == plain, what="the first plan again")
+        told(endpoint, "observe")
+        assert "dry run by the operator" in crux(endpoint, "status").stdout
+        assert levels() == plain, "it shows what would be"
+        told(endpoint, "act")
+        assert "dry run" not in crux(endpoint, "status").stdout
         held = told(endpoint, "status")["operator"]
-        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=12)
+        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=14)
         log = [msgspec.convert(entry, AuditEntry) for entry in told(endpoint, "audit")]
         acts = [entry for entry in log if entry.kind == "operator"]
         assert [e.why[0] for e in acts] == [
             *("drain d", "undrain d", "weight a 100.0", "weight a 1.0"),
             *("pin b 63", "pin b none"),
             *("tenant d --highest 1", "tenant c --share 0.5 --above 0", "tenant d", "tenant c"),
-            *("disable", "enable"),
+            *("disable", "enable", "observe", "act"),
         ]
         assert all(e.who.startswith(getpass.getuser() + "@") for e in acts)
         plans = [entry for entry in log if entry.kind == "plan"]

@@ -125,6 +125,17 @@ def test_a_job_takes_the_map_of_the_published_topology(
     assert {one.leader.record.marks for one in (bare, own)} == {OF_QOS}
 
 
+def test_jobs_whose_maps_differ_do_not_use_a_level_that_is_reserved(
+    clock: FakeClock, store: MemoryStore
+) -> None:
+    ours = job("a", clock, store, reserved_levels=(0,))
+    theirs = job("b", clock, store, dscp_map=tuple(range(20, 28)))
+    run(clock, 15.0, ours, theirs)
+    assert [one.told.level for one in (ours, theirs)] == [0, 0]
+    assert (ours.told.marks, ours.told.dscp) == (None, None), "level 0 is not its own to use"
+    assert theirs.told.dscp == 20
+
+
 def test_settings_and_records_say_the_same() -> None:
     assert SETTINGS.marks == Marks(SETTINGS.dscp_map, (), tuple(range(8)))
     assert Settings().marks == Marks()

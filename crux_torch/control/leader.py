@@ -10,7 +10,7 @@ import math
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -265,7 +265,7 @@ class Leader:
                 if self._step_clock is not None and not self._superseded:
                     self._step_clock.tell(now, self.record.profile)
                 # In a dry run no plan is in force, so that none can be tried.
-                if self._trials is not None and not self.operator.observe:
+                if self._trials is not None and not (self.operator.observe or self.record.dry_run):
                     tried = self._trials.step(now, self.plan, self._snapshot.jobs)
                     self.update(tried=tried or msgspec.UNSET)
         except StoreError as error:
@@ -419,7 +419,7 @@ class Leader:
             if found is None:
                 return None  # not written yet
             settings = self._snapshot.operator
-            levels = self._agree_on((self.record,), self.topology).levels
+            levels = self._own_levels()
             if all(settings.may_have(entry.job, entry.level, levels) for entry in found):
                 return plan_of(head, found)
         else:
@@ -442,6 +442,12 @@ class Leader:
             "they have them, somebody else writes to the store",
         )
         return None
+
+    def _own_levels(self) -> Collection[int]:
+        """The levels that a plan may give this job, whatever the others' DSCP maps are."""
+        if not self.record.marks:
+            return range(64)  # none has an effect
+        return {0, *self.record.marks.plan_levels}
 
     def _own_part(self, head: PlanHead) -> tuple[PlanEntry, ...] | None:
         """This job's entry as the author of ``head`` wrote it; None if it is not there."""

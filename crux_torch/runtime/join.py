@@ -98,8 +98,7 @@ def make_conductor(
             policy=settings.policy,
             agree=agreed,
             max_slowdown=settings.max_slowdown or math.inf,
-            # In a dry run nothing changes, so that there is nothing to judge.
-            iteration_ends=None if settings.dry_run else marks.marks_ns,
+            iteration_ends=marks.marks_ns,
             in_thread=True,
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,

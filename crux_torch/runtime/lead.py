@@ -398,6 +398,8 @@ class Conductor:
             _news.info("%s", self._first_plan(plan, entry))
         if measuring and self._is_alone():
             level = marks.measuring_level
+        elif level is not None and level not in marks.plan_levels:
+            marks = Marks()  # one level for all: jobs mean different things by theirs
         obeyed = entry
         if self._observes:
             marks, level, obeyed = Marks(), None, None
