@@ -124,7 +124,8 @@ void route_files_are_read() {
   CHECK(first.hops[0].accepts(address("10.100.16.2")));
   const Route& second = file.routes[1];
   CHECK(second.hops.size() == 2 && second.hops[1].accepts(address("2001:db8:200::2")));
-  CHECK(second.dscp == -1 && second.qp_dscp == -1 && second.rate_Bps == 0 && second.udp_ports.empty());
+  CHECK(second.dscp == -1 && second.qp_dscp == -1 && second.rate_Bps == 0 &&
+        second.udp_ports.empty());
   CHECK(file.routes[2].hops.empty());
 }
 
