@@ -9,6 +9,7 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from dscp_maps import MARKS
 from loopback import free_port
 
 import crux_torch
@@ -149,6 +150,7 @@ PROFILE = JobProfile(
 JOBS = (
     JobRecord(job="bert", incarnation="1", hosts=("h0",), gpus=4, state="starting"),
     JobRecord(
+        marks=MARKS,
         job="gpt",
         incarnation="2",
         hosts=("h1", "h2", "h3"),

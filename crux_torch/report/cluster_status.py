@@ -229,7 +229,8 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
         "I FLOP/s": "" if intensity is None else _si(intensity),
         "k": f"{entry.correction:.3g}" if entry else "",
         "P": _si(entry.priority) if entry else "",
-        "level": str(entry.level) if entry else "",
+        # Of a job that marks nothing it has no effect.
+        "level": str(entry.level) if entry and job.marks else "",
         "paths": _paths(job.paths),
         "grid s": f"{entry.grid.period_s:.4g}" if entry and entry.grid else "",
         "late/min": _count(job.corrections_per_minute),
