@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -93,21 +92,18 @@ def test_a_qos_that_contradicts_itself_is_refused_with_the_reason(qos: str, reas
             parse_yaml(f"{network}qos: {qos}\n", "t.yaml")
 
 
-def test_the_settings_take_the_maps_of_the_topology(tmp_path: Path) -> None:
-    file = tmp_path / "t.yaml"
-    file.write_text(NETWORK + QOS)
-    settings = Settings(topology=str(file), levels=8)
-    told = marks.of_the_topology(settings)
-    found = Settings.from_env({"CRUX_TOPOLOGY": str(file), **told})
+def test_the_settings_take_the_maps_of_the_topology() -> None:
+    topology = parse_yaml(NETWORK + QOS)
+    settings = Settings(levels=8)
+    told = marks.of_the_topology(settings, topology)
+    found = Settings.from_env(told)
     assert found.marks == OF_QOS
     assert (found.levels, found.reserved_levels) == (4, (3,))
-    assert marks.of_the_topology(found) == {}, "what a launcher set is the topology's"
+    assert marks.of_the_topology(found, topology) == {}, "what a launcher set is the topology's"
     with pytest.raises(SettingsError, match=r"tcp 0,8,16.* but the topology's qos says tcp 0,10"):
-        marks.of_the_topology(replace(settings, dscp_map=CLASS_SELECTORS))
-    for text in (NETWORK, "qos: of no topology", ""):
-        file.write_text(text)
-        assert marks.of_the_topology(settings) == {}
-    assert marks.of_the_topology(replace(settings, topology="/absent")) == {}
+        marks.of_the_topology(replace(settings, dscp_map=CLASS_SELECTORS), topology)
+    assert marks.of_the_topology(settings, parse_yaml(NETWORK)) == {}
+    assert marks.of_the_topology(settings, None) == {}
     assert with_qos(settings, None) is settings
     assert with_qos(settings, Qos(tcp=parse_yaml(NETWORK + QOS).qos.tcp)).marks.rdma == ()  # type: ignore[union-attr]
 

@@ -429,8 +429,10 @@ class Conductor:
 
     def _first_plan(self, plan: Plan, entry: PlanEntry) -> str:
         """One line about the first plan that this job follows."""
-        marks = self._settings.dscp_map
-        mark = f"DSCP {marks[entry.level]}" if entry.level < len(marks) else "no mark"
+        marks = self._marks()
+        values = marks.tcp or marks.rdma
+        marked = entry.level < len(values) and not self._observes
+        mark = f"DSCP {values[entry.level]}" if marked else "no mark"
         return one_line(
             f"first plan, number {plan.epoch} by {plan.author!r}: level {entry.level} ({mark}), "
             f"paths: {len(entry.paths)}, jobs: {len(plan.entries)}"

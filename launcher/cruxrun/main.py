@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         topology = prechecks.topology_of(settings)
         if topology is not None:
             exports |= prechecks.named_host(topology, settings)
+            exports |= marks.of_the_topology(settings, topology)
     except SettingsError as error:
         _refuse(error)
 
@@ -79,11 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         exports["CRUX_JOB"] = job_name(args)
     with ExitStack() as stack:
         stack.enter_context(_environment(exports))
-        settings = Settings.from_env()
-        try:
-            stack.enter_context(_environment(marks.of_the_topology(settings)))
-        except SettingsError as error:
-            _refuse(error)
         settings = Settings.from_env()
         to_stderr(logger, f"cruxrun {settings.job}", settings.log_level, alone=True)
         to_stderr(logging.getLogger("crux_torch"), f"cruxrun {settings.job}", settings.log_level)

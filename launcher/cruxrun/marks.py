@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from crux_torch.fabric.topology import Topology
 from crux_torch.settings import Settings
 
 
-def of_the_topology(settings: Settings) -> dict[str, str]:
-    """The variables for the workers; none if the file has no ``qos``, or can't be read.
+def of_the_topology(settings: Settings, topology: Topology | None) -> dict[str, str]:
+    """The variables for the workers; none if the job's topology has no ``qos``.
 
     Raises:
         SettingsError: the settings have other maps than the file.
     """
-    from crux_torch.fabric.loaders import load_topology
+    if topology is None or topology.qos is None:
+        return {}
     from crux_torch.fabric.qos import with_qos
 
-    try:
-        # A large file takes seconds to parse, and most have none.
-        if not settings.topology or b"qos" not in Path(settings.topology).read_bytes():
-            return {}
-        topology = load_topology(settings.topology)
-    except (OSError, ValueError):
-        return {}  # the job's leader says so
     found = with_qos(settings, topology.qos)
     told = {
         "CRUX_LEVELS": (found.levels,),
