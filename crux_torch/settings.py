@@ -18,9 +18,6 @@ from msgspec import Meta
 
 from crux_torch.errors import SettingsError
 
-#: DSCP class selector n of RFC 2474 for level n: the three bits that switches map to queues.
-CLASS_SELECTORS = tuple(8 * n for n in range(8))
-
 # Types with bounds; a title completes the sentence "expected ...".
 _FINITE = sys.float_info.max
 _WORD = "up to 128 letters, digits and . _ : @ + -, the first a letter or digit"
@@ -82,6 +79,47 @@ class PortRange:
 Ports = Annotated[PortRange, Meta(title="FIRST-LAST, ports from 1024 to 65535")]
 
 
+_Marks = Annotated[tuple[SixBits, ...], Meta(max_length=64)]
+
+
+class Marks(msgspec.Struct, frozen=True):
+    """The DSCP values that Crux may send with; none by default.
+
+    Attributes:
+        tcp, rdma: of TCP connections and of queue pairs: the value of each level, from level 0
+            upwards. Empty: they are not marked.
+        usable: the levels that Crux may use, ascending.
+    """
+
+    tcp: _Marks = ()
+    rdma: _Marks = ()
+    usable: _Marks = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tcp or self.rdma)
+
+    @property
+    def are_sound(self) -> bool:
+        """Whether the usable levels are ascending, and have values. Others' may be anything."""
+        ascending = self.usable == tuple(sorted(set(self.usable)))
+        known = min(len(values) for values in (self.tcp, self.rdma) if values) if self else 0
+        return ascending and len(self.usable) > 0 and self.usable[-1] < known
+
+    @property
+    def measuring_level(self) -> int:
+        """The highest usable level: held by the one job that is being measured."""
+        return max(self.usable, default=0)
+
+    @property
+    def plan_levels(self) -> tuple[int, ...]:
+        """The levels that a plan may assign, ascending: all usable ones below the measuring level.
+
+        With a single usable level there is nothing to order, and the plan uses that one. Without
+        marks a level has no effect, and there is level 0 alone.
+        """
+        return (self.usable[:-1] or self.usable or (0,)) if self else (0,)
+
+
 def _says(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"meaning": meaning})
 
@@ -120,7 +158,18 @@ class Settings:
     )
     reserved_levels: Levels = _says((), "levels that Crux must not use, separated by commas")
     dscp_map: DscpMap = _says(
-        CLASS_SELECTORS, "DSCP value of each level, from level 0 upwards, separated by commas"
+        (),
+        "DSCP values that Crux may set on TCP connections: one for each level, from level 0 "
+        "upwards, separated by commas; without it none is set, unless the topology has `qos`",
+    )
+    rdma_dscp_map: DscpMap = _says(
+        (), "likewise for queue pairs (RoCE), all values with the same PFC and ECN treatment"
+    )
+    override_ib_tc: bool = _says(
+        False, "let the class of the job's level go before NCCL_IB_TC and a program's own class"
+    )
+    dry_run: bool = _says(
+        False, "measure, plan and show; mark no connection, take no path, hold nothing back"
     )
     policy: Policy = _says(
         "crux", f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}"
@@ -239,15 +288,17 @@ class Settings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        if len(self.dscp_map) < self.levels:
-            raise SettingsError(
-                f"CRUX_DSCP_MAP names {len(self.dscp_map)} DSCP values but CRUX_LEVELS is "
-                f"{self.levels}: give one value for each level, or fewer levels"
-            )
-        marks = self.dscp_map[: self.levels]
-        if len(set(marks)) < len(marks):
-            given = ",".join(map(str, self.dscp_map))
-            raise SettingsError(f"CRUX_DSCP_MAP={given!r}: expected another value for each level")
+        maps = {"CRUX_DSCP_MAP": self.dscp_map, "CRUX_RDMA_DSCP_MAP": self.rdma_dscp_map}
+        for name, values in maps.items():
+            if values and len(values) < self.levels:
+                raise SettingsError(
+                    f"{name} names {len(values)} DSCP values but CRUX_LEVELS is {self.levels}: "
+                    "give one value for each level, or fewer levels"
+                )
+            used = values[: self.levels]
+            if len(set(used)) < len(used):
+                given = ",".join(map(str, values))
+                raise SettingsError(f"{name}={given!r}: expected another value for each level")
         if any(level >= self.levels for level in self.reserved_levels):
             given = ",".join(map(str, self.reserved_levels))
             raise SettingsError(
@@ -269,22 +320,21 @@ class Settings:
         return tuple(n for n in range(self.levels) if n not in self.reserved_levels)
 
     @property
-    def profiling_level(self) -> int:
-        """The highest usable level: held by the one job that is being measured."""
-        return self.usable_levels[-1]
+    def marks(self) -> Marks:
+        """What the maps say; the topology's ``qos`` is not part of it."""
+        if not (self.dscp_map or self.rdma_dscp_map):
+            return Marks()
+        n = self.levels
+        return Marks(self.dscp_map[:n], self.rdma_dscp_map[:n], self.usable_levels)
 
     @property
     def control_dscp(self) -> int:
-        """The class of short messages that decide about traffic: that of the highest level."""
-        return self.dscp_map[self.profiling_level]
+        """The class of short messages that decide about traffic: that of the highest level.
 
-    @property
-    def plan_levels(self) -> tuple[int, ...]:
-        """The levels that a plan may assign, ascending: all usable ones below the profiling level.
-
-        With a single usable level there is nothing to order, and the plan uses that one.
+        0, the network's default, where Crux may not mark TCP connections.
         """
-        return self.usable_levels[:-1] or self.usable_levels
+        tcp = self.marks.tcp
+        return tcp[self.marks.measuring_level] if tcp and not self.dry_run else 0
 
 
 class Setting(NamedTuple):

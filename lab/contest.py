@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import sockets
-from lab.fabric import Fabric, FabricSpec, Host
+from lab.fabric import MARKS, Fabric, FabricSpec, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, compute_seconds, durations, measure, steps_within, utilisation
 from lab.twins import STORE_PORT, Workload
@@ -243,6 +243,7 @@ class Turn:
             n: [fabric.host(leaf, next(free[leaf])) for leaf in scenario.leaves(n)] for n in names
         }
         self._settings = {
+            **MARKS,
             "CRUX_PROFILE_ITERATIONS": "8",
             "CRUX_PROFILE_S": "8",
             "CRUX_WARMUP_ITERATIONS": "6",  # those before its arrival do not count

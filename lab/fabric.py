@@ -16,6 +16,8 @@ import yaml
 from lab import netns
 
 LEVELS = 8
+#: The classes that the queues of a fabric tell apart, for jobs under Crux: CS0 to CS7.
+MARKS = {"CRUX_DSCP_MAP": ",".join(str(8 * level) for level in range(LEVELS))}
 _counter = itertools.count(1)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from lab import sockets
 from lab.contest import LOOK_S, PLAN_S, START_S, STORE_PORT, Seen
 from lab.cross_traffic import EVERY_S
-from lab.fabric import Fabric, FabricSpec, Host
+from lab.fabric import MARKS, Fabric, FabricSpec, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.measurement import losses_equal
 from lab.phases import Phase, Window, durations, measure
@@ -317,6 +317,7 @@ class SideBySide:
         spec = JobSpec(job, "mlp", (*flags, "--seed", str(number)), port)
         named = (*launcher, "--crux-job", job) if launcher != TORCHRUN else launcher
         settings = {
+            **MARKS,
             "CRUX_PROFILE_ITERATIONS": "8",
             "CRUX_PROFILE_S": "8",
             "CRUX_WARMUP_ITERATIONS": "2",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.fabric import Fabric, Host
+from lab.fabric import MARKS, Fabric, Host
 from lab.job import PROGRAM, ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, measure
 
@@ -81,7 +81,7 @@ class Twins:
         self.names = tuple(workload.name for workload in workloads)
         self._workloads, self._fabric, self._hosts = workloads, fabric, hosts
         self._folder, self._say = folder, say
-        self._cluster, self._settings = cluster, dict(settings or {})
+        self._cluster, self._settings = cluster, {**MARKS, **(settings or {})}
         self._policy, self._topology = policy, topology
         # The first job's leader is on this host, and cruxrun starts the store there.
         self._first = hosts[self.names[0]][0] if fabric else None

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from control_fakes import until
+from dscp_maps import MARKED_ENV
 from loopback import free_port
 from training_job import BOUND_S, ROOT, Job, environment
 
@@ -156,7 +157,7 @@ def start() -> Iterator[Callable[..., Job]]:
     def launch(folder: Path, machine: Machine) -> Job:
         folder.mkdir()
         folder.chmod(0o777)
-        env = {**CRUX, "CRUX_STORE": f"tcp://127.0.0.1:{free_port()}", **machine.env}
+        env = {**CRUX, **MARKED_ENV, "CRUX_STORE": f"tcp://127.0.0.1:{free_port()}", **machine.env}
         options = ("--status", "--sleep-s=0.03", f"--steps={STEPS}")
         jobs.append(Job("cruxrun", folder, *options, under=machine.under, path=machine.path, **env))
         return jobs[-1]

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from dscp_maps import CLASS_SELECTORS
 from loopback import has_ipv6
 
 from crux_torch.apply.classes import ClassReport, TrafficClass
 from crux_torch.apply.transport import SocketSetting, Transport, TransportError
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import SocketTable, TcpSocket
-from crux_torch.settings import CLASS_SELECTORS
 
 LEVEL = 5
 TOS = CLASS_SELECTORS[LEVEL] << 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dscp_maps import CLASS_SELECTORS, MARKS
 from nccl_stand_in import ProcessGroupNCCL
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -31,7 +33,7 @@ from crux_torch.errors import CruxError
 from crux_torch.runtime.agent import Agent
 from crux_torch.runtime.follow import Follower
 from crux_torch.runtime.order import Order
-from crux_torch.settings import Settings
+from crux_torch.settings import Marks, Settings
 from crux_torch.warn_once import WarnOnce
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
@@ -196,13 +198,20 @@ def attached() -> Any:
     return stand_ins.StandIn("ProcessGroupNCCL", (FakeNccl,), {})
 
 
+def _plans(dscp: Callable[[], int | None], *, may_mark_pairs: bool = True) -> Any:
+    """A background thread whose plan gives queue pairs that DSCP value."""
+    agent = type("Agent", (), {"planned_qp_dscp": property(lambda _: dscp())})()
+    agent.may_mark_pairs = may_mark_pairs
+    return SimpleNamespace(agent=agent, active=True)
+
+
 @pytest.mark.parametrize("switched_off", ["CRUX_NCCL_CLASS=0", "CRUX_DISABLE=1", ""])
 def test_both_ways_of_creation_get_the_plans_class(
     switched_off: str, attached: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if switched_off:
         monkeypatch.setenv(*switched_off.split("="))
-    monkeypatch.setattr(runtime, "planned_dscp", lambda: DSCP)
+    monkeypatch.setattr(runtime, "_background", _plans(lambda: DSCP))
     made: list[Any] = []
     plugin = SimpleNamespace(creator_fn=lambda opts, script: made.append(script), extended_api=True)
     monkeypatch.setitem(c10d.Backend._plugins, "NCCL", plugin)
@@ -223,19 +232,45 @@ def test_a_communicator_does_not_keep_the_class_of_a_measurement(
     level: int | None, measuring: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = object.__new__(Agent)
+    agent.settings = Settings(rdma_dscp_map=CLASS_SELECTORS)
     agent._follower = follower = object.__new__(Follower)
-    follower._dscp_map = Settings().dscp_map
     follower.order = None
-    assert agent.planned_dscp is None
+    assert agent.planned_qp_dscp is None
+    assert agent.may_mark_pairs, "a label may be given before the first order"
     follower.order = Order(
-        incarnation="i", number=1, level=level, measuring=measuring, valid_s=15.0
+        incarnation="i", number=1, level=level, marks=MARKS, measuring=measuring, valid_s=15.0
     )
-    assert agent.planned_dscp == expected
+    assert agent.planned_qp_dscp == expected
+    monkeypatch.setattr(nccl, "of_this_process", lambda: Ecn(0, "the test says so"))
+    monkeypatch.setattr(nccl.LABELS, "give", lambda owner, ecn: None)
     background = SimpleNamespace(agent=agent, active=True)
     monkeypatch.setattr(runtime, "_background", background)
-    assert runtime.planned_dscp() == expected
+    given = runtime.with_nccl_class(options(), options, "0").config.traffic_class
+    assert given == (nccl.UNDEFINED if expected is None else expected << 2)
     background.active = False
-    assert runtime.planned_dscp() is None
+    assert runtime.with_nccl_class(options(), options, "0").config.traffic_class == nccl.UNDEFINED
+
+
+@pytest.mark.parametrize("marks", [None, Marks(tcp=CLASS_SELECTORS, usable=(0, 1, 2))])
+def test_without_a_map_for_queue_pairs_a_communicator_is_made_as_the_script_asked(
+    marks: Marks | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a class, or a label, was made")
+
+    monkeypatch.setattr(nccl, "with_class", never)
+    agent = object.__new__(Agent)
+    agent.settings = Settings(dscp_map=CLASS_SELECTORS)
+    agent._follower = follower = object.__new__(Follower)
+    background = SimpleNamespace(agent=agent, active=True)
+    monkeypatch.setattr(runtime, "_background", background)
+    script = options()
+    of = {"incarnation": "i", "number": 1, "level": 1, "valid_s": 15.0}
+    for follower.order in (None, Order(**of, marks=marks)):
+        assert runtime.with_nccl_class(script, options, "0") is script
+    agent.settings = Settings(rdma_dscp_map=CLASS_SELECTORS, dry_run=True)
+    follower.order = None
+    assert runtime.with_nccl_class(script, options, "0") is script
 
 
 @pytest.mark.parametrize("scripts", [None, 106])
@@ -245,7 +280,7 @@ def test_a_group_that_is_switched_gets_the_class_of_the_present_level(
     for variable in ("CRUX_DISABLE", "CRUX_NCCL_CLASS", "CRUX_ROCE_ECN"):
         monkeypatch.delenv(variable, raising=False)
     level = [DSCP]
-    monkeypatch.setattr(runtime, "planned_dscp", lambda: level[0])
+    monkeypatch.setattr(runtime, "_background", _plans(lambda: level[0]))
     monkeypatch.setattr(nccl, "of_this_process", lambda: Ecn(2, "the test says so"))
     monkeypatch.setattr(nccl.LABELS, "give", lambda owner, ecn: None)
     script = options()

@@ -19,12 +19,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
+from dscp_maps import CLASS_SELECTORS
 from loopback import free_port, has_ipv6
 
 from crux_torch.apply.classes import TrafficClass
 from crux_torch.c10d.ownership import Ownership
 from crux_torch.c10d.sockets import SocketTable
-from crux_torch.settings import CLASS_SELECTORS
 
 pytestmark = pytest.mark.slow
 

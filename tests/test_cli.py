@@ -8,6 +8,7 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from dscp_maps import MARKS
 from loopback import free_port
 from store_server import ServerThread
 
@@ -149,6 +150,7 @@ PROFILE = JobProfile(
 JOBS = (
     JobRecord(job="bert", incarnation="1", hosts=("h0",), gpus=4, state="starting"),
     JobRecord(
+        marks=MARKS,
         job="gpt",
         incarnation="2",
         hosts=("h1", "h2", "h3"),
@@ -236,6 +238,14 @@ def test_status_says_where_a_trial_stands_and_why_a_plan_was_taken_back(crux, cl
     assert "+2.0%" in shown(msgspec.structs.replace(back, state="kept", change=0.02))
     # Of another component than the job is in now.
     assert "taken back" not in shown(msgspec.structs.replace(back, name="t0"))
+
+
+def test_status_says_which_job_is_a_dry_run(crux, cluster):
+    endpoint, registry = cluster
+    registry.publish_job(msgspec.structs.replace(JOBS[1], dry_run=True), lease_s=60.0)
+    result = crux("status", CRUX_STORE=endpoint, CRUX_CLUSTER="lab")
+    assert result.exit_code == 0, result.output
+    assert "dry run" in result.output
 
 
 def cells_of(output):

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record
+from dscp_maps import MARKS
 from msgspec import UNSET
 from test_control_leader import agreed, leader_of, leaders_of, run
 
+from crux_torch.control.agreed_marks import Agreed
 from crux_torch.control.leader import Leader
 from crux_torch.control.operator import OperatorSettings, TenantCap
 from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
@@ -204,7 +206,9 @@ def test_a_plan_of_another_known_policy_stands_with_a_warning(
 def test_in_a_cluster_too_large_to_compute_each_takes_its_own_entry_if_its_level_may_be(
     store: MemoryStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leaders = leaders_of(store, 6, clock, levels=range(7), max_verified=1)
+    leaders = leaders_of(store, 6, clock, agree=lambda *_: Agreed(range(7)), max_verified=1)
+    for leader in leaders:
+        leader.update(marks=MARKS)
     run(leaders, clock, 20)
     followers = [leader for leader in leaders if leader.status()["role"] == "follower"]
     assert len(followers) == 6 - SEATS
@@ -247,7 +251,9 @@ def test_a_plan_beyond_a_tenants_cap_is_not_followed(store: MemoryStore, clock: 
 def test_in_a_cluster_too_large_to_compute_a_level_beyond_the_cap_is_not_taken(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders = leaders_of(store, 6, clock, levels=range(7), max_verified=1)
+    leaders = leaders_of(store, 6, clock, agree=lambda *_: Agreed(range(7)), max_verified=1)
+    for leader in leaders:
+        leader.update(marks=MARKS)
     caps = {"j": TenantCap(highest=0)}
     assert Registry(store, "c").swap_operator(None, OperatorSettings().changed(tenants=caps))
     run(leaders, clock, 20)

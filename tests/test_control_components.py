@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from test_control_leader import leader_of, run
 
 from crux_torch.control import inputs
+from crux_torch.control.agreed_marks import Agreed
 from crux_torch.control.leader import Leader
 from crux_torch.control.plan_allowance import PLANS_AT_ONCE, PLANS_PER_MINUTE
 from crux_torch.control.planner import compute_entries
@@ -182,7 +183,7 @@ def test_one_job_that_flaps_changes_few_entries_and_none_of_other_components(
 
     def leader(number: int, job: str, pod: int) -> Leader:
         options: dict[str, Any] = {"compute": compute, "published": published}
-        one = leader_of(store, job, clock, number, levels=(0, 1, 2), **options)
+        one = leader_of(store, job, clock, number, agree=lambda *_: Agreed((0, 1, 2)), **options)
         one.update(hosts=PODS[pod], profile=told(pod, 1e15))
         return one
 

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+from dscp_maps import CLASS_SELECTORS
 
 from crux_torch.control.left_out import ONE_LEVEL_POLICIES, left_out
 from crux_torch.fabric.loaders import parse_yaml
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE
-from crux_torch.settings import CLASS_SELECTORS, PATH_POLICIES, Settings
+from crux_torch.settings import PATH_POLICIES, Settings
 
 BARE = """
 version: 1
@@ -21,12 +22,6 @@ links: [{between: [a, tor], capacity_Bps: 1e9}, {between: [b, tor], capacity_Bps
 """
 TOPOLOGY = parse_yaml(BARE + "addresses: {a: [10.0.0.1], b: [10.0.0.2], tor: [10.0.0.9]}\n")
 MARKED = Settings(dscp_map=CLASS_SELECTORS)
-
-
-def unmarked() -> Settings:
-    settings = Settings(dscp_map=CLASS_SELECTORS)
-    object.__setattr__(settings, "dscp_map", ())
-    return settings
 
 
 def test_with_a_topology_and_marks_nothing_is_left_out() -> None:
@@ -42,6 +37,7 @@ def test_with_a_topology_and_marks_nothing_is_left_out() -> None:
         ({"policy": "ecmp"}, TOPOLOGY, "the policy ecmp gives", "the policy ecmp leaves"),
         ({"policy": "varys"}, TOPOLOGY, "", "the policy varys leaves"),
         ({"levels": 2}, TOPOLOGY, "one level for plans", ""),
+        ({"dry_run": True}, TOPOLOGY, "it is a dry run", ""),
         ({"paths": False}, TOPOLOGY, "", "switched off (CRUX_PATHS)"),
         ({"paths": False, "transport": False}, TOPOLOGY, "", "(CRUX_PATHS, CRUX_TRANSPORT)"),
         ({}, parse_yaml(BARE), "", "the topology has no addresses"),
@@ -60,9 +56,10 @@ def test_each_reason_is_said(
 
 
 def test_without_marks_levels_reach_nobody() -> None:
-    (said,) = left_out(unmarked(), TOPOLOGY)
+    (said,) = left_out(Settings(), TOPOLOGY)
     assert said == (
-        "nothing is prioritised, because nobody said which DSCP values are Crux's (CRUX_DSCP_MAP)"
+        "nothing is prioritised, because nobody said which DSCP values are Crux's "
+        "(CRUX_DSCP_MAP, or qos in the topology)"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from control_fakes import profile, record
+from dscp_maps import MARKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_core import shared_core
@@ -396,6 +397,7 @@ OTHER_PROFILE: dict[str, object] = {
     "flops_source": "time",
     "flops_by_time": 1e20,
     "flops_note": "another",
+    "t_note": "another",
     "device_flops": 1e9,
     "device_busy": 0.5,
     "tensor_busy": 0.5,
@@ -423,6 +425,8 @@ OTHER_RECORD: dict[str, object] = {
     "corrections_per_minute": 5,
     "tried": (TriedPlan(name="x", jobs=("a", "b"), state="kept"),),
     "moved": Moved(Grid(0.1, 0.4), 0.05, 9.0),
+    "marks": MARKS,
+    "dry_run": True,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from control_fakes import until
 from loopback import free_port
 
+from crux_torch.control import tables_client
 from crux_torch.control.tables_client import TablesClient
 from crux_torch.control.tables_frames import Feedback, FetchFeedback, UpdateSchedule
 from crux_torch.control.tables_server import TablesService
@@ -170,6 +171,17 @@ def test_both_ends_send_with_the_class_that_they_are_told(port: int) -> None:
 
     assert classes(port_of_host[port].pid) == {46}
     assert 26 in classes(os.getpid())
+    client.close()
+
+
+@pytest.mark.slow
+def test_without_a_class_no_option_is_set(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a class was set")
+
+    monkeypatch.setattr(tables_client, "mark", never)
+    client = TablesClient("127.0.0.1", port)
+    until(lambda: reached(client) is not None, 20.0)
     client.close()
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from control_fakes import profile, record
+from dscp_maps import MARKS
 
 from crux_torch.control.inputs import plan_inputs
 from crux_torch.control.operator import OperatorSettings
@@ -163,7 +164,7 @@ def test_live_samples_of_claimed_devices_are_of_those_devices() -> None:
 def test_a_drained_job_gives_way_to_the_newcomer() -> None:
     cluster = hosts_of(2)
     free = four_of_each(2)
-    jobs = (job_between("h0", "h1", size=1e9),)
+    jobs = (msgspec.structs.replace(job_between("h0", "h1", size=1e9), marks=MARKS),)
     heard, drained = (
         contention(cluster, Running(jobs, None, {}, settings), model="busy", policy="crux-paper")
         for settings in (OperatorSettings(pins={"busy": 7}), OperatorSettings(drained=("busy",)))

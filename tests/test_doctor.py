@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dscp_maps import MARKED
 
 from crux_torch.apply import standin
 from crux_torch.apply import transport as transport_face
@@ -126,7 +127,7 @@ class Refusing(socket.socket):
     [
         (lambda: [sockets.pacing()], 1),
         (lambda: [sockets.probing()], 1),
-        (lambda: list(sockets.classes(Settings())), 2),
+        (lambda: list(sockets.classes(Settings(**MARKED))), 2),
     ],
 )
 def test_a_kernel_without_the_options(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dscp_maps import CLASS_SELECTORS
 
 from crux_torch import doctor
 from crux_torch.doctor import cluster
 from crux_torch.doctor.check import Check
-from crux_torch.settings import CLASS_SELECTORS, Settings
+from crux_torch.settings import Settings
 
 TOPOLOGY = """
 version: 1

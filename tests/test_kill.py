@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import until
+from dscp_maps import MARKED_ENV
 from loopback import free_port
 from onlooker import Cluster
 from training_job import BOUND_S, Job
@@ -72,6 +73,7 @@ def server_of(job: Job) -> int | None:
 def test_a_job_trains_on_and_is_planned_anew_whoever_dies(start, endpoint, cluster):
     crux = {
         "CRUX_STORE": endpoint,
+        **MARKED_ENV,
         # The default gives no levels where it knows no link that jobs share.
         "CRUX_POLICY": "crux-paper",
         "CRUX_LEASE_S": str(LEASE_S),

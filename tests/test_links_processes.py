@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dscp_maps import MARKED_ENV
 from loopback import free_port
 from training_job import Job
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 CLUSTER = f"links-{os.getpid()}"
 BOUND_S = 240.0
 ENV = {
+    **MARKED_ENV,
     "CRUX_CLUSTER": CLUSTER,
     "CRUX_LINKS": "loop",
     "CRUX_LINK_WAIT_MS": "5000",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 from measure_stream import (
     JOBS,
@@ -89,6 +90,36 @@ def test_a_topology_that_agrees_within_a_factor_of_two_is_not_questioned(
     with caplog.at_level(logging.WARNING):
         merge(samples, topology=Line(capacity_Bps, 2))
     assert ("what the topology says" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("alone", "quiet", "capacity_Bps", "questioned", "note"),
+    [
+        (True, False, 4e9, True, None),
+        (False, True, 4e9, True, "from the links' capacities, and checked, as no other job ran"),
+        (False, False, 4e9, False, "capacities, unchecked, as others may have run"),
+        (False, False, 0.4e9, True, "unchecked"),  # nothing is faster than its links
+    ],
+)
+def test_without_a_top_class_t_is_checked_in_the_quiet_and_the_profile_says_so(
+    alone: bool,
+    quiet: bool,
+    capacity_Bps: float,
+    questioned: bool,
+    note: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    samples = samples_of(generate(JobSpec(ONE_BURST)))
+    line = Line(capacity_Bps, 2)
+    with caplog.at_level(logging.WARNING):
+        found = merge(samples, topology=line, measured_alone=alone, quiet=quiet)
+    assert ("what the topology says" in caplog.text) == questioned
+    assert found.measured_alone == (alone or quiet)
+    assert (found.t_note or "") == "" if note is None else note in (found.t_note or "")
+    assert found.to_share().t_note is msgspec.UNSET
+    assert found.t_s == merge(samples, topology=line).t_s
+    measured = merge(samples, measured_alone=alone, quiet=quiet)
+    assert ("t may be too long" in (measured.t_note or "")) == (not (alone or quiet))
 
 
 def test_only_the_largest_flows_are_told_and_the_log_says_so(

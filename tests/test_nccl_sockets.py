@@ -15,6 +15,7 @@ from typing import Any
 
 import nccl_socket_worker as worker
 import pytest
+from dscp_maps import MARKED_ENV
 from training_job import environment
 
 from crux_torch.apply import nccl_sockets
@@ -118,7 +119,7 @@ def test_a_job_under_cruxrun_marks_what_nccl_opens_while_it_trains(
     with socket.create_server(("127.0.0.1", 0)) as free:
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "cruxrun", "--standalone", "--nproc-per-node=2", str(JOB)]
-    settings = {"CRUX_STORE": store, "CRUX_PROFILE_S": "2", "CRUX_JOB": "sockets"}
+    settings = {**MARKED_ENV, "CRUX_STORE": store, "CRUX_PROFILE_S": "2", "CRUX_JOB": "sockets"}
     settings |= {"NCCL_CONF_FILE": str(tmp_path / "none"), LIBRARY_ENV: str(libnccl)}
     done = subprocess.run(
         [*command, str(tmp_path)],

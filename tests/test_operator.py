@@ -23,6 +23,7 @@ from loopback import free_port
 from test_control_leader import agreed, leader_of, leaders_of, run
 
 from crux_torch.control import audit
+from crux_torch.control.agreed_marks import Agreed
 from crux_torch.control.audit import MAX_LINES, MAX_PLANS, AuditEntry, Basis
 from crux_torch.control.inputs import plan_inputs
 from crux_torch.control.leader import Leader
@@ -73,7 +74,7 @@ def test_what_the_operator_sets_holds_whatever_the_planner_says(
         return tuple(msgspec.structs.replace(e, level=max(levels)) for e in by_name(records, None))
 
     records = [record(name) for name in NAMES]
-    entries = operated(compute, records, None, policy="p", levels=levels, settings=settings)
+    entries = operated(compute, records, None, policy="p", agreed=Agreed(levels), settings=settings)
     if settings.disabled:
         assert (entries, heard) == ((), [])
         return
@@ -261,7 +262,7 @@ def _lead(endpoint: str, job: str, seed: int, stop: Any) -> None:
     compute = partial(compute_entries, levels=(0, 1, 2, 3))
     leader = Leader(
         store, "c", record(job, profile=profile(flops=1e15 * (1 + seed))), compute,
-        policy="crux-paper", levels=(0, 1, 2, 3), poll_s=0.05, debounce_s=0.2,
+        policy="crux-paper", agree=lambda *_: Agreed((0, 1, 2, 3)), poll_s=0.05, debounce_s=0.2,
     )  # fmt: skip
     while not stop.wait(0.02):
         leader.tick()
@@ -339,15 +340,20 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
         assert "disabled by the operator" in crux(endpoint, "status").stdout
         told(endpoint, "enable")
         until(lambda: levels() == plain, what="the first plan again")
+        told(endpoint, "observe")
+        assert "dry run by the operator" in crux(endpoint, "status").stdout
+        assert levels() == plain, "it shows what would be"
+        told(endpoint, "act")
+        assert "dry run" not in crux(endpoint, "status").stdout
         held = told(endpoint, "status")["operator"]
-        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=12)
+        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=14)
         log = [msgspec.convert(entry, AuditEntry) for entry in told(endpoint, "audit")]
         acts = [entry for entry in log if entry.kind == "operator"]
         assert [e.why[0] for e in acts] == [
             *("drain d", "undrain d", "weight a 100.0", "weight a 1.0"),
             *("pin b 63", "pin b none"),
             *("tenant d --highest 1", "tenant c --share 0.5 --above 0", "tenant d", "tenant c"),
-            *("disable", "enable"),
+            *("disable", "enable", "observe", "act"),
         ]
         assert all(e.who.startswith(getpass.getuser() + "@") for e in acts)
         plans = [entry for entry in log if entry.kind == "plan"]
@@ -470,7 +476,7 @@ def test_a_schedule_that_heeds_the_operator_has_the_levels_of_the_plan(
         records,
         None,
         policy="crux-paper",
-        levels=levels,
+        agreed=Agreed(levels),
         settings=settings,
     )
     cluster = plan_inputs(records, None, weights=settings.weights)

@@ -21,7 +21,7 @@ def test_routes_and_labels_reach_the_wire(fakes: Fakes, tmp_path: Path) -> None:
         """
         transport, pairs = Transport.load(), QueuePairs()
         assert transport.sees_queue_pairs and pairs.are_seen
-        transport.set_routes([Route("10.9.0.2", dscp=26, udp_ports=(50001, 50002))])
+        transport.set_routes([Route("10.9.0.2", qp_dscp=26, udp_ports=(50001, 50002))])
         pairs.label(0x2a, "job/dp", 40)
         pairs.label(0x32, "job/tp")
         assert all(map(client.client_pair, (0, 0x2a, 0, 0x32)))
@@ -48,15 +48,15 @@ def test_whatever_modify_qp_answers_it_connects_as_its_program_asked(
 ) -> None:
     fakes.run(
         """
-        Transport.load().set_routes([Route("10.9.0.2", dscp=26, udp_ports=(50001,))])
+        Transport.load().set_routes([Route("10.9.0.2", qp_dscp=26, udp_ports=(50001,))])
         for number, error in enumerate(sorted(errno.errorcode)):
             device.fake_refuse_flow_labels(error)
-            assert client.client_pair(4), error
+            assert client.client_pair(2), error
             mine = QueuePairs().list()[2 * number]
             assert (mine.how, mine.error, mine.state) == ("refused", error, 3), error
-            assert wire(2 * number) == (0, 4) and mine.local_port == 0, error
+            assert wire(2 * number) == (0, 2) and mine.local_port == 0, error
         device.fake_refuse_flow_labels(0)
-        assert client.client_pair(4) and wire(2 * number + 2) == (50001, 26 << 2)
+        assert client.client_pair(2) and wire(2 * number + 2) == (50001, 26 << 2 | 2)
         """,
         tmp_path,
     )
@@ -122,7 +122,7 @@ def test_what_is_posted_is_counted(fakes: Fakes, tmp_path: Path) -> None:
 def test_switched_off_it_only_forwards(fakes: Fakes, tmp_path: Path) -> None:
     fakes.run(
         """
-        Transport.load().set_routes([Route("10.9.0.2", dscp=26, udp_ports=(50001,))])
+        Transport.load().set_routes([Route("10.9.0.2", qp_dscp=26, udp_ports=(50001,))])
         assert client.client_pair(0) and wire(0) == (0, 0)
         assert QueuePairs().list() == []
         """,

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from control_fakes import until
+from dscp_maps import CLASS_SELECTORS, MARKED_ENV
 from loopback import free_port
 from training_job import BOUND_S, environment, less_news
 
 from crux_torch.control.registry import Registry
-from crux_torch.settings import CLASS_SELECTORS
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.host import StoreHost
 
@@ -33,6 +33,7 @@ QUICK = {
     "CRUX_PROFILE_S": "4",
     "CRUX_PROFILE_ITERATIONS": "8",
     "CRUX_TICK_S": "0.05",
+    **MARKED_ENV,
 }
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from control_fakes import profile, until
+from dscp_maps import MARKS
 from loopback import free_port
 from test_runtime_steer import Rank, route
 from torch.distributed import HashStore
@@ -97,7 +98,9 @@ def led(store, start):
 
 
 def order(**changes):
-    return Order(**{"incarnation": "i", "number": 1, "level": 5, "valid_s": 30.0, **changes})
+    return Order(
+        **{"incarnation": "i", "number": 1, "level": 5, "marks": MARKS, "valid_s": 30.0, **changes}
+    )
 
 
 def warnings(caplog):
@@ -186,7 +189,9 @@ def test_an_order_that_is_too_long_goes_without_the_profile(start, store):
     large = profile(flows=tuple(HostFlow(name, name[::-1], 1.0) for name in names))
     until(lambda: agent.status()["order"] is not None, what="an order")
     order = msgspec.convert(agent.status()["order"], Order)
-    long = msgspec.structs.replace(order, number=order.number + 1000, level=4, profile=large)
+    long = msgspec.structs.replace(
+        order, number=order.number + 1000, level=4, marks=MARKS, profile=large
+    )
     assert len(long.to_json()) > MAX_RECORD_BYTES
     assert agent._publish(long)
     until(lambda: agent.status()["applied"]["level"] == 4, what="the long order")
@@ -200,7 +205,8 @@ def test_a_job_without_whole_iterations_says_so_once(start, caplog):
     def step_until_measured():
         parameter.grad = torch.ones(2)
         optimizer.step()
-        return agent.status()["leader"] == {"phase": "warming", "measurements": 1}
+        told = agent.status()["leader"] or {}
+        return (told.get("phase"), told.get("measurements")) == ("warming", 1)
 
     until(step_until_measured, what="the end of the measurement")
     assert len(warnings(caplog)) == 1

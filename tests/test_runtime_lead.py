@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from control_fakes import FakeClock, FaultyStore, MemoryStore, by_name, profile
+from dscp_maps import CLASS_SELECTORS
 from hypothesis import example, given
 from hypothesis import strategies as st
 from measure_stream import plain_sample
@@ -34,7 +35,7 @@ from crux_torch.runtime.order import SCHEMA_VERSION, Order, answer
 from crux_torch.settings import Settings
 from crux_torch.store.shared_store import MAX_LEASE_S
 
-SETTINGS = Settings(profile_s=3.0, lease_s=2.0, plan_valid_s=6.0)
+SETTINGS = Settings(dscp_map=CLASS_SELECTORS, profile_s=3.0, lease_s=2.0, plan_valid_s=6.0)
 WORLD = 2
 TICK_S = 0.05
 
@@ -54,7 +55,7 @@ class Job:
     """One job's conductor, and ranks that answer as the test wants."""
 
     def __init__(self, name: str, clock: FakeClock, store: Any, **options: Any) -> None:
-        settings = dataclasses.replace(SETTINGS, job=name)
+        settings = dataclasses.replace(SETTINGS, job=name, **options.pop("changes", {}))
         self.name, self.clock, self.settings = name, clock, settings
         self.incarnation = f"{name}-0"
         self.leader = self.slot = None
@@ -141,7 +142,7 @@ def test_a_job_warms_queues_is_measured_and_runs_under_the_plan(job, clock):
     run(clock, 4.0, job)
     assert job.phases == ["warming", "measuring", "running"]  # nobody else was in the line
     measuring = [order for order in job.orders if order.measuring]
-    assert [(o.measurement, o.level) for o in measuring] == [(1, SETTINGS.profiling_level)]
+    assert [(o.measurement, o.level) for o in measuring] == [(1, SETTINGS.marks.measuring_level)]
     assert job.conductor.profile is not None
     assert job.conductor.profile.measured_alone
     assert job.conductor.profile.flops == 2e9
@@ -225,7 +226,7 @@ def test_a_job_keeps_the_level_that_the_operator_gave_it_while_it_is_measured(
     run(clock, 4.0, job)
     assert job.phases == ["warming", "measuring", "running"]
     measured_on = {order.level for order in job.orders if order.measuring}
-    assert SETTINGS.profiling_level not in measured_on
+    assert SETTINGS.marks.measuring_level not in measured_on
     assert not job.conductor.profile.measured_alone
 
 
@@ -243,7 +244,7 @@ def test_the_slot_is_free_again_when_the_lease_outlived_the_measurement(measurin
     # The thread stood still for longer than the slot's lease: another job may hold it by now.
     clock.advance(SETTINGS.profile_s + 2 * GRACE_S)
     order = measuring.step()
-    assert order is None or order.level != SETTINGS.profiling_level
+    assert order is None or order.level != SETTINGS.marks.measuring_level
 
 
 def test_late_answers_end_with_the_ranks_that_came(measuring, clock, caplog):
@@ -376,7 +377,7 @@ def test_a_change_is_measured_again_and_the_old_profile_counts_meanwhile(job, cl
     run(clock, 1.0, job)
     assert job.conductor.phase == "measuring"
     assert job.told.measurement == 2
-    assert job.told.level == SETTINGS.profiling_level
+    assert job.told.level == SETTINGS.marks.measuring_level
     assert job.told.profile is not None
     job.changed, job.answers_come = False, True
     run(clock, 2.0, job)

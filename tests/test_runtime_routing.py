@@ -133,7 +133,7 @@ def test_the_paths_of_another_job_are_left_alone(told, caplog):
 
 
 def job(name: str, clock: FakeClock, store: MemoryStore) -> Job:
-    compute = partial(compute_entries, policy="crux", levels=SETTINGS.plan_levels)
+    compute = partial(compute_entries, policy="crux", levels=SETTINGS.marks.plan_levels)
     published, routing = LEAF_SPINE.encode(), Routing(clock=clock)
     return Job(name, clock, store, compute=compute, published=published, routing=routing)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from control_fakes import FakeClock, until
+from dscp_maps import CLASS_SELECTORS
 from probe_fakes import Network, Router
 
 from crux_torch.apply.paths import routes_from
@@ -30,8 +31,10 @@ from crux_torch.probe.prober import ConnectionTrace, ProbeError
 from crux_torch.runtime import steer
 from crux_torch.runtime.order import Order
 from crux_torch.runtime.steer import LOOK_S, MAX_LOOKED_AT, SETTLE_S, Steering
+from crux_torch.settings import Marks
 
-DSCP_MAP = tuple(8 * level for level in range(8))
+#: The two kinds of connection have different values.
+MARKS = Marks(CLASS_SELECTORS, tuple(8 * n + 2 for n in range(8)), tuple(range(8)))
 SPINES = (("10.100.0.2", "10.100.16.2"), ("10.100.1.2", "10.100.17.2"))
 
 
@@ -41,7 +44,13 @@ def route(spine: int, src: str = "h0", dst: str = "h1") -> HostRoute:
 
 
 def order(*routes: HostRoute, **changes: Any) -> Order:
-    values: dict[str, Any] = {"incarnation": "i", "number": 1, "valid_s": 30.0, "level": 5}
+    values: dict[str, Any] = {
+        "incarnation": "i",
+        "number": 1,
+        "valid_s": 30.0,
+        "level": 5,
+        "marks": MARKS,
+    }
     return Order(**{**values, **changes}, routes=routes)
 
 
@@ -200,7 +209,7 @@ class Rank:
         return self.transport
 
     def follow(self, told: Order) -> None:
-        self.steering.follow(told, DSCP_MAP)
+        self.steering.follow(told)
 
     def look(self) -> dict[str, Any]:
         """The status after a look at the connections."""
@@ -240,8 +249,8 @@ def rdma_rank(rank: Rank) -> Rank:
 def test_routes_of_this_host_are_told_with_the_class_of_the_level(rank):
     rank.follow(order(route(1), route(0, "h1", "h0"), route(0, "h0", "h2"), level=3))
     assert rank.transport.routes == (
-        Route("10.1.0.2", hops=tuple((2, a) for a in SPINES[1]), dscp=24),
-        Route("10.2.0.2", hops=tuple((2, a) for a in SPINES[0]), dscp=24),
+        Route("10.1.0.2", hops=tuple((2, a) for a in SPINES[1]), dscp=24, qp_dscp=26),
+        Route("10.2.0.2", hops=tuple((2, a) for a in SPINES[0]), dscp=24, qp_dscp=26),
     )
     assert (rank.transport.ports, rank.transport.skipped) == ((20000, 20999), (29400, 29500))
 
@@ -375,7 +384,7 @@ def test_where_one_tcp_port_leads_over_several_paths_paths_are_left_to_the_netwo
     assert status["sprayed"] is True
     # Nothing is missed, so no switch is tried again; the class stays.
     assert rank.steering.counts() is None
-    assert rank.transport.routes == (Route("10.1.0.2", hops=(), dscp=24),)
+    assert rank.transport.routes == (Route("10.1.0.2", hops=(), dscp=24, qp_dscp=26),)
     rank.look()
     assert [("sprays packets" in r.getMessage()) for r in caplog.records] == [True]
     rank.steering.revert()

@@ -1,12 +1,14 @@
+import itertools
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from dscp_maps import CLASS_SELECTORS, MARKED_ENV
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crux_torch.errors import SettingsError
-from crux_torch.settings import LIVE_POLICIES, SETTINGS, PortRange, Settings, settings_table
+from crux_torch.settings import LIVE_POLICIES, SETTINGS, Marks, PortRange, Settings, settings_table
 
 DOC = Path(__file__).parent.parent / "docs" / "settings.md"
 
@@ -66,6 +68,7 @@ def test_a_value_may_be_written_so(variable, text, value):
         ("CRUX_LEVELS", "0|65|eight|4.5"),
         ("CRUX_RESERVED_LEVELS", "1,x|64|-1|9|0,8"),
         ("CRUX_DSCP_MAP", ",|0,64|0,8,16,24,32,40,48,8"),
+        ("CRUX_RDMA_DSCP_MAP", ",|0,64|0,8,16,24,32,40,48,8"),
         ("CRUX_TICK_S", "1e-9|0|inf"),
         ("CRUX_LEASE_S", "1e-9|601"),
         ("CRUX_PLAN_VALID_S", "1e-9|601"),
@@ -103,6 +106,7 @@ def test_levels_and_dscp_values_must_fit_each_other():
 def test_levels_are_split_into_reserved_profiling_and_plan(levels, data):
     reserved = data.draw(st.sets(st.integers(0, levels - 1)))
     env = {"CRUX_LEVELS": str(levels), "CRUX_RESERVED_LEVELS": ",".join(map(str, reserved))}
+    env |= MARKED_ENV
     usable = [n for n in range(levels) if n not in reserved]
     if not usable:
         with pytest.raises(SettingsError, match="CRUX_RESERVED_LEVELS leaves no level"):
@@ -110,8 +114,32 @@ def test_levels_are_split_into_reserved_profiling_and_plan(levels, data):
         return
     settings = Settings.from_env(env)
     assert list(settings.usable_levels) == usable
-    assert settings.profiling_level == max(usable)
+    assert settings.marks.are_sound
+    assert settings.marks.measuring_level == max(usable)
     if len(usable) > 1:
-        assert max(settings.plan_levels) < settings.profiling_level
+        assert max(settings.marks.plan_levels) < settings.marks.measuring_level
     else:
-        assert list(settings.plan_levels) == usable
+        assert list(settings.marks.plan_levels) == usable
+    assert settings.control_dscp == CLASS_SELECTORS[max(usable)]
+
+
+@pytest.mark.parametrize("env", [{}, {"CRUX_LEVELS": "2"}, {"CRUX_RESERVED_LEVELS": "0,1"}])
+def test_nothing_is_marked_unless_the_operator_says_so(env):
+    settings = Settings.from_env(env)
+    assert not settings.marks
+    assert settings.marks.plan_levels == (0,), "no level has an effect"
+    assert settings.control_dscp == 0
+    rdma = Settings.from_env({**env, "CRUX_RDMA_DSCP_MAP": MARKED_ENV["CRUX_DSCP_MAP"]})
+    assert (rdma.marks.tcp, rdma.control_dscp) == ((), 0), "queue pairs' map is theirs alone"
+    assert rdma.marks.rdma == CLASS_SELECTORS[: rdma.levels]
+    dry = Settings.from_env({**env, **MARKED_ENV, "CRUX_DRY_RUN": "1"})
+    assert dry.marks
+    assert dry.control_dscp == 0
+
+
+@given(st.builds(Marks, *[st.lists(st.integers(0, 63), max_size=4).map(tuple)] * 3))
+def test_only_sound_marks_of_others_count(marks):
+    sizes = [len(values) for values in (marks.tcp, marks.rdma) if values]
+    each = all(n < size for n in marks.usable for size in sizes)
+    ascending = all(a < b for a, b in itertools.pairwise(marks.usable))
+    assert marks.are_sound == bool(sizes and marks.usable and each and ascending)

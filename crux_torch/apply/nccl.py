@@ -26,8 +26,7 @@ from crux_torch.warn_once import WarnOnce
 #: NCCL_CONFIG_UNDEF_INT of <nccl.h>: the script chose none.
 UNDEFINED = -(1 << 31)
 
-#: NCCL's own variables, and how each changes the class of a communicator. Their values arrive in
-#: the address vector, into which the stand-in for libibverbs still writes a route's class.
+#: NCCL's own variables, and how each changes the class of a communicator.
 OVERRIDES = {
     "NCCL_IB_TC": "NCCL makes its queue pairs with that class, whatever level the job has",
     "NCCL_IB_FIFO_TC": "NCCL's clear-to-send messages get that class, its data gets the job's",
@@ -71,6 +70,11 @@ def overrides(env: Mapping[str, str]) -> list[Override]:
         for name, (number, value) in said.items()
         if number is not None and value is not None
     ]
+
+
+def has_users_class(env: Mapping[str, str]) -> bool:
+    """Whether ``NCCL_IB_TC`` is set in the environment ``env``, or in NCCL's files."""
+    return NcclVariables(env).integer("NCCL_IB_TC") is not None
 
 
 def unreached(env: Mapping[str, str], modules: Collection[str] = ()) -> dict[str, str]:

@@ -67,13 +67,16 @@ def routes_from(
     dscp: int | None,
     udp_ports: Mapping[str, tuple[int, ...]] | None = None,
     *,
+    qp_dscp: int | None = None,
+    overrides: bool = False,
     any_path: bool = False,
 ) -> tuple[Route, ...]:
     """The routes for the transport: one for each address.
 
     Args:
-        dscp: that new connections carry from their first packet; None: the network's default.
+        dscp: that new TCP connections carry from their first packet; None: the network's default.
         udp_ports: by destination, source ports that lead over the path (RoCEv2).
+        qp_dscp, overrides: of queue pairs, see :class:`Route`.
         any_path: TCP connections keep the network's paths.
     """
     return tuple(
@@ -85,6 +88,8 @@ def routes_from(
                 for address in addresses
             ),
             dscp=dscp,
+            qp_dscp=qp_dscp,
+            overrides=overrides,
             udp_ports=(udp_ports or {}).get(destination, ()),
         )
         for route in routes

@@ -32,7 +32,7 @@ HOWS: tuple[How, ...] = get_args(How)
 #: The rate of a call that leaves the rate as it is.
 LEAVE_RATE = 2**64 - 1
 
-_ABI = 5
+_ABI = 6
 _MAX_HOPS = 16
 _MAX_PORTS = 64
 
@@ -49,7 +49,9 @@ class Route:
         destination: IPv4 or IPv6 address of the peer.
         hops: the path, as (TTL, address) pairs. At each listed TTL, one of the addresses listed
             with it has to answer. Empty: any path.
-        dscp: class of the connections, 0 to 63; None leaves it.
+        dscp: class of TCP connections, 0 to 63; None leaves it.
+        qp_dscp: class of queue pairs whose program asks for DSCP 0; None leaves it.
+        overrides: whether ``qp_dscp`` is for all queue pairs, whatever their program asks for.
         rate_Bps: limit of each connection in bytes per second; None for no limit.
         udp_ports: UDP source ports that are known to lead over the path (RoCEv2).
     """
@@ -57,6 +59,8 @@ class Route:
     destination: str
     hops: tuple[tuple[int, str], ...] = ()
     dscp: int | None = None
+    qp_dscp: int | None = None
+    overrides: bool = False
     rate_Bps: int | None = None
     udp_ports: tuple[int, ...] = ()
 
@@ -67,7 +71,7 @@ class Route:
             raise ValueError(f"a route lists at most {_MAX_HOPS} addresses of hops")
         if any(not 1 <= ttl <= 255 for ttl, _ in self.hops):
             raise ValueError("a TTL is from 1 to 255")
-        if self.dscp is not None and not 0 <= self.dscp <= 63:
+        if any(dscp is not None and not 0 <= dscp <= 63 for dscp in (self.dscp, self.qp_dscp)):
             raise ValueError("a DSCP value is from 0 to 63")
         if self.rate_Bps is not None and not 0 < self.rate_Bps < LEAVE_RATE:
             raise ValueError("a rate is a positive number of bytes per second")
@@ -167,7 +171,8 @@ class _Hop(ctypes.Structure):
 
 class _Route(ctypes.Structure):
     _fields_ = (
-        *_fields("address destination", "int32 dscp", "uint64 rate_Bps", "uint32 hop_count"),
+        *_fields("address destination", "int32 dscp qp_dscp overrides"),
+        *_fields("uint64 rate_Bps", "uint32 hop_count"),
         ("hops", _Hop * _MAX_HOPS),
         ("port_count", c_uint32),
         ("ports", c_uint16 * _MAX_PORTS),
@@ -349,6 +354,8 @@ def _c_route(route: Route) -> _Route:
     return _Route(
         route.destination.encode(),
         -1 if route.dscp is None else route.dscp,
+        -1 if route.qp_dscp is None else route.qp_dscp,
+        int(route.overrides),
         route.rate_Bps or 0,
         len(hops),
         (_Hop * _MAX_HOPS)(*hops),

@@ -193,6 +193,18 @@ def enable() -> Change:
     return lambda was: {"disabled": False}
 
 
+@_setting()
+def observe() -> Change:
+    """Measure and plan all jobs, and change nothing: no marks, no paths, no holds."""
+    return lambda was: {"observe": True}
+
+
+@_setting()
+def act() -> Change:
+    """Carry plans out again, after observe."""
+    return lambda was: {"observe": False}
+
+
 def _with(values: dict[str, Any], job: str, value: Any) -> dict[str, Any]:
     others = {k: v for k, v in values.items() if k != job}
     return others if value is None else {**others, job: value}

@@ -127,6 +127,8 @@ def reasons(before: Basis, after: Basis) -> list[str]:
             found.append(f"{job} began anew")
         elif was.profile != now.profile or (was.hosts, was.gpus) != (now.hosts, now.gpus):
             found.append(f"{job} has another profile")
+        elif was.marks != now.marks:
+            found.append(f"{job} has another DSCP map")
         if now is not None:
             known = {t.name: t.state for t in was.trials} if was is not None else {}
             found += [about_trial(t) for t in now.trials if known.get(t.name) != t.state]

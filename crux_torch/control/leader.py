@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from crux_torch.control.adopted_plan import AdoptedPlan
+from crux_torch.control.agreed_marks import Agree, every_level
 from crux_torch.control.audit import Basis, of_plan
 from crux_torch.control.beside import Beside
 from crux_torch.control.contested_hosts import holdings
@@ -87,7 +88,7 @@ class Leader:
         store, cluster: where the cluster's jobs meet, and its name there.
         record: of this job, to begin with.
         compute, policy: the planner, and the policy that it is asked for.
-        levels: that a plan may assign.
+        agree: the levels that a plan of some records may assign.
         topologies: parses the stored topology.
         published: the topology that this job knows, for the store.
         lease_s: seconds of silence after which this job counts as gone.
@@ -111,7 +112,7 @@ class Leader:
         published: bytes | None = None,
         *,
         policy: str = "crux",
-        levels: Collection[int] = range(64),
+        agree: Agree = every_level,
         lease_s: float = 6.0,
         plan_valid_s: float = 15.0,
         poll_s: float = 0.25,
@@ -132,7 +133,7 @@ class Leader:
         #: What the plan that this leader followed last follows from.
         self._basis: Basis | None = None
         self._policy = policy
-        self._levels = frozenset(levels)
+        self._agree_on = agree
         self._lease_s = lease_s
         self._plan_valid_s = plan_valid_s
         self._poll_s = poll_s
@@ -204,6 +205,12 @@ class Leader:
         return self._snapshot.jobs
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the store knows no other job, where this leader reads all records."""
+        known = {record.job for record in self._snapshot.jobs}
+        return self._role.reads_all and self.store_state == "ok" and known <= {self.record.job}
+
+    @property
     def operator(self) -> OperatorSettings:
         """The operator's settings as they were read last."""
         return self._snapshot.operator
@@ -257,7 +264,8 @@ class Leader:
                     self._warn.forget("store")
                 if self._step_clock is not None and not self._superseded:
                     self._step_clock.tell(now, self.record.profile)
-                if self._trials is not None:
+                # In a dry run no plan is in force, so that none can be tried.
+                if self._trials is not None and not (self.operator.observe or self.record.dry_run):
                     tried = self._trials.step(now, self.plan, self._snapshot.jobs)
                     self.update(tried=tried or msgspec.UNSET)
         except StoreError as error:
@@ -411,7 +419,8 @@ class Leader:
             if found is None:
                 return None  # not written yet
             settings = self._snapshot.operator
-            if all(settings.may_have(entry.job, entry.level, self._levels) for entry in found):
+            levels = self._own_levels()
+            if all(settings.may_have(entry.job, entry.level, levels) for entry in found):
                 return plan_of(head, found)
         else:
             jobs = self._snapshot.jobs_of(head.fingerprint)
@@ -433,6 +442,12 @@ class Leader:
             "they have them, somebody else writes to the store",
         )
         return None
+
+    def _own_levels(self) -> Collection[int]:
+        """The levels that a plan may give this job, whatever the others' DSCP maps are."""
+        if not self.record.marks:
+            return range(64)  # none has an effect
+        return {0, *self.record.marks.plan_levels}
 
     def _own_part(self, head: PlanHead) -> tuple[PlanEntry, ...] | None:
         """This job's entry as the author of ``head`` wrote it; None if it is not there."""
@@ -622,12 +637,13 @@ class Leader:
         self, jobs: Sequence[JobRecord], raw: bytes | None, operator: OperatorSettings, policy: str
     ) -> tuple[PlanEntry, ...] | None:
         try:
+            topology = self._topologies.read(raw)
             computed = operated(
                 self._compute,
                 jobs,
-                self._topologies.read(raw),
+                topology,
                 policy=policy,
-                levels=self._levels,
+                agreed=self._agree_on(jobs, topology),
                 settings=operator,
             )
             entries, without = within(computed, MAX_RECORD_BYTES - MAX_AROUND_BYTES)

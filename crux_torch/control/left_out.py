@@ -33,10 +33,14 @@ def start_line(settings: Settings, topology: Topology | None) -> str:
     if topology is not None:
         where = f"topology {settings.topology}"
         where += f", this host is {settings.host}" if settings.host else ""
-    marks = ",".join(map(str, settings.dscp_map[: settings.levels]))
+    marks = " and ".join(
+        f"marks of {kind} (DSCP) {','.join(map(str, values))}"
+        for kind, values in (("TCP", settings.marks.tcp), ("queue pairs", settings.marks.rdma))
+        if values
+    )
     about = (
         f"job {settings.job}, store {settings.store}, {where}, "
-        f"{f'marks (DSCP) {marks}' if marks else 'no marks'}"
+        f"{marks or 'no marks'}{', dry run' if settings.dry_run else ''}"
     )
     return "; ".join((about, *left_out(settings, topology)))
 
@@ -44,11 +48,13 @@ def start_line(settings: Settings, topology: Topology | None) -> str:
 def _no_priorities(settings: Settings, topology: Topology | None) -> str:
     if settings.store == "none":
         return "jobs without a store have no plan (CRUX_STORE=none)"
-    if not settings.dscp_map:
-        return "nobody said which DSCP values are Crux's (CRUX_DSCP_MAP)"
+    if settings.dry_run:
+        return "it is a dry run (CRUX_DRY_RUN)"
+    if not settings.marks:
+        return "nobody said which DSCP values are Crux's (CRUX_DSCP_MAP, or qos in the topology)"
     if settings.policy in ONE_LEVEL_POLICIES:
         return f"the policy {settings.policy} gives all jobs one level (CRUX_POLICY)"
-    if len(settings.plan_levels) == 1:
+    if len(settings.marks.plan_levels) == 1:
         return "there is one level for plans (CRUX_LEVELS, CRUX_RESERVED_LEVELS)"
     if settings.policy == "crux" and topology is None:
         return "the policy crux gives all jobs one level without a topology (CRUX_TOPOLOGY)"

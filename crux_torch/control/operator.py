@@ -9,6 +9,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from crux_torch.control.agreed_marks import Agreed
 from crux_torch.control.records import (
     MAX_JOBS,
     SCHEMA_VERSION,
@@ -47,6 +48,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         revision: counts the changes.
         disabled: there is no plan: all jobs keep the network's defaults.
+        observe: jobs are measured and planned, and keep the network's defaults: a dry run of all.
         drained: jobs on the lowest level, without paths and without a say in the plan.
         weights: of jobs other than 1; a job's intensity is multiplied by it.
         pins: levels of jobs that the planner does not choose. It takes the next one below that the
@@ -58,6 +60,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     version: int = SCHEMA_VERSION
     revision: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     disabled: bool = False
+    observe: bool = False
     drained: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_JOBS)] = ()
     weights: Annotated[dict[Name, Weight], msgspec.Meta(max_length=MAX_JOBS)] = {}
     pins: Annotated[dict[Name, Level], msgspec.Meta(max_length=MAX_JOBS)] = {}
@@ -65,7 +68,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> bytes:
-        """All that a plan follows from; empty where nothing is set.
+        """All that a plan follows from; empty where nothing is set. ``observe`` changes no plan.
 
         So a release that knows no such settings agrees with one that does until they are used.
         """
@@ -125,18 +128,18 @@ def operated(
     topology: Topology | None,
     *,
     policy: str,
-    levels: Collection[int],
+    agreed: Agreed,
     settings: OperatorSettings,
 ) -> Sequence[PlanEntry]:
     """What ``compute`` plans for the jobs that have a say, within the operator's ``settings``.
 
     Args:
         records, topology, policy: for ``compute``.
-        levels: that the plan may use.
+        agreed: the levels that the plan may use, and the jobs whose level has no effect.
     """
     if settings.disabled:
         return ()
-    drained, usable = frozenset(settings.drained), sorted(levels)
+    drained, usable = frozenset(settings.drained), sorted(agreed.levels)
     heard = [record for record in records if record.job not in drained]
     entries = list(compute(heard, topology, policy=policy, weights=settings.weights))
     entries += [
@@ -145,9 +148,9 @@ def operated(
         if record.job in drained and record.profile is not None
     ]
 
-    if settings.tenants or settings.pins:
+    if settings.tenants or settings.pins or agreed.unmarked:
         standings = {entry.job: Standing(entry.level, entry.priority) for entry in entries}
-        level = _settled(standings, usable, settings)
+        level = {**_settled(standings, usable, settings), **agreed.unmarked}
         entries = [
             entry
             if level[entry.job] == entry.level

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
+from crux_torch.control.agreed_marks import agreed
 from crux_torch.control.inputs import UNLOCATED, candidate_limit, plan_inputs
 from crux_torch.control.records import MAX_GRID_S, Grid, JobRecord, OnTrial, PlanEntry
 from crux_torch.errors import SettingsError
@@ -96,6 +98,14 @@ def compute_entries(
     )
 
 
+def entries_of_agreed_levels(
+    records: Sequence[JobRecord], topology: Topology | None, **given: Any
+) -> tuple[PlanEntry, ...]:
+    """:func:`compute_entries` with the levels that the jobs' DSCP maps leave to a plan."""
+    levels = agreed(records, topology).levels
+    return compute_entries(records, topology, levels=levels, **given)
+
+
 def check_policy(policy: str, levels: Sequence[int]) -> None:
     """Raise a SettingsError for a policy that can't be carried out, or without a level."""
     if policy not in LIVE | FIRST:
@@ -126,6 +136,8 @@ def canonical(record: JobRecord) -> bytes:
         return b""
     r = record
     told = [r.job, r.incarnation, r.hosts, r.gpus, r.peak_flops, _READ(record.profile)]
+    if r.marks:
+        told.append(r.marks)
     return msgspec.json.encode(told, order="deterministic")
 
 
@@ -137,10 +149,10 @@ def fingerprint(
 ) -> str:
     """Hash of all that a plan follows from and that is the same for all leaders.
 
-    That is each profiled job's name, incarnation, hosts, devices, and the fields of its profile
-    that :func:`plan_inputs` reads, the bytes of the topology, ``OperatorSettings.effect``, and the
-    plans that judges admit. A field that only a newer release knows is not part of it, nor are a
-    leader's own settings (policy, levels; docs/agreement.md).
+    That is each profiled job's name, incarnation, hosts, devices, DSCP values, and the fields of
+    its profile that :func:`plan_inputs` reads, the bytes of the topology,
+    ``OperatorSettings.effect``, and the plans that judges admit. A field that only a newer release
+    knows is not part of it, nor are a leader's own settings (policy; docs/agreement.md).
 
     Args:
         canonical: :func:`canonical`, or what gives the same and remembers it.

@@ -14,6 +14,7 @@ from crux_torch.errors import CruxError
 from crux_torch.fabric.route import PlannedPath
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name, NonNegative
 from crux_torch.schedule.guard import Sample
+from crux_torch.settings import Marks
 from crux_torch.store.shared_store import MAX_VALUE_BYTES
 
 #: Goes up when a field changes its meaning. Readers ignore other versions, with a warning. A new
@@ -123,6 +124,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         tried: plans that were tried in components that this job judges, the last one last; unset,
             which takes no room, if there are none.
         moved: the grid, which this job does not catch up with; unset if it does.
+        marks: the DSCP values that it may send with; unset if it marks nothing.
+        dry_run: whether it only measures; unset if it also follows the plan.
     """
 
     version: int = SCHEMA_VERSION
@@ -139,6 +142,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[tuple[TriedPlan, ...], msgspec.Meta(max_length=MAX_TRIED)] | msgspec.UnsetType
     ) = msgspec.UNSET
     moved: Moved | msgspec.UnsetType = msgspec.UNSET
+    marks: Marks | msgspec.UnsetType = msgspec.UNSET
+    dry_run: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def trials(self) -> tuple[TriedPlan, ...]:

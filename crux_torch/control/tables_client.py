@@ -85,7 +85,8 @@ class TablesClient:
             if self._connection is None:
                 connected = self._connector.connect(self._timeout_s)
                 try:
-                    mark(connected, self._dscp)
+                    if self._dscp:
+                        mark(connected, self._dscp)
                     self._connection = Connection(connected, self._secret, deadline_s)
                 except BaseException:
                     connected.close()

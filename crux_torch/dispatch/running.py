@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from crux_torch.control.agreed_marks import agreed
 from crux_torch.control.claims import DeviceClaims
 from crux_torch.control.inputs import candidate_limit, plan_inputs
 from crux_torch.control.operator import OperatorSettings, heeding
@@ -18,6 +19,7 @@ from crux_torch.dispatch.contention import Contention
 from crux_torch.dispatch.newcomer import like, star, typical
 from crux_torch.dispatch.predictor import Samples
 from crux_torch.fabric.topology import Topology
+from crux_torch.schedule.model import SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE
 from crux_torch.store.endpoint import open_store
 
@@ -139,4 +141,5 @@ def contention(
     limit, operator = candidate_limit(running.records), running.operator
     jobs = plan_inputs(running.records, topology, limit, operator.weights)
     scheduler = heeding(LIVE[policy], operator)
-    return Contention(cluster, topology, jobs, newcomer, scheduler=scheduler)
+    options = SchedulerOptions(tuple(agreed(running.records, topology).levels))
+    return Contention(cluster, topology, jobs, newcomer, scheduler=scheduler, options=options)

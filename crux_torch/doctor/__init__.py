@@ -13,6 +13,7 @@ from crux_torch.doctor import (
     links,
     nccl,
     privileges,
+    qos,
     rdma,
     sockets,
     software,
@@ -20,6 +21,7 @@ from crux_torch.doctor import (
 )
 from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import SettingsError
+from crux_torch.host.qos import interfaces, read
 from crux_torch.host.rdma import rdma_devices
 from crux_torch.settings import Settings
 from crux_torch.variables import misspelt_in_words
@@ -40,6 +42,7 @@ def examine(env: Mapping[str, str]) -> list[Check]:
     except SettingsError as error:
         settings = Settings()
         first = part.broken(str(error), "correct the variable")
+    settings, said, of_maps = qos.maps(settings)
     devices = rdma_devices()
     return [
         first,
@@ -49,7 +52,9 @@ def examine(env: Mapping[str, str]) -> list[Check]:
         software.autoload(env),
         transport.library(),
         transport.preload(env, settings),
+        *of_maps,
         *sockets.classes(settings),
+        *qos.of_interfaces(settings, said, [read(name) for name in interfaces()], devices),
         sockets.source_ports(settings),
         sockets.pacing(),
         sockets.probing(),

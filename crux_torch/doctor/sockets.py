@@ -21,7 +21,9 @@ IPV4_SYSCTL = Path("/proc/sys/net/ipv4")
 
 
 def classes(settings: Settings) -> Iterator[Check]:
-    """Whether this process may set every DSCP of ``CRUX_DSCP_MAP``."""
+    """Whether this process may set every DSCP of ``CRUX_DSCP_MAP``; nothing without a map."""
+    if not settings.dscp_map:
+        return
     families = (
         ("IPv4", socket.AF_INET, socket.IPPROTO_IP, socket.IP_TOS),
         ("IPv6", socket.AF_INET6, socket.IPPROTO_IPV6, socket.IPV6_TCLASS),

@@ -13,6 +13,7 @@ import yaml
 
 from crux_torch.fabric.builders import BUILDERS, Cabling, GpuServer
 from crux_torch.fabric.builders.clos import grouped_clos
+from crux_torch.fabric.qos import Qos
 from crux_torch.fabric.topology import (
     NETWORK_KINDS,
     Edge,
@@ -61,6 +62,7 @@ class _TopologyFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     addresses: dict[str, tuple[str, ...]] = {}
     device_flops: float = 0.0
     tables: str = ""
+    qos: Qos | None = None
 
 
 class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,6 +74,7 @@ class _BuilderFile(msgspec.Struct, forbid_unknown_fields=True):
     addresses: dict[str, tuple[str, ...]] = {}
     device_flops: float = 0.0
     tables: str = ""
+    qos: Qos | None = None
 
 
 def load_topology(path: str | os.PathLike[str]) -> Topology:
@@ -139,6 +142,7 @@ def dump_yaml(topology: Topology) -> str:
     if topology.device_flops:
         file.device_flops = float(topology.device_flops)
     file.tables = topology.tables
+    file.qos = topology.qos
     document = msgspec.to_builtins(file)
     return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100)
 
@@ -239,6 +243,7 @@ def _assemble(file: _TopologyFile) -> Topology:
     builder.addresses.update(file.addresses)
     builder.device_flops = file.device_flops
     builder.tables = file.tables
+    builder.qos = file.qos
     for i, entry in enumerate(file.links):
         link = Link(entry.capacity_Bps, entry.delay_s, entry.cost)
         if entry.count < 1:
@@ -273,9 +278,10 @@ def _call_builder(file: _BuilderFile) -> Topology:
         built = build(**parameters)
     except TypeError as error:
         raise TopologyError(f"parameters: {error}") from None
-    if not (file.addresses or file.device_flops or file.tables):
+    if not (file.addresses or file.device_flops or file.tables or file.qos):
         return built
-    return Topology(built.nodes, built.edges, file.addresses, file.device_flops, file.tables)
+    more = file.addresses, file.device_flops, file.tables, file.qos
+    return Topology(built.nodes, built.edges, *more)
 
 
 def _own_name(edge: Edge, names: TopologyBuilder) -> str | None:

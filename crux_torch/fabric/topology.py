@@ -11,6 +11,7 @@ from math import inf, isfinite
 from types import MappingProxyType
 
 from crux_torch.errors import CruxError
+from crux_torch.fabric.qos import Qos
 from crux_torch.fabric.shortest_paths import NETWORK, LinkArrays, ShortestPaths
 
 #: Kinds of node inside a host; ``host`` is its root complex and memory.
@@ -79,6 +80,7 @@ class Topology:
             its GPUs; 0: unknown.
         tables: the host that keeps the load tables of all links (docs/mlcc.md); empty: each host
             keeps those of the links that leave it.
+        qos: the DSCP values that are Crux's; None: unsaid.
 
     Attributes:
         node_at: the node of every address.
@@ -96,11 +98,18 @@ class Topology:
         addresses: Mapping[str, Sequence[str]] | None = None,
         device_flops: float = 0.0,
         tables: str = "",
+        qos: Qos | None = None,
     ) -> None:
         if not (isfinite(device_flops) and device_flops >= 0):
             raise TopologyError(f"device_flops is {device_flops!r}; expected FLOP/s, 0 or more")
         self.device_flops = device_flops
         self.tables = tables
+        self.qos = qos
+        if qos is not None:
+            try:
+                qos.check()
+            except CruxError as error:
+                raise TopologyError(str(error)) from None
         _check_nodes(nodes)
         _check_edges(nodes, edges)
         self.addresses: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -241,6 +250,7 @@ class TopologyBuilder:
     addresses: dict[str, Sequence[str]] = field(default_factory=dict)
     device_flops: float = 0.0
     tables: str = ""
+    qos: Qos | None = None
     _names: set[str] = field(default_factory=set)
     _next: dict[str, int] = field(default_factory=dict)
 
@@ -277,7 +287,8 @@ class TopologyBuilder:
 
     def build(self) -> Topology:
         """The topology; raises what :class:`Topology` raises."""
-        return Topology(self.nodes, self.edges, self.addresses, self.device_flops, self.tables)
+        more = self.addresses, self.device_flops, self.tables, self.qos
+        return Topology(self.nodes, self.edges, *more)
 
 
 def check_size(nodes: int, links: int) -> None:

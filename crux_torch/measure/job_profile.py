@@ -58,11 +58,14 @@ class JobProfile(msgspec.Struct, frozen=True, kw_only=True):
         bursts: when in the iteration it communicates.
         t_s: t_j, the time that one iteration's traffic needs on its slowest link.
         t_source: ``topology`` (bytes over capacity) or ``measured`` (shortest transfers).
+        t_note: what ``t_s`` is worth, if the job did not hold the profiling class; unset like
+            ``flops_note`` in the shared store, and where the job held that class.
         t_measured_s: seconds of transfer in an iteration, of each collective the fastest rank's.
         overlap: share of the communication that computation hides.
         exposed_s: seconds of an iteration in which the devices wait for communication.
         iterations: iterations that the figures are taken over.
-        measured_alone: whether the job held the profiling class throughout.
+        measured_alone: whether no other job was in the way: this one held the profiling class
+            throughout, or none was there.
     """
 
     period_s: NonNegative
@@ -82,6 +85,7 @@ class JobProfile(msgspec.Struct, frozen=True, kw_only=True):
     bursts: Annotated[tuple[ProfileBurst, ...], msgspec.Meta(min_length=1, max_length=MAX_BURSTS)]
     t_s: NonNegative
     t_source: Literal["topology", "measured"]
+    t_note: Annotated[str, msgspec.Meta(max_length=1024)] | msgspec.UnsetType = msgspec.UNSET
     t_measured_s: NonNegative
     overlap: Share
     exposed_s: NonNegative
@@ -90,7 +94,7 @@ class JobProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_share(self) -> JobProfile:
         """The profile as the shared store has it, without what older readers reject."""
-        return msgspec.structs.replace(self, flops_note=msgspec.UNSET)
+        return msgspec.structs.replace(self, flops_note=msgspec.UNSET, t_note=msgspec.UNSET)
 
     @property
     def achieved_flops(self) -> float:

@@ -6,7 +6,9 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf
 
+import msgspec
 import numpy as np
 
 from crux_torch.fabric.topology import Topology
@@ -30,6 +32,7 @@ def merge(
     topology: Topology | None = None,
     device_flops: float = 0.0,
     measured_alone: bool = True,
+    quiet: bool = False,
 ) -> JobProfile:
     """The profile of a job from its ranks' samples.
 
@@ -42,6 +45,7 @@ def merge(
         topology: gives t = max_e M_e / B_e; without it t is the measured transfer time.
         device_flops: FLOP/s of the device of a rank that does not tell its own; 0 if unknown.
         measured_alone: whether the job held the profiling class throughout.
+        quiet: whether no other job of the cluster was there.
 
     Raises:
         ValueError: no samples, or samples of different jobs.
@@ -70,6 +74,8 @@ def merge(
         within = inside_flows(matrix, present, topology, whole_hosts=True)
         t_s = transfer_alone_s(matrix | within, topology)
         low, high = T_RATIO_BOUNDS
+        if not (measured_alone or quiet):
+            high = inf  # others may have been in the way
         if t_s > 0 and t_measured_s > 0 and not low <= t_measured_s / t_s <= high:
             ratio = t_measured_s / t_s
             log.warning("transfers took %.2f times what the topology says; is it right?", ratio)
@@ -89,8 +95,19 @@ def merge(
         overlap=min(1.0, max(0.0, 1.0 - exposed_s / t_measured_s)) if t_measured_s > 0 else 0.0,
         exposed_s=exposed_s,
         iterations=min(s.iterations for s in present),
-        measured_alone=measured_alone,
+        measured_alone=measured_alone or quiet,
+        t_note=msgspec.UNSET if measured_alone else _t_note(topology is not None, quiet),
     )
+
+
+def _t_note(from_capacities: bool, quiet: bool) -> str:
+    """What a transfer time is worth that was measured without the class above all others."""
+    found = "measured without a class above the other jobs'"
+    beside = "no other job ran" if quiet else "others may have run"
+    if from_capacities:
+        checked = "and checked" if quiet else "unchecked"
+        return f"{found}: t is from the links' capacities, {checked}, as {beside}"
+    return f"{found}: {beside}{'' if quiet else ', so that t may be too long'}"
 
 
 def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:

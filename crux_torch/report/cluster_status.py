@@ -146,6 +146,8 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
     to = console()
     store = "this user's store" if status.store == "unix:" else status.store
     say(to, f"cluster {_safe(status.cluster)} at {store}: {_plan_line(status)}")
+    if status.operator.observe:
+        say(to, "dry run by the operator: jobs are planned, and keep the network's defaults")
     if status.operator.disabled:
         say(to, "disabled by the operator: all jobs keep the network's defaults")
     if not status.jobs:
@@ -217,7 +219,7 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
         "job": _safe(job.job),
         "hosts": ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else ""),
         "GPUs": str(job.gpus),
-        "state": job.state,
+        "state": f"{job.state}, dry run" if job.dry_run else job.state,
         "step now": _seconds(steps.step_s),
         "alone": _range(*alone),
         "slowdown": _range(*slowdown),
@@ -230,7 +232,8 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
         "I FLOP/s": "" if intensity is None else _si(intensity),
         "k": f"{entry.correction:.3g}" if entry else "",
         "P": _si(entry.priority) if entry else "",
-        "level": str(entry.level) if entry else "",
+        # Of a job that marks nothing it has no effect.
+        "level": str(entry.level) if entry and job.marks else "",
         "paths": _paths(job.paths),
         "grid s": f"{entry.grid.period_s:.4g}" if entry and entry.grid else "",
         "late/min": _count(job.corrections_per_minute),

@@ -96,7 +96,12 @@ def connections_were_made() -> None:
 
 def with_nccl_class(options: Any, new: Callable[[], Any], group: str) -> Any:
     """Called when a NCCL communicator is to be made: its options, with the class of the level."""
-    return nccl.with_class(options, planned_dscp(), new=new, owner=group)
+    agent = _agent()
+    if agent is None or not agent.may_mark_pairs:
+        return options
+    active = _background is not None and _background.active
+    dscp = agent.planned_qp_dscp if active else None
+    return nccl.with_class(options, dscp, new=new, owner=group)
 
 
 def needs_switches() -> bool:
@@ -165,13 +170,6 @@ def _say_misspelt(rank: int) -> None:
     first = rank == 0 or os.environ.get("LOCAL_RANK") == "0"
     if first and not is_launched() and (unknown := misspelt_in_words(os.environ)):
         _log.warning("%s", unknown)
-
-
-def planned_dscp() -> int | None:
-    """DSCP of the level that the plan gives this process's job; None if it gives none."""
-    agent = _agent()
-    active = _background is not None and _background.active
-    return agent.planned_dscp if agent is not None and active else None
 
 
 def profile() -> JobProfile | None:

@@ -121,9 +121,17 @@ class Agent:
         self._refresh.set()
 
     @property
-    def planned_dscp(self) -> int | None:
-        """See :attr:`crux_torch.runtime.follow.Follower.dscp`."""
-        return self._follower.dscp
+    def planned_qp_dscp(self) -> int | None:
+        """See :attr:`crux_torch.runtime.follow.Follower.qp_dscp`."""
+        return self._follower.qp_dscp
+
+    @property
+    def may_mark_pairs(self) -> bool:
+        """Whether queue pairs of this job may have a class of Crux at all."""
+        order = self._follower.order
+        if order is None:
+            return bool(self.settings.rdma_dscp_map) and not self.settings.dry_run
+        return order.marks is not None and bool(order.marks.rdma)
 
     def profile(self) -> JobProfile | None:
         """The job's profile as this rank knows it."""

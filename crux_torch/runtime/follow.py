@@ -43,7 +43,6 @@ class Follower:
         pace: PaceKeeper,
         rates: Callable[[TrafficClass], RateScheduler],
     ) -> None:
-        self._dscp_map = settings.dscp_map
         self._traffic_class = TrafficClass(ownership)
         self._steering = make_steering(settings, host, ownership, store)
         self._links = make_links(settings, device)
@@ -58,15 +57,14 @@ class Follower:
         self._heard_at_s = float("-inf")
 
     @property
-    def dscp(self) -> int | None:
-        """DSCP of the level that the plan gives this job; None before it does, and while measuring.
+    def qp_dscp(self) -> int | None:
+        """DSCP that the plan gives this job's queue pairs; None before it does, while measuring,
+        and where they are not marked.
 
         What keeps its class for life must not keep that of a measurement.
         """
         order = self.order
-        if order is None or order.measuring or order.level is None:
-            return None
-        return self._dscp_map[order.level] if order.level < len(self._dscp_map) else None
+        return None if order is None or order.measuring else order.qp_dscp
 
     def hear(self, raw: bytes) -> Order | None:
         """The order in ``raw``, if it is new. Its class and links are set, its paths are not."""
@@ -82,11 +80,11 @@ class Follower:
         before, self.order = self.order, order
         self._heard, self._heard_at_s = heard, time.monotonic()
         self.profile = order.profile or self.profile
-        if before is None or order.level != before.level:
-            if order.level is None:
+        if before is None or (order.level, order.marks) != (before.level, before.marks):
+            if order.level is None or order.marks is None or not order.marks.tcp:
                 self._traffic_class.revert()
             else:
-                self._traffic_class.apply_level(order.level, self._dscp_map)
+                self._traffic_class.apply_level(order.level, order.marks.tcp)
         priority = order.entry.priority if order.entry is not None else 0.0
         self._links.follow(order.incarnation, order.level, priority)
         self._pace.follow(order.pace)
@@ -95,7 +93,7 @@ class Follower:
 
     def steer(self, order: Order) -> None:
         """Follow the paths of ``order``; raises what :meth:`Steering.follow` does."""
-        self._steering.follow(order, self._dscp_map)
+        self._steering.follow(order)
 
     def check(self) -> None:
         """Go back to the network's defaults if nothing was heard of the leader for too long."""
@@ -109,7 +107,7 @@ class Follower:
             self._pace.follow(None)
             self._rates.revert()
         self._rates.check()
-        LABELS.set_dscp(self.dscp or 0)
+        LABELS.set_dscp(self.qp_dscp or 0)
 
     def refresh(self) -> PathCounts | None:
         """Apply what is in force to new connections; how many take their paths."""

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
+from crux_torch.control.agreed_marks import agreed
 from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
 from crux_torch.control.left_out import start_line
-from crux_torch.control.planner import check_policy, compute_entries
+from crux_torch.control.planner import check_policy, entries_of_agreed_levels
 from crux_torch.control.records import JobRecord
 from crux_torch.control.shared_clock import SharedClock
 from crux_torch.control.slots import ProfilingSlot
@@ -65,7 +68,7 @@ def make_conductor(
     leader, slot, routing, setter = None, None, None, None
     if settings.store != "none":
         try:
-            check_policy(settings.policy, settings.plan_levels)
+            check_policy(settings.policy, settings.marks.plan_levels)
             store = open_store(settings.store, settings.store_secret, settings.store_group)
         except CruxError as error:
             warn("join", f"this job takes no part in the cluster's plan: {error}")
@@ -77,10 +80,11 @@ def make_conductor(
             gpus=world_size,
             state="starting",
             peak_flops=bound_flops * world_size,
+            marks=settings.marks or msgspec.UNSET,
+            dry_run=settings.dry_run or msgspec.UNSET,
         )
         compute = partial(
-            compute_entries,
-            levels=settings.plan_levels,
+            entries_of_agreed_levels,
             max_slowdown=settings.max_slowdown or math.inf,
             guard=settings.guard,
         )
@@ -92,7 +96,7 @@ def make_conductor(
             topologies,
             published,
             policy=settings.policy,
-            levels=settings.plan_levels,
+            agree=agreed,
             max_slowdown=settings.max_slowdown or math.inf,
             iteration_ends=marks.marks_ns,
             in_thread=True,

@@ -27,7 +27,7 @@ from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order, Pace, heading
 from crux_torch.runtime.pace_setter import PaceSetter, moved_with
-from crux_torch.settings import Settings
+from crux_torch.settings import Marks, Settings
 from crux_torch.warn_once import WarnOnce, one_line
 
 _log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class Conductor:
         self._trains = True
         self._since_s = clock()
         self._slot_at_s = float("-inf")
-        self._alone = False
+        self._alone = self._quiet = False
         self._answers: dict[int, RankSample | None] = {}
         self._collect_at_s = float("-inf")
         self._failures = 0
@@ -218,6 +218,7 @@ class Conductor:
         """
         self._trains = trains
         if self.leader is not None:
+            self.leader.update(marks=self._marks() or msgspec.UNSET)
             self.leader.tick()
         if self.phase == "warming" and ready and self._clock() >= self._not_before_s:
             self._enter("queueing")
@@ -254,6 +255,21 @@ class Conductor:
         """Whether the job was found not to fit the grid of the plan in force."""
         return self._pace_setter is not None and self._pace_setter.gave_up
 
+    @property
+    def _observes(self) -> bool:
+        """Whether this is a dry run: the job's own, or of the whole cluster."""
+        return self._settings.dry_run or (self.leader is not None and self.leader.operator.observe)
+
+    def _marks(self) -> Marks:
+        """The DSCP values that the job may send with: the operator's, else the job's own."""
+        own = self._settings.marks
+        topology = self._topology if self.leader is None else self.leader.topology
+        if topology is None or topology.qos is None:
+            return own
+        if own and own != topology.qos.marks:
+            self._warn("qos", "the DSCP map differs from the qos of the topology, which counts")
+        return topology.qos.marks
+
     def _enter(self, phase: Phase) -> None:
         self.phase, self._since_s = phase, self._clock()
 
@@ -264,7 +280,10 @@ class Conductor:
         if now >= self._slot_at_s:
             self._slot_at_s = now + SLOT_POLL_S
             if self._slot.acquire_step():
-                self._alone = not self.leader.operator.keeps_level(self._settings.job)
+                may_go_first = bool(self._marks()) and not self._observes
+                keeps_level = self.leader.operator.keeps_level(self._settings.job)
+                self._alone = may_go_first and not keeps_level
+                self._quiet = self.leader.is_alone and not keeps_level
                 return True
         store_is_away = self._slot.refused or self.leader.store_state != "ok"
         return store_is_away and now - self._since_s >= WITHOUT_STORE_S
@@ -278,11 +297,11 @@ class Conductor:
         self._collect_at_s = now + COLLECT_POLL_S
         self._take_in(collect())
         if len(self._answers) == self._world_size or late:
-            alone = self._is_alone()
+            alone, quiet = self._is_alone(), self._is_quiet()
             self._alone = False
             if self._slot is not None:
                 self._slot.release()
-            self._conclude(alone)
+            self._conclude(alone, quiet)
 
     def _take_in(self, by_rank: Mapping[int, bytes]) -> None:
         """Keep the answers to this measurement. A malformed one counts as an empty one."""
@@ -302,9 +321,9 @@ class Conductor:
                 self._warn(f"sample {rank}", f"the sample of rank {rank} is left out: {error}")
             self._answers[rank] = sample
 
-    def _conclude(self, alone: bool) -> None:
+    def _conclude(self, alone: bool, quiet: bool) -> None:
         present = [s for _, s in sorted(self._answers.items()) if s is not None]
-        profile = self._merged(present, alone) if present else None
+        profile = self._merged(present, alone, quiet) if present else None
         if not present and not self._trains and len(self._answers) == self._world_size:
             _log.info("no rank saw iterations: a job without them keeps the default class")
         elif not present:
@@ -329,14 +348,20 @@ class Conductor:
             self.leader.update(profile=shared, **changes)
         self._enter("running" if profile is not None else "warming")
 
-    def _merged(self, present: list[RankSample], alone: bool) -> JobProfile | None:
+    def _merged(self, present: list[RankSample], alone: bool, quiet: bool) -> JobProfile | None:
         """The samples' profile; None if they contradict each other."""
         topology = self._topology
         if topology is not None and not {s.host for s in present} <= set(topology.hosts):
             topology = None  # t can only be measured
         flops = self._device_flops
         try:
-            return merge(present, topology=topology, device_flops=flops, measured_alone=alone)
+            return merge(
+                present,
+                topology=topology,
+                device_flops=flops,
+                measured_alone=alone,
+                quiet=quiet,
+            )
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             self._warn("merge", f"no profile from {len(present)} samples: {reason}")
@@ -346,6 +371,10 @@ class Conductor:
     def _is_alone(self) -> bool:
         """Whether this job still holds the slot that it took to measure, and may go first."""
         return self._alone and self._slot is not None and self._slot.held
+
+    def _is_quiet(self) -> bool:
+        """Whether no other job of the cluster is there, as far as the shared store says."""
+        return self._quiet and self.leader is not None and self.leader.is_alone
 
     def _next_order(self) -> Order | None:
         now = self._clock()
@@ -362,22 +391,29 @@ class Conductor:
         measuring = self.phase == "measuring"
         plan = self.leader.plan if self.leader is not None else None
         entry = plan.entry(self._settings.job) if plan is not None else None
+        marks = self._marks()
         level = entry.level if entry is not None else None
         if plan is not None and entry is not None and not self._had_plan:
             self._had_plan = True
             _news.info("%s", self._first_plan(plan, entry))
         if measuring and self._is_alone():
-            level = self._settings.profiling_level
-        wanted = self._routes(entry, measuring)
+            level = marks.measuring_level
+        elif level is not None and level not in marks.plan_levels:
+            marks = Marks()  # one level for all: jobs mean different things by theirs
+        obeyed = entry
+        if self._observes:
+            marks, level, obeyed = Marks(), None, None
+        wanted = self._routes(obeyed, measuring)
         pace = None
         if self._pace_setter is not None:
             # Holds in a measurement would be part of what is measured.
-            pace = self._paced(self._pace_setter, plan, None if measuring else entry)
-        flows, tables = self._booked(entry, measuring)
+            pace = self._paced(self._pace_setter, plan, None if measuring else obeyed)
+        flows, tables = self._booked(obeyed, measuring)
         return Order(
             incarnation=self._incarnation,
             number=1,
             level=level,
+            marks=marks or None,
             measurement=self.measurement,
             measuring=measuring,
             valid_s=self._settings.plan_valid_s,
@@ -393,8 +429,10 @@ class Conductor:
 
     def _first_plan(self, plan: Plan, entry: PlanEntry) -> str:
         """One line about the first plan that this job follows."""
-        marks = self._settings.dscp_map
-        mark = f"DSCP {marks[entry.level]}" if entry.level < len(marks) else "no mark"
+        marks = self._marks()
+        values = marks.tcp or marks.rdma
+        marked = entry.level < len(values) and not self._observes
+        mark = f"DSCP {values[entry.level]}" if marked else "no mark"
         return one_line(
             f"first plan, number {plan.epoch} by {plan.author!r}: level {entry.level} ({mark}), "
             f"paths: {len(entry.paths)}, jobs: {len(plan.entries)}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -25,6 +25,7 @@ from crux_torch.fabric.flow_links import HostFlowLinks
 from crux_torch.fabric.route import HostRoute
 from crux_torch.measure.job_profile import MAX_FLOWS, JobProfile, Name
 from crux_torch.measure.sample import RankSample
+from crux_torch.settings import Marks
 
 SCHEMA_VERSION = 2
 #: Seconds between two rounds of the leader over its ranks' reports.
@@ -54,7 +55,8 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     Attributes:
         incarnation: of the job. A rank that hears of another one starts afresh.
         number: larger than that of every earlier order, renewals included.
-        level: priority level of the job's connections; None for the network's default.
+        level: priority level of the job; None for the network's default.
+        marks: the DSCP values of levels; None: connections are not marked, whatever the level.
         measurement: the one that runs or ran last; 0 before the first.
         measuring: whether it runs now.
         valid_s: seconds for which the order counts.
@@ -72,6 +74,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     incarnation: Name
     number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
     level: Annotated[int, msgspec.Meta(ge=0, le=63)] | None = None
+    marks: Marks | None = None
     measurement: Annotated[int, msgspec.Meta(ge=0)] = 0
     measuring: bool = False
     valid_s: Annotated[float, msgspec.Meta(gt=0.0, le=86400.0)]
@@ -83,6 +86,20 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     flows: Annotated[tuple[HostFlowLinks, ...], msgspec.Meta(max_length=MAX_FLOWS)] = ()
     tables: Annotated[str, msgspec.Meta(max_length=256)] = ""
     pace: Pace | None = None
+
+    @property
+    def dscp(self) -> int | None:
+        """The DSCP value of TCP connections; None: they are not marked."""
+        return self._value(self.marks.tcp if self.marks is not None else ())
+
+    @property
+    def qp_dscp(self) -> int | None:
+        """The DSCP value of queue pairs; None: they are not marked."""
+        return self._value(self.marks.rdma if self.marks is not None else ())
+
+    def _value(self, values: Sequence[int]) -> int | None:
+        level = self.level
+        return values[level] if level is not None and level < len(values) else None
 
     def to_json(self) -> bytes:
         """The order as JSON."""

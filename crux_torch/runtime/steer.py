@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from crux_torch.apply import nccl
 from crux_torch.apply.paths import PathState, Routed, Tracer, counts, observe, routed, routes_from
 from crux_torch.apply.queue_pairs import QueuePairs
 from crux_torch.apply.transport import Connection, Route, Transport
@@ -58,6 +60,8 @@ class Steering:
         search: finds UDP source ports for queue pairs.
         ports: TCP source ports to choose from, first and last.
         skipped_ports: destination ports that are never steered.
+        marks_pairs: whether queue pairs get a class.
+        overrides: whether also those get it whose program chose another.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class Steering:
         pairs: Callable[[], QueuePairs] = QueuePairs,
         ports: tuple[int, int],
         skipped_ports: Sequence[int] = (),
+        marks_pairs: bool = True,
+        overrides: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
@@ -88,7 +94,9 @@ class Steering:
         self._why_not = ""
         self._routes: tuple[HostRoute, ...] = ()
         self._told: tuple[Route, ...] = ()
+        self._marks_pairs, self._overrides = marks_pairs, overrides
         self._dscp: int | None = None
+        self._qp_dscp: int | None = None
         self._incarnation = ""
         self._generation = self._requested = 0
         self._searching: threading.Thread | None = None
@@ -99,10 +107,10 @@ class Steering:
         self._states: tuple[PathState, ...] = ()
         self._sprayed = False
 
-    def follow(self, order: Order, dscp_map: Sequence[int]) -> None:
+    def follow(self, order: Order) -> None:
         """Have new connections take the order's routes; replace the present ones if it says so.
 
-        They carry the DSCP value that ``dscp_map`` gives the level from their first packet.
+        They carry the order's DSCP value, if it has one, from their first packet.
 
         Raises:
             OSError, CruxError: the transport refused; the next order tries again.
@@ -110,8 +118,8 @@ class Steering:
         if not self._available(bool(order.routes)):
             return
         mine = tuple(route for route in order.routes if route.src == self._host)
-        level = order.level
-        self._dscp = dscp_map[level] if level is not None and level < len(dscp_map) else None
+        self._dscp = order.dscp
+        self._qp_dscp = order.qp_dscp if self._marks_pairs else None
         if mine != self._routes:
             self._routes = mine
             self._look_soon()
@@ -213,7 +221,14 @@ class Steering:
             return
         with self._telling:
             ports = self._search.found(self._routes)
-            routes = routes_from(self._routes, self._dscp, ports, any_path=self._sprayed)
+            routes = routes_from(
+                self._routes,
+                self._dscp,
+                ports,
+                qp_dscp=self._qp_dscp,
+                overrides=self._overrides,
+                any_path=self._sprayed,
+            )
             if anew or routes != self._told:
                 self._transport.set_routes(routes)
                 self._told = routes
@@ -293,4 +308,6 @@ def make_steering(settings: Settings, host: str, ownership: Ownership, store: ob
         switch=GROUPS,
         ports=(settings.ports.first, settings.ports.last),
         skipped_ports=sorted(skipped),
+        marks_pairs=settings.override_ib_tc or not nccl.has_users_class(os.environ),
+        overrides=settings.override_ib_tc,
     )

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define CRUX_TRANSPORT_ABI 5
+#define CRUX_TRANSPORT_ABI 6
 #define CRUX_ADDRESS_CHARS 46
 #define CRUX_NAME_CHARS 64
 #define CRUX_ROUTE_HOPS 16
@@ -42,7 +42,9 @@ struct crux_hop {
 // The settings that a plan gives to the connections of this process to one address.
 struct crux_route {
   char destination[CRUX_ADDRESS_CHARS];
-  int32_t dscp;       // 0 to 63; -1: leave as it is
+  int32_t dscp;       // of sockets, 0 to 63; -1: leave as it is
+  int32_t qp_dscp;    // of queue pairs that asked for DSCP 0; -1: leave as it is
+  int32_t overrides;  // 1: of all queue pairs, whatever they asked for
   uint64_t rate_Bps;  // 0: no limit
   // The path: at each listed TTL, one of the addresses listed with it has to answer. None: any
   // path.

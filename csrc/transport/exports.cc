@@ -27,13 +27,15 @@ std::optional<Address> parse(const char (&text)[N]) {
 
 std::optional<Route> to_route(const crux_route& in) {
   const auto destination = parse(in.destination);
-  if (!destination || in.dscp < -1 || in.dscp > 63 || in.hop_count > CRUX_ROUTE_HOPS ||
-      in.port_count > CRUX_ROUTE_PORTS) {
+  if (!destination || in.dscp < -1 || in.dscp > 63 || in.qp_dscp < -1 || in.qp_dscp > 63 ||
+      in.hop_count > CRUX_ROUTE_HOPS || in.port_count > CRUX_ROUTE_PORTS) {
     return std::nullopt;
   }
   Route route;
   route.destination = *destination;
   route.dscp = in.dscp;
+  route.qp_dscp = in.qp_dscp;
+  route.overrides = in.overrides != 0;
   route.rate_Bps = in.rate_Bps;
   for (const crux_hop* hop = in.hops; hop != in.hops + in.hop_count; ++hop) {
     const auto address = parse(hop->address);

@@ -66,6 +66,8 @@ bool parse_line(const std::string& line, Route& route) {
       add_hops(route, value);
     } else if (word == "dscp") {
       route.dscp = static_cast<int>(number(value, 0, 63, "DSCP"));
+    } else if (word == "qp_dscp") {
+      route.qp_dscp = static_cast<int>(number(value, 0, 63, "DSCP"));
     } else if (word == "rate") {
       route.rate_Bps = number(value, 1, INT64_MAX, "rate");
     } else if (word == "ports") {
@@ -73,7 +75,7 @@ bool parse_line(const std::string& line, Route& route) {
         route.udp_ports.push_back(static_cast<uint16_t>(number(port, 1, 65535, "port")));
       }
     } else {
-      throw Malformed("'" + word + "' is none of via, dscp, rate, ports");
+      throw Malformed("'" + word + "' is none of via, dscp, qp_dscp, rate, ports");
     }
   }
   return true;

@@ -1,12 +1,13 @@
 // Routes as text, for programs without Python.
 //
 //   # destination   what is wanted, in any order; the rest of a line after # is ignored
-//   10.1.0.2        via 2:10.100.0.2,10.100.16.2 dscp 40 rate 25000000 ports 49152,49153
+//   10.1.0.2        via 2:10.100.0.2,10.100.16.2 dscp 40 qp_dscp 26 rate 25000000 ports 49152,49153
 //   2001:db8::7     via 2:2001:db8:100::2 via 3:2001:db8:200::2
 //
 // via TTL:ADDRESS[,ADDRESS]...  the router at hop TTL (1 to 255) must be one of these; may be given
 //                               for several TTLs
-// dscp N                        0 to 63
+// dscp N                        of TCP connections, 0 to 63
+// qp_dscp N                     of queue pairs whose program asks for DSCP 0
 // rate N                        bytes per second at most
 // ports N[,N]...                UDP source ports of RoCEv2 queue pairs that lead over the path
 #pragma once

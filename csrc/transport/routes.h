@@ -37,9 +37,11 @@ class NegativeCache {
 
 struct Route {
   Address destination;
-  int dscp = -1;          // 0 to 63; -1: leave as it is
-  uint64_t rate_Bps = 0;  // 0: no limit
-  std::vector<Hop> hops;  // ascending TTL, each at most once
+  int dscp = -1;           // of sockets, 0 to 63; -1: leave as it is
+  int qp_dscp = -1;        // of queue pairs that asked for DSCP 0; -1: leave as it is
+  bool overrides = false;  // qp_dscp is for all queue pairs
+  uint64_t rate_Bps = 0;   // 0: no limit
+  std::vector<Hop> hops;   // ascending TTL, each at most once
   std::vector<uint16_t> udp_ports;
   std::shared_ptr<NegativeCache> failures = std::make_shared<NegativeCache>();
 

@@ -22,7 +22,7 @@ from crux_torch.settings import Settings
 from crux_torch.store.endpoint import OWN_TABLES, sharing
 from crux_torch.store.unix_place import UNIX
 from crux_torch.variables import misspelt_in_words
-from cruxrun import autoload, flags, launched, prechecks
+from cruxrun import autoload, flags, launched, marks, prechecks
 from cruxrun.devices import chosen_devices
 from cruxrun.job_name import job_name
 
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         topology = prechecks.topology_of(settings)
         if topology is not None:
             exports |= prechecks.named_host(topology, settings)
+            exports |= marks.of_the_topology(settings, topology)
     except SettingsError as error:
         _refuse(error)
 
@@ -79,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     exports["CRUX_JOB_OF"] = ""
     if not exports.get("CRUX_JOB") and (started_by_a_rank or not os.environ.get("CRUX_JOB")):
         exports["CRUX_JOB"] = job_name(args)
-    with _environment(exports):
+    with ExitStack() as stack:
+        stack.enter_context(_environment(exports))
         settings = Settings.from_env()
         to_stderr(logger, f"cruxrun {settings.job}", settings.log_level, alone=True)
         to_stderr(logging.getLogger("crux_torch"), f"cruxrun {settings.job}", settings.log_level)
@@ -95,17 +97,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             # A forked worker inherits torch, so no import of torch calls the entry point.
             os.register_at_fork(after_in_child=autoload.attach_if_launched)
         news(logger).info("%s", start_line(settings, topology))
-        with ExitStack() as stack:
-            preloaded = preload.environment(settings, os.environ, not args.no_python)
-            stack.enter_context(_environment(preloaded))
-            stack.enter_context(_hosted_store(settings))
-            stack.enter_context(_hosted_tables(settings))
-            try:
-                devices = stack.enter_context(chosen_devices(args, settings))
-            except SettingsError as error:
-                _refuse(error)
-            stack.enter_context(_environment(devices))
-            _torchrun(args)
+        preloaded = preload.environment(settings, os.environ, not args.no_python)
+        stack.enter_context(_environment(preloaded))
+        stack.enter_context(_hosted_store(settings))
+        stack.enter_context(_hosted_tables(settings))
+        try:
+            devices = stack.enter_context(chosen_devices(args, settings))
+        except SettingsError as error:
+            _refuse(error)
+        stack.enter_context(_environment(devices))
+        _torchrun(args)
 
 
 def _refuse(error: SettingsError) -> NoReturn:
@@ -133,7 +134,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _hosted_tables(settings: Settings) -> Iterator[None]:
     """Keep the load tables of the policy mlcc while the job runs, if their place is this host."""
     host: Any = None
-    if settings.policy == "mlcc":
+    if settings.policy == "mlcc" and not settings.dry_run:
         try:
             from crux_torch.fabric.loaders import load_topology
             from crux_torch.store.host import StoreHost

@@ -76,10 +76,12 @@ struct Pair {
 
 // A route for as long as this exists.
 struct Routed {
-  Routed(const char* destination, int dscp, std::vector<uint16_t> ports) {
+  Routed(const char* destination, int dscp, std::vector<uint16_t> ports, bool overrides = false) {
     crux_route route{};
     std::strcpy(route.destination, destination);
-    route.dscp = dscp;
+    route.dscp = 63;  // of sockets, which no queue pair may get
+    route.qp_dscp = dscp;
+    route.overrides = overrides ? 1 : 0;
     route.port_count = static_cast<uint32_t>(ports.size());
     std::copy(ports.begin(), ports.end(), route.ports);
     CHECK(crux_transport_set_routes(&route, 1) == 0);
@@ -125,9 +127,32 @@ void the_service_level_follows_the_class() {
   CHECK(crux_transport_label(18, "group 1", 40) == 0);
   CHECK(wire(18, 18).traffic_class == 162 && wire(18, 18).service_level == 162);
   CHECK(wire(18, 3).traffic_class == 162 && wire(18, 3).service_level == 3);  // NCCL_IB_SL=3
-  const Routed routed("10.9.0.2", 26, {});
+  const Routed routed("10.9.0.2", 26, {}, true);
   CHECK(wire(106, 106).traffic_class == 106 && wire(98, 98).service_level == 106);
   CHECK(wire(0, 0).traffic_class == 104 && wire(0, 0).service_level == 0);  // it gave none
+}
+
+void a_class_that_the_program_chose_stays() {
+  End peer(1);
+  const auto wire = [&peer](uint8_t traffic_class) {
+    End end(0);
+    CHECK(connect_one(end, peer, traffic_class, traffic_class) == 0);
+    return fake_verbs::wire(end.qp->qp_num);
+  };
+  CHECK(crux_transport_label(34, "group 2", 40) == 0);
+  {
+    const Routed routed("10.9.0.2", 26, {50001});
+    CHECK(wire(98).traffic_class == 98 && wire(98).service_level == 98);
+    CHECK(wire(98).udp_port == 50001);     // its path is planned all the same
+    CHECK(wire(2).traffic_class == 106);   // ECN bits alone are no class
+    CHECK(wire(34).traffic_class == 162);  // a label
+  }
+  {
+    const Routed unmarked("10.9.0.2", -1, {50001}, true);
+    for (const uint8_t asked : {0, 2, 98}) CHECK(wire(asked).traffic_class == asked);
+  }
+  const Routed routed("10.9.0.2", 26, {50001}, true);
+  CHECK(wire(98).traffic_class == 106);
 }
 
 void a_refused_path_is_replaced_by_the_callers_own() {
@@ -202,6 +227,7 @@ int main() {
   CHECK(crux_transport_sees_queue_pairs());
   the_nth_queue_pair_takes_the_nth_port();
   the_service_level_follows_the_class();
+  a_class_that_the_program_chose_stays();
   a_refused_path_is_replaced_by_the_callers_own();
   a_device_without_a_call_for_it_is_not_changed();
   a_destroyed_queue_pair_is_not_touched();

@@ -108,7 +108,7 @@ RouteFile parse(const std::string& text) {
 
 constexpr const char* kGoodRoutes =
     "# two hosts\n"
-    "10.1.0.2 via 2:10.100.0.2,10.100.16.2 dscp 40 rate 25000000 ports 49152,49153\n"
+    "10.1.0.2 via 2:10.100.0.2,10.100.16.2 dscp 40 qp_dscp 26 rate 25000000 ports 49152,49153\n"
     "\n"
     "  2001:db8::7\tvia 2:2001:db8:100::2 via 3:2001:db8:200::2  # over both\n"
     "10.1.0.3\n";
@@ -117,14 +117,15 @@ void route_files_are_read() {
   const RouteFile file = parse(kGoodRoutes);
   CHECK(file.error.empty() && file.ignored == 0 && file.routes.size() == 3);
   const Route& first = file.routes[0];
-  CHECK(first.destination == address("10.1.0.2") && first.dscp == 40);
+  CHECK(first.destination == address("10.1.0.2") && first.dscp == 40 && first.qp_dscp == 26);
   CHECK(first.rate_Bps == 25000000);
   CHECK(first.udp_ports == (std::vector<uint16_t>{49152, 49153}));
   CHECK(first.hops.size() == 1 && first.hops[0].ttl == 2);
   CHECK(first.hops[0].accepts(address("10.100.16.2")));
   const Route& second = file.routes[1];
   CHECK(second.hops.size() == 2 && second.hops[1].accepts(address("2001:db8:200::2")));
-  CHECK(second.dscp == -1 && second.rate_Bps == 0 && second.udp_ports.empty());
+  CHECK(second.dscp == -1 && second.qp_dscp == -1 && second.rate_Bps == 0 &&
+        second.udp_ports.empty());
   CHECK(file.routes[2].hops.empty());
 }
 
@@ -140,6 +141,7 @@ void malformed_lines_are_told_and_ignored() {
       "10.1.0.2 dscp 64",
       "10.1.0.2 dscp -1",
       "10.1.0.2 dscp 4x",
+      "10.1.0.2 qp_dscp 64",
       "10.1.0.2 rate 0",
       "10.1.0.2 rate 99999999999999999999",
       "10.1.0.2 ports 0",

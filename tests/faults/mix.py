@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from control_fakes import until
+from dscp_maps import MARKED_ENV
 from etcd_server import Etcd
 from onlooker import Cluster
 from training_job import BOUND_S, Job
@@ -28,6 +29,7 @@ LEASE_S = 4.0
 #: Longest time for which a fault lasts. A leader may stand still for longer than its lease.
 LONGEST_S = 8.0
 CRUX = {
+    **MARKED_ENV,
     # The default gives no levels where it knows no link that jobs share.
     "CRUX_POLICY": "crux-paper",
     "CRUX_LEASE_S": str(LEASE_S),

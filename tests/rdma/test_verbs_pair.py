@@ -224,11 +224,22 @@ def test_nccls_variables_go_before_the_communicators_class(pair: Outcome, case: 
     connected = nccls(pair, f"nccl variables {case}")["connected"]
     asked = {"traffic_class": VARIABLE_CLASS, "service_level": VARIABLE_LEVEL, "flow_label": 0}
     assert [one["asked"] for one in connected] == [asked] * len(connected)
-    # A level of its own stays; a route's class takes the two ECN bits.
     assert {one["given"]["service_level"] for one in connected} == {VARIABLE_LEVEL}
-    planned = {dscp << 2 | VARIABLE_CLASS & 3 for dscp in PLANNED_DSCP.values()}
     tos = {packet.tos for packet in pair.capture("pair", done(pair, f"nccl variables {case}"))}
-    assert tos == ({VARIABLE_CLASS} if case == "plain" else planned)
+    assert tos == {VARIABLE_CLASS}, "a route changed it"
+
+
+def test_queue_pairs_of_a_job_without_a_map_take_paths_and_keep_their_class(pair: Outcome) -> None:
+    connected = nccls(pair, "nccl unmarked")["connected"]
+    assert connected
+    for one in connected:
+        assert one["asked"]["traffic_class"] == 0
+        assert {**one["given"], "flow_label": 0} == one["asked"], "nothing but the port"
+        assert one["given"]["flow_label"] != 0
+    packets = pair.capture("pair", done(pair, "nccl unmarked"))
+    assert {packet.tos for packet in packets} == {0}
+    for packet in packets:
+        assert packet.source_port in PLANNED_PORTS[packet.destination]
 
 
 def port_of(flow_label: int) -> int:

@@ -13,7 +13,8 @@ from lab import sockets
 from rig.part import DEVICES, PAIR, Rank, part
 
 TIMES = 4
-#: The level that is tried, and its DSCP value in the default table.
+DSCP_MAP = tuple(8 * level for level in range(8))
+#: The level that is tried, and its DSCP value.
 LEVEL, DSCP = 5, 40
 
 
@@ -45,17 +46,16 @@ def class_of_sockets(rank: Rank) -> Any:
     """DSCP of the connection that carries most: before, at a level, and after it is taken back."""
     from crux_torch.apply.classes import TrafficClass
     from crux_torch.c10d import backend
-    from crux_torch.settings import Settings
 
     tensor = torch.ones(1 << 20, device=rank.device)
     dist.all_reduce(tensor)
     rank.synchronize()
     found = [_dscp()]
     classes = TrafficClass(backend.OWNED_SOCKETS)
-    report = classes.apply_level(LEVEL, Settings().dscp_map)
+    report = classes.apply_level(LEVEL, DSCP_MAP)
     for level in (LEVEL, None):
         if level is None:
-            classes.apply_level(None, Settings().dscp_map)
+            classes.apply_level(None, DSCP_MAP)
         dist.all_reduce(tensor)
         rank.synchronize()
         found.append(_dscp())

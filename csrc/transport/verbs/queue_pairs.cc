@@ -92,7 +92,10 @@ int QueuePairs::connect(QueuePair& pair, const Transition& given) {
   Path wanted = asked;
   const Routes::Held route = transport()->routes.to(peer);
   if (route) {
-    if (route->dscp >= 0) wanted.give_class(with_dscp(asked.traffic_class, route->dscp));
+    // A class that the program chose, as by NCCL_IB_TC, stays.
+    const bool chosen = (asked.traffic_class & ~kEcnMask) != 0;
+    if (route->qp_dscp >= 0 && (route->overrides || !chosen))
+      wanted.give_class(with_dscp(asked.traffic_class, route->qp_dscp));
     if (const uint16_t port = take_port(*route, pair)) wanted.flow_label = flow_label_of(port);
   }
   const std::optional<Label> label = labels.find(asked.traffic_class);

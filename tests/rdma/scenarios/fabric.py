@@ -71,7 +71,7 @@ def write_routes(file: Path, ports: Mapping[str, Sequence[int]]) -> None:
     """A route to each end, for ``CRUX_TRANSPORT_ROUTES``."""
     file.write_text(
         "".join(
-            f"{address} dscp {dscp} ports {','.join(map(str, ports[address]))}\n"
+            f"{address} qp_dscp {dscp} ports {','.join(map(str, ports[address]))}\n"
             for address, dscp in PLANNED_DSCP.items()
         )
     )

@@ -56,12 +56,17 @@ def main(environment: str, libnccl: str) -> None:
     routes = out / "routes"
     routes.write_text(
         "".join(
-            f"{address} dscp {PLANNED_DSCP[address]} "
+            f"{address} qp_dscp {PLANNED_DSCP[address]} "
             f"ports {','.join(map(str, PLANNED_PORTS[address]))}\n"
             for address in PAIR_ADDRESSES
         )
     )
     steered = {**json.loads(environment), "CRUX_TRANSPORT_ROUTES": str(routes)}
+    # What a job without a DSCP map has: paths alone.
+    unmarked = {**steered, "CRUX_TRANSPORT_ROUTES": str(out / "unmarked")}
+    (out / "unmarked").write_text(
+        "".join(f"{a} ports {','.join(map(str, PLANNED_PORTS[a]))}\n" for a in PAIR_ADDRESSES)
+    )
     with Capture(out / "pair.pcap", "v0"):
         for case, more in (("plain", {}), ("standin", steered)):
             programs(recorder, case, {**os.environ, **more})
@@ -73,6 +78,9 @@ def main(environment: str, libnccl: str) -> None:
                 recorder.run(f"nccl group {case}", of_group, found)
                 found |= {"NCCL_IB_TC": str(VARIABLE_CLASS), "NCCL_IB_SL": str(VARIABLE_LEVEL)}
                 recorder.run(f"nccl variables {case}", of_group, found)
+        if libnccl:
+            nccl = [_PYTHON, "-B", "-S", str(_NCCL_NET), libnccl]
+            recorder.run("nccl unmarked", nccl, {**env, **NCCL, **unmarked})
 
 
 def programs(recorder: Recorder, case: str, env: dict[str, str]) -> None:
