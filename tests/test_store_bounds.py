@@ -1,4 +1,4 @@
-"""What a client of the embedded store bears of a server that is none of ours, and what it proves."""
+"""What a client of the store bears of a server that is none of ours, and what a greeting proves."""
 
 from __future__ import annotations
 

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from crux_torch.control.leader import Leader
 from crux_torch.control.left_out import left_out
-from crux_torch.control.records import Plan, PlanEntry
+from crux_torch.control.outcome import NO_ROUTES, Outcome, Routed
+from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
-from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
-from crux_torch.fabric.route import HostRoute, PlannedPath, Routes, routes_of
+from crux_torch.fabric.flow_links import HostFlowLinks
+from crux_torch.fabric.route import HostRoute, PlannedPath
 from crux_torch.fabric.topology import Topology
 from crux_torch.log_lines import news
-from crux_torch.measure.job_profile import HostFlow, JobProfile
+from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order, Pace, heading
-from crux_torch.runtime.pace_setter import PaceSetter, moved_with
+from crux_torch.runtime.pace_setter import PaceSetter
 from crux_torch.settings import Settings
 from crux_torch.warn_once import WarnOnce, one_line
 
@@ -51,7 +51,37 @@ SWITCH_PAUSE_S = 10.0
 #: Switches that are tried again because connections missed their paths; the pause doubles.
 MAX_RETRIES = 3
 
-_NO_ROUTES = Routes((), ())
+
+class Leads(Protocol):
+    """The job's part in agreeing on a plan."""
+
+    @property
+    def record(self) -> JobRecord:
+        """What is published of the job."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What holds for the job now."""
+
+    @property
+    def topology(self) -> Topology | None:
+        """The cluster's topology, where this process has parsed it."""
+
+    @property
+    def store_state(self) -> str:
+        """``ok``, or what is wrong with the store."""
+
+    def update(self, **changes: Any) -> None:
+        """Publish other values of these fields of the record."""
+
+    def tick(self) -> None:
+        """Do what is due; raises nothing."""
+
+    def close(self) -> None:
+        """Remove the job's record."""
+
+    def status(self) -> dict[str, Any]:
+        """Plain values."""
 
 
 class Wanted(NamedTuple):
@@ -83,7 +113,7 @@ class Routing:
         self._clock = clock
         self._warn = WarnOnce(_log)
         self._of: object = None
-        self._found = _NO_ROUTES
+        self._found = NO_ROUTES
         self._switched: tuple[HostRoute, ...] = ()
         self._generation = 0
         self._next_generation = first_generation
@@ -95,25 +125,14 @@ class Routing:
         """Why some of the plan's paths can't be taken."""
         return self._found.problems
 
-    def follow(
-        self, paths: tuple[PlannedPath, ...], hosts: Sequence[str], topology: Topology | None
-    ) -> None:
-        """Want what a plan says; without ``paths`` the network decides.
-
-        A plan whose paths join other ``hosts`` than the job's is another job's, and left alone.
-        """
-        if (paths, topology) == self._of:
+    def follow(self, paths: tuple[PlannedPath, ...], routed: Routed) -> None:
+        """Want what a plan says: its ``paths``, as routes; without any the network decides."""
+        if (paths, routed) == self._of:
             return
-        self._of, self._found = (paths, topology), _NO_ROUTES
-        if not paths or topology is None:
-            return
-        try:
-            self._found = routes_of(paths, hosts, topology)
-        except ValueError as error:
-            self._warn("path", f"the plan's paths are not this job's: {error}")
-            self._found = Routes((), (str(error),))
-            return
-        if self._found.problems:
+        self._of, self._found = (paths, routed), routed.found
+        if routed.wrong:
+            self._warn("path", f"the plan's paths are not this job's: {routed.wrong}")
+        elif self._found.problems:
             self._warn(
                 "addresses",
                 "paths of the plan that can't be taken, because the topology has "
@@ -122,7 +141,7 @@ class Routing:
 
     def forget(self) -> None:
         """Want nothing: there is no plan."""
-        self._of, self._found = None, _NO_ROUTES
+        self._of, self._found = None, NO_ROUTES
 
     def wanted(self, *, may_switch: bool = True, missed: int = 0) -> Wanted:
         """What the ranks are to be told now.
@@ -163,7 +182,7 @@ class Conductor:
         self,
         settings: Settings,
         incarnation: str,
-        leader: Leader | None,
+        leader: Leads | None,
         slot: ProfilingSlot | None,
         topology: Topology | None = None,
         *,
@@ -264,7 +283,7 @@ class Conductor:
         if now >= self._slot_at_s:
             self._slot_at_s = now + SLOT_POLL_S
             if self._slot.acquire_step():
-                self._alone = not self.leader.operator.keeps_level(self._settings.job)
+                self._alone = not self.leader.outcome.keeps_level
                 return True
         store_is_away = self._slot.refused or self.leader.store_state != "ok"
         return store_is_away and now - self._since_s >= WITHOUT_STORE_S
@@ -360,20 +379,20 @@ class Conductor:
 
     def _wanted(self) -> Order:
         measuring = self.phase == "measuring"
-        plan = self.leader.plan if self.leader is not None else None
-        entry = plan.entry(self._settings.job) if plan is not None else None
+        outcome = self.leader.outcome if self.leader is not None else Outcome()
+        entry = outcome.entry
         level = entry.level if entry is not None else None
-        if plan is not None and entry is not None and not self._had_plan:
+        if entry is not None and not self._had_plan:
             self._had_plan = True
-            _news.info("%s", self._first_plan(plan, entry))
+            _news.info("%s", self._first_plan(outcome, entry))
         if measuring and self._is_alone():
             level = self._settings.profiling_level
-        wanted = self._routes(entry, measuring)
+        wanted = self._routes(outcome, measuring)
         pace = None
         if self._pace_setter is not None:
             # Holds in a measurement would be part of what is measured.
-            pace = self._paced(self._pace_setter, plan, None if measuring else entry)
-        flows, tables = self._booked(entry, measuring)
+            pace = self._paced(self._pace_setter, outcome, None if measuring else entry)
+        flows, tables = self._booked(outcome, measuring)
         return Order(
             incarnation=self._incarnation,
             number=1,
@@ -381,7 +400,7 @@ class Conductor:
             measurement=self.measurement,
             measuring=measuring,
             valid_s=self._settings.plan_valid_s,
-            plan_epoch=plan.epoch if plan is not None else 0,
+            plan_epoch=outcome.epoch,
             entry=entry,
             profile=self.profile,
             routes=wanted.routes,
@@ -391,60 +410,46 @@ class Conductor:
             pace=pace,
         )
 
-    def _first_plan(self, plan: Plan, entry: PlanEntry) -> str:
+    def _first_plan(self, outcome: Outcome, entry: PlanEntry) -> str:
         """One line about the first plan that this job follows."""
         marks = self._settings.dscp_map
         mark = f"DSCP {marks[entry.level]}" if entry.level < len(marks) else "no mark"
         return one_line(
-            f"first plan, number {plan.epoch} by {plan.author!r}: level {entry.level} ({mark}), "
-            f"paths: {len(entry.paths)}, jobs: {len(plan.entries)}"
+            f"first plan, number {outcome.epoch} by {outcome.author!r}: level {entry.level} ({mark}), "
+            f"paths: {len(entry.paths)}, jobs: {outcome.jobs}"
         )
 
-    def _paced(self, setter: PaceSetter, plan: Plan | None, entry: PlanEntry | None) -> Pace | None:
+    def _paced(self, setter: PaceSetter, outcome: Outcome, entry: PlanEntry | None) -> Pace | None:
         """The pace that the plan gives the job; the others hear if it does not catch up."""
         leader = self.leader
-        if leader is None or plan is None or entry is None or not entry.grid:
+        if leader is None or entry is None or not entry.grid:
             return setter.wanted(entry)
-        pace = setter.wanted(entry, moved_with(entry.grid, plan, leader.jobs))
+        pace = setter.wanted(entry, outcome.moved)
         leader.update(moved=setter.moved or msgspec.UNSET)
         return pace
 
-    def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
+    def _routes(self, outcome: Outcome, measuring: bool) -> Wanted:
         routing, leader = self._routing, self.leader
         if routing is None or leader is None:
             return Wanted((), 0)
-        if entry is None:
+        if outcome.entry is None:
             routing.forget()
         else:
-            routing.follow(entry.paths, leader.record.hosts, leader.topology)
+            routing.follow(outcome.entry.paths, outcome.routed)
         # New connections in the middle of a measurement would be part of what is measured.
         seen = leader.record.paths
         missed = seen.missed if seen is not None else 0
         return routing.wanted(may_switch=not measuring, missed=missed)
 
-    def _booked(
-        self, entry: PlanEntry | None, measuring: bool
-    ) -> tuple[tuple[HostFlowLinks, ...], str]:
+    def _booked(self, outcome: Outcome, measuring: bool) -> tuple[tuple[HostFlowLinks, ...], str]:
         """The flows whose rates the hosts book, and where the tables are."""
-        topology = self.leader.topology if self.leader is not None else None
-        unbooked = self._settings.policy != "mlcc" or entry is None or measuring
-        if unbooked or self.profile is None or topology is None:
+        if outcome.entry is None or measuring:
             return (), ""
-        pairs = {(topology.host_of(f.src), topology.host_of(f.dst)): None for f in self._sent()}
-        found = [flow_links(topology, a, b) for a, b in pairs if a and b and a != b]
-        if not all(found):
+        flows, unsure, address = outcome.booked
+        if unsure:
             self._warn("flows", "flows without a sure link, or addresses in the topology: unpaced")
-        address = topology.addresses[topology.tables][0] if topology.tables else ""
         host = f"[{address}]" if ":" in address else address
-        tables = f"tcp://{host}:{self._settings.tables_port}" if address else ""
-        return tuple(flow for flow in found if flow is not None), tables
-
-    def _sent(self) -> list[HostFlow]:
-        """The profile's flows between places that the topology knows."""
-        topology = self.leader.topology if self.leader is not None else None
-        if topology is None or self.profile is None:
-            return []
-        return [f for f in self.profile.flows if {f.src, f.dst} <= topology.nodes.keys()]
+        return flows, f"tcp://{host}:{self._settings.tables_port}" if address else ""
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of the leader; plain values."""
