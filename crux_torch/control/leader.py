@@ -595,7 +595,8 @@ class Leader:
 
     def _append_audit(self, epoch: int, before: Plan | None, plan: Plan) -> None:
         try:
-            audited = of_plan(epoch, before, plan, self._basis, self._current_basis())
+            origin = self._registry.operator_origin() if self._snapshot.operator.effect else ""
+            audited = of_plan(epoch, before, plan, self._basis, self._current_basis(), origin)
             self._registry.append_audit(audited)
         except StoreError as error:
             _log.debug("plan %d is not in the audit log: %s", plan.epoch, error)
