@@ -150,6 +150,7 @@ class LeaderApart:
             frames = self._frames = FrameSocket(self._socket)
             self._began_s = now_s
             self._changed.clear()
+            self._marked_ns = 0  # it knows of none yet
             begin = msgspec.structs.replace(self._begin, record=self.record)
             frames.send(pack(begin), time.monotonic() + FRAME_S)
         if self._asked_at_s is not None:
