@@ -23,7 +23,7 @@ from test_route import LEAF_SPINE
 from crux_torch.control import registry
 from crux_torch.control.bounded_leader import MAX_BYTES, BoundedLeader, SmallOnly
 from crux_torch.control.leader import Leader
-from crux_torch.control.leader_apart import MAX_PAUSE_S, MODULE, LeaderApart
+from crux_torch.control.leader_apart import MAX_PAUSE_S, MODULE, START_S, LeaderApart
 from crux_torch.control.leader_frames import Begin
 from crux_torch.control.outcome import Outcome
 from crux_torch.control.records import JobRecord, PlanEntry
@@ -84,7 +84,7 @@ class Rank:
 
         def apart(job: JobRecord, outcome: Outcome) -> LeaderApart:
             begin = begin_of(self.endpoint, job, published=published, **changes)
-            starter = ProcessConnector(self.endpoint, module=MODULE)
+            starter = ProcessConnector(self.endpoint, module=MODULE, start_s=START_S)
             return LeaderApart(begin, starter, outcome, lambda since_ns: [])
 
         self.leader = BoundedLeader(here, apart)

@@ -28,8 +28,11 @@ from crux_torch.warn_once import WarnOnce
 _log = logging.getLogger(__name__)
 
 MODULE = "crux_torch.control.leader_process"
-#: Seconds that one step of the process may take before it is ended, and for one frame to come.
-BUDGET_S = 30.0
+#: Seconds that the process may take to start, and for one step, before it is ended: on a busy
+#: machine it hardly runs, and what it has done so far must not be lost again and again.
+START_S = 600.0
+BUDGET_S = 120.0
+#: Seconds for one frame to come.
 FRAME_S = 2.0
 #: Seconds that the process has to withdraw the job's record at the end.
 CLOSE_S = 2.0

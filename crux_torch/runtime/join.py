@@ -12,7 +12,7 @@ from pathlib import Path
 from crux_torch.control.bounded_leader import MAX_BYTES, BoundedLeader, SmallOnly
 from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
-from crux_torch.control.leader_apart import MODULE, LeaderApart
+from crux_torch.control.leader_apart import MODULE, START_S, LeaderApart
 from crux_torch.control.leader_frames import Begin
 from crux_torch.control.outcome import Outcome
 from crux_torch.control.left_out import start_line
@@ -153,7 +153,7 @@ def _apart(
         plan_valid_s=settings.plan_valid_s,
         log_level=logging.getLogger("crux_torch").getEffectiveLevel(),
     )
-    starter = ProcessConnector(settings.store, module=MODULE)
+    starter = ProcessConnector(settings.store, module=MODULE, start_s=START_S)
     return LeaderApart(begin, starter, outcome, marks.marks_ns)
 
 

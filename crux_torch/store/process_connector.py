@@ -13,7 +13,6 @@ from crux_torch.store.child import start_child
 from crux_torch.store.etcd_process import READY
 
 MODULE = "crux_torch.store.etcd_process"
-#: Seconds after which a process that is not ready is given up.
 START_S = 60.0
 MAX_REASON_BYTES = 1000
 
@@ -23,12 +22,15 @@ class ProcessConnector:
 
     Args:
         module: of the process, if it is another one.
+        start_s: seconds after which a process that is not ready is given up.
         load_s: seconds for which a call waits at least until a new process has loaded its code. A
             command has that time; a leader does other things meanwhile.
     """
 
-    def __init__(self, url: str, load_s: float = 0.0, module: str = MODULE) -> None:
-        self._url, self._module = url, module
+    def __init__(
+        self, url: str, load_s: float = 0.0, module: str = MODULE, start_s: float = START_S
+    ) -> None:
+        self._url, self._module, self._start_s = url, module, start_s
         self._load_s = load_s
         self.where = f"store {url.partition('?')[0]}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,7 +54,7 @@ class ProcessConnector:
         connected = self._socket
         assert connected is not None
         if not select.select([connected], [], [], max(timeout_s, self._load_s))[0]:
-            if time.monotonic() - self._began_s > START_S:
+            if time.monotonic() - self._began_s > self._start_s:
                 self.close()
             raise StoreError("the store process is starting", Cause.BUSY)
         first = connected.recv(1)
