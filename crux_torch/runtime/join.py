@@ -14,8 +14,8 @@ from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
 from crux_torch.control.leader_apart import MODULE, START_S, LeaderApart
 from crux_torch.control.leader_frames import Begin
-from crux_torch.control.outcome import Outcome
 from crux_torch.control.left_out import start_line
+from crux_torch.control.outcome import Outcome
 from crux_torch.control.planner import check_policy, compute_entries
 from crux_torch.control.records import JobRecord
 from crux_torch.control.shared_clock import SharedClock
@@ -72,9 +72,7 @@ def make_conductor(
         try:
             check_policy(settings.policy, settings.plan_levels)
             group = settings.store_group
-            store = open_store(
-                settings.store, settings.store_secret, group, limit_bytes=MAX_BYTES
-            )
+            store = open_store(settings.store, settings.store_secret, group, limit_bytes=MAX_BYTES)
         except CruxError as error:
             warn("join", f"this job takes no part in the cluster's plan: {error}")
     if store is not None:

@@ -415,8 +415,8 @@ class Conductor:
         marks = self._settings.dscp_map
         mark = f"DSCP {marks[entry.level]}" if entry.level < len(marks) else "no mark"
         return one_line(
-            f"first plan, number {outcome.epoch} by {outcome.author!r}: level {entry.level} ({mark}), "
-            f"paths: {len(entry.paths)}, jobs: {outcome.jobs}"
+            f"first plan, number {outcome.epoch} by {outcome.author!r}: level {entry.level} "
+            f"({mark}), paths: {len(entry.paths)}, jobs: {outcome.jobs}"
         )
 
     def _paced(self, setter: PaceSetter, outcome: Outcome, entry: PlanEntry | None) -> Pace | None:
