@@ -467,7 +467,7 @@ def test_roles_part_operator_planner_and_tenant(tmp_path: Path) -> None:
             with pytest.raises(StoreForbidden):
                 print(what, write())
         # To write what is there already is no write: a tenant's leader may keep the settings.
-        registry.keep_operator(view.operator_raw)
+        registry.keep_operator(view.operator_raw, MAX_LEASE_S)
         root = ("--user", "root:secret")
         held = json.loads(etcd.ctl(*root, "get", "lab/crux/c/operator/settings", "-w", "json"))
         assert "lease" not in held["kvs"][0]
