@@ -69,5 +69,9 @@ class StoreError(CruxError, ConnectionError):
         return f"{self}. {self.cause.value[0].upper()}{self.cause.value[1:]}"
 
 
+class StoreTooLarge(StoreError):
+    """The store holds more than whoever asks wants to read."""
+
+
 class StoreForbidden(StoreError):
     """The shared store's roles do not let this user write that key; reading goes on."""

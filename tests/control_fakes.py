@@ -70,6 +70,12 @@ class MemoryStore:
         now, entries = self._clock(), dict(self.entries)
         return {k: v for k, (v, ends_s) in entries.items() if k.startswith(prefix) and now < ends_s}
 
+    def origin(self, key: str) -> str:
+        return "a test" if self.get(key) is not None else ""
+
+    def clock_ns(self) -> int:
+        return round(self._clock() * 1e9)
+
     def close(self) -> None:
         pass
 

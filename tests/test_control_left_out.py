@@ -9,6 +9,7 @@ import pytest
 from dscp_maps import CLASS_SELECTORS
 
 from crux_torch.control.left_out import ONE_LEVEL_POLICIES, left_out
+from crux_torch.control.outcome import network_of
 from crux_torch.fabric.loaders import parse_yaml
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE
@@ -25,7 +26,7 @@ MARKED = Settings(dscp_map=CLASS_SELECTORS)
 
 
 def test_with_a_topology_and_marks_nothing_is_left_out() -> None:
-    assert left_out(MARKED, TOPOLOGY) == ()
+    assert left_out(MARKED, network_of(TOPOLOGY)) == ()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_with_a_topology_and_marks_nothing_is_left_out() -> None:
 def test_each_reason_is_said(
     changed: dict[str, Any], topology: Any, priorities: str, paths: str
 ) -> None:
-    said = left_out(dataclasses.replace(MARKED, **changed), topology)
+    said = left_out(dataclasses.replace(MARKED, **changed), network_of(topology))
     expected = [("nothing is prioritised, because ", priorities), ("no paths are chosen, ", paths)]
     wanted = [(start, why) for start, why in expected if why]
     assert len(said) == len(wanted)
@@ -56,7 +57,7 @@ def test_each_reason_is_said(
 
 
 def test_without_marks_levels_reach_nobody() -> None:
-    (said,) = left_out(Settings(), TOPOLOGY)
+    (said,) = left_out(Settings(), network_of(TOPOLOGY))
     assert said == (
         "nothing is prioritised, because nobody said which DSCP values are Crux's "
         "(CRUX_DSCP_MAP, or qos in the topology)"

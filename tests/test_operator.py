@@ -20,6 +20,7 @@ from etcd_server import Etcd, needs_etcd, wait_ready
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import free_port
+from store_server import ServerThread
 from test_control_leader import agreed, leader_of, leaders_of, run
 
 from crux_torch.control import audit
@@ -39,6 +40,7 @@ from crux_torch.schedule.scheduler import LIVE
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.host import StoreHost
+from crux_torch.store.shared_store import MAX_LEASE_S
 
 NAMES = ("a", "b", "c", "d")
 _some = st.sets(st.sampled_from(NAMES))
@@ -150,8 +152,12 @@ def test_leaders_plan_within_the_settings_and_write_down_why() -> None:
     ]
     assert all(e.who in ("j0", "j1", "j2") for e in entries)
     why = [line for e in entries for line in e.why]
-    assert why[:2] == ["its author has not followed a plan before", "the operator's settings 1"]
-    assert {"j2 left", "j1 has another profile", "the operator's settings 2"} <= set(why)
+    assert why[:3] == [
+        "its author has not followed a plan before",
+        "the operator's settings 1, nobody says by whom, written from a test",
+        "set: j0: pin None -> 7",
+    ]
+    assert {"j2 left", "j1 has another profile", "set: disabled"} <= set(why)
     assert entries[1].changes == ("j0: level 0 -> 7",)
     assert set(entries[-1].changes) == {"j0: level 7 -> default", "j1: level 1 -> default"}
 
@@ -161,7 +167,7 @@ def test_the_leaders_keep_the_settings_in_a_store_that_forgets() -> None:
     store = MemoryStore(clock)
     leaders = leaders_of(store, 2, clock)
     registry = Registry(store, "c")
-    settings = OperatorSettings().changed(drained=("j1",))
+    settings = OperatorSettings().changed(drained=("j1",), stays=True)
     assert registry.swap_operator(None, settings)
     run(leaders, clock, 5)
     assert agreed(leaders).entries[1].priority == 0.0
@@ -172,6 +178,48 @@ def test_the_leaders_keep_the_settings_in_a_store_that_forgets() -> None:
     run(leaders, clock, 20)
     assert registry.look().operator == settings
     assert agreed(leaders).entries == before.entries
+
+
+def test_settings_end_when_they_say_and_those_that_say_nothing_with_their_writer() -> None:
+    clock = FakeClock()
+    for ends_after_s, gone_after_s in ((0.0, MAX_LEASE_S), (1500.0, 1500.0)):
+        store = MemoryStore(clock)
+        leaders = leaders_of(store, 2, clock)
+        registry, began_s = Registry(store, "c"), clock()
+        for leader in leaders:
+            leader._kept_settings._now_s = clock
+        ends_at_s = began_s + ends_after_s if ends_after_s else 0.0
+        settings = OperatorSettings().changed(drained=("j1",), ends_at_s=ends_at_s)
+        assert registry.swap_operator(None, settings)
+        while registry.look().operator_raw is not None:
+            run(leaders, clock, 5, step_s=1.0)
+            assert clock() - began_s < 3 * MAX_LEASE_S
+        assert 0 <= clock() - began_s - gone_after_s <= 10
+        run(leaders, clock, 20, step_s=1.0)
+        assert agreed(leaders).entries[1].priority == 1.0
+        assert registry.look().operator_raw is None
+        assert any("settings have ended" in line for e in registry.audit() for line in e.why)
+
+
+def test_settings_that_somebody_writes_by_hand_are_written_down_in_full() -> None:
+    clock = FakeClock()
+    with ServerThread(clock=clock) as running:
+        store, stranger = running.client(), running.client()
+        leaders = leaders_of(store, 2, clock)
+        run(leaders, clock, 5)
+        registry = Registry(store, "c")
+        stranger.put(registry.operator_key, b'{"disabled":true,"pins":{"j0":3}}')
+        run(leaders, clock, 5)
+        why = registry.audit()[-1].why
+        assert "settings 0, nobody says by whom, written from 127.0.0.1 port" in why[0]
+        assert set(why[1:]) == {"set: disabled", "set: j0: pin None -> 3"}
+        stranger.close()
+        # They end with the lease of whoever wrote them.
+        for leader in leaders:
+            leader._kept_settings._now_s = clock
+        run(leaders, clock, round(MAX_LEASE_S) + 10, step_s=1.0)
+        assert registry.look().operator_raw is None
+        store.close()
 
 
 def test_settings_that_cannot_be_used_are_ignored_and_not_kept(
@@ -346,7 +394,12 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
         told(endpoint, "act")
         assert "dry run" not in crux(endpoint, "status").stdout
         held = told(endpoint, "status")["operator"]
-        assert msgspec.convert(held, OperatorSettings) == OperatorSettings(revision=14)
+        found = msgspec.convert(held, OperatorSettings)
+        keeps = endpoint.startswith("etcd://")
+        assert (found.revision, found.effect, found.stays) == (14, b"", keeps)
+        assert keeps or 23 * 3600 < found.ends_at_s - time.time() <= 24 * 3600
+        refused = ("--for", "2") if keeps else ("--for", "2", "--stay")
+        assert crux(endpoint, "enable", *refused).returncode == 2
         log = [msgspec.convert(entry, AuditEntry) for entry in told(endpoint, "audit")]
         acts = [entry for entry in log if entry.kind == "operator"]
         assert [e.why[0] for e in acts] == [
@@ -356,6 +409,8 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
             *("disable", "enable", "observe", "act"),
         ]
         assert all(e.who.startswith(getpass.getuser() + "@") for e in acts)
+        assert all(bool(e.origin) is not keeps for e in acts)
+        assert acts[0].changes == ("d: drained",)
         plans = [entry for entry in log if entry.kind == "plan"]
         assert [e.after for e in plans] == sorted(e.after for e in plans)
         assert any("the operator's settings" in e.why[0] for e in plans)
@@ -418,7 +473,7 @@ def test_roles_part_operator_planner_and_tenant(tmp_path: Path) -> None:
             with pytest.raises(StoreForbidden):
                 print(what, write())
         # To write what is there already is no write: a tenant's leader may keep the settings.
-        registry.keep_operator(view.operator_raw)
+        registry.keep_operator(view.operator_raw, MAX_LEASE_S)
         root = ("--user", "root:secret")
         held = json.loads(etcd.ctl(*root, "get", "lab/crux/c/operator/settings", "-w", "json"))
         assert "lease" not in held["kvs"][0]

@@ -13,11 +13,12 @@ from test_runtime_lead import Job as LedJob
 from test_runtime_lead import run
 from test_runtime_pace import SECOND, Clocked, Marks, World
 
+from crux_torch.control.outcome import moved_with
 from crux_torch.control.records import Grid, JobRecord, Moved, Plan, PlanEntry
 from crux_torch.control.shared_clock import SharedClock
 from crux_torch.runtime.order import Pace
 from crux_torch.runtime.pace_keeper import PaceKeeper
-from crux_torch.runtime.pace_setter import PaceSetter, moved_with
+from crux_torch.runtime.pace_setter import PaceSetter
 
 STEP_NS = 2_000_000
 #: Seconds between a leader's rounds, until another leader has its record, and ranks its order.

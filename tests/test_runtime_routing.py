@@ -12,6 +12,7 @@ from test_runtime_lead import SETTINGS, Job, run
 from torch.distributed import HashStore
 
 from crux_torch.control.job_channel import JobChannel
+from crux_torch.control.outcome import Outcome, routed
 from crux_torch.control.planner import compute_entries
 from crux_torch.control.records import PathCounts, PlanEntry
 from crux_torch.fabric.loaders import parse_yaml
@@ -40,6 +41,10 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
+def follow(routing, paths, hosts=HOSTS, topology=TOPOLOGY):
+    routing.follow(paths, routed(paths, hosts, topology))
+
+
 class Told:
     """A routing that follows one plan after the other."""
 
@@ -47,7 +52,7 @@ class Told:
         self.routing = Routing(first_generation=first_generation, clock=clock)
 
     def follow(self, there: int, back: int) -> Wanted:
-        self.routing.follow(over(there, back), HOSTS, TOPOLOGY)
+        follow(self.routing, over(there, back))
         return self.routing.wanted()
 
 
@@ -109,7 +114,7 @@ def test_missed_paths_are_tried_again_a_few_times_ever_later(told, clock):
 
 def test_without_a_topology_or_a_path_the_network_decides(told):
     for paths, topology in ((over(1, 0), None), ((), TOPOLOGY)):
-        told.routing.follow(paths, HOSTS, topology)
+        follow(told.routing, paths, topology=topology)
         assert told.routing.wanted() == Wanted((), 0)
         assert told.routing.problems == ()
 
@@ -117,7 +122,7 @@ def test_without_a_topology_or_a_path_the_network_decides(told):
 def test_what_can_not_be_steered_is_said_once(told, caplog):
     silent = parse_yaml(LEAF_SPINE.replace("  spine1: [10.100.1.2, 10.100.17.2]\n", ""))
     for there, back in ((1, 0), (1, 1), (1, 0)):
-        told.routing.follow(over(there, back), HOSTS, silent)
+        follow(told.routing, over(there, back), topology=silent)
     assert spines(told.routing.wanted()) == ["0"]
     assert told.routing.problems == ("no addresses of spine1",)
     assert len(caplog.records) == 1
@@ -126,7 +131,7 @@ def test_what_can_not_be_steered_is_said_once(told, caplog):
 
 def test_the_paths_of_another_job_are_left_alone(told, caplog):
     for _ in range(2):
-        told.routing.follow(over(1, 0), ("h0", "h2"), TOPOLOGY)
+        follow(told.routing, over(1, 0), ("h0", "h2"))
         assert told.routing.wanted() == Wanted((), 0)
     assert "not join hosts of the job" in told.routing.problems[0]
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
@@ -160,12 +165,12 @@ def test_no_switch_while_the_job_is_measured(clock):
     run(clock, 2.0, one)
     assert one.told.measuring
     one.leader.update(hosts=HOSTS)
-    entry = PlanEntry(
-        job="a", level=0, priority=1.0, intensity=1.0, correction=1.0, paths=over(1, 1)
-    )
-    assert spines(one.conductor._routes(entry, measuring=True)) == ["1", "1"]
-    assert one.conductor._routes(entry, measuring=True).generation == 0
-    assert one.conductor._routes(entry, measuring=False).generation == 1
+    paths = over(1, 1)
+    entry = PlanEntry(job="a", level=0, priority=1.0, intensity=1.0, correction=1.0, paths=paths)
+    outcome = Outcome(1, entry, routed=routed(paths, HOSTS, TOPOLOGY))
+    assert spines(one.conductor._routes(outcome, measuring=True)) == ["1", "1"]
+    assert one.conductor._routes(outcome, measuring=True).generation == 0
+    assert one.conductor._routes(outcome, measuring=False).generation == 1
 
 
 def test_what_the_ranks_see_of_their_paths_is_added_up(clock):

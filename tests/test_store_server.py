@@ -25,8 +25,11 @@ from crux_torch.store.client import StoreClient
 from crux_torch.store.contents import CLIENT_KEYS, Client, Contents
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.frames import (
+    MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     NONCE_BYTES,
+    PAGE_BYTES,
+    PROTOCOL_VERSION,
     Changes,
     Delete,
     Done,
@@ -37,12 +40,20 @@ from crux_torch.store.frames import (
     Sealer,
     Swap,
     pack,
+    request_decoder,
+    unpack_request,
 )
 from crux_torch.store.host import StoreHost
 from crux_torch.store.journal import MAX_DELETED, Journal
-from crux_torch.store.shared_store import MAX_VALUE_BYTES
+from crux_torch.store.look import Look
+from crux_torch.store.shared_store import (
+    MAX_KEY_BYTES,
+    MAX_STORE_BYTES,
+    MAX_VALUE_BYTES,
+    check_write,
+)
 
-HELLO = pack(Hello(1, b"n" * NONCE_BYTES))
+HELLO = pack(Hello(PROTOCOL_VERSION, b"n" * NONCE_BYTES))
 
 
 @pytest.fixture
@@ -212,14 +223,14 @@ def test_nobody_changes_more_a_second_than_a_share() -> None:
 
 
 def test_a_full_store_drops_first_what_the_gone_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MAX_KEYS", 10)
+    monkeypatch.setattr(contents, "MAX_STORE_KEYS", 10)
     clock = FakeClock()
     kept = Contents(clock)
     gone, here, late = Client(clock()), Client(clock()), Client(clock())
     for n in range(4):
         assert kept.answer(Put(f"gone/{n}", b"", 60.0), gone) == Done(1)
         assert kept.answer(Put(f"here/{n}", b"", 60.0), here) == Done(1)
-    gone.gone = True
+    kept.leave(gone)
     for n in range(6):
         assert kept.answer(Put(f"late/{n}", b"", 60.0), late) == Done(1)
     refused = kept.answer(Put("late/6", b"", 60.0), late)
@@ -229,8 +240,136 @@ def test_a_full_store_drops_first_what_the_gone_have_left(monkeypatch: pytest.Mo
     )
     clock.advance(61.0)
     assert kept.answer(Put("late/6", b"", 60.0), late) == Done(1)
-    assert (gone.keys, gone.held_bytes) == (0, 0)
+    assert (gone.names, gone.held_bytes) == ({}, 0)
     assert kept.held_bytes == here.held_bytes + late.held_bytes
+
+
+@pytest.mark.parametrize("gone_too", [False, True])
+def test_a_refused_put_costs_the_same_however_full_the_store_is(
+    monkeypatch: pytest.MonkeyPatch, gone_too: bool
+) -> None:
+    class Counted(dict[str, Any]):
+        looked_at = 0
+
+        def __getitem__(self, key: str) -> Any:
+            Counted.looked_at += 1
+            return super().__getitem__(key)
+
+        def __iter__(self) -> Iterator[str]:
+            Counted.looked_at += len(self)
+            return super().__iter__()
+
+    found = []
+    for size in (100, 1000):
+        monkeypatch.setattr(contents, "MAX_STORE_KEYS", size)
+        kept = Contents(FakeClock())
+        kept._keys = Counted()
+        holder, late = Client(0.0), Client(0.0)
+        for n in range(size):
+            assert kept.answer(Put(f"k/{n}", b"", 60.0), holder) == Done(1)
+        if gone_too:
+            # Its keys make room, one for each put, and what is left over is refused.
+            kept.leave(holder)
+            for n in range(size):
+                assert kept.answer(Put(f"late/{n}", b"", 60.0), late) == Done(1)
+        Counted.looked_at = 0
+        for n in range(50):
+            assert isinstance(kept.answer(Put(f"more/{n}", b"", 60.0), Client(0.0)), Refused)
+        found.append(Counted.looked_at)
+    assert found[0] == found[1]
+
+
+def test_who_is_refused_too_often_waits_and_nobody_else(
+    running: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "REFUSALS_BURST", 5.0)
+    monkeypatch.setattr(contents, "REFUSALS_PER_S", 1 / 600)
+    running.server.contents._left.clear()  # type: ignore[attr-defined]
+    monkeypatch.setattr(contents, "MAX_STORE_KEYS", 1)
+    honest, greedy = running.client(), running.client(timeout_s=1.0)
+    honest.put("honest", b"v")
+    for _ in range(6):
+        with pytest.raises(StoreError, match="full"):
+            greedy.put("more", b"v")
+    with pytest.raises(StoreError, match="no answer"):
+        greedy.put("more", b"v")
+    honest.put("honest", b"another")
+    assert honest.get("honest") == b"another"
+    honest.close()
+    greedy.close()
+
+
+_keys_of_any_letters = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.just("\U0001f600"), max_size=600
+)
+
+
+@given(_keys_of_any_letters)
+def test_a_key_is_bounded_in_encoded_bytes_on_both_sides(key: str) -> None:
+    fits = len(key.encode()) <= MAX_KEY_BYTES
+    for request in (Put(key, b"", 9.0), Swap(key, None, b"", 9.0), Delete(key), Read(key, True, 0)):
+        raw = pack(request)[4:]
+        if fits:
+            assert unpack_request(raw, request_decoder) == request
+        else:
+            with pytest.raises(ValueError):
+                unpack_request(raw, request_decoder)
+    if fits:
+        check_write(key, b"", 1.0)
+    else:
+        with pytest.raises(StoreError):
+            check_write(key, b"", 1.0)
+
+
+#: The largest that a store takes, by the bytes of a letter.
+_wide_keys = st.builds(
+    lambda letter, n, stem: (stem + letter * (n // len(letter.encode())))[:MAX_KEY_BYTES],
+    st.sampled_from(["a", "\xe4", "\u20ac", "\U0001f600"]),
+    st.integers(0, MAX_KEY_BYTES - 8),
+    st.integers(0, 9999).map(str),
+)
+
+
+@given(st.lists(st.tuples(_wide_keys, st.sampled_from([0, 1, 100, 70_000, MAX_VALUE_BYTES]))))
+def test_a_page_of_any_keys_and_values_fits_in_a_frame(values: list[tuple[str, int]]) -> None:
+    journal = Journal()
+    for key, size in values:
+        journal.set(key, bytes(size))
+    look, sealer, rounds = Look(MAX_STORE_BYTES), Sealer(b"k" * 32), 0
+    while True:
+        about = Read("", True, look.revision)
+        changes = Changes(*journal.changes("", True, look.revision, PAGE_BYTES))
+        assert len(pack(changes, sealer)) <= MAX_ANSWER_BYTES + 4
+        look.take(changes, about)
+        rounds += 1
+        if not changes.more:
+            break
+    assert look.values == {key: bytes(size) for key, size in dict(values).items()}
+    assert rounds <= 1 + sum(size + MAX_KEY_BYTES + 16 for _, size in values) // PAGE_BYTES
+
+
+@given(_keys_of_any_letters, st.binary(max_size=64))
+def test_what_fits_the_limits_fits_in_a_request(key: str, tail: bytes) -> None:
+    key = key.encode()[:MAX_KEY_BYTES].decode(errors="ignore")
+    value = bytes(MAX_VALUE_BYTES - len(tail)) + tail
+    for request in (Put(key, value, 9.0), Swap(key, value, value, 9.0)):
+        assert len(pack(request, Sealer(b"k" * 32))) <= MAX_REQUEST_BYTES + 4
+
+
+def test_keys_of_wide_letters_leave_the_store_readable(running: ServerThread) -> None:
+    attacker, reader = running.client(), running.client()
+    key = "jobs/{:04}" + "\U0001f600" * (MAX_KEY_BYTES // 4 - 3)
+    for n in range(CLIENT_KEYS):
+        attacker.put(key.format(n), b"")
+    with pytest.raises(StoreError, match="limit 512"):
+        attacker.put("\U0001f600" * MAX_KEY_BYTES, b"")
+    assert len(reader.list("jobs/")) == CLIENT_KEYS
+    reader.close()
+    with greeted(running.port) as peer:
+        # One that does not check what it sends.
+        peer.sendall(pack(Put("\U0001f600" * MAX_KEY_BYTES, b"", 9.0)))
+        until(lambda: is_closed(peer), what="the end")
+    attacker.close()
 
 
 _names = st.sampled_from(["a", "a/1", "a/2", "b"])
@@ -274,7 +413,7 @@ def test_a_reader_of_changes_has_what_a_plain_dict_has(steps: list[Any], looks: 
                     seen[key] = value
             revision = answer.revision
             assert seen == {k: v for k, (v, _) in model.items() if k.startswith("a")}
-    assert client.keys == len(kept.journal)
+    assert client.names.keys() == set(kept.journal)
     assert kept.held_bytes == client.held_bytes
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Attempts to change the settings while others change them, too.
 ATTEMPTS = 10
+#: After which all settings end on the embedded store, if the command does not say otherwise.
+HOURS = 24
 JOBS = ("job", "hosts", "GPUs", "state", "W FLOP", "MFU", "t s", "period s", "overlap", "operator")
 PLAN = ("job", "I FLOP/s", "k", "P", "level", "paths", "trial", "operator")
 
@@ -36,7 +38,9 @@ Change = Callable[["OperatorSettings"], dict[str, Any]]
 def group() -> None:
     """See a cluster as its operator, and set what holds for its jobs.
 
-    The settings have effect with the next plan, within about a second. Every command takes --json.
+    The settings have effect with the next plan, within about a second. On the embedded store all
+    of them end 24 hours after the last command, or as it says with --for or --stay. An etcd keeps
+    them. Every command takes --json.
     """
 
 
@@ -83,7 +87,8 @@ def audit(store: str | None, cluster: str | None, json_path: Path | None) -> Non
         return
     for entry in entries:
         at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(entry.at_s))
-        click.echo(f"{at} {entry.kind} {entry.before} -> {entry.after} by {entry.who}")
+        seen = f" (from {entry.origin})" if entry.origin else ""
+        click.echo(f"{at} {entry.kind} {entry.before} -> {entry.after} by {entry.who}{seen}")
         for word, lines in (("why", entry.why), ("then", entry.changes)):
             for line in lines:
                 click.echo(f"    {word}: {line}")
@@ -96,17 +101,33 @@ def _setting(*parameters: Callable[..., Any]) -> Callable[[Callable[..., Change]
         name = change_of.__name__
 
         def command(
-            store: str | None, cluster: str | None, json_path: Path | None, **given: Any
+            store: str | None,
+            cluster: str | None,
+            json_path: Path | None,
+            hours: float | None,
+            stays: bool,
+            **given: Any,
         ) -> None:
+            if stays and hours is not None:
+                raise click.UsageError("give --for or --stay, not both")
             words = [name, *_words(change_of, given)]
-            _change(store, cluster, json_path, change_of(**given), words)
+            _change(store, cluster, json_path, change_of(**given), words, hours, stays)
 
-        made: Any = of_a_cluster(command)
+        made: Any = _STAY(_FOR(of_a_cluster(command)))
         for parameter in reversed(parameters):
             made = parameter(made)
         return group.command(name, help=change_of.__doc__)(made)
 
     return wrap
+
+
+_FOR = click.option(
+    "--for",
+    "hours",
+    type=click.FloatRange(0.01, 8760),
+    help=f"Hours until all settings end on the embedded store (default: {HOURS}).",
+)
+_STAY = click.option("--stay", "stays", is_flag=True, help="Let all settings stay.")
 
 
 def _words(change_of: Callable[..., Change], given: dict[str, Any]) -> Iterator[str]:
@@ -211,32 +232,56 @@ def _with(values: dict[str, Any], job: str, value: Any) -> dict[str, Any]:
 
 
 def _change(
-    store: str | None, cluster: str | None, json_path: Path | None, change: Change, words: list[str]
+    store: str | None,
+    cluster: str | None,
+    json_path: Path | None,
+    change: Change,
+    words: list[str],
+    hours: float | None,
+    stays: bool,
 ) -> None:
-    from crux_torch.control.audit import of_act
+    from crux_torch.control.audit import line, of_act
     from crux_torch.control.operator import OperatorSettings
     from crux_torch.control.registry import decode
+    from crux_torch.store.endpoint import ETCD
 
+    if settings_of(store, cluster).store.startswith(ETCD):
+        if hours is not None:
+            raise click.UsageError(
+                "an etcd keeps the settings until they are changed: leave out --for"
+            )
+        stays = True
     said = " ".join(words)
     who = f"{getpass.getuser()}@{socket.gethostname()}"
     with _registry(store, cluster, f"carry out {said!r}") as registry:
         for _ in range(ATTEMPTS):
             view = registry.look()
-            after = view.operator.changed(**change(view.operator))
+            now_s = time.time()
+            after = view.operator.changed(
+                **change(view.operator),
+                by=line(who),
+                command=line(said),
+                stays=stays,
+                ends_at_s=0.0 if stays else now_s + 3600 * (HOURS if hours is None else hours),
+            )
             try:
                 # What no reader would accept, such as a name of a thousand letters.
                 decode(OperatorSettings, msgspec.json.encode(after), "the settings")
             except CruxError as error:
                 raise click.UsageError(str(error)) from None
-            if registry.swap_operator(view.operator_raw, after):
+            if registry.swap_operator(view.operator_raw, after, after.lease_s(now_s)):
                 break
         else:
             raise click.ClickException("others change the settings all the time: try again")
-        registry.append_audit(of_act(who, said, after))
+        origin = registry.operator_origin()
+        registry.append_audit(of_act(who, said, after, view.operator, origin))
         known = {record.job for record in view.jobs}
     if put_json(json_path, json_text(msgspec.to_builtins(after))):
         return
     about = f"{said}: done, settings {after.revision}"
+    if after.effect and not after.stays:
+        ends = time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(after.ends_at_s))
+        about += f"; all settings end {ends} (--for, --stay)"
     of_tenant = words[0] == "tenant"
     named = (job.startswith(words[1]) if of_tenant else job == words[1] for job in known)
     if len(words) > 1 and not any(named):

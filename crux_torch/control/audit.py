@@ -35,9 +35,11 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
         at_s: seconds since 1970 by the clock of who made it.
         who: the job whose leader wrote the plan, or USER@HOST.
         before, after: the plan's epoch or the settings' revision; 0: there was none.
+        origin: from where the operator's settings were written, as the store saw it; empty if it
+            does not tell.
         why: which hosts have come to be contested, or are no more, and which records have changed;
             or the command.
-        changes: of levels, paths and grids, by job.
+        changes: of levels, paths and grids, or of the settings, by job.
     """
 
     version: int = SCHEMA_VERSION
@@ -46,6 +48,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     who: Line
     before: int
     after: int
+    origin: Line = ""
     why: Lines = ()
     changes: Lines = ()
 
@@ -65,7 +68,12 @@ class Basis(NamedTuple):
 
 
 def of_plan(
-    epoch: int, before: Plan | None, after: Plan, known: Basis | None, now: Basis
+    epoch: int,
+    before: Plan | None,
+    after: Plan,
+    known: Basis | None,
+    now: Basis,
+    origin: str = "",
 ) -> AuditEntry:
     """The entry about ``after``.
 
@@ -74,11 +82,14 @@ def of_plan(
         before: the plan that its author followed; None if it had none.
         known: what the author's plan before followed from; None if it had none.
         now: what ``after`` follows from.
+        origin: from where the operator's settings were written, as the store saw it.
     """
     if known is None:
         why = [*contests(None, now), "its author has not followed a plan before"]
+        if now.operator.effect:
+            why += about_settings(OperatorSettings(), now.operator, origin)
     else:
-        why = [*contests(known, now), *reasons(known, now)] or [
+        why = [*contests(known, now), *reasons(known, now, origin)] or [
             "the plan in the store did not follow from the records"
         ]
     return AuditEntry(
@@ -92,8 +103,20 @@ def of_plan(
     )
 
 
-def of_act(who: str, command: str, after: OperatorSettings) -> AuditEntry:
-    """The entry about an operator's ``command``."""
+def of_act(
+    who: str,
+    command: str,
+    after: OperatorSettings,
+    before: OperatorSettings | None = None,
+    origin: str = "",
+) -> AuditEntry:
+    """The entry about an operator's ``command``.
+
+    Args:
+        who: as they say.
+        before: the settings in whose place ``after`` was written.
+        origin: from where, as the store saw it.
+    """
     revision = after.revision
     return AuditEntry(
         kind="operator",
@@ -101,7 +124,9 @@ def of_act(who: str, command: str, after: OperatorSettings) -> AuditEntry:
         who=line(who),
         before=revision - 1,
         after=revision,
+        origin=line(origin),
         why=(line(command),),
+        changes=_bounded(after.differences(before)) if before is not None else (),
     )
 
 
@@ -115,8 +140,19 @@ def contests(before: Basis | None, after: Basis) -> list[str]:
     return found + [f"host {name} is contested no more" for name in sorted(old.keys() - new.keys())]
 
 
-def reasons(before: Basis, after: Basis) -> list[str]:
-    """Which records differ, in words."""
+def about_settings(before: OperatorSettings, after: OperatorSettings, origin: str) -> list[str]:
+    """Who has set what, in words."""
+    by = f" by {after.by}" if after.by else ", nobody says by whom"
+    where = f", written from {origin}" if origin else ""
+    command = f": {after.command}" if after.command else ""
+    return [
+        f"the operator's settings {after.revision}{by}{where}{command}",
+        *(f"set: {change}" for change in after.differences(before)),
+    ]
+
+
+def reasons(before: Basis, after: Basis, origin: str = "") -> list[str]:
+    """Which records differ, in words; ``origin``: see :func:`of_plan`."""
     old, new = ({r.job: r for r in basis.jobs if r.profile} for basis in (before, after))
     found = []
     for job in sorted(old.keys() | new.keys()):
@@ -135,7 +171,10 @@ def reasons(before: Basis, after: Basis) -> list[str]:
     if before.topology != after.topology:
         found.append("another topology")
     if before.operator.effect != after.operator.effect:
-        found.append(f"the operator's settings {after.operator.revision}")
+        if after.operator == OperatorSettings():
+            found.append("the operator's settings have ended")
+        else:
+            found += about_settings(before.operator, after.operator, origin)
     return found
 
 

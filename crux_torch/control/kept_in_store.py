@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
+from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.registry import Registry, View
 from crux_torch.errors import StoreError
 from crux_torch.store.shared_store import MAX_LEASE_S
@@ -53,26 +56,35 @@ class KeptTopology:
 
 
 class KeptSettings:
-    """Writes the operator's settings again where the store lost them. A tenant's role may not.
+    """Writes the operator's settings again before their lease ends, and where the store lost them.
+
+    Those that tell no end and are not to stay end with their writer's lease. A tenant's role may
+    not write any.
 
     Args:
         retry_s: seconds between two attempts while they are lost.
+        now_s: seconds since 1970, for the end that the settings tell.
     """
 
-    def __init__(self, registry: Registry, retry_s: float) -> None:
+    def __init__(
+        self, registry: Registry, retry_s: float, now_s: Callable[[], float] = time.time
+    ) -> None:
         self._registry = registry
         self._retry_s = retry_s
+        self._now_s = now_s
         #: As they were seen last, and when they are due to be written.
         self._seen: bytes | None = None
+        self._settings = OperatorSettings()
         self._lost = False
         self._keep_at_s = float("inf")
 
     def keep(self, view: View, now_s: float) -> None:
         """Write what is due after ``view`` of the store."""
         if view.operator.revision and view.operator_raw != self._seen:
-            self._seen = view.operator_raw
+            self._seen, self._settings = view.operator_raw, view.operator
             self._keep_at_s = now_s + MAX_LEASE_S / 3
-        if self._seen is None:
+        lease_s = self._settings.lease_s(self._now_s())
+        if self._seen is None or not lease_s:
             return
         lost, before = view.operator_raw is None, self._lost
         self._lost = lost
@@ -80,6 +92,6 @@ class KeptSettings:
             return
         self._keep_at_s = now_s + (self._retry_s if lost else MAX_LEASE_S / 3)
         try:
-            self._registry.keep_operator(self._seen)
+            self._registry.keep_operator(self._seen, lease_s)
         except StoreError as error:
             _log.debug("the operator's settings were not written again: %s", error)

@@ -25,6 +25,7 @@ from crux_torch.control.followed_entry import FollowedEntry
 from crux_torch.control.inputs import overclaims
 from crux_torch.control.kept_in_store import KeptSettings, KeptTopology
 from crux_torch.control.operator import ComputeEntries, OperatorSettings, operated
+from crux_torch.control.outcome import Outcome, Outcomes
 from crux_torch.control.plan_allowance import PlanAllowance
 from crux_torch.control.plan_parts import PlanParts
 from crux_torch.control.planner import within
@@ -40,12 +41,12 @@ from crux_torch.control.records import (
     parts_of,
     plan_of,
 )
-from crux_torch.control.registry import PlanState, Registry, StoredPlan
+from crux_torch.control.registry import PlanState, Registry, StoredPlan, View
 from crux_torch.control.snapshot import Snapshot
 from crux_torch.control.step_clock import StepClock
 from crux_torch.control.topology_reader import TopologyReader
 from crux_torch.control.trials import IterationEnds, Trials
-from crux_torch.errors import StoreError, StoreForbidden
+from crux_torch.errors import StoreError, StoreForbidden, StoreTooLarge
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.scheduler import FIRST_NAME
 from crux_torch.store.shared_store import SharedStore
@@ -98,6 +99,8 @@ class Leader:
         max_slowdown, iteration_ends: for :class:`~crux_torch.control.trials.Trials`. Without the
             latter no plan of this job's component is tried, and nothing told of its steps.
         in_thread: whether a thread of its own computes plans, so that no tick takes long.
+        check: raises StoreTooLarge for a view that is not to be parsed and planned here: see
+            :attr:`too_large`.
         max_verified, max_readers: jobs and flows of the cluster, and jobs, above which only a
             planner and its stand-bys read all records and plan.
     """
@@ -120,6 +123,7 @@ class Leader:
         max_slowdown: float = math.inf,
         iteration_ends: IterationEnds | None = None,
         in_thread: bool = False,
+        check: Callable[[View], None] | None = None,
         max_verified: int = MAX_VERIFIED,
         max_readers: int = MAX_READERS,
         clock: Callable[[], float] = time.monotonic,
@@ -148,6 +152,11 @@ class Leader:
         self._max_verified, self._max_readers = max_verified, max_readers
         #: Jobs, and what computing a plan for them costs.
         self._sized: tuple[Sequence[JobRecord], int] = (), 0
+        self._check = check
+        #: What of the store's contents is too large for this leader; empty while nothing is. Then
+        #: another one has to take over.
+        self.too_large = ""
+        self._outcomes = Outcomes(books=policy == "mlcc")
         self._role = PlannerRole(
             self._registry, record.job, record.incarnation, lease_s, plan_valid_s, self._random
         )
@@ -198,6 +207,14 @@ class Leader:
             ("topology", raw), lambda: self._topologies.read(raw)
         )
         return found[1]
+
+    @property
+    def outcome(self) -> Outcome:
+        """What holds for this job now."""
+        seen = self._snapshot
+        return self._outcomes.of(
+            self.plan, self.record, seen.jobs, seen.operator, self.topology, self.is_alone
+        )
 
     @property
     def jobs(self) -> tuple[JobRecord, ...]:
@@ -268,6 +285,8 @@ class Leader:
                 if self._trials is not None and not (self.operator.observe or self.record.dry_run):
                     tried = self._trials.step(now, self.plan, self._snapshot.jobs)
                     self.update(tried=tried or msgspec.UNSET)
+        except StoreTooLarge as error:
+            self.too_large = str(error)
         except StoreError as error:
             if self._store_error is None:
                 self._away_since_s = now
@@ -331,6 +350,8 @@ class Leader:
             view = self._registry.glance(self._company() if around else None)
             if around:
                 self._look_around_at_s = now + FOLLOWER_LOOK_S
+        if self._check is not None:
+            self._check(view)
         self._kept_settings.keep(view, now)
         if not whole:
             self._snapshot.narrow(view.jobs, view.topology, view.operator)
@@ -350,7 +371,7 @@ class Leader:
 
     def _is_large(self, jobs: Sequence[JobRecord]) -> bool:
         if jobs is not self._sized[0]:
-            self._sized = jobs, _size(jobs)
+            self._sized = jobs, size_of(jobs)
         return self._sized[1] > self._max_verified or len(jobs) > self._max_readers
 
     def _adopt(self, state: PlanState, now: float) -> None:
@@ -589,7 +610,8 @@ class Leader:
 
     def _append_audit(self, epoch: int, before: Plan | None, plan: Plan) -> None:
         try:
-            audited = of_plan(epoch, before, plan, self._basis, self._current_basis())
+            origin = self._registry.operator_origin() if self._snapshot.operator.effect else ""
+            audited = of_plan(epoch, before, plan, self._basis, self._current_basis(), origin)
             self._registry.append_audit(audited)
         except StoreError as error:
             _log.debug("plan %d is not in the audit log: %s", plan.epoch, error)
@@ -674,6 +696,6 @@ class Leader:
         self._look_at_s = min(self._look_at_s, now + self._poll_s / 4)
 
 
-def _size(jobs: Sequence[JobRecord]) -> int:
+def size_of(jobs: Sequence[JobRecord]) -> int:
     """What computing a plan for ``jobs`` costs, in jobs and flows."""
     return sum(1 + len(r.profile.flows) + len(r.profile.inside) for r in jobs if r.profile)

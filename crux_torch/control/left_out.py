@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from crux_torch.control.outcome import Network, network_of
 from crux_torch.fabric.topology import Topology
 from crux_torch.settings import PATH_POLICIES, Settings
 
@@ -9,16 +10,16 @@ from crux_torch.settings import PATH_POLICIES, Settings
 ONE_LEVEL_POLICIES = ("cassini", "ecmp", "mlcc")
 
 
-def left_out(settings: Settings, topology: Topology | None) -> tuple[str, ...]:
+def left_out(settings: Settings, network: Network) -> tuple[str, ...]:
     """Sentences without a full stop about what does not happen; none where Crux does all it can.
 
     Args:
-        topology: that the job's plans are made with; None: there is none.
+        network: that the job's plans are made for.
     """
     said = []
-    if why := _no_priorities(settings, topology):
+    if why := _no_priorities(settings, network):
         said.append(f"nothing is prioritised, because {why}")
-    if why := _no_paths(settings, topology):
+    if why := _no_paths(settings, network):
         said.append(f"no paths are chosen, because {why}")
     return tuple(said)
 
@@ -42,10 +43,10 @@ def start_line(settings: Settings, topology: Topology | None) -> str:
         f"job {settings.job}, store {settings.store}, {where}, "
         f"{marks or 'no marks'}{', dry run' if settings.dry_run else ''}"
     )
-    return "; ".join((about, *left_out(settings, topology)))
+    return "; ".join((about, *left_out(settings, network_of(topology))))
 
 
-def _no_priorities(settings: Settings, topology: Topology | None) -> str:
+def _no_priorities(settings: Settings, network: Network) -> str:
     if settings.store == "none":
         return "jobs without a store have no plan (CRUX_STORE=none)"
     if settings.dry_run:
@@ -56,12 +57,12 @@ def _no_priorities(settings: Settings, topology: Topology | None) -> str:
         return f"the policy {settings.policy} gives all jobs one level (CRUX_POLICY)"
     if len(settings.marks.plan_levels) == 1:
         return "there is one level for plans (CRUX_LEVELS, CRUX_RESERVED_LEVELS)"
-    if settings.policy == "crux" and topology is None:
+    if settings.policy == "crux" and not network.known:
         return "the policy crux gives all jobs one level without a topology (CRUX_TOPOLOGY)"
     return ""
 
 
-def _no_paths(settings: Settings, topology: Topology | None) -> str:
+def _no_paths(settings: Settings, network: Network) -> str:
     if settings.store == "none":
         return "jobs without a store have no plan (CRUX_STORE=none)"
     if settings.policy not in PATH_POLICIES:
@@ -69,8 +70,8 @@ def _no_paths(settings: Settings, topology: Topology | None) -> str:
     off = [f"CRUX_{name.upper()}" for name in ("paths", "transport") if not getattr(settings, name)]
     if off:
         return f"that is switched off ({', '.join(off)})"
-    if topology is None:
+    if not network.known:
         return "there is no topology (CRUX_TOPOLOGY)"
-    if not topology.addresses:
+    if not network.addresses:
         return "the topology has no addresses (docs/topology.md)"
     return ""

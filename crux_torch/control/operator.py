@@ -22,9 +22,11 @@ from crux_torch.measure.job_profile import Name
 from crux_torch.schedule.ecmp import ecmp
 from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
 from crux_torch.schedule.tenant_caps import Standing, capped, highest_usable, tenant_of
+from crux_torch.store.shared_store import MAX_LEASE_S
 
 MAX_WEIGHT = 1000.0
 MAX_TENANTS = 1024
+Said = Annotated[str, msgspec.Meta(max_length=256)]
 Weight = Annotated[float, msgspec.Meta(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)]
 
 
@@ -53,6 +55,10 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         weights: of jobs other than 1; a job's intensity is multiplied by it.
         pins: levels of jobs that the planner does not choose. It takes the next one below that the
             plan may use.
+        by, command: who made the last change, as they say, and the command.
+        ends_at_s: seconds since 1970 until which leaders write the settings again in a store that
+            forgets; 0: they do not, so the settings end with the lease of whoever wrote them.
+        stays: leaders write them again for good.
         tenants: caps by how the names of a tenant's jobs begin, as the store's roles have it. A
             job is of the tenant with the longest beginning. Pins go before caps.
     """
@@ -61,6 +67,10 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     revision: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
     disabled: bool = False
     observe: bool = False
+    by: Said = ""
+    command: Said = ""
+    ends_at_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)] = 0.0
+    stays: bool = False
     drained: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_JOBS)] = ()
     weights: Annotated[dict[Name, Weight], msgspec.Meta(max_length=MAX_JOBS)] = {}
     pins: Annotated[dict[Name, Level], msgspec.Meta(max_length=MAX_JOBS)] = {}
@@ -82,6 +92,32 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     def changed(self, **changes: Any) -> OperatorSettings:
         """The next revision of these settings."""
         return msgspec.structs.replace(self, revision=self.revision + 1, **changes)
+
+    def lease_s(self, now_s: float) -> float:
+        """Seconds for which they may be written now; 0: no more.
+
+        Args:
+            now_s: seconds since 1970.
+        """
+        return MAX_LEASE_S if self.stays else min(MAX_LEASE_S, max(0.0, self.ends_at_s - now_s))
+
+    def differences(self, before: OperatorSettings) -> list[str]:
+        """What has changed since ``before``, in words."""
+        found = []
+        if self.disabled != before.disabled:
+            found.append("disabled" if self.disabled else "enabled")
+        was, now = set(before.drained), set(self.drained)
+        found += [f"{job}: drained" for job in sorted(now - was)]
+        found += [f"{job}: no longer drained" for job in sorted(was - now)]
+        for word, old, new in (
+            ("weight", before.weights, self.weights),
+            ("pin", before.pins, self.pins),
+            ("tenant", before.tenants, self.tenants),
+        ):
+            for name in sorted(old.keys() | new.keys()):
+                if old.get(name) != new.get(name):
+                    found.append(f"{name}: {word} {old.get(name)} -> {new.get(name)}")
+        return found
 
     def keeps_level(self, job: str) -> bool:
         """Whether ``job`` may not leave its level, not even while it is measured."""

@@ -24,8 +24,9 @@ from crux_torch.control.records import (
     RecordError,
     StepTimes,
 )
+from crux_torch.errors import StoreError
 from crux_torch.measure.job_profile import Name
-from crux_torch.store.shared_store import APART, AUDIT, OPERATOR, SharedStore
+from crux_torch.store.shared_store import APART, AUDIT, MAX_LEASE_S, OPERATOR, SharedStore
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -349,16 +350,25 @@ class Registry:
                 self._warn(key, f"ignoring {what}: {error}")
         return told
 
-    def swap_operator(self, before: bytes | None, after: OperatorSettings) -> bool:
+    def swap_operator(
+        self, before: bytes | None, after: OperatorSettings, lease_s: float = MAX_LEASE_S
+    ) -> bool:
         """Write ``after`` in place of ``before``; return False if another was first."""
         raw = msgspec.json.encode(after)
-        return self.store.compare_and_swap(self.operator_key, before, raw)
+        return self.store.compare_and_swap(self.operator_key, before, raw, lease_s)
 
-    def keep_operator(self, raw: bytes) -> None:
+    def keep_operator(self, raw: bytes, lease_s: float) -> None:
         """Write the operator's settings again: before their lease ends, or after a loss."""
         for before in (raw, None):
-            if self.store.compare_and_swap(self.operator_key, before, raw):
+            if self.store.compare_and_swap(self.operator_key, before, raw, lease_s):
                 return
+
+    def operator_origin(self) -> str:
+        """From where the operator's settings were written; empty where the store does not tell."""
+        try:
+            return self.store.origin(self.operator_key)
+        except StoreError:
+            return ""
 
     def append_audit(self, entry: AuditEntry) -> None:
         """Write ``entry`` over the oldest one of its kind."""

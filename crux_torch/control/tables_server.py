@@ -63,6 +63,9 @@ class TablesService:
         booked = self._tables.book(*about, job=request.job)
         return Done(int(booked))
 
+    def leave(self, client: Client) -> None:
+        """Nothing is kept by client."""
+
     def expire(self) -> None:
         """Forget whoever fell silent."""
         self._tables.expire(int(self._clock() / self._tables.slot_s))

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 
 from crux_torch.control.left_out import left_out
+from crux_torch.control.outcome import network_of
 from crux_torch.control.registry import Registry
 from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import Cause, SettingsError, StoreError
@@ -67,7 +68,7 @@ def topology(settings: Settings) -> Iterator[Check]:
         if place.state != "ok":
             return
     part = Part("plans", "the network treats this job's traffic as any other")
-    said = left_out(settings, loaded)
+    said = left_out(settings, network_of(loaded))
     if said:
         yield part.missing("; ".join(said), "change the setting that it names (docs/settings.md)")
     else:

@@ -12,9 +12,13 @@ from pathlib import Path
 import msgspec
 
 from crux_torch.control.agreed_marks import agreed
+from crux_torch.control.bounded_leader import MAX_BYTES, BoundedLeader, SmallOnly
 from crux_torch.control.inputs import MAX_DEVICE_FLOPS
 from crux_torch.control.leader import Leader
+from crux_torch.control.leader_apart import MODULE, START_S, LeaderApart
+from crux_torch.control.leader_frames import Begin
 from crux_torch.control.left_out import start_line
+from crux_torch.control.outcome import Outcome
 from crux_torch.control.planner import check_policy, entries_of_agreed_levels
 from crux_torch.control.records import JobRecord
 from crux_torch.control.shared_clock import SharedClock
@@ -29,6 +33,7 @@ from crux_torch.runtime.pace_keeper import PaceKeeper
 from crux_torch.runtime.pace_setter import PaceSetter
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import open_store
+from crux_torch.store.process_connector import ProcessConnector
 from crux_torch.store.shared_store import MAX_LEASE_S, SharedStore
 from crux_torch.warn_once import one_line
 from cruxrun.launched import is_launched
@@ -69,7 +74,8 @@ def make_conductor(
     if settings.store != "none":
         try:
             check_policy(settings.policy, settings.marks.plan_levels)
-            store = open_store(settings.store, settings.store_secret, settings.store_group)
+            group = settings.store_group
+            store = open_store(settings.store, settings.store_secret, group, limit_bytes=MAX_BYTES)
         except CruxError as error:
             warn("join", f"this job takes no part in the cluster's plan: {error}")
     if store is not None:
@@ -88,7 +94,7 @@ def make_conductor(
             max_slowdown=settings.max_slowdown or math.inf,
             guard=settings.guard,
         )
-        leader = Leader(
+        here = Leader(
             store,
             settings.cluster,
             record,
@@ -100,9 +106,12 @@ def make_conductor(
             max_slowdown=settings.max_slowdown or math.inf,
             iteration_ends=marks.marks_ns,
             in_thread=True,
+            check=SmallOnly(published, topology),
             lease_s=settings.lease_s,
             plan_valid_s=settings.plan_valid_s,
         )
+        apart = partial(_apart, settings, published, marks)
+        leader = BoundedLeader(here, apart)
         lease_s = min(settings.profile_s + 2 * GRACE_S, MAX_LEASE_S)
         slot = ProfilingSlot(store, settings.cluster, settings.job, incarnation, lease_s=lease_s)
         # A new generation comes with an order of its own, so its number is new to the store, too.
@@ -121,6 +130,32 @@ def make_conductor(
         device_flops=device_flops,
     )
     return conductor, store
+
+
+def _apart(
+    settings: Settings,
+    published: bytes | None,
+    marks: IterationMarks,
+    record: JobRecord,
+    outcome: Outcome,
+) -> LeaderApart:
+    """A leader in a process of its own, as the settings say."""
+    begin = Begin(
+        store=settings.store,
+        store_secret=os.path.abspath(settings.store_secret) if settings.store_secret else "",
+        store_group=settings.store_group,
+        cluster=settings.cluster,
+        record=record,
+        published=published,
+        policy=settings.policy,
+        max_slowdown=settings.max_slowdown or math.inf,
+        guard=settings.guard,
+        lease_s=settings.lease_s,
+        plan_valid_s=settings.plan_valid_s,
+        log_level=logging.getLogger("crux_torch").getEffectiveLevel(),
+    )
+    starter = ProcessConnector(settings.store, module=MODULE, start_s=START_S)
+    return LeaderApart(begin, starter, outcome, marks.marks_ns)
 
 
 def _device_flops(settings: Settings, env: Mapping[str, str]) -> tuple[float, float]:

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from crux_torch.control.leader import Leader
 from crux_torch.control.left_out import left_out
-from crux_torch.control.records import Plan, PlanEntry
+from crux_torch.control.outcome import NO_ROUTES, Network, Outcome, Routed, network_of
+from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
-from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
-from crux_torch.fabric.route import HostRoute, PlannedPath, Routes, routes_of
+from crux_torch.fabric.flow_links import HostFlowLinks
+from crux_torch.fabric.route import HostRoute, PlannedPath
 from crux_torch.fabric.topology import Topology
 from crux_torch.log_lines import news
-from crux_torch.measure.job_profile import HostFlow, JobProfile
+from crux_torch.measure.job_profile import JobProfile
 from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample, SampleError
 from crux_torch.runtime.order import Order, Pace, heading
-from crux_torch.runtime.pace_setter import PaceSetter, moved_with
+from crux_torch.runtime.pace_setter import PaceSetter
 from crux_torch.settings import Marks, Settings
 from crux_torch.warn_once import WarnOnce, one_line
 
@@ -51,7 +51,37 @@ SWITCH_PAUSE_S = 10.0
 #: Switches that are tried again because connections missed their paths; the pause doubles.
 MAX_RETRIES = 3
 
-_NO_ROUTES = Routes((), ())
+
+class Leads(Protocol):
+    """The job's part in agreeing on a plan."""
+
+    @property
+    def record(self) -> JobRecord:
+        """What is published of the job."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What holds for the job now."""
+
+    @property
+    def topology(self) -> Topology | None:
+        """The cluster's topology, where this process has parsed it."""
+
+    @property
+    def store_state(self) -> str:
+        """``ok``, or what is wrong with the store."""
+
+    def update(self, **changes: Any) -> None:
+        """Publish other values of these fields of the record."""
+
+    def tick(self) -> None:
+        """Do what is due; raises nothing."""
+
+    def close(self) -> None:
+        """Remove the job's record."""
+
+    def status(self) -> dict[str, Any]:
+        """Plain values."""
 
 
 class Wanted(NamedTuple):
@@ -83,7 +113,7 @@ class Routing:
         self._clock = clock
         self._warn = WarnOnce(_log)
         self._of: object = None
-        self._found = _NO_ROUTES
+        self._found = NO_ROUTES
         self._switched: tuple[HostRoute, ...] = ()
         self._generation = 0
         self._next_generation = first_generation
@@ -95,25 +125,14 @@ class Routing:
         """Why some of the plan's paths can't be taken."""
         return self._found.problems
 
-    def follow(
-        self, paths: tuple[PlannedPath, ...], hosts: Sequence[str], topology: Topology | None
-    ) -> None:
-        """Want what a plan says; without ``paths`` the network decides.
-
-        A plan whose paths join other ``hosts`` than the job's is another job's, and left alone.
-        """
-        if (paths, topology) == self._of:
+    def follow(self, paths: tuple[PlannedPath, ...], routed: Routed) -> None:
+        """Want what a plan says: its ``paths``, as routes; without any the network decides."""
+        if (paths, routed) == self._of:
             return
-        self._of, self._found = (paths, topology), _NO_ROUTES
-        if not paths or topology is None:
-            return
-        try:
-            self._found = routes_of(paths, hosts, topology)
-        except ValueError as error:
-            self._warn("path", f"the plan's paths are not this job's: {error}")
-            self._found = Routes((), (str(error),))
-            return
-        if self._found.problems:
+        self._of, self._found = (paths, routed), routed.found
+        if routed.wrong:
+            self._warn("path", f"the plan's paths are not this job's: {routed.wrong}")
+        elif self._found.problems:
             self._warn(
                 "addresses",
                 "paths of the plan that can't be taken, because the topology has "
@@ -122,7 +141,7 @@ class Routing:
 
     def forget(self) -> None:
         """Want nothing: there is no plan."""
-        self._of, self._found = None, _NO_ROUTES
+        self._of, self._found = None, NO_ROUTES
 
     def wanted(self, *, may_switch: bool = True, missed: int = 0) -> Wanted:
         """What the ranks are to be told now.
@@ -163,7 +182,7 @@ class Conductor:
         self,
         settings: Settings,
         incarnation: str,
-        leader: Leader | None,
+        leader: Leads | None,
         slot: ProfilingSlot | None,
         topology: Topology | None = None,
         *,
@@ -258,17 +277,25 @@ class Conductor:
     @property
     def _observes(self) -> bool:
         """Whether this is a dry run: the job's own, or of the whole cluster."""
-        return self._settings.dry_run or (self.leader is not None and self.leader.operator.observe)
+        return self._settings.dry_run or (self.leader is not None and self.leader.outcome.observes)
+
+    def _network(self) -> Network:
+        """What is known of the cluster's topology, from this job's file or from the store."""
+        if self._topology is not None or self.leader is None:
+            return network_of(self._topology)
+        return self.leader.outcome.network
 
     def _marks(self) -> Marks:
         """The DSCP values that the job may send with: the operator's, else the job's own."""
         own = self._settings.marks
-        topology = self._topology if self.leader is None else self.leader.topology
-        if topology is None or topology.qos is None:
+        stated = network_of(self._topology).marks
+        if self.leader is not None:
+            stated = self.leader.outcome.network.marks
+        if stated is None:
             return own
-        if own and own != topology.qos.marks:
+        if own and own != stated:
             self._warn("qos", "the DSCP map differs from the qos of the topology, which counts")
-        return topology.qos.marks
+        return stated
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self._since_s = phase, self._clock()
@@ -280,10 +307,10 @@ class Conductor:
         if now >= self._slot_at_s:
             self._slot_at_s = now + SLOT_POLL_S
             if self._slot.acquire_step():
+                outcome = self.leader.outcome
                 may_go_first = bool(self._marks()) and not self._observes
-                keeps_level = self.leader.operator.keeps_level(self._settings.job)
-                self._alone = may_go_first and not keeps_level
-                self._quiet = self.leader.is_alone and not keeps_level
+                self._alone = may_go_first and not outcome.keeps_level
+                self._quiet = outcome.is_alone and not outcome.keeps_level
                 return True
         store_is_away = self._slot.refused or self.leader.store_state != "ok"
         return store_is_away and now - self._since_s >= WITHOUT_STORE_S
@@ -374,7 +401,7 @@ class Conductor:
 
     def _is_quiet(self) -> bool:
         """Whether no other job of the cluster is there, as far as the shared store says."""
-        return self._quiet and self.leader is not None and self.leader.is_alone
+        return self._quiet and self.leader is not None and self.leader.outcome.is_alone
 
     def _next_order(self) -> Order | None:
         now = self._clock()
@@ -389,25 +416,25 @@ class Conductor:
 
     def _wanted(self) -> Order:
         measuring = self.phase == "measuring"
-        plan = self.leader.plan if self.leader is not None else None
-        entry = plan.entry(self._settings.job) if plan is not None else None
+        outcome = self.leader.outcome if self.leader is not None else Outcome()
+        entry = outcome.entry
         marks = self._marks()
         level = entry.level if entry is not None else None
-        if plan is not None and entry is not None and not self._had_plan:
+        if entry is not None and not self._had_plan:
             self._had_plan = True
-            _news.info("%s", self._first_plan(plan, entry))
+            _news.info("%s", self._first_plan(outcome, entry))
         if measuring and self._is_alone():
             level = marks.measuring_level
         elif level is not None and level not in marks.plan_levels:
             marks = Marks()  # one level for all: jobs mean different things by theirs
-        obeyed = entry
+        obeyed = outcome
         if self._observes:
-            marks, level, obeyed = Marks(), None, None
+            marks, level, obeyed = Marks(), None, Outcome()
         wanted = self._routes(obeyed, measuring)
         pace = None
         if self._pace_setter is not None:
             # Holds in a measurement would be part of what is measured.
-            pace = self._paced(self._pace_setter, plan, None if measuring else obeyed)
+            pace = self._paced(self._pace_setter, obeyed, None if measuring else obeyed.entry)
         flows, tables = self._booked(obeyed, measuring)
         return Order(
             incarnation=self._incarnation,
@@ -417,7 +444,7 @@ class Conductor:
             measurement=self.measurement,
             measuring=measuring,
             valid_s=self._settings.plan_valid_s,
-            plan_epoch=plan.epoch if plan is not None else 0,
+            plan_epoch=outcome.epoch,
             entry=entry,
             profile=self.profile,
             routes=wanted.routes,
@@ -427,69 +454,55 @@ class Conductor:
             pace=pace,
         )
 
-    def _first_plan(self, plan: Plan, entry: PlanEntry) -> str:
+    def _first_plan(self, outcome: Outcome, entry: PlanEntry) -> str:
         """One line about the first plan that this job follows."""
         marks = self._marks()
         values = marks.tcp or marks.rdma
         marked = entry.level < len(values) and not self._observes
         mark = f"DSCP {values[entry.level]}" if marked else "no mark"
         return one_line(
-            f"first plan, number {plan.epoch} by {plan.author!r}: level {entry.level} ({mark}), "
-            f"paths: {len(entry.paths)}, jobs: {len(plan.entries)}"
+            f"first plan, number {outcome.epoch} by {outcome.author!r}: level {entry.level} "
+            f"({mark}), paths: {len(entry.paths)}, jobs: {outcome.jobs}"
         )
 
-    def _paced(self, setter: PaceSetter, plan: Plan | None, entry: PlanEntry | None) -> Pace | None:
+    def _paced(self, setter: PaceSetter, outcome: Outcome, entry: PlanEntry | None) -> Pace | None:
         """The pace that the plan gives the job; the others hear if it does not catch up."""
         leader = self.leader
-        if leader is None or plan is None or entry is None or not entry.grid:
+        if leader is None or entry is None or not entry.grid:
             return setter.wanted(entry)
-        pace = setter.wanted(entry, moved_with(entry.grid, plan, leader.jobs))
+        pace = setter.wanted(entry, outcome.moved)
         leader.update(moved=setter.moved or msgspec.UNSET)
         return pace
 
-    def _routes(self, entry: PlanEntry | None, measuring: bool) -> Wanted:
+    def _routes(self, outcome: Outcome, measuring: bool) -> Wanted:
         routing, leader = self._routing, self.leader
         if routing is None or leader is None:
             return Wanted((), 0)
-        if entry is None:
+        if outcome.entry is None:
             routing.forget()
         else:
-            routing.follow(entry.paths, leader.record.hosts, leader.topology)
+            routing.follow(outcome.entry.paths, outcome.routed)
         # New connections in the middle of a measurement would be part of what is measured.
         seen = leader.record.paths
         missed = seen.missed if seen is not None else 0
         return routing.wanted(may_switch=not measuring, missed=missed)
 
-    def _booked(
-        self, entry: PlanEntry | None, measuring: bool
-    ) -> tuple[tuple[HostFlowLinks, ...], str]:
+    def _booked(self, outcome: Outcome, measuring: bool) -> tuple[tuple[HostFlowLinks, ...], str]:
         """The flows whose rates the hosts book, and where the tables are."""
-        topology = self.leader.topology if self.leader is not None else None
-        unbooked = self._settings.policy != "mlcc" or entry is None or measuring
-        if unbooked or self.profile is None or topology is None:
+        if outcome.entry is None or measuring:
             return (), ""
-        pairs = {(topology.host_of(f.src), topology.host_of(f.dst)): None for f in self._sent()}
-        found = [flow_links(topology, a, b) for a, b in pairs if a and b and a != b]
-        if not all(found):
+        flows, unsure, address = outcome.booked
+        if unsure:
             self._warn("flows", "flows without a sure link, or addresses in the topology: unpaced")
-        address = topology.addresses[topology.tables][0] if topology.tables else ""
         host = f"[{address}]" if ":" in address else address
-        tables = f"tcp://{host}:{self._settings.tables_port}" if address else ""
-        return tuple(flow for flow in found if flow is not None), tables
-
-    def _sent(self) -> list[HostFlow]:
-        """The profile's flows between places that the topology knows."""
-        topology = self.leader.topology if self.leader is not None else None
-        if topology is None or self.profile is None:
-            return []
-        return [f for f in self.profile.flows if {f.src, f.dst} <= topology.nodes.keys()]
+        return flows, f"tcp://{host}:{self._settings.tables_port}" if address else ""
 
     def status(self) -> dict[str, Any]:
         """What ``crux_torch.status()`` shows of the leader; plain values."""
         status: dict[str, Any] = {
             "phase": self.phase,
             "measurements": self.measurement,
-            "left_out": list(left_out(self._settings, self.topology)),
+            "left_out": list(left_out(self._settings, self._network())),
         }
         if self.leader is not None:
             status |= self.leader.status()

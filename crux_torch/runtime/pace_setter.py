@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from crux_torch.control.records import Grid, JobRecord, Moved, Plan, PlanEntry
+from crux_torch.control.records import Grid, Moved, PlanEntry
 from crux_torch.control.shared_clock import SharedClock
 from crux_torch.errors import StoreError
 from crux_torch.runtime.order import Pace
 from crux_torch.runtime.pace_keeper import PaceKeeper
-from crux_torch.schedule.circle import RATIOS
 from crux_torch.schedule.pace import behind
 from crux_torch.warn_once import WarnOnce
 
@@ -145,23 +144,3 @@ class PaceSetter:
         """By how much the present pace misses ``grid``, which has moved."""
         off_s = (self._shared_s(self._origin_ns) - grid.shift_s - moved_s) % grid.period_s
         return min(off_s, grid.period_s - off_s)
-
-
-def moved_with(grid: Grid, plan: Plan, jobs: Iterable[JobRecord]) -> list[Moved]:
-    """What jobs say of grids that move with ``grid``: those which the plan shifts with it.
-
-    They share one unit, of which each grid has a small whole number.
-    """
-    told = [(job.job, job.moved) for job in jobs if job.moved]
-    if not told:
-        return []
-    grids = {entry.job: entry.grid for entry in plan.entries}
-    return [m for name, m in told if grids.get(name) == m.grid and _share_a_unit(grid, m.grid)]
-
-
-def _share_a_unit(one: Grid, other: Grid) -> bool:
-    return any(
-        abs(float(a / b) * one.period_s - other.period_s) <= 1e-9 * other.period_s
-        for a in RATIOS
-        for b in RATIOS
-    )

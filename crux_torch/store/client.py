@@ -18,14 +18,15 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from crux_torch.errors import Cause, StoreError, StoreForbidden
+from crux_torch.errors import Cause, StoreError, StoreForbidden, StoreTooLarge
 from crux_torch.store.causes import cause_of, cause_of_refusal
-from crux_torch.store.frame_socket import FrameSocket
+from crux_torch.store.frame_socket import FrameSocket, FrameTooLong
 from crux_torch.store.frames import (
     MAX_ANSWER_BYTES,
     MAX_GREETING_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
+    SEAL_BYTES,
     Answer,
     Challenge,
     Changes,
@@ -35,6 +36,7 @@ from crux_torch.store.frames import (
     Done,
     Handshake,
     Hello,
+    Origin,
     Proof,
     Put,
     Read,
@@ -42,26 +44,36 @@ from crux_torch.store.frames import (
     Request,
     Sealer,
     Swap,
+    Told,
     Welcome,
     answer_decoder,
     pack,
     unpack,
 )
-from crux_torch.store.shared_store import MAX_LEASE_S, check_write
+from crux_torch.store.look import Look
+from crux_torch.store.shared_store import MAX_LEASE_S, MAX_STORE_BYTES, check_key, check_write
 
 M = TypeVar("M")
 
 #: How the reason begins with which an etcd refuses what a role does not allow.
 FORBIDDEN = "permission_denied"
 
+#: Bytes of an answer beside its keys and values, where they are few.
+MAX_AROUND_BYTES = 4096
+
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 #: Looks that are remembered: each prefix or key that was read is one.
 MAX_LOOKS = 64
-#: Bytes of keys and values that one look holds at most. No honest cluster has more.
-MAX_LOOK_BYTES = 256 << 20
 #: Exchanges that one look may take as long as until it has read all pages.
 MAX_LOOK_CALLS = 10
+#: Bytes of pages that one call reads at most: what a store holds, and as much again of changes.
+MAX_LOOK_PAGES_BYTES = 2 * MAX_STORE_BYTES
+#: Pauses after answers that no server of ours gives; each is twice as long as the one before, until
+#: there was none for a while.
+FIRST_OFFENCE_PAUSE_S = 1.0
+MAX_OFFENCE_PAUSE_S = 60.0
+FORGIVEN_AFTER_S = 600.0
 
 _challenge = msgspec.msgpack.Decoder(Challenge)
 _welcome = msgspec.msgpack.Decoder(Welcome)
@@ -132,47 +144,34 @@ def _look_up(address: tuple[str, int], found: Future[list[tuple[Any, ...]]]) -> 
         found.set_exception(error)
 
 
-class _Look:
-    """What is known of one key or prefix, up to ``revision``."""
-
-    def __init__(self) -> None:
-        self.revision = 0
-        self.values: dict[str, bytes] = {}
-        self.size = 0
-
-    def take(self, changes: Changes, about: Read) -> None:
-        # Whoever looked before has the values that he was given.
-        if changes.anew:
-            self.values, self.size = {}, 0
-        elif changes.values:
-            self.values = dict(self.values)
-        for key, value in changes.values:
-            fits = key.startswith(about.key) if about.prefix else key == about.key
-            if not fits:
-                raise ValueError(f"an answer about {key[:80]!r}, not {about.key!r}")
-            self.size -= len(key) + len(self.values.pop(key, b""))
-            if value is not None:
-                self.values[key] = value
-                self.size += len(key) + len(value)
-        if self.size > MAX_LOOK_BYTES:
-            raise ValueError(f"more than {MAX_LOOK_BYTES >> 20} MiB under {about.key!r}")
-        self.revision = changes.revision
+class Offence(ValueError):
+    """An answer that no server of ours gives."""
 
 
 class Connection:
     """A connection that has greeted.
+
+    Args:
+        limit_bytes: of an answer.
 
     Raises:
         OSError, EOFError, ValueError: it failed, or the other side is no server of ours.
         StoreError: the other side is of another release, or asks for another secret.
     """
 
-    def __init__(self, connected: socket.socket, secret: bytes, deadline_s: float) -> None:
+    def __init__(
+        self,
+        connected: socket.socket,
+        secret: bytes,
+        deadline_s: float,
+        limit_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
         self._frames = FrameSocket(connected)
         self._opener: Sealer | None = None
         self._sealer: Sealer | None = None
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._frames.send(pack(Hello(PROTOCOL_VERSION, nonce)), deadline_s)
+        self._limit = limit_bytes
+        hello = Hello(PROTOCOL_VERSION, secrets.token_bytes(NONCE_BYTES))
+        self._frames.send(pack(hello), deadline_s)
         challenge = unpack(self._frames.receive(MAX_GREETING_BYTES, deadline_s), _challenge)
         if challenge.version != PROTOCOL_VERSION:
             raise StoreError(
@@ -184,7 +183,7 @@ class Connection:
             if challenge.sealed:
                 raise StoreError("it asks for a secret", Cause.NEEDS_SECRET)
             raise StoreError("it asks for no secret, this job has one", Cause.HAS_NO_SECRET)
-        handshake = Handshake(secret, nonce, challenge.nonce)
+        handshake = Handshake(secret, hello, challenge)
         self._frames.send(pack(Proof(handshake.digest("client"))), deadline_s)
         try:
             welcome = unpack(self._frames.receive(MAX_GREETING_BYTES, deadline_s), _welcome)
@@ -192,7 +191,7 @@ class Connection:
             raise StoreError(
                 "it refused this job: CRUX_STORE_SECRET is not its secret", Cause.WRONG_SECRET
             ) from None
-        if not handshake.proves("server", welcome.digest):
+        if not handshake.proves("server", welcome.digest, welcome.life):
             raise StoreError("it does not know the secret", Cause.UNPROVEN)
         self.life = welcome.life
         self._opener, self._sealer = handshake.sealer("server"), handshake.sealer("client")
@@ -200,10 +199,17 @@ class Connection:
     def ask(
         self, request: msgspec.Struct, deadline_s: float, decoder: msgspec.msgpack.Decoder[M]
     ) -> M:
-        """The answer to ``request``; raises OSError, EOFError or ValueError."""
+        """The answer to ``request``; raises OSError, EOFError, Offence or StoreTooLarge."""
         self._frames.send(pack(request, self._sealer), deadline_s)
-        frame = self._frames.receive(MAX_ANSWER_BYTES, deadline_s)
-        return unpack(frame, decoder, self._opener)
+        try:
+            frame = self._frames.receive(min(self._limit, MAX_ANSWER_BYTES), deadline_s)
+            return unpack(frame, decoder, self._opener)
+        except FrameTooLong as error:
+            if self._limit < error.size <= MAX_ANSWER_BYTES:
+                raise StoreTooLarge(f"an answer of {error.size} bytes") from None
+            raise Offence(str(error)) from None
+        except ValueError as error:
+            raise Offence(str(error)) from None
 
     def has_ended(self) -> bool:
         """Whether the other side is known to be gone."""
@@ -223,6 +229,8 @@ class StoreClient:
         connector: makes the connections.
         secret: of the store; empty if it has none.
         timeout_s: seconds that one exchange with the server may take, connecting included.
+        limit_bytes: of what one look shows. Where there is more, a call raises StoreTooLarge, and
+            nothing of it was parsed.
         clock: paces the attempts to connect again.
     """
 
@@ -232,8 +240,14 @@ class StoreClient:
         secret: bytes = b"",
         *,
         timeout_s: float = 0.5,
+        limit_bytes: int = MAX_STORE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._limit_bytes = limit_bytes
+        #: An answer holds that much at most, and what is around it.
+        self._answer_bytes = limit_bytes + SEAL_BYTES + MAX_AROUND_BYTES
+        self._offences = 0
+        self._offended_at_s = float("-inf")
         self._connector = connector
         self._secret = secret
         self._timeout_s = timeout_s
@@ -242,13 +256,14 @@ class StoreClient:
         self._random = random.Random()
         self._connection: Connection | None = None
         self._life = ""
-        self._looks: dict[tuple[str, bool], _Look] = {}
+        self._looks: dict[tuple[str, bool], Look] = {}
         self._failures = 0
         self._retry_at_s = float("-inf")
         self._reason, self._cause = "", Cause.OTHER
         self._closed = False
 
     def get(self, key: str) -> bytes | None:
+        check_key(key)
         with self._turn():
             return self._look(key, prefix=False).get(key)
 
@@ -258,6 +273,7 @@ class StoreClient:
             self._write(Put(key, value, lease_s))
 
     def delete(self, key: str) -> None:
+        check_key(key)
         with self._turn():
             self._write(Delete(key))
 
@@ -269,8 +285,17 @@ class StoreClient:
             return self._write(Swap(key, expected, value, lease_s)) > 0
 
     def list(self, prefix: str) -> Mapping[str, bytes]:
+        check_key(prefix)
         with self._turn():
             return self._look(prefix, prefix=True)
+
+    def origin(self, key: str) -> str:
+        check_key(key)
+        with self._turn():
+            answer = self._ask(self._connected(), Origin(key))
+            if not isinstance(answer, Told):
+                raise self._offended("an answer to another question")
+            return answer.text
 
     def clients(self) -> int:
         """How many clients the server has; StoreError where it does not tell."""
@@ -301,9 +326,10 @@ class StoreClient:
 
     def _look(self, key: str, *, prefix: bool) -> dict[str, bytes]:
         until_s = time.monotonic() + MAX_LOOK_CALLS * self._timeout_s
+        read_bytes = 0
         while True:
             connection = self._connected()
-            look = self._looks.pop((key, prefix), None) or _Look()
+            look = self._looks.pop((key, prefix), None) or Look(self._limit_bytes)
             while len(self._looks) >= MAX_LOOKS:
                 del self._looks[next(iter(self._looks))]  # the one that was not used for longest
             self._looks[key, prefix] = look
@@ -312,13 +338,16 @@ class StoreClient:
             try:
                 if not isinstance(answer, Changes):
                     raise ValueError("an answer to another question")
-                look.take(answer, about)
+                read_bytes += look.take(answer, about)
+            except StoreTooLarge as error:
+                del self._looks[key, prefix]
+                raise StoreTooLarge(f"{self._connector.where}: {error}") from None
             except ValueError as error:
                 del self._looks[key, prefix]
-                raise self._fail(str(error), Cause.STRANGER) from None
+                raise self._offended(str(error)) from None
             if not answer.more:
                 return look.values
-            if time.monotonic() > until_s:
+            if time.monotonic() > until_s or read_bytes > MAX_LOOK_PAGES_BYTES:
                 # What was read is kept, so another look gets further.
                 told = f"{self._connector.where}: too much to read at once"
                 raise StoreError(told, Cause.BUSY)
@@ -326,12 +355,17 @@ class StoreClient:
     def _write(self, request: Request) -> int:
         answer = self._ask(self._connected(), request)
         if not isinstance(answer, Done):
-            raise self._fail("an answer to another question", Cause.STRANGER)
+            raise self._offended("an answer to another question")
         return answer.count
 
     def _ask(self, connection: Connection, request: Request) -> Answer:
         try:
             answer = connection.ask(request, time.monotonic() + self._timeout_s, answer_decoder)
+        except StoreTooLarge as error:
+            self._drop()  # its answer is still to come
+            raise StoreTooLarge(f"{self._connector.where}: {error}") from None
+        except Offence as error:
+            raise self._offended(str(error)) from None
         except (OSError, EOFError, ValueError) as error:
             raise self._fail(self._told(error), cause_of(error, greeted=True)) from None
         self._failures = 0
@@ -355,7 +389,7 @@ class StoreClient:
         connected = None
         try:
             connected = self._connector.connect(self._timeout_s)
-            connection = Connection(connected, self._secret, deadline_s)
+            connection = Connection(connected, self._secret, deadline_s, self._answer_bytes)
         except (OSError, EOFError, ValueError) as error:
             cause = cause_of(error, greeted=False, connected=connected is not None)
             if connected is not None:
@@ -372,9 +406,20 @@ class StoreClient:
             return f"no answer within {self._timeout_s} s"
         return str(error).partition("\n")[0][:200] or type(error).__name__
 
-    def _fail(self, reason: str, cause: Cause) -> StoreError:
+    def _offended(self, reason: str) -> StoreError:
+        """The other side is no server of ours, or broken: it is left alone for a while."""
+        now = self._clock()
+        if now - self._offended_at_s > FORGIVEN_AFTER_S:
+            self._offences = 0
+        self._offended_at_s = now
+        pause_s = min(MAX_OFFENCE_PAUSE_S, FIRST_OFFENCE_PAUSE_S * 2.0 ** min(self._offences, 30))
+        self._offences += 1
+        return self._fail(reason, Cause.STRANGER, pause_s)
+
+    def _fail(self, reason: str, cause: Cause, least_pause_s: float = 0.0) -> StoreError:
         self._drop()
         pause_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._failures, 30))
+        pause_s = max(pause_s, least_pause_s)
         self._failures += 1
         self._retry_at_s = self._clock() + pause_s * self._random.uniform(0.5, 1.0)
         self._reason, self._cause = reason, cause

@@ -15,6 +15,7 @@ from crux_torch.store.etcd_address import parse_etcd
 from crux_torch.store.frame_socket import HTTP
 from crux_torch.store.process_connector import ProcessConnector
 from crux_torch.store.secret import read_secret
+from crux_torch.store.shared_store import MAX_STORE_BYTES
 from crux_torch.store.unix_place import UNIX, UnixConnector, parse_unix
 
 _log = logging.getLogger(__name__)
@@ -49,13 +50,14 @@ def open_store(
     *,
     timeout_s: float = 0.5,
     load_s: float = 0.0,
+    limit_bytes: int = MAX_STORE_BYTES,
     clock: Callable[[], float] = time.monotonic,
 ) -> StoreClient:
     """A client of the store at ``endpoint``; it connects with its first call.
 
     Args:
         endpoint, secret, group: the settings ``store``, ``store_secret`` and ``store_group``.
-        timeout_s, clock: see :class:`~crux_torch.store.client.StoreClient`.
+        timeout_s, limit_bytes, clock: see :class:`~crux_torch.store.client.StoreClient`.
         load_s: see :class:`~crux_torch.store.process_connector.ProcessConnector`.
 
     Raises:
@@ -67,9 +69,11 @@ def open_store(
             _log.warning("%s goes over a network without TLS: name its ca", endpoint)
         # Frames to its process say nothing of their own: it has no secret.
         connector: Connector = ProcessConnector(endpoint, load_s)
-        return StoreClient(connector, timeout_s=max(timeout_s, ETCD_CALL_S), clock=clock)
+        timeout_s = max(timeout_s, ETCD_CALL_S)
+        return StoreClient(connector, timeout_s=timeout_s, limit_bytes=limit_bytes, clock=clock)
     connector = embedded(endpoint, group)
-    return StoreClient(connector, read_secret(secret), timeout_s=timeout_s, clock=clock)
+    known = read_secret(secret)
+    return StoreClient(connector, known, timeout_s=timeout_s, limit_bytes=limit_bytes, clock=clock)
 
 
 def embedded(endpoint: str, group: str = "") -> Connector:

@@ -33,6 +33,7 @@ from crux_torch.store.frames import (
     Count,
     Delete,
     Done,
+    Origin,
     Put,
     Read,
     Refused,
@@ -180,6 +181,8 @@ class EtcdContents:
                         request.key, request.prefix, request.since, PAGE_BYTES
                     )
                 return Changes(*found)
+            if isinstance(request, Origin):
+                raise _Refusal("an etcd does not tell who wrote a key")
             if isinstance(request, Count):
                 raise _Refusal("an etcd does not tell its clients")
             if isinstance(request, Clock):

@@ -34,6 +34,7 @@ from crux_torch.store.frames import (
     pack,
     request_decoder,
     unpack,
+    unpack_request,
 )
 
 if TYPE_CHECKING:
@@ -61,13 +62,14 @@ def serve(connected: socket.socket, contents: EtcdContents, parent: int) -> None
 
     hello = unpack(next_frame(MAX_GREETING_BYTES), _hello)
     nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(b"", hello.nonce, nonce)
-    frames.send(pack(Challenge(PROTOCOL_VERSION, nonce, False)), time.monotonic() + SEND_S)
+    challenge, life = Challenge(PROTOCOL_VERSION, nonce, False), secrets.token_hex(8)
+    handshake = Handshake(b"", hello, challenge)
+    frames.send(pack(challenge), time.monotonic() + SEND_S)
     unpack(next_frame(MAX_GREETING_BYTES), _proof)
-    welcome = Welcome(handshake.digest("server"), secrets.token_hex(8))
+    welcome = Welcome(handshake.digest("server", life), life)
     frames.send(pack(welcome), time.monotonic() + SEND_S)
     while True:
-        request = unpack(next_frame(MAX_REQUEST_BYTES), request_decoder)
+        request = unpack_request(next_frame(MAX_REQUEST_BYTES), request_decoder)
         frames.send(pack(contents.answer(request)), time.monotonic() + SEND_S)
 
 

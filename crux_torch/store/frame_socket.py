@@ -10,6 +10,17 @@ from crux_torch.store.frames import LENGTH_BYTES
 #: How an answer begins that is no frame: as a length it would be a gigabyte. And what to say of it.
 _HTTP_BEGIN = b"HTTP"
 HTTP = "an HTTP server answers"
+#: Seconds until a frame that came in part is looked at again: its sender may send single bytes, and
+#: each look takes the GIL.
+PART_S = 0.001
+
+
+class FrameTooLong(ValueError):
+    """A frame of ``size`` bytes, which is over a limit."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"a frame of {size} bytes, limit {limit}")
+        self.size = size
 
 
 class FrameSocket:
@@ -29,14 +40,14 @@ class FrameSocket:
         Raises:
             OSError: the connection failed, or the deadline has passed.
             EOFError: the other side closed it.
-            ValueError: the frame is longer than ``limit``.
+            FrameTooLong: it is longer than ``limit``.
         """
         head = self._bytes(LENGTH_BYTES, deadline_s)
         size = int.from_bytes(head, "big")
         if head == _HTTP_BEGIN:
             raise ValueError(HTTP)
         if size > limit:
-            raise ValueError(f"a frame of {size} bytes, limit {limit}")
+            raise FrameTooLong(size, limit)
         return self._bytes(size, deadline_s)
 
     def has_ended(self) -> bool:
@@ -62,6 +73,8 @@ class FrameSocket:
             if not count:
                 raise EOFError("it closed the connection")
             got += count
+            if got < size:
+                time.sleep(PART_S)
         return bytes(data)
 
 

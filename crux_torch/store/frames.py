@@ -9,26 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable
 from typing import Annotated, TypeVar
 
 import msgspec
 
-from crux_torch.store.shared_store import MAX_KEY_BYTES, MAX_LEASE_S, MAX_VALUE_BYTES
+from crux_torch.store.shared_store import (
+    MAX_KEY_BYTES,
+    MAX_LEASE_S,
+    MAX_VALUE_BYTES,
+    encoded_size,
+)
 
 #: Goes up when a message changes its meaning. The two sides must be of the same version.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 LENGTH_BYTES = 4
 SEAL_BYTES = 16
 NONCE_BYTES = 32
 #: Largest message: before the greeting is over, of a client, and of a server. A page of changes
-#: ends with the value that takes it beyond PAGE_BYTES.
+#: ends with the value that takes it to PAGE_BYTES, each change counted with ENTRY_BYTES beside its
+#: key and value: msgpack takes 9 at most.
 MAX_GREETING_BYTES = 256
 MAX_REQUEST_BYTES = 2 * MAX_VALUE_BYTES + 2 * MAX_KEY_BYTES + 256
 PAGE_BYTES = MAX_VALUE_BYTES
+ENTRY_BYTES = 16
 MAX_ANSWER_BYTES = 2 * PAGE_BYTES + 4096
 
 M = TypeVar("M")
 
+#: msgspec counts characters: :func:`unpack_request` and :func:`page_size` count bytes.
 Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE_BYTES)]
 Lease = Annotated[float, msgspec.Meta(gt=0.0, le=MAX_LEASE_S)]
@@ -112,6 +121,12 @@ class Clock(Message, frozen=True, tag="clock"):
     """What does the server's monotonic clock say, in nanoseconds?"""
 
 
+class Origin(Message, frozen=True, tag="origin"):
+    """Who wrote the value of this key, as the server saw it?"""
+
+    key: Key
+
+
 class Changes(Message, frozen=True, tag="changes"):
     """The answer to :class:`Read`.
 
@@ -135,14 +150,20 @@ class Done(Message, frozen=True, tag="done"):
     count: int
 
 
+class Told(Message, frozen=True, tag="told"):
+    """The answer to :class:`Origin`; empty where there is no such key."""
+
+    text: Annotated[str, msgspec.Meta(max_length=200)]
+
+
 class Refused(Message, frozen=True, tag="refused"):
     """The request was understood and not carried out."""
 
     reason: Annotated[str, msgspec.Meta(max_length=1000)]
 
 
-Request = Read | Put | Swap | Delete | Count | Clock
-Answer = Changes | Done | Refused
+Request = Read | Put | Swap | Delete | Count | Clock | Origin
+Answer = Changes | Done | Told | Refused
 request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _encoder = msgspec.msgpack.Encoder()
@@ -175,23 +196,26 @@ class Sealer:
 
 
 class Handshake:
-    """What both sides of one connection derive from the secret and their nonces.
+    """What both sides of one connection derive from the secret and all that they have greeted with.
+
+    So a field of the greeting that somebody changes on the way makes the proofs wrong.
 
     Args:
         secret: what both must know; empty where none is asked for.
-        client, server: the nonces.
+        hello, challenge: as they were sent, or came.
     """
 
-    def __init__(self, secret: bytes, client: bytes, server: bytes) -> None:
-        self._secret, self._nonces = secret, client + server
+    def __init__(self, secret: bytes, hello: Hello, challenge: Challenge) -> None:
+        self._secret = secret
+        self._greeting = _encoder.encode((hello, challenge))
 
-    def digest(self, who: str) -> bytes:
-        """What ``who`` proves its knowledge with."""
-        return hmac.digest(self._secret, who.encode() + b"\0" + self._nonces, "sha256")
+    def digest(self, who: str, life: str = "") -> bytes:
+        """What ``who`` proves its knowledge with; ``life``: the server's, in its own proof."""
+        return hmac.digest(self._secret, _encoder.encode((who, life)) + self._greeting, "sha256")
 
-    def proves(self, who: str, digest: bytes) -> bool:
-        """Whether ``who`` knows the secret."""
-        return hmac.compare_digest(digest, self.digest(who))
+    def proves(self, who: str, digest: bytes, life: str = "") -> bool:
+        """Whether ``who`` knows the secret, and has said and heard the same."""
+        return hmac.compare_digest(digest, self.digest(who, life))
 
     def sealer(self, who: str) -> Sealer | None:
         """For the frames that ``who`` sends; None without a secret."""
@@ -203,6 +227,34 @@ def pack(message: msgspec.Struct, sealer: Sealer | None = None) -> bytes:
     body = _encoder.encode(message)
     seal = b"" if sealer is None else sealer.seal(body)
     return (len(seal) + len(body)).to_bytes(LENGTH_BYTES, "big") + seal + body
+
+
+def unpack_request(
+    frame: bytes, decoder: msgspec.msgpack.Decoder[M], sealer: Sealer | None = None
+) -> M:
+    """The request in ``frame``; raises ValueError for an unfit one, or one with too long a key."""
+    request = unpack(frame, decoder, sealer)
+    key = getattr(request, "key", "")
+    if encoded_size(key) > MAX_KEY_BYTES:
+        raise ValueError(f"a key of {encoded_size(key)} bytes, limit {MAX_KEY_BYTES}")
+    return request
+
+
+def change_size(key: str, value: bytes | None) -> int:
+    """Bytes that a change counts in a page: at least what it takes in a frame."""
+    return ENTRY_BYTES + encoded_size(key) + len(value or b"")
+
+
+def page_size(values: Iterable[tuple[str, bytes | None]]) -> int:
+    """Bytes of a page of these changes; raises ValueError for what no server of ours sends."""
+    size = 0
+    for key, value in values:
+        if size >= PAGE_BYTES:
+            raise ValueError(f"a page of more than {PAGE_BYTES} bytes")
+        if len(key) > MAX_KEY_BYTES or encoded_size(key) > MAX_KEY_BYTES:
+            raise ValueError(f"a key of more than {MAX_KEY_BYTES} bytes")
+        size += change_size(key, value)
+    return size
 
 
 def unpack(frame: bytes, decoder: msgspec.msgpack.Decoder[M], sealer: Sealer | None = None) -> M:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from crux_torch.store.frames import change_size
+
 #: Deleted keys that are remembered; who last looked before the oldest reads everything anew.
 MAX_DELETED = 10_000
-#: What a change takes beside its key and value, so that a page of empty ones ends, too.
-ENTRY_BYTES = 16
 
 
 class Journal:
@@ -93,7 +93,7 @@ class Journal:
         size = 0
         for at, name, value in found:
             page.append((name, value))
-            size += ENTRY_BYTES + len(name) + len(value or b"")
+            size += change_size(name, value)
             if size >= limit_bytes:
                 return at, page, at != found[-1][0], anew
         return self.revision, page, False, anew

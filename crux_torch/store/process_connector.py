@@ -1,4 +1,4 @@
-"""Starts the store process of an etcd, and starts it again when it has died."""
+"""Starts a process that speaks frames with this one, and starts it again when it has died."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from crux_torch.store.child import start_child
 from crux_torch.store.etcd_process import READY
 
 MODULE = "crux_torch.store.etcd_process"
-#: Seconds after which a process that is not ready is given up.
 START_S = 60.0
 MAX_REASON_BYTES = 1000
 
 
 class ProcessConnector:
-    """Connects to a store process of its own for the etcd at ``url``.
+    """Connects to a process of its own for the store at ``url``: the store process of an etcd.
 
     Args:
+        module: of the process, if it is another one.
+        start_s: seconds after which a process that is not ready is given up.
         load_s: seconds for which a call waits at least until a new process has loaded its code. A
             command has that time; a leader does other things meanwhile.
     """
 
-    def __init__(self, url: str, load_s: float = 0.0) -> None:
-        self._url = url
+    def __init__(
+        self, url: str, load_s: float = 0.0, module: str = MODULE, start_s: float = START_S
+    ) -> None:
+        self._url, self._module, self._start_s = url, module, start_s
         self._load_s = load_s
         self.where = f"store {url.partition('?')[0]}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +54,7 @@ class ProcessConnector:
         connected = self._socket
         assert connected is not None
         if not select.select([connected], [], [], max(timeout_s, self._load_s))[0]:
-            if time.monotonic() - self._began_s > START_S:
+            if time.monotonic() - self._began_s > self._start_s:
                 self.close()
             raise StoreError("the store process is starting", Cause.BUSY)
         first = connected.recv(1)
@@ -78,6 +81,6 @@ class ProcessConnector:
         ours, its = socket.socketpair()
         with its:
             about = (f"--parent={os.getpid()}", self._url)
-            self._process = start_child(MODULE, *about, fd=its.fileno())
+            self._process = start_child(self._module, *about, fd=its.fileno())
         self._socket = ours
         self._began_s = time.monotonic()

@@ -13,6 +13,7 @@ import asyncio
 import resource
 import secrets
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,10 +38,12 @@ from crux_torch.store.frames import (
     Handshake,
     Hello,
     Proof,
+    Refused,
     Sealer,
     Welcome,
     pack,
     unpack,
+    unpack_request,
 )
 from crux_torch.store.secret import read_secret
 from crux_torch.store.unix_place import while_named
@@ -64,6 +67,8 @@ MAX_UNFINISHED_BYTES = 64 << 20
 STUCK_S = 10.0
 MAX_STUCK = 64
 STUCK_IN_A_CROWD_S = 1.0
+#: Seconds from which on a client that has to wait is not read.
+READ_PAUSE_S = 0.1
 #: Requests of one client that are answered before others have their turn.
 TURN = 16
 #: Seconds between two looks at the leases, and at all sessions.
@@ -71,6 +76,9 @@ SWEEP_S = 0.1
 SESSIONS_S = 1.0
 #: The most by which one sweep may move the clock of the leases.
 MAX_STEP_S = 0.5
+
+#: Process, user and group of SO_PEERCRED.
+_CREDENTIALS = struct.Struct("3i")
 
 _hello = msgspec.msgpack.Decoder(Hello)
 _proof = msgspec.msgpack.Decoder(Proof)
@@ -84,6 +92,9 @@ class Service(Protocol):
 
     def answer(self, request: Any, client: Client) -> msgspec.Struct:
         """Carry out ``request`` for ``client``."""
+
+    def leave(self, client: Client) -> None:
+        """The connection of ``client`` has ended."""
 
     def expire(self) -> None:
         """Drop what has outlived its writer."""
@@ -110,7 +121,6 @@ class Session(asyncio.Protocol):
         self._server = server
         self._buffer = bytearray()
         self._transport: asyncio.Transport
-        self._nonce = b""
         self._handshake: Handshake | None = None
         self._client: Client | None = None
         self._opener: Sealer | None = None
@@ -120,6 +130,11 @@ class Session(asyncio.Protocol):
         #: pile up; infinite where that is not so.
         self.heard_s = self.began_s = time.monotonic()
         self.unfinished_s = self.stuck_s = float("inf")
+
+    @property
+    def where(self) -> str:
+        """Who the other side is, as far as the kernel tells: its user, or its address."""
+        return peer_of(self._transport.get_extra_info("socket"))
 
     @property
     def greeted(self) -> bool:
@@ -142,7 +157,7 @@ class Session(asyncio.Protocol):
         self._server.dismiss(self)
         self._buffer.clear()
         if self._client is not None:
-            self._client.gone = True
+            self._server.contents.leave(self._client)
 
     def data_received(self, data: bytes) -> None:
         self.heard_s = time.monotonic()
@@ -169,10 +184,15 @@ class Session(asyncio.Protocol):
     def _later(self, delay_s: float) -> None:
         if not self._waits:
             self._waits = True
+            if delay_s >= READ_PAUSE_S and not self._transport.is_closing():
+                # What it sends meanwhile stays with it.
+                self._transport.pause_reading()
             asyncio.get_running_loop().call_later(delay_s, self._go_on)
 
     def _go_on(self) -> None:
         self._waits = False
+        if not self._transport.is_closing() and self.stuck_s == float("inf"):
+            self._transport.resume_reading()
         self._process()
 
     def _process(self) -> None:
@@ -190,6 +210,8 @@ class Session(asyncio.Protocol):
                 if frame is None:
                     return
                 self._obey(frame)
+                if self._waits:
+                    return
             except ValueError:
                 self.abort()
                 return
@@ -218,7 +240,7 @@ class Session(asyncio.Protocol):
 
     def _obey(self, frame: bytes) -> None:
         if self._client is not None:
-            request = unpack(frame, self._server.contents.decoder, self._opener)
+            request = unpack_request(frame, self._server.contents.decoder, self._opener)
             if isinstance(request, Count):
                 answer: msgspec.Struct = Done(self._server.clients)
             elif isinstance(request, Clock):
@@ -226,12 +248,16 @@ class Session(asyncio.Protocol):
             else:
                 answer = self._server.contents.answer(request, self._client)
             self._transport.write(pack(answer, self._sealer))
+            if isinstance(answer, Refused):
+                pause_s = self._client.refused(self._server.now())
+                if pause_s > 0:
+                    self._later(pause_s)
         elif self._handshake is None:
             hello = unpack(frame, _hello)
-            self._nonce = secrets.token_bytes(NONCE_BYTES)
-            secret = self._server.secret
-            self._handshake = Handshake(secret, hello.nonce, self._nonce)
-            self._transport.write(pack(Challenge(PROTOCOL_VERSION, self._nonce, bool(secret))))
+            secret, nonce = self._server.secret, secrets.token_bytes(NONCE_BYTES)
+            challenge = Challenge(PROTOCOL_VERSION, nonce, bool(secret))
+            self._handshake = Handshake(secret, hello, challenge)
+            self._transport.write(pack(challenge))
             if hello.version != PROTOCOL_VERSION:
                 raise ValueError("another version")
         else:
@@ -240,7 +266,8 @@ class Session(asyncio.Protocol):
                 raise ValueError("a wrong proof")
             self._opener, self._sealer = handshake.sealer("client"), handshake.sealer("server")
             self._client = self._server.greet(self)
-            welcome = Welcome(handshake.digest("server"), self._server.life)
+            life = self._server.life
+            welcome = Welcome(handshake.digest("server", life), life)
             self._transport.write(pack(welcome))
 
 
@@ -283,6 +310,10 @@ class Server:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._max_sessions = max(1, limit - SPARE_DESCRIPTORS)
 
+    def now(self) -> float:
+        """Seconds by the clock that judges leases."""
+        return self._clock()
+
     def admit(self, session: Session) -> None:
         """A connection was made."""
         self._sessions[session] = None
@@ -297,7 +328,7 @@ class Server:
         """``session`` knows the secret; its account."""
         self._strangers.remove(session)
         self.clients += 1
-        return Client(self._clock())
+        return Client(self._clock(), session.where)
 
     def dismiss(self, session: Session) -> None:
         """A connection has ended."""
@@ -345,6 +376,19 @@ class Server:
         for each in list(self._sessions):
             if now - each.heard_s > IDLE_S or now - each.unfinished_s > REQUEST_S:
                 each.abort()
+
+
+def peer_of(connected: socket.socket) -> str:
+    """The user and process at the other end of a Unix socket, or the address at that of another."""
+    try:
+        if connected.family == socket.AF_UNIX:
+            raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, _ = _CREDENTIALS.unpack(raw)
+            return f"uid {uid}, process {pid}"
+        host, port = connected.getpeername()[:2]
+    except OSError:
+        return ""
+    return f"{host} port {port}"
 
 
 def arguments(name: str) -> argparse.ArgumentParser:

@@ -8,7 +8,13 @@ from typing import Protocol, runtime_checkable
 from crux_torch.errors import StoreError
 
 MAX_VALUE_BYTES = 1 << 20
+#: Of a key in UTF-8. Keys and values are bounded in encoded bytes everywhere.
 MAX_KEY_BYTES = 512
+#: What an embedded store holds at most, and so what a client reads at most: keys, and bytes. A key
+#: counts with ``KEY_BYTES`` beside its own bytes and its value's: Python takes about as much.
+MAX_STORE_KEYS = 100_000
+MAX_STORE_BYTES = 256 << 20
+KEY_BYTES = 512
 #: Nothing in the store outlives its writers by more than this.
 MAX_LEASE_S = 600.0
 #: What an etcd keeps without a lease: the end of the key of a cluster's operator settings, and the
@@ -51,6 +57,12 @@ class SharedStore(Protocol):
     def list(self, prefix: str) -> Mapping[str, bytes]:
         """All live keys that start with ``prefix``, with their values. It does not change later."""
 
+    def origin(self, key: str) -> str:
+        """Who wrote the value of ``key``, as the store saw it; empty if there is no such key.
+
+        A store that does not know refuses.
+        """
+
     def clock_ns(self) -> int:
         """What the clock of the store's process says, in nanoseconds; it never goes back.
 
@@ -66,10 +78,24 @@ def is_kept(key: str) -> bool:
     return key.startswith(AUDIT) or key.endswith("/" + OPERATOR)
 
 
+def encoded_size(key: str) -> int:
+    """Bytes of ``key`` in UTF-8; a UnicodeEncodeError if it has none."""
+    return len(key) if key.isascii() else len(key.encode())
+
+
+def check_key(key: str) -> None:
+    """Raise a StoreError for a key that no store takes: too long, or without a form in UTF-8."""
+    try:
+        size = encoded_size(key)
+    except UnicodeEncodeError:
+        raise StoreError(f"key {key[:80]!r} can't be written in UTF-8") from None
+    if size > MAX_KEY_BYTES:
+        raise StoreError(f"key {key[:80]!r}: {size} bytes, limit {MAX_KEY_BYTES}")
+
+
 def check_write(key: str, value: bytes, lease_s: float) -> None:
     """Raise a StoreError for a write that the store would refuse: too large, or no fit lease."""
-    if len(key) > MAX_KEY_BYTES or len(key.encode(errors="replace")) > MAX_KEY_BYTES:
-        raise StoreError(f"a key of {len(key)} letters is over the limit of {MAX_KEY_BYTES} bytes")
+    check_key(key)
     if len(value) > MAX_VALUE_BYTES:
         raise StoreError(
             f"{key}: a value of {len(value)} bytes is over the limit of {MAX_VALUE_BYTES}"
