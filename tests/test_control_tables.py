@@ -180,7 +180,7 @@ def test_without_a_class_no_option_is_set(port: int, monkeypatch: pytest.MonkeyP
         raise AssertionError("a class was set")
 
     monkeypatch.setattr(tables_client, "mark", never)
-    client = TablesClient("127.0.0.1", port)
+    client = TablesClient(TcpConnector("127.0.0.1", port))
     until(lambda: reached(client) is not None, 20.0)
     client.close()
 

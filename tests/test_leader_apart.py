@@ -47,7 +47,6 @@ def begin_of(store: str, job: JobRecord, **changes: Any) -> Begin:
         "record": job,
         "published": None,
         "policy": "crux-paper",
-        "levels": tuple(range(8)),
         "max_slowdown": 3.0,
         "guard": False,
         "lease_s": LEASE_S,
