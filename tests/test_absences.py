@@ -171,7 +171,7 @@ def examined(machine: Machine, folder: Path) -> dict[str, Any]:
     """The doctor's findings there, by part."""
     done = subprocess.run(
         [*machine.under, sys.executable, "-m", "crux_torch.cli", "doctor", "--json"],
-        env={**environment(machine.path), **machine.env, "CRUX_STORE": "none"},
+        env={**environment(machine.path), **machine.env, "CRUX_STORE": "none", **MARKED_ENV},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -241,7 +241,7 @@ def test_groups_and_backends_look_like_stock() -> None:
 
 
 FIRST_GROUP = """
-import os, sys, threading, torch, torch.distributed as dist, crux_torch
+import os, sys, threading, time, torch, torch.distributed as dist, crux_torch
 crux_torch.attach()
 threads = {}
 
@@ -261,6 +261,10 @@ while crux_torch.status().get("leader") is None:
     dist.all_reduce(torch.ones(1))
 assert threading.active_count() > 1
 dist.destroy_process_group()
+# Nothing waits for the thread, which takes everything back and ends.
+until = time.monotonic() + 60
+while threading.active_count() > 1 and time.monotonic() < until:
+    time.sleep(0.01)
 print([thread.name for thread in threading.enumerate()])
 own = threads["crux"]
 print(len(threads["MainThread"]), len(own), "crux_torch.runtime.agent" in own)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from dscp_maps import CLASS_SELECTORS
 
-from crux_torch.control.left_out import ONE_LEVEL_POLICIES, left_out
-from crux_torch.control.outcome import network_of
+from crux_torch.control.left_out import ONE_LEVEL_POLICIES, left_out, network_of
 from crux_torch.fabric.loaders import parse_yaml
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from crux_torch.control.outcome import Network, network_of
+from typing import NamedTuple
+
 from crux_torch.fabric.topology import Topology
-from crux_torch.settings import PATH_POLICIES, Settings
+from crux_torch.settings import PATH_POLICIES, Marks, Settings
 
 #: Those that give all jobs one level.
 ONE_LEVEL_POLICIES = ("cassini", "ecmp", "mlcc")
+
+
+class Network(NamedTuple):
+    """What a job has to know of the cluster's topology.
+
+    Attributes:
+        known: True if there is one.
+        addresses: True if it has addresses, so that paths can be taken.
+        marks: the DSCP values of its ``qos``; None if it has none.
+    """
+
+    known: bool = False
+    addresses: bool = False
+    marks: Marks | None = None
+
+
+def network_of(topology: Topology | None) -> Network:
+    """What a job has to know of ``topology``."""
+    if topology is None:
+        return Network()
+    marks = topology.qos.marks if topology.qos is not None else None
+    return Network(True, bool(topology.addresses), marks)
 
 
 def left_out(settings: Settings, network: Network) -> tuple[str, ...]:

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from crux_torch.control.left_out import Network, network_of
 from crux_torch.control.operator import OperatorSettings
 from crux_torch.control.records import Grid, JobRecord, Moved, Plan, PlanEntry
 from crux_torch.fabric.flow_links import HostFlowLinks, flow_links
 from crux_torch.fabric.route import PlannedPath, Routes, routes_of
 from crux_torch.fabric.topology import Topology
 from crux_torch.schedule.circle import RATIOS
-from crux_torch.settings import Marks
 
 NO_ROUTES = Routes((), ())
 
@@ -37,20 +37,6 @@ class Booked(NamedTuple):
     flows: tuple[HostFlowLinks, ...] = ()
     unsure: bool = False
     address: str = ""
-
-
-class Network(NamedTuple):
-    """What a job has to know of the cluster's topology.
-
-    Attributes:
-        known: True if there is one.
-        addresses: True if it has addresses, so that paths can be taken.
-        marks: the DSCP values of its ``qos``; None if it has none.
-    """
-
-    known: bool = False
-    addresses: bool = False
-    marks: Marks | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -133,14 +119,6 @@ class Outcomes:
             author=plan.author,
             jobs=len(plan.entries),
         )
-
-
-def network_of(topology: Topology | None) -> Network:
-    """What a job has to know of ``topology``."""
-    if topology is None:
-        return Network()
-    marks = topology.qos.marks if topology.qos is not None else None
-    return Network(True, bool(topology.addresses), marks)
 
 
 def routed(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from crux_torch.control.left_out import left_out
-from crux_torch.control.outcome import network_of
+from crux_torch.control.left_out import left_out, network_of
 from crux_torch.control.registry import Registry
 from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import Cause, SettingsError, StoreError

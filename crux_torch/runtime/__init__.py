@@ -194,6 +194,10 @@ def status() -> dict[str, Any]:
         "unreached": nccl.unreached(os.environ, sys.modules),
         "settings": None,
         "recorder": None,
+        # Until the background thread begins.
+        "profile": None,
+        "plan": None,
+        "leader": None,
     }
     try:
         report["settings"] = dataclasses.asdict(Settings.from_env())

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from crux_torch.control.left_out import left_out
-from crux_torch.control.outcome import NO_ROUTES, Network, Outcome, Routed, network_of
+from crux_torch.control.left_out import Network, left_out, network_of
+from crux_torch.control.outcome import NO_ROUTES, Outcome, Routed
 from crux_torch.control.records import JobRecord, PlanEntry
 from crux_torch.control.slots import ProfilingSlot
 from crux_torch.fabric.flow_links import HostFlowLinks
