@@ -17,7 +17,7 @@ import msgspec
 from crux_torch.cli.results import put_json
 from crux_torch.cli.status import of_a_cluster, settings_of, status, store_errors
 from crux_torch.errors import CruxError
-from crux_torch.report.cluster_status import LOAD_S, TIMEOUT_S, read_status, render
+from crux_torch.report.cluster_status import TIMEOUT_S, read_status, render
 from crux_torch.report.json_text import json_text
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _change(
 @contextmanager
 def _registry(store: str | None, cluster: str | None, what: str) -> Iterator[Registry]:
     from crux_torch.control.registry import Registry
-    from crux_torch.store.endpoint import open_store
+    from crux_torch.store.endpoint import LOAD_S, open_store
 
     settings = settings_of(store, cluster)
     with store_errors(settings, what):

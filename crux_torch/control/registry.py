@@ -26,7 +26,15 @@ from crux_torch.control.records import (
 )
 from crux_torch.errors import StoreError
 from crux_torch.measure.job_profile import Name
-from crux_torch.store.shared_store import APART, AUDIT, MAX_LEASE_S, OPERATOR, SharedStore
+from crux_torch.store.shared_store import (
+    APART,
+    AUDIT,
+    MAX_LEASE_S,
+    OPERATOR,
+    PLAN,
+    SharedStore,
+    cluster_prefix,
+)
 from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -129,8 +137,8 @@ class Registry:
 
     def __init__(self, store: SharedStore, cluster: str) -> None:
         self.store = store
-        self.prefix = f"crux/{quote(cluster, safe='')}/"
-        self.plan_key = self.prefix + "head"
+        self.prefix = cluster_prefix(cluster)
+        self.plan_key = self.prefix + PLAN
         #: Where releases kept it whose plans were one value.
         self._older_plan_key = self.prefix + "plan"
         #: Who plans a cluster that is too large for every leader to compute all.

@@ -6,16 +6,15 @@ import socket
 from collections.abc import Iterator
 
 from crux_torch.control.left_out import left_out, network_of
-from crux_torch.control.registry import Registry
 from crux_torch.doctor.check import Check, Part
 from crux_torch.errors import Cause, SettingsError, StoreError
 from crux_torch.fabric.host_match import match_host
 from crux_torch.fabric.loaders import load_topology
 from crux_torch.fabric.topology import Topology, TopologyError
 from crux_torch.host.addresses import own_addresses
-from crux_torch.report.cluster_status import LOAD_S
 from crux_torch.settings import Settings
-from crux_torch.store.endpoint import looked_into, open_store, sharing
+from crux_torch.store.endpoint import LOAD_S, looked_into, open_store, sharing
+from crux_torch.store.shared_store import PLAN, cluster_prefix
 
 #: Seconds that an exchange with the store may take.
 TIMEOUT_S = 2.0
@@ -37,7 +36,7 @@ def store(settings: Settings) -> Check:
     except SettingsError as error:
         return part.broken(str(error), "correct the setting (docs/store.md)")
     try:
-        client.get(Registry(client, settings.cluster).plan_key)
+        client.get(cluster_prefix(settings.cluster) + PLAN)
     except StoreError as error:
         known = looked_into(error, settings.store)
         found = part.missing if known.cause in _PASSING else part.broken

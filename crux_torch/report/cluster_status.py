@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 #: Seconds for which a command waits for an answer: a busy store takes some.
 TIMEOUT_S = 10.0
-#: Seconds for which a command waits for its store process to load, on a busy machine.
-LOAD_S = 60.0
 HOSTS_SHOWN = 2
 #: Columns of text; the others are numbers.
 TEXT = ("job", "hosts", "state", "trial", "operator")
@@ -104,7 +102,7 @@ def read_status(
     from crux_torch.control.records import plan_of
     from crux_torch.control.registry import Registry
     from crux_torch.control.topology_reader import TopologyReader
-    from crux_torch.store.endpoint import open_store
+    from crux_torch.store.endpoint import LOAD_S, open_store
 
     store = open_store(endpoint, secret, group, timeout_s=TIMEOUT_S, load_s=LOAD_S)
     try:

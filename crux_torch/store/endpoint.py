@@ -27,6 +27,8 @@ OWN_TABLES = f"{UNIX}tables"
 ETCD_CALL_S = 2.0
 #: Seconds for which an HTTP server is asked, twice.
 HTTP_S = 1.0
+#: Seconds for which a command waits for its store process to load, on a busy machine.
+LOAD_S = 60.0
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
+from urllib.parse import quote
 
 from crux_torch.errors import StoreError
 
@@ -23,6 +24,14 @@ OPERATOR = "operator/settings"
 AUDIT = "crux-audit/"
 #: The beginning of the keys that many write and few read: a look at a cluster leaves them out.
 APART = "crux-plan/"
+
+#: Below :func:`cluster_prefix`: the head of the plan in force.
+PLAN = "head"
+
+
+def cluster_prefix(cluster: str) -> str:
+    """Returns what the keys of ``cluster`` begin with."""
+    return f"crux/{quote(cluster, safe='')}/"
 
 
 @runtime_checkable
