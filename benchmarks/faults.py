@@ -1,4 +1,4 @@
-"""What a job's steps take under each fault of its store, beside the stock launcher's in one run.
+"""Step times of a job under each fault of its store, beside the stock launcher's in one run.
 
     python benchmarks/faults.py [--steps N] [--turns N] [--only WORDS] [--text FILE] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What Crux adds to the start and the end of a job: torchrun against cruxrun, in turn.
+"""Time that Crux adds to the start and end of a job: torchrun against cruxrun, in turn.
 
     python benchmarks/start_end.py [--pairs N] [--steps N] [--json FILE]
 

@@ -100,7 +100,7 @@ class Marks(msgspec.Struct, frozen=True):
 
     @property
     def are_sound(self) -> bool:
-        """Whether the usable levels are ascending, and have values. Others' may be anything."""
+        """True if the usable levels ascend and have values; others' records may hold anything."""
         ascending = self.usable == tuple(sorted(set(self.usable)))
         known = min(len(values) for values in (self.tcp, self.rdma) if values) if self else 0
         return ascending and len(self.usable) > 0 and self.usable[-1] < known
@@ -321,7 +321,7 @@ class Settings:
 
     @property
     def marks(self) -> Marks:
-        """What the maps say; the topology's ``qos`` is not part of it."""
+        """The DSCP maps of the settings; the topology's ``qos`` is not part of them."""
         if not (self.dscp_map or self.rdma_dscp_map):
             return Marks()
         n = self.levels

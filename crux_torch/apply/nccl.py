@@ -73,7 +73,7 @@ def overrides(env: Mapping[str, str]) -> list[Override]:
 
 
 def has_users_class(env: Mapping[str, str]) -> bool:
-    """Whether ``NCCL_IB_TC`` is set in the environment ``env``, or in NCCL's files."""
+    """True if ``NCCL_IB_TC`` is set in the environment ``env``, or in NCCL's files."""
     return NcclVariables(env).integer("NCCL_IB_TC") is not None
 
 

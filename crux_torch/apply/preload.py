@@ -86,7 +86,7 @@ def _entries(env: Mapping[str, str]) -> list[str]:
 
 
 def _others(env: Mapping[str, str]) -> list[str]:
-    """What ``LD_PRELOAD`` names beside Crux's libraries."""
+    """Returns the libraries in ``LD_PRELOAD`` that are not Crux's."""
     ours = str(transport.LIBRARY)
     return [each for each in _entries(env) if each != ours and not standin.is_standin(each)]
 

@@ -1,4 +1,4 @@
-"""Which levels a plan of some jobs may give: those that all who mark their traffic mean alike."""
+"""The levels that a plan may give: those that mean the same DSCP for all jobs that mark traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crux_torch.settings import Marks
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What the planner may do with levels.
+    """The levels that the planner may give.
 
     Attributes:
         levels: that it may assign, ascending; level 0 alone where a level has no effect.
@@ -29,7 +29,7 @@ Agree = Callable[[Sequence[JobRecord], Topology | None], Agreed]
 
 
 def agreed(records: Sequence[JobRecord], topology: Topology | None) -> Agreed:
-    """What the DSCP maps of measured jobs come to; the topology's ``qos`` decides, if it has one.
+    """Returns the levels that the jobs' DSCP maps allow; a ``qos`` of the topology decides.
 
     A job without a map, or with another than the topology's, is planned as what it is: traffic of
     the network's default class. If maps differ and no ``qos`` says whose is right, no job gets a

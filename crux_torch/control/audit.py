@@ -152,7 +152,7 @@ def about_settings(before: OperatorSettings, after: OperatorSettings, origin: st
 
 
 def reasons(before: Basis, after: Basis, origin: str = "") -> list[str]:
-    """Which records differ, in words; ``origin``: see :func:`of_plan`."""
+    """Returns the records that differ, in words; ``origin``: see :func:`of_plan`."""
     old, new = ({r.job: r for r in basis.jobs if r.profile} for basis in (before, after))
     found = []
     for job in sorted(old.keys() | new.keys()):

@@ -60,12 +60,12 @@ class BoundedLeader:
 
     @property
     def record(self) -> JobRecord:
-        """What is published of this job, but for what the leader adds."""
+        """The job's record as published, without the fields that the leader adds."""
         return self._leader.record
 
     @property
     def outcome(self) -> Outcome:
-        """What holds for this job now."""
+        """The plan's outcome for this job now."""
         return self._leader.outcome
 
     @property
@@ -95,6 +95,6 @@ class BoundedLeader:
         self._leader.close()
 
     def status(self) -> dict[str, Any]:
-        """What ``crux_torch.status()`` shows; ``process``: that leads, None: this one."""
+        """Values for ``crux_torch.status()``; ``process``: pid that leads, None for this one."""
         pid = self._leader.pid if isinstance(self._leader, LeaderApart) else None
         return {**self._leader.status(), "process": pid}

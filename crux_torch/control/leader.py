@@ -210,7 +210,7 @@ class Leader:
 
     @property
     def outcome(self) -> Outcome:
-        """What holds for this job now."""
+        """The plan's outcome for this job now."""
         seen = self._snapshot
         return self._outcomes.of(
             self.plan, self.record, seen.jobs, seen.operator, self.topology, self.is_alone
@@ -223,7 +223,7 @@ class Leader:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the store knows no other job, where this leader reads all records."""
+        """True if this leader reads all records and the store knows no other job."""
         known = {record.job for record in self._snapshot.jobs}
         return self._role.reads_all and self.store_state == "ok" and known <= {self.record.job}
 

@@ -98,7 +98,7 @@ class LeaderApart:
 
     @property
     def outcome(self) -> Outcome:
-        """What holds for this job now."""
+        """The plan's outcome for this job now."""
         fresh = self._clock() - self._heard_at_s < self._begin.plan_valid_s
         if fresh and not self._closed:
             return self._outcome
@@ -114,7 +114,7 @@ class LeaderApart:
             self._changed.update(changes)
 
     def status(self) -> dict[str, Any]:
-        """What the leader's status was, see :meth:`crux_torch.control.leader.Leader.status`."""
+        """The leader's last status, see :meth:`crux_torch.control.leader.Leader.status`."""
         known = self._status or {"state": "waiting", "job": self.record.job}
         return {**known, "store": self.store_state}
 

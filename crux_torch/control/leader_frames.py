@@ -1,4 +1,4 @@
-"""What a rank and the process that leads for it say to each other, in the store's frames."""
+"""Messages between a rank and the process that leads for it, in the store's frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_MARKS = 1024
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="begin"):
-    """How to lead: the first frame of a rank. See :class:`~crux_torch.control.leader.Leader`.
+    """The first frame of a rank: arguments of :class:`~crux_torch.control.leader.Leader`.
 
     Attributes:
         store, store_secret, store_group: the settings of these names.
@@ -56,7 +56,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What became of a step.
+    """The answer to a step.
 
     Attributes:
         store_state: of the leader.

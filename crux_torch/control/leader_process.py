@@ -67,7 +67,7 @@ class _Messages(logging.Handler):
         self.kept.append((record.levelno, record.getMessage()[:MAX_LETTERS]))
 
     def take(self) -> tuple[tuple[int, str], ...]:
-        """What was said since the last call."""
+        """Returns the messages since the last call."""
         return tuple(self.kept.popleft() for _ in range(len(self.kept)))
 
 

@@ -1,4 +1,4 @@
-"""What Crux leaves to the network under a job's settings, and why; said where users look."""
+"""Reasons why nothing is prioritised or no paths are chosen, for logs, doctor and status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONE_LEVEL_POLICIES = ("cassini", "ecmp", "mlcc")
 
 
 class Network(NamedTuple):
-    """What a job has to know of the cluster's topology.
+    """The facts about the cluster's topology that a rank needs.
 
     Attributes:
         known: True if there is one.
@@ -26,7 +26,7 @@ class Network(NamedTuple):
 
 
 def network_of(topology: Topology | None) -> Network:
-    """What a job has to know of ``topology``."""
+    """Returns the facts about ``topology`` that a rank needs."""
     if topology is None:
         return Network()
     marks = topology.qos.marks if topology.qos is not None else None

@@ -102,7 +102,7 @@ class OperatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         return MAX_LEASE_S if self.stays else min(MAX_LEASE_S, max(0.0, self.ends_at_s - now_s))
 
     def differences(self, before: OperatorSettings) -> list[str]:
-        """What has changed since ``before``, in words."""
+        """Returns the changes since ``before``, in words."""
         found = []
         if self.disabled != before.disabled:
             found.append("disabled" if self.disabled else "enabled")

@@ -1,4 +1,4 @@
-"""What a job's ranks need of what the leaders have agreed on: small, whatever the cluster holds."""
+"""The part of an agreed plan that a job's ranks need: small, whatever the cluster holds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Booked(NamedTuple):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What holds for one job.
+    """The part of the plan and of the operator's settings that concerns one job.
 
     Attributes:
         epoch: of the plan in force; 0 if there is none.
@@ -91,7 +91,7 @@ class Outcomes:
         topology: Topology | None,
         is_alone: bool,
     ) -> Outcome:
-        """What holds for the job of ``record`` now: of the plan in force and the last look."""
+        """Returns the outcome for ``record``'s job, from the plan in force and the last look."""
         seen = Outcome(
             epoch=plan.epoch if plan is not None else 0,
             keeps_level=operator.keeps_level(record.job),
@@ -145,7 +145,7 @@ def booked(record: JobRecord, topology: Topology | None) -> Booked:
 
 
 def moved_with(grid: Grid, plan: Plan, jobs: Iterable[JobRecord]) -> list[Moved]:
-    """What jobs say of grids that move with ``grid``: those which the plan shifts with it.
+    """Returns the moves that jobs published for grids which the plan shifts together with ``grid``.
 
     They share one unit, of which each grid has a small whole number.
     """

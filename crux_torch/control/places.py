@@ -50,7 +50,7 @@ def place_of_this_process(settings: Settings, host: str) -> Place:
 
 
 def problems(places: Mapping[int, Place], topology: Topology | None) -> tuple[str, ...]:
-    """What is wrong with the names of the hosts, each with its remedy.
+    """Returns the faults in the hosts' names, each with its remedy.
 
     Args:
         places: by rank.
@@ -69,7 +69,7 @@ def problems(places: Mapping[int, Place], topology: Topology | None) -> tuple[st
 
 
 def _said_of_twins(host: str, at: Mapping[int, Place]) -> str:
-    """What is wrong if several machines call themselves ``host``."""
+    """Returns the fault if several machines call themselves ``host``."""
     # Containers of one machine have a network each, and their user may call them one host.
     one_by_choice = all(place.told for place in at.values())
     machines: dict[tuple[str, str], int] = {}
@@ -87,7 +87,7 @@ def _said_of_twins(host: str, at: Mapping[int, Place]) -> str:
 
 
 def _said_of_place(at: Mapping[int, Place], topology: Topology) -> str:
-    """What is wrong if a host is not in the topology under the name that its ranks use."""
+    """Returns the fault if a host is not in the topology under the name that its ranks use."""
     rank, place = next(iter(at.items()))
     machine = f"the machine of rank {rank}"
     try:

@@ -168,7 +168,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's steps take now, for whoever looks at the cluster. No plan follows from it.
+    """A job's step time now, for status commands. No plan follows from it.
 
     Attributes:
         step_s: mean iteration of late.

@@ -343,7 +343,7 @@ class Registry:
             self.store.put(key, msgspec.json.encode(steps), lease_s)
 
     def steps(self) -> dict[str, StepTimes]:
-        """What jobs' steps take, by job, as far as it is told."""
+        """Returns the published step times, by job."""
         found = self.store.list(self.steps_prefix)
         return self._by_job(StepTimes, self.steps_prefix, found, "what a job's steps take")
 

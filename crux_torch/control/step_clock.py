@@ -1,4 +1,4 @@
-"""What a job's steps take now, in the store, for whoever looks at the cluster."""
+"""Publishes a job's step time in the store, for status commands."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StepClock:
             self._told = False
 
     def _steps(self, now_s: float) -> StepTimes | None:
-        """What is known now; None before two iterations have ended."""
+        """Returns the step times now; None before two iterations have ended."""
         ends_s = np.array(list(self._ends(0)), np.float64) / 1e9
         if len(ends_s) < 2:
             return None

@@ -25,7 +25,7 @@ _PASSING = frozenset(
 
 
 def store(settings: Settings) -> Check:
-    """Whether the cluster's store answers this user's jobs, with the secret that they have."""
+    """Checks that the cluster's store answers this user's jobs, with the secret that they have."""
     if settings.store == "none":
         part = Part("store", "jobs do not coordinate: each runs without a plan")
         return part.missing("switched off: CRUX_STORE=none", "unset CRUX_STORE")

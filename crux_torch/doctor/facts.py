@@ -1,4 +1,4 @@
-"""What one process says of its host, so that the hosts of a job can be compared."""
+"""The facts about a host that ``crux check`` compares between the hosts of a job."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _topology(settings: Settings, name: str) -> tuple[str, str, str]:
 
 
 def _store(settings: Settings, patience_s: float) -> tuple[str, str, str]:
-    """What is wrong with the store, a digest of its topology, and the policy of its plan."""
+    """Returns (fault of the store or empty, digest of its topology, policy of its plan)."""
     if settings.store == "none":
         return "", "", ""
     end_s = time.monotonic() + patience_s

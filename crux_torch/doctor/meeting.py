@@ -34,7 +34,7 @@ class MeetingError(CruxError):
 
 @dataclass
 class Met:
-    """What rank 0 heard; see :func:`crux_torch.doctor.agreement.compare`."""
+    """The facts that rank 0 received; see :func:`crux_torch.doctor.agreement.compare`."""
 
     told: dict[int, Facts] = field(default_factory=dict)
     ahead_s: dict[int, float] = field(default_factory=dict)

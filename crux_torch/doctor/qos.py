@@ -72,7 +72,7 @@ def of_interfaces(
     interfaces: Sequence[InterfaceQos],
     devices: Sequence[RdmaDevice],
 ) -> Iterator[Check]:
-    """Whether the maps contradict how this host's interfaces are configured."""
+    """Checks the DSCP maps against the configuration of this host's interfaces."""
     roce = {port.interface for device in devices for port in device.ports if port.active}
     for name, key, values in _named(settings):
         said = {one.dscp: one for one in (getattr(qos, key) if qos is not None else ())}
@@ -130,7 +130,7 @@ def _contradictions(
 
 
 def _told(part: Part, values: Sequence[int], interface: InterfaceQos) -> Iterator[Check]:
-    """What does not contradict the map, and takes its effect away."""
+    """Yields settings of the host that do not contradict the map but take its effect away."""
     shared = defaultdict(list)
     for dscp in values:
         if dscp in interface.priority_of:

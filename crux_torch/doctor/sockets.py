@@ -21,7 +21,7 @@ IPV4_SYSCTL = Path("/proc/sys/net/ipv4")
 
 
 def classes(settings: Settings) -> Iterator[Check]:
-    """Whether this process may set every DSCP of ``CRUX_DSCP_MAP``; nothing without a map."""
+    """Checks that this process may set every DSCP of ``CRUX_DSCP_MAP``, if there is one."""
     if not settings.dscp_map:
         return
     families = (

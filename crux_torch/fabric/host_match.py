@@ -1,4 +1,4 @@
-"""Which host of a topology a machine is: by its name, else by its addresses."""
+"""Finds a machine in a topology: by its name, else by its addresses."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def hosts_at(topology: Topology, addresses: Iterable[str]) -> tuple[str, ...]:
 
 
 def telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Those of ``addresses`` that only one machine has; what is no address is left out."""
+    """Returns the ``addresses`` that only one machine can have, without other text."""
     found = []
     for address in addresses:
         with contextlib.suppress(ValueError):

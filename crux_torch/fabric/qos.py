@@ -1,4 +1,4 @@
-"""Which DSCP values of the network are Crux's: the key ``qos`` of a topology file."""
+"""The key ``qos`` of a topology file: the DSCP values that Crux may use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class QosClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def treatment(self) -> str:
-        """What PFC and ECN do with it, in words."""
+        """The class's treatment by PFC and ECN, in words."""
         return f"{'lossless' if self.lossless else 'lossy'} and {'' if self.ecn else 'not '}ECN"
 
 

@@ -1,4 +1,4 @@
-"""What this host's network interfaces do with DSCP values: trust, priorities, PFC, buffers, CNP.
+"""Reads how this host's interfaces treat DSCP values: trust, priorities, PFC, buffers, CNP.
 
 ``mlnx_qos`` knows most (NVIDIA's driver); ``dcb`` of iproute2 is asked where it does not answer.
 What nobody tells is None or empty, never an error.
@@ -27,7 +27,7 @@ _PRIO = re.compile(r"prio:\s*(\d)\s+dscp:([\d,\s]*)")
 
 @dataclass(frozen=True, slots=True)
 class InterfaceQos:
-    """How one interface treats packets.
+    """The treatment of packets by one interface.
 
     Attributes:
         trust: the field that decides a packet's priority.
@@ -51,7 +51,7 @@ class InterfaceQos:
     shares_queues: str = ""
 
     def is_lossless(self, dscp: int) -> bool | None:
-        """Whether PFC protects packets with this value; None: not known."""
+        """True if PFC protects packets with this value; None if that is not known."""
         priority = self.priority_of.get(dscp)
         return self.pfc[priority] if priority is not None and self.pfc else None
 
@@ -76,7 +76,7 @@ def interfaces(sysfs: Path = SYSFS) -> tuple[str, ...]:
 
 
 def read(name: str, run: Run = output_of, sysfs: Path = SYSFS) -> InterfaceQos:
-    """How the interface ``name`` is configured."""
+    """Returns the configuration of the interface ``name``."""
     told = run(("mlnx_qos", "-i", name))
     found = _of_mlnx_qos(told) if told is not None else _of_dcb(name, run)
     return InterfaceQos(

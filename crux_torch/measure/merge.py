@@ -101,7 +101,7 @@ def merge(
 
 
 def _t_note(from_capacities: bool, quiet: bool) -> str:
-    """What a transfer time is worth that was measured without the class above all others."""
+    """Returns a note about a transfer time that was measured without the top class."""
     found = "measured without a class above the other jobs'"
     beside = "no other job ran" if quiet else "others may have run"
     if from_capacities:

@@ -1,4 +1,4 @@
-"""Which operators ran, and what they compute: noted by the extension, without changing a kernel."""
+"""FLOPs of the operators that ran, as the extension noted them without changing a kernel."""
 
 from __future__ import annotations
 

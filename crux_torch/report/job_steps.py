@@ -1,4 +1,4 @@
-"""How long a job's steps take now, and how long without other jobs."""
+"""Step times of jobs: now, and without other jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobSteps:
 
 
 def steps_of(jobs: Sequence[JobRecord], told: Mapping[str, StepTimes]) -> dict[str, JobSteps]:
-    """What is known of the steps of each of ``jobs``, from its profile and from what it told."""
+    """Returns the step times of each of ``jobs``, from its profile and its published times."""
     return {job.job: _steps(job.profile, told.get(job.job)) for job in jobs}
 
 

@@ -127,7 +127,7 @@ class Agent:
 
     @property
     def may_mark_pairs(self) -> bool:
-        """Whether queue pairs of this job may have a class of Crux at all."""
+        """True if queue pairs of this job may have a class of Crux."""
         order = self._follower.order
         if order is None:
             return bool(self.settings.rdma_dscp_map) and not self.settings.dry_run

@@ -57,11 +57,11 @@ class Leads(Protocol):
 
     @property
     def record(self) -> JobRecord:
-        """What is published of the job."""
+        """The job's published record."""
 
     @property
     def outcome(self) -> Outcome:
-        """What holds for the job now."""
+        """The plan's outcome for the job now."""
 
     @property
     def topology(self) -> Topology | None:
@@ -276,11 +276,11 @@ class Conductor:
 
     @property
     def _observes(self) -> bool:
-        """Whether this is a dry run: the job's own, or of the whole cluster."""
+        """True in a dry run: the job's own, or of the whole cluster."""
         return self._settings.dry_run or (self.leader is not None and self.leader.outcome.observes)
 
     def _network(self) -> Network:
-        """What is known of the cluster's topology, from this job's file or from the store."""
+        """Returns the facts about the topology, from this job's file or from the store."""
         if self._topology is not None or self.leader is None:
             return network_of(self._topology)
         return self.leader.outcome.network
@@ -400,7 +400,7 @@ class Conductor:
         return self._alone and self._slot is not None and self._slot.held
 
     def _is_quiet(self) -> bool:
-        """Whether no other job of the cluster is there, as far as the shared store says."""
+        """True if the shared store names no other job of the cluster."""
         return self._quiet and self.leader is not None and self.leader.outcome.is_alone
 
     def _next_order(self) -> Order | None:

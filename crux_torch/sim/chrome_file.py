@@ -44,7 +44,7 @@ class Event(msgspec.Struct):
         return self.args or {}
 
     def key(self, name: str) -> Key:
-        """What the event says by that name to tell which other events it belongs to."""
+        """Returns the event's argument of that name, which links it to other events."""
         value = self.about.get(name)
         return value if isinstance(value, int | str) else None
 

@@ -26,7 +26,7 @@ _RUNS = {
 
 @dataclass(slots=True)
 class Told:
-    """What each kernel that communicates moves.
+    """Returns the collective of each communication kernel.
 
     Attributes:
         records: of each kernel that is told, by its identity.

@@ -1,4 +1,4 @@
-"""What the records of a Chrome trace say of one collective: its kind, its bytes and its ranks."""
+"""Reads a Chrome trace's record of one collective: its kind, bytes and ranks."""
 
 from __future__ import annotations
 

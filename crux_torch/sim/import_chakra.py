@@ -104,7 +104,7 @@ def _job(ranks: Sequence[tuple[str, list[Node]]]) -> ImportedJob:
 
 
 def _notes(graph: _Graph, members: Mapping[str, Group]) -> tuple[str, ...]:
-    """What the files leave out."""
+    """Returns notes on what the files leave out."""
     notes = []
     total = len(graph.collectives)
     if empty := sum(not size for _, _, size in graph.collectives.values()):

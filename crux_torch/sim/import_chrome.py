@@ -185,7 +185,7 @@ def _untold(kernels: Sequence[Event], told: Told) -> tuple[str, ...]:
 
 
 def _of_all_ranks(one: _Rank) -> list[Collective]:
-    """What all ranks send, by the trace of one.
+    """Returns the collectives of all ranks, from the trace of one.
 
     A message that it receives stands for those of other ranks only where it sends none as far.
     """

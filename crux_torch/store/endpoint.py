@@ -79,7 +79,7 @@ def open_store(
 
 
 def embedded(endpoint: str, group: str = "") -> Connector:
-    """What connects to our own server at ``endpoint``; raises SettingsError."""
+    """Returns the connector to our own server at ``endpoint``; raises SettingsError."""
     if endpoint.startswith(UNIX):
         return UnixConnector(parse_unix(endpoint, group))
     return TcpConnector(*parse_endpoint(endpoint))

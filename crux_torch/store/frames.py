@@ -196,7 +196,7 @@ class Sealer:
 
 
 class Handshake:
-    """What both sides of one connection derive from the secret and all that they have greeted with.
+    """Keys and proofs that both sides derive from the secret and from every field of the greeting.
 
     So a field of the greeting that somebody changes on the way makes the proofs wrong.
 
@@ -210,11 +210,11 @@ class Handshake:
         self._greeting = _encoder.encode((hello, challenge))
 
     def digest(self, who: str, life: str = "") -> bytes:
-        """What ``who`` proves its knowledge with; ``life``: the server's, in its own proof."""
+        """Returns the proof of ``who``; ``life``: the server's, in its own proof."""
         return hmac.digest(self._secret, _encoder.encode((who, life)) + self._greeting, "sha256")
 
     def proves(self, who: str, digest: bytes, life: str = "") -> bool:
-        """Whether ``who`` knows the secret, and has said and heard the same."""
+        """True if ``who`` knows the secret, and both sides saw the same greeting."""
         return hmac.compare_digest(digest, self.digest(who, life))
 
     def sealer(self, who: str) -> Sealer | None:

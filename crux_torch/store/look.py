@@ -1,4 +1,4 @@
-"""What a client knows of one key or prefix, and the bounds of that."""
+"""A client's view of one key or prefix, and its bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from crux_torch.store.shared_store import KEY_BYTES, MAX_STORE_BYTES, MAX_STORE_
 
 
 class Look:
-    """What is known of one key or prefix, up to ``revision``.
+    """The values of one key or prefix, up to ``revision``.
 
     Args:
         limit_bytes: of the values and keys that it may hold.

@@ -1,4 +1,4 @@
-"""What is certain on this host before a job starts: its topology, and its place in it."""
+"""Checks of ``cruxrun`` before a job starts: the topology, and this host's place in it."""
 
 from __future__ import annotations
 
