@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from dscp_maps import CLASS_SELECTORS
 
-from crux_torch.control.left_out import ONE_LEVEL_POLICIES, left_out, network_of
+from crux_torch.control.left_out import ONE_LEVEL_POLICIES, left_out, left_out_of_plan, network_of
 from crux_torch.fabric.loaders import parse_yaml
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.scheduler import LIVE
@@ -82,3 +82,16 @@ def test_the_policies_are_told_apart_as_they_decide(policy: str) -> None:
     default = LIVE["ecmp"](cluster, options).path
     if policy not in PATH_POLICIES:
         assert decided.path == default
+
+
+def test_a_plan_of_all_jobs_says_the_same_as_one_job() -> None:
+    """What `crux status` says of a cluster is what `cruxrun` says of a job with its settings."""
+    levels = MARKED.marks.plan_levels
+    for policy in sorted(LIVE):
+        settings = dataclasses.replace(MARKED, policy=policy)
+        for topology in (None, TOPOLOGY):
+            network = network_of(topology)
+            of_plan = left_out_of_plan(policy, levels, "", network)
+            assert of_plan == left_out(settings, network), (policy, topology)
+    (first, _) = left_out_of_plan("crux", (0,), "no DSCP map is given", network_of(None))
+    assert first == "nothing is prioritised, because no DSCP map is given"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from crux_torch.fabric.topology import Topology
@@ -39,12 +40,29 @@ def left_out(settings: Settings, network: Network) -> tuple[str, ...]:
     Args:
         network: that the job's plans are made for.
     """
-    said = []
-    if why := _no_priorities(settings, network):
-        said.append(f"nothing is prioritised, because {why}")
-    if why := _no_paths(settings, network):
-        said.append(f"no paths are chosen, because {why}")
-    return tuple(said)
+    return _sentences(_no_priorities(settings, network), _no_paths(settings, network))
+
+
+def left_out_of_plan(
+    policy: str, levels: Sequence[int], unmarked: str, network: Network
+) -> tuple[str, ...]:
+    """The same for a plan of all jobs of a cluster.
+
+    Args:
+        policy: that the plan was made by.
+        levels: that it may give.
+        unmarked: why no level has an effect; empty if levels have.
+        network: that the plan was made for.
+    """
+    return _sentences(unmarked or _one_level(policy, levels, network), _no_path(policy, network))
+
+
+def _sentences(no_priorities: str, no_paths: str) -> tuple[str, ...]:
+    said = (
+        ("nothing is prioritised", no_priorities),
+        ("no paths are chosen", no_paths),
+    )
+    return tuple(f"{what}, because {why}" for what, why in said if why)
 
 
 def start_line(settings: Settings, topology: Topology | None) -> str:
@@ -76,11 +94,15 @@ def _no_priorities(settings: Settings, network: Network) -> str:
         return "it is a dry run (CRUX_DRY_RUN)"
     if not settings.marks:
         return "nobody said which DSCP values are Crux's (CRUX_DSCP_MAP, or qos in the topology)"
-    if settings.policy in ONE_LEVEL_POLICIES:
-        return f"the policy {settings.policy} gives all jobs one level (CRUX_POLICY)"
-    if len(settings.marks.plan_levels) == 1:
+    return _one_level(settings.policy, settings.marks.plan_levels, network)
+
+
+def _one_level(policy: str, levels: Sequence[int], network: Network) -> str:
+    if policy in ONE_LEVEL_POLICIES:
+        return f"the policy {policy} gives all jobs one level (CRUX_POLICY)"
+    if len(levels) == 1:
         return "there is one level for plans (CRUX_LEVELS, CRUX_RESERVED_LEVELS)"
-    if settings.policy == "crux" and not network.known:
+    if policy == "crux" and not network.known:
         return "the policy crux gives all jobs one level without a topology (CRUX_TOPOLOGY)"
     return ""
 
@@ -88,11 +110,15 @@ def _no_priorities(settings: Settings, network: Network) -> str:
 def _no_paths(settings: Settings, network: Network) -> str:
     if settings.store == "none":
         return "jobs without a store have no plan (CRUX_STORE=none)"
-    if settings.policy not in PATH_POLICIES:
-        return f"the policy {settings.policy} leaves paths to the network (CRUX_POLICY)"
     off = [f"CRUX_{name.upper()}" for name in ("paths", "transport") if not getattr(settings, name)]
-    if off:
+    if off and settings.policy in PATH_POLICIES:
         return f"that is switched off ({', '.join(off)})"
+    return _no_path(settings.policy, network)
+
+
+def _no_path(policy: str, network: Network) -> str:
+    if policy not in PATH_POLICIES:
+        return f"the policy {policy} leaves paths to the network (CRUX_POLICY)"
     if not network.known:
         return "there is no topology (CRUX_TOPOLOGY)"
     if not network.addresses:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from crux_torch.control.contested_hosts import ContestedHost
     from crux_torch.control.operator import OperatorSettings
     from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
+    from crux_torch.fabric.topology import Topology
 
 #: Seconds for which a command waits for an answer: a busy store takes some.
 TIMEOUT_S = 10.0
@@ -72,6 +73,7 @@ class ClusterStatus:
         operator: the operator's settings.
         contested: hosts of which records claim more devices than there are.
         steps: how long steps take now and alone, by job.
+        left_out: why the plan prioritises nothing, or chooses no paths; empty without a plan.
     """
 
     store: str
@@ -82,6 +84,7 @@ class ClusterStatus:
     operator: OperatorSettings
     contested: tuple[ContestedHost, ...] = ()
     steps: Mapping[str, JobSteps] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 def read_status(
@@ -118,13 +121,33 @@ def read_status(
             follows = registry.follows(stored.plan)
             entries = (follows[job.job] for job in view.jobs if job.job in follows)
             found = plan_of(stored.plan, tuple(entries))
-        contested, _ = holdings(view.jobs, TopologyReader().read(view.topology))
-        steps = steps_of(view.jobs, registry.steps())
+        topology = TopologyReader().read(view.topology)
+        contested, _ = holdings(view.jobs, topology)
         return ClusterStatus(
-            endpoint, cluster, view.jobs, found, renewed, view.operator, contested, steps
+            endpoint,
+            cluster,
+            view.jobs,
+            found,
+            renewed,
+            view.operator,
+            contested,
+            steps_of(view.jobs, registry.steps()),
+            _left_out(view.jobs, found, topology),
         )
     finally:
         store.close()
+
+
+def _left_out(
+    jobs: Sequence[JobRecord], plan: Plan | None, topology: Topology | None
+) -> tuple[str, ...]:
+    if plan is None:
+        return ()
+    from crux_torch.control.agreed_marks import agreed
+    from crux_torch.control.left_out import left_out_of_plan, network_of
+
+    levels = agreed(jobs, topology)
+    return left_out_of_plan(plan.policy, levels.levels, levels.why, network_of(topology))
 
 
 def as_json_text(status: ClusterStatus) -> str:
@@ -151,6 +174,8 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
     if not status.jobs:
         to.print("no jobs")
         return
+    for sentence in status.left_out:
+        say(to, sentence, fold=True)
     by_name = {job.job: job for job in status.jobs}
     whole = [_row(job, by_name, status) for job in status.jobs]
     if columns == COLUMNS:
