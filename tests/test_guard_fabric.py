@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from crux_torch.control.step_clock import WINDOW_S as STEPS_S
 from crux_torch.schedule.guard import BATCH_ITERATIONS, MIN_BATCHES
 from lab import netns
 from lab.contest import NONE, TRIAL_S, Scenario, Seen, Turn
@@ -129,10 +130,15 @@ def test_the_status_shows_what_the_jobs_do_to_each_other(ring: dict[str, Seen]) 
     for policy in ("crux", "crux-paper"):
         told = ring[policy].status["steps"]
         for job, steps in told.items():
-            print(f"{policy}: {job}: {mean_s(ring[policy], job):.3f} s, told {steps}")
-            assert steps["step_s"] == pytest.approx(mean_s(ring[policy], job), rel=SHOWN)
-        # The ring meets both others, and each of them only the ring.
-        assert max(told, key=lambda job: told[job]["slowdown"]) == "R"
+            # A trial changes the steps, so the same seconds have to be compared.
+            last_s = ring[policy].status["at"] - steps["step_age_s"]
+            ends = [s.end for s in ring[policy].steps[job] if last_s - STEPS_S <= s.end <= last_s]
+            own_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+            print(f"{policy}: {job}: {own_s:.3f} s, told {steps}")
+            assert steps["step_s"] == pytest.approx(own_s, rel=SHOWN)
+        if policy == "crux-paper":
+            # Strict priority stops the ring, which meets both others; the default may not.
+            assert max(told, key=lambda job: told[job]["slowdown"]) == "R"
 
 
 def test_strict_priority_starves_a_ring_and_the_default_does_not(ring: dict[str, Seen]) -> None:
