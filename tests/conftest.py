@@ -7,6 +7,7 @@ CONTRIBUTING.md describes the tiers. ``slow`` and ``full`` are the markers that 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -81,3 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The long ones first, so that no worker is left with one at the end.
     long_files = {_file(item) for item in items if _is_long(item)}
     items.sort(key=lambda item: _file(item) not in long_files)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process as if nothing was compiled by inductor: other tests of this worker may have."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    if codecache is not None:
+        monkeypatch.setattr(codecache.PyCodeCache, "modules", [])

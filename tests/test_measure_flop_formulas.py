@@ -16,6 +16,8 @@ from crux_torch.measure.operators import OperatorCount  # noqa: E402
 
 aten = torch.ops.aten
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 
 def tensor(*shape: int, dtype: Any = torch.bfloat16) -> Any:
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -23,6 +23,8 @@ from crux_torch.measure.flops import FlopCount, FlopMeter  # noqa: E402
 from crux_torch.measure.iterations import IterationMarks  # noqa: E402
 from crux_torch.measure.operators import COMPILED, OperatorCount  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 
 @pytest.fixture
 def meter() -> Iterator[FlopMeter]:

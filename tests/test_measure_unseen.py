@@ -36,6 +36,8 @@ from crux_torch.measure.iterations import IterationMarks  # noqa: E402
 ROWS, WIDTH, LAYERS, HEAD = 32, 64, 2, 40
 BOUND_S = 300.0
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 
 def counted(linear: Any) -> tuple[float, tuple[str, ...]]:
     """What the meter counts and names of training with these linears."""
