@@ -2,14 +2,16 @@
 
 The extension must be built against the torch that it will run with, so the installation must not be
 isolated: ``pip install --no-build-isolation '.[live]'``. ``CRUX_BUILD=sim pip install .`` builds
-only the simulator and the commands, without torch. See docs/install.md.
+only the simulator and the commands, without torch. See docs/start/install.md.
 """
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +21,55 @@ from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 OLDEST_TORCH = (2, 11)
-#: What torch added to c10d after 2.11; each becomes CRUX_C10D_HAS_<NAME> where the headers have it.
-NEWER_METHODS = (
-    "addEphemeralTimeout",
-    "gather_into_tensor",
-    "getCompletionKey",
-    "getTimeout",
-    "isInitialized",
-    "setBoundDeviceId",
-    "startTimeEstimate",
-    "supportsAbortHooks",
-    "supportsCompletionHooks",
-    "supportsReconfigure",
-    "supportsWindow",
-    "suspend",
-)
+#: What torch added to c10d after 2.11, as overrides of the class's virtual methods. Each becomes
+#: CRUX_C10D_HAS_<NAME> if it compiles.
+NEWER_METHODS = {
+    "ADDEPHEMERALTIMEOUT": (
+        "Backend",
+        "void addEphemeralTimeout(const std::chrono::milliseconds&) override;",
+    ),
+    "GATHER_INTO_TENSOR": (
+        "Backend",
+        "c10::intrusive_ptr<Work> gather_into_tensor("
+        "at::Tensor&, at::Tensor&, const GatherOptions&) override;",
+    ),
+    "GETCOMPLETIONKEY": ("Work", "uint64_t getCompletionKey() const override;"),
+    "GETTIMEOUT": ("Work", "std::chrono::milliseconds getTimeout() const override;"),
+    "ISINITIALIZED": ("Backend", "bool isInitialized() override;"),
+    "SETBOUNDDEVICEID": ("Backend", "void setBoundDeviceId(std::optional<at::Device>) override;"),
+    "STARTTIMEESTIMATE": (
+        "Backend",
+        "void startTimeEstimate() override; float endTimeEstimate() override;",
+    ),
+    "SUPPORTSABORTHOOKS": (
+        "Backend",
+        "bool supportsAbortHooks() const override; "
+        "void registerAbortHook(int64_t, AbortHook) override; "
+        "void unregisterAbortHook(int64_t) override;",
+    ),
+    "SUPPORTSCOMPLETIONHOOKS": (
+        "Backend",
+        "bool supportsCompletionHooks() const override; "
+        "void registerCompletionHook(int64_t, CompletionHook) override; "
+        "void unregisterCompletionHook(int64_t) override;",
+    ),
+    "SUPPORTSRECONFIGURE": (
+        "Backend",
+        "bool supportsReconfigure() const override; "
+        "ReconfigureHandle get_reconfigure_handle() const override; "
+        "c10::intrusive_ptr<Work> reconfigure(const ReconfigureOptions&) override;",
+    ),
+    "SUPPORTSWINDOW": (
+        "Backend",
+        "bool supportsWindow() const override; "
+        "c10::intrusive_ptr<Window> new_window(const std::optional<at::Tensor>&) override;",
+    ),
+    "SUSPEND": (
+        "Backend",
+        "void suspend() override; void resume() override; "
+        "std::unordered_map<std::string, uint64_t> getMemoryStats() override;",
+    ),
+}
 COMPILE_ARGS = ["-O2", "-g0", "-fvisibility=hidden", "-Wall"]
 
 
@@ -69,12 +105,51 @@ def import_torch() -> tuple[Any, Any]:
     )
 
 
-def c10d_macros(torch: Any) -> list[tuple[str, str]]:
-    """A macro for each of ``NEWER_METHODS`` that the installed headers declare virtual."""
-    headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
-    text = "".join((headers / name).read_text() for name in ("Backend.hpp", "Work.hpp"))
-    virtuals = set(re.findall(r"virtual\s[^;{(]*?\b(\w+)\s*\(", text))
-    return [(f"CRUX_C10D_HAS_{name.upper()}", "1") for name in NEWER_METHODS if name in virtuals]
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
+def c10d_macros(torch: Any, cpp_extension: Any) -> list[tuple[str, str]]:
+    """A macro for each of ``NEWER_METHODS`` that the installed headers let a subclass override.
+
+    One compilation asks for all, each on a line of its own; ``build/`` keeps the answer.
+    """
+    methods = list(NEWER_METHODS.items())
+    source = (
+        '#include <torch/csrc/distributed/c10d/Backend.hpp>\nnamespace c10d {\n#line 1 "probe"\n'
+    )
+    source += "".join(f"struct P{name} : {base} {{ {code} }};\n" for name, (base, code) in methods)
+    source += "}\n"
+    include = [f"-I{path}" for path in cpp_extension.include_paths()]
+    key = "\n".join([torch.__version__, *compiler(), *include, source])
+    kept = Path("build", f"c10d-{torch.__version__}.json")
+    if kept.exists() and (known := json.loads(kept.read_text()))["key"] == key:
+        return [(macro, "1") for macro in known["macros"]]
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True)
+    all_errors = ["-ferror-limit=0"] if "clang" in version.stdout else []
+    in_english = {**os.environ, "LC_ALL": "C"}
+    log = ""
+    # The headers of newer releases need C++20.
+    for standard in ("c++20", "c++17"):
+        command = [*compiler(), f"-std={standard}", *include, *all_errors, "-fsyntax-only"]
+        log = subprocess.run(
+            [*command, "-x", "c++", "-"],
+            input=source + "int",
+            env=in_english,
+            text=True,
+            capture_output=True,
+        ).stderr
+        errors = re.findall(r"^(.+?):(\d+):\d+: (?:fatal )?error", log, re.M)
+        absent = {int(line) for file, line in errors if file == "probe"}
+        # The last line is wrong on purpose: a compiler whose errors can't be read is noticed.
+        if all(file == "probe" for file, _ in errors) and len(methods) + 2 in absent:
+            break
+    else:
+        raise SystemExit(f"crux-torch: torch's headers do not compile:\n{log[-4000:]}")
+    macros = [f"CRUX_C10D_HAS_{m[0]}" for line, m in enumerate(methods, 1) if line not in absent]
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text(json.dumps({"key": key, "macros": macros}))
+    return [(macro, "1") for macro in macros]
 
 
 def sources_of(folder: str) -> list[str]:
@@ -109,7 +184,7 @@ def torch_extension(torch: Any, cpp_extension: Any) -> Any:
             *sources_of("operators"),
         ],
         # setuptools passes NDEBUG only if Python was built with it; torch always is.
-        define_macros=[("NDEBUG", None), *c10d_macros(torch)],
+        define_macros=[("NDEBUG", None), *c10d_macros(torch, cpp_extension)],
         extra_compile_args=COMPILE_ARGS,
         depends=[str(path) for folder in folders for path in Path("csrc", folder).iterdir()],
     )
@@ -162,12 +237,11 @@ class SharedLibrary:
         if not force and target.exists() and newest < target.stat().st_mtime:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        compiler = shlex.split(os.environ.get("CXX", "c++"))
         # A running program may have the old file mapped: never write into it.
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch, self.name)
             command = [
-                *compiler, "-std=c++17", "-O2", "-g0", "-Wall", "-fPIC", "-pthread",
+                *compiler(), "-std=c++17", "-O2", "-g0", "-Wall", "-fPIC", "-pthread",
                 "-fvisibility=hidden", "-shared", "-static-libgcc",
                 f"-Wl,-soname,{self.soname}", f"-Wl,--version-script={self.version_script}",
                 "-Wl,-z,defs,-z,nodelete", *self.flags, *self.sources, "-o", str(made),
@@ -180,8 +254,7 @@ class SharedLibrary:
 
 
 def has_header(name: str) -> bool:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    command = [*compiler, "-x", "c++", "-fsyntax-only", "-"]
+    command = [*compiler(), "-x", "c++", "-fsyntax-only", "-"]
     done = subprocess.run(command, input=f"#include <{name}>\n", text=True, capture_output=True)
     return done.returncode == 0
 
@@ -214,6 +287,31 @@ def shared_libraries() -> list[SharedLibrary]:
     return libraries
 
 
+def compile_commands(extensions: list[Any]) -> list[dict[str, Any]]:
+    """The command of each C++ file alone, as clangd and tools/compile_alone.py want them."""
+    include = [f"-I{sysconfig.get_path('include')}"]
+    found = []
+
+    def add(source: str, *flags: str) -> None:
+        arguments = [*compiler(), *include, *flags, "-c", source]
+        found.append({"directory": os.getcwd(), "file": source, "arguments": arguments})
+
+    for extension in extensions:
+        flags = [*extension.extra_compile_args, *(f"-I{path}" for path in extension.include_dirs)]
+        flags += [
+            f"-D{name}" + (f"={value}" if value else "") for name, value in extension.define_macros
+        ]
+        for source in extension.sources:
+            name = Path(source)
+            made = name.parent.name == "unity"
+            for one in sources_of(name.stem) if made else [source]:
+                add(one, "-std=c++20", *flags)
+    for library in shared_libraries() if TORCH else []:
+        for source in library.sources:
+            add(source, "-std=c++17", *library.flags)
+    return found
+
+
 TORCH = import_torch() if wants_torch() else None
 
 
@@ -222,6 +320,9 @@ class BuildExtensions(TORCH[1].BuildExtension if TORCH else build_ext):
 
     def run(self) -> None:
         super().run()
+        commands = Path("build", "compile_commands.json")
+        commands.parent.mkdir(exist_ok=True)
+        commands.write_text(json.dumps(compile_commands(self.extensions), indent=1))
         folder = Path("." if self.inplace else self.build_lib, "crux_torch")
         if TORCH:
             # Python would import a file of this name rather than _C.py.
@@ -250,7 +351,16 @@ setup(
         *find_packages("launcher", include=["cruxrun", "cruxrun.*"]),
     ],
     package_dir={"cruxrun": "launcher/cruxrun"},
-    package_data={"crux_torch": ["py.typed", "*.pyi", "host/*.csv", "sim/*.yaml"]},
+    package_data={
+        "crux_torch": [
+            "py.typed",
+            "*.pyi",
+            "host/*.csv",
+            "report/page/*.jinja",
+            "report/page/*.js",
+            "sim/*.yaml",
+        ]
+    },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtensions},
 )

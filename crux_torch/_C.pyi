@@ -7,7 +7,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend, ProcessGroup, Store, Work
 
-#: Size of one record; ``crux_torch.measure.record.RECORD`` describes it to numpy.
+#: Size of one record; ``crux_torch.measure.records.RECORD`` describes it to numpy.
 RECORD_BYTES: int
 #: Operation names by their number in a record.
 OPS: tuple[str, ...]
@@ -53,9 +53,6 @@ def process_recorder(capacity: int) -> Recorder:
 def tolerate_captures(device: str) -> None:
     """From now on what this thread asks of the current device breaks no other thread's capture."""
 
-def park_late_threads() -> None:
-    """At Python's end, at most once: threads that come back too late don't abort the process."""
-
 class DelegatingBackend(Backend):
     """A c10d backend that hands every operation to an inner one and records it."""
 
@@ -75,7 +72,7 @@ class DelegatingBackend(Backend):
         """
 
     @property
-    def switches(self) -> list[InnerSwitch]:
+    def handovers(self) -> list[Handover]:
         """What holds the inner backends, one for each that the group was made with."""
 
     def inner(self, device: str) -> Backend:
@@ -96,10 +93,10 @@ class DelegatingBackend(Backend):
 #: operations; whether these stay where they are.
 Counts = tuple[int, list[tuple[int, int, bool, int]], bool]
 
-class InnerSwitch:
+class Handover:
     """The inner backend of one type of device in a group and, while switching, the next one.
 
-    One thread at a time may switch; csrc/process_group/switch_point.h has the rules.
+    One thread at a time may switch; csrc/process_group/handover_point.h has the rules.
     """
 
     @property
@@ -231,7 +228,7 @@ class HookedGroup:
     def block_failed(self) -> None:
         """They were refused."""
 
-def inner_switches() -> list[InnerSwitch]:
+def handovers() -> list[Handover]:
     """Those of all process groups of this process that were published and have not ended."""
 
 def store_prefix(store: Store) -> str:
@@ -260,7 +257,7 @@ class LinkHolder:
     def same_job(self) -> bool: ...
 
 class LinkGate:
-    """Where this process's operations give way on the links of its host; see docs/pcie.md."""
+    """The PCIe semaphores of this process (docs/understand/host.md)."""
 
     def join(self, folder: str, cluster: str, link: str, job: str) -> int:
         """Take a place on a link, whose table is a file in ``folder``.

@@ -51,7 +51,7 @@ def unrouted_transfer_times_s(
     flow_set: _Ints,
     flow_bytes: _Floats,
 ) -> _Floats:
-    """See :func:`crux_torch.schedule.intensity.unrouted_transfer_times_s`.
+    """See :func:`crux_torch.schedule.papers.intensity.unrouted_transfer_times_s`.
 
     Args: as the attributes of :class:`crux_torch.schedule.arrays.Arrays`.
 
@@ -99,7 +99,7 @@ def rates_when_second(
 ) -> _Floats:
     """Link seconds per second of each job ``second[i]`` when ``first[i]`` has priority.
 
-    See :mod:`crux_torch.schedule.correction`.
+    See :mod:`crux_torch.schedule.papers.correction`.
 
     Args:
         compute_s: of every job.

@@ -28,6 +28,13 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
+// Calls it without the GIL.
+template <class Call>
+auto unlocked(const Call& call) {
+  const py::gil_scoped_release release;
+  return call();
+}
+
 class NamedEngine {
  public:
   NamedEngine(const std::vector<std::tuple<std::string, double, double>>& links, bool skip_repeats,
@@ -104,16 +111,16 @@ class NamedEngine {
 
   void set_traffic(const std::string& name, const py::sequence& traffic) {
     const std::vector<JobId>& team = members(name);
-    std::vector<std::vector<std::vector<LoadSpec>>> of(team.size());
+    std::vector<std::vector<std::vector<LoadSpec>>> each(team.size());
     for (const py::handle burst : traffic) {
       std::vector<std::vector<LoadSpec>> parts = parts_of(burst);
       if (parts.size() > team.size()) {
         throw SpecError("job " + name + ": expected no more parts than it began with");
       }
       parts.resize(team.size());
-      for (std::size_t i = 0; i < team.size(); ++i) of[i].push_back(std::move(parts[i]));
+      for (std::size_t i = 0; i < team.size(); ++i) each[i].push_back(std::move(parts[i]));
     }
-    engine_.set_traffic(team, std::move(of));
+    engine_.set_traffic(team, std::move(each));
   }
 
   void run_until(double until_s) {
@@ -133,8 +140,7 @@ class NamedEngine {
   std::uint64_t events() const { return engine_.events(); }
   std::uint64_t work() const { return engine_.work(); }
   double gpu_utilization() {
-    py::gil_scoped_release release;
-    return engine_.gpu_utilization();
+    return unlocked([&] { return engine_.gpu_utilization(); });
   }
 
   py::dict result(const std::string& name) {
@@ -144,11 +150,7 @@ class NamedEngine {
   }
 
   py::dict results() {
-    std::vector<JobResult> all;
-    {
-      py::gil_scoped_release release;
-      all = engine_.results();
-    }
+    const std::vector<JobResult> all = unlocked([&] { return engine_.results(); });
     py::dict out;
     for (JobId job = 0; job < all.size(); ++job) {
       const auto team = teams_.find(job);
@@ -161,11 +163,7 @@ class NamedEngine {
   }
 
   py::dict link_bytes() {
-    std::vector<double> bytes;
-    {
-      py::gil_scoped_release release;
-      bytes = engine_.link_bytes();
-    }
+    const std::vector<double> bytes = unlocked([&] { return engine_.link_bytes(); });
     py::dict out;
     for (LinkId link = 0; link < bytes.size(); ++link) {
       out[py::str(engine_.network().name(link))] = bytes[link];
@@ -225,7 +223,7 @@ class NamedEngine {
     return parts;
   }
 
-  // Of links by name, or by number.
+  // Loads of links by name, or by number.
   std::vector<LoadSpec> loads(const py::handle& traffic) const {
     if (py::isinstance<py::dict>(traffic)) return loads(py::reinterpret_borrow<py::dict>(traffic));
     const auto [links, bytes] = traffic.cast<std::pair<Array<std::int32_t>, Array<double>>>();
@@ -258,10 +256,7 @@ class NamedEngine {
   template <class Step>
   void run(const Step& step) {
     for (bool done = false; !done;) {
-      {
-        py::gil_scoped_release release;
-        done = step();
-      }
+      done = unlocked(step);
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
   }
@@ -327,35 +322,36 @@ void run_all(const std::vector<NamedEngine*>& engines, const std::vector<double>
 }  // namespace
 
 PYBIND11_MODULE(_fluid, m) {
+  using namespace py::literals;
   m.doc() = "The fluid network simulator's engine.";
   py::register_exception<SpecError>(m, "SpecError", PyExc_ValueError);
   py::class_<NamedEngine>(m, "Engine")
       .def(py::init<const std::vector<std::tuple<std::string, double, double>>&, bool, double,
                     double>(),
-           py::arg("links"), py::kw_only(), py::arg("skip_repeats") = true,
-           py::arg("repeat_tolerance") = Options{}.repeat_tolerance,
-           py::arg("steady_tolerance") = Options{}.steady_tolerance)
-      .def("add_job", &NamedEngine::add_job, py::arg("name"), py::kw_only(), py::arg("compute_s"),
-           py::arg("bursts"), py::arg("gpus") = 1.0, py::arg("level") = 0, py::arg("weight") = 1.0,
-           py::arg("start_s") = py::none(), py::arg("iterations") = py::none())
+           "links"_a, py::kw_only(), "skip_repeats"_a = true,
+           "repeat_tolerance"_a = Options{}.repeat_tolerance,
+           "steady_tolerance"_a = Options{}.steady_tolerance)
+      .def("add_job", &NamedEngine::add_job, "name"_a, py::kw_only(), "compute_s"_a, "bursts"_a,
+           "gpus"_a = 1.0, "level"_a = 0, "weight"_a = 1.0, "start_s"_a = py::none(),
+           "iterations"_a = py::none())
       .def("__copy__", [](const NamedEngine& engine) { return NamedEngine(engine); })
-      .def("remove_job", &NamedEngine::remove_job, py::arg("name"))
-      .def("set_level", &NamedEngine::set_level, py::arg("name"), py::arg("level"))
-      .def("set_weight", &NamedEngine::set_weight, py::arg("name"), py::arg("weight"))
-      .def("set_traffic", &NamedEngine::set_traffic, py::arg("name"), py::arg("traffic"))
-      .def("shift", &NamedEngine::shift, py::arg("name"), py::arg("by_s"))
-      .def("set_pace", &NamedEngine::set_pace, py::arg("name"), py::kw_only(), py::arg("origin_s"),
-           py::arg("period_s"), py::arg("tolerance"))
-      .def("set_rate_limit", &NamedEngine::set_rate_limit, py::arg("name"), py::arg("limit_Bps"))
-      .def("bytes_left", &NamedEngine::bytes_left, py::arg("name"))
-      .def("run_until", &NamedEngine::run_until, py::arg("until_s"))
-      .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, py::arg("until_s"))
-      .def("result", &NamedEngine::result, py::arg("name"))
+      .def("remove_job", &NamedEngine::remove_job, "name"_a)
+      .def("set_level", &NamedEngine::set_level, "name"_a, "level"_a)
+      .def("set_weight", &NamedEngine::set_weight, "name"_a, "weight"_a)
+      .def("set_traffic", &NamedEngine::set_traffic, "name"_a, "traffic"_a)
+      .def("shift", &NamedEngine::shift, "name"_a, "by_s"_a)
+      .def("set_pace", &NamedEngine::set_pace, "name"_a, py::kw_only(), "origin_s"_a, "period_s"_a,
+           "tolerance"_a)
+      .def("set_rate_limit", &NamedEngine::set_rate_limit, "name"_a, "limit_Bps"_a)
+      .def("bytes_left", &NamedEngine::bytes_left, "name"_a)
+      .def("run_until", &NamedEngine::run_until, "until_s"_a)
+      .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, "until_s"_a)
+      .def("result", &NamedEngine::result, "name"_a)
       .def("results", &NamedEngine::results)
       .def("link_bytes", &NamedEngine::link_bytes)
       .def("gpu_utilization", &NamedEngine::gpu_utilization)
       .def_property_readonly("now_s", &NamedEngine::now_s)
       .def_property_readonly("events", &NamedEngine::events)
       .def_property_readonly("work", &NamedEngine::work);
-  m.def("run_all", &run_all, py::arg("engines"), py::arg("until_s"), py::arg("threads") = 1);
+  m.def("run_all", &run_all, "engines"_a, "until_s"_a, "threads"_a = 1);
 }

@@ -2,7 +2,6 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "../operators/operator_count.h"
-#include "bindings.h"
 
 namespace py = pybind11;
 
@@ -32,6 +31,7 @@ py::tuple to_python(const OperatorCalls& calls) {
 }  // namespace
 
 void bind_operators(py::module_& module) {
+  using namespace py::literals;
   module.def(
       "begin_operators",
       [](std::unordered_set<std::string> counted, py::function found) {
@@ -41,7 +41,7 @@ void bind_operators(py::module_& module) {
           found();
         });
       },
-      py::arg("counted"), py::arg("found"));
+      "counted"_a, "found"_a);
   module.def("end_operators", [] {
     const OperatorCount ended = end_operators();
     py::list calls, others;

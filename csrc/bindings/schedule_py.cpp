@@ -12,12 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "../schedule/contention.h"
-#include "../schedule/game.h"
-#include "../schedule/place.h"
 #include "../schedule/pointer_numbers.h"
-#include "../schedule/traffic.h"
-#include "../schedule/unrouted.h"
+#include "../schedule/schedule.h"
 
 namespace py = pybind11;
 using namespace crux::schedule;
@@ -58,7 +54,7 @@ class Items {
   py::object fast_;
 };
 
-// What one reading has found so far: see crux_torch.schedule.arrays.Arrays.
+// The arrays of one reading: see crux_torch.schedule.arrays.Arrays.
 struct FlowArrays {
   std::vector<std::int64_t> flow_start{0};
   std::vector<double> flow_bytes;
@@ -187,7 +183,7 @@ class FlowReader {
   // Links of paths that are remembered at most: 16 MiB.
   static constexpr std::size_t kRemembered = std::size_t{1} << 22;
 
-  // What the flows of a job hold; both it and they are immutable if `fixed`.
+  // The contents of a job's flows; both are immutable if `fixed`.
   struct Flows {
     py::object from;  // so that its address is not used again
     bool fixed = false;
@@ -224,7 +220,7 @@ class FlowReader {
       }
     }
 
-    // Whether `candidates` and what they hold is immutable.
+    // Returns true if `candidates` and all that they hold are immutable.
     bool read(FlowArrays& found, const py::object& candidates) {
       bool immutable = PyTuple_CheckExact(candidates.ptr()) != 0;
       for (PyObject* path : Items(candidates, "a flow's candidates must be a sequence of paths")) {
@@ -254,103 +250,86 @@ class FlowReader {
   std::size_t paths_ = 0, links_ = 0;  // of the jobs read last: the next are about as many
 };
 
-py::array_t<std::int64_t> place_flows(const Array<std::int64_t>& set_start,
-                                      const Array<std::int64_t>& path_start,
-                                      const Array<std::int32_t>& path_links,
-                                      const Array<double>& capacity_Bps,
-                                      const Array<std::int64_t>& flow_set,
-                                      const Array<double>& rate_Bps, int sweeps) {
-  const Candidates candidates{view(set_start), view(path_start), view(path_links)};
-  std::vector<std::int64_t> choice;
-  {
-    const View<double> capacity = view(capacity_Bps), rate = view(rate_Bps);
-    const View<std::int64_t> sets = view(flow_set);
-    py::gil_scoped_release release;
-    choice = place(candidates, capacity, sets, rate, sweeps);
-  }
-  return to_array(std::move(choice));
+// Calls it without the GIL.
+template <class Call>
+auto unlocked(const Call& call) {
+  const py::gil_scoped_release release;
+  return call();
 }
 
-py::array_t<double> unrouted(const Array<std::int64_t>& set_start,
-                             const Array<std::int64_t>& path_start,
-                             const Array<std::int32_t>& path_links,
-                             const Array<double>& capacity_Bps,
-                             const Array<std::int64_t>& flow_start,
-                             const Array<std::int64_t>& flow_set, const Array<double>& flow_bytes) {
-  const Candidates candidates{view(set_start), view(path_start), view(path_links)};
-  std::vector<double> t_s;
-  {
-    const View<double> capacity = view(capacity_Bps), bytes = view(flow_bytes);
-    const View<std::int64_t> start = view(flow_start), sets = view(flow_set);
-    py::gil_scoped_release release;
-    t_s = unrouted_transfer_times_s(candidates, capacity, start, sets, bytes);
-  }
-  return to_array(std::move(t_s));
+using Doubles = Array<double>;
+using Numbers = Array<std::int64_t>;
+using Links = Array<std::int32_t>;
+
+Candidates candidates(const Numbers& set_start, const Numbers& path_start, const Links& links) {
+  return {view(set_start), view(path_start), view(links)};
 }
 
-py::tuple traffic_of(const Array<std::int64_t>& set_start, const Array<std::int64_t>& path_start,
-                     const Array<std::int32_t>& path_links, const Array<double>& capacity_Bps,
-                     const Array<std::int64_t>& flow_start, const Array<std::int64_t>& flow_set,
-                     const Array<double>& flow_bytes, const Array<std::int64_t>& choice) {
-  const Candidates candidates{view(set_start), view(path_start), view(path_links)};
-  Traffic found;
-  {
-    const View<double> capacity = view(capacity_Bps), bytes = view(flow_bytes);
-    const View<std::int64_t> start = view(flow_start), sets = view(flow_set), chosen = view(choice);
-    py::gil_scoped_release release;
-    found = traffic(candidates, capacity, start, sets, bytes, chosen);
-  }
+py::array_t<std::int64_t> place_flows(const Numbers& set_start, const Numbers& path_start,
+                                      const Links& path_links, const Doubles& capacity_Bps,
+                                      const Numbers& flow_set, const Doubles& rate_Bps,
+                                      int sweeps) {
+  return to_array(unlocked([&] {
+    return place(candidates(set_start, path_start, path_links), view(capacity_Bps), view(flow_set),
+                 view(rate_Bps), sweeps);
+  }));
+}
+
+py::array_t<double> unrouted(const Numbers& set_start, const Numbers& path_start,
+                             const Links& path_links, const Doubles& capacity_Bps,
+                             const Numbers& flow_start, const Numbers& flow_set,
+                             const Doubles& flow_bytes) {
+  return to_array(unlocked([&] {
+    return unrouted_transfer_times_s(candidates(set_start, path_start, path_links),
+                                     view(capacity_Bps), view(flow_start), view(flow_set),
+                                     view(flow_bytes));
+  }));
+}
+
+py::tuple traffic_of(const Numbers& set_start, const Numbers& path_start, const Links& path_links,
+                     const Doubles& capacity_Bps, const Numbers& flow_start,
+                     const Numbers& flow_set, const Doubles& flow_bytes, const Numbers& choice) {
+  Traffic found = unlocked([&] {
+    return traffic(candidates(set_start, path_start, path_links), view(capacity_Bps),
+                   view(flow_start), view(flow_set), view(flow_bytes), view(choice));
+  });
   return py::make_tuple(to_array(std::move(found.bytes)), to_array(std::move(found.links)),
                         to_array(std::move(found.start)));
 }
 
 template <std::vector<std::int64_t> (*number)(const Users&)>
-py::array_t<std::int64_t> of_jobs(const Array<std::int64_t>& start,
-                                  const Array<std::int32_t>& links, std::size_t link_count) {
-  const Users users{view(start), view(links), link_count};
-  std::vector<std::int64_t> found;
-  {
-    py::gil_scoped_release release;
-    found = number(users);
-  }
-  return to_array(std::move(found));
+py::array_t<std::int64_t> of_jobs(const Numbers& start, const Links& links,
+                                  std::size_t link_count) {
+  return to_array(unlocked([&] { return number({view(start), view(links), link_count}); }));
 }
 
-py::array_t<double> rates(const Array<double>& compute_s, const Array<std::int64_t>& burst_start,
-                          const Array<double>& due_s, const Array<double>& burst_s,
-                          const Array<std::int64_t>& second, const Array<std::int64_t>& first,
-                          int phases, int warm_up, int measured, double rounding) {
-  const Players players{view(compute_s), view(burst_start), view(due_s), view(burst_s)};
-  std::vector<double> found;
-  {
-    const View<std::int64_t> seconds = view(second), firsts = view(first);
-    py::gil_scoped_release release;
-    found = rates_when_second(players, seconds, firsts, {phases, warm_up, measured}, rounding);
-  }
-  return to_array(std::move(found));
+py::array_t<double> rates(const Doubles& compute_s, const Numbers& burst_start,
+                          const Doubles& due_s, const Doubles& burst_s, const Numbers& second,
+                          const Numbers& first, int phases, int warm_up, int measured,
+                          double rounding) {
+  return to_array(unlocked([&] {
+    const Players players{view(compute_s), view(burst_start), view(due_s), view(burst_s)};
+    return rates_when_second(players, view(second), view(first), {phases, warm_up, measured},
+                             rounding);
+  }));
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_schedule, m) {
+  using namespace py::literals;
   m.doc() = "The loops of a scheduling decision: over flows and links, and over pairs of jobs.";
   py::class_<FlowReader>(m, "FlowReader")
-      .def(py::init<py::object>(), py::arg("flow_type") = py::none())
-      .def("read", &FlowReader::read, py::arg("jobs"), py::arg("links"));
-  m.def("unrouted_transfer_times_s", &unrouted, py::kw_only(), py::arg("set_start"),
-        py::arg("path_start"), py::arg("path_links"), py::arg("capacity_Bps"),
-        py::arg("flow_start"), py::arg("flow_set"), py::arg("flow_bytes"));
-  m.def("place", &place_flows, py::kw_only(), py::arg("set_start"), py::arg("path_start"),
-        py::arg("path_links"), py::arg("capacity_Bps"), py::arg("flow_set"), py::arg("rate_Bps"),
-        py::arg("sweeps") = 0);
-  m.def("traffic", &traffic_of, py::kw_only(), py::arg("set_start"), py::arg("path_start"),
-        py::arg("path_links"), py::arg("capacity_Bps"), py::arg("flow_start"), py::arg("flow_set"),
-        py::arg("flow_bytes"), py::arg("choice"));
-  m.def("components", &of_jobs<components>, py::kw_only(), py::arg("start"), py::arg("links"),
-        py::arg("link_count"));
-  m.def("depths", &of_jobs<depths>, py::kw_only(), py::arg("start"), py::arg("links"),
-        py::arg("link_count"));
-  m.def("rates_when_second", &rates, py::kw_only(), py::arg("compute_s"), py::arg("burst_start"),
-        py::arg("due_s"), py::arg("burst_s"), py::arg("second"), py::arg("first"),
-        py::arg("phases"), py::arg("warm_up"), py::arg("measured"), py::arg("rounding"));
+      .def(py::init<py::object>(), "flow_type"_a = py::none())
+      .def("read", &FlowReader::read, "jobs"_a, "links"_a);
+  m.def("unrouted_transfer_times_s", &unrouted, py::kw_only(), "set_start"_a, "path_start"_a,
+        "path_links"_a, "capacity_Bps"_a, "flow_start"_a, "flow_set"_a, "flow_bytes"_a);
+  m.def("place", &place_flows, py::kw_only(), "set_start"_a, "path_start"_a, "path_links"_a,
+        "capacity_Bps"_a, "flow_set"_a, "rate_Bps"_a, "sweeps"_a = 0);
+  m.def("traffic", &traffic_of, py::kw_only(), "set_start"_a, "path_start"_a, "path_links"_a,
+        "capacity_Bps"_a, "flow_start"_a, "flow_set"_a, "flow_bytes"_a, "choice"_a);
+  m.def("components", &of_jobs<components>, py::kw_only(), "start"_a, "links"_a, "link_count"_a);
+  m.def("depths", &of_jobs<depths>, py::kw_only(), "start"_a, "links"_a, "link_count"_a);
+  m.def("rates_when_second", &rates, py::kw_only(), "compute_s"_a, "burst_start"_a, "due_s"_a,
+        "burst_s"_a, "second"_a, "first"_a, "phases"_a, "warm_up"_a, "measured"_a, "rounding"_a);
 }

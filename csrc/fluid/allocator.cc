@@ -345,7 +345,7 @@ void Allocator::commit() {
   }
 }
 
-// What a level leaves over has changed on the links of its changed transfers.
+// Seeds the lower levels where the changed transfers leave over another rate than before.
 void Allocator::seed_below() {
   const std::uint64_t seen = ++epoch_;
   for (std::size_t i = changed_before_level_; i < changed_.size(); ++i) {

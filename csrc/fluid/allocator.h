@@ -69,7 +69,7 @@ class Allocator {
     std::uint32_t leaf = 0;  // among the marks
     std::vector<Slot> slots;
   };
-  // What a link needs to know of a transfer that crosses it, side by side with its other ones.
+  // A transfer as a link that it crosses sees it; those of a link lie side by side.
   struct Member {
     double weight;
     double water;

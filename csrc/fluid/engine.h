@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "allocator.h"
+#include "component.h"
 #include "event_queue.h"
-#include "repeat.h"
+#include "pace.h"
 #include "sharing.h"
 #include "spec.h"
 
@@ -22,15 +23,8 @@ struct Options {
   // over T seconds therefore displaces the phase of a job by at most this share of T.
   double repeat_tolerance = 1e-9;
   // Above 0: jobs that meet and never repeat advance at their mean rates, without events, once
-  // these agree within this share over two successive windows (steady.h). Needs skip_repeats.
+  // these agree within this share over two successive windows (component.h). Needs skip_repeats.
   double steady_tolerance = 0.0;
-};
-
-// The times at which a job should start its iterations: origin + n * period.
-struct Pace {
-  Seconds origin;
-  Seconds period;
-  double tolerance;  // share of the period by which a start may be late; it is never early
 };
 
 struct JobResult {
@@ -69,12 +63,12 @@ class Engine {
   // Keeps a job to a grid (CASSINI's drift correction): an iteration that would start early, or
   // late by more than the tolerance, is held until the next point of the grid. nullopt: no longer.
   void set_pace(JobId id, std::optional<Pace> pace);
-  // The most that the job's transfers may take of their busiest link; nullopt: no limit.
+  // Limits the rate of the job's transfers on their busiest link; nullopt: no limit.
   void set_rate_limit(JobId id, std::optional<BytesPerSecond> limit);
 
   // Advances to `until` and returns true; false when max_events were handled before.
   bool run_until(Seconds until, std::uint64_t max_events = UINT64_MAX);
-  // As run_until, but stops as soon as jobs have ended; ended() names them.
+  // Like run_until, but stops as soon as jobs have ended; ended() names them.
   bool run_until_end_of_any(Seconds until, std::uint64_t max_events = UINT64_MAX);
   const std::vector<JobId>& ended() const { return ended_; }
 
@@ -92,7 +86,8 @@ class Engine {
   // Seconds of compute times GPUs, over all jobs' GPUs times now().
   double gpu_utilization();
   std::uint64_t events() const { return events_; }
-  // What its jobs and events took, in a unit of 5 to 10 ns that is the same on every machine.
+  // Effort that its jobs and events took, in a unit of 5 to 10 ns that is the same on every
+  // machine.
   std::uint64_t work() const {
     return kJobWork * jobs_.size() + kEventWork * events_ + allocator_.places();
   }
@@ -103,6 +98,8 @@ class Engine {
   // An event this little after the end of a run, relative to the clock, still belongs to it: sums
   // of many iterations' lengths carry rounding.
   static constexpr double kClockTolerance = 1e-12;
+  // Beyond this many iterations' lengths the clock no longer resolves an iteration.
+  static constexpr double kLongestRun = 1e12;
   // Places on links (see Allocator::places) that a job and an event come to.
   static constexpr std::uint64_t kJobWork = 500;
   static constexpr std::uint64_t kEventWork = 50;
@@ -140,6 +137,7 @@ class Engine {
   Job& at(JobId id);
   // Takes the program's iteration for one of those that the clock must resolve.
   void count_iteration(const Program& program, const std::string& name);
+  void changed(JobId id);
   void reroute(JobId id, JobSpec spec, Program program);
   bool advance(double until, std::uint64_t max_events, bool stop_at_end);
   double handle_batch();

@@ -32,7 +32,7 @@ std::uint32_t Engine::new_component(std::vector<JobId> members) {
   return id;
 }
 
-// Whether a is the better reference job: of a higher level, so that it never starves.
+// True if a is the better reference job: of a higher level, so that it never starves.
 bool Engine::leads(JobId a, JobId b) const {
   const int level_a = jobs_[a].spec.level;
   const int level_b = jobs_[b].spec.level;
@@ -192,11 +192,11 @@ void Engine::look_for_repeat(std::uint32_t id, double t) {
   }
 }
 
-// Whether every paced member is as far from its grid after the period as before it.
+// True if every paced member is as far from its grid after the period as before it.
 bool Engine::keeps_paces(const Component& component, double period, double tolerance_s) const {
   return std::all_of(component.members.begin(), component.members.end(), [&](JobId member) {
     const std::optional<Pace>& pace = jobs_[member].pace;
-    return !pace || std::abs(std::remainder(period, pace->period.value())) <= tolerance_s;
+    return !pace || pace->repeats_after(period, tolerance_s);
   });
 }
 

@@ -11,17 +11,11 @@ class EventQueue {
  public:
   static constexpr double kNever = std::numeric_limits<double>::infinity();
 
-  bool empty() const { return heap_.empty(); }
   double next_time() const { return heap_.empty() ? kNever : heap_.front().time; }
   std::uint32_t next_id() const { return heap_.front().id; }
 
   void grow(std::uint32_t id) {
     if (id >= position_.size()) position_.resize(id + 1, kAbsent);
-  }
-
-  void clear() {
-    for (const Entry& entry : heap_) position_[entry.id] = kAbsent;
-    heap_.clear();
   }
 
   // Sets the time of id; kNever takes it out.

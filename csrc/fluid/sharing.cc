@@ -33,7 +33,7 @@ double Sharing::demand(const Link& link) {
   return sum;
 }
 
-// Whether a is full whenever b is, and holds up everybody that b holds up.
+// True if a is full whenever b is, and holds up everybody that b holds up.
 bool Sharing::dominates(const Link& a, const Link& b) {
   if (a.users.size() < b.users.size()) return false;
   auto at = a.users.begin();

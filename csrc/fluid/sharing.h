@@ -7,9 +7,7 @@
 
 namespace crux::fluid {
 
-using JobId = std::uint32_t;
-
-// Which jobs cross which links, and which links can decide anything.
+// The jobs that cross each link, and the links that can hold anybody up.
 //
 // A link is contended when the jobs on it, each at the rate it would have alone, want more than its
 // capacity, unless another link dominates it: one that all its jobs cross too, and that each of
@@ -31,7 +29,7 @@ class Sharing {
   const std::vector<LinkId>& remove(JobId job, const std::vector<Footprint>& footprint);
 
   bool contended(LinkId link) const { return links_[link].contended; }
-  // Whether jobs could meet on the link with this much more on it.
+  // True if jobs could meet on the link with this much more on it.
   bool contended_with(LinkId link, double peak_Bps) const;
   // Ascending.
   const std::vector<User>& users(LinkId link) const { return links_[link].users; }

@@ -60,7 +60,7 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
       fail(where + ": traffic on " + network.name(load.link), "bytes", load.bytes.value(),
            "a finite number, 0 or more");
     }
-    const double alone_s = (load.bytes / network.capacity(load.link)).value();
+    const double alone_s = load.bytes.value() / network.capacity(load.link).value();
     if (alone_s < kShortestTransfer_s) continue;
     burst.busiest_bytes = std::max(burst.busiest_bytes, load.bytes.value());
     burst.alone_s = std::max(burst.alone_s, alone_s);

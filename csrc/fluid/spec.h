@@ -6,13 +6,28 @@
 #include <string>
 #include <vector>
 
-#include "units.h"
-
 namespace crux::fluid {
 
 using LinkId = std::uint32_t;
+using JobId = std::uint32_t;
 
-// What a caller asked for cannot be simulated: says which job or link and what was expected.
+// A number with its unit in its type: seconds are never added to bytes by mistake.
+template <class Unit>
+class Quantity {
+ public:
+  constexpr Quantity() = default;
+  constexpr explicit Quantity(double value) : value_(value) {}
+  constexpr double value() const { return value_; }
+
+ private:
+  double value_ = 0.0;
+};
+
+using Seconds = Quantity<struct SecondsUnit>;
+using Bytes = Quantity<struct BytesUnit>;
+using BytesPerSecond = Quantity<struct BytesPerSecondUnit>;
+
+// Thrown for what cannot be simulated. The message names the job or link and what was expected.
 class SpecError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
@@ -74,7 +89,7 @@ struct Burst {
   std::vector<Crossing> crossings;
 };
 
-// What a job puts on a link while it sends at full speed: the most and the least over its bursts.
+// Rate of a job on a link while it sends at full speed: the most and the least over its bursts.
 struct Footprint {
   LinkId link;
   double peak_Bps;

@@ -9,7 +9,7 @@
 #include <system_error>
 #include <thread>
 
-#include "../process_group/record.h"
+#include "../process.h"
 
 namespace crux {
 namespace {
@@ -35,9 +35,9 @@ DeviceGate::PassagePtr DeviceGate::make(Gate& gate, const Gate::Route& route,
       it = it->second->last.expired() ? lanes_.erase(it) : std::next(it);
     }
   }
-  auto& of = lanes_[lane];
-  if (!of) of = std::make_shared<Lane>();
-  made->lane_ = of;
+  auto& known = lanes_[lane];
+  if (!known) known = std::make_shared<Lane>();
+  made->lane_ = known;
   made->entered_ = std::move(entered);
   return made;
 }
@@ -140,7 +140,7 @@ bool DeviceGate::look(Passage& passage) {
   return true;
 }
 
-// Whether the one before it in its lane has ended. It is in vain to wait for that for longer: it
+// True if the one before it in its lane has ended, or if waiting for that any longer is in vain: it
 // may take as long as it likes, and the device begins none of the lane until then.
 bool DeviceGate::goes_first(Passage& passage, int64_t now_ns, bool& in_vain) {
   if (!passage.before_) return true;

@@ -27,7 +27,7 @@ class DeviceGate {
   };
   static_assert(sizeof(Words) == 8 && std::atomic<uint32_t>::is_always_lock_free);
 
-  // How often the thread looks while the device is to come to operations.
+  // Time between two looks of the thread while the device is to come to operations.
   static constexpr int64_t kPeriodNs = 50'000;
   // After one has waited in vain for the end of the one before, those that follow it do not wait
   // for that for this many times the longest wait.
@@ -88,7 +88,7 @@ class DeviceGate::Passage {
   Passage& operator=(const Passage&) = delete;
 
   Words& words() const noexcept { return *words_; }
-  // What the device writes to the first word. It waits until the second is at least this.
+  // The device writes this to the first word, and waits until the second is at least this.
   uint32_t number() const noexcept { return number_; }
   bool entered() const noexcept { return state_.load() == State::kIn; }
   // The operation has ended, or is not to be held any longer. From any thread, any number of times.

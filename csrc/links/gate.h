@@ -1,5 +1,6 @@
-// Where an operation may have to wait for a host's links before it begins. This is the interface
-// that the backend calls; link_gate.h implements it.
+// The gate where an operation may have to wait before it begins: for the PCIe links of a host, not
+// for those of the network. This is the interface that the backend calls; link_gate.h implements
+// it.
 #pragma once
 
 #include <atomic>
@@ -27,7 +28,7 @@ class Gate {
   // nothing (a barrier) does not enter. Don't ask for receives, which are posted long before their
   // data comes and would hold idle links, nor during capture. From any thread.
   virtual const Route* route(uint32_t group, int64_t bytes) noexcept = 0;
-  // Whether a job that is on the route now goes first, so that an operation may have to wait.
+  // True if a job that is on the route now goes first, so that an operation may have to wait.
   virtual bool outranked(const Route& route) noexcept = 0;
 
   // Enters, and waits for a bounded time. Call it without the GIL, from any thread. Returns the

@@ -1,6 +1,7 @@
 #include "link_file.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -52,16 +54,96 @@ struct Descriptor {
   const int number;
 };
 
-bool lock(int descriptor, short type, off_t byte) noexcept {
+struct flock one_byte(short type, off_t byte) noexcept {
   struct flock range{};
   range.l_type = type;
   range.l_whence = SEEK_SET;
   range.l_start = byte;
   range.l_len = 1;
+  return range;
+}
+
+bool lock(int descriptor, short type, off_t byte) noexcept {
+  struct flock range = one_byte(type, byte);
   return fcntl(descriptor, F_OFD_SETLK, &range) == 0;
 }
 
+// True if the open file still has a name.
+bool is_named(int descriptor) noexcept {
+  struct stat found{};
+  return fstat(descriptor, &found) == 0 && found.st_nlink > 0;
+}
+
+struct GuardedRange {
+  std::atomic<bool> taken{false};
+  std::atomic<uintptr_t> begin{0};  // 0: not watched
+  std::atomic<size_t> size{0};
+  std::atomic<bool> lost{false};
+};
+
+std::array<GuardedRange, BusGuard::kRanges> ranges;
+struct sigaction handler_before{};
+
+// Also while another thread maps or unmaps: a range that is watched is mapped.
+bool replace_lost(uintptr_t at) noexcept {
+  for (GuardedRange& range : ranges) {
+    const uintptr_t begin = range.begin.load();
+    const size_t size = range.size.load();
+    if (begin == 0 || at < begin || at - begin >= size) continue;
+    const int error = errno;
+    void* const made = mmap(reinterpret_cast<void*>(begin), size, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    errno = error;
+    if (made == MAP_FAILED) return false;
+    range.lost.store(true);
+    return true;
+  }
+  return false;
+}
+
+void on_bus_error(int number, siginfo_t* info, void* context) {
+  const bool is_fault = info->si_code > 0;  // not sent by kill()
+  if (is_fault && replace_lost(reinterpret_cast<uintptr_t>(info->si_addr))) return;
+  if ((handler_before.sa_flags & SA_SIGINFO) != 0) {
+    handler_before.sa_sigaction(number, info, context);
+  } else if (handler_before.sa_handler != SIG_DFL && handler_before.sa_handler != SIG_IGN) {
+    handler_before.sa_handler(number);
+  } else if (is_fault || handler_before.sa_handler == SIG_DFL) {
+    // The access that is repeated, or the signal that is sent again, ends the process.
+    (void)sigaction(SIGBUS, &handler_before, nullptr);
+    if (!is_fault) (void)raise(SIGBUS);
+  }
+}
+
+void install_guard() {
+  static const int error = [] {
+    struct sigaction ours{};
+    ours.sa_sigaction = on_bus_error;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+    // Read first: the handler may run as soon as it is set.
+    if (sigaction(SIGBUS, nullptr, &handler_before) != 0) return errno;
+    return sigaction(SIGBUS, &ours, nullptr) == 0 ? 0 : errno;
+  }();
+  if (error != 0) throw std::runtime_error(std::string("sigaction: ") + std::strerror(error));
+}
+
 }  // namespace
+
+BusGuard::BusGuard(void* memory, size_t size) : range_(0) {
+  install_guard();
+  while (range_ < kRanges && ranges[range_].taken.exchange(true)) ++range_;
+  if (range_ == kRanges) throw std::runtime_error("too many files are mapped");
+  ranges[range_].lost.store(false);
+  ranges[range_].size.store(size);
+  ranges[range_].begin.store(reinterpret_cast<uintptr_t>(memory));
+}
+
+BusGuard::~BusGuard() {
+  ranges[range_].begin.store(0);
+  ranges[range_].taken.store(false);
+}
+
+bool BusGuard::lost() const noexcept { return ranges[range_].lost.load(); }
 
 std::string LinkFile::path_of(const std::string& folder, const std::string& cluster,
                               const std::string& link) {
@@ -184,18 +266,13 @@ void LinkFile::unlock(size_t byte) const noexcept {
 }
 
 bool LinkFile::locked_elsewhere(size_t byte) const noexcept {
-  struct flock range{};
-  range.l_type = F_WRLCK;
-  range.l_whence = SEEK_SET;
-  range.l_start = static_cast<off_t>(byte);
-  range.l_len = 1;
+  struct flock range = one_byte(F_WRLCK, static_cast<off_t>(byte));
   return fcntl(descriptor_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
 }
 
 bool LinkFile::use() noexcept {
   if (!lock(descriptor_, F_RDLCK, kInUse)) return false;
-  struct stat found{};
-  if (fstat(descriptor_, &found) == 0 && found.st_nlink > 0) return true;
+  if (is_named(descriptor_)) return true;
   (void)lock(descriptor_, F_UNLCK, kInUse);
   errno = ESTALE;
   return false;
@@ -205,8 +282,7 @@ void LinkFile::disuse() noexcept {
   // Released first. Otherwise two that leave at the same time would each see the other.
   (void)lock(descriptor_, F_UNLCK, kInUse);
   if (!lock(descriptor_, F_WRLCK, kInUse)) return;
-  struct stat found{};
-  if (fstat(descriptor_, &found) == 0 && found.st_nlink > 0) (void)unlink(path_.c_str());
+  if (is_named(descriptor_)) (void)unlink(path_.c_str());
   (void)lock(descriptor_, F_UNLCK, kInUse);
 }
 

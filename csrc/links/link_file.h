@@ -1,5 +1,5 @@
-// The file behind a link's table, in a folder of a user or of a group, and the kernel's locks on
-// its bytes.
+// The file behind the table of a PCIe link, in a folder of a user or of a group, and the kernel's
+// locks on its bytes.
 #pragma once
 
 #include <sys/types.h>
@@ -8,9 +8,29 @@
 #include <optional>
 #include <string>
 
-#include "bus_guard.h"
-
 namespace crux {
+
+// Survives another program that cuts a file short which is mapped here.
+//
+// The kernel sends SIGBUS to whoever touches a page that its file no longer has. While a range is
+// watched, such a fault puts empty memory of this process alone in place of the whole range, and
+// the access goes on. All other faults go to the handler that was there before.
+class BusGuard {
+ public:
+  static constexpr size_t kRanges = 256;
+
+  // Throws std::runtime_error if too many are watched, or the handler can't be set.
+  BusGuard(void* memory, size_t size);
+  ~BusGuard();
+  BusGuard(const BusGuard&) = delete;
+  BusGuard& operator=(const BusGuard&) = delete;
+
+  // True if the range is no longer the file's.
+  bool lost() const noexcept;
+
+ private:
+  size_t range_;
+};
 
 class LinkFile {
  public:
@@ -28,14 +48,14 @@ class LinkFile {
 
   const std::string& path() const noexcept { return path_; }
   void* memory() const noexcept { return memory_; }
-  // Whether somebody cut the file short, and memory() is this process's alone.
+  // True if somebody cut the file short, so that memory() is this process's alone.
   bool lost() const noexcept { return guard_ && guard_->lost(); }
 
   // Locks of this process on one byte, until unlock() or its end. Those of one LinkFile don't
   // exclude each other.
   bool try_lock(size_t byte) const noexcept;
   void unlock(size_t byte) const noexcept;
-  // Whether another process holds it. Also true if the kernel can't tell.
+  // True if another process holds it, or the kernel can't tell.
   bool locked_elsewhere(size_t byte) const noexcept;
 
   // Removes the file if no other process uses it; then use() fails.

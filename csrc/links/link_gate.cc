@@ -7,17 +7,14 @@
 #include <system_error>
 #include <utility>
 
-#include "../process_group/record.h"
+#include "../process.h"
 
 namespace crux {
 namespace {
 
-// Counts forks. Objects with an older count belong to the parent.
-std::atomic<uint32_t> generation{0};
 std::atomic<LinkGate*> process_gate{nullptr};
 
 void leave_to_the_parent() noexcept {
-  generation.fetch_add(1);
   set_gate(nullptr);
   process_gate.store(nullptr);
   LinkFile::after_fork_in_child();
@@ -41,12 +38,6 @@ LinkGate& LinkGate::process() {
   if (!process_gate.compare_exchange_strong(gate, made.get())) return *gate;
   // Never destroyed: a backend's thread may complete an operation while the process exits.
   return *made.release();
-}
-
-LinkGate::LinkGate() : generation_(generation.load()) {}
-
-bool LinkGate::forked() const noexcept {
-  return generation.load(std::memory_order_relaxed) != generation_;
 }
 
 const Gate::Route* LinkGate::route(uint32_t group, int64_t bytes) noexcept {
@@ -74,20 +65,23 @@ uint64_t LinkGate::enter(uint32_t group, int64_t bytes) noexcept {
 // don't overtake it when the higher one leaves.
 uint64_t LinkGate::try_enter(Attempt& attempt) noexcept {
   const int64_t wait_ns = wait_ns_.load(std::memory_order_relaxed);
-  LinkTable* const hindered = forked() ? nullptr : first_hindered(*attempt.route, wait_ns);
-  if (!hindered) return pass(attempt);
+  if (forked()) return pass(attempt);
+  const Route& route = *attempt.route;
+  const auto hindering = std::find_if(
+      route.begin(), route.end(), [wait_ns](LinkTable* link) { return link->hindered(wait_ns); });
+  if (hindering == route.end()) return pass(attempt);
   const int64_t now_ns = monotonic_ns();
   if (attempt.begun_ns == 0) attempt.begun_ns = now_ns;
   const int64_t until_ns = attempt.begun_ns + wait_ns;
   if (now_ns >= until_ns) {
     ran_out_.fetch_add(1, std::memory_order_relaxed);
-    for (LinkTable* link : *attempt.route) link->exempt_until(until_ns + kExemptWaits * wait_ns);
+    for (LinkTable* link : route) link->exempt_until(until_ns + kExemptWaits * wait_ns);
     return pass(attempt);
   }
-  if (attempt.marked != hindered) {
+  if (attempt.marked != *hindering) {
     if (attempt.marked) attempt.marked->unmark();
-    hindered->mark();
-    attempt.marked = hindered;
+    attempt.marked = *hindering;
+    attempt.marked->mark();
   }
   return 0;
 }
@@ -111,13 +105,6 @@ void LinkGate::give_up(Attempt& attempt) noexcept {
 void LinkGate::leave(uint64_t ticket) noexcept {
   if (ticket == 0 || forked()) return;
   for (LinkTable* link : *reinterpret_cast<const Route*>(ticket)) link->unmark();
-}
-
-LinkTable* LinkGate::first_hindered(const Route& route, int64_t wait_ns) noexcept {
-  for (LinkTable* link : route) {
-    if (link->hindered(wait_ns)) return link;
-  }
-  return nullptr;
 }
 
 void LinkGate::count_wait(int64_t waited_ns) noexcept {
@@ -166,25 +153,6 @@ void LinkGate::cross(uint32_t group, const std::vector<size_t>& links) {
   route.erase(std::unique(route.begin(), route.end()), route.end());
   const Route* kept = route.empty() ? nullptr : &*known_routes_.insert(std::move(route)).first;
   routes_[group].store(kept, std::memory_order_release);
-}
-
-bool LinkGate::lost(size_t link) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return tables_.at(link)->lost();
-}
-
-std::vector<Holder> LinkGate::holders(size_t link) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return tables_.at(link)->holders();
-}
-
-bool LinkGate::shared(size_t link) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return tables_.at(link)->shared();
-}
-
-LinkGate::Waits LinkGate::waits() const noexcept {
-  return {waited_.load(), ran_out_.load(), waited_ns_.load(), longest_ns_.load()};
 }
 
 }  // namespace crux

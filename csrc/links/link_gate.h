@@ -1,5 +1,5 @@
-// The gate of one process. It knows which links the operations of each group cross, and makes an
-// operation wait for those of jobs with higher levels.
+// The gate of one process. It knows which PCIe links the operations of each group cross, and makes
+// an operation wait for those of jobs with higher levels.
 #pragma once
 
 #include <array>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../process.h"
 #include "gate.h"
 #include "link_table.h"
 
@@ -25,8 +26,7 @@ class LinkGate final : public Gate {
   // The gate of this process; a forked child gets its own.
   static LinkGate& process();
 
-  LinkGate();
-  ~LinkGate() = default;
+  LinkGate() = default;
   LinkGate(const LinkGate&) = delete;
   LinkGate& operator=(const LinkGate&) = delete;
 
@@ -42,7 +42,8 @@ class LinkGate final : public Gate {
   // Takes a place on the link; the index is what cross() takes. Throws as LinkTable does.
   size_t join(const std::string& folder, const std::string& cluster, const std::string& link,
               const std::string& job);
-  // From now on it waits for nobody and makes nobody wait; operations in flight may still leave.
+  // Leaves the order: it waits for nobody and makes nobody wait. Operations in flight may still
+  // leave.
   void retire();
 
   // Level -1: out of the order. The priority orders jobs of one level.
@@ -51,11 +52,11 @@ class LinkGate final : public Gate {
   // Operations of the group cross these links from now on. Throws std::invalid_argument.
   void cross(uint32_t group, const std::vector<size_t>& links);
 
-  std::vector<Holder> holders(size_t link);
-  // Whether the link's file was cut short. join() makes another table of it.
-  bool lost(size_t link);
-  // Whether another job is on the link.
-  bool shared(size_t link);
+  std::vector<Holder> holders(size_t link) { return at(link).holders(); }
+  // True if the link's file was cut short. join() makes another table of it.
+  bool lost(size_t link) { return at(link).lost(); }
+  // True if another job is on the link.
+  bool shared(size_t link) { return at(link).shared(); }
 
   struct Waits {
     uint64_t count = 0;
@@ -63,14 +64,19 @@ class LinkGate final : public Gate {
     int64_t total_ns = 0;
     int64_t longest_ns = 0;
   };
-  Waits waits() const noexcept;
+  Waits waits() const noexcept {
+    return {waited_.load(), ran_out_.load(), waited_ns_.load(), longest_ns_.load()};
+  }
 
  private:
-  static LinkTable* first_hindered(const Route& route, int64_t wait_ns) noexcept;
+  LinkTable& at(size_t link) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return *tables_.at(link);
+  }
   void count_wait(int64_t waited_ns) noexcept;
-  bool forked() const noexcept;
+  bool forked() const noexcept { return fork_generation() != generation_; }
 
-  const uint32_t generation_;
+  const uint32_t generation_ = fork_generation();
   std::atomic<int64_t> wait_ns_{500'000'000};
   std::array<std::atomic<const Route*>, kMaxGroups> routes_{};
 

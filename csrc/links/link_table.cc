@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "../process_group/record.h"
+#include "../process.h"
 
 namespace crux {
 namespace {
@@ -149,33 +149,35 @@ bool LinkTable::hindered(int64_t patience_ns) noexcept {
 bool LinkTable::outranked() const noexcept {
   const uint32_t rank = rank_of(place_.busy.load());
   if (rank == 0) return false;
-  const uint64_t own_job = place_.job.load();
   for (size_t place = 0; place < used(); ++place) {
-    const Place& one = table_->places[place];
-    const uint64_t job = one.job.load();
-    if (job != 0 && job != own_job && rank_of(one.busy.load()) > rank) return true;
+    if (another_job(place) && rank_of(table_->places[place].busy.load()) > rank) return true;
   }
   return false;
 }
 
 bool LinkTable::hinders(size_t place, int64_t now_ns, int64_t patience_ns) noexcept {
   const Place& other = table_->places[place];
-  const uint64_t job = other.job.load();
-  if (job == 0 || job == place_.job.load()) return false;
+  if (!another_job(place)) return false;
   // Not as a difference, which overflows for a time that nobody can have written in earnest.
   if (other.changed_ns.load(std::memory_order_relaxed) <= now_ns - patience_ns) return false;
-  if (alive(place)) return true;
-  sweep(place);
-  return false;
+  return alive_or_swept(place);
 }
 
-void LinkTable::sweep(size_t place) noexcept {
+bool LinkTable::another_job(size_t place) const noexcept {
+  const uint64_t job = table_->places[place].job.load();
+  return job != 0 && job != place_.job.load();
+}
+
+// Clears the place of a process that has died.
+bool LinkTable::alive_or_swept(size_t place) noexcept {
+  if (alive(place)) return true;
   const std::unique_lock<std::mutex> only(sweeping_, std::try_to_lock);
   // Locked, so that nobody takes the place meanwhile.
-  if (!only || !file_.try_lock(place)) return;
+  if (!only || !file_.try_lock(place)) return false;
   table_->places[place].job.store(0);
   table_->places[place].busy.store(0);
   file_.unlock(place);
+  return false;
 }
 
 void LinkTable::exempt_until(int64_t time_ns) noexcept {
@@ -193,12 +195,8 @@ bool LinkTable::exempt(int64_t now_ns) const noexcept {
 }
 
 bool LinkTable::shared() noexcept {
-  const uint64_t own_job = place_.job.load();
   for (size_t place = 0; place < used(); ++place) {
-    const uint64_t job = table_->places[place].job.load();
-    if (job == 0 || job == own_job) continue;
-    if (alive(place)) return true;
-    sweep(place);
+    if (another_job(place) && alive_or_swept(place)) return true;
   }
   return false;
 }

@@ -1,11 +1,11 @@
-// The semaphore of one link of a host, in shared memory: a table of the processes that cross it,
-// and a word to wait on.
+// The semaphore of one PCIe link of a host, in shared memory: a table of the processes that cross
+// it, and a word to wait on.
 //
 // Each process writes only its own place in the table, and each word by one atomic store. So a
 // process that dies at any instruction leaves nothing half written. A place belongs to the process
 // that holds the kernel's lock on its byte of the file (an open-file-description lock). The kernel
 // releases the lock when the process dies, whatever its PID namespace, and no PID can be mistaken
-// for another. docs/pcie.md has the protocol and explains why it can't deadlock.
+// for another. docs/understand/host.md has the protocol and explains why it can't deadlock.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ struct Holder {
 class LinkTable {
  public:
   static constexpr size_t kPlaces = 127;
-  // How late a wait notices that a process died, since that wakes nobody.
+  // Longest time until a wait notices that a process died, since that wakes nobody.
   static constexpr int64_t kLookAgainNs = 10'000'000;
 
   // Takes a place in the table of the link, and creates its file in `folder` if there is none.
@@ -45,7 +45,7 @@ class LinkTable {
 
   const std::string& link() const noexcept { return link_; }
   const std::string& path() const noexcept { return file_.path(); }
-  // Whether the file was cut short: then nobody else is seen here, and nobody sees this process.
+  // True if the file was cut short: then nobody else is seen here, and nobody sees this process.
   bool lost() const noexcept { return file_.lost(); }
 
   // The order in which operations go, by rank_at(). 0: nobody waits for this process, and it waits
@@ -58,17 +58,17 @@ class LinkTable {
   void mark() noexcept;
   void unmark() noexcept;
 
-  // Whether an operation of another job and a higher rank is here that has given a sign of life
+  // True if an operation of another job and a higher rank is here that has given a sign of life
   // within `patience_ns`, and this job isn't exempt.
   bool hindered(int64_t patience_ns) noexcept;
-  // Whether another job of a higher rank has a place, so that it may come to be in the way.
+  // True if another job of a higher rank has a place, so that it may come to be in the way.
   bool outranked() const noexcept;
   // Sleeps until nobody may be in the way any more, at most until `until_ns`; then ask again.
   void sleep(int64_t until_ns, int64_t patience_ns) noexcept;
   // Until then no operation of this job waits here.
   void exempt_until(int64_t time_ns) noexcept;
 
-  // Whether another job has a place.
+  // True if another job has a place.
   bool shared() noexcept;
   std::vector<Holder> holders();
 
@@ -88,7 +88,7 @@ class LinkTable {
   struct alignas(64) Head {
     std::atomic<uint64_t> layout{0};
     std::atomic<uint32_t> used{0};     // places from here on were never taken
-    std::atomic<uint32_t> waiting{0};  // whether somebody may sleep on `turn`
+    std::atomic<uint32_t> waiting{0};  // 1: somebody may sleep on `turn`
     std::atomic<uint32_t> turn{0};     // the futex
   };
   // All zeros, as the kernel makes a new file, is a table that nobody is in.
@@ -104,7 +104,8 @@ class LinkTable {
   bool alive(size_t place) const noexcept;
   bool hinders(size_t place, int64_t now_ns, int64_t patience_ns) noexcept;
   bool exempt(int64_t now_ns) const noexcept;
-  void sweep(size_t place) noexcept;
+  bool another_job(size_t place) const noexcept;
+  bool alive_or_swept(size_t place) noexcept;
   void wake() noexcept;
 
   const std::string link_;

@@ -21,8 +21,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "../process_group/fork_generation.h"
-#include "../process_group/stream_capture.h"
+#include "../process.h"
+#include "../process_group/cuda.h"
 
 namespace crux {
 namespace {
@@ -94,7 +94,7 @@ void each_tensor(const c10::IValue& value, Visit&& visit) {
   }
 }
 
-// Whether the operator's kernel comes later, in a call that is seen as well; or never.
+// True if the operator's kernel comes later, in a call that is seen as well, or never.
 bool is_handed_on(Inputs inputs) {
   static const c10::DispatchKeySet again({
       c10::DispatchKey::Python,
@@ -217,7 +217,7 @@ OperatorCalls* calls_of(Count& count, const Operator& op, Inputs inputs) {
   return &count.calls.emplace(stack.key, std::move(calls)).first->second;
 }
 
-// Whether the call is one of the script's own rather than of backward.
+// Returns true for a call of the script's own, false for one of backward.
 bool begin(Count& count, const at::RecordFunction& function) {
   const std::lock_guard<std::mutex> lock(count.mutex);
   if (active.load() != &count) return false;

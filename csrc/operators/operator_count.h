@@ -1,4 +1,4 @@
-// Which operators run, and on what shapes: seen beside the dispatcher, so that no kernel changes.
+// Counts the operators that run, by shape, beside the dispatcher: no kernel changes.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -33,7 +33,8 @@ struct OperatorCount {
   std::vector<OtherOperator> others;
 };
 
-// From now on notes what this thread runs, and autograd's threads for it. One count at a time.
+// Begins to note the operators of this thread, and of autograd's threads for it. One count at a
+// time.
 //
 // An operator of `counted` is noted with its arguments, and nothing that it calls. If it calls
 // itself (autocast's casts, for one), those calls count in its place. Operators are passed over if

@@ -1,12 +1,13 @@
 #include "delegating_backend.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "gil_release.h"
+#include "python_threads.h"
 
 namespace crux {
 DelegatingBackend::DelegatingBackend(std::string name, int rank, int size, Recorder& recorder)
@@ -14,22 +15,22 @@ DelegatingBackend::DelegatingBackend(std::string name, int rank, int size, Recor
 
 DelegatingBackend::~DelegatingBackend() {
   block_.reset();
-  for (const auto& inners : switches()) inners->close();
+  for (const auto& inners : handovers()) inners->close();
 }
 
 void DelegatingBackend::add_inner(Device device, BackendPtr backend) {
   TORCH_CHECK(backend != nullptr, "crux: add_inner needs a backend");
-  for (const auto& inners : switches()) {
+  for (const auto& inners : handovers()) {
     if (inners->backend() == backend) {
       inners_[device] = inners;
       return;
     }
   }
-  inners_[device] = std::make_shared<InnerSwitch>(std::move(backend), device, getID(),
-                                                  log_.recorder(), log_.group());
+  inners_[device] = std::make_shared<Handover>(std::move(backend), device, getID(), log_.recorder(),
+                                               log_.group());
 }
 
-InnerSwitch& DelegatingBackend::at(Device device) const {
+Handover& DelegatingBackend::at(Device device) const {
   const auto found = inners_.find(device);
   TORCH_CHECK(found != inners_.end(), "No backend type associated with device type ",
               c10::DeviceTypeName(device, /*lower_case=*/true));
@@ -56,27 +57,26 @@ bool DelegatingBackend::stand_as_gloo(OptionsPtr options) {
   return true;
 }
 
-std::vector<std::shared_ptr<InnerSwitch>> DelegatingBackend::switches() const {
-  std::vector<std::shared_ptr<InnerSwitch>> found;
+std::vector<std::shared_ptr<Handover>> DelegatingBackend::handovers() const {
+  std::vector<std::shared_ptr<Handover>> found;
   for (const auto& [device, inners] : inners_) {
     if (std::find(found.begin(), found.end(), inners) == found.end()) found.push_back(inners);
   }
   return found;
 }
 
-InnerSwitch::Ticket DelegatingBackend::count(InnerSwitch& inners, c10::Device device,
-                                             const Call& call) const {
+Handover::Ticket DelegatingBackend::count(Handover& inners, c10::Device device,
+                                          const Call& call) const {
   if (log_.estimating() || call.op == Op::kCoalesced) return inners.uncounted();
   if (!call.is_transfer()) return inners.collective(device);
   if (call.peer < 0) return inners.any_source(call.tag, device);
   return inners.transfer(call.peer, call.tag, call.op == Op::kSend, device);
 }
 
-InnerSwitch::Ticket& DelegatingBackend::enter(InnerSwitch& inners, c10::Device device,
-                                              const Call& call,
-                                              std::optional<InnerSwitch::Ticket>& own) {
+Handover::Ticket& DelegatingBackend::enter(Handover& inners, c10::Device device, const Call& call,
+                                           std::optional<Handover::Ticket>& own) {
   if (!described_.load(std::memory_order_relaxed)) describe();
-  if (!block_ || &inners != &default_switch()) return own.emplace(count(inners, device, call));
+  if (!block_ || &inners != &default_handover()) return own.emplace(count(inners, device, call));
   // When a block is opened, the keys of its transfers are not known.
   if (call.is_transfer()) inners.keep_transfers();
   if (block_->ticket) {
@@ -96,16 +96,16 @@ StreamPassage DelegatingBackend::pass_gate(Inner& inner, c10::Device device, con
   if (!open || !call.is_gated() || log_.estimating()) return {};
   if (!watch) {
     const GilRelease release;
+    RECORD_USER_SCOPE("crux: wait for PCIe links");
     return {GateTicket(open, log_.group(), call.bytes), std::nullopt};
   }
   const Gate::Route* const route = open->route(log_.group(), call.bytes);
   return route ? pass_on_stream(*open, *route, inner, *watch, device, call) : StreamPassage();
 }
 
-StreamPassage DelegatingBackend::pass_gate(const InnerSwitch& inners, Inner& inner,
-                                           c10::Device device, const Call& call,
-                                           DeviceWatch* watch) {
-  if (!block_ || &inners != &default_switch()) return pass_gate(inner, device, call, watch);
+StreamPassage DelegatingBackend::pass_gate(const Handover& inners, Inner& inner, c10::Device device,
+                                           const Call& call, DeviceWatch* watch) {
+  if (!block_ || &inners != &default_handover()) return pass_gate(inner, device, call, watch);
   // The whole block is issued on one stream, and its end has the ticket.
   StreamPassage& whole = block_->passing;
   const bool first = call.is_gated() && !std::exchange(block_->passed_gate, true);
@@ -120,9 +120,9 @@ StreamPassage DelegatingBackend::pass_gate(const InnerSwitch& inners, Inner& inn
 
 DelegatingBackend::WorkPtr DelegatingBackend::run(c10::Device device, const Call& call,
                                                   IssueRef issue) {
-  InnerSwitch& inners = at(device.type());
-  std::optional<InnerSwitch::Ticket> own;
-  InnerSwitch::Ticket& ticket = enter(inners, device, call, own);
+  Handover& inners = at(device.type());
+  std::optional<Handover::Ticket> own;
+  Handover::Ticket& ticket = enter(inners, device, call, own);
   Inner& inner = *ticket.inner();
   DeviceWatch* const watch = inner.watch(device);
   if (log_.is_captured(watch, call)) {
@@ -166,8 +166,8 @@ DelegatingBackend::WorkPtr DelegatingBackend::endCoalescing() {
   try {
     const bool begun = block_ && block_->ticket;
     const c10::Device device = begun ? block_->device : c10::Device(default_device());
-    WorkPtr work = record(device, {Op::kCoalesced, 0},
-                          [](c10d::Backend& inner) { return inner.endCoalescing(); });
+    WorkPtr work = run(device, {Op::kCoalesced, 0},
+                       [](c10d::Backend& inner, int) { return inner.endCoalescing(); });
     log_.end_block();
     block_.reset();
     return work;

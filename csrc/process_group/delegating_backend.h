@@ -1,6 +1,6 @@
 // The "crux" c10d backend. It passes every operation to an inner backend, which the stock creator
 // made, and records it. The caller gets the inner backend's results, handles and errors.
-// Inner backends can be replaced while the job runs: see inner_switch.h.
+// Inner backends can be replaced while the job runs: see handover.h.
 //
 // The same source builds against every torch from 2.11 on. Methods that newer headers added are
 // guarded by the macros CRUX_C10D_HAS_*, which setup.py derives from Backend.hpp and Work.hpp.
@@ -15,12 +15,11 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "gate_ticket.h"
-#include "inner_switch.h"
+#include "handover.h"
 #include "operation_log.h"
 #include "stream_gate.h"
 
@@ -33,7 +32,7 @@ class LikeGloo : public c10d::Backend {
  protected:
   using Backend::Backend;
 
-  // Whether torch's ProcessGroupGloo, of which `gloo` is one, has this layout.
+  // True if torch's ProcessGroupGloo, of which `gloo` is one, has this layout.
   bool has_layout_of(c10d::Backend& gloo) const {
     const auto offset =
         reinterpret_cast<const char*>(&options_) - reinterpret_cast<const char*>(backend());
@@ -51,6 +50,9 @@ class LikeGloo : public c10d::Backend {
   std::shared_ptr<void> rendezvous_;
   c10::intrusive_ptr<Options> options_;
 };
+
+// A function that makes the call on an inner backend.
+#define CALL(call) [=](c10d::Backend& inner) { inner.call; }
 
 class DelegatingBackend final : public LikeGloo {
  public:
@@ -72,14 +74,16 @@ class DelegatingBackend final : public LikeGloo {
   BackendPtr inner(Device device) const;
   // The accelerator's inner backend if there is one, otherwise the CPU's. Questions about
   // capabilities go to it.
-  BackendPtr default_inner() const { return default_switch().backend(); }
+  BackendPtr default_inner() const { return default_handover().backend(); }
   // The inner backends of all types of device, each once.
-  std::vector<std::shared_ptr<InnerSwitch>> switches() const;
+  std::vector<std::shared_ptr<Handover>> handovers() const;
   // Lets a group know it by type GLOO, with `options` like those of its inner backend, which is a
   // ProcessGroupGloo. False if torch's class has another layout; then it must not be registered so.
   bool stand_as_gloo(OptionsPtr options);
-  // Lets inner backends be replaced; see InnerSwitch::publish.
-  void publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born);
+  // Lets inner backends be replaced; see Handover::publish.
+  void publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born) {
+    for (const auto& inners : handovers()) inners->publish(store, born);
+  }
   uint32_t group_index() const noexcept { return log_.group(); }
 
   const std::string getBackendName() const override { return name_; }
@@ -136,40 +140,67 @@ class DelegatingBackend final : public LikeGloo {
                     const OptionsPtr& opts_override) override;
 
   // While set, this rank only simulates operations. They are not recorded and take no part in a
-  // switch. For backends whose time estimation is not part of c10d's interface.
+  // handover. For backends whose time estimation is not part of c10d's interface.
   void set_estimating(bool estimating) noexcept { log_.set_estimating(estimating); }
   bool supportsTimeEstimation() const override { return default_inner()->supportsTimeEstimation(); }
 #ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
-  void startTimeEstimate() override;
-  float endTimeEstimate() override;
+  void startTimeEstimate() override {
+    default_inner()->startTimeEstimate();
+    log_.set_estimating(true);
+  }
+  float endTimeEstimate() override {
+    log_.set_estimating(false);
+    return default_inner()->endTimeEstimate();
+  }
 #endif
-  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    for (const auto& inners : handovers()) inners->configure("timeout", CALL(setTimeout(timeout)));
+  }
 #ifdef CRUX_C10D_HAS_ADDEPHEMERALTIMEOUT
-  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override {
+    for (const auto& inners : handovers()) inners->apply(CALL(addEphemeralTimeout(timeout)));
+  }
 #endif
 #ifdef CRUX_C10D_HAS_ISINITIALIZED
   bool isInitialized() override { return default_inner()->isInitialized(); }
 #endif
 #ifdef CRUX_C10D_HAS_SUPPORTSRECONFIGURE
   bool supportsReconfigure() const override { return default_inner()->supportsReconfigure(); }
-  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  c10d::ReconfigureHandle get_reconfigure_handle() const override {
+    return default_inner()->get_reconfigure_handle();
+  }
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 #ifdef CRUX_C10D_HAS_SUPPORTSWINDOW
   bool supportsWindow() const override { return default_inner()->supportsWindow(); }
-  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override {
+    default_handover().refuse("memory windows are bound to the inner backend");
+    return default_inner()->new_window(tensor);
+  }
 #endif
 #ifdef CRUX_C10D_HAS_SUPPORTSABORTHOOKS
   bool supportsAbortHooks() const override { return default_inner()->supportsAbortHooks(); }
-  void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
-  void unregisterAbortHook(int64_t id) override;
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    default_handover().configure("abort hook " + std::to_string(id),
+                                 CALL(registerAbortHook(id, hook)));
+  }
+  void unregisterAbortHook(int64_t id) override {
+    default_handover().forget("abort hook " + std::to_string(id));
+    default_handover().apply(CALL(unregisterAbortHook(id)));
+  }
 #endif
 #ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
   bool supportsCompletionHooks() const override {
     return default_inner()->supportsCompletionHooks();
   }
-  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
-  void unregisterCompletionHook(int64_t id) override;
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    default_handover().configure("completion hook " + std::to_string(id),
+                                 CALL(registerCompletionHook(id, hook)));
+  }
+  void unregisterCompletionHook(int64_t id) override {
+    default_handover().forget("completion hook " + std::to_string(id));
+    default_handover().apply(CALL(unregisterCompletionHook(id)));
+  }
 #endif
 #ifdef CRUX_C10D_HAS_SUSPEND
   void suspend() override { default_inner()->suspend(); }
@@ -179,12 +210,19 @@ class DelegatingBackend final : public LikeGloo {
   }
 #endif
 
-  void setSequenceNumberForGroup() override;
-  uint64_t getSequenceNumberForGroup() override;
+  void setSequenceNumberForGroup() override {
+#ifndef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
+    // Newer torch starts every group at 0 and warns of this call.
+    for (const auto& inners : handovers()) inners->backend()->setSequenceNumberForGroup();
+#endif
+  }
+  uint64_t getSequenceNumberForGroup() override { return default_handover().sequence_number(); }
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
-  void waitForPendingWorks() override;
-  void enableCollectivesTiming() override;
+  void waitForPendingWorks() override { default_handover().apply(CALL(waitForPendingWorks())); }
+  void enableCollectivesTiming() override {
+    default_handover().configure("timing", CALL(enableCollectivesTiming()));
+  }
   void setGroupUid(const std::string& uid) override;
 #ifdef CRUX_C10D_HAS_SETBOUNDDEVICEID
   void setBoundDeviceId(std::optional<at::Device> device) override;
@@ -194,18 +232,24 @@ class DelegatingBackend final : public LikeGloo {
   std::shared_ptr<c10::Allocator> getMemAllocator() override {
     return default_inner()->getMemAllocator();
   }
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return default_inner()->allocateTensor(size, options);
+  }
   bool supportsTensorAlloc(c10::DeviceIndex index) override {
     return default_inner()->supportsTensorAlloc(index);
   }
-  void abort() override;
-  void shutdown() override;
+  void abort() override {
+    for (const auto& inners : handovers()) inners->end(std::chrono::milliseconds(0), CALL(abort()));
+  }
+  void shutdown() override {
+    for (const auto& inners : handovers()) inners->end(kUnwatchPatience, CALL(shutdown()));
+  }
 
  private:
   // The operations from startCoalescing to endCoalescing. All go to one inner backend: the one that
   // serves the first of them.
   struct Block {
-    std::optional<InnerSwitch::Ticket> ticket;
+    std::optional<Handover::Ticket> ticket;
     c10::Device device = c10::DeviceType::CPU;  // of its first operation
     bool passed_gate = false;
     StreamPassage passing;  // once for all of it
@@ -213,10 +257,10 @@ class DelegatingBackend final : public LikeGloo {
   // Issues the operation on an inner backend, under a tag of that backend.
   using IssueRef = c10::function_ref<WorkPtr(c10d::Backend&, int tag)>;
 
-  InnerSwitch& at(Device device) const;
+  Handover& at(Device device) const;
   Device default_device() const;
-  InnerSwitch& default_switch() const { return at(default_device()); }
-  using Children = std::vector<std::pair<std::shared_ptr<InnerSwitch>, BackendPtr>>;
+  Handover& default_handover() const { return at(default_device()); }
+  using Children = std::vector<std::pair<std::shared_ptr<Handover>, BackendPtr>>;
   // A backend like this one over the children of its inner backends; null if it has none.
   BackendPtr wrap(const Children& children, const c10::intrusive_ptr<c10d::Store>& store) const;
   // Calls `make` for each inner backend, with its own store and options, and wraps the results. A
@@ -227,27 +271,19 @@ class DelegatingBackend final : public LikeGloo {
   // c10d gives a backend its description in a member that can't be overridden.
   void describe();
   // Counts the operation and chooses its inner backend. The ticket is the block's, or the caller's.
-  InnerSwitch::Ticket& enter(InnerSwitch& inners, c10::Device device, const Call& call,
-                             std::optional<InnerSwitch::Ticket>& own);
-  InnerSwitch::Ticket count(InnerSwitch& inners, c10::Device device, const Call& call) const;
+  Handover::Ticket& enter(Handover& inners, c10::Device device, const Call& call,
+                          std::optional<Handover::Ticket>& own);
+  Handover::Ticket count(Handover& inners, c10::Device device, const Call& call) const;
   // May wait for the host's links, unless the device does. Without a ticket if there is nothing to
   // leave, or the block leaves it.
-  StreamPassage pass_gate(const InnerSwitch& inners, Inner& inner, c10::Device device,
+  StreamPassage pass_gate(const Handover& inners, Inner& inner, c10::Device device,
                           const Call& call, DeviceWatch* watch);
   StreamPassage pass_gate(Inner& inner, c10::Device device, const Call& call, DeviceWatch* watch);
   // Issues the operation. When it ends, it is recorded and leaves the gate.
-  template <typename Issue>
-  WorkPtr record(c10::Device device, const Call& call, Issue&& issue) {
-    if constexpr (std::is_invocable_v<Issue, c10d::Backend&, int>) {
-      return run(device, call, issue);
-    } else {
-      return run(device, call, [&](c10d::Backend& inner, int) { return issue(inner); });
-    }
-  }
   WorkPtr run(c10::Device device, const Call& call, IssueRef issue);
   const std::string name_;
   OperationLog log_;
-  std::map<Device, std::shared_ptr<InnerSwitch>> inners_;
+  std::map<Device, std::shared_ptr<Handover>> inners_;
   // Set between startCoalescing and endCoalescing, which the same thread calls.
   std::optional<Block> block_;
   // The last group that was split from this one or merged with it.
@@ -255,5 +291,7 @@ class DelegatingBackend final : public LikeGloo {
   std::optional<c10::weak_intrusive_ptr<c10d::Backend>> derived_;
   std::atomic<bool> described_{false};
 };
+
+#undef CALL
 
 }  // namespace crux

@@ -15,7 +15,7 @@
 #include <system_error>
 #include <thread>
 
-#include "stream_capture.h"
+#include "cuda.h"
 #include "stream_gate.h"
 
 namespace crux {
@@ -31,12 +31,12 @@ constexpr microseconds kAnchorPeriod{100};
 constexpr microseconds kWatchPeriod{2000};
 // While measured operations gather.
 constexpr microseconds kRecordPeriod{10000};
-// How much memory, kept alive only by handles, is kept to learn durations.
+// Bytes that are kept alive only by handles, to learn durations.
 constexpr int64_t kHeldBytes = 64 << 20;
 // No device has more in flight. Some handles never report an end, for example those of torch's own
 // all-reduce within a node.
 constexpr size_t kWatchedOperations = 8192;
-// How long the end of the process waits for a pass to end.
+// Longest time that the end of the process waits for a pass to end.
 constexpr std::chrono::milliseconds kStopLimit{200};
 
 struct Watches {

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "../process.h"
 #include "device_clock.h"
-#include "fork_generation.h"
 #include "gate_ticket.h"
 #include "operation.h"
 
@@ -69,9 +69,9 @@ class DeviceWatch {
 
   bool serves(c10::Device device) const noexcept { return device == device_; }
 
-  // For the threads that issue operations --------------------------------------------------------
+  // Called by the threads that issue operations:
 
-  // Whether an operation that is issued now goes into a graph, or counts as captured.
+  // True if an operation that is issued now goes into a graph, or counts as captured.
   bool is_capturing() const noexcept;
   // A mark on the current stream; empty if the device refuses.
   DeviceClock::Mark mark(int64_t now_ns) noexcept;
@@ -96,7 +96,7 @@ class DeviceWatch {
   void stop() noexcept;
   // Looks at everything once. Returns the time until the next look, zero if nothing is left to do.
   std::chrono::microseconds pass();
-  // Whether it has ended. If so, it is recorded and its ticket is left.
+  // True if it has ended; then it is recorded and has left the gate.
   bool poll(Watched& watched);
   void poll_all(std::vector<WorkPtr>& ended);
   void let_go_of_handles(std::vector<WorkPtr>& dropped);

@@ -6,12 +6,12 @@
 
 #include "../links/device_gate.h"
 #include "../links/gate.h"
-#include "fork_generation.h"
+#include "../process.h"
 
 namespace crux {
 
-// What leaves the process's gate for an operation: a ticket, or the passage of one that enters when
-// its device comes to it. It is left once, at the latest when it is destroyed, and only by the
+// Leaves the process's gate for an operation that entered with a ticket, or by a passage when its
+// device came to it. It is left once, at the latest when it is destroyed, and only by the
 // process that took it.
 class GateTicket {
  public:
@@ -39,7 +39,7 @@ class GateTicket {
   }
 
   explicit operator bool() const noexcept { return ticket_ != 0 || passage_; }
-  // Whether the operation is in flight, so that others may wait for its end.
+  // True if the operation is in flight, so that others may wait for its end.
   bool entered() const noexcept { return passage_ ? passage_->entered() : ticket_ != 0; }
 
   void leave() noexcept {

@@ -1,9 +1,9 @@
-// One collective as the recorder keeps it. crux_torch/measure/record.py describes the same 64 bytes
-// to numpy; tests/test_recorder.py checks that the two agree.
+// One collective as the recorder keeps it. crux_torch/measure/records.py describes the same 64
+// bytes to numpy; tests/backend/test_recorder.py checks that the two agree.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <ctime>
 
 namespace crux {
 
@@ -31,28 +31,26 @@ enum class Op : uint8_t {
   kCount,
 };
 
-inline constexpr const char* kOpNames[] = {
-    "unknown",
-    "allreduce",
-    "allreduce_coalesced",
-    "allreduce_sparse",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_single",
-    "allgather_coalesced",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_coalesced",
-    "alltoall",
-    "alltoall_single",
-    "send",
-    "recv",
-    "barrier",
-    "coalesced",
-};
+inline constexpr const char* kOpNames[] = {"unknown",
+                                           "allreduce",
+                                           "allreduce_coalesced",
+                                           "allreduce_sparse",
+                                           "broadcast",
+                                           "reduce",
+                                           "allgather",
+                                           "allgather_single",
+                                           "allgather_coalesced",
+                                           "gather",
+                                           "scatter",
+                                           "reduce_scatter",
+                                           "reduce_scatter_single",
+                                           "reduce_scatter_coalesced",
+                                           "alltoall",
+                                           "alltoall_single",
+                                           "send",
+                                           "recv",
+                                           "barrier",
+                                           "coalesced"};
 static_assert(sizeof(kOpNames) / sizeof(kOpNames[0]) == static_cast<size_t>(Op::kCount));
 
 enum class Status : uint8_t { kOk, kFailed, kIncomplete };
@@ -83,13 +81,5 @@ struct Record {
   uint8_t flags = 0;
 };
 static_assert(sizeof(Record) == 64, "a record is one cache line");
-
-// CLOCK_MONOTONIC in ns: the clock of Python's time.monotonic_ns().
-inline int64_t monotonic_ns() noexcept {
-  timespec now{};
-  // It can only fail for a clock that does not exist.
-  (void)clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
-}
 
 }  // namespace crux

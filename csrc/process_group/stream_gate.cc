@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "cuda_calls.h"
-#include "fork_generation.h"
+#include "../process.h"
+#include "cuda.h"
 
 namespace crux {
 namespace {
@@ -69,7 +69,7 @@ Streams make_streams() noexcept {
 }
 
 std::atomic<const Streams*> made_streams{nullptr};
-// What the device last answered to each of the two calls.
+// The device's last answers to the two calls.
 std::atomic<int> write_answer{0}, wait_answer{0};
 
 // Never destroyed. Its gate is null if a device can't wait for a word here.
@@ -82,13 +82,13 @@ const Streams& streams() {
   return *made;
 }
 
-// Those that this process has made; null if it has made none.
+// The streams that this process itself has made, or null.
 const Streams* own_streams() noexcept {
   const Streams* const made = made_streams.load();
   return made && made->generation == fork_generation() ? made : nullptr;
 }
 
-// Makes the driver's call, and keeps the answer; whether the device does it.
+// Makes the driver's call and keeps the answer. True if the device does it.
 bool asked(StreamCall* call, std::atomic<int>& answer, void* stream, const Word& word,
            uint32_t value, unsigned flags) noexcept {
   const int said = call(stream, address_of(word), value, flags);

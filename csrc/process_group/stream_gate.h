@@ -26,13 +26,13 @@ struct StreamPassage {
 StreamPassage pass_on_stream(Gate& gate, const Gate::Route& route, Inner& inner, DeviceWatch& watch,
                              c10::Device device, const Call& call);
 
-// What comes to `stream` waits for what is on `other` so far.
+// Makes later work on `stream` wait for the work that is on `other` now.
 void follow(const c10::Stream& stream, const c10::Stream& other);
 
 // Lets go of all that is held; nothing is held from now on.
 void release_streams() noexcept;
 
-// Why the device can't hold operations, as far as was tried; empty if it can.
+// Reason why the device can't hold operations, as far as was tried; empty if it can.
 std::string stream_refusal();
 
 }  // namespace crux

@@ -2,8 +2,11 @@
 // reduce_scatter. Its end is when wait() returns. Everything else goes to the inner handle.
 #pragma once
 
+#include <atomic>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
 
+#include "../process.h"
 #include "gate_ticket.h"
 #include "recorder.h"
 
@@ -13,16 +16,36 @@ class WaitedWork final : public c10d::Work {
  public:
   // Without a recorder, it only holds the gate's ticket until then.
   WaitedWork(c10::intrusive_ptr<c10d::Work> inner, Recorder* recorder, const Record& record,
-             GateTicket&& gated);
-  ~WaitedWork() override;
+             GateTicket&& gated)
+      : Work(-1, inner->retrieveOpType()),
+        inner_(std::move(inner)),
+        recorder_(recorder),
+        record_(record),
+        gated_(std::move(gated)) {
+    record_.flags |= kEndAtWait;
+  }
+  ~WaitedWork() override { end_once(Status::kIncomplete, kUnknownTime); }
 
-  bool isCompleted() override;
+  bool isCompleted() override {
+    const bool completed = inner_->isCompleted();
+    if (completed) end_once(inner_->isSuccess() ? Status::kOk : Status::kFailed, monotonic_ns());
+    return completed;
+  }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
   int sourceRank() const override { return inner_->sourceRank(); }
   std::vector<at::Tensor> result() override { return inner_->result(); }
   void synchronize() override { inner_->synchronize(); }
-  bool wait(std::chrono::milliseconds timeout) override;
+  bool wait(std::chrono::milliseconds timeout) override {
+    try {
+      const bool done = inner_->wait(timeout);
+      end_once(done ? Status::kOk : Status::kFailed, monotonic_ns());
+      return done;
+    } catch (...) {
+      end_once(Status::kFailed, monotonic_ns());
+      throw;
+    }
+  }
   void blockCurrentStream() override { inner_->blockCurrentStream(); }
   void abort() override { inner_->abort(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
@@ -39,7 +62,14 @@ class WaitedWork final : public c10d::Work {
 #endif
 
  private:
-  void end_once(Status status, int64_t end_ns) noexcept;
+  void end_once(Status status, int64_t end_ns) noexcept {
+    if (ended_.exchange(true, std::memory_order_relaxed)) return;
+    gated_.leave();
+    if (!recorder_) return;
+    record_.status = status;
+    record_.end_ns = end_ns;
+    recorder_->push(record_);
+  }
 
   const c10::intrusive_ptr<c10d::Work> inner_;
   Recorder* const recorder_;

@@ -1,10 +1,8 @@
-#include "contention.h"
-
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
 
-#include "candidates.h"
+#include "schedule.h"
 
 namespace crux::schedule {
 

@@ -1,14 +1,11 @@
-#include "game.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <stdexcept>
 
-#include "candidates.h"
+#include "schedule.h"
 
 namespace crux::schedule {
-
 namespace {
 
 // The link that a job with priority leaves to others. It runs as if alone, so its windows on the
@@ -34,7 +31,7 @@ class Leavings {
   double period_s() const { return period_s_; }
   bool nothing() const { return nothing_; }
 
-  // When `need_s` seconds of free link have passed since `start_s`.
+  // Returns the time at which `need_s` seconds of free link have passed since `start_s`.
   double passed(double start_s, double need_s) const {
     const double periods = std::floor(start_s / period_s_);
     const double into_s = start_s - periods * period_s_;

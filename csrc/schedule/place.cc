@@ -1,10 +1,9 @@
-#include "place.h"
-
 #include <algorithm>
 #include <stdexcept>
 
-namespace crux::schedule {
+#include "schedule.h"
 
+namespace crux::schedule {
 namespace {
 
 // Sums are taken over whole steps of 2^-32, which doubles add exactly: the order of a path's links
@@ -65,7 +64,7 @@ class Loads {
     return (links_[link].load_Bps + rate_Bps) * links_[link].per_Bps;
   }
 
-  // Of the path's links the highest utilisation.
+  // The highest utilisation of the path's links.
   double busiest(std::int64_t path, double rate_Bps) const {
     double highest = 0.0;
     for (const std::int32_t* link = begin(path); link != end(path); ++link) {

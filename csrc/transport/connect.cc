@@ -5,7 +5,7 @@
 #include <link.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,47 +36,36 @@ class Exclusive {
 
   void begin() {
     for (size_t i = 0; i < kOptions.size(); ++i) {
-      int value = 0;
-      socklen_t size = sizeof value;
-      if (::getsockopt(fd_, SOL_SOCKET, kOptions[i], &value, &size) == 0 && value != 0) {
-        cleared_[i] = set(kOptions[i], 0);
-      }
+      const bool is_on = get_option(fd_, SOL_SOCKET, kOptions[i]).value_or(0) != 0;
+      cleared_[i] = is_on && set_option(fd_, SOL_SOCKET, kOptions[i], 0);
     }
   }
   void end() {
     for (size_t i = 0; i < kOptions.size(); ++i) {
-      if (std::exchange(cleared_[i], false)) set(kOptions[i], 1);
+      if (std::exchange(cleared_[i], false)) set_option(fd_, SOL_SOCKET, kOptions[i], 1);
     }
   }
 
  private:
   static constexpr std::array<int, 2> kOptions = {SO_REUSEADDR, SO_REUSEPORT};
 
-  bool set(int option, int value) const {
-    return ::setsockopt(fd_, SOL_SOCKET, option, &value, sizeof value) == 0;
-  }
-
   int fd_;
   std::array<bool, 2> cleared_{};
 };
 
-// Whether `size` bytes at `address` can be read, as the kernel sees it. It copies eight bytes in
-// before it refuses the bad first argument. 28 bytes, the most that are asked for, lie in two
-// pages.
-bool is_readable(const void* address, size_t size) {
-  constexpr size_t kStep = 8;
-  const auto fails = [](const char* at) {
-    return ::syscall(SYS_rt_sigprocmask, ~0, at, nullptr, kStep) != 0 && errno == EFAULT;
-  };
-  const char* const first = static_cast<const char*>(address);
-  return size >= kStep && !fails(first) && !fails(first + size - kStep);
-}
-
-// The peer that a program names. Its pointer may lead anywhere: then the kernel says so.
+// The peer that a program names. Its pointer may lead anywhere, so the kernel copies what is there.
 std::optional<Endpoint> named_peer(const sockaddr* address, socklen_t size) {
+  sockaddr_storage storage;
   const size_t most = std::min<size_t>(size, sizeof(sockaddr_in6));
-  if (address == nullptr || !is_readable(address, most)) return std::nullopt;
-  return Endpoint::from(address, static_cast<socklen_t>(most));
+  if (address == nullptr) return std::nullopt;
+  const iovec from{const_cast<sockaddr*>(address), most}, to{&storage, most};
+  const ssize_t copied = ::process_vm_readv(::getpid(), &to, 1, &from, 1, 0);
+  if (copied >= 0 || errno == EFAULT) {
+    if (copied != static_cast<ssize_t>(most)) return std::nullopt;
+  } else {
+    std::memcpy(&storage, address, most);  // a sandbox forbids the call
+  }
+  return Endpoint::from(reinterpret_cast<const sockaddr*>(&storage), static_cast<socklen_t>(most));
 }
 
 // The path of the object that `address` belongs to, or null.
@@ -119,19 +108,6 @@ uint16_t first_candidate() {
   return static_cast<uint16_t>(mixed ^ mixed >> 16);
 }
 
-int bound_device(int fd) {
-  int device = 0;
-  socklen_t size = sizeof device;
-  return ::getsockopt(fd, SOL_SOCKET, SO_BINDTOIFINDEX, &device, &size) == 0 ? device : 0;
-}
-
-int family_of(int fd) {
-  int family = AF_UNSPEC;
-  socklen_t size = sizeof family;
-  ::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size);
-  return family;
-}
-
 // Binds `fd` to a source port that takes the route's path.
 void steer(int fd, const Endpoint& local, const Route& route, Transport& transport,
            Exclusive& exclusive, Record& record) {
@@ -139,10 +115,9 @@ void steer(int fd, const Endpoint& local, const Route& route, Transport& transpo
   if (record.error != 0) return;
   const bool ipv6 = !record.peer.address.is_v4();
   // Automatic flow labels are random, and part of many switches' hash.
-  const int off = 0;
-  if (ipv6) ::setsockopt(fd, IPPROTO_IPV6, IPV6_AUTOFLOWLABEL, &off, sizeof off);
+  if (ipv6) set_option(fd, IPPROTO_IPV6, IPV6_AUTOFLOWLABEL, 0);
   exclusive.begin();
-  const int family = family_of(fd);
+  const int family = get_option(fd, SOL_SOCKET, SO_DOMAIN).value_or(AF_UNSPEC);
   const auto claim = [&](uint16_t port) {
     Endpoint wanted = local;
     wanted.port = port;
@@ -157,7 +132,7 @@ void steer(int fd, const Endpoint& local, const Route& route, Transport& transpo
   }
   probed.peer = record.peer;
   probed.tos = std::max(0, tos(fd, ipv6));
-  probed.device = bound_device(fd);
+  probed.device = get_option(fd, SOL_SOCKET, SO_BINDTOIFINDEX).value_or(0);
   const PathFound found = find_port(probed, route, transport.routes, first_candidate(),
                                     transport.limits, std::ref(claim));
   record.probes = found.probes;
@@ -182,17 +157,22 @@ void log(const Record& record, const Route& route) {
   if (::write(STDERR_FILENO, line, std::min<size_t>(size, sizeof line - 1)) < 0) return;
 }
 
+// Sets class and rate; the record gets the first error.
+void set_options(int fd, const Route& route, Record& record) {
+  const bool ipv6 = !record.peer.address.is_v4();
+  record.original = {tos(fd, ipv6), pacing_Bps(fd)};
+  if (route.dscp >= 0) record.error = set_dscp(fd, ipv6, route.dscp);
+  if (route.rate_Bps != kUnlimited_Bps) {
+    const int refused = set_pacing(fd, route.rate_Bps);
+    if (record.error == 0) record.error = refused;
+  }
+}
+
 // Applies the route to a connection that is about to be made.
 void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclusive,
              Record& record) {
-  const bool ipv6 = !record.peer.address.is_v4();
-  record.original = {tos(fd, ipv6), pacing_Bps(fd)};
-  int error = 0;
-  if (route.dscp >= 0) error = set_dscp(fd, ipv6, route.dscp);
-  if (route.rate_Bps != kUnlimited_Bps) {
-    const int refused = set_pacing(fd, route.rate_Bps);
-    if (error == 0) error = refused;
-  }
+  set_options(fd, route, record);
+  const int error = std::exchange(record.error, 0);
   if (!route.hops.empty()) {
     const auto local = local_endpoint(fd);
     if (!local) {
@@ -208,7 +188,7 @@ void prepare(int fd, const Route& route, Transport& transport, Exclusive& exclus
   if (transport.log) log(record, route);
 }
 
-// What is known of a connection that is about to be made; no inode if it is none to record.
+// Returns the record of a connection that is about to be made; no inode if it is not recorded.
 Record before_connect(int fd, const sockaddr* address, socklen_t size, const void* caller,
                       Transport& transport, Exclusive& exclusive) {
   Record record;
@@ -232,7 +212,7 @@ Record before_connect(int fd, const sockaddr* address, socklen_t size, const voi
 // A thread may be cancelled in the real call. It then unwinds through this function, with another
 // unwinder than the one that is linked in here, so nothing in it may have a destructor.
 int interposed_connect(int fd, const sockaddr* address, socklen_t size, const void* caller) {
-  const auto real = real_calls().connect;
+  const auto real = real_connect();
   Transport* const transport = crux::transport::transport();
   if (transport == nullptr || !transport->enabled) return real(fd, address, size);
   Exclusive exclusive(fd);
@@ -261,6 +241,14 @@ void add_accepted(int fd, const void* caller, Transport& transport) {
   if (const auto peer = peer_endpoint(fd)) record.peer = *peer;
   record.owner = library_of(caller);
   record.accepted = true;
+  const auto local = transport.steer_all ? local_endpoint(fd) : std::nullopt;
+  if (local && !transport.routes.skipped(local->port)) {
+    if (const Routes::Held route = transport.routes.to(record.peer.address)) {
+      set_options(fd, *route, record);
+      record.how = record.error == 0 ? CRUX_LIVE_OPTION : CRUX_REFUSED;
+      if (transport.log) log(record, *route);
+    }
+  }
   transport.registry->add(fd, record);
 }
 
@@ -285,11 +273,11 @@ CRUX_INTERPOSES int connect(int fd, const sockaddr* address, socklen_t size) {
 }
 
 CRUX_INTERPOSES int accept(int fd, sockaddr* address, socklen_t* size) {
-  return crux::transport::accepted(crux::transport::real_calls().accept(fd, address, size),
+  return crux::transport::accepted(crux::transport::real_accept()(fd, address, size),
                                    __builtin_return_address(0));
 }
 
 CRUX_INTERPOSES int accept4(int fd, sockaddr* address, socklen_t* size, int flags) {
-  return crux::transport::accepted(crux::transport::real_calls().accept4(fd, address, size, flags),
+  return crux::transport::accepted(crux::transport::real_accept4()(fd, address, size, flags),
                                    __builtin_return_address(0));
 }

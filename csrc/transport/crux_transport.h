@@ -8,6 +8,8 @@
 //
 // Read from the environment once, when it is loaded (programs with a Python face need none of it):
 //   CRUX_TRANSPORT_ROUTES=FILE    routes, one a line; route_file.h has the format
+//   CRUX_TRANSPORT_ROUTE_LINES=TEXT   the routes themselves, in place of a file
+//   CRUX_TRANSPORT_SKIP_PORTS=N,N     as crux_transport_skip_ports(); also of accepted connections
 //   CRUX_TRANSPORT_STEER_ALL=1    steer every program's connections, not only collective libraries'
 //   CRUX_PORTS=A-B                as crux_transport_set_port_range()
 //   CRUX_TRANSPORT_PROBE_MS=N     milliseconds that probing may add to one connect(), default 250;
@@ -57,14 +59,14 @@ struct crux_route {
 
 enum crux_kind { CRUX_TCP = 1, CRUX_QP = 2 };
 
-// How a connection got its settings.
+// The way in which a connection got its settings.
 enum crux_how {
   CRUX_UNTOUCHED = 0,
-  CRUX_AT_CONNECT = 1,    // source port bound, options set before connect()
-  CRUX_AT_RTR = 2,        // address vector rewritten on the way to RTR
-  CRUX_LIVE_OPTION = 3,   // socket option on the live connection
-  CRUX_LIVE_DEVICE = 4,   // the device's own call on the live queue pair (mlx5)
-  CRUX_NEEDS_SWITCH = 5,  // only a new connection can have what is wanted
+  CRUX_AT_CONNECT = 1,      // source port bound, options set before connect()
+  CRUX_AT_RTR = 2,          // address vector rewritten on the way to RTR
+  CRUX_LIVE_OPTION = 3,     // socket option on the live connection
+  CRUX_LIVE_DEVICE = 4,     // the device's own call on the live queue pair (mlx5)
+  CRUX_NEEDS_HANDOVER = 5,  // only a new connection can have what is wanted
   // At least one setting failed; `error` says why. If it was the search for a path: ETIMEDOUT,
   // nobody answered; EHOSTUNREACH, only other paths did; EADDRINUSE, no source port was left;
   // ERANGE, a listed TTL reaches the destination itself; ENOTUNIQ, one source port got answers from
@@ -106,7 +108,7 @@ struct crux_socket_setting {
 };
 
 int crux_transport_abi(void);
-// Whether connect() and ibv_modify_qp() of this process go through this library.
+// 1 if connect(), or ibv_modify_qp(), of this process goes through this library; else 0.
 int crux_transport_sees_sockets(void);
 int crux_transport_sees_queue_pairs(void);
 
@@ -130,8 +132,8 @@ size_t crux_transport_connections(struct crux_connection* out, size_t capacity);
 int crux_transport_set_socket(int fd, uint64_t inode, int32_t dscp, uint64_t rate_Bps,
                               struct crux_socket_setting* setting);
 
-// Queue pairs. They are seen if libibverbs is the stand-in (crux_torch/apply/standin.py). If this
-// library was built without <infiniband/verbs.h>, the calls below return ENOSYS.
+// Queue pairs. They are seen if libibverbs is the stand-in (crux_torch/apply/verbs_shim.py). If
+// this library was built without <infiniband/verbs.h>, the calls below return ENOSYS.
 //
 // When a queue pair goes to RTR, it gets the traffic class and the flow label (hence the UDP source
 // port) of its label, or of the route to its peer. If the route has several ports, the n-th queue
@@ -152,7 +154,7 @@ struct crux_queue_pair_outcome {
 //   udp_port   49152 to 65535; 0: leave
 //   rate_Bps   UINT64_MAX: leave; 0: no limit
 // 0, ENOENT, EINVAL, ENOTCONN, or the errno of the device; EOPNOTSUPP if it has no such call. If
-// only a new connection can have the port, `how` is CRUX_NEEDS_SWITCH. `outcome` may be null.
+// only a new connection can have the port, `how` is CRUX_NEEDS_HANDOVER. `outcome` may be null.
 int crux_transport_change_queue_pair(uint64_t id, uint32_t udp_port, uint64_t rate_Bps,
                                      struct crux_queue_pair_outcome* outcome);
 

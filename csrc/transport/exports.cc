@@ -11,7 +11,6 @@
 
 #include "crux_transport.h"
 #include "inside.h"
-#include "queue_pairs.h"
 #include "tcp_socket.h"
 #include "transport.h"
 
@@ -46,7 +45,7 @@ std::optional<Route> to_route(const crux_route& in) {
   return route;
 }
 
-// Whether a symbol of this process resolves into this library.
+// True if a symbol of this process resolves into this library.
 bool is_ours(const char* symbol) {
   Dl_info found, ours;
   return ::dladdr(::dlsym(RTLD_DEFAULT, symbol), &found) != 0 &&

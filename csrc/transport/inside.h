@@ -8,7 +8,7 @@
 
 namespace crux::transport {
 
-// Of a thread before it came in.
+// State of a thread before it came in.
 struct Outside {
   sigset_t signals;
   int cancelling;
@@ -53,8 +53,9 @@ class Inside {
   const Outside outside_;
 };
 
-// Only that: for calls of a device, which may take long. A cancelled thread must not unwind through
-// this library: its unwinder is linked in, and another one than that of libc.
+// Keeps the thread from being cancelled, and no more, in calls of a device, which may take long. A
+// cancelled thread must not unwind through this library, whose unwinder is linked in and another
+// one than libc's.
 class Uncancelled {
  public:
   Uncancelled() { ::pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }

@@ -59,7 +59,8 @@ bool parse_line(const std::string& line, Route& route) {
   std::istringstream words(line.substr(0, line.find('#')));
   std::string word, value;
   if (!(words >> word)) return false;
-  route.destination = address(word);
+  const bool everywhere = word == "*";
+  if (!everywhere) route.destination = address(word);
   while (words >> word) {
     if (!(words >> value)) throw Malformed("'" + word + "' lacks its value");
     if (word == "via") {
@@ -68,6 +69,8 @@ bool parse_line(const std::string& line, Route& route) {
       route.dscp = static_cast<int>(number(value, 0, 63, "DSCP"));
     } else if (word == "qp_dscp") {
       route.qp_dscp = static_cast<int>(number(value, 0, 63, "DSCP"));
+    } else if (word == "overrides") {
+      route.overrides = number(value, 0, 1, "0 or 1") != 0;
     } else if (word == "rate") {
       route.rate_Bps = number(value, 1, INT64_MAX, "rate");
     } else if (word == "ports") {
@@ -75,8 +78,11 @@ bool parse_line(const std::string& line, Route& route) {
         route.udp_ports.push_back(static_cast<uint16_t>(number(port, 1, 65535, "port")));
       }
     } else {
-      throw Malformed("'" + word + "' is none of via, dscp, qp_dscp, rate, ports");
+      throw Malformed("'" + word + "' is none of via, dscp, qp_dscp, overrides, rate, ports");
     }
+  }
+  if (everywhere && !(route.hops.empty() && route.udp_ports.empty())) {
+    throw Malformed("'*' takes no via and no ports: a path leads to one destination");
   }
   return true;
 }

@@ -3,11 +3,13 @@
 //   # destination   what is wanted, in any order; the rest of a line after # is ignored
 //   10.1.0.2        via 2:10.100.0.2,10.100.16.2 dscp 40 qp_dscp 26 rate 25000000 ports 49152,49153
 //   2001:db8::7     via 2:2001:db8:100::2 via 3:2001:db8:200::2
+//   *               dscp 10    every other destination but loopback; it takes no via and no ports
 //
 // via TTL:ADDRESS[,ADDRESS]...  the router at hop TTL (1 to 255) must be one of these; may be given
 //                               for several TTLs
 // dscp N                        of TCP connections, 0 to 63
 // qp_dscp N                     of queue pairs whose program asks for DSCP 0
+// overrides 0|1                 1: qp_dscp is for all queue pairs
 // rate N                        bytes per second at most
 // ports N[,N]...                UDP source ports of RoCEv2 queue pairs that lead over the path
 #pragma once

@@ -1,12 +1,15 @@
 // The current plan's routes for the connections of this process, by destination.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "address.h"
@@ -19,16 +22,32 @@ struct Hop {
   int ttl = 0;
   std::vector<Address> addresses;
 
-  bool accepts(const Address& address) const;
+  bool accepts(const Address& address) const {
+    return std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+  }
 };
+
+namespace internal {
+
+inline constexpr std::chrono::seconds kVainFor{10};
+
+inline int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::nanoseconds(now).count();
+}
+
+}  // namespace internal
 
 // Remembers for a while that the search for a path failed. The copies of one route share it, so
 // that connections that are made meanwhile need not search again.
 class NegativeCache {
  public:
   // The error of a search that failed a short time ago, or 0.
-  int error() const;
-  void remember(int error);
+  int error() const { return internal::now_ns() < until_ns_.load() ? error_.load() : 0; }
+  void remember(int error) {
+    error_.store(error);
+    until_ns_.store(internal::now_ns() + std::chrono::nanoseconds(internal::kVainFor).count());
+  }
 
  private:
   std::atomic<int64_t> until_ns_{0};
@@ -36,7 +55,7 @@ class NegativeCache {
 };
 
 struct Route {
-  Address destination;
+  Address destination;     // any address: every other one but loopback
   int dscp = -1;           // of sockets, 0 to 63; -1: leave as it is
   int qp_dscp = -1;        // of queue pairs that asked for DSCP 0; -1: leave as it is
   bool overrides = false;  // qp_dscp is for all queue pairs
@@ -46,7 +65,15 @@ struct Route {
   std::shared_ptr<NegativeCache> failures = std::make_shared<NegativeCache>();
 
   // Adds one address that may answer at `ttl`.
-  void add_hop(int ttl, const Address& address);
+  void add_hop(int ttl, const Address& address) {
+    const auto at = std::lower_bound(hops.begin(), hops.end(), ttl,
+                                     [](const Hop& hop, int wanted) { return hop.ttl < wanted; });
+    if (at != hops.end() && at->ttl == ttl) {
+      at->addresses.push_back(address);
+    } else {
+      hops.insert(at, Hop{ttl, {address}});
+    }
+  }
 };
 
 // Inclusive.
@@ -67,18 +94,49 @@ class Routes {
   using Held = std::unique_ptr<const Route, Release>;
 
   Routes() = default;
-  ~Routes();
+  ~Routes() { free(table_.load()); }
 
   // If two routes have the same destination, the later one counts.
-  void replace(std::vector<Route> routes);
+  void replace(std::vector<Route> routes) {
+    auto made = std::make_unique<Table>();
+    for (Route& route : routes) {
+      const Address destination = route.destination;
+      made->routes.insert_or_assign(destination, std::move(route));
+    }
+    Table* unread = nullptr;
+    {
+      const std::lock_guard hold(users_->writers);
+      Table* const next = made.release();
+      next->older = table_.load();
+      table_.store(next);
+      // Who begins to read from now on reads the new table.
+      if (users_->readers.load() == 0) unread = std::exchange(next->older, nullptr);
+    }
+    free(unread);
+  }
   // The route to `destination`, or null. It stays valid after replace(), while it is held.
-  Held to(const Address& destination) const;
+  Held to(const Address& destination) const {
+    users_->readers.fetch_add(1);
+    if (const Table* const table = table_.load()) {
+      auto found = table->routes.find(destination);
+      if (found == table->routes.end() && !destination.is_loopback()) {
+        found = table->routes.find(Address{});
+      }
+      if (found != table->routes.end()) return Held(&found->second, Release{&users_->readers});
+    }
+    users_->readers.fetch_sub(1);
+    return Held(nullptr, Release{nullptr});
+  }
 
-  void set_ports(PortRange ports);
-  PortRange ports() const;
+  void set_ports(PortRange ports) { ports_.store(ports, std::memory_order_relaxed); }
+  PortRange ports() const { return ports_.load(std::memory_order_relaxed); }
   // `port` is a rendezvous store's.
-  void skip(uint16_t port);
-  bool skipped(uint16_t port) const;
+  void skip(uint16_t port) {
+    skipped_[port / 64].fetch_or(uint64_t{1} << port % 64, std::memory_order_relaxed);
+  }
+  bool skipped(uint16_t port) const {
+    return skipped_[port / 64].load(std::memory_order_relaxed) >> port % 64 & 1;
+  }
 
  private:
   struct Table {
@@ -90,7 +148,9 @@ class Routes {
     std::mutex writers;
   };
 
-  static void free(Table* table);
+  static void free(Table* table) {
+    while (table != nullptr) delete std::exchange(table, table->older);
+  }
 
   Wiped<Users> users_;
   std::atomic<Table*> table_{nullptr};

@@ -10,6 +10,17 @@
 #include <cstddef>
 
 namespace crux::transport {
+namespace {
+
+std::optional<Endpoint> endpoint_by(int (*call)(int, sockaddr*, socklen_t*), int fd) {
+  sockaddr_storage storage;
+  socklen_t size = sizeof storage;
+  auto* address = reinterpret_cast<sockaddr*>(&storage);
+  if (call(fd, address, &size) != 0) return std::nullopt;
+  return Endpoint::from(address, size);
+}
+
+}  // namespace
 
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
   if (this != &other) {
@@ -39,12 +50,7 @@ std::optional<uint64_t> socket_inode(int fd) {
   return status.st_ino;
 }
 
-bool is_tcp(int fd) {
-  int protocol = 0;
-  socklen_t size = sizeof protocol;
-  return ::getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &size) == 0 &&
-         protocol == IPPROTO_TCP;
-}
+bool is_tcp(int fd) { return get_option(fd, SOL_SOCKET, SO_PROTOCOL) == IPPROTO_TCP; }
 
 Descriptor borrow(int fd, uint64_t inode) {
   Descriptor duplicate(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
@@ -59,28 +65,13 @@ Descriptor borrow(int fd, uint64_t inode) {
   return duplicate;
 }
 
-std::optional<Endpoint> local_endpoint(int fd) {
-  sockaddr_storage storage;
-  socklen_t size = sizeof storage;
-  auto* address = reinterpret_cast<sockaddr*>(&storage);
-  if (::getsockname(fd, address, &size) != 0) return std::nullopt;
-  return Endpoint::from(address, size);
-}
+std::optional<Endpoint> local_endpoint(int fd) { return endpoint_by(::getsockname, fd); }
 
-std::optional<Endpoint> peer_endpoint(int fd) {
-  sockaddr_storage storage;
-  socklen_t size = sizeof storage;
-  auto* address = reinterpret_cast<sockaddr*>(&storage);
-  if (::getpeername(fd, address, &size) != 0) return std::nullopt;
-  return Endpoint::from(address, size);
-}
+std::optional<Endpoint> peer_endpoint(int fd) { return endpoint_by(::getpeername, fd); }
 
 int tos(int fd, bool ipv6) {
-  int value = 0;
-  socklen_t size = sizeof value;
-  const int level = ipv6 ? int{IPPROTO_IPV6} : int{IPPROTO_IP};
-  if (::getsockopt(fd, level, ipv6 ? IPV6_TCLASS : IP_TOS, &value, &size) != 0) return -1;
-  return value;
+  return (ipv6 ? get_option(fd, IPPROTO_IPV6, IPV6_TCLASS) : get_option(fd, IPPROTO_IP, IP_TOS))
+      .value_or(-1);
 }
 
 int set_dscp(int fd, bool ipv6, int dscp) {
@@ -88,9 +79,9 @@ int set_dscp(int fd, bool ipv6, int dscp) {
   if (before < 0) return errno;
   const int wanted = with_dscp(before, dscp);
   if (wanted == before) return 0;
-  const int level = ipv6 ? int{IPPROTO_IPV6} : int{IPPROTO_IP};
-  const int option = ipv6 ? IPV6_TCLASS : IP_TOS;
-  return ::setsockopt(fd, level, option, &wanted, sizeof wanted) == 0 ? 0 : errno;
+  const bool is_set = ipv6 ? set_option(fd, IPPROTO_IPV6, IPV6_TCLASS, wanted)
+                           : set_option(fd, IPPROTO_IP, IP_TOS, wanted);
+  return is_set ? 0 : errno;
 }
 
 uint64_t pacing_Bps(int fd) {
@@ -107,7 +98,7 @@ uint64_t pacing_Bps(int fd) {
 
 int set_pacing(int fd, uint64_t rate_Bps) {
   const uint64_t value = rate_Bps == kUnlimited_Bps ? UINT64_MAX : rate_Bps;
-  return ::setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &value, sizeof value) == 0 ? 0 : errno;
+  return set_option(fd, SOL_SOCKET, SO_MAX_PACING_RATE, value) ? 0 : errno;
 }
 
 bool describe(int fd, crux_connection& out) {

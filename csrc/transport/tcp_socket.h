@@ -26,6 +26,20 @@ class Descriptor {
   int fd_;
 };
 
+// Nothing, with errno, if the kernel refuses.
+template <class T = int>
+std::optional<T> get_option(int fd, int level, int option) {
+  T value{};
+  socklen_t size = sizeof value;
+  if (::getsockopt(fd, level, option, &value, &size) != 0) return std::nullopt;
+  return value;
+}
+// False, with errno, if the kernel refuses.
+template <class T>
+bool set_option(int fd, int level, int option, const T& value) {
+  return ::setsockopt(fd, level, option, &value, sizeof value) == 0;
+}
+
 constexpr uint64_t kUnlimited_Bps = 0;
 
 // The inode of the socket `fd`; nothing if it is no socket.
@@ -42,7 +56,10 @@ std::optional<Endpoint> peer_endpoint(int fd);
 // TOS of an IPv4 connection, traffic class of an IPv6 one; -1 with errno.
 int tos(int fd, bool ipv6);
 // The upper six bits replaced; the lower two are ECN.
-constexpr int with_dscp(int tos, int dscp) { return dscp << 2 | (tos & 3); }
+inline constexpr int kEcnBits = 2;
+constexpr int with_dscp(int tos, int dscp) {
+  return dscp << kEcnBits | (tos & ((1 << kEcnBits) - 1));
+}
 // 0 or an errno.
 int set_dscp(int fd, bool ipv6, int dscp);
 
@@ -52,7 +69,7 @@ uint64_t pacing_Bps(int fd);
 int set_pacing(int fd, uint64_t rate_Bps);
 
 // Fills in the live part of `out` (ends, class, rate, bytes); false if the connection has ended.
-// For a connection that is still being made, the kernel knows no peer; then `out` keeps its own.
+// The kernel knows no peer of a connection that is still being made; then `out` keeps its own.
 bool describe(int fd, crux_connection& out);
 
 }  // namespace crux::transport

@@ -11,7 +11,6 @@
 #include <sstream>
 #include <string>
 
-#include "queue_pairs.h"
 #include "real_calls.h"
 #include "route_file.h"
 
@@ -40,20 +39,21 @@ uint16_t trailing_port(const std::string& text) {
   return digits.empty() || *end != '\0' || port > 65535 ? 0 : static_cast<uint16_t>(port);
 }
 
-void read_routes(Transport& transport, const char* path) {
-  std::string text, why;
-  if (!read_routes_file(path, text, why)) {
-    std::fprintf(stderr, "crux_transport: %s can't be read (%s): connections are not steered\n",
-                 path, why.c_str());
-    return;
-  }
+void use_routes(Transport& transport, const char* source, const std::string& text) {
   std::istringstream lines(text);
   RouteFile read = parse_routes(lines);
   if (!read.error.empty()) {
-    std::fprintf(stderr, "crux_transport: %s, %s; lines ignored: %zu\n", path, read.error.c_str(),
+    std::fprintf(stderr, "crux_transport: %s, %s; lines ignored: %zu\n", source, read.error.c_str(),
                  read.ignored);
   }
   transport.routes.replace(std::move(read.routes));
+}
+
+void read_routes(Transport& transport, const char* path) {
+  std::string text, why;
+  if (read_routes_file(path, text, why)) return use_routes(transport, path, text);
+  std::fprintf(stderr, "crux_transport: %s can't be read (%s): connections are not steered\n", path,
+               why.c_str());
 }
 
 void read_environment(Transport& transport) {
@@ -72,7 +72,13 @@ void read_environment(Transport& transport) {
   if (std::sscanf(setting("CRUX_TRANSPORT_PROBE_MS"), "%u", &probe_ms) == 1 && probe_ms <= 60000) {
     transport.limits.time = std::chrono::milliseconds(probe_ms);
   }
-  if (const char* path = setting("CRUX_TRANSPORT_ROUTES"); *path != '\0') {
+  std::istringstream left_alone(setting("CRUX_TRANSPORT_SKIP_PORTS"));
+  for (std::string port; std::getline(left_alone, port, ',');) {
+    transport.routes.skip(trailing_port(port));
+  }
+  if (const char* text = setting("CRUX_TRANSPORT_ROUTE_LINES"); *text != '\0') {
+    use_routes(transport, "CRUX_TRANSPORT_ROUTE_LINES", text);
+  } else if (const char* path = setting("CRUX_TRANSPORT_ROUTES"); *path != '\0') {
     read_routes(transport, path);
   }
 }
@@ -94,7 +100,9 @@ void leave_environment() {
 __attribute__((constructor)) void initialise() {
   const int before = errno;
   leave_environment();
-  real_calls();
+  real_connect();
+  real_accept();
+  real_accept4();
   try {
     auto made = std::make_unique<Transport>();
     read_environment(*made);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <vector>
 
 #include "crux_transport.h"
 #include "path_probe.h"
@@ -24,5 +25,13 @@ struct Transport {
 // Null before this library is initialised. Never destroyed, because connections are made until the
 // process ends.
 Transport* transport();
+
+// The queue-pair half (verbs/) is built only if <infiniband/verbs.h> is installed. Otherwise the
+// weak functions in exports.cc answer.
+//
+// True if ibv_modify_qp() of this process goes through the stand-in.
+bool sees_queue_pairs();
+// Appends the queue pairs of this process to `out`.
+void list_queue_pairs(std::vector<crux_connection>& out);
 
 }  // namespace crux::transport

@@ -46,7 +46,7 @@ void queue_gives_times_in_order_and_ties_by_id() {
   }
   double time = -1.0;
   std::uint32_t id = 0;
-  while (!queue.empty()) {
+  while (queue.next_time() != EventQueue::kNever) {
     CHECK(queue.next_time() > time || (queue.next_time() == time && queue.next_id() > id));
     time = queue.next_time();
     id = queue.next_id();

@@ -1,12 +1,11 @@
 // The game of two jobs on one link without Python: by hand, at its limits, and on random jobs.
-#include "../../csrc/schedule/game.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
 #include <stdexcept>
 
+#include "../../csrc/schedule/schedule.h"
 #include "check.h"
 
 using namespace crux::schedule;

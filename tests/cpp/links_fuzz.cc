@@ -8,7 +8,7 @@
 #include <string>
 
 #include "../../csrc/links/link_table.h"
-#include "../../csrc/process_group/record.h"
+#include "../../csrc/process.h"
 #include "check.h"
 #include "fuzz.h"
 

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "../../csrc/links/link_gate.h"
-#include "../../csrc/process_group/record.h"
+#include "../../csrc/process.h"
 #include "check.h"
 
 namespace crux {

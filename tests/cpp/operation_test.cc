@@ -16,9 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "../../csrc/process_group/completion_table.h"
+#include "../../csrc/process.h"
 #include "../../csrc/process_group/gate_ticket.h"
-#include "../../csrc/process_group/instant.h"
 #include "check.h"
 #include "records.h"
 

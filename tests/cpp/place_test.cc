@@ -1,6 +1,4 @@
 // Path selection without Python: at its limits, and on random networks.
-#include "../../csrc/schedule/place.h"
-
 #include <cstdio>
 #include <random>
 #include <set>
@@ -8,7 +6,7 @@
 
 #include "../../csrc/schedule/link_set.h"
 #include "../../csrc/schedule/pointer_numbers.h"
-#include "../../csrc/schedule/unrouted.h"
+#include "../../csrc/schedule/schedule.h"
 #include "check.h"
 
 using namespace crux::schedule;

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "../../csrc/transport/crux_transport.h"
-#include "../../csrc/transport/verbs/live_change.h"
+#include "../../csrc/transport/verbs/queue_pair.h"
 #include "check.h"
 #include "fake_ibverbs.h"
 #include "rc_connect.h"
@@ -164,7 +164,7 @@ void a_refused_path_is_replaced_by_the_callers_own() {
   CHECK(pair.a.described().dscp == 0 && pair.a.described().local_port == 0);
 }
 
-// What a device with mlx5's calls does is tested in tests/test_queue_pairs.py.
+// What a device with mlx5's calls does is tested in tests/apply/test_queue_pairs.py.
 void a_device_without_a_call_for_it_is_not_changed() {
   Pair pair;
   End unconnected(0);
@@ -178,7 +178,7 @@ void a_device_without_a_call_for_it_is_not_changed() {
   };
   CHECK(change(pair.a, 40000, UINT64_MAX) == EINVAL && outcome.how == CRUX_UNTOUCHED);
   CHECK(change(pair.a, 0, 0) == 0 && outcome.how == CRUX_UNTOUCHED);
-  CHECK(change(pair.a, 50001, UINT64_MAX) == EOPNOTSUPP && outcome.how == CRUX_NEEDS_SWITCH);
+  CHECK(change(pair.a, 50001, UINT64_MAX) == EOPNOTSUPP && outcome.how == CRUX_NEEDS_HANDOVER);
   CHECK(change(pair.b, 0, 1000) == EOPNOTSUPP && outcome.how == CRUX_REFUSED);
   CHECK(change(unconnected, 50001, UINT64_MAX) == ENOTCONN);
   CHECK(crux_transport_change_queue_pair(999999, 50001, UINT64_MAX, nullptr) == ENOENT);

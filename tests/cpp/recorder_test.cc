@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "../../csrc/process_group/ring.h"
 #include "check.h"
 #include "records.h"
 

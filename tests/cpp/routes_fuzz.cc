@@ -16,7 +16,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CHECK(file.routes.size() + file.ignored <= lines);
   CHECK((file.ignored == 0) == file.error.empty());
   for (const Route& route : file.routes) {
-    CHECK(!route.destination.is_any() && route.dscp >= -1 && route.dscp < 64);
+    CHECK(route.dscp >= -1 && route.dscp < 64);
+    if (route.destination.is_any()) CHECK(route.hops.empty() && route.udp_ports.empty());
     CHECK(route.rate_Bps <= INT64_MAX);
     for (const uint16_t port : route.udp_ports) CHECK(port != 0);
     for (size_t i = 0; i < route.hops.size(); ++i) {

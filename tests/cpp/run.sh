@@ -62,7 +62,7 @@ fi
 build
 [ "${2:-}" != build ] || exit 0
 export TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:${TSAN_OPTIONS:-}"
-for test in recorder_test operation_test fluid_test place_test game_test transport_test switch_test links_test; do
+for test in recorder_test operation_test fluid_test place_test game_test transport_test handover_test links_test; do
   $without_aslr "$out/$test"
 done
 # Built where <infiniband/verbs.h> is there.

@@ -129,6 +129,19 @@ void route_files_are_read() {
   CHECK(file.routes[2].hops.empty());
 }
 
+void a_route_to_anywhere_leaves_loopback_and_listed_destinations() {
+  Routes routes;
+  routes.replace(parse("* dscp 8 qp_dscp 26 overrides 1\n10.1.0.2 dscp 40\n").routes);
+  for (const char* other : {"10.1.0.3", "2001:db8::7", "169.254.0.1", "::2"}) {
+    const Routes::Held found = routes.to(address(other));
+    CHECK(found && found->dscp == 8 && found->qp_dscp == 26 && found->overrides);
+  }
+  CHECK(routes.to(address("10.1.0.2"))->dscp == 40);
+  for (const char* own : {"127.0.0.1", "127.8.0.1", "::1"}) CHECK(!routes.to(address(own)));
+  routes.replace(parse("127.0.0.1 dscp 8\n").routes);
+  CHECK(routes.to(address("127.0.0.1")) && !routes.to(address("10.1.0.3")));
+}
+
 void malformed_lines_are_told_and_ignored() {
   const std::vector<std::string> bad = {
       "host via 2:10.0.0.1",
@@ -149,6 +162,9 @@ void malformed_lines_are_told_and_ignored() {
       "10.1.0.2 colour red",
       "0.0.0.0 dscp 8",
       "10.1.0.2 dscp 8 rate",
+      "10.1.0.2 overrides 2",
+      "* via 2:10.0.0.1",
+      "* dscp 8 ports 50001",
   };
   for (const std::string& line : bad) {
     const RouteFile file = parse("10.9.9.9\n" + line + "\n10.8.8.8 dscp 8\n");
@@ -583,6 +599,7 @@ int main() {
   the_class_leaves_ecn_alone();
   routes_by_destination();
   route_files_are_read();
+  a_route_to_anywhere_leaves_loopback_and_listed_destinations();
   malformed_lines_are_told_and_ignored();
   mutated_route_files_do_no_harm();
   routes_that_cannot_be_used_change_nothing();

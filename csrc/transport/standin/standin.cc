@@ -1,4 +1,4 @@
-// libcrux_ibverbs.so: a template. crux_torch/apply/standin.py makes a stand-in for the installed
+// libcrux_ibverbs.so: a template. crux_torch/apply/verbs_shim.py makes a stand-in for the installed
 // libibverbs from it, for any release and without a compiler.
 //
 // Each copy gets the SONAME that callers ask for, a DT_NEEDED with the absolute path of the real

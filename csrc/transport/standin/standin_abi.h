@@ -20,7 +20,7 @@ struct crux_verbs_calls {
   int (*query_gid)(struct ibv_context* context, uint8_t port, int index, union ibv_gid* gid);
 };
 
-// What the stand-in calls instead. `real` leads to the library that the stand-in stands in for.
+// The functions that the stand-in calls instead. `real` leads to the library that it stands in for.
 struct crux_verbs_hooks {
   int (*close_device)(const struct crux_verbs_calls* real, struct ibv_context* context);
   struct ibv_qp* (*create_qp)(const struct crux_verbs_calls* real, struct ibv_pd* pd,

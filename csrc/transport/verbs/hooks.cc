@@ -1,16 +1,17 @@
-// The functions that the stand-in for libibverbs calls. They fail open: whatever goes wrong here,
-// the real call is made with the caller's own arguments.
+// Calls from outside. Those of the stand-in for libibverbs fail open: whatever goes wrong here, the
+// real call is made with the caller's own arguments. Those of the C interface check their
+// arguments, and let no exception out.
 #include <infiniband/verbs.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cstring>
 #include <exception>
 
 #include "../inside.h"
-#include "../queue_pairs.h"
 #include "../standin/standin_abi.h"
 #include "../transport.h"
 #include "mlx5.h"
-#include "posts.h"
 #include "queue_pairs.h"
 
 namespace crux::transport::verbs {
@@ -83,4 +84,34 @@ extern "C" const crux_verbs_hooks* crux_transport_attach_standin(int abi) {
   if (abi != CRUX_STANDIN_ABI) return nullptr;
   crux::transport::verbs::attached.store(true);
   return &crux::transport::verbs::kHooks;
+}
+
+using namespace crux::transport;  // NOLINT: this file is the other side of that namespace
+
+int crux_transport_label(int32_t label, const char* owner, int32_t dscp) try {
+  if (label < 1 || label > 255 || dscp < -1 || dscp > 63 || owner == nullptr || *owner == '\0')
+    return EINVAL;
+  verbs::queue_pairs().labels.set(static_cast<uint8_t>(label), {to_name(owner), dscp});
+  return 0;
+} catch (const std::exception&) {
+  return ENOMEM;
+}
+
+int crux_transport_change_queue_pair(uint64_t id, uint32_t udp_port, uint64_t rate_Bps,
+                                     crux_queue_pair_outcome* out) try {
+  const Uncancelled whole;
+  if (udp_port > 65535) return EINVAL;
+  const auto pair = verbs::queue_pairs().find(id);
+  const verbs::Outcome outcome =
+      pair ? verbs::change(*pair, static_cast<uint16_t>(udp_port), rate_Bps)
+           : verbs::Outcome{CRUX_UNTOUCHED, ENOENT, "there is no such queue pair"};
+  if (out != nullptr) {
+    *out = {};
+    out->how = outcome.how;
+    out->error = outcome.error;
+    std::strncpy(out->reason, outcome.reason, sizeof out->reason - 1);
+  }
+  return outcome.error;
+} catch (const std::exception&) {
+  return ENOMEM;
 }

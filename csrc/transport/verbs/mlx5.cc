@@ -8,7 +8,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../own.h"
+#include "../wiped.h"
 
 namespace crux::transport::verbs {
 namespace {

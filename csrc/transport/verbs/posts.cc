@@ -1,8 +1,8 @@
-#include "posts.h"
-
 #include <array>
 #include <atomic>
 #include <cerrno>
+
+#include "queue_pair.h"
 
 namespace crux::transport::verbs {
 namespace {

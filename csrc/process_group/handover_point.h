@@ -2,8 +2,8 @@
 //
 // Every operation is counted when it is issued. Collectives have one counter, because all ranks
 // issue them in the same order. Point-to-point operations ("transfers") have a counter for each key
-// of peer, tag and direction, because both ends issue those of one key in the same order. A switch
-// is
+// of peer, tag and direction, because both ends issue those of one key in the same order. A
+// handover is
 //
 //   arm      this rank announces how far it goes before the decision: its hold point;
 //   decide   all ranks learn the same counts: an operation whose number is below its count stays
@@ -47,7 +47,7 @@ struct Transfer {
   }
 };
 
-// How many operations were issued, or may be issued before the switch.
+// Numbers of operations that were issued, or may be issued before the handover.
 struct Counts {
   uint64_t collectives = 0;
   std::map<Transfer, uint64_t> transfers;
@@ -56,7 +56,7 @@ struct Counts {
 };
 
 template <typename Inner>
-class SwitchPoint {
+class HandoverPoint {
  public:
   using InnerPtr = std::shared_ptr<Inner>;
   using Clock = std::chrono::steady_clock;
@@ -79,13 +79,13 @@ class SwitchPoint {
     void issued() noexcept { issued_ = true; }
 
    private:
-    friend class SwitchPoint;
+    friend class HandoverPoint;
     enum class Kind : uint8_t { kCollective, kTransfer, kAnySource, kUncounted };
 
-    Ticket(SwitchPoint* point, Kind kind) : point_(point), kind_(kind) {}
+    Ticket(HandoverPoint* point, Kind kind) : point_(point), kind_(kind) {}
     Ticket(const Ticket&) = default;
 
-    SwitchPoint* point_;
+    HandoverPoint* point_;
     Inner* inner_ = nullptr;
     uint64_t number_ = 0;
     Transfer key_;
@@ -93,13 +93,13 @@ class SwitchPoint {
     bool issued_ = false;
   };
 
-  explicit SwitchPoint(InnerPtr first)
+  explicit HandoverPoint(InnerPtr first)
       : fast_(first.get()), current_(std::move(first)), transfers_(current_) {}
 
-  SwitchPoint(const SwitchPoint&) = delete;
-  SwitchPoint& operator=(const SwitchPoint&) = delete;
+  HandoverPoint(const HandoverPoint&) = delete;
+  HandoverPoint& operator=(const HandoverPoint&) = delete;
 
-  // For the threads that issue operations ------------------------------------------------------
+  // Called by the threads that issue operations:
 
   Ticket collective() {
     Ticket ticket(this, Ticket::Kind::kCollective);
@@ -140,7 +140,7 @@ class SwitchPoint {
     return ticket;
   }
 
-  // For operations that not all ranks issue: goes to the current inner backend, uncounted.
+  // An operation that not all ranks issue: goes to the current inner backend, uncounted.
   Ticket uncounted() {
     Ticket ticket(this, Ticket::Kind::kUncounted);
     issuing_.fetch_add(kActive);
@@ -152,7 +152,7 @@ class SwitchPoint {
   // Counts a collective that goes to the inner backend of the ones before it.
   void count_collective() { issuing_.fetch_add(1); }
 
-  // From the next switch on, transfers stay with their inner backend.
+  // From the next handover on, transfers stay with their inner backend.
   void keep_transfers() {
     const std::lock_guard<std::mutex> lock(mutex_);
     count_.transfers_stay = true;
@@ -163,11 +163,11 @@ class SwitchPoint {
     return count_.transfers_stay || !count_.transfers.empty();
   }
 
-  // For the one thread that switches -----------------------------------------------------------
+  // Called by the one thread that hands over:
 
   // This rank's hold point: `margin` collectives from now, and no further transfer.
-  // Operations that wait do so for `limit` at most; then this switch is given up, and all go on.
-  // Returns false if a switch is under way or the point is closed.
+  // Operations that wait do so for `limit` at most; then this handover is given up, and all go on.
+  // Returns false if a handover is under way or the point is closed.
   bool arm(InnerPtr next, uint64_t margin, std::chrono::milliseconds limit, Counts* hold) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ != Phase::kIdle || next_ || passed_ || closed_) return false;
@@ -184,7 +184,7 @@ class SwitchPoint {
   }
 
   // `counts.transfers` holds the keys of this rank for which they differ from its hold point.
-  // Returns false if this rank has given up the switch.
+  // Returns false if this rank has given up the handover.
   bool decide(Counts counts) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ != Phase::kHolding) return false;
@@ -194,8 +194,8 @@ class SwitchPoint {
     return true;
   }
 
-  // Gives up a switch, unless it is decided and the next backend exists; after replace(), ends it.
-  // Returns the backend that would have been next.
+  // Gives up a handover, unless it is decided and the next backend exists; after replace(), ends
+  // it. Returns the backend that would have been next.
   InnerPtr cancel() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (phase_ == Phase::kDecided && !stops_) return nullptr;
@@ -204,7 +204,7 @@ class SwitchPoint {
   }
 
   // Makes the next inner backend the current one, once no operation of this rank will take the old
-  // one. Returns true once for each switch. Then nothing is issued to `retired` any more; it is
+  // one. Returns true once for each handover. Then nothing is issued to `retired` any more; it is
   // null if transfers stay with the old one.
   bool finish(InnerPtr* retired) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -215,14 +215,14 @@ class SwitchPoint {
     return true;
   }
 
-  // Whether this rank has come as far as it can without the next backend.
+  // True if this rank has come as far as it can without the next backend.
   bool stopped() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return has_stopped();
   }
 
   // Makes `next` the current inner backend of a rank that has stopped. Operations wait until
-  // cancel(). Returns false if this rank has given up the switch.
+  // cancel(). Returns false if this rank has given up the handover.
   bool replace(InnerPtr next, InnerPtr* retired) {
     std::unique_lock<std::mutex> lock(mutex_);
     // Another thread may just be on its way to where it waits.
@@ -251,13 +251,13 @@ class SwitchPoint {
     return all;
   }
 
-  // Threads that wait go on with the current inner backend, unless the switch is decided.
+  // Threads that wait go on with the current inner backend, unless the handover is decided.
   void let_go() {
     const std::lock_guard<std::mutex> lock(mutex_);
     give_up();
   }
 
-  // For anybody --------------------------------------------------------------------------------
+  // Called by any thread:
 
   InnerPtr current() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -283,7 +283,7 @@ class SwitchPoint {
     return closed_;
   }
 
-  // How often operations waited in the last switch, and the longest time.
+  // Waits of operations in the last handover, and the longest of them.
   struct Waits {
     uint64_t count = 0;
     std::chrono::nanoseconds longest{0};
@@ -327,7 +327,7 @@ class SwitchPoint {
     if (phase_ == Phase::kHolding && !stops_ && !hold_.transfers_stay) return nullptr;
     count_.transfers_stay = true;
     if (phase_ != Phase::kDecided || stops_ || decided_.transfers_stay) return transfers_.get();
-    // A message that was sent before the switch must be received on the same backend.
+    // A message that was sent before the handover must be received on the same backend.
     for (const auto& [key, count] : decided_.transfers) {
       if (key.sends || key.tag != ticket.key_.tag) continue;
       if (count_.transfers[key] >= count) continue;
@@ -426,7 +426,7 @@ class SwitchPoint {
   static uint64_t collectives_of(uint64_t issuing) noexcept { return issuing & (kActive - 1); }
   std::atomic<uint64_t> issuing_{0};
   std::atomic<bool> armed_{false};
-  std::atomic<Inner*> fast_;  // current_, for threads while there is no switch
+  std::atomic<Inner*> fast_;  // current_, for threads while there is no handover
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -440,7 +440,7 @@ class SwitchPoint {
   Counts count_;  // of transfers; issuing_ counts the rest
   Counts hold_;
   Counts decided_;
-  bool stops_ = false;    // whether the next backend is made when this rank has stopped
+  bool stops_ = false;    // true: the next backend is made when this rank has stopped
   uint64_t stopped_ = 0;  // operations that wait for it
   std::chrono::milliseconds limit_{0};
   Waits waits_;

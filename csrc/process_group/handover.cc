@@ -1,13 +1,13 @@
-#include "inner_switch.h"
+#include "handover.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <iterator>
 
-#include "gil_release.h"
-#include "stream_capture.h"
-#include "teardown.h"
+#include "cuda.h"
+#include "python_threads.h"
 
 namespace crux {
 namespace {
@@ -23,21 +23,21 @@ uint64_t sequence_of(c10d::Backend& backend) noexcept {
   }
 }
 
-struct Switches {
+struct Handovers {
   std::mutex mutex;
-  std::vector<std::weak_ptr<InnerSwitch>> members;
+  std::vector<std::weak_ptr<Handover>> members;
 };
 
-Switches& switches() {
+Handovers& handovers() {
   // Never destroyed: a backend may outlive static objects.
-  static auto& made = *new std::unique_ptr<Switches>(std::make_unique<Switches>());
+  static auto& made = *new std::unique_ptr<Handovers>(std::make_unique<Handovers>());
   return *made;
 }
 
 }  // namespace
 
-InnerSwitch::InnerSwitch(BackendPtr first, c10::DeviceType device, int64_t hook_id,
-                         Recorder& recorder, uint32_t group)
+Handover::Handover(BackendPtr first, c10::DeviceType device, int64_t hook_id, Recorder& recorder,
+                   uint32_t group)
     : recorder_(recorder),
       device_(device),
       hook_id_(hook_id),
@@ -45,9 +45,9 @@ InnerSwitch::InnerSwitch(BackendPtr first, c10::DeviceType device, int64_t hook_
       tags_match_(first->getBackendName().rfind("nccl", 0) != 0),
       point_(std::make_shared<Inner>(std::move(first), device, hook_id, recorder)) {}
 
-std::vector<std::shared_ptr<InnerSwitch>> InnerSwitch::all() {
-  Switches& known = switches();
-  std::vector<std::shared_ptr<InnerSwitch>> found;
+std::vector<std::shared_ptr<Handover>> Handover::all() {
+  Handovers& known = handovers();
+  std::vector<std::shared_ptr<Handover>> found;
   const std::lock_guard<std::mutex> lock(known.mutex);
   auto& members = known.members;
   members.erase(
@@ -60,41 +60,42 @@ std::vector<std::shared_ptr<InnerSwitch>> InnerSwitch::all() {
   return found;
 }
 
-InnerSwitch::Ticket InnerSwitch::cleared(Ticket ticket, c10::Device device) {
+Handover::Ticket Handover::cleared(Ticket ticket, c10::Device device) {
   if (ticket.inner()) return ticket;
   const GilRelease release;
   if (device_ != c10::DeviceType::CPU) look_at(device);
+  RECORD_USER_SCOPE("crux: wait for the handover");
   ticket.wait();
   return ticket;
 }
 
-void InnerSwitch::look_at(c10::Device device) noexcept {
+void Handover::look_at(c10::Device device) noexcept {
   try {
     const c10::impl::VirtualGuardImpl guard(device_);
     if (!device.has_index()) device = guard.getDevice();
     waits_on_.store(device.index());
     if (is_capturing(guard.getStream(device))) refuse(kCaptured);
   } catch (const std::exception&) {
-    // A device that can't be asked will not become idle for the switch either.
+    // A device that can't be asked will not become idle for the handover either.
   }
 }
 
-InnerSwitch::Ticket InnerSwitch::transfer(int peer, int tag, bool sends, c10::Device device) {
+Handover::Ticket Handover::transfer(int peer, int tag, bool sends, c10::Device device) {
   return cleared(point_.transfer({peer, tags_match_ ? tag : 0, sends}), device);
 }
 
-void InnerSwitch::captured(Ticket& ticket) {
+void Handover::captured(Ticket& ticket) {
   ticket.issued();
   if (!ticket.inner()->in_graph.exchange(true)) refuse(kCaptured);
 }
 
-InnerSwitch::BackendPtr InnerSwitch::backend() const {
+Handover::BackendPtr Handover::backend() const {
   const auto inner = point_.current();
   TORCH_CHECK(inner != nullptr, "crux: the process group has ended");
   return inner->backend;
 }
 
-std::vector<std::shared_ptr<Inner>> InnerSwitch::inners() const {
+std::vector<std::shared_ptr<Inner>> Handover::inners() const {
   std::vector<std::shared_ptr<Inner>> all = point_.in_use();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -104,15 +105,11 @@ std::vector<std::shared_ptr<Inner>> InnerSwitch::inners() const {
   return all;
 }
 
-void InnerSwitch::unwatch(std::chrono::milliseconds patience) const {
-  for (const auto& inner : inners()) inner->unwatch(patience);
-}
-
-void InnerSwitch::apply(const Setting& setting) const {
+void Handover::apply(const Setting& setting) const {
   for (const auto& inner : inners()) setting(*inner->backend);
 }
 
-void InnerSwitch::configure(const std::string& name, Setting setting) {
+void Handover::configure(const std::string& name, Setting setting) {
   apply(setting);
   // Settings may hold Python objects: none is copied or destroyed while mutex_ is held.
   auto kept = std::make_shared<const Setting>(std::move(setting));
@@ -127,7 +124,7 @@ void InnerSwitch::configure(const std::string& name, Setting setting) {
   settings_.emplace_back(name, kept);
 }
 
-void InnerSwitch::forget(const std::string& name) {
+void Handover::forget(const std::string& name) {
   std::shared_ptr<const Setting> dropped;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = settings_.begin(); it != settings_.end(); ++it) {
@@ -139,7 +136,7 @@ void InnerSwitch::forget(const std::string& name) {
 }
 
 template <typename Then>
-auto InnerSwitch::configured(c10d::Backend& next, Then&& then) {
+auto Handover::configured(c10d::Backend& next, Then&& then) {
   for (;;) {
     Settings settings;
     uint64_t changes = 0;
@@ -154,35 +151,35 @@ auto InnerSwitch::configured(c10d::Backend& next, Then&& then) {
   }
 }
 
-uint64_t InnerSwitch::sequence_number() const {
+uint64_t Handover::sequence_number() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   uint64_t number = retired_sequence_;
   for (const auto& inner : point_.in_use()) number += inner->backend->getSequenceNumberForGroup();
   return number;
 }
 
-void InnerSwitch::publish(StorePtr store, int64_t born) {
+void Handover::publish(StorePtr store, int64_t born) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     store_ = std::move(store);
     born_ = born;
   }
-  Switches& known = switches();
+  Handovers& known = handovers();
   const std::lock_guard<std::mutex> lock(known.mutex);
   known.members.push_back(shared_from_this());
 }
 
-int64_t InnerSwitch::born() const {
+int64_t Handover::born() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return born_;
 }
 
-InnerSwitch::StorePtr InnerSwitch::store() const {
+Handover::StorePtr Handover::store() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return store_;
 }
 
-void InnerSwitch::refuse(const std::string& reason) {
+void Handover::refuse(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(refusal_mutex_);
     refusal_ = reason;
@@ -190,18 +187,18 @@ void InnerSwitch::refuse(const std::string& reason) {
   point_.let_go();
 }
 
-std::string InnerSwitch::refusal() const {
+std::string Handover::refusal() const {
   const std::lock_guard<std::mutex> lock(refusal_mutex_);
   return refusal_;
 }
 
-Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::milliseconds limit) {
+Counts Handover::arm(const BackendPtr& next, uint64_t margin, std::chrono::milliseconds limit) {
   const std::string refused = refusal();
   TORCH_CHECK(refused.empty(), refused);
   Counts hold;
   const auto arm = [&](std::shared_ptr<Inner> inner) {
     TORCH_CHECK(point_.arm(std::move(inner), margin, limit, &hold),
-                "a switch is under way, or the process group has ended");
+                "a handover is under way, or the process group has ended");
     return hold;
   };
   if (!next) return arm(nullptr);
@@ -209,7 +206,7 @@ Counts InnerSwitch::arm(const BackendPtr& next, uint64_t margin, std::chrono::mi
   return configured(*next, [&] { return arm(std::move(inner)); });
 }
 
-std::shared_ptr<Inner> InnerSwitch::as_inner(const BackendPtr& next) const {
+std::shared_ptr<Inner> Handover::as_inner(const BackendPtr& next) const {
   auto inner = std::make_shared<Inner>(next, device_, hook_id_, recorder_);
   // Gloo's monitoredBarrier uses the numbers of its collectives as tags, and they start anew. They
   // must not match a message of the script.
@@ -217,22 +214,22 @@ std::shared_ptr<Inner> InnerSwitch::as_inner(const BackendPtr& next) const {
   return inner;
 }
 
-void InnerSwitch::cancel() { const auto unused = point_.cancel(); }
+void Handover::cancel() { const auto unused = point_.cancel(); }
 
-bool InnerSwitch::replace(const BackendPtr& next) {
+bool Handover::replace(const BackendPtr& next) {
   TORCH_CHECK(next != nullptr, "crux: replace needs a backend");
   auto inner = as_inner(next);
   return configured(*next, [&] {
     std::shared_ptr<Inner> retired;
     if (!point_.replace(std::move(inner), &retired)) return false;
-    // What connected it was no operation of the script's.
+    // The operations that connected it were not the script's.
     retired_sequence_ -= sequence_of(*next);
     retire(std::move(retired));
     return true;
   });
 }
 
-bool InnerSwitch::finish() {
+bool Handover::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Inner> retired;
   if (!point_.finish(&retired)) return false;
@@ -240,12 +237,12 @@ bool InnerSwitch::finish() {
   return true;
 }
 
-void InnerSwitch::retire(std::shared_ptr<Inner> retired) {
+void Handover::retire(std::shared_ptr<Inner> retired) {
   retired_sequence_ += sequence_of(*retired->backend);
   retired_ = std::move(retired);
 }
 
-void InnerSwitch::release() {
+void Handover::release() {
   std::shared_ptr<Inner> retired;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -261,7 +258,7 @@ void InnerSwitch::release() {
   pointed_to_.push_back(retired->backend);
 }
 
-void InnerSwitch::close() {
+void Handover::close() {
   std::vector<std::shared_ptr<Inner>> all = point_.close();
   Settings settings;
   StorePtr store;

@@ -1,5 +1,5 @@
 // The inner backends that serve one type of device in a process group: the current one and, during
-// a switch, the next. SwitchPoint's counts decide which one an operation takes. This class also
+// a handover, the next. HandoverPoint's counts decide which one an operation takes. This class also
 // sets up the next backend like the current one, and closes backends that are no longer used.
 #pragma once
 
@@ -12,32 +12,32 @@
 #include <utility>
 #include <vector>
 
+#include "handover_point.h"
 #include "inner.h"
-#include "switch_point.h"
 
 namespace crux {
 
-// How long destroying a communicator waits for the times of its last operations.
+// Longest time that destroying a communicator waits for the times of its last operations.
 constexpr std::chrono::milliseconds kUnwatchPatience{1000};
 
-class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
+class Handover : public std::enable_shared_from_this<Handover> {
  public:
-  using Point = SwitchPoint<Inner>;
+  using Point = HandoverPoint<Inner>;
   using Ticket = Point::Ticket;
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using StorePtr = c10::intrusive_ptr<c10d::Store>;
   using Setting = std::function<void(c10d::Backend&)>;
 
-  InnerSwitch(BackendPtr first, c10::DeviceType device, int64_t hook_id, Recorder& recorder,
-              uint32_t group);
-  ~InnerSwitch() { close(); }
-  InnerSwitch(const InnerSwitch&) = delete;
-  InnerSwitch& operator=(const InnerSwitch&) = delete;
+  Handover(BackendPtr first, c10::DeviceType device, int64_t hook_id, Recorder& recorder,
+           uint32_t group);
+  ~Handover() { close(); }
+  Handover(const Handover&) = delete;
+  Handover& operator=(const Handover&) = delete;
 
   // All that were published in this process and are not closed, oldest first.
-  static std::vector<std::shared_ptr<InnerSwitch>> all();
+  static std::vector<std::shared_ptr<Handover>> all();
 
-  // For the threads that issue operations, on `device`. Each may wait: see SwitchPoint.
+  // Called by the threads that issue operations, on `device`. Each may wait: see HandoverPoint.
   Ticket collective(c10::Device device) { return cleared(point_.collective(), device); }
   Ticket transfer(int peer, int tag, bool sends, c10::Device device);
   Ticket any_source(int tag, c10::Device device) { return cleared(point_.any_source(tag), device); }
@@ -45,34 +45,33 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   void count_collective() { point_.count_collective(); }
   void keep_transfers() { point_.keep_transfers(); }
   // An operation went into a graph, which may be replayed as long as the process group lives. So
-  // its backend is kept that long, and no new switch begins.
+  // its backend is kept that long, and no new handover begins.
   void captured(Ticket& ticket);
 
   // The current inner backend; throws c10::Error once closed.
   BackendPtr backend() const;
-  // Calls Inner::unwatch for all of them.
-  void unwatch(std::chrono::milliseconds patience) const;
   // Applies it to all current inner backends.
   void apply(const Setting& setting) const;
   // Applies it to all, and to each later one, in the order in which the names first came. A later
   // setting replaces an earlier one of the same name.
   void configure(const std::string& name, Setting setting);
   void forget(const std::string& name);
-  // Counted over all inner backends that the group has had.
+  // Sum of the sequence numbers of all inner backends that the group has had.
   uint64_t sequence_number() const;
 
-  // Allows switches, with the group's own store. `born` is the newest switch that was known when
+  // Allows handovers, with the group's own store. `born` is the newest handover that was known when
   // the first backend was made.
   void publish(StorePtr store, int64_t born);
   StorePtr store() const;
   int64_t born() const;
-  // Allows no switch from now on, because of `reason`. A switch that is already decided goes on.
+  // Allows no handover from now on, because of `reason`. A handover that is already decided goes
+  // on.
   void refuse(const std::string& reason);
-  // Why no switch can begin; empty if one can.
+  // Reason why no handover can begin; empty if one can.
   std::string refusal() const;
 
-  // For the one thread that switches; see SwitchPoint. arm() throws c10::Error with the refusal;
-  // without `next`, replace() brings it.
+  // Called by the one thread that hands over; see HandoverPoint. arm() throws c10::Error with the
+  // refusal; without `next`, replace() brings it.
   Counts arm(const BackendPtr& next, uint64_t margin, std::chrono::milliseconds limit);
   bool decide(Counts counts) { return point_.decide(std::move(counts)); }
   void cancel();
@@ -83,12 +82,24 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   // Shuts down the backend that finish() or replace() retired, after its operations have ended.
   void release();
 
+  // Ends all backends by `last`. Threads that wait here go on; operations that take longer than
+  // `patience` lose their times.
+  void end(std::chrono::milliseconds patience, const Setting& last) {
+    point_.let_go();
+    for (const auto& inner : inners()) inner->unwatch(patience);
+    apply(last);
+  }
   // Drops all backends; threads that wait here go on. Called when the process group ends.
   void close();
-  void let_go() { point_.let_go(); }
   bool closed() const { return point_.closed(); }
 
-  const Point& point() const { return point_; }
+  // See HandoverPoint.
+  uint64_t collectives() const noexcept { return point_.collectives(); }
+  bool has_transfers() const { return point_.has_transfers(); }
+  bool armed() const noexcept { return point_.armed(); }
+  bool stopped() const { return point_.stopped(); }
+  Point::Waits waits() const { return point_.waits(); }
+
   c10::DeviceType device() const { return device_; }
   uint32_t group() const { return group_; }
 
@@ -111,7 +122,7 @@ class InnerSwitch : public std::enable_shared_from_this<InnerSwitch> {
   const c10::DeviceType device_;
   const int64_t hook_id_;
   const uint32_t group_;
-  const bool tags_match_;  // whether the backend tells messages apart by tag
+  const bool tags_match_;  // true if the backend tells messages apart by tag
   Point point_;
 
   mutable std::mutex mutex_;

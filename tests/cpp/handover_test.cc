@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../../csrc/process_group/switch_point.h"
+#include "../../csrc/process_group/handover_point.h"
 #include "check.h"
 
 namespace crux {
@@ -33,7 +33,7 @@ struct Fake {
   std::atomic<bool> closed{false};
 };
 
-using Point = SwitchPoint<Fake>;
+using Point = HandoverPoint<Fake>;
 
 void rest() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
@@ -117,8 +117,8 @@ class Rank {
     }
   }
 
-  bool can_switch(const std::vector<std::optional<Counts>>& holds,
-                  const std::optional<bool>& verdict) const {
+  bool can_hand_over(const std::vector<std::optional<Counts>>& holds,
+                     const std::optional<bool>& verdict) const {
     if (!holding_) return !holds[rank_] && !verdict;
     bool all = true;
     for (const auto& hold : holds) all = all && hold;
@@ -196,7 +196,7 @@ size_t run(const Programs& programs, const std::vector<uint64_t>& margins, bool 
       }
     }
     for (auto& rank : ranks) {
-      if (rank->can_switch(holds, verdict)) {
+      if (rank->can_hand_over(holds, verdict)) {
         actions.emplace_back([&] { rank->step(holds, verdict); });
       }
     }
@@ -265,22 +265,22 @@ void more_ranks_never_part_in_random_interleavings() {
   }
 }
 
-// Real threads: each rank trains on one, sends on another, and switches on a third.
-void threads_switch_many_times(int size, int switches) {
+// Real threads: each rank trains on one, sends on another, and hands over on a third.
+void threads_hand_over_many_times(int size, int handovers) {
   struct Board {
     std::mutex mutex;
     std::vector<std::optional<Counts>> holds;
     std::optional<bool> verdict;
   };
-  std::vector<Board> boards(switches);
+  std::vector<Board> boards(handovers);
   for (Board& board : boards) board.holds.resize(size);
   Log log;
   std::vector<std::unique_ptr<Point>> points;
   for (int rank = 0; rank < size; ++rank) {
     points.push_back(std::make_unique<Point>(std::make_shared<Fake>(0)));
   }
-  std::atomic<int> switching{size};
-  std::atomic<int> switched{0};
+  std::atomic<int> moving{size};
+  std::atomic<int> moved{0};
   // No rank is further ahead of another than it could be in a job.
   std::vector<std::atomic<uint64_t>> issued(size);
   std::vector<std::thread> threads;
@@ -293,9 +293,9 @@ void threads_switch_many_times(int size, int switches) {
   for (int rank = 0; rank < size; ++rank) {
     Point& point = *points[rank];
     threads.emplace_back([&, rank] {
-      for (uint64_t number = 0; switching.load() > 0; ++number) {
+      for (uint64_t number = 0; moving.load() > 0; ++number) {
         for (int other = 0; other < size; ++other) {
-          while (issued[other].load() + 5 < number && switching.load() > 0) rest();
+          while (issued[other].load() + 5 < number && moving.load() > 0) rest();
         }
         Point::Ticket ticket = point.collective();
         // Refused now and then: the next has the same number.
@@ -315,7 +315,7 @@ void threads_switch_many_times(int size, int switches) {
       const int to = (rank + 1) % size;
       const int from = (rank + size - 1) % size;
       uint64_t number = 0;
-      while (switching.load() > 0) {
+      while (moving.load() > 0) {
         Point::Ticket out = point.transfer({to, 0, true});
         serve(out, {rank, to, 0, number});
         Point::Ticket in = point.transfer({from, 0, false});
@@ -327,7 +327,7 @@ void threads_switch_many_times(int size, int switches) {
     threads.emplace_back([&, rank] {
       std::mt19937 random(rank);
       std::shared_ptr<Fake> retired;
-      for (int number = 0; number < switches; ++number) {
+      for (int number = 0; number < handovers; ++number) {
         Board& board = boards[number];
         Counts hold;
         CHECK(point.arm(std::make_shared<Fake>(number + 1), random() % 3, kLong, &hold));
@@ -358,18 +358,18 @@ void threads_switch_many_times(int size, int switches) {
         while (!point.finish(&retired)) rest();
         CHECK(retired && retired->generation <= number);
         retired.reset();
-        if (rank == 0) switched.fetch_add(1);
+        if (rank == 0) moved.fetch_add(1);
       }
-      switching.fetch_sub(1);
+      moving.fetch_sub(1);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK(switched.load() > switches / 2);
+  CHECK(moved.load() > handovers / 2);
 }
 
 // One rank whose background looks all the time whether it has passed, while training issues and is
 // refused: no operation below a count may slip past the look.
-void nobody_slips_past_the_look(int switches) {
+void nobody_slips_past_the_look(int handovers) {
   Point point(std::make_shared<Fake>(0));
   std::vector<int> went;
   std::atomic<bool> over{false};
@@ -386,7 +386,7 @@ void nobody_slips_past_the_look(int switches) {
   std::vector<uint64_t> counts;
   // Kept, so that an operation that went astray is told by where it went.
   std::vector<std::shared_ptr<Fake>> retired;
-  for (int number = 1; number <= switches; ++number) {
+  for (int number = 1; number <= handovers; ++number) {
     Counts hold;
     CHECK(point.arm(std::make_shared<Fake>(number), 2, kLong, &hold));
     counts.push_back(hold.collectives);
@@ -399,7 +399,7 @@ void nobody_slips_past_the_look(int switches) {
   training.join();
   int generation = 0;
   for (uint64_t number = 0; number < went.size(); ++number) {
-    while (generation < switches && counts[generation] <= number) ++generation;
+    while (generation < handovers && counts[generation] <= number) ++generation;
     CHECK(went[number] == generation);
   }
 }
@@ -422,7 +422,7 @@ void who_waits_too_long_goes_on_as_before() {
   CHECK(!point.armed());
   CHECK(point.waits().count == 1 && point.waits().longest >= milliseconds(20));
   CHECK(!point.decide({1, {}, false}));
-  // The next backend is still held for whoever switches, and no other switch begins before.
+  // The next backend is still held for whoever handovers, and no other handover begins before.
   CHECK(!point.arm(std::make_shared<Fake>(2), 0, kLong, &hold));
   CHECK(point.cancel()->generation == 1);
   CHECK(point.arm(std::make_shared<Fake>(2), 0, kLong, &hold));
@@ -431,7 +431,7 @@ void who_waits_too_long_goes_on_as_before() {
 
 // Ranks stop at one collective, each in a thread. Whoever comes too late finds that it was given
 // up.
-void ranks_stop_where_the_next_one_is_made(int size, int switches, bool give_up) {
+void ranks_stop_where_the_next_one_is_made(int size, int handovers, bool give_up) {
   std::vector<std::unique_ptr<Point>> points;
   std::vector<std::vector<int>> went(size);
   std::atomic<bool> over{false};
@@ -455,7 +455,7 @@ void ranks_stop_where_the_next_one_is_made(int size, int switches, bool give_up)
     });
   }
   int generation = 0;
-  for (int i = 1; i <= switches; ++i) {
+  for (int i = 1; i <= handovers; ++i) {
     Counts decided;
     for (auto& point : points) {
       Counts hold;
@@ -612,7 +612,7 @@ int main() {
   using namespace crux;
   ranks_never_part_in_any_interleaving();
   more_ranks_never_part_in_random_interleavings();
-  threads_switch_many_times(3, 500);
+  threads_hand_over_many_times(3, 500);
   nobody_slips_past_the_look(20000);
   who_waits_too_long_goes_on_as_before();
   ranks_stop_where_the_next_one_is_made(3, 100, false);
@@ -623,6 +623,6 @@ int main() {
   ever_new_tags_are_given_up();
   an_operation_on_its_way_keeps_its_backend();
   the_end_wakes_who_waits();
-  std::puts("switch: ok");
+  std::puts("handover: ok");
   return 0;
 }

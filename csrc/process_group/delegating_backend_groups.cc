@@ -1,5 +1,4 @@
-// The calls that a DelegatingBackend passes on unrecorded: child groups, hooks, timeouts, devices,
-// and its end.
+// A group's members, its name and device, and the groups that are split from it.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -37,10 +36,6 @@ auto follow(Backend& wrapper, Backend& inner, int)
 
 }  // namespace
 
-void DelegatingBackend::publish(const c10::intrusive_ptr<c10d::Store>& store, int64_t born) {
-  for (const auto& inners : switches()) inners->publish(store, born);
-}
-
 DelegatingBackend::BackendPtr DelegatingBackend::wrap(
     const Children& children, const c10::intrusive_ptr<c10d::Store>& store) const {
   c10::intrusive_ptr<DelegatingBackend> wrapper;
@@ -67,10 +62,10 @@ DelegatingBackend::BackendPtr DelegatingBackend::derive(
   if (named && opts->group_name == derived_name_) {
     return derived_ ? derived_->lock() : nullptr;
   }
-  const auto all = switches();
+  const auto all = handovers();
   Children children;
   for (const auto& inners : all) {
-    const bool leads = inners.get() == &default_switch();
+    const bool leads = inners.get() == &default_handover();
     const auto prefix = c10::DeviceTypeName(inners->device(), /*lower_case=*/true) + "/";
     c10::intrusive_ptr<c10d::Store> part = store;
     if (all.size() > 1 && store) part = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
@@ -89,21 +84,19 @@ DelegatingBackend::BackendPtr DelegatingBackend::derive(
   return wrapper;
 }
 
-DelegatingBackend::BackendPtr DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                       const std::vector<int>& ranks,
-                                                       const OptionsPtr& opts) {
-  return derive(store, opts, [&](InnerSwitch& inners, const auto& part, const OptionsPtr& own) {
+auto DelegatingBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                              const std::vector<int>& ranks, const OptionsPtr& opts) -> BackendPtr {
+  return derive(store, opts, [&](Handover& inners, const auto& part, const OptionsPtr& own) {
     // All ranks of the parent split the same inner backend, so this counts as a collective.
-    InnerSwitch::Ticket ticket = inners.collective(inners.device());
+    Handover::Ticket ticket = inners.collective(inners.device());
     ticket.issued();
     return ticket.inner()->backend->split(part, ranks, own);
   });
 }
 
-DelegatingBackend::BackendPtr DelegatingBackend::merge(const c10::intrusive_ptr<c10d::Store>& store,
-                                                       const OptionsPtr& opts, const int& rank,
-                                                       const int& size) {
-  return derive(store, opts, [&](InnerSwitch& inners, const auto& part, const OptionsPtr& own) {
+auto DelegatingBackend::merge(const c10::intrusive_ptr<c10d::Store>& store, const OptionsPtr& opts,
+                              const int& rank, const int& size) -> BackendPtr {
+  return derive(store, opts, [&](Handover& inners, const auto& part, const OptionsPtr& own) {
     return inners.backend()->merge(part, own, rank, size);
   });
 }
@@ -111,8 +104,8 @@ DelegatingBackend::BackendPtr DelegatingBackend::merge(const c10::intrusive_ptr<
 DelegatingBackend::BackendPtr DelegatingBackend::shrink(
     const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
     const OptionsPtr& opts_override) {
-  for (const auto& inners : switches()) {
-    if (inners.get() != &default_switch()) continue;
+  for (const auto& inners : handovers()) {
+    if (inners.get() != &default_handover()) continue;
     return wrap(
         {{inners, inners->backend()->shrink(ranks_to_exclude, shrink_flags, opts_override)}},
         nullptr);
@@ -120,40 +113,10 @@ DelegatingBackend::BackendPtr DelegatingBackend::shrink(
   return nullptr;
 }
 
-#ifdef CRUX_C10D_HAS_STARTTIMEESTIMATE
-void DelegatingBackend::startTimeEstimate() {
-  default_inner()->startTimeEstimate();
-  log_.set_estimating(true);
-}
-
-float DelegatingBackend::endTimeEstimate() {
-  log_.set_estimating(false);
-  return default_inner()->endTimeEstimate();
-}
-#endif
-
-void DelegatingBackend::setTimeout(std::chrono::milliseconds timeout) {
-  for (const auto& inners : switches()) {
-    inners->configure("timeout", [=](c10d::Backend& inner) { inner.setTimeout(timeout); });
-  }
-}
-
-#ifdef CRUX_C10D_HAS_ADDEPHEMERALTIMEOUT
-void DelegatingBackend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  for (const auto& inners : switches()) {
-    inners->apply([=](c10d::Backend& inner) { inner.addEphemeralTimeout(timeout); });
-  }
-}
-#endif
-
 #ifdef CRUX_C10D_HAS_SUPPORTSRECONFIGURE
-c10d::ReconfigureHandle DelegatingBackend::get_reconfigure_handle() const {
-  return default_inner()->get_reconfigure_handle();
-}
-
 DelegatingBackend::WorkPtr DelegatingBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
   // Ranks that join have not counted the operations of the others.
-  for (const auto& inners : switches()) inners->refuse("the group's members were changed");
+  for (const auto& inners : handovers()) inners->refuse("the group's members were changed");
   auto work = default_inner()->reconfigure(opts);
   rank_ = default_inner()->getRank();
   size_ = default_inner()->getSize();
@@ -161,52 +124,9 @@ DelegatingBackend::WorkPtr DelegatingBackend::reconfigure(const c10d::Reconfigur
 }
 #endif
 
-#ifdef CRUX_C10D_HAS_SUPPORTSWINDOW
-c10::intrusive_ptr<c10d::Window> DelegatingBackend::new_window(
-    const std::optional<at::Tensor>& tensor) {
-  default_switch().refuse("memory windows are bound to the inner backend");
-  return default_inner()->new_window(tensor);
-}
-#endif
-
-#ifdef CRUX_C10D_HAS_SUPPORTSABORTHOOKS
-void DelegatingBackend::registerAbortHook(int64_t id, c10d::AbortHook hook) {
-  default_switch().configure("abort hook " + std::to_string(id),
-                             [=](c10d::Backend& inner) { inner.registerAbortHook(id, hook); });
-}
-
-void DelegatingBackend::unregisterAbortHook(int64_t id) {
-  default_switch().forget("abort hook " + std::to_string(id));
-  default_switch().apply([=](c10d::Backend& inner) { inner.unregisterAbortHook(id); });
-}
-#endif
-
-#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
-void DelegatingBackend::registerCompletionHook(int64_t id, c10d::CompletionHook hook) {
-  default_switch().configure("completion hook " + std::to_string(id),
-                             [=](c10d::Backend& inner) { inner.registerCompletionHook(id, hook); });
-}
-
-void DelegatingBackend::unregisterCompletionHook(int64_t id) {
-  default_switch().forget("completion hook " + std::to_string(id));
-  default_switch().apply([=](c10d::Backend& inner) { inner.unregisterCompletionHook(id); });
-}
-#endif
-
-void DelegatingBackend::setSequenceNumberForGroup() {
-#ifndef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
-  // Newer torch starts every group at 0 and warns of this call.
-  for (const auto& inners : switches()) inners->backend()->setSequenceNumberForGroup();
-#endif
-}
-
-uint64_t DelegatingBackend::getSequenceNumberForGroup() {
-  return default_switch().sequence_number();
-}
-
 void DelegatingBackend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  default_switch().configure("on completion", [hook = std::move(hook)](c10d::Backend& inner) {
+  default_handover().configure("on completion", [hook = std::move(hook)](c10d::Backend& inner) {
     auto copy = hook;
     inner.registerOnCompletionHook(std::move(copy));
   });
@@ -214,19 +134,10 @@ void DelegatingBackend::registerOnCompletionHook(
   onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
 }
 
-void DelegatingBackend::waitForPendingWorks() {
-  default_switch().apply([](c10d::Backend& inner) { inner.waitForPendingWorks(); });
-}
-
-void DelegatingBackend::enableCollectivesTiming() {
-  default_switch().configure("timing",
-                             [](c10d::Backend& inner) { inner.enableCollectivesTiming(); });
-}
-
 void DelegatingBackend::setGroupUid(const std::string& uid) {
   Backend::setGroupUid(uid);
   std::vector<int64_t> ranks;
-  for (const auto& inners : switches()) {
+  for (const auto& inners : handovers()) {
     inners->configure("uid", [=](c10d::Backend& inner) { inner.setGroupUid(uid); });
     try {
       const auto& members = inners->backend()->getBackendOptions()->global_ranks_in_group;
@@ -242,7 +153,7 @@ void DelegatingBackend::describe() {
   described_.store(true, std::memory_order_relaxed);
   const std::string desc = getGroupDesc();
   if (desc.empty()) return;
-  for (const auto& inners : switches()) {
+  for (const auto& inners : handovers()) {
     inners->configure("desc", [=](c10d::Backend& inner) { inner.setGroupDesc(desc); });
   }
 }
@@ -266,26 +177,6 @@ void DelegatingBackend::eagerConnectSingleDevice(at::Device device) {
 #endif
   found->second->configure("connected",
                            [=](c10d::Backend& inner) { inner.eagerConnectSingleDevice(device); });
-}
-
-at::Tensor DelegatingBackend::allocateTensor(long size, at::TensorOptions options) {
-  return default_inner()->allocateTensor(size, options);
-}
-
-void DelegatingBackend::abort() {
-  for (const auto& inners : switches()) {
-    inners->let_go();
-    inners->unwatch(std::chrono::milliseconds(0));
-    inners->apply([](c10d::Backend& inner) { inner.abort(); });
-  }
-}
-
-void DelegatingBackend::shutdown() {
-  for (const auto& inners : switches()) {
-    inners->let_go();
-    inners->unwatch(kUnwatchPatience);
-    inners->apply([](c10d::Backend& inner) { inner.shutdown(); });
-  }
 }
 
 }  // namespace crux
