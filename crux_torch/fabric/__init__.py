@@ -1,1 +1,0 @@
-"""What the network is: topology, builders, loaders, this host."""

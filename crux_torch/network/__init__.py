@@ -1,0 +1,1 @@
+"""The network: topology, builders, loaders, paths, routes and probing."""

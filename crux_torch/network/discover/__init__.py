@@ -1,0 +1,1 @@
+"""A map of the network from the paths that probes took."""

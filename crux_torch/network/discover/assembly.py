@@ -1,0 +1,315 @@
+"""Builds the topology of routers that were told apart: names, links, capacities and notes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from crux_torch.network.addresses import address_order
+from crux_torch.network.discover.capacities import Capacities
+from crux_torch.network.discover.evidence import Evidence, Nic, Witness, canonical, combined
+from crux_torch.network.discover.fragment import MAX_HOPS
+from crux_torch.network.discover.routers import Routers
+from crux_torch.network.discover.silent import Through
+from crux_torch.network.topology import Link, Topology, TopologyBuilder
+
+#: Name of the node that stands for all of the network that nobody saw.
+UNSEEN = "unseen"
+#: Cost of a link to it: paths that were seen always cost less.
+UNSEEN_COST = 1 << 10
+_FAR = 1 << 20
+#: Kind of a router by its distance from the nearest host.
+_KINDS = ("tor", "aggregation", "core")
+
+
+class Assembly:
+    """The nodes and links of a network that was seen.
+
+    Attributes:
+        name: of each router.
+        node_of: node of each interface: the host itself, if it uses only one.
+    """
+
+    def __init__(self, evidence: Evidence, routers: Routers, through: Through) -> None:
+        self._evidence, self._routers, self._through = evidence, routers, through
+        self._members = routers.addresses()
+        self._beside = {
+            nic: sorted({routers.router(key) for key in keys})
+            for nic, keys in sorted(evidence.beside.items())
+        }
+        self._links: dict[tuple[str, str], Witness] = {}
+        self._height = {key: 0 for keys in self._beside.values() for key in keys}
+        self._sure_height: dict[str, int] = {}
+        self._collect()
+        self._height.update(self._sure_height)
+        self._known = {key for key, owners in evidence.owners.items() if len(owners) > 1}
+        self._hosts = sorted({nic.host for nic in evidence.nics})
+        used = Counter(nic.host for nic in self._beside)
+        self.node_of = {
+            nic: nic.host if used[nic.host] == 1 else f"{nic.host}/{nic.name}"
+            for nic in self._beside
+        }
+        # Who claims to be beside a router that others know to be above leaves has no say in it.
+        leaves = {
+            nic: [key for key in keys if self._height[key] == 0]
+            for nic, keys in self._beside.items()
+        }
+        self._capacities = Capacities(evidence.nics, leaves)
+        self.name = self._names({*self._hosts, *self.node_of.values()})
+        self._refuse()
+
+    def topology(self) -> Topology:
+        """Returns the network; raises TopologyError if it is too large, or has no host."""
+        builder, capacities = TopologyBuilder(), self._capacities
+        for host in self._hosts:
+            builder.node(host, "host")
+        for nic, node in self.node_of.items():
+            if node != nic.host:
+                builder.node(node, "nic", nic.host)
+                builder.cable(nic.host, node, Link(capacities.of_nic(nic)))
+        joined = {key for ends in self._links for key in ends}.union(*self._beside.values())
+        for key, name in sorted(self.name.items(), key=lambda item: item[1]):
+            if key in joined:
+                builder.node(name, self._kind(key))
+        for nic, keys in self._beside.items():
+            for key in keys:
+                builder.cable(self.node_of[nic], self.name[key], Link(capacities.of_nic(nic)))
+        links = [((self.name[a], self.name[b]), capacities.between(a, b)) for a, b in self._links]
+        for (a, b), capacity_Bps in sorted(links):
+            builder.arrow(a, b, Link(capacity_Bps))
+        self._join_parts(builder)
+        builder.addresses = self._addresses(builder.nodes)
+        self._note()
+        return builder.build()
+
+    def certain(self, topology: Topology) -> frozenset[str]:
+        """Returns the links whose two ends answered by address."""
+        answered = {name for key, name in self.name.items() if self._members.get(key)}
+        answered |= set(self.node_of.values())
+        return frozenset(e.name for e in topology.edges if {e.src, e.dst} <= answered)
+
+    def assumed(self, topology: Topology) -> frozenset[str]:
+        """Returns the links whose capacity nobody told."""
+        told = {node for nic, node in self.node_of.items() if self._capacities.is_told(nic)}
+        return frozenset(e.name for e in topology.edges if told.isdisjoint((e.src, e.dst)))
+
+    def _collect(self) -> None:
+        evidence, routers = self._evidence, self._routers
+        first_links: dict[tuple[str, str], Witness] = {}
+        for first, seconds in evidence.second.items():
+            for second, witness in seconds.items():
+                ends = routers.router(first), routers.router(second)
+                first_links[ends] = combined(first_links.get(ends, witness), witness)
+        one_way = self._one_way()
+        firsts: dict[str, list[str]] = {}
+        for first in evidence.seen:
+            firsts.setdefault(routers.router(first), []).append(first)
+        for (first, number), nodes in self._through.items():
+            witness = evidence.tail_witness[number]
+            link = nodes[0], nodes[1] if len(nodes) > 1 else ""
+            of_first = (
+                first_links[link]
+                if link in first_links
+                else self._seen_by(firsts.get(first, ()), number)
+            )
+            witnesses = (of_first, *[witness] * (len(nodes) - 2))
+            sure = of_first is None and witness is None
+            self._add(nodes, witnesses, sure)
+            if (first, number) in one_way:
+                self._add(nodes[::-1], witnesses[::-1], sure)
+
+    def _one_way(self) -> set[tuple[str, int]]:
+        """Paths of pairs of which the way back was not seen: cables have two directions."""
+        pairs, router = self._evidence.pairs, self._routers.router
+        return {
+            (router(first), number)
+            for (src, dst), paths in pairs.items()
+            if (dst, src) not in pairs
+            for first, numbers in paths
+            for number in numbers
+        }
+
+    def _seen_by(self, firsts: Sequence[str], number: int) -> Witness:
+        seen = self._evidence.seen
+        owners = {owner for first in firsts for owner, numbers in seen[first] if number in numbers}
+        return owners.pop() if len(owners) == 1 else None
+
+    def _add(self, nodes: Sequence[str], witnesses: Sequence[Witness], sure: bool) -> None:
+        """Adds the links of a path, each with its witness."""
+        end = len(nodes) - 1
+        for ends, witness in zip(itertools.pairwise(nodes), witnesses, strict=False):
+            self._links[ends] = combined(self._links.get(ends, witness), witness)
+        for place, key in enumerate(nodes):
+            height = min(place, end - place)
+            if self._height.get(key, 99) > height:
+                self._height[key] = height
+            if sure and self._sure_height.get(key, 99) > height:
+                self._sure_height[key] = height
+
+    def _refuse(self) -> None:
+        """Takes out what one owner alone claims of paths that others are sure to know.
+
+        A link that only one owner saw may be forged. It stays out if it would be on a path between
+        two leaves that two owners are sure of, or make one shorter.
+        """
+        owners: dict[tuple[str, str, int], Witness] = {}
+        for src, dst, owner, length in self._evidence.sure:
+            if src in self._beside and dst in self._beside:
+                pair = self._beside[src][0], self._beside[dst][0], length
+                owners[pair] = combined(owners.get(pair, owner), owner)
+        settled = [pair for pair, owner in owners.items() if owner is None]
+        suspects = sorted(ends for ends, witness in self._links.items() if witness is not None)
+        if not settled or not suspects:
+            return
+        leaves = sorted({leaf for s, t, _ in settled for leaf in (s, t)})
+        number = {key: n for n, key in enumerate(self._height)}
+        row = {leaf: n for n, leaf in enumerate(leaves)}
+        away = _distances(leaves, self._links, number)
+        back = _distances(leaves, [(b, a) for a, b in self._links], number)
+        starts = [row[s] for s, _, _ in settled]
+        ends = [row[t] for _, t, _ in settled]
+        lengths = np.array([length for *_, length in settled]) - 1
+        for a, b in suspects:
+            if np.any(away[starts, number[a]] + 1 + back[ends, number[b]] <= lengths):
+                del self._links[a, b]
+                names = f"{self.name[a]} to {self.name[b]}"
+                self._evidence.notes.add("refused, only one of several that should saw it", names)
+
+    def _kind(self, key: str) -> str:
+        height = self._height[key]
+        return _KINDS[height] if height < len(_KINDS) else "router"
+
+    def _names(self, taken: set[str]) -> dict[str, str]:
+        told = self._capacities.switch_names()
+        count = Counter(told.values())
+        names: dict[str, str] = {}
+        for key in sorted(self._height):
+            name = told.get(key, "")
+            if not name or count[name] > 1 or name in taken:
+                name = self._plain_name(key)
+            while name in taken:
+                name += "'"
+            names[key] = name
+            taken.add(name)
+        return names
+
+    def _plain_name(self, key: str) -> str:
+        kind = self._kind(key)
+        if key[0] == "~":
+            distance, base = key[1:].split("~", 1)
+            return f"silent-{kind}-{distance}-of-{(self._members.get(base) or (base[1:],))[0]}"
+        if not self._members[key]:
+            return f"{'bridge' if key[0] == '=' else 'silent-' + kind}-{key[1:]}"
+        # One owner alone can't rename what others know.
+        known = [address for address in self._members[key] if address in self._known]
+        return f"{kind}-{(known or self._members[key])[0]}"
+
+    def _addresses(self, nodes: Container[str]) -> dict[str, Sequence[str]]:
+        claims: defaultdict[str, Counter[Nic]] = defaultdict(Counter)
+        for nic, by_owner in self._evidence.nics.items():
+            for given in by_owner.values():
+                for address in {short for a in given.addresses if (short := canonical(a))}:
+                    claims[address][nic] += 1
+        notes = self._evidence.notes
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        of_router: set[str] = set()
+        for key, name in self.name.items():
+            if name in nodes:
+                # A router that one owner alone saw is none if it has a host's address.
+                mine = [
+                    a for a in self._members.get(key, ()) if a in self._known or a not in claims
+                ]
+                of_router.update(mine)
+                found[name] += mine
+        used = {nic.host for nic in self.node_of}
+        for address, votes in claims.items():
+            ranked = sorted(votes.items(), key=lambda vote: (-vote[1], vote[0]))
+            (nic, most), *others = ranked
+            if others and others[0][1] == most:
+                notes.add("two interfaces have one address, ignored", address)
+            elif address in of_router:
+                notes.add("a router and a host have one address", address)
+            elif nic in self.node_of or nic.host not in used:
+                found[self.node_of.get(nic, nic.host)].append(address)
+        return {node: sorted(given, key=address_order) for node, given in found.items() if given}
+
+    def _join_parts(self, builder: TopologyBuilder) -> None:
+        """Joins parts that no path joins by a node for what nobody saw."""
+        if not _apart(builder):
+            return
+        notes = self._evidence.notes
+        link = Link(self._capacities.usual_Bps, cost=UNSEEN_COST)
+        builder.node(UNSEEN, "router")
+        for key, name in sorted(self.name.items(), key=lambda item: item[1]):
+            if self._height[key] == 0 and name in builder.nodes:
+                builder.cable(name, UNSEEN, link)
+        used = {nic.host for nic in self._beside}
+        for host in self._hosts:
+            if host not in used:
+                builder.cable(host, UNSEEN, link)
+                notes.add("no path seen", host)
+        notes.add("no path joins all parts, assumed joined by one router", UNSEEN)
+
+    def _note(self) -> None:
+        notes, name = self._evidence.notes, self.name
+        for key, node in name.items():
+            if key[0] == "=":
+                notes.add("no router between hosts, a bridge or a tunnel that hides hops", node)
+            elif not self._members.get(key):
+                notes.add("silent, perhaps several routers", node)
+        for before, after in self._routers.parallel():
+            if before in name and after in name:
+                notes.add(
+                    "parallel links, or several routers that answer from the way back, counted as "
+                    "one",
+                    f"{name[before]} to {name[after]}",
+                )
+        for nodes in self._through.values():
+            if len(nodes) == 2:
+                notes.add(
+                    "two leaves joined directly, a tunnel may hide routers between them",
+                    " and ".join(sorted(name[key] for key in nodes)),
+                )
+
+
+def _distances(
+    starts: Sequence[str], links: Iterable[tuple[str, str]], number: Mapping[str, int]
+) -> npt.NDArray[np.int32]:
+    """The links from each start to each router; more than any path has where there is no way."""
+    after: defaultdict[str, list[str]] = defaultdict(list)
+    for a, b in links:
+        after[a].append(b)
+    found = np.full((len(starts), len(number)), _FAR, dtype=np.int32)
+    for row, start in enumerate(starts):
+        seen, layer, distance = {start}, [start], 0
+        while layer and distance < MAX_HOPS:
+            found[row, [number[key] for key in layer]] = distance
+            layer = [b for b in dict.fromkeys(b for a in layer for b in after[a]) if b not in seen]
+            seen.update(layer)
+            distance += 1
+    return found
+
+
+def _apart(builder: TopologyBuilder) -> bool:
+    """True if a host does not reach the first one, or is not reached by it."""
+    hosts = {name for name, node in builder.nodes.items() if node.kind == "host"}
+    at = {name: node.host or name for name, node in builder.nodes.items()}
+    away, back = defaultdict(set), defaultdict(set)
+    for edge in builder.edges:
+        away[at[edge.src]].add(at[edge.dst])
+        back[at[edge.dst]].add(at[edge.src])
+    for neighbours in (away, back):
+        first = min(hosts, default="")
+        seen, todo = {first}, [first]
+        while todo:
+            for node in neighbours[todo.pop()] - seen:
+                seen.add(node)
+                if node not in hosts:
+                    todo.append(node)
+        if not hosts <= seen:
+            return True
+    return False

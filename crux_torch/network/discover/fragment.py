@@ -1,0 +1,81 @@
+"""Schema of a fragment: the hosts and paths that one job, or one run of discovery, saw."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from crux_torch.network.routes import Address, NodeName
+
+#: Goes up when a field changes its meaning; readers refuse other versions.
+FRAGMENT_VERSION = 1
+#: Routers on one path, paths of one pair, and pairs and hosts of one fragment.
+MAX_HOPS, MAX_PATHS, MAX_PAIRS, MAX_HOSTS = 16, 512, 65536, 65536
+
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class SeenPath(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """One path from a host to another.
+
+    Attributes:
+        hops: address that answered at TTL 1, 2, ...; None where nobody answered.
+        ports: source ports that take the path, a few.
+        connections: live connections of the job that take the path.
+    """
+
+    hops: Annotated[tuple[Address | None, ...], msgspec.Meta(max_length=MAX_HOPS)]
+    ports: Annotated[tuple[Port, ...], msgspec.Meta(max_length=64)] = ()
+    connections: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+
+
+class SeenPair(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The paths from one address to another.
+
+    Attributes:
+        src, dst: hosts of the two addresses.
+        paths: every path that was seen.
+        confidence: probability that no path of an equal share is missing.
+        sprays: True if a source port does not keep its path.
+    """
+
+    src: NodeName
+    src_address: Address
+    dst: NodeName
+    dst_address: Address
+    paths: Annotated[tuple[SeenPath, ...], msgspec.Meta(max_length=MAX_PATHS)]
+    confidence: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0
+    sprays: bool = False
+
+
+class SeenNic(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """An interface of a host.
+
+    Attributes:
+        speed_Bps: of the cable in one direction; 0 if unknown.
+        switch, switch_port: the neighbour's names by LLDP; empty if it told nothing.
+        switch_speed_Bps: speed of the neighbour's port by LLDP; 0 if unknown.
+    """
+
+    name: NodeName
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=64)]
+    speed_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
+    switch: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    switch_port: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    switch_speed_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
+
+
+class SeenHost(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A host and its interfaces to the network."""
+
+    name: NodeName
+    nics: Annotated[tuple[SeenNic, ...], msgspec.Meta(max_length=256)]
+
+
+class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The part of the network that one job, or one run of discovery, saw."""
+
+    version: int = FRAGMENT_VERSION
+    hosts: Annotated[tuple[SeenHost, ...], msgspec.Meta(max_length=MAX_HOSTS)] = ()
+    pairs: Annotated[tuple[SeenPair, ...], msgspec.Meta(max_length=MAX_PAIRS)] = ()

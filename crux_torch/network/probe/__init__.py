@@ -1,0 +1,1 @@
+"""Probing: the path of each source port."""

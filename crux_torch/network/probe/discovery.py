@@ -1,0 +1,456 @@
+"""The rules of probing: the next question to each port, its pace, and when to stop.
+
+The clock and the packets come from outside, so tests play both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from itertools import islice
+from math import inf
+from typing import Literal
+
+from crux_torch.network.probe.pacer import Pacer
+from crux_torch.network.probe.packets import Answer, Hops, Packets, Probe
+
+#: A hop that a path must pass: at a TTL, one address or any of several.
+RequiredHop = tuple[int, "str | Collection[str]"]
+
+#: Ports that a hop leaves unanswered, having answered nobody, before it counts as silent.
+_SILENT_AFTER = 6
+_ATTEMPTS_UNHEARD = 3
+_LONGEST_BACKOFF_S = 2.0
+#: Ports under way at the same time, a socket each.
+_MAX_UNDER_WAY = 32
+#: Ports to start at a time when the paths are known and only more ports are wanted.
+_AT_ONCE = 8
+
+#: Answers to one port, at some TTLs.
+Answers = tuple[str | None, ...]
+Ended = Literal["confident", "found", "time", "ports"]
+
+
+def draws_needed(paths: int, confidence: float) -> int:
+    """Returns the ports without a new path after which ``paths`` known ones count as all.
+
+    The smallest n with (k / (k + 1))^n <= 1 - confidence: docs/understand/paths.md says why. The
+    hypothesis "k paths against k + 1" is that of the Multipath Detection Algorithm (Augustin,
+    Friedman, Teixeira, "Multipath tracing with Paris traceroute", 2007; Veitch et al., INFOCOM
+    2009).
+
+    Raises:
+        ValueError: fewer than 1 path, or a confidence that is not from 0 to less than 1.
+    """
+    if paths < 1 or not 0 <= confidence < 1:
+        raise ValueError(f"{paths} paths, confidence {confidence}; expected >= 1 and 0 to < 1")
+    if confidence == 0:
+        return 0
+    needed = max(1, math.ceil(math.log(1 - confidence) / math.log(paths / (paths + 1))))
+    # The logarithms may end a hair beside a whole number: settle it by the inequality itself.
+    while needed > 1 and confidence_after(paths, needed - 1) >= confidence:
+        needed -= 1
+    while confidence_after(paths, needed) < confidence:
+        needed += 1
+    return needed
+
+
+def confidence_after(paths: int, draws: int) -> float:
+    """Returns the confidence that ``draws`` ports without a new path give to ``paths`` paths."""
+    return 1 - (paths / (paths + 1)) ** draws if paths else 0.0
+
+
+def passes(hops: Hops, required: Sequence[RequiredHop]) -> bool:
+    """True if ``hops`` has, at each required TTL, one of the addresses required there."""
+    answers = dict(hops)
+    several = [(ttl, [given] if isinstance(given, str) else given) for ttl, given in required]
+    # As error queues name them: the shortest form of an IPv6 address.
+    return all(answers.get(ttl) in {str(ip_address(a)) for a in given} for ttl, given in several)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Parameters of probing.
+
+    Attributes:
+        confidence: stop when, with this probability, no path with an equal share is missing.
+        rate_per_s: probes a second at most.
+        answer_wait_s: for an answer to a probe. It is repeated after a pause as long, then twice as
+            long and so on, up to 2 s.
+        retries: of a probe that nobody answered, at most; fewer if hardly any probe gets lost.
+        ports_per_path: ports to find of every path, at least.
+        via: hops of a required path.
+        via_ports: stop when this many ports of that path are known; 0: look for all paths.
+        repeats: ports to probe a second time at the end.
+        count_silent: count a port whose path crosses a router that surely stays silent, though
+            others at its TTL answer.
+        ttl_rate_per_s: probes a second that expire at one TTL at most.
+    """
+
+    confidence: float = 0.99
+    rate_per_s: float = 200.0
+    time_limit_s: float = 30.0
+    answer_wait_s: float = 0.3
+    retries: int = 7
+    ports_per_path: int = 1
+    via: tuple[RequiredHop, ...] = ()
+    via_ports: int = 0
+    repeats: int = 6
+    count_silent: bool = False
+    ttl_rate_per_s: float = inf
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("confidence", 0.0, 0.999999),
+            ("rate_per_s", 0.5, 1e5),
+            ("ttl_rate_per_s", 0.5, inf),
+            ("time_limit_s", 0.001, 3600.0),
+            ("answer_wait_s", 0.001, 60.0),
+            ("retries", 0, 20),
+            ("ports_per_path", 1, 65535),
+            ("via_ports", 0, 65535),
+            ("repeats", 0, 1000),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; expected {low} to {high}")
+
+
+@dataclass(slots=True)
+class _Port:
+    """One source port: its answers at each TTL, and the probe that it waits for.
+
+    Attributes:
+        silent: TTLs at which an answer would have come, if its router gave any.
+    """
+
+    number: int
+    answers: dict[int, str | None] = field(default_factory=dict)
+    asked_at: dict[int, list[float]] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)
+    not_before: float = 0.0
+    waiting_for: Probe | None = None
+    deadline: float = 0.0
+
+
+@dataclass(slots=True)
+class _Layer:
+    """The routers that answer at one TTL.
+
+    Attributes:
+        addresses: of those that answered, with how many ports.
+        unheard: ports that were given up because nobody answered.
+        implied: of a slow layer, the address that follows from the answers at the TTLs before. The
+            layer is asked about a port only if they are not in here. None: asked about every port.
+    """
+
+    pacer: Pacer
+    addresses: Counter[str] = field(default_factory=Counter)
+    unheard: int = 0
+    implied: dict[Answers, str] | None = None
+
+    @property
+    def silent(self) -> bool:
+        return not self.addresses and self.unheard >= _SILENT_AFTER
+
+
+class Discovery:
+    """One search for the paths of source ports: each is asked about every TTL, one at a time.
+
+    docs/understand/paths.md says when it stops, and when a slow TTL is not asked about every port.
+
+    Args:
+        clock: seconds, monotonic.
+        ports: source ports in random order. They count in this order, not in that of the answers.
+        watch: called with this object whenever something was learned.
+
+    Attributes:
+        sent, answered, ended: as in :class:`~crux_torch.network.probe.prober.PathMap`.
+    """
+
+    def __init__(
+        self,
+        packets: Packets,
+        clock: Callable[[], float],
+        ports: Iterable[int],
+        ttls: Sequence[int],
+        rules: Rules,
+        watch: Callable[[Discovery], None] | None = None,
+    ) -> None:
+        self.sent = self.answered = 0
+        self.ended: Ended = "ports"
+        self._packets, self._clock, self._rules, self._watch = packets, clock, rules, watch
+        self._supply: Iterator[int] = iter(ports)
+        self._exhausted = False
+        of_ttl_per_s = min(rules.rate_per_s, rules.ttl_rate_per_s)
+        self._layers = {ttl: _Layer(Pacer(of_ttl_per_s)) for ttl in ttls}
+        self._overall = Pacer(rules.rate_per_s)
+        self._drawn: list[_Port] = []
+        self._under_way: list[_Port] = []
+        self._start_count()
+
+    def run(self, until: float) -> None:
+        """Search until the rules say stop, or the clock says ``until``."""
+        self._draw()
+        while not self._finished(until):
+            self._step(until)
+            self._draw()
+        for port in self._under_way:
+            if port.waiting_for is not None:
+                self._packets.forget(port.waiting_for)
+                port.waiting_for = None
+
+    def recheck(self, until: float) -> tuple[int, int]:
+        """Probe some ports a second time. Returns (ports that were, those on another path)."""
+        before = self.hops
+        complete = {port: hops for port, hops in before.items() if self._is_complete(hops)}
+        of_each_path = {hops: port for port, hops in reversed(complete.items())}
+        ports = list(dict.fromkeys([*reversed(of_each_path.values()), *complete]))
+        rules = replace(self._rules, ports_per_path=65535, via=(), via_ports=0)
+        again = Discovery(
+            self._packets, self._clock, ports[: rules.repeats], tuple(self._layers), rules
+        )
+        again._layers, again._overall = self._layers, self._overall
+        again.run(until)
+        self.sent += again.sent
+        self.answered += again.answered
+        repeated = changed = 0
+        for port in again._drawn:
+            answers = dict(before[port.number])
+            heard = [(answers[ttl], now) for ttl, now in port.answers.items() if now]
+            repeated += bool(heard)
+            changed += any(was and was != now for was, now in heard)
+        return repeated, changed
+
+    @property
+    def hops(self) -> dict[int, Hops]:
+        """The answers to each port that is done with, in the order in which they were drawn."""
+        return {p.number: self._hops(p) for p in self._drawn if not self._is_under_way(p)}
+
+    @property
+    def quiet(self) -> tuple[int, ...]:
+        """Ports whose path crosses a router that stays silent, though others at its TTL answer."""
+        return tuple(p.number for p in self._drawn if p.silent and self._is_sure(p, self._hops(p)))
+
+    @property
+    def inferred(self) -> tuple[int, ...]:
+        """TTLs that answer slowly and were not asked about every port."""
+        return tuple(ttl for ttl, layer in self._layers.items() if layer.implied is not None)
+
+    @property
+    def path_count(self) -> int:
+        return len(self._paths)
+
+    @property
+    def confidence(self) -> float:
+        """Probability that no path of an equal share is missing."""
+        return confidence_after(len(self._paths), self._run)
+
+    def _finished(self, until: float) -> bool:
+        rules = self._rules
+        if rules.via_ports and self._via >= rules.via_ports:
+            self.ended = "found"
+        elif self._is_confident() and not self._under_way:
+            self.ended = "confident"
+        elif self._clock() >= until:
+            self.ended = "time"
+        elif self._exhausted and not self._under_way:
+            self.ended = "ports"
+        else:
+            return False
+        return True
+
+    def _is_confident(self) -> bool:
+        rules, paths = self._rules, self._paths
+        if not paths or (rules.via_ports and self._via):
+            return False
+        enough = self._run >= draws_needed(len(paths), rules.confidence)
+        return enough and min(paths.values()) >= rules.ports_per_path
+
+    def _draw(self) -> None:
+        """Start as many ports as the stopping rule still lacks, no more."""
+        if self._is_confident():
+            return
+        needed = draws_needed(max(1, len(self._paths)), self._rules.confidence)
+        lacking = needed - self._run
+        target = min(lacking if lacking > 0 else _AT_ONCE, _MAX_UNDER_WAY)
+        lacking = max(0, target - (len(self._drawn) - self._counted))
+        started = [_Port(number) for number in islice(self._supply, lacking)]
+        self._exhausted |= len(started) < lacking
+        self._drawn += started
+        self._under_way += started
+
+    def _step(self, until: float) -> None:
+        wake = min(self._send(), until)
+        for answer in self._packets.receive(max(0.0, wake - self._clock())):
+            self._take(answer)
+        self._give_up_late()
+        self._count()
+        if self._watch is not None:
+            self._watch(self)
+
+    def _send(self) -> float:
+        """Send the probes that are due. Returns the time of the next ones."""
+        now, wake = self._clock(), inf
+        for port in list(self._under_way):
+            if port.waiting_for is not None:
+                wake = min(wake, port.deadline)
+                continue
+            asks = self._to_ask(port)
+            if not asks:
+                return now
+            ttl = min(asks, key=lambda t: self._layers[t].pacer.next_at)
+            pacer = self._layers[ttl].pacer
+            at = max(port.not_before, pacer.next_at, self._overall.next_at)
+            if at > now:
+                wake = min(wake, at)
+            elif self._packets.send(probe := Probe(port.number, ttl)):
+                self.sent += 1
+                pacer.sent(now)
+                self._overall.sent(now)
+                port.asked_at.setdefault(ttl, []).append(now)
+                port.waiting_for = probe
+                port.deadline = now + self._rules.answer_wait_s
+                wake = min(wake, port.deadline)
+            else:
+                # A connection of this host has it: no new one can, so it is not a draw either.
+                self._under_way.remove(port)
+                self._drawn.remove(port)
+                wake = now
+        return wake
+
+    def _take(self, answer: Answer) -> None:
+        port = next((p for p in self._under_way if p.waiting_for == answer.probe), None)
+        if port is None:
+            return
+        ttl = answer.probe.ttl
+        layer = self._layers[ttl]
+        port.waiting_for = None
+        self.answered += 1
+        *lost, arrived = port.asked_at[ttl]
+        for sent_at in lost:
+            layer.pacer.result(sent_at, False, self._clock())
+        layer.pacer.result(arrived, True, self._clock())
+        if answer.kind == "refusal":
+            port.answers[ttl] = None
+            return
+        if not layer.addresses:
+            self._ask_again(ttl)
+        port.answers[ttl] = answer.address
+        layer.addresses[answer.address] += 1
+        if layer.pacer.slowed or layer.implied is not None:
+            self._infer(ttl)
+
+    def _infer(self, ttl: int) -> None:
+        """Find out whether the answers at ``ttl`` follow from those at the TTLs before."""
+        layer, table, count = self._layers[ttl], dict[Answers, str](), 0
+        before = layer.implied is not None
+        layer.implied = None
+        for port in self._drawn:
+            given, address = self._before(port, ttl), port.answers.get(ttl)
+            if address is None or None in given:
+                continue
+            if table.setdefault(given, address) != address:
+                break
+            count += 1
+        else:
+            # If each entry were one of two equal ones, each confirmation would have shown it with
+            # probability 1/2.
+            if count - len(table) >= draws_needed(1, self._rules.confidence):
+                layer.implied = table
+        if before != (layer.implied is not None):
+            self._start_count()
+
+    def _give_up_late(self) -> None:
+        now, rules = self._clock(), self._rules
+        for port in list(self._under_way):
+            probe = port.waiting_for
+            if probe is None or port.deadline > now:
+                continue
+            self._packets.forget(probe)
+            port.waiting_for = None
+            layer, attempts = self._layers[probe.ttl], len(port.asked_at[probe.ttl])
+            # If nobody ever answered, perhaps nobody does: don't wait long to find out.
+            enough = layer.pacer.attempts if layer.addresses else _ATTEMPTS_UNHEARD
+            if attempts < min(enough, rules.retries + 1):
+                backoff = rules.answer_wait_s * 2.0 ** (attempts - 1)
+                port.not_before = now + min(backoff, _LONGEST_BACKOFF_S)
+                continue
+            port.answers[probe.ttl] = None
+            if layer.addresses and attempts >= enough:
+                port.silent.add(probe.ttl)
+            layer.unheard += 1
+            if layer.unheard == _SILENT_AFTER and layer.silent:
+                self._start_count()
+
+    def _ask_again(self, ttl: int) -> None:
+        """Somebody does answer here: ask for the ports that were given up before that showed."""
+        for port in self._drawn:
+            if port.answers.get(ttl, "") is None:
+                del port.answers[ttl], port.asked_at[ttl]
+        self._start_count()
+
+    def _start_count(self) -> None:
+        """Count anew, because what is known of ports that were counted has changed."""
+        self._counted = self._run = self._via = 0
+        self._paths: Counter[Hops] = Counter()
+        self._under_way = [port for port in self._drawn if self._is_under_way(port)]
+
+    def _count(self) -> None:
+        """Count the ports that are done with, up to the first that is not."""
+        self._under_way = [port for port in self._under_way if self._is_under_way(port)]
+        busy = {port.number for port in self._under_way}
+        for port in self._drawn[self._counted :]:
+            if port.number in busy:
+                return
+            hops = self._hops(port)
+            self._counted += 1
+            self._via += bool(self._rules.via) and passes(hops, self._rules.via)
+            if self._is_complete(hops) or self._is_sure(port, hops):
+                self._run = self._run + 1 if hops in self._paths else 0
+                self._paths[hops] += 1
+
+    def _to_ask(self, port: _Port) -> list[int]:
+        layers = self._layers.items()
+        missing = [t for t, layer in layers if not (t in port.answers or layer.silent)]
+        unconditional = [ttl for ttl in missing if self._layers[ttl].implied is None]
+        if unconditional:
+            return unconditional
+        given = {ttl: self._before(port, ttl) for ttl in missing}
+        return [
+            ttl
+            for ttl in missing
+            if None not in given[ttl] and given[ttl] not in (self._layers[ttl].implied or ())
+        ]
+
+    def _is_under_way(self, port: _Port) -> bool:
+        return port.waiting_for is not None or bool(self._to_ask(port))
+
+    def _is_complete(self, hops: Hops) -> bool:
+        return all(address or self._layers[ttl].silent for ttl, address in hops)
+
+    def _is_sure(self, port: _Port, hops: Hops) -> bool:
+        """True if all that does not answer for ``port`` surely never does, and shall count."""
+        silent = (ttl in port.silent or self._layers[ttl].silent for ttl, a in hops if not a)
+        return self._rules.count_silent and all(silent)
+
+    def _before(self, port: _Port, ttl: int) -> Answers:
+        """The answers to a port at the TTLs before ``ttl``, silent ones left out."""
+        hops = self._hops(port, ttl)
+        return tuple(address for t, address in hops if not self._layers[t].silent)
+
+    def _hops(self, port: _Port, end: int = 256) -> Hops:
+        """The answers to a port at the TTLs before ``end``, inferred ones included."""
+        hops: list[tuple[int, str | None]] = []
+        given: Answers = ()
+        for ttl, layer in self._layers.items():
+            if ttl >= end:
+                break
+            address = port.answers.get(ttl) or (layer.implied or {}).get(given)
+            hops.append((ttl, address))
+            if not layer.silent:
+                given += (address,)
+        return tuple(hops)

@@ -1,1 +1,0 @@
-"""Which source port leads over which path."""

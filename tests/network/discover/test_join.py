@@ -1,0 +1,102 @@
+"""Fabrics that answer probes, joined: the map that comes out against the true one."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+from answering import AnsweringNetwork, clos2, clos3, rails
+from map_score import Score, pairs_of, path_of, score
+
+from crux_torch.network.discover.join import Discovered, join
+from crux_torch.network.loaders import dump_yaml, parse_yaml
+
+PORTS = range(50000, 50040)
+
+TOLD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/31": (clos2(), {}),
+    "/30": (clos2(), {"numbering": "/30"}),
+    "/24": (clos2(), {"numbering": "/24", "gateway": "leaf"}),
+    "/24 of two ends": (clos2(), {"numbering": "/24 ends"}),
+    "two leaves": (clos2(leaves=2), {"numbering": "/24 ends"}),
+    "IPv6": (clos2(), {"numbering": "/127"}),
+    "loopbacks": (clos2(), {"mode": "loopback"}),
+    "two leaves, loopbacks": (clos2(leaves=2), {"mode": "loopback"}),
+    "loopbacks of spines": (clos2(), {"modes": {f"spine{j}": "loopback" for j in range(4)}}),
+    "unequal spines": (clos2(unequal=2), {}),
+    "a silent spine": (clos2(), {"silent": ["spine1"]}),
+    "a silent leaf": (clos2(), {"silent": ["leaf1"]}),
+    "three layers": (clos3(), {}),
+    "three layers, loopbacks": (clos3(), {"mode": "loopback"}),
+    "a silent core": (clos3(), {"silent": ["core0-0"]}),
+    "a silent aggregation": (clos3(), {"silent": ["agg0-0"]}),
+    "rails": (rails(), {}),
+}
+
+
+def discovered(network: AnsweringNetwork) -> Discovered:
+    return join({"discover": network.fragment(all_pairs(network), PORTS)})
+
+
+def all_pairs(network: AnsweringNetwork) -> list[tuple[str, str]]:
+    """Between all interfaces of different hosts, of whatever rail."""
+    nic = {address: network.nic(address) for address in network.end_at}
+    return [(a, b) for a, b in permutations(nic, 2) if nic[a].host != nic[b].host]
+
+
+def scored(network: AnsweringNetwork, found: Discovered) -> Score:
+    return score(network, found, pairs_of(network), PORTS)
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_a_fabric_is_found_as_it_is(case: str) -> None:
+    topology, options = TOLD[case]
+    network = AnsweringNetwork(topology, **options)
+    found = discovered(network)
+    assert scored(network, found) == (1, 1, 1, 1)
+    switches = [n for n, node in found.topology.nodes.items() if node.host is None]
+    expected = [n for n, node in topology.nodes.items() if node.host is None]
+    assert len(switches) == len(expected)
+    assert sorted(found.topology.nodes[n].kind for n in switches) == sorted(
+        topology.nodes[n].kind for n in expected
+    )
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_paths_that_were_seen_are_candidates(case: str) -> None:
+    topology, options = TOLD[case]
+    network = AnsweringNetwork(topology, **options)
+    found = discovered(network)
+    for src, dst in pairs_of(network)[:40]:
+        for port in PORTS[:10]:
+            path = path_of(network, found, (src, dst, port))
+            assert path is not None
+            ends = found.topology.ends(path[0])[0], found.topology.ends(path[-1])[1]
+            assert path in found.topology.candidate_paths(*ends)
+
+
+def test_where_answers_vary_with_the_way_back_all_is_shared_and_said() -> None:
+    network = AnsweringNetwork(clos2(), mode="back")
+    found = discovered(network)
+    assert scored(network, found).recall == 1
+    assert any("answer from the way back" in note for note in found.notes)
+
+
+def test_a_map_is_written_and_read_as_any_topology() -> None:
+    found = discovered(AnsweringNetwork(clos3()))
+    again = parse_yaml(dump_yaml(found.topology))
+    assert again.nodes == found.topology.nodes
+    assert again.edges == found.topology.edges
+    assert again.addresses == found.topology.addresses
+
+
+def test_jobs_that_saw_parts_have_together_what_one_run_has() -> None:
+    network = AnsweringNetwork(clos2())
+    pairs = pairs_of(network)
+    jobs = {f"job{i}": network.fragment(pairs[i::5], PORTS) for i in range(5)}
+    found = join(jobs)
+    again = join(dict(reversed(jobs.items())))
+    assert dump_yaml(again.topology) == dump_yaml(found.topology)
+    assert again.notes == found.notes
+    assert scored(network, found) == (1, 1, 1, 1)
