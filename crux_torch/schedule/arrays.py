@@ -1,4 +1,4 @@
-"""A cluster as integer arrays: what every algorithm of this package computes on.
+"""A cluster as integer arrays, on which every algorithm of this package computes.
 
 Jobs are held in the order of their names, so that no result depends on the order they came in.
 """
@@ -17,7 +17,7 @@ from scipy import sparse
 
 from crux_torch import _schedule
 from crux_torch.errors import CruxError
-from crux_torch.schedule.model import Cluster, Flow, Job, Link
+from crux_torch.schedule.model import Cluster, Flow, Job, Link, Memory
 
 IntArray = npt.NDArray[np.int64]
 LinkArray = npt.NDArray[np.int32]
@@ -37,8 +37,8 @@ class Arrays:
     topology that hands out one tuple for each pair of places is read in time of those pairs.
 
     Attributes:
-        capacity_Bps: of every link; one more entry at the end, infinite, stands for the link of an
-            empty path, so that every path has a link.
+        capacity_Bps: one more entry at the end, infinite, stands for the link of an empty path, so
+            that every path has a link.
         flow_start: flows of job j are ``flow_start[j]`` to ``flow_start[j + 1]``.
         flow_set: candidate set of each flow.
         set_start: paths of set s are ``set_start[s]`` to ``set_start[s + 1]``.
@@ -55,6 +55,25 @@ class Arrays:
     path_links: LinkArray
 
     @property
+    def candidates(self) -> dict[str, Any]:
+        """Candidate sets, paths and links, as the loops in C++ take them."""
+        return {
+            "set_start": self.set_start,
+            "path_start": self.path_start,
+            "path_links": self.path_links,
+            "capacity_Bps": self.capacity_Bps,
+        }
+
+    @property
+    def flows(self) -> dict[str, Any]:
+        """Flows, as the loops in C++ take them."""
+        return {
+            "flow_start": self.flow_start,
+            "flow_set": self.flow_set,
+            "flow_bytes": self.flow_bytes,
+        }
+
+    @property
     def flow_job(self) -> IntArray:
         """The job of each flow."""
         return np.repeat(np.arange(len(self.jobs)), np.diff(self.flow_start))
@@ -67,16 +86,15 @@ class Arrays:
 class _Links(NamedTuple):
     """A mapping of capacities, the names in it, and their capacities with the infinite one."""
 
-    read_from: Mapping[Link, float] | None
+    source: Mapping[Link, float] | None
     names: tuple[Link, ...]
     capacity_Bps: FloatArray
 
 
 class Reader:
-    """Reads clusters into arrays.
+    """Reads clusters into arrays, and reads links and candidate paths that it knows only once.
 
-    What it reads of links and candidate paths serves the next cluster. Links in a read-only mapping
-    are not read again while it is the same mapping.
+    Links in a read-only mapping are not read again while it is the same mapping.
     """
 
     def __init__(self) -> None:
@@ -101,32 +119,30 @@ class Reader:
 
     def _links_of(self, capacity_Bps: Mapping[Link, float]) -> _Links:
         links = self._links
-        if capacity_Bps is links.read_from:
+        if capacity_Bps is links.source:
             return links
         names = tuple(capacity_Bps)
         given = chain(capacity_Bps.values(), (np.inf,))
         found = _Links(None, names, np.fromiter(given, np.float64, len(names) + 1))
         if isinstance(capacity_Bps, MappingProxyType):
             found.capacity_Bps.flags.writeable = False
-            self._links = found._replace(read_from=capacity_Bps)
+            self._links = found._replace(source=capacity_Bps)
         return found
 
 
-#: Decisions follow each other closely, and most of their flows are those of the one before.
-_reader = Reader()
-
-
-def arrays_of(cluster: Cluster, *, remember: bool = True) -> Arrays:
+def arrays_of(cluster: Cluster, memory: Memory | None = None) -> Arrays:
     """Reads ``cluster`` into arrays.
-
-    Args:
-        remember: what is read serves the next cluster that is read so, see :class:`Reader`.
 
     Raises:
         ClusterError: two jobs of one name, a flow without candidates or with a size that is not
             a finite number of bytes, a path over an unknown link, a link without capacity.
     """
-    return (_reader if remember else Reader()).read(cluster)
+    if memory is None:
+        return Reader().read(cluster)
+    if memory.reader is None:
+        memory.reader = Reader()
+    arrays: Arrays = memory.reader.read(cluster)
+    return arrays
 
 
 def _check(arrays: Arrays, cluster: Cluster) -> None:
@@ -144,9 +160,7 @@ def _check(arrays: Arrays, cluster: Cluster) -> None:
 
 
 def choice_of(arrays: Arrays, path: Mapping[str, tuple[int, ...]] | None) -> IntArray:
-    """The chosen candidate of every flow, in the order of ``arrays``.
-
-    ``path`` has an index for each flow of a job; a job that it does not name takes the first ones.
+    """The candidate index of every flow by ``path``; jobs not in it take their first candidates.
 
     Raises:
         ClusterError: an index that the flow does not have, or not one index for each flow.
@@ -177,17 +191,8 @@ def paths_of(arrays: Arrays, choice: IntArray) -> dict[str, tuple[int, ...]]:
 
 
 def traffic_entries(arrays: Arrays, choice: IntArray) -> tuple[FloatArray, LinkArray, LinkArray]:
-    """The entries of :func:`traffic_matrix`: bytes, links, and where those of each job start."""
-    return _schedule.traffic(
-        set_start=arrays.set_start,
-        path_start=arrays.path_start,
-        path_links=arrays.path_links,
-        capacity_Bps=arrays.capacity_Bps,
-        flow_start=arrays.flow_start,
-        flow_set=arrays.flow_set,
-        flow_bytes=arrays.flow_bytes,
-        choice=choice,
-    )
+    """The entries of :func:`traffic_matrix`: bytes, links, and the first entry of each job."""
+    return _schedule.traffic(**arrays.candidates, **arrays.flows, choice=choice)
 
 
 def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
@@ -197,16 +202,6 @@ def traffic_matrix(arrays: Arrays, choice: IntArray) -> Any:
     """
     shape = (len(arrays.jobs), len(arrays.capacity_Bps))
     return sparse.csr_array(traffic_entries(arrays, choice), shape=shape)
-
-
-def row_max(matrix: Any, scale: FloatArray) -> FloatArray:
-    """For each row of a CSR matrix the largest entry times its column's ``scale``; 0 if none."""
-    result = np.zeros(matrix.shape[0])
-    filled = np.diff(matrix.indptr) > 0
-    if filled.any():
-        entries = matrix.data * scale[matrix.indices]
-        result[filled] = np.maximum.reduceat(entries, matrix.indptr[:-1][filled])
-    return result
 
 
 def check_levels(levels: Sequence[int]) -> IntArray:

@@ -1,12 +1,14 @@
-"""What a schedule is computed from and what it decides: plain values, no I/O, no clock.
+"""The input of a schedule and its result: plain values, no I/O, no clock.
 
 The live leaders and the simulator build the same ``Cluster`` and read the same ``Decision``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Link = str
 Path = tuple[Link, ...]
@@ -43,13 +45,12 @@ class Job:
 
     Attributes:
         name: unique in its cluster.
-        gpus: devices that it occupies.
         flops: W_j, FLOPs of one iteration over all its devices.
         compute_s: seconds of one iteration in which its devices compute.
-        flows: what it moves in one iteration.
-        bursts: when in the iteration it moves it, ascending in ``at``.
-        period_s: seconds of an iteration alone as measured, for what keeps jobs to a pace; 0 where
-            the others tell.
+        flows: traffic of one iteration.
+        bursts: when in the iteration the traffic starts, ascending in ``at``.
+        period_s: measured seconds of an iteration alone, for time shifts (CASSINI); 0 where the
+            period follows from the other fields.
         parts: for each flow the number of the part of a burst that it belongs to. All flows of a
             part move together; each part moves on its own, and the burst ends with the last. Empty:
             all flows are one part. Schedulers take them as one.
@@ -70,7 +71,6 @@ class Cluster:
     """The jobs that run now and the links that they share.
 
     Attributes:
-        capacity_Bps: bytes per second of every link.
         jobs: in any order; a schedule does not depend on it.
     """
 
@@ -83,9 +83,9 @@ class Trial:
     """A component whose plan is not the safe one, so that it has to be tried out.
 
     Attributes:
-        name: of the component and its plan; equal ones have equal names.
-        jobs: of the component, in the order of their names; the first judges the trial.
-        on: whether the decision has the plan; otherwise it has the safe one.
+        name: equal for equal components with equal plans.
+        jobs: names of the component's jobs, ascending; the first judges the trial.
+        on: True if the decision has the plan; otherwise it has the safe one.
     """
 
     name: str
@@ -95,23 +95,23 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A schedule.
+    """A schedule: for each job the values below, where the scheduler has such a notion.
 
     Attributes:
-        path: for each job, the index of the candidate path that each of its flows takes.
-        level: for each job its priority level; a higher level goes first.
-        priority: P_j for each job, where the scheduler has such a notion.
-        intensity: I_j in FLOP/s for each job, where the scheduler uses it.
-        correction: k_j for each job, where the scheduler uses it.
-        shift_s: for each job that is shifted in time, when its iterations start, modulo
-            ``grid_s``, from an origin that all jobs have in common.
-        grid_s: for each job that keeps to a grid, the distance of its iterations' starts: a start
-            that is early or too late is held back until the next point ``shift_s + n grid_s``.
-        slot_s: where jobs book their rates in the links' load tables (mlcc), the seconds of a slot.
-        isolated: every job has a network of its own: nothing can carry this out, it is what the
-            others are compared with.
-        notes: what was computed more coarsely than usual because the input is large.
-        trials: the components whose plans have to be tried out, where options ask for trials.
+        path: index of the candidate path that each flow takes.
+        level: priority level; a higher level goes first.
+        priority: P_j.
+        intensity: I_j in FLOP/s.
+        correction: k_j.
+        shift_s: start of the job's iterations, modulo ``grid_s``, from an origin that all jobs have
+            in common.
+        grid_s: distance of the iterations' starts: a start that is early or too late is held back
+            until the next point ``shift_s + n grid_s``.
+        slot_s: seconds of a slot of the links' load tables, where jobs book their rates (mlcc).
+        isolated: every job has a network of its own. Nothing can carry this out; the other
+            schedulers are compared with it.
+        notes: steps that were computed more coarsely than usual because the input is large.
+        trials: components whose plans have to be tried out, where options ask for trials.
     """
 
     path: Mapping[str, tuple[int, ...]]
@@ -127,21 +127,59 @@ class Decision:
     trials: tuple[Trial, ...] = ()
 
 
+class Memory:
+    """Results of earlier decisions, for the next ones: they take less time, and stay the same.
+
+    Whoever decides again and again for one cluster keeps one in the options. A copy, or one that
+    another process receives, is empty.
+
+    Thread safety: decisions of several threads may share it.
+    """
+
+    def __init__(self) -> None:
+        #: Reads clusters, see :func:`~crux_torch.schedule.arrays.arrays_of`.
+        self.reader: Any = None
+        #: Correction factor of each pair of players.
+        self.games: dict[Any, float] = {}
+        self._lock = threading.Lock()
+        self._known: dict[Hashable, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memory, ()
+
+    def recall(self, key: Hashable, make: Callable[[], Any], most: int = 4096) -> Any:
+        """Returns the result of ``make()`` for this key; the ``most`` used last are kept."""
+        with self._lock:
+            found = self._known.pop(key, None)
+            if found is not None:
+                self._known[key] = found  # now the one used last
+                return found
+        found = make()
+        with self._lock:
+            self._known[key] = found
+            if len(self._known) > most:
+                del self._known[next(iter(self._known))]
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """How a cluster is to be scheduled.
+    """Options of a scheduler.
 
     Attributes:
         levels: priority levels that may be used, ascending; a higher one goes first.
-        seed: of whatever a scheduler draws; the same seed gives the same decision.
-        default_path: what the network does by itself: for each job the index of the candidate
-            that ECMP's hash gives to each of its flows. Jobs that are not named, or all jobs
-            where it is None, take the first candidate.
-        max_slowdown: what the policy ``crux`` keeps to: under its levels no job's mean iteration
-            takes longer than this many times its iteration alone, or than fair sharing guarantees
-            where that is more. Infinite: no cap. Other schedulers ignore it.
-        tried: the policy ``crux`` gives a component the safe plan unless the name of its trial and
-            the job that judges it are in here; None: every component gets the better plan.
+        seed: of random draws; the same seed gives the same decision.
+        default_path: for each job the index of the candidate that ECMP's hash gives to each of its
+            flows. Of jobs that are not named, or all jobs where it is None, it is not known:
+            schedulers that leave paths to the network take the first candidate.
+        max_slowdown: under the levels of the policy ``crux`` no job's mean iteration takes longer
+            than this many times its iteration alone, or than fair sharing guarantees where that is
+            more. Infinite: no cap. Other schedulers ignore it.
+        tried: names of trials, each with the job that judges it. The policy ``crux`` gives any
+            other component the safe plan; None: every component gets the better plan.
+        unknown_links: links that stand for paths that are not known. The policy ``crux`` gives a
+            component with a flow on one the safe plan.
+        memory: results of earlier decisions.
     """
 
     levels: tuple[int, ...] = tuple(range(8))
@@ -149,6 +187,8 @@ class SchedulerOptions:
     default_path: Mapping[str, tuple[int, ...]] | None = None
     max_slowdown: float = 3.0
     tried: frozenset[tuple[str, str]] | None = None
+    unknown_links: frozenset[Link] = frozenset()
+    memory: Memory = field(default_factory=Memory, compare=False, repr=False)
 
 
 #: Pure: no I/O, no clock; equal arguments give equal decisions, in any order of the jobs.

@@ -9,10 +9,10 @@ is the best of each component put together.
 level of its depth, which is valid and cuts every edge. The other components are the parts.
 
 **Size.** In large parts cuts are placed between runs of jobs, and fewer orders are tried
-(``docs/schedulers.md``), so that time and memory are linear in jobs and edges. Where more than
-``_PAIRS`` pairs meet on a component's links, edges are not listed. Such a component is close to a
-total order, which has few topological orders. So only the order of priorities is cut, and a pair
-counts once for each link that it shares. ``notes`` says when any of this happened.
+(``docs/understand/schedulers.md``), so that time and memory are linear in jobs and edges. Where
+more than ``_PAIRS`` pairs meet on a component's links, edges are not listed. Such a component is
+close to a total order, which has few topological orders. So only the order of priorities is cut,
+and a pair counts once for each link that it shares. ``notes`` says when any of this happened.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LINKS_AT_ONCE = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class ContentionDag:
-    """What is left for Algorithm 1 to decide.
+    """The part of the DAG that is left to Algorithm 1.
 
     Attributes:
-        group: of each job by rank, 0 the highest; final for jobs that are in no part.
+        group: group of each job by rank, 0 the highest; final for jobs that are in no part.
         parts: components that must be searched.
-        notes: what is done more coarsely than the paper has it.
+        notes: steps that are more coarse than the paper's.
     """
 
     group: IntArray
@@ -55,7 +55,7 @@ def contention_dag(
     """The DAG of jobs in the order of their priorities, for K = ``groups`` and m = ``orders``.
 
     ``member`` (sparse CSR), ``intensity`` and ``seed`` are those of
-    :func:`~crux_torch.schedule.crux.compress_priorities`.
+    :func:`~crux_torch.schedule.papers.crux.compress_priorities`.
     """
     weight = _finite(intensity)
     group = np.zeros(len(weight), np.int64)
@@ -98,7 +98,7 @@ class Edges:
     below: IntArray
 
     def random_start_times(self, depth: IntArray, count: int, seed: int) -> FloatArray:
-        """For each job its start in each of ``count`` random schedules, a column each.
+        """Start of each job in each of ``count`` random schedules, a column each.
 
         A job starts once it is released and all jobs above it have ended. Releases and durations
         are random, so the jobs by their start (then by rank) are a random topological order, and
@@ -126,12 +126,12 @@ class Edges:
 
 
 def components_of(member: Any) -> IntArray:
-    """For each job (row of the sparse matrix of jobs by links) its component's number."""
+    """Component number of each job (row of the sparse matrix of jobs by links)."""
     return _schedule.components(**_users(member))
 
 
 def _users(member: Any) -> dict[str, Any]:
-    """A sparse matrix of jobs by links as csrc/schedule/contention.h takes it."""
+    """A sparse matrix of jobs by links as csrc/schedule/schedule.h takes it."""
     start = member.indptr.astype(np.int64)
     return {"start": start, "links": member.indices, "link_count": member.shape[1]}
 

@@ -22,10 +22,11 @@ import numpy as np
 from scipy import sparse
 
 from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
-from crux_torch.schedule.contention_dag import components_of
-from crux_torch.schedule.correction import K_MAX, K_MIN, pair_factors, player
-from crux_torch.schedule.crux import Priorities
-from crux_torch.schedule.intensity import intensities, solo_periods_s, transfer_times_s
+from crux_torch.schedule.model import Memory
+from crux_torch.schedule.papers.compression import components_of
+from crux_torch.schedule.papers.correction import K_MAX, K_MIN, correction_factors, player
+from crux_torch.schedule.papers.crux import Priorities
+from crux_torch.schedule.papers.intensity import intensities, solo_periods_s, transfer_times_s
 
 #: Games that a job plays at least, if it has rivals: with those that it contends with most.
 _NEIGHBOURS = 8
@@ -36,15 +37,17 @@ _ROUNDS = 200
 _SETTLED = 1e-6
 
 
-def contention_priorities(arrays: Arrays, traffic: Any) -> Priorities:
+def contention_priorities(arrays: Arrays, traffic: Any, memory: Memory | None = None) -> Priorities:
     """P_j = k_j I_j with k_j of :func:`contention_factors`; ``traffic`` is M_{j,e} in bytes."""
     t_s = transfer_times_s(arrays, traffic)
     intensity = intensities(arrays, t_s)
-    correction = contention_factors(arrays, traffic, t_s)
+    correction = contention_factors(arrays, traffic, t_s, memory)
     return Priorities(correction * intensity, intensity, correction)
 
 
-def contention_factors(arrays: Arrays, traffic: Any, t_s: FloatArray) -> FloatArray:
+def contention_factors(
+    arrays: Arrays, traffic: Any, t_s: FloatArray, memory: Memory | None = None
+) -> FloatArray:
     """k_j of every job; 1 for those that contend with nobody.
 
     In each group of jobs that a chain of shared links joins, the geometric mean of the factors,
@@ -55,7 +58,8 @@ def contention_factors(arrays: Arrays, traffic: Any, t_s: FloatArray) -> FloatAr
         return np.ones(len(arrays.jobs))
     players = list(map(player, arrays.jobs, t_s.tolist()))
     games = zip(one.tolist(), other.tolist(), strict=True)
-    factor = pair_factors([(players[r], players[j]) for r, j in games])
+    known = None if memory is None else memory.games
+    factor = correction_factors([(players[r], players[j]) for r, j in games], known)
     log_k = _agree(one, other, weight, np.log(factor), components_of(traffic))
     return np.clip(np.exp(log_k), K_MIN, K_MAX)
 

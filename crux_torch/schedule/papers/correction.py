@@ -3,7 +3,7 @@
 Two jobs share one link, and whoever has priority sends first. How much link time each gains by
 being first tells how their intensities compare: ``k_j = (B_j - A_j) / (A_r - B_r)``. A is the link
 time of each when the reference job r goes first, and B when job j does, in link seconds per second.
-``docs/schedulers.md`` says where this differs from the paper's game.
+``docs/understand/schedulers.md`` says where this differs from the paper's game.
 
 With priority a job runs as if alone, so its link time is periodic and known in closed form. The
 other one is followed for ``_WARM_UP + _MEASURED`` of its own iterations. The first ones are
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,47 +40,41 @@ _ROUNDING = 1e-9
 
 
 class GameJob(NamedTuple):
-    """A job as the game sees it.
-
-    ``bursts`` are sent in order: the share of compute after which one may start, its link seconds.
-    """
+    """A job in the game: of each burst, the share of compute before it, and its link seconds."""
 
     compute_s: float
     bursts: tuple[tuple[float, float], ...]
 
 
-#: Factors that were found: decisions follow each other closely, and most of their pairs are those
-#: of the one before. It is emptied when it holds ``_REMEMBERED`` pairs.
-_found: dict[tuple[GameJob, GameJob], float] = {}
+#: Pairs whose factors are remembered.
 _REMEMBERED = 1 << 16
 
 
 def player(job: Job, t_s: float) -> GameJob:
-    """``job`` as a player whose bursts share ``t_s`` seconds of the link."""
+    """``job`` with bursts that share ``t_s`` seconds of the link."""
     return GameJob(job.compute_s, tuple((burst.at, burst.share * t_s) for burst in job.bursts))
 
 
-def correction_factors(reference: GameJob, jobs: Sequence[GameJob]) -> FloatArray:
-    """k_j of every one of ``jobs`` against the reference job, whose own is 1.
+def correction_factors(
+    pairs: Sequence[tuple[GameJob, GameJob]], known: dict[Any, float] | None = None
+) -> FloatArray:
+    """k_j of the second of each pair against the first, the reference job, whose own is 1.
 
-    It is 1 for a job without traffic, which meets nobody.
+    It is 1 for a job without traffic, which meets nobody. Equal pairs are played once; ``known``
+    holds those that were played before, and takes up the others.
     """
-    return pair_factors([(reference, job) for job in jobs])
-
-
-def pair_factors(players: Sequence[tuple[GameJob, GameJob]]) -> FloatArray:
-    """The factor of each (reference, job); equal pairs are played once, and then remembered."""
-    merged = {p: _merged(p) for pair in players for p in pair}
-    pairs = [(merged[r], merged[j]) for r, j in players]
-    factor = {pair: _found.get(pair) for pair in pairs}
-    fresh = [pair for pair, known in factor.items() if known is None]
-    if len(_found) > _REMEMBERED:
-        _found.clear()
+    known = {} if known is None else known
+    merged = {p: _merged(p) for pair in pairs for p in pair}
+    pairs = [(merged[r], merged[j]) for r, j in pairs]
+    factor = {pair: known.get(pair) for pair in pairs}
+    fresh = [pair for pair, k in factor.items() if k is None]
     played = dict.fromkeys(fresh, 1.0)
     if meeting := [(r, j) for r, j in fresh if r.bursts and j.bursts]:
         played |= zip(meeting, _played(meeting), strict=True)
+    if len(known) > _REMEMBERED:
+        known.clear()
+    known.update(played)
     factor |= played
-    _found.update(played)
     return np.array([factor[pair] for pair in pairs], np.float64)
 
 

@@ -1,9 +1,9 @@
-"""Whether a plan that is tried out does worse than the one it replaced, from measured iterations.
+"""The judge of a plan on trial: measured iterations under it and under the plan before.
 
-Each job of a component tells how long its iterations take under the plan before and under the plan
-on trial, as the mean and the variance of batches. The share of time in which a job's devices
+Each job of a component publishes its iteration times under the plan before and under the plan on
+trial, as the mean and the variance of batches. The share of time in which a job's devices
 compute is ``compute_s`` over its mean iteration, so the component's busy GPUs follow from the
-means. Both may be looked at as often as one likes: the bounds of the means are a confidence
+means. Both may be read at any time: the bounds of the means are a confidence
 sequence (the normal mixture of Robbins; Waudby-Smith et al., "Time-uniform central limit theory and
 asymptotic confidence sequences", eq. 2). They hold for all jobs at once whatever the jobs' times
 have to do with each other, because the error is divided among them.
@@ -22,7 +22,7 @@ from msgspec import Meta
 ERROR = 0.01
 #: A loss of busy GPUs that is not worth taking a plan back.
 TOLERANCE = 0.01
-#: What a batch has at least: iterations, and seconds.
+#: Least size of a batch: iterations, and seconds.
 BATCH_ITERATIONS, BATCH_S = 5, 1.0
 #: Batches before which a mean counts as unknown, and with which the plan before is known well
 #: enough; fewer do if their mean is known to within ``WIDTH``.
@@ -42,13 +42,13 @@ _Size = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Sample(NamedTuple):
-    """What a job's iterations took under one plan.
+    """Iteration times of a job under one plan.
 
     Attributes:
-        batches: that were whole.
-        iterations: in them.
-        mean_s: mean iteration, of the batches' means.
-        variance: of the batches' means, s².
+        batches: number of whole batches.
+        iterations: number of iterations in them.
+        mean_s: mean of the batches' means.
+        variance: variance of the batches' means, s².
     """
 
     batches: _Count = 0
@@ -94,7 +94,7 @@ class Tally:
 
     @property
     def sample(self) -> Sample:
-        """What was collected so far."""
+        """The batches so far."""
         variance = self._squares / (self._batches - 1) if self._batches > 1 else 0.0
         return Sample(self._batches, self._iterations, self._mean_s, variance)
 
@@ -119,10 +119,10 @@ class Member:
 
 
 class Judgement(NamedTuple):
-    """What the measurements say of a plan on trial.
+    """Verdict on a plan on trial.
 
     Attributes:
-        verdict: ``worse``, ``kept``, or ``open``: more has to be seen.
+        verdict: ``worse``, ``kept``, or ``open`` until more batches are in.
         change: share by which the component's busy GPUs changed, as measured.
         low, high: bounds of that.
         slowed: a job that is slowed down beyond the cap; empty if none is.
@@ -136,10 +136,10 @@ class Judgement(NamedTuple):
 
 
 def enough(sample: Sample, patient: bool = True) -> bool:
-    """Whether the mean under the plan before is known well enough for a trial.
+    """True if the mean under the plan before is known well enough for a trial to begin.
 
     Args:
-        patient: whether there is time to know it well.
+        patient: True if there is time to know it well.
     """
     if sample.batches < MIN_BATCHES or not patient:
         return sample.batches >= MIN_BATCHES
@@ -166,7 +166,7 @@ def half_width_s(sample: Sample, error: float) -> float:
 
 
 def judge(members: Mapping[str, Member], max_slowdown: float, late: bool = False) -> Judgement:
-    """What to think of the plan on trial.
+    """Judges the plan on trial.
 
     Args:
         members: all jobs of the component.

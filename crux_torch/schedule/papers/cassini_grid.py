@@ -1,26 +1,31 @@
-"""Unified circles: jobs' demand rolled around their iterations (CASSINI, NSDI '24, §3).
+"""The grid of a job's iterations, and demand rolled around it (CASSINI, NSDI '24, §3 to §5.7).
 
-Time is a circle. A job's own circle is one iteration of it, its unified circle as many iterations
-as the least common multiple of the periods on a link takes. Demand is a share of the link's
-capacity, averaged over each angle; a rotation is a whole number of angles.
+**Circles.** Time is a circle. A job's own circle is one iteration of it, its unified circle as many
+iterations as the least common multiple of the periods on a link takes. Demand is a share of the
+link's capacity, averaged over each angle; a rotation is a whole number of angles.
 
-Iteration times are rounded up onto the grid of a *family* of jobs (``docs/schedulers.md``). Every
-period is a whole number of units, and a unit is a whole number of angles. So the circles of a
-family share their angles exactly, and no unified circle exceeds ``FAMILY_ANGLES``.
+Iteration times are rounded up onto the grid of a *family* of jobs
+(``docs/understand/schedulers.md``). Every period is a whole number of units, and a unit is a whole
+number of angles. So the circles of a family share their angles exactly, and no unified circle
+exceeds ``FAMILY_ANGLES``.
+
+**Pace.** A job that is shifted in time begins its iterations at the points of its grid.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from crux_torch.schedule.arrays import FloatArray, IntArray
+if TYPE_CHECKING:  # ranks that follow keep pace, and load no planner
+    from crux_torch.schedule.arrays import FloatArray, IntArray
 
 #: Iterations of a job in one of its family's base: the ratios whose common multiple stays small.
 RATIOS = tuple(Fraction(*r) for r in ((1, 3), (1, 2), (2, 3), (1, 1), (3, 2), (2, 1), (3, 1)))
@@ -42,7 +47,7 @@ _SAME = 1e-9
 
 
 class Families(NamedTuple):
-    """For each job the number of its family, its rounded period in units, and seconds of a unit."""
+    """Number of each job's family, its rounded period in units, and seconds of a unit."""
 
     number: IntArray
     units: IntArray
@@ -89,6 +94,27 @@ def circle(busy_s: Sequence[tuple[float, float]], period_s: float, angles: int) 
     for start, end in busy_s:
         covered += np.clip(edge - start, 0.0, end - start)
     return np.diff(covered) * (angles / period_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Circles:
+    """Every job on its family's grid; ``busy`` is the share of each angle in which it sends."""
+
+    family: IntArray
+    angles: list[int]
+    angle_s: FloatArray
+    busy: list[FloatArray]
+
+
+def circles_of(
+    busy_s: Sequence[Sequence[tuple[float, float]]], period_s: FloatArray, stretch: float = 1.0
+) -> Circles:
+    """The circles of jobs that send at these times of their iterations, on a stretched grid."""
+    grid = families(period_s)
+    angles = (grid.units * ANGLES_PER_UNIT).tolist()
+    angle_s = grid.unit_s * (stretch / ANGLES_PER_UNIT)
+    busy = [circle(b, n * s, n) for b, n, s in zip(busy_s, angles, angle_s.tolist(), strict=True)]
+    return Circles(grid.number, angles, angle_s, busy)
 
 
 def perimeter(circles: Sequence[FloatArray]) -> int:
@@ -164,9 +190,9 @@ def _middle(good: npt.NDArray[np.bool_]) -> int:
     return (start + int(begin[longest] + end[longest] - 1) // 2) % count
 
 
-@lru_cache(None)
+@cache
 def _turned(count: int, around: int) -> npt.NDArray[np.int16]:
-    """For each of ``count`` rotations the angle of the own circle at each unified angle."""
+    """Angle of the own circle at each unified angle, a row for each of ``count`` rotations."""
     return np.asarray((np.arange(around)[None] - np.arange(count)[:, None]) % count, np.int16)
 
 
@@ -179,3 +205,52 @@ def mean_score(circles: Sequence[FloatArray], background: float) -> float:
         turn = rng.integers(0, len(own), _DRAWS)
         demand += own[(np.arange(around)[None] - turn[:, None]) % len(own)]
     return compatibility_score(demand)
+
+
+#: Share of its period by which an iteration may begin after a point of its grid.
+DRIFT = 0.05
+#: Share by which an iteration may fall behind at once. Beyond it, to wait for the next point costs
+#: less: until the others have moved their grids, each iteration meets their bursts.
+HELD_UP = 0.25
+
+
+def start_point(ready: int, origin: int, period: int) -> int:
+    """The point of the grid ``origin + n * period`` that an iteration belongs to.
+
+    It begins at once if it is ready at most ``DRIFT`` of the period after a point. Otherwise it is
+    held until the next one, so for less than a period. The unit of all times is the same.
+    """
+    late = (ready - origin) % period
+    return ready - late if late <= DRIFT * period else ready - late + period
+
+
+def following_point(ready: int, before: int, late: int, period: int) -> int:
+    """The point of the iteration after one that began ``late`` after its point ``before``.
+
+    An iteration that is ready before its point is held until then, for at most a period. One that
+    is late begins at once, and catches up. But if it was held up by more than ``HELD_UP`` of the
+    period at once, or is a period late, it is held until the next point: it would run into others'
+    bursts for longer than that.
+    """
+    due = before + period
+    over = ready - due
+    if over > min(late + HELD_UP * period, period):
+        return due - (-over // period) * period
+    return due - max(0, (due - ready - 1) // period) * period
+
+
+def behind(late: Sequence[int], period: int, ahead: float) -> int:
+    """Offset by which a job's grid must be moved ``ahead`` iterations from now; 0: not at all.
+
+    A job that is late for a moment catches up, since its grid has room. One that stays more than
+    ``DRIFT`` of the period late, and not less than before, does not: its bursts run into others',
+    which delays both. Then the grids of all jobs that are shifted with it have to move.
+
+    Args:
+        late: delays of its last iterations, the last one last; at least two count.
+        period: of the grid, in the same unit.
+        ahead: iterations until the grids move; the job goes on losing time until then.
+    """
+    if len(late) < 2 or min(late[-2:]) <= DRIFT * period or late[-1] < late[-2]:
+        return 0
+    return late[-1] + round(ahead * (late[-1] - late[-2]))

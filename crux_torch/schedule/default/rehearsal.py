@@ -1,6 +1,6 @@
-"""Rehearsal: how busy a plan keeps the GPUs, found by playing it in the fluid engine.
+"""Rehearsal: plays plans in the fluid engine, and counts the GPUs that they keep busy.
 
-The engine (``csrc/fluid``) is a pure function of what it is given: no clock, no I/O, no torch. So a
+The engine (``csrc/fluid``) is a pure function of its input: no clock, no I/O, no torch. So a
 scheduler may play plans before it decides, and pays for them in plays, which it counts.
 
 **Parts.** Under a choice of paths the jobs fall into parts that share no link, and each is played
@@ -24,8 +24,8 @@ import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.schedule.arrays import FloatArray, IntArray
-from crux_torch.schedule.intensity import burst_times_s, burst_traffic, link_traffic
 from crux_torch.schedule.model import Cluster, Job, Link
+from crux_torch.schedule.papers.intensity import burst_times_s, burst_traffic, link_traffic
 
 #: Bounds what a play costs where jobs' iterations differ by orders of magnitude.
 _LONGEST = 40
@@ -37,7 +37,7 @@ _STEPS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long plans are played.
+    """Length of a play.
 
     Attributes:
         phases: sets of start times that every play is averaged over.
@@ -78,7 +78,7 @@ class Neighbours:
         return [route.job for route in self.routes]
 
     def relations(self, levels: IntArray) -> list[bytes]:
-        """Who goes before whom, for each row of ``levels`` (of all jobs of the cluster)."""
+        """Order of each pair, for each row of ``levels`` (of all jobs of the cluster)."""
         mine = levels[:, self.jobs]
         above, below = np.array(self.pairs).T
         signs = np.sign(mine[:, above] - mine[:, below]).astype(np.int8)
@@ -86,7 +86,7 @@ class Neighbours:
 
 
 #: Busy GPUs of the jobs that meet nobody, the number of plans, and for each part its relations.
-_Wanted = tuple[float, int, list[tuple[Neighbours, list[bytes]]]]
+_Planned = tuple[float, int, list[tuple[Neighbours, list[bytes]]]]
 #: Parts to play and all jobs' levels, by what makes a play.
 _Missing = dict[tuple[object, bytes], tuple[Neighbours, IntArray]]
 
@@ -147,10 +147,10 @@ class Rehearsal:
         Raises:
             SpecError: jobs that the engine can't play.
         """
-        wanted, missing = self._wanted(plans)
+        planned, missing = self._planned(plans)
         self._play(missing)
         result = []
-        for alone, rows, asked in wanted:
+        for alone, rows, asked in planned:
             total = np.full(rows, alone, np.float64)
             for part, relations in asked:
                 total += [self._played[part.key, relation] for relation in relations]
@@ -158,19 +158,19 @@ class Rehearsal:
         return result
 
     def takes_at_most(self, work: int, routes: Sequence[RoutedJob], level: IntArray) -> bool:
-        """Whether a plan can be played within so much work; the play ends where it can't.
+        """True if a plan can be played within so much work; the play ends where it can't.
 
         Raises:
             SpecError: jobs that the engine can't play.
         """
-        _, missing = self._wanted([(routes, level[None, :])])
+        _, missing = self._planned([(routes, level[None, :])])
         return self._play(missing, work)
 
-    def _wanted(
+    def _planned(
         self, plans: Iterable[tuple[Sequence[RoutedJob], IntArray]]
-    ) -> tuple[list[_Wanted], _Missing]:
-        """What each plan consists of, and what of that has not been played."""
-        wanted: list[_Wanted] = []
+    ) -> tuple[list[_Planned], _Missing]:
+        """The parts of each plan, and those that have not been played."""
+        planned: list[_Planned] = []
         missing: _Missing = {}
         for routes, levels in plans:
             alone, parts = self.parts(routes)
@@ -181,8 +181,8 @@ class Rehearsal:
                 for row, relation in enumerate(relations):
                     if (part.key, relation) not in self._played:
                         missing.setdefault((part.key, relation), (part, levels[row]))
-            wanted.append((alone, len(levels), asked))
-        return wanted, missing
+            planned.append((alone, len(levels), asked))
+        return planned, missing
 
     def parts(self, routes: Sequence[RoutedJob]) -> tuple[float, tuple[Neighbours, ...]]:
         """Busy GPUs of the jobs that meet nobody, and the parts of the others."""

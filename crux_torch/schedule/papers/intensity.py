@@ -1,4 +1,4 @@
-"""GPU intensity: how much computation a second of a job's communication unblocks (paper §3.2)."""
+"""GPU intensity: computation that a second of a job's communication unblocks (paper §3.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from crux_torch import _schedule
-from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, row_max
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
 from crux_torch.schedule.model import Flow, Job, Link
 
 
@@ -26,14 +26,13 @@ def part_traffic(job: Job, path: Sequence[int]) -> list[dict[Link, float]]:
     """:func:`link_traffic` of each part of the job that crosses any link; at least one."""
     if not job.parts:
         return [link_traffic(job, path)]
-    flows: dict[int, tuple[list[Flow], list[int]]] = {}
-    for part, flow, chosen in zip(job.parts, job.flows, path, strict=True):
-        of, taken = flows.setdefault(part, ([], []))
-        of.append(flow)
-        taken.append(chosen)
+    flows: dict[int, list[Flow]] = {}
+    chosen: dict[int, list[int]] = {}
+    for part, flow, candidate in zip(job.parts, job.flows, path, strict=True):
+        flows.setdefault(part, []).append(flow)
+        chosen.setdefault(part, []).append(candidate)
     moved = (
-        link_traffic(replace(job, flows=tuple(of)), taken)
-        for _, (of, taken) in sorted(flows.items())
+        link_traffic(replace(job, flows=tuple(flows[part])), chosen[part]) for part in sorted(flows)
     )
     return [traffic for traffic in moved if traffic] or [{}]
 
@@ -48,7 +47,12 @@ def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:
 
     ``traffic`` is M, see :func:`~crux_torch.schedule.arrays.traffic_matrix`.
     """
-    return row_max(traffic, 1.0 / arrays.capacity_Bps)
+    t_s = np.zeros(traffic.shape[0])
+    sending = np.diff(traffic.indptr) > 0
+    if sending.any():
+        entries_s = traffic.data * (1.0 / arrays.capacity_Bps)[traffic.indices]
+        t_s[sending] = np.maximum.reduceat(entries_s, traffic.indptr[:-1][sending])
+    return t_s
 
 
 def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
@@ -58,15 +62,7 @@ def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
     there are many flows. The other gives each flow alone its best candidate; it is the larger one
     when there are few flows.
     """
-    return _schedule.unrouted_transfer_times_s(
-        set_start=arrays.set_start,
-        path_start=arrays.path_start,
-        path_links=arrays.path_links,
-        capacity_Bps=arrays.capacity_Bps,
-        flow_start=arrays.flow_start,
-        flow_set=arrays.flow_set,
-        flow_bytes=arrays.flow_bytes,
-    )
+    return _schedule.unrouted_transfer_times_s(**arrays.candidates, **arrays.flows)
 
 
 def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
@@ -92,7 +88,7 @@ def solo_periods_s(arrays: Arrays, t_s: FloatArray) -> FloatArray:
 
 
 def burst_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:
-    """From when to when in an iteration each burst is sent if the job meets no other."""
+    """(Start, end) in an iteration of the sending of each burst, if the job meets no other."""
     times = []
     end = 0.0
     for burst in job.bursts:

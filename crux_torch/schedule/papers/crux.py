@@ -1,29 +1,34 @@
 """Crux (paper §4): select paths, assign priorities, compress them onto the network's levels.
 
-Each function here is one part of §4, and its lines are the paper's steps; ``docs/schedulers.md``
-puts the two side by side, and names the modules that make a decision for 5,000 jobs fast.
+Each function here is one part of §4, and its lines are the paper's steps;
+``docs/understand/schedulers.md`` puts the two side by side, and names the modules that make a
+decision for 5,000 jobs fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from crux_torch import _schedule
+from crux_torch.network.topology import Topology
 from crux_torch.schedule.arrays import (
     Arrays,
     FloatArray,
     IntArray,
+    Reader,
     arrays_of,
     check_levels,
     choice_of,
     paths_of,
     traffic_matrix,
 )
-from crux_torch.schedule.contention_dag import contention_dag
-from crux_torch.schedule.correction import correction_factors, player
-from crux_torch.schedule.intensity import (
+from crux_torch.schedule.model import Cluster, Decision, Flow, Job, Link, Memory, SchedulerOptions
+from crux_torch.schedule.papers.compression import contention_dag
+from crux_torch.schedule.papers.correction import correction_factors, player
+from crux_torch.schedule.papers.intensity import (
     by_descending,
     intensities,
     per_second,
@@ -31,8 +36,6 @@ from crux_torch.schedule.intensity import (
     transfer_times_s,
     unrouted_transfer_times_s,
 )
-from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
-from crux_torch.schedule.placing import place
 
 #: m of Algorithm 1 ("in practice we set m = 10").
 ORDERS = 10
@@ -41,25 +44,68 @@ _COLUMNS = 64
 
 
 class Priorities(NamedTuple):
-    """For each job, in the order of names: P_j = k_j I_j (Equation 3) and its factors."""
+    """P_j = k_j I_j (Equation 3) and its factors, of each job in the order of names."""
 
     priority: FloatArray
     intensity: FloatArray
     correction: FloatArray
 
 
+def crux_paper(cluster: Cluster, options: SchedulerOptions) -> Decision:
+    """Crux-full of §6.3: all three parts of §4.
+
+    Raises:
+        ClusterError: a cluster that contradicts itself.
+        ValueError: levels that are not ascending, or none.
+    """
+    check_levels(options.levels)
+    arrays = arrays_of(cluster, options.memory)
+    choice = select_paths(arrays)  # §4.1, in the order of GPU intensity
+    traffic = traffic_matrix(arrays, choice)
+    priorities = assign_priorities(arrays, traffic, options.memory)  # §4.2
+    level, notes = levels_of(traffic, priorities, options)  # §4.3
+    return _decision(arrays, choice, priorities, level, notes)
+
+
 def select_paths(arrays: Arrays, *, sweeps: int = 0) -> IntArray:
     """§4.1: jobs choose from the most GPU-intensive to the least, each the least congested path.
 
-    Gives the candidate that each flow takes. In ``sweeps``, which the paper has none of, every flow
-    then chooses again.
+    Returns the candidate that each flow takes. In ``sweeps``, which the paper has none of, every
+    flow then chooses again.
     """
     t_s = unrouted_transfer_times_s(arrays)  # t_j needs paths: an estimate breaks the circle
     order = by_descending(intensities(arrays, t_s))  # "from the most GPU-intensive to the least"
     return place(arrays, order, t_s, sweeps=sweeps)  # "the least congested path at that moment"
 
 
-def assign_priorities(arrays: Arrays, traffic: Any) -> Priorities:
+def place(arrays: Arrays, order: IntArray, t_s: FloatArray, *, sweeps: int = 0) -> IntArray:
+    """The candidate that each flow takes when jobs (by index) choose in ``order``.
+
+    The loop is C++ (``csrc/schedule/place.cc``).
+
+    Each flow of a job, the largest first, takes the candidate whose most utilised link is least
+    utilised once the flow is on it; then the one with the smallest sum over its links; then the
+    first. A link's utilisation is the share of its capacity that the jobs placed so far ask for
+    while they meet nobody: bytes of an iteration over the job's own period, which follows from its
+    t_j.
+
+    In each of ``sweeps`` every flow then chooses again, all others in place, until none moves.
+    """
+    period_s = solo_periods_s(arrays, t_s)[arrays.flow_job]
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    flows = np.lexsort((-arrays.flow_bytes, rank[arrays.flow_job]))
+    choice = np.empty(len(flows), np.int64)
+    choice[flows] = _schedule.place(
+        **arrays.candidates,
+        flow_set=arrays.flow_set[flows],
+        rate_Bps=per_second(arrays.flow_bytes, period_s)[flows],
+        sweeps=sweeps,
+    )
+    return choice
+
+
+def assign_priorities(arrays: Arrays, traffic: Any, memory: Memory | None = None) -> Priorities:
     """§4.2: the intensity of each job, corrected by a game against the reference job.
 
     ``traffic`` is M_{j,e}, the bytes of each job (row) on each link (column).
@@ -69,8 +115,10 @@ def assign_priorities(arrays: Arrays, traffic: Any) -> Priorities:
     correction = np.ones(len(arrays.jobs))
     if arrays.jobs:
         r = reference_job(arrays, traffic, t_s)  # "the most network traffic"
-        players = [player(job, t) for job, t in zip(arrays.jobs, t_s.tolist(), strict=True)]
-        correction = correction_factors(players[r], players)  # k_j = (B_j - A_j) / (A_r - B_r)
+        players = list(map(player, arrays.jobs, t_s.tolist()))
+        pairs = [(players[r], job) for job in players]
+        known = None if memory is None else memory.games
+        correction = correction_factors(pairs, known)  # k_j = (B_j - A_j) / (A_r - B_r)
         correction[r] = 1.0  # "we define k = 1" for the reference job
     return Priorities(correction * intensity, intensity, correction)  # P_j = k_j I_j (Equation 3)
 
@@ -83,6 +131,18 @@ def reference_job(arrays: Arrays, traffic: Any, t_s: FloatArray) -> int:
     """
     moved = np.asarray(traffic.sum(axis=1), np.float64)
     return int(np.argmax(per_second(moved, solo_periods_s(arrays, t_s))))
+
+
+def levels_of(
+    traffic: Any, priorities: Priorities, options: SchedulerOptions
+) -> tuple[IntArray, tuple[str, ...]]:
+    """:func:`compress_priorities` for jobs in the order of names."""
+    order = by_descending(priorities.priority)
+    level = np.empty(len(order), np.int64)
+    level[order], notes = compress_priorities(
+        traffic[order], priorities.intensity[order], options.levels, seed=options.seed
+    )
+    return level, notes
 
 
 def compress_priorities(
@@ -100,7 +160,7 @@ def compress_priorities(
         orders: m, how many of them are tried.
 
     Returns:
-        The level of each job, and notes on what was done more coarsely than the paper has it.
+        The level of each job, and notes on steps that are more coarse than the paper's.
 
     Raises:
         ValueError: levels that are not ascending, or none.
@@ -157,52 +217,24 @@ def best_cuts(crossing: FloatArray, groups: int) -> tuple[float, IntArray]:
     return float(f[-1][n]), cuts
 
 
-def crux_paper(cluster: Cluster, options: SchedulerOptions, *, sweeps: int = 0) -> Decision:
-    """Crux-full of §6.3: all three parts of §4.
-
-    Raises:
-        ClusterError: a cluster that contradicts itself.
-        ValueError: levels that are not ascending, or none.
-    """
-    check_levels(options.levels)
-    arrays = arrays_of(cluster)
-    choice = select_paths(arrays, sweeps=sweeps)  # §4.1
-    traffic = traffic_matrix(arrays, choice)
-    priorities = assign_priorities(arrays, traffic)  # §4.2
-    level, notes = levels_of(traffic, priorities, options)  # §4.3
-    return _decision(arrays, choice, priorities, level, notes)
-
-
-def levels_of(
-    traffic: Any, priorities: Priorities, options: SchedulerOptions
-) -> tuple[IntArray, tuple[str, ...]]:
-    """:func:`compress_priorities` for jobs in the order of names."""
-    order = by_descending(priorities.priority)
-    level = np.empty(len(order), np.int64)
-    level[order], notes = compress_priorities(
-        traffic[order], priorities.intensity[order], options.levels, seed=options.seed
-    )
-    return level, notes
-
-
 def crux_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-PA of §6.3: priority assignment only, on the default paths.
 
     Every job has a level of its own, from 0 to the number of jobs less one; ``options.levels`` is
     ignored.
     """
-    arrays = arrays_of(cluster)
-    return _unique_priorities(arrays, choice_of(arrays, options.default_path))
+    arrays = arrays_of(cluster, options.memory)
+    return _unique_priorities(arrays, choice_of(arrays, options.default_path), options.memory)
 
 
 def crux_ps_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-PS-PA of §6.3: path selection and priority assignment, a level for every job."""
-    arrays = arrays_of(cluster)
-    return _unique_priorities(arrays, select_paths(arrays))
+    arrays = arrays_of(cluster, options.memory)
+    return _unique_priorities(arrays, select_paths(arrays), options.memory)
 
 
-def _unique_priorities(arrays: Arrays, choice: IntArray) -> Decision:
-    priorities = assign_priorities(arrays, traffic_matrix(arrays, choice))
+def _unique_priorities(arrays: Arrays, choice: IntArray, memory: Memory) -> Decision:
+    priorities = assign_priorities(arrays, traffic_matrix(arrays, choice), memory)
     order = by_descending(priorities.priority)
     level = np.empty(len(order), np.int64)
     level[order] = np.arange(len(order))[::-1]
@@ -224,3 +256,47 @@ def _decision(
         correction=arrays.by_name(priorities.correction),
         notes=notes,
     )
+
+
+class Alone(NamedTuple):
+    """A job that meets no other: its paths, t_j and period on them, and I_j in FLOP/s."""
+
+    path: tuple[int, ...]
+    t_s: float
+    period_s: float
+    intensity: float
+
+
+def alone(
+    job: Job,
+    capacity_Bps: Mapping[Link, float],
+    *,
+    sweeps: int = 0,
+    reader: Reader | None = None,
+) -> Alone:
+    """``job`` on the paths that path selection gives it in an empty network.
+
+    So its own flows meet only where they must. Links other than its own do no harm. A ``reader``
+    that reads several jobs of one network saves time; ``sweeps``: see :func:`place`.
+
+    Raises:
+        ClusterError: a job that contradicts itself, or a link without capacity.
+    """
+    arrays = (reader or Reader()).read(Cluster(capacity_Bps, (job,)))
+    before_s = unrouted_transfer_times_s(arrays)
+    choice = place(arrays, np.zeros(1, np.int64), before_s, sweeps=sweeps)
+    t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice))
+    period_s = solo_periods_s(arrays, t_s)
+    intensity = intensities(arrays, t_s)
+    return Alone(tuple(choice.tolist()), float(t_s[0]), float(period_s[0]), float(intensity[0]))
+
+
+def link_time_s(matrix: Mapping[tuple[str, str], float], topology: Topology) -> float:
+    """t_j (§3.2) of bytes from host to host, of a job alone and on the paths selected for it."""
+    flows = tuple(
+        Flow(moved, paths)
+        for (src, dst), moved in sorted(matrix.items())
+        if (paths := topology.candidate_paths(src, dst))
+    )
+    job = Job("", gpus=1, flops=0.0, compute_s=0.0, flows=flows)
+    return alone(job, topology.capacity_Bps).t_s

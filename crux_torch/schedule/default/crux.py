@@ -1,30 +1,29 @@
-"""The default policy: fair sharing on Crux's paths, and whatever a rehearsal shows to be better.
+"""The default policy: fair sharing on Crux's paths, or a plan that a rehearsal shows to be better.
 
-1. Every job gets Crux's paths (§4.1) and one level, so that nobody starves.
-2. The jobs fall into components that share no link. For each component a portfolio of plans is
-   played (:mod:`crux_torch.schedule.race`): one level on Crux's paths and on the network's, paths
-   that flows reconsidered, levels of corrected priorities (:mod:`crux_torch.schedule.contention`)
-   on two, on four and on all, the paper's levels, and in a small component what a search over paths
-   and levels finds. Levels are used only where they lead both one-level plans by ``LEAD``.
-3. No plan with levels slows a job down by more than ``max_slowdown``, whatever the phases
-   (:mod:`crux_torch.schedule.slowdown_cap`); one whose rehearsal slows a job down by more than
-   that, and more than fair sharing does, drops out.
-
-4. Where plans are tried out (``SchedulerOptions.tried``), a component whose plan is not that of 1
-   keeps one level on Crux's paths until the measurements of its jobs admit the better plan
-   (:mod:`crux_torch.schedule.guard`).
+1. **Safe start.** Every job gets Crux's paths (§4.1) and one level, so that nobody starves.
+2. **Rehearsal.** The jobs fall into components that share no link. For each component a portfolio
+   of plans is played (``rehearsal``): one level on Crux's paths and on the network's, paths that
+   flows reconsidered, levels of corrected priorities (``contention``) on two, on four and on all,
+   and the paper's levels.
+3. **Search.** In a small component a search over paths and levels (``search``) adds plans. All of
+   them race; levels are used only where they lead both one-level plans by ``LEAD``.
+4. **Cap.** No plan with levels slows a job down by more than ``max_slowdown``, whatever the phases
+   (``cap``). One whose rehearsal slows a job down by more than that, and more than fair sharing
+   does, drops out.
+5. **Guard.** Where plans are tried out (``SchedulerOptions.tried``), a component whose plan is not
+   the safe one keeps that until the measurements of its jobs admit the better plan (``guard``).
 
 Budgets are work of the engine, not seconds, so equal clusters give equal plans on any machine. A
 component too large for its budget keeps one level on Crux's paths. One that has not changed keeps
-its plan: it is looked up, not decided again.
+its plan: it is looked up in the options' memory, not decided again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,29 +39,29 @@ from crux_torch.schedule.arrays import (
     paths_of,
     traffic_matrix,
 )
-from crux_torch.schedule.contention import contention_priorities
-from crux_torch.schedule.contention_dag import components_of
-from crux_torch.schedule.crux import (
-    Priorities,
-    assign_priorities,
-    crux_paper,
-    levels_of,
-    select_paths,
-)
-from crux_torch.schedule.intensity import intensities, transfer_times_s
-from crux_torch.schedule.model import Cluster, Decision, Job, Link, SchedulerOptions, Trial
-from crux_torch.schedule.race import race
-from crux_torch.schedule.rehearsal import Length, Rehearsal
-from crux_torch.schedule.search import (
+from crux_torch.schedule.default.cap import SlowdownCap
+from crux_torch.schedule.default.contention import contention_priorities
+from crux_torch.schedule.default.rehearsal import Length, Rehearsal
+from crux_torch.schedule.default.search import (
     Assignment,
     JobPaths,
     can_be_played,
     dense,
     moves_of_levels,
     moves_of_plans,
+    race,
     search,
 )
-from crux_torch.schedule.slowdown_cap import SlowdownCap
+from crux_torch.schedule.model import Cluster, Decision, Job, Link, SchedulerOptions, Trial
+from crux_torch.schedule.papers.compression import components_of
+from crux_torch.schedule.papers.crux import (
+    Priorities,
+    assign_priorities,
+    crux_paper,
+    levels_of,
+    select_paths,
+)
+from crux_torch.schedule.papers.intensity import intensities, transfer_times_s
 
 #: Share by which levels must be better than none.
 LEAD = 0.01
@@ -72,7 +71,7 @@ WORK, WORK_BY_SQUARE, WORK_BY_JOB = 2_000_000, 12_000, 500_000
 FEW_WORK, FEW_JOBS = 12_000_000, 8
 #: Units of one decision.
 ALL_WORK = 200_000_000
-#: Jobs of a component that searches, that tries reconsidered paths, and that is played at all.
+#: Most jobs of a component that searches, that tries reconsidered paths, that is played at all.
 SEARCHED_JOBS, SWEPT_JOBS, PLAYED_JOBS = 16, 64, 128
 SWEEPS = 4
 #: Numbers of levels that corrected priorities are tried on, beside all of them.
@@ -90,20 +89,18 @@ REMEMBERED = 1024
 #: Digits of the name of a component and its plan: no two of a cluster's are equal by chance.
 NAME_DIGITS = 24
 
-_remembered: OrderedDict[object, Decided] = OrderedDict()
-
 
 def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Paths and levels that are no worse than fair sharing, as far as a rehearsal can tell.
 
-    ``options.max_slowdown`` caps every job's slowdown. Without ``options.default_path`` the
-    network's own paths are not known, and no plan uses them.
+    ``options.max_slowdown`` caps every job's slowdown. A component plays the
+    network's own paths if ``options.default_path`` has those of all its jobs.
 
     Raises:
         ClusterError: a cluster that contradicts itself.
         ValueError: levels that are not ascending, or none; a cap below 1.
     """
-    arrays = arrays_of(cluster)
+    arrays = arrays_of(cluster, options.memory)
     usable = check_levels(options.levels)
     if not options.max_slowdown >= 1:
         raise ValueError(f"max_slowdown is {options.max_slowdown}; expected 1 or more")
@@ -119,7 +116,10 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
             notes.append(f"{count} jobs that meet share one level: no plan was played")
             continue
         left -= component.work
-        decided = _decided(component, options)
+        key = component, options.levels, options.seed, options.max_slowdown
+        decided: Decided = options.memory.recall(
+            key, partial(_decided, component, options), REMEMBERED
+        )
         if decided.note:
             notes.append(f"{count} jobs that meet: {decided.note}")
         found = decided.plan
@@ -144,20 +144,20 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
 
 
 def crux_first(cluster: Cluster, options: SchedulerOptions) -> Decision:
-    """Where :func:`crux` begins, at once: Crux's paths (§4.1), and one level for all."""
+    """Safe start of :func:`crux`, at once: Crux's paths (§4.1), and one level for all."""
     top = check_levels(options.levels)[-1:]
     return crux_paper(cluster, replace(options, levels=tuple(top.tolist())))
 
 
 class Component(NamedTuple):
-    """Jobs that share links with each other and with nobody else; all that their plan depends on.
+    """Jobs that share links with each other and with nobody else: all that their plan depends on.
 
     Attributes:
         jobs: in the order of their names.
-        capacity_Bps: of the links of their candidates, by name.
-        selected: Crux's paths of each.
-        default: the network's, if they are known.
-        movable: whether they may take any of their candidates: nobody else is on any of these.
+        capacity_Bps: (link, capacity) of the links of their candidates.
+        selected: Crux's paths of each job.
+        default: the network's own paths, if they are known.
+        movable: True if they may take any of their candidates, as nobody else is on any of these.
     """
 
     jobs: tuple[Job, ...]
@@ -173,7 +173,7 @@ class Component(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Units that its decision may take, of its engines' work."""
+        """Budget of its decision, in units of its engines' work."""
         n = len(self.jobs)
         if n <= FEW_JOBS:
             return FEW_WORK
@@ -184,8 +184,8 @@ class Decided(NamedTuple):
     """The plan of one component.
 
     Attributes:
-        note: what was done more coarsely than usual.
-        name: of the component with this plan, for trials: a hash of what runs and on which links.
+        note: steps that were computed more coarsely than usual.
+        name: hash of the component with this plan, for trials: equal ones have equal names.
     """
 
     plan: Assignment
@@ -200,12 +200,12 @@ def _components(
     options: SchedulerOptions,
     capacity_Bps: Mapping[Link, float],
 ) -> Iterator[tuple[int, Component | None]]:
-    """How many jobs each has, and itself if it is small enough to be played.
+    """Yields the number of jobs of each component, and itself if it is small enough to be played.
 
-    Those of one job are left out; the ones with the most GPUs come first.
+    Components of one job are left out; those with the most GPUs come first.
     """
-    known = options.default_path is not None
-    default = choice_of(arrays, options.default_path)
+    known = options.default_path or {}
+    default = choice_of(arrays, {**selected, **known})
     default_path = paths_of(arrays, default)
     meet = components_of((traffic + traffic_matrix(arrays, default)).tocsr() if known else traffic)
     reach = components_of(_candidate_links(arrays))
@@ -222,20 +222,27 @@ def _components(
             continue
         paths = (path for job in jobs for flow in job.flows for path in flow.candidates)
         links = sorted(set[Link]().union(*paths))
+        if not options.unknown_links.isdisjoint(links):
+            yield len(jobs), None
+            continue
         yield (
             len(jobs),
             Component(
                 jobs=tuple(jobs),
                 capacity_Bps=tuple((link, capacity_Bps[link]) for link in links),
                 selected=tuple(selected[job.name] for job in jobs),
-                default=tuple(default_path[job.name] for job in jobs) if known else None,
+                default=(
+                    tuple(default_path[job.name] for job in jobs)
+                    if all(job.name in known for job in jobs)
+                    else None
+                ),
                 movable=free,
             ),
         )
 
 
 def _candidate_links(arrays: Arrays) -> Any:
-    """Which links (columns) each job's candidates cross, of those that can be contended."""
+    """Links (columns) that each job's candidates cross, of those that can be contended."""
     sets = len(arrays.set_start) - 1
     flows = (np.ones(len(arrays.flow_set), np.int32), arrays.flow_set, arrays.flow_start)
     on_set = sparse.csr_array(flows, shape=(len(arrays.jobs), sets))
@@ -250,17 +257,8 @@ def _candidate_links(arrays: Arrays) -> Any:
 
 
 def _decided(component: Component, options: SchedulerOptions) -> Decided:
-    """:func:`decide`, or what it gave before for the same component and options."""
-    key = component, options.levels, options.seed, options.max_slowdown
-    known = _remembered.get(key)
-    if known is None:
-        plan, note = decide(component, options)
-        known = _remembered[key] = Decided(plan, note, _name_of(component, plan))
-        if len(_remembered) > REMEMBERED:
-            _remembered.popitem(last=False)
-    else:
-        _remembered.move_to_end(key)
-    return known
+    plan, note = decide(component, options)
+    return Decided(plan, note, _name_of(component, plan))
 
 
 def _name_of(component: Component, plan: Assignment) -> str:
@@ -279,17 +277,12 @@ def _name_of(component: Component, plan: Assignment) -> str:
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:NAME_DIGITS]
 
 
-def forget_components() -> None:
-    """Decide every component anew."""
-    _remembered.clear()
-
-
 def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment, str]:
-    """The plan of one component, and a note on what was done more coarsely than usual."""
+    """The plan of one component, and a note on steps that were more coarse than usual."""
     levels = len(check_levels(options.levels))
     jobs = component.jobs
     cluster = Cluster(dict(component.capacity_Bps), jobs)
-    arrays = arrays_of(cluster, remember=False)
+    arrays = arrays_of(cluster)
     cap = SlowdownCap(arrays, options.max_slowdown)
     safe = [component.safe]
     if component.default is not None and component.default != component.selected:
@@ -322,7 +315,7 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
 
 
 def _distinct(plans: Iterable[Assignment]) -> Iterator[Assignment]:
-    """Each once; none is made before it is asked for."""
+    """Each plan once; none is made before it is asked for."""
     seen: set[Assignment] = set()
     for plan in plans:
         if plan not in seen:
@@ -353,20 +346,21 @@ def _portfolio(
             yield Assignment(path, (0,) * len(names))
     selected = dict(zip(names, component.selected, strict=True))
     traffic = traffic_matrix(arrays, choice_of(arrays, selected))
-    corrected = contention_priorities(arrays, traffic)
+    corrected = contention_priorities(arrays, traffic, options.memory)
     for count in (*(fewer for fewer in COARSER if fewer < levels), levels):
         yield plan(component.selected, corrected, traffic, count)
-    yield plan(component.selected, assign_priorities(arrays, traffic), traffic, levels)
+    as_in_paper = assign_priorities(arrays, traffic, options.memory)
+    yield plan(component.selected, as_in_paper, traffic, levels)
     if swept is not None:
         moved = traffic_matrix(arrays, swept)
-        yield plan(path, assign_priorities(arrays, moved), moved, levels)
+        yield plan(path, assign_priorities(arrays, moved, options.memory), moved, levels)
 
 
 def _stays(component: Component, path: JobPaths) -> bool:
-    """Whether these paths cross no link that the component is not on already."""
+    """True if these paths cross only links that the component is on already."""
 
-    def crossed(of: JobPaths) -> set[Link]:
-        pairs = zip(component.jobs, of, strict=True)
+    def crossed(paths: JobPaths) -> set[Link]:
+        pairs = zip(component.jobs, paths, strict=True)
         return {
             link
             for job, own in pairs

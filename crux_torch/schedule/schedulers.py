@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from crux_torch.schedule.cassini import cassini
-from crux_torch.schedule.crux import crux_pa, crux_paper, crux_ps_pa
-from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.ideal import ideal
-from crux_torch.schedule.mlcc import mlcc
+from crux_torch.schedule.default.crux import crux, crux_first
 from crux_torch.schedule.model import Scheduler
-from crux_torch.schedule.policy import crux, crux_first
-from crux_torch.schedule.sincronia import sincronia
-from crux_torch.schedule.taccl import taccl
-from crux_torch.schedule.varys import varys
+from crux_torch.schedule.papers.baselines import ecmp, ideal, sincronia, taccl, varys
+from crux_torch.schedule.papers.cassini import cassini
+from crux_torch.schedule.papers.crux import crux_pa, crux_paper, crux_ps_pa
+from crux_torch.schedule.papers.mlcc import mlcc
 from crux_torch.settings import LIVE_POLICIES
 
 #: All that there are: the simulator can play every one of them.
