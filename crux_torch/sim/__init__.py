@@ -1,1 +1,1 @@
-"""What Crux would do on a cluster: scenarios, workloads, traces over the fluid engine."""
+"""Simulation of Crux on a cluster: scenarios, workloads, traces over the fluid engine."""

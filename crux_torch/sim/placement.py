@@ -1,15 +1,31 @@
-"""Which GPUs a job gets: at random, by affinity (HiveD), or by interleaving (Muri)."""
+"""GPUs of a job: at random, on whole hosts, near to each other (HiveD), or interleaved (Muri)."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from crux_torch.fabric.topology import Topology
-from crux_torch.sim.catalogue import WorkloadError
+from crux_torch.network.topology import Topology
+from crux_torch.schedule.arrays import Reader
+from crux_torch.schedule.model import Job
+from crux_torch.schedule.papers.crux import alone
+from crux_torch.schedule.papers.intensity import link_traffic
+from crux_torch.sim.catalogue import WorkloadError, model
+from crux_torch.sim.collectives import (
+    ALLTOALL_PEERS,
+    PATHS_OF_FLOW,
+    JoinedPaths,
+    build_job,
+    hashed_paths,
+)
+from crux_torch.sim.play import iteration_alone_s
 
 #: What the cells of each level are; a level that would repeat the one below is left out.
 LEVELS = ("gpu", "pcie", "host", "tor", "pod", "cluster")
@@ -18,7 +34,7 @@ HOST_LEVEL = LEVELS.index("host")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a job asks for, and what Muri looks at: seconds of an iteration on GPUs and network."""
+    """GPUs that a job asks for, and seconds of its iteration on GPUs and network, for Muri."""
 
     name: str
     gpus: int
@@ -39,7 +55,7 @@ class Cell:
 
 
 class Allocation:
-    """Which GPUs of a cluster are free, and who holds the others.
+    """The free GPUs of a cluster, and the jobs that hold the others.
 
     Attributes:
         root: the widest cell.
@@ -71,7 +87,7 @@ class Allocation:
         return [self.root.gpus[i] for i in np.flatnonzero(self._free_in[self._above[:, 0]])]
 
     def free_in(self, cell: Cell) -> int:
-        """How many GPUs of ``cell`` nobody holds."""
+        """Number of free GPUs of ``cell``."""
         return int(self._free_in[self._number[cell]])
 
     def fitting(self, gpus: int, lowest: int = 0) -> list[Cell]:
@@ -172,6 +188,24 @@ def place_random(request: Request, allocation: Allocation, rng: random.Random) -
     return tuple(free[i] for i in sorted(rng.sample(range(len(free)), request.gpus)))
 
 
+def place_hosts(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
+    """As few hosts as can be, each as likely as any other that holds as much; the rest of the job
+    goes to the fullest host that has room for it."""
+    level = min((k for k in allocation.levels if k >= HOST_LEVEL), default=allocation.root.level)
+    room = {host: allocation.free_in(host) for host in allocation.levels[level]}
+    if sum(room.values()) < request.gpus:
+        return None
+    left, taken = request.gpus, set[str]()
+    while left:
+        holds_rest = [free for free in room.values() if free >= left]
+        wanted = min(holds_rest) if holds_rest else max(room.values())
+        host = rng.choice([host for host, free in room.items() if free == wanted])
+        part = min(left, room.pop(host))
+        taken.update(_take(host, part, allocation))
+        left -= part
+    return tuple(gpu for gpu in allocation.root.gpus if gpu in taken)
+
+
 def place_hived(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
     """HiveD's buddy allocation: the lowest cell that holds the job, in the fullest surroundings.
 
@@ -211,11 +245,10 @@ def place_muri(request: Request, allocation: Allocation, rng: random.Random) -> 
 
 PLACEMENTS: dict[str, Placement] = {
     "none": place_random,
+    "hosts": place_hosts,
     "hived": place_hived,
     "muri": place_muri,
 }
-
-
 #: The placement that ranks candidates by their compatibility (CASSINI); in traces only, where the
 #: links of all jobs are known.
 RANKED = "cassini"
@@ -250,7 +283,7 @@ def interleaving_efficiency(a: Request, b: Request) -> float:
 
 
 def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
-    """For each host its ToRs; for each switch the switches that it is joined to."""
+    """The ToRs of each host, and the switches that each switch is joined to."""
     found: dict[str, set[str]] = {name: set() for name in topology.nodes}
     for edge in topology.edges:
         if topology.host_of(edge.dst) is None:
@@ -258,32 +291,120 @@ def _switches_above(topology: Topology) -> dict[str, frozenset[str]]:
     return {name: frozenset(above) for name, above in found.items()}
 
 
-def _take(cell: Cell, wanted: int, allocation: Allocation) -> tuple[str, ...]:
-    """``wanted`` free GPUs of ``cell``, in its order: whole children, then the fullest that holds
+def _take(cell: Cell, count: int, allocation: Allocation) -> tuple[str, ...]:
+    """``count`` free GPUs of ``cell``, in its order: whole children, then the fullest that holds
     the rest."""
-    if wanted == len(cell.gpus):
+    if count == len(cell.gpus):
         return cell.gpus
     taken: set[str] = set()
     free = {child: room for child in cell.children if (room := allocation.free_in(child))}
-    while wanted:
-        enough = [child for child in free if free[child] >= wanted]
+    while count:
+        enough = [child for child in free if free[child] >= count]
         # A child that holds the rest, the fullest; otherwise the emptiest one as a whole.
         best = min(enough, key=free.__getitem__) if enough else max(free, key=free.__getitem__)
-        part = min(wanted, free.pop(best))
+        part = min(count, free.pop(best))
         taken.update(_take(best, part, allocation))
-        wanted -= part
+        count -= part
     return tuple(gpu for gpu in cell.gpus if gpu in taken)
 
 
 def _take_shuffled(
-    cell: Cell, wanted: int, allocation: Allocation, rng: random.Random
+    cell: Cell, count: int, allocation: Allocation, rng: random.Random
 ) -> tuple[str, ...]:
-    """``wanted`` free GPUs of ``cell``, in its order, from its children in random order."""
+    """``count`` free GPUs of ``cell``, in its order, from its children in random order."""
     if not cell.children:
         return cell.gpus
     taken: set[str] = set()
     for child in rng.sample(cell.children, len(cell.children)):
-        part = min(wanted - len(taken), allocation.free_in(child))
+        part = min(count - len(taken), allocation.free_in(child))
         if part:
             taken.update(_take_shuffled(child, part, allocation, rng))
     return tuple(gpu for gpu in cell.gpus if gpu in taken)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedJob:
+    """A job on its GPUs.
+
+    Attributes:
+        default_path: the candidate that ECMP's hash gives to each flow.
+        alone_s: seconds of an iteration on an empty network, on paths selected there.
+        intensity: I_j there, in FLOP/s.
+        layer_bytes: bytes of one iteration on all links of each layer of the topology; the same for
+            all candidates of a flow, which cross the same kinds of link.
+    """
+
+    job: Job
+    default_path: tuple[int, ...]
+    alone_s: float
+    intensity: float
+    layer_bytes: Mapping[str, float]
+
+
+class Reference(NamedTuple):
+    """Seconds of one iteration alone on the nearest GPUs: of computation, and in total."""
+
+    compute_s: float
+    alone_s: float
+
+
+class Placer:
+    """Builds placed jobs for one topology, and caches what depends on the model and GPUs only.
+
+    With ``rings_apart`` the rings and groups of a job move each on its own; each hop is split into
+    ``connections`` flows.
+
+    Attributes:
+        reference: called with a model's name and a number of GPUs; see :class:`Reference`. Raises
+            WorkloadError if the cluster has fewer GPUs.
+    """
+
+    def __init__(
+        self, topology: Topology, *, rings_apart: bool = True, connections: int = 1
+    ) -> None:
+        self.topology = topology
+        self._rings_apart = rings_apart
+        self._connections = connections
+        self.cells = cells(topology)
+        self._idle = Allocation(self.cells)
+        self._paths = JoinedPaths(topology, PATHS_OF_FLOW)
+        self._reader = Reader()
+        self._capacity_Bps = MappingProxyType(dict(sorted(topology.capacity_Bps.items())))
+        self._build = lru_cache(maxsize=1 << 8)(self._build_alone)
+        self.reference = lru_cache(maxsize=None)(self._find_reference)
+        self._layer = lru_cache(maxsize=None)(topology.layer)
+
+    def place(self, name: str, model_name: str, gpus: Sequence[str]) -> PlacedJob:
+        """The job ``name`` that trains a model of the catalogue on ``gpus``."""
+        found = self._build(model_name, tuple(gpus))
+        job = replace(found.job, name=name)
+        return replace(found, job=job, default_path=hashed_paths(job, self.topology))
+
+    def _find_reference(self, model_name: str, gpus: int) -> Reference:
+        """Seconds of an iteration alone on the GPUs that are nearest to each other."""
+        request = Request(model_name, gpus)
+        chosen = place_hived(request, self._idle, random.Random(0))
+        if chosen is None:
+            raise WorkloadError(f"a job of {gpus} GPUs; the cluster has {len(self.cells.gpus)}")
+        found = self._build(model_name, chosen)
+        return Reference(found.job.compute_s, found.alone_s)
+
+    def _build_alone(self, model_name: str, gpus: tuple[str, ...]) -> PlacedJob:
+        job = build_job(
+            model_name,
+            model(model_name),
+            gpus,
+            self.topology,
+            paths=self._paths,
+            alltoall_peers=ALLTOALL_PEERS,
+            apart=self._rings_apart,
+            connections=self._connections,
+        )
+        found = alone(job, self._capacity_Bps, reader=self._reader)
+        layer_bytes: defaultdict[str, float] = defaultdict(float)
+        for link, moved in link_traffic(job, found.path).items():
+            layer_bytes[self._layer(link)] += moved
+        alone_s = found.period_s
+        if job.parts:
+            alone_s = iteration_alone_s(job, found.path, self._capacity_Bps, alone_s)
+        return PlacedJob(job, (), alone_s, found.intensity, dict(layer_bytes))

@@ -1,16 +1,28 @@
-"""Plays scenarios, and clusters under a scheduler's decision, in the fluid engine."""
+"""Scenarios, and clusters under a scheduler's decision, played in the fluid engine.
+
+A job's transfer is one flow here: the engine moves all links of a transfer together, at the pace of
+the slowest, so the flows of a ring already keep each other's pace.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 
 from crux_torch import _fluid
-from crux_torch.schedule.intensity import burst_traffic, link_traffic, part_traffic
-from crux_torch.schedule.model import Cluster, Decision, Job
-from crux_torch.schedule.pace import DRIFT
+from crux_torch.schedule.model import Cluster, Decision, Flow, Job, Path
+from crux_torch.schedule.papers.cassini_grid import DRIFT
+from crux_torch.schedule.papers.intensity import burst_traffic, link_traffic, part_traffic
+from crux_torch.schedule.papers.mlcc import (
+    SLOTS,
+    LinkLoad,
+    LoadTables,
+    applied_Bps,
+    initial_schedule,
+)
+from crux_torch.sim.course import Watch
 from crux_torch.sim.scenario import Scenario, ScenarioError
-from crux_torch.sim.slots import run_in_slots
 
 #: Bytes on each link of a transfer, or of each of its parts that move on their own.
 Moved = dict[str, float] | list[dict[str, float]]
@@ -20,7 +32,7 @@ MAX_PIECES = 64
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What became of one job within the horizon; the mean is of the iterations that ended.
+    """Results of one job within the horizon; the mean is of the iterations that ended.
 
     ``comm_s`` is the seconds that the data it sent would have taken alone.
     """
@@ -33,7 +45,7 @@ class JobReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run of ``horizon_s`` simulated seconds shows: the jobs by name, and the network.
+    """Results of ``horizon_s`` simulated seconds: the jobs by name, and the network.
 
     ``gpu_utilization`` is the sum of compute_s times GPUs over the jobs, by horizon times all GPUs.
     ``events`` are those that the engine handled; stretches it skipped have none.
@@ -47,7 +59,11 @@ class Report:
 
 
 def run_scenario(
-    scenario: Scenario, *, skip_repeats: bool = True, repeat_tolerance: float = 1e-9
+    scenario: Scenario,
+    *,
+    skip_repeats: bool = True,
+    repeat_tolerance: float = 1e-9,
+    watch: Watch | None = None,
 ) -> Report:
     """Plays one scenario to its horizon; Ctrl-C interrupts it.
 
@@ -55,6 +71,7 @@ def run_scenario(
         skip_repeats: count stretches that provably repeat instead of playing them.
         repeat_tolerance: states are the same when no time in them differs by more than this share
             of the period; a skip over T seconds displaces a job by at most this share of T.
+        watch: takes measures on the way.
 
     Raises:
         ScenarioError: the clock can't resolve the shortest iteration at the horizon, or a scenario
@@ -81,7 +98,7 @@ def run_scenario(
             )
     except _fluid.SpecError as error:
         raise ScenarioError(str(error)) from None
-    _run_to_horizon(engine, scenario.horizon_s)
+    _run_to_horizon(engine, scenario.horizon_s, watch)
     return report_of(engine, scenario.horizon_s)
 
 
@@ -115,15 +132,15 @@ def with_slack(
     return cut
 
 
-def _run_to_horizon(engine: _fluid.Engine, horizon_s: float) -> None:
+def _run_to_horizon(engine: _fluid.Engine, horizon_s: float, watch: Watch | None) -> None:
     try:
-        engine.run_until(horizon_s)
+        (watch or Watch(())).run_until(engine, horizon_s)
     except _fluid.SpecError as error:
         raise ScenarioError(f"horizon_s: {error}") from None
 
 
 def report_of(engine: _fluid.Engine, horizon_s: float) -> Report:
-    """What an engine that has been played to ``horizon_s`` shows."""
+    """Report of an engine that has been played to ``horizon_s``."""
     jobs = {
         name: JobReport(r["completed"], r["compute_s"], r["comm_s"], r["mean_iteration_s"])
         for name, r in engine.results().items()
@@ -158,7 +175,7 @@ def engine_of(
         # Names a link that the job has to itself.
         own = f"@{job.name}" if decision.isolated else ""
         path = decision.path[job.name]
-        # Whoever books rates books them for a whole job.
+        # Rates are booked for a whole job.
         whole = decision.slot_s is not None
         parts = [link_traffic(job, path)] if whole else part_traffic(job, path)
         capacity_Bps |= {link + own: cluster.capacity_Bps[link] for part in parts for link in part}
@@ -214,13 +231,15 @@ def play(
     foreign: Collection[str] = (),
     slack_bytes: float | None = None,
     least_Bps: float = 0.0,
+    watch: Watch | None = None,
 ) -> Report:
-    """What becomes of the cluster's jobs in ``horizon_s`` seconds, see :func:`engine_of`.
+    """Plays the cluster's jobs for ``horizon_s`` seconds, see :func:`engine_of`.
 
     Args:
         foreign: jobs that are not ours: where the decision has rates booked, theirs are not.
         slack_bytes: see :func:`with_slack`; not where the decision has rates booked.
         least_Bps: where it has, the least limit of a job's rate on its busiest link.
+        watch: takes measures on the way.
 
     Raises:
         SpecError: a job or link that can't be simulated.
@@ -228,10 +247,140 @@ def play(
     """
     engine = engine_of(cluster, decision, start_s=start_s, slack_bytes=slack_bytes)
     if decision.slot_s is None:
-        _run_to_horizon(engine, horizon_s)
+        _run_to_horizon(engine, horizon_s, watch)
     else:
         traffic = {job.name: link_traffic(job, decision.path[job.name]) for job in cluster.jobs}
         run_in_slots(
-            engine, cluster.capacity_Bps, traffic, decision.slot_s, horizon_s, foreign, least_Bps
+            engine,
+            cluster.capacity_Bps,
+            traffic,
+            decision.slot_s,
+            horizon_s,
+            foreign,
+            least_Bps,
+            watch,
         )
     return report_of(engine, horizon_s)
+
+
+def sprayed(cluster: Cluster) -> Cluster:
+    """The cluster on a network that sprays packets: no flow has a path to choose.
+
+    The bytes of each flow are spread evenly over its candidates. Schedulers then give classes,
+    rates and shifts only. As everywhere in this simulator, a job moves at the pace of its slowest
+    link, so a packet that is late holds up its flow.
+    """
+    return replace(cluster, jobs=tuple(map(_spread, cluster.jobs)))
+
+
+def _spread(job: Job) -> Job:
+    moved: dict[tuple[int, Path], float] = {}
+    for part, flow in zip(job.parts or repeat(0), job.flows, strict=False):
+        for path in flow.candidates:
+            moved[part, path] = moved.get((part, path), 0.0) + flow.bytes / len(flow.candidates)
+    return replace(
+        job,
+        flows=tuple(Flow(size, (path,)) for (_, path), size in moved.items()),
+        parts=tuple(part for part, _ in moved) if job.parts else (),
+    )
+
+
+#: How often in a slot a host looks whether a flow has begun or ended, or may end its wait.
+LOOKS = 6
+
+
+def run_in_slots(
+    engine: _fluid.Engine,
+    capacity_Bps: Mapping[str, float],
+    traffic: Mapping[str, Mapping[str, float]],
+    slot_s: float,
+    horizon_s: float,
+    foreign: Collection[str] = (),
+    least_Bps: float = 0.0,
+    watch: Watch | None = None,
+) -> None:
+    """Play ``engine`` to ``horizon_s`` with the jobs' rates booked in slots.
+
+    Args:
+        capacity_Bps: of each link.
+        traffic: bytes of an iteration of each job on each link.
+        foreign: jobs that book nothing. The links' counters show what they send.
+        least_Bps: the least limit of a job, on its busiest link.
+        watch: takes measures on the way.
+    """
+    watch = watch or Watch(())
+    booked = [name for name, moved in traffic.items() if any(moved.values())]
+    ours = {n: traffic[n] for n in booked if n not in foreign}
+    hosts = _Hosts(engine, capacity_Bps, ours, least_Bps)
+    tables = LoadTables(SLOTS, slot_s)
+    look = 0
+    while engine.now_s < horizon_s:
+        slot, part = divmod(look, LOOKS)
+        if part == 0:
+            tables.expire(slot)
+            if foreign:
+                for link, moved_bytes in engine.link_bytes().items():
+                    tables.count(link, slot, moved_bytes)
+        hosts.book(tables, slot, part / LOOKS)
+        look += 1
+        watch.run_until(engine, min(horizon_s, look * slot_s / LOOKS))
+
+
+class _Hosts:
+    """The hosts' schedulers, which take turns in the order in which their flows began."""
+
+    def __init__(
+        self,
+        engine: _fluid.Engine,
+        capacity_Bps: Mapping[str, float],
+        traffic: Mapping[str, Mapping[str, float]],
+        least_Bps: float,
+    ) -> None:
+        self._engine = engine
+        self._least_Bps = least_Bps
+        self._capacity_Bps = capacity_Bps
+        #: What a job sends on each link, as a share of what it sends on its busiest.
+        self._shares: dict[str, dict[str, float]] = {}
+        #: Bytes on the busiest link, and the seconds that an iteration's bytes take alone.
+        self._most: dict[str, tuple[float, float]] = {}
+        for name, moved in traffic.items():
+            most = max(moved.values())
+            self._shares[name] = {link: m / most for link, m in moved.items() if m}
+            self._most[name] = most, max(m / capacity_Bps[link] for link, m in moved.items())
+        self._waits: dict[str, bool] = {}
+
+    def book(self, tables: LoadTables, slot: int, gone: float) -> None:
+        left = {name: self._engine.bytes_left(name) for name in self._shares}
+        for name in [n for n in self._waits if left[n] is None]:
+            del self._waits[name]
+            self._engine.set_rate_limit(name, None)
+            self._tell(tables, name, slot, ())
+        begun = [n for n, volume in left.items() if volume is not None and n not in self._waits]
+        for name in [*self._waits, *begun]:
+            volume = left[name]
+            if volume is not None and (gone == 0.0 or self._waits.get(name, True)):
+                self._schedule(tables, name, slot, gone, volume)
+
+    def _schedule(
+        self, tables: LoadTables, name: str, slot: int, gone: float, volume: float
+    ) -> None:
+        """Algorithm 1 for the rate on the busiest link, to which the other links' are in
+        proportion."""
+        path = []
+        for link, share in self._shares[name].items():
+            (seen,) = tables.feedback(f"{name}@{link}", {link: self._capacity_Bps[link]}, slot)
+            loads = tuple(load / share for load in seen.load_Bps)
+            path.append(LinkLoad(seen.capacity_Bps / share, loads))
+        rates = initial_schedule(path, volume, tables.slot_s, gone=gone)
+        self._tell(tables, name, slot, rates)
+        limit_Bps = applied_Bps(rates, path, self._least_Bps)
+        self._waits[name] = limit_Bps < max(rates)
+        self._engine.set_rate_limit(name, limit_Bps)
+
+    def _tell(self, tables: LoadTables, name: str, slot: int, rates: tuple[float, ...]) -> None:
+        most, alone_s = self._most[name]
+        sent = self._engine.result(name)["comm_s"] / alone_s * most
+        for link, share in self._shares[name].items():
+            links = {link: self._capacity_Bps[link]}
+            scaled = [rate * share for rate in rates]
+            tables.book(f"{name}@{link}", links, slot, scaled, sent * share)

@@ -53,7 +53,7 @@ class TrafficBurst(_Record, frozen=True):
 
 
 class ScenarioJob(_Record, frozen=True, kw_only=True):
-    """A job; ``docs/simulator.md`` describes its keys."""
+    """A job; ``docs/research/simulator.md`` describes its keys."""
 
     gpus: Positive
     compute_s: NonNegative
@@ -70,7 +70,7 @@ class ScenarioJob(_Record, frozen=True, kw_only=True):
 
     @property
     def sent(self) -> tuple[TrafficBurst, ...]:
-        """What it sends in an iteration on the path in use."""
+        """Bursts of an iteration on the path in use."""
         if self.bursts is not None:
             return tuple(self.bursts)
         traffic = self.traffic if self.path is None else (self.paths or {})[self.path]
@@ -86,7 +86,7 @@ class _File(_Record, frozen=True):
 
 
 class Scenario(_Record, frozen=True):
-    """What is simulated: built by :func:`parse_scenario`, or by hand."""
+    """A scenario: built by :func:`parse_scenario`, or by hand."""
 
     links: dict[str, ScenarioLink]
     jobs: dict[str, ScenarioJob]
@@ -176,7 +176,7 @@ def _convert(where: str, value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def _check(where: str, job: ScenarioJob, links: Mapping[str, ScenarioLink]) -> None:
-    """What the types do not say."""
+    """Checks that the types do not make."""
     for name, traffic in (job.paths or {}).items():
         _check_traffic(f"{where}.paths.{name}", traffic, links)
     if job.bursts is not None:

@@ -1,4 +1,4 @@
-"""Which jobs arrive when: the hybrid trace, the published dataset, one's own CSV, a generator."""
+"""Traces of arriving jobs: the hybrid trace, the published dataset, one's own CSV, a generator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -28,7 +28,6 @@ WORKER_COLUMNS = ("job_name", "gmt_pod_running", "RES")
 HYBRID_START = datetime(2017, 11, 1)
 LINGJUN_TIME = "%Y/%m/%d %H:%M"
 GPU_RESOURCE = "nvidia.com/gpu"
-
 #: Catalogue entries for the names that the published list of jobs uses, lower case. Those of
 #: unknown kind train the nearest stand-in: a 256-GPU language model, and embeddings.
 MODEL_OF_NAME: Mapping[str, str] = {
@@ -310,3 +309,60 @@ def _worker_gpus(where: str, resources: str) -> int:
         raise WorkloadError(
             f'{where}: RES is {resources!r}; expected JSON such as {{"{GPU_RESOURCE}": "8"}}'
         ) from None
+
+
+PHILLY, SIZES = "philly.csv.gz", "lingjun_job_sizes.csv"
+LINGJUN_FILES = ("job.csv", "worker.csv")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The trace that is replayed.
+
+    Attributes:
+        kind: ``hybrid``, ``generated``, ``lingjun``, or the path of a CSV of one's own.
+        data: folder with the public files, for ``hybrid`` and ``lingjun``.
+        jobs: how many arrive; None: as many as there are.
+    """
+
+    kind: str
+    data: str | None = None
+    jobs: int | None = 5000
+    days: int = 14
+    seed: int = 0
+
+    def load(self) -> Trace:
+        """The trace.
+
+        Raises:
+            WorkloadError: what is wrong with which file.
+        """
+        if self.kind == "generated":
+            return generate(self.seed, self.jobs or 5000, self.days)
+        if self.kind == "hybrid":
+            folder = self._folder((PHILLY, SIZES))
+            return load_hybrid(
+                folder / PHILLY, folder / SIZES, days=self.days, jobs=self.jobs, seed=self.seed
+            )
+        if self.kind == "lingjun":
+            folder = self._folder(LINGJUN_FILES)
+            whole = load_lingjun(folder / LINGJUN_FILES[0], folder / LINGJUN_FILES[1])
+        else:
+            whole = load_csv(self.kind)
+        inside = [job for job in whole.jobs if job.submit_s < self.days * DAY_S]
+        if not inside:
+            raise WorkloadError(f"{self.kind}: no job arrives within --days {self.days}")
+        kept = inside[: self.jobs]
+        cut = {
+            f"after --days {self.days}": len(whole.jobs) - len(inside),
+            f"beyond --jobs {self.jobs}": len(inside) - len(kept),
+        }
+        dropped = {**whole.dropped, **{why: count for why, count in cut.items() if count}}
+        return Trace(whole.kind, tuple(kept), dropped)
+
+    def _folder(self, files: Sequence[str]) -> Path:
+        folder = Path(self.data or ".")
+        for name in files:
+            if not (folder / name).exists():
+                raise WorkloadError(f"{folder / name} is missing; the {self.kind} trace needs it")
+        return folder

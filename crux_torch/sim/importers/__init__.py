@@ -6,22 +6,34 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from crux_torch.fabric.topology import Topology
 from crux_torch.measure import traffic
-from crux_torch.schedule.intensity import link_traffic
+from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Cluster, Flow, Job
-from crux_torch.sim.collectives import Transfers, contended, transfers
-from crux_torch.sim.import_chakra import read_chakra
-from crux_torch.sim.import_chrome import read_chrome
-from crux_torch.sim.import_goal import read_goal
-from crux_torch.sim.import_simai import read_simai
-from crux_torch.sim.input_text import text_of, without_mark
-from crux_torch.sim.joined import JoinedPaths
-from crux_torch.sim.placed import ALLTOALL_PEERS, CANDIDATES, hashed_paths
+from crux_torch.schedule.papers.intensity import link_traffic
+from crux_torch.sim.collectives import (
+    ALLTOALL_PEERS,
+    PATHS_OF_FLOW,
+    JoinedPaths,
+    Transfers,
+    contended,
+    hashed_paths,
+    transfers,
+)
+from crux_torch.sim.importers.chakra import read_chakra
+from crux_torch.sim.importers.chrome import read_chrome
+from crux_torch.sim.importers.goal import read_goal
+from crux_torch.sim.importers.simai import read_simai
+from crux_torch.sim.importers.workload import (
+    ImportedJob,
+    ImportFailed,
+    in_bursts,
+    naming,
+    text_of,
+    without_mark,
+)
 from crux_torch.sim.placement import PLACEMENTS, Allocation, Request, cells
+from crux_torch.sim.play import sprayed
 from crux_torch.sim.scenario import Scenario, ScenarioJob, ScenarioLink, TrafficBurst
-from crux_torch.sim.spraying import sprayed
-from crux_torch.sim.workload import ImportedJob, ImportFailed, in_bursts
 
 Files = Mapping[str, bytes]
 
@@ -33,10 +45,8 @@ def _one(read: Callable[[str], ImportedJob]) -> Callable[[Files], ImportedJob]:
         if len(files) != 1:
             raise ImportFailed(f"got {len(files)} files, expected one")
         ((name, held),) = files.items()
-        try:
+        with naming(name):
             return read(text_of(held))
-        except ImportFailed as error:
-            raise ImportFailed(f"{name}: {error}") from None
 
     return read_file
 
@@ -98,7 +108,7 @@ def scenario_of(
 
     Args:
         placement: a name of ``PLACEMENTS``; jobs get GPUs in their order.
-        bursts: most bursts of an iteration, see :func:`crux_torch.sim.workload.in_bursts`.
+        bursts: most bursts of an iteration, see ``workload.in_bursts``.
         seed: of random placement and of source ports.
         flops_per_s: what a GPU computes, which the workloads don't tell. Only jobs' ratios matter.
         spray: the network sprays packets over all paths of a flow, and hashes no flow onto one.
@@ -107,7 +117,7 @@ def scenario_of(
         ImportFailed: the topology has too few GPUs for a job.
     """
     allocation = Allocation(cells(topology))
-    paths = JoinedPaths(topology, CANDIDATES)
+    paths = JoinedPaths(topology, PATHS_OF_FLOW)
     placed: dict[str, ScenarioJob] = {}
     for name, job in jobs.items():
         request = Request(name, job.ranks, job.compute_s)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crux_torch.sim.parallelism import Collective, Group
-from crux_torch.sim.workload import ImportedJob, ImportFailed, collectives_of
+from crux_torch.sim.catalogue import Collective, Group
+from crux_torch.sim.importers.workload import ImportedJob, ImportFailed, collectives_of
 
 POLICIES = ("HYBRID_TRANSFORMER_FWD_IN_BCKWD", "HYBRID_TRANSFORMER")
 OPS = {

@@ -7,12 +7,9 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import defaultdict
 
-from crux_torch.sim.parallelism import Collective
-from crux_torch.sim.task_graph import Task, starts_of
-from crux_torch.sim.workload import ImportedJob, ImportFailed
+from crux_torch.sim.importers.workload import ImportedJob, ImportFailed, Task, TaskGraph
 
 _NUMBER = r"[0-9]{1,18}"
 _OPERATION = re.compile(
@@ -28,24 +25,12 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 MOST_RANKS = 1 << 20
 
 
-@dataclass(slots=True)
-class _Messages:
-    """Sends and receives that have no partner yet: the first with the first of equal ends."""
+class _Schedule(TaskGraph):
+    """The tasks of all ranks, and the CPUs and NICs of each rank by their numbers."""
 
-    sends: defaultdict[tuple[int, int, str], deque[int]]
-    recvs: defaultdict[tuple[int, int, str], deque[int]]
-
-
-@dataclass(slots=True)
-class _Schedule:
-    tasks: list[Task] = field(default_factory=list)
-    #: CPUs and NICs of each rank, by their numbers.
-    units: defaultdict[int, set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
-    #: Sender, receiver and bytes of each task that sends.
-    sent: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    messages: _Messages = field(
-        default_factory=lambda: _Messages(defaultdict(deque), defaultdict(deque))
-    )
+    def __init__(self) -> None:
+        super().__init__()
+        self.units: defaultdict[int, set[tuple[str, str]]] = defaultdict(set)
 
 
 def read_goal(text: str) -> ImportedJob:
@@ -95,7 +80,8 @@ def read_goal(text: str) -> ImportedJob:
     if ranks is None or rank is not None:
         missing = "num_ranks" if ranks is None else "a closing bracket"
         raise ImportFailed(f"the file ends, expected {missing}")
-    return _job(ranks, schedule)
+    _, compute_s, messages = schedule.starts()
+    return ImportedJob(ranks, compute_s, tuple(messages), _notes(schedule))
 
 
 def _depend(where: str, found: re.Match[str], labels: dict[str, int], schedule: _Schedule) -> None:
@@ -123,48 +109,24 @@ def _operation(
             f"{where}: got {line[:60]!r}, expected calc, requires, or a send or recv with one rank "
             "and one tag"
         )
-    index = len(schedule.tasks)
+    for kind in ("cpu", "nic"):
+        if found[kind]:
+            schedule.units[rank].add((kind, found[kind]))
+    other = int(found["to"] or found["source"] or 0)
+    if other >= ranks:
+        raise ImportFailed(f"{where}: got rank {other}, expected one below {ranks}")
+    tag = int(found["tag"] or 0)
+    if found["calc"]:
+        unit = (rank, int(found["cpu"] or 0))
+        index = schedule.add(Task(int(found["calc"]) * 1e-9, unit))
+    elif found["to"]:
+        index = schedule.send(rank, other, tag, int(found["sent"]))
+    else:
+        index = schedule.receive(other, rank, tag)
     if found["label"]:
         if found["label"] in labels:
             raise ImportFailed(f"{where}: label {found['label']!r} appears twice in this rank")
         labels[found["label"]] = index
-    for kind in ("cpu", "nic"):
-        if found[kind]:
-            schedule.units[rank].add((kind, found[kind]))
-    if found["calc"]:
-        cpu = (rank, int(found["cpu"] or 0))
-        schedule.tasks.append(Task(int(found["calc"]) * 1e-9, cpu))
-        return
-    other = int(found["to"] or found["source"])
-    if other >= ranks:
-        raise ImportFailed(f"{where}: got rank {other}, expected one below {ranks}")
-    schedule.tasks.append(Task(0.0, None))
-    tag = found["tag"] or "0"
-    if found["to"]:
-        schedule.sent[index] = (rank, other, int(found["sent"]))
-        schedule.messages.sends[rank, other, tag].append(index)
-    else:
-        schedule.messages.recvs[other, rank, tag].append(index)
-
-
-def _job(ranks: int, schedule: _Schedule) -> ImportedJob:
-    sends, recvs = schedule.messages.sends, schedule.messages.recvs
-    for key in sorted(sends.keys() | recvs.keys()):
-        if len(sends[key]) != len(recvs[key]):
-            src, dst, tag = key
-            raise ImportFailed(
-                f"rank {src} sends {len(sends[key])} messages of tag {tag} to rank {dst}, which "
-                f"receives {len(recvs[key])}, expected as many"
-            )
-        for send, recv in zip(sends[key], recvs[key], strict=True):
-            schedule.tasks[recv].after.append(send)
-    starts_s, compute_s = starts_of(schedule.tasks)
-    collectives = tuple(
-        Collective("send", float(moved), ((src, dst),), starts_s[index] / compute_s)
-        for index, (src, dst, moved) in schedule.sent.items()
-        if moved and src != dst
-    )
-    return ImportedJob(ranks, compute_s, collectives, _notes(schedule))
 
 
 def _notes(schedule: _Schedule) -> tuple[str, ...]:

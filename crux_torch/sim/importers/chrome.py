@@ -1,4 +1,4 @@
-"""Iterations of a rank in its Chrome trace: which kernels each launched, and how long it took."""
+"""Chrome traces of ranks: those of torch's profiler (Kineto), and Crux's own (``CRUX_TRACE``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,220 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from crux_torch.sim.chrome_file import ON_DEVICE, Event, Key, Launch, mostly_launched
-from crux_torch.sim.workload import ImportFailed
+from crux_torch.sim.catalogue import Collective, Group
+from crux_torch.sim.importers.chrome_records import (
+    ON_DEVICE,
+    Event,
+    Key,
+    Launch,
+    ends_of,
+    group_of,
+    launches_of,
+    match_records,
+    mostly_launched,
+    op_of,
+    operations_of,
+    payload_of,
+    read_trace,
+    root_of,
+    unknown_bytes,
+)
+from crux_torch.sim.importers.workload import (
+    ImportedJob,
+    ImportFailed,
+    collectives_of,
+    naming,
+    places_of_pair,
+    repeated,
+)
 
+#: Notes that a job keeps, since each of its ranks may have the same.
+MOST_NOTES = 4
 #: An iteration with less than this part of the mean iteration's communication is not like the rest.
 UNLIKE = 0.5
+Span = tuple[float, float]
+
+
+class _Sent(NamedTuple):
+    """One collective of a rank: its group, and where in the rank's compute it starts.
+
+    Attributes:
+        ends: of a message, the sender and the receiver.
+        root: the root's place in the group.
+    """
+
+    op: str
+    bytes: float
+    group: Group
+    ends: Group
+    root: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    name: str
+    rank: int
+    world: int
+    compute_us: float
+    sent: tuple[_Sent, ...]
+    notes: tuple[str, ...]
+
+
+def read_chrome(files: Mapping[str, bytes]) -> ImportedJob:
+    """The traces of one rank, or of all, one file a rank, as one iteration of their job.
+
+    The iteration is the one of median length among those that the profiler's and the optimizer's
+    steps mark, or the whole trace. A rank computes all the time but when it only communicates. The
+    job computes as long as its rank that computes longest, since the others' communication contains
+    waiting for it. One trace alone stands for all ranks: its groups are repeated over them, and a
+    send goes to every place that has both ranks. Kernels that nothing tells count as communication
+    without bytes, and the job's notes say their share.
+
+    Raises:
+        ImportFailed: names the file.
+    """
+    ranks: dict[int, _Rank] = {}
+    for name, held in files.items():
+        with naming(name):
+            found = _rank(name, held)
+        if found.rank in ranks:
+            raise ImportFailed(f"{name}: {ranks[found.rank].name} is of rank {found.rank}, too")
+        ranks[found.rank] = found
+    worlds = {one.world for one in ranks.values()}
+    if len(worlds) != 1 or len(ranks) not in (1, *worlds):
+        raise ImportFailed(
+            f"got traces of {len(ranks)} ranks of {sorted(worlds)}, expected one or all of a job"
+        )
+    world, compute_us = worlds.pop(), max(one.compute_us for one in ranks.values())
+    if not compute_us > 0:
+        raise ImportFailed("no time is left for computation, expected some beside communication")
+    if len(ranks) == 1:
+        (only,) = ranks.values()
+        collectives = _of_all_ranks(only)
+    else:
+        # A rank's trace tells what it sends; all else counts where the group's first rank has it.
+        collectives = [
+            found
+            for rank, one in sorted(ranks.items())
+            for sent in one.sent
+            if sent.op == "send" or (sent.op != "recv" and rank == min(sent.group))
+            for found in _collectives(sent, [sent.ends if sent.op == "send" else sent.group])
+        ]
+    notes = [
+        note if len(ranks) == 1 else f"rank {rank}: {note}"
+        for rank, one in sorted(ranks.items())
+        for note in one.notes
+    ]
+    if len(notes) > MOST_NOTES:
+        notes[MOST_NOTES:] = [f"{len(notes) - MOST_NOTES} more notes on other ranks"]
+    return ImportedJob(world, compute_us * 1e-6, tuple(collectives), tuple(notes))
+
+
+def _rank(name: str, held: bytes) -> _Rank:
+    origin, events = read_trace(held)
+    launches = launches_of(events)
+    known = match_records(events, launches)
+    iteration = iteration_of(events, launches)
+    kernels = [e for e in iteration.own if e.cat == "kernel" and e.communicates]
+    notes = iteration.notes
+    if kernels:
+        notes += unknown_bytes(kernels, known)
+        records = [(e, args) for e in kernels for args in known.records.get(id(e), ())]
+        busy = [e for e in events if e.cat == "kernel" and e.communicates]
+    else:
+        begin, end = iteration.host
+        busy = operations_of([e for e in events if begin <= e.begin < end])
+        if any("Collective name" in e.about for e in busy):
+            notes += (
+                "no kernel of its communication is in the trace, so waiting for it counts as "
+                "computation; record with ProfilerActivity.CUDA, too",
+            )
+        records = [(e, e.about) for e in busy]
+    compute = _Compute(_exposed(events, busy, iteration), iteration)
+    sent = []
+    for event, args in records:
+        if (op := op_of(event, args)) is not None:
+            group = group_of(args, origin)
+            ends = ends_of(args, group, origin.rank, op) if op in ("send", "recv") else ()
+            moved, root = payload_of(event, args, op), root_of(args, group)
+            sent.append(_Sent(op, moved, group, ends, root, compute.share_at(event.begin)))
+    return _Rank(name, origin.rank, origin.world, compute.length_us, tuple(sent), notes)
+
+
+def _of_all_ranks(one: _Rank) -> list[Collective]:
+    """Returns the collectives of all ranks, from the trace of one.
+
+    A message that it receives stands for those of other ranks only where it sends none as far.
+    """
+    far = {sent.ends[1] - sent.ends[0] for sent in one.sent if sent.op == "send"}
+    found: list[Collective] = []
+    for sent in one.sent:
+        if sent.op == "recv" and sent.ends[1] - sent.ends[0] in far:
+            continue
+        with naming(one.name):
+            if sent.ends:
+                groups = places_of_pair(sent.group, sent.ends, one.world)
+            else:
+                groups = repeated(sent.group, one.world)
+        found += _collectives(sent, groups)
+    return found
+
+
+def _collectives(sent: _Sent, groups: Sequence[Group]) -> list[Collective]:
+    op = "send" if sent.op == "recv" else sent.op
+    return collectives_of(op, sent.bytes, groups, sent.at, root=sent.root)
+
+
+def _exposed(events: Sequence[Event], busy: Sequence[Event], iteration: Iteration) -> list[Span]:
+    """Spans of the iteration in which the rank only communicates."""
+    # Time, change of the running communication, change of the running computation.
+    changes: list[tuple[float, int, int]] = []
+    for e in busy:
+        begin, end = max(e.begin, iteration.begin), min(e.end, iteration.end)
+        if begin < end:
+            changes += [(begin, 1, 0), (end, -1, 0)]
+    for e in events:
+        if e.cat in ON_DEVICE and not e.communicates:
+            changes += [(e.begin, 0, 1), (e.end, 0, -1)]
+    found: list[Span] = []
+    communicating = computing = 0
+    since: float | None = None
+    for time, group in groupby(sorted(changes), key=lambda change: change[0]):
+        for _, communication, computation in group:
+            communicating += communication
+            computing += computation
+        exposed = communicating > 0 and not computing
+        if exposed and since is None:
+            since = time
+        elif not exposed and since is not None:
+            found.append((since, time))
+            since = None
+    return found
+
+
+class _Compute:
+    """The computation of an iteration: all of it but the time that is exposed."""
+
+    def __init__(self, exposed: Sequence[Span], iteration: Iteration) -> None:
+        self._begin = iteration.begin
+        self._exposed = exposed
+        self._begins = [begin for begin, _ in exposed]
+        self._before = [0.0, *accumulate(end - begin for begin, end in exposed)]
+        self.length_us = iteration.end - iteration.begin - self._before[-1]
+
+    def share_at(self, time: float) -> float:
+        """The share of it that is done at a time."""
+        if self.length_us <= 0:
+            return 1.0
+        count = bisect_right(self._begins, time)
+        waited = self._before[count]
+        if count:
+            waited -= max(self._exposed[count - 1][1] - time, 0.0)
+        return min(max((time - self._begin - waited) / self.length_us, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +229,19 @@ class Iteration:
 
     Attributes:
         begin, end: on the device where there is one, in microseconds.
-        own: what it launched on the device.
-        host: when the host was in it.
-        notes: what the reader of a result has to know.
+        own: events of the device that it launched.
+        host: its span on the host.
     """
 
     begin: float
     end: float
     own: tuple[Event, ...]
-    host: tuple[float, float]
+    host: Span
     notes: tuple[str, ...] = ()
 
 
 class _Marks(NamedTuple):
-    """Where the iterations begin: on the host, or on the device if only that is marked.
+    """Begins of the iterations: on the host, or on the device if only that is marked.
 
     Attributes:
         starts: of each iteration.
@@ -54,15 +259,17 @@ class _Marks(NamedTuple):
     on_device: bool
     steps: int
 
+    @property
+    def spans(self) -> list[Span]:
+        """Begin and end of each iteration."""
+        return list(zip(self.starts, [*self.starts[1:], self.end], strict=True))
+
 
 def iteration_of(events: Sequence[Event], launches: Mapping[Key, Launch]) -> Iteration:
     """The iteration of median length, or the whole trace where nothing marks iterations.
 
     An iteration has the kernels that were launched in it, whenever they ran. It lasts on the device
     from its first computing kernel to that of the next iteration.
-
-    Args:
-        events: in the order of time.
 
     Raises:
         ImportFailed: nothing tells which iteration launched what, and times do not fit.
@@ -82,9 +289,9 @@ def iteration_of(events: Sequence[Event], launches: Mapping[Key, Launch]) -> Ite
     spans = _device_spans(device, owner, marks)
     chosen = _median(marks, spans)
     own = tuple(e for e, i in zip(device, owner, strict=True) if i == chosen)
-    told = exact or marks.on_device
-    notes = _notes_on(marks, spans[chosen]) + _outside(device, owner, chosen, len(spans), told)
-    return Iteration(*spans[chosen], own, _host_spans(marks)[chosen], notes)
+    certain = exact or marks.on_device
+    notes = _notes_on(marks, spans[chosen]) + _outside(device, owner, chosen, len(spans), certain)
+    return Iteration(*spans[chosen], own, marks.spans[chosen], notes)
 
 
 def _by_profiler_steps(events: Sequence[Event]) -> _Marks | None:
@@ -136,9 +343,9 @@ def _by_optimizer_steps(events: Sequence[Event]) -> _Marks | None:
     return None
 
 
-def _merged(events: Sequence[Event], category: str, start: str) -> dict[str, tuple[float, float]]:
+def _merged(events: Sequence[Event], category: str, start: str) -> dict[str, Span]:
     """Begin and end of the annotations of each name, over all threads and streams."""
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[str, Span] = {}
     for e in events:
         if e.cat == category and e.name.startswith(start):
             begin, end = found.get(e.name, (math.inf, -math.inf))
@@ -149,17 +356,18 @@ def _merged(events: Sequence[Event], category: str, start: str) -> dict[str, tup
 def _launch_times(
     events: Sequence[Event], device: Sequence[Event], launches: Mapping[Key, Launch]
 ) -> list[float | None]:
-    """When the host launched each event of the device; None where nothing tells."""
+    """Times at which the host launched each event of the device; None where it is unknown."""
     operations: dict[Key, float] = {}
     for e in events:
         if e.cat == "cpu_op" and (number := e.key("External id")):
             operations.setdefault(number, e.begin)
 
-    def launched(event: Event) -> float | None:
-        launch = launches.get(event.key("correlation"))
-        return launch.at if launch else operations.get(event.key("External id"))
-
-    return [launched(event) for event in device]
+    return [
+        launch.at
+        if (launch := launches.get(event.key("correlation")))
+        else operations.get(event.key("External id"))
+        for event in device
+    ]
 
 
 def _owners(
@@ -200,13 +408,7 @@ def _owners(
     ]
 
 
-def _host_spans(marks: _Marks) -> list[tuple[float, float]]:
-    return list(zip(marks.starts, [*marks.starts[1:], marks.end], strict=True))
-
-
-def _device_spans(
-    device: Sequence[Event], owner: Sequence[int], marks: _Marks
-) -> list[tuple[float, float]]:
+def _device_spans(device: Sequence[Event], owner: Sequence[int], marks: _Marks) -> list[Span]:
     """Begin and end of each iteration on the device; as on the host where it computes nothing."""
     count = len(marks.starts)
     first, last = [math.inf] * count, [-math.inf] * count
@@ -215,7 +417,7 @@ def _device_spans(
             last[i] = max(last[i], e.end)
             if e.cat == "kernel" and not e.communicates:
                 first[i] = min(first[i], e.begin)
-    spans = _host_spans(marks)
+    spans = marks.spans
     for i, (begin, end) in enumerate(spans):
         if i + 1 == count:
             begin = min(first[i], last[i]) if first[i] < math.inf else begin
@@ -225,7 +427,7 @@ def _device_spans(
     return spans
 
 
-def _median(marks: _Marks, spans: Sequence[tuple[float, float]]) -> int:
+def _median(marks: _Marks, spans: Sequence[Span]) -> int:
     """The iteration of median length; the last only where there is no other, as its end is open."""
     whole = [i for i, is_whole in enumerate(marks.whole) if is_whole]
     candidates = [i for i in whole if i + 1 < len(spans)] or whole or list(range(len(spans)))
@@ -233,7 +435,7 @@ def _median(marks: _Marks, spans: Sequence[tuple[float, float]]) -> int:
     return candidates[len(candidates) // 2]
 
 
-def _notes_on(marks: _Marks, span: tuple[float, float]) -> tuple[str, ...]:
+def _notes_on(marks: _Marks, span: Span) -> tuple[str, ...]:
     if marks.steps < 2:
         return ()
     note = (
@@ -246,7 +448,7 @@ def _notes_on(marks: _Marks, span: tuple[float, float]) -> tuple[str, ...]:
 
 
 def _outside(
-    device: Sequence[Event], owner: Sequence[int], chosen: int, count: int, told: bool
+    device: Sequence[Event], owner: Sequence[int], chosen: int, count: int, certain: bool
 ) -> tuple[str, ...]:
     """Notes on communication that the chosen iteration stands for badly.
 
@@ -273,7 +475,7 @@ def _outside(
             f"the iteration of median length has {share:.1%} of the trace's communication time, of "
             f"{count} iterations"
         )
-        if not told or not time_of[chosen]:
+        if not certain or not time_of[chosen]:
             raise ImportFailed(
                 f"{what}, so kernels can't be told apart by iterations; record several whole "
                 "iterations, with ProfilerActivity.CPU, too"

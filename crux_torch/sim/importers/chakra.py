@@ -1,4 +1,4 @@
-"""The nodes of one rank's Chakra execution trace, from protobuf's wire format or from JSON.
+"""Chakra execution traces (mlcommons/chakra) of all ranks, one file a rank, as one job.
 
 A file of protobuf is a row of messages, each behind its length: the trace's metadata, then nodes.
 ``chakra_jsonizer`` writes the same messages as JSON objects, one behind the other.
@@ -9,12 +9,23 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crux_torch.sim.input_text import repaired_json, text_of, without_mark
-from crux_torch.sim.workload import ImportFailed
+from crux_torch.sim.catalogue import Collective, Group
+from crux_torch.sim.importers.workload import (
+    ImportedJob,
+    ImportFailed,
+    Task,
+    TaskGraph,
+    collectives_of,
+    naming,
+    repaired_json,
+    text_of,
+    without_mark,
+)
 
 #: The schema's node types by their numbers.
 NODE_TYPES = (
@@ -245,3 +256,174 @@ def _varint(held: bytes, at: int) -> tuple[int, int]:
         if not held[at - 1] & 0x80:
             return value, at
     raise ImportFailed("a number of more than 64 bits, expected protobuf")
+
+
+#: The schema's collectives by their numbers.
+COLLECTIVES = {
+    0: "allreduce",
+    1: "reduce",
+    2: "allgather",
+    3: "gather",
+    4: "scatter",
+    5: "broadcast",
+    6: "alltoall",
+    7: "reduce_scatter",
+    8: "reduce_scatter",
+    9: "barrier",
+}
+#: Ranks of a group in what torch says of its process groups, which the converter hands on.
+_GROUP_SIZE = re.compile(rb"""\\*["'](?:pg_size|group_size)\\*["']\s*:\s*\\*"?([0-9]{1,7})""")
+
+
+def read_chakra(files: Mapping[str, bytes]) -> ImportedJob:
+    """The traces of all ranks of a job as one of its iterations.
+
+    A rank's GPU and its CPU compute one node after the other. Collectives of a process group are
+    matched by their order, sends and receives by their order for equal ends and tags. Nodes without
+    ``pg_name`` are of all ranks. A group has the ranks that use its name; the first of them is the
+    root of its gathers and scatters. ``comm_size`` is what a rank puts in. Where Chakra's converter
+    made the file, control dependencies name callers, so they count for nothing, and communication
+    waits for the kernel before it, as torch has it, which the converter leaves out.
+
+    Args:
+        files: what each file holds; those whose names don't end in ``.RANK.et`` or ``.RANK.json``
+            are skipped.
+
+    Raises:
+        ImportFailed: names the file and the node.
+    """
+    ranks: dict[int, tuple[str, list[Node]]] = {}
+    for name, held in files.items():
+        found = re.search(r"\.([0-9]{1,7})\.(?:et|json)(?:\.gz)?$", name)
+        if not found:
+            continue
+        if int(found[1]) in ranks:
+            raise ImportFailed(f"{name}: another file is of rank {found[1]}, too")
+        with naming(name):
+            ranks[int(found[1])] = name, nodes_of(held)
+    if not ranks:
+        given = ", ".join(sorted(files)[:3])
+        raise ImportFailed(f"{given}: expected a name that ends in .RANK.et or .RANK.json")
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ImportFailed(f"got ranks {sorted(ranks)[:8]}, expected those of all ranks from 0 on")
+    named = (int(size) for held in files.values() for size in _GROUP_SIZE.findall(held))
+    if (world := max(named, default=0)) > len(ranks):
+        raise ImportFailed(
+            f"got the files of {len(ranks)} ranks, but they name a group of {world}; expected "
+            "those of all ranks, of every host"
+        )
+    return _job([ranks[rank] for rank in range(len(ranks))])
+
+
+def _job(ranks: Sequence[tuple[str, list[Node]]]) -> ImportedJob:
+    graph = _Graph()
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (name, nodes) in enumerate(ranks):
+        with naming(name):
+            for group in graph.add_rank(rank, nodes):
+                groups[group].append(rank)
+    if not any(node.duration_s for _, nodes in ranks for node in nodes):
+        raise ImportFailed(
+            "nothing is computed: no node has duration_micros; expected measured times, not only "
+            "what counts operations (num_ops)"
+        )
+    everyone = tuple(range(len(ranks)))
+    members: dict[str, Group] = {g: tuple(m) if g else everyone for g, m in groups.items()}
+    for group, count in graph.counts.items():
+        if len({count.get(rank, 0) for rank in members[group]}) > 1:
+            raise ImportFailed(f"group {group!r}: its ranks run different numbers of collectives")
+    starts_s, compute_s, messages = graph.starts()
+    found: list[Collective] = []
+    for task, (group, op, size) in graph.collectives.items():
+        ranks_of = members[group]
+        # The schema counts what one rank gives.
+        payload = size * len(ranks_of) if op in ("allgather", "gather") else size
+        found += collectives_of(op, payload, [ranks_of], starts_s[task] / compute_s)
+    return ImportedJob(len(ranks), compute_s, (*found, *messages), _notes(graph, members))
+
+
+def _notes(graph: _Graph, members: Mapping[str, Group]) -> tuple[str, ...]:
+    """Returns notes on what the files leave out."""
+    notes = []
+    total = len(graph.collectives)
+    if empty := sum(not size for _, _, size in graph.collectives.values()):
+        notes.append(
+            f"comm_size is 0 for {empty} of {total} collectives, as where the converter does not "
+            "know their tensors: they count for nothing"
+        )
+    unnamed = sum(not group for group, _, _ in graph.collectives.values())
+    if unnamed and len(members) > 1:
+        notes.append(
+            f"pg_name is missing for {unnamed} of {total} collectives: they count as collectives "
+            "of all ranks"
+        )
+    return tuple(notes)
+
+
+class _Graph(TaskGraph):
+    """The nodes of all ranks; one task stands for a collective on all its ranks.
+
+    Attributes:
+        collectives: group, operation and bytes of each task that is one.
+        counts: collectives of each group and rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: dict[int, tuple[str, str, int]] = {}
+        self.counts: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._shared: dict[tuple[str, int], int] = {}
+
+    def add_rank(self, rank: int, nodes: Sequence[Node]) -> set[str]:
+        """Adds a rank's nodes; returns the groups that it runs collectives of."""
+        task_of: dict[int, int] = {}
+        for node in nodes:
+            if node.id in task_of:
+                raise ImportFailed(f"node {node.id}: another node has this id, too")
+            task_of[node.id] = self._task(rank, node)
+        for node in nodes:
+            for before in node.after:
+                if before not in task_of:
+                    raise ImportFailed(f"node {node.id}: depends on {before}, which there is not")
+                self.tasks[task_of[node.id]].after.append(task_of[before])
+        return {group for group, count in self.counts.items() if rank in count}
+
+    def _task(self, rank: int, node: Node) -> int:
+        # Older converters give a call on the CPU the type of the kernel that it launches.
+        if not node.on_cpu or "comm_size" in node.attributes:
+            if node.type == "COMM_COLL_NODE":
+                return self._collective(rank, node)
+            if node.type == "COMM_SEND_NODE":
+                dst, tag = node.number("comm_dst"), node.number("comm_tag", 0)
+                return self.send(rank, dst, tag, node.number("comm_size"))
+            if node.type == "COMM_RECV_NODE":
+                return self.receive(node.number("comm_src"), rank, node.number("comm_tag", 0))
+        unit = (rank, node.on_cpu) if node.duration_s else None
+        return self.add(Task(node.duration_s, unit))
+
+    def _collective(self, rank: int, node: Node) -> int:
+        group = str(node.attributes.get("pg_name", ""))
+        op = COLLECTIVES.get(node.number("comm_type"))
+        if op is None:
+            raise ImportFailed(
+                f"node {node.id}: comm_type: got {node.number('comm_type')}, expected one of "
+                + ", ".join(f"{number} ({name})" for number, name in COLLECTIVES.items())
+            )
+        size = node.number("comm_size", 0 if op == "barrier" else None)
+        number = self.counts[group].get(rank, 0)
+        self.counts[group][rank] = number + 1
+        index = self._shared.setdefault((group, number), len(self.tasks))
+        if index == len(self.tasks):
+            self.add(Task())
+            if op != "barrier":
+                self.collectives[index] = (group, op, size)
+            return index
+        known = self.collectives.get(index, (group, "barrier", 0))
+        if known[1] != op:
+            raise ImportFailed(
+                f"node {node.id}: {op} is the {number + 1}th collective of group {group!r} here, "
+                "expected what the other ranks run"
+            )
+        if op != "barrier" and size > known[2]:  # only the root of a scatter puts something in
+            self.collectives[index] = (group, op, size)
+        return index
