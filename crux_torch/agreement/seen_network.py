@@ -1,0 +1,149 @@
+"""The network as jobs saw it, where nobody gave a topology: from fragments in the store to bytes.
+
+The bytes stand in for those of a topology file: they are hashed, parsed and planned with alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from crux_torch.agreement.bounds import holdings
+from crux_torch.agreement.records import JobRecord
+from crux_torch.network.discover.fragment import FRAGMENT_VERSION, Fragment, SeenHost
+from crux_torch.network.discover.seen_paths import contradictions
+from crux_torch.network.discover.seen_topology import SeenTopology
+from crux_torch.network.topology import Topology
+
+#: Begins the bytes of a network that was seen; no YAML file does.
+MAGIC = b"\0crux-seen\0"
+#: Bytes of all fragments together that count, those of the smallest first.
+MAX_BYTES = 16 << 20
+
+_fragment = msgspec.json.Decoder(Fragment)
+_fragments = msgspec.json.Decoder(tuple[tuple[str, Fragment], ...])
+
+
+class SeenNetwork:
+    """Makes the bytes of the network that the jobs' fragments describe.
+
+    What has not changed is not computed again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bytes, Fragment | None]] = {}
+        self._of: object = None
+        self._bytes: bytes | None = None
+
+    def bytes_of(
+        self, fragments: Mapping[str, bytes], records: Sequence[JobRecord]
+    ) -> bytes | None:
+        """Return the bytes; None if no fragment counts.
+
+        A fragment counts for what its job's record claims: the hosts that it is on, and paths
+        between two of them. One of no live job counts for nothing, nor does a malformed one.
+
+        Args:
+            fragments: as they lie in the store, by job.
+            records: live, no two of one name.
+        """
+        if not fragments:
+            return None
+        claims = [(r.job, r.hosts, r.gpus, r.profile is None) for r in records]
+        if (fragments, claims) == self._of:
+            return self._bytes
+        self._of = fragments, claims
+        known, self._known = self._known, {}
+        for job, raw in fragments.items():
+            before = known.get(job)
+            same = before is not None and before[0] == raw
+            self._known[job] = before if before is not None and same else (raw, decoded(raw))
+        found = {job: one for job, (_, one) in self._known.items() if one is not None}
+        self._bytes = encoded(counted(found, records))
+        return self._bytes
+
+
+def decoded(raw: bytes) -> Fragment | None:
+    """Return the fragment in ``raw``; None if it is none, or of another version."""
+    try:
+        fragment = _fragment.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return fragment if fragment.version == FRAGMENT_VERSION else None
+
+
+def counted(fragments: Mapping[str, Fragment], records: Sequence[JobRecord]) -> dict[str, Fragment]:
+    """Return the parts of fragments that their jobs may speak of, by job, in their order.
+
+    Of a host that records claim beyond its devices, a job speaks only if some of its devices
+    count as its own.
+    """
+    nothing = {
+        (host.host, job)
+        for host in holdings(records, None).contested
+        for job, devices in host.counted.items()
+        if not devices
+    }
+    found = {}
+    for record in sorted(records, key=lambda r: r.job):
+        fragment = fragments.get(record.job)
+        if fragment is None or record.profile is None:
+            continue
+        own = {host for host in record.hosts if (host, record.job) not in nothing}
+        hosts: dict[str, SeenHost] = {}
+        for host in fragment.hosts:
+            if host.name in own:
+                hosts.setdefault(host.name, host)
+        pairs = tuple(p for p in fragment.pairs if p.src != p.dst and own >= {p.src, p.dst})
+        if hosts and pairs:
+            found[record.job] = Fragment(hosts=tuple(hosts.values()), pairs=pairs)
+    return found
+
+
+def encoded(fragments: Mapping[str, Fragment]) -> bytes | None:
+    """Return the bytes of ``fragments``, as :func:`network_in` reads them; None without any."""
+    each = [msgspec.json.encode(fragment) for fragment in fragments.items()]
+    size, kept = 0, []
+    for number in sorted(range(len(each)), key=lambda n: (len(each[n]), n)):
+        size += len(each[number])
+        if size > MAX_BYTES:
+            break
+        kept.append(number)
+    if not kept:
+        return None
+    return MAGIC + b"[" + b",".join(each[number] for number in sorted(kept)) + b"]"
+
+
+def is_seen(raw: bytes | None) -> bool:
+    """Return True if ``raw`` is of a network that was seen, not of a topology file."""
+    return raw is not None and raw.startswith(MAGIC)
+
+
+def network_in(raw: bytes) -> SeenTopology:
+    """Return the network in the bytes of one that was seen.
+
+    Raises:
+        ValueError: they are not what :func:`encoded` made, or the fragments are of no network.
+    """
+    try:
+        fragments = dict(_fragments.decode(raw.removeprefix(MAGIC)))
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    return SeenTopology(fragments)
+
+
+def contradicted(records: Sequence[JobRecord], topology: Topology | None) -> dict[str, str]:
+    """Return paths that jobs' connections were seen to take and that a given topology lacks.
+
+    Returns:
+        sentences, each with the job that saw it.
+    """
+    if topology is None or isinstance(topology, SeenTopology):
+        return {}
+    return {
+        f"the topology does not fit: {sentence}": record.job
+        for record in records
+        if record.seen
+        for sentence in contradictions(record.seen, topology)
+    }
