@@ -1,7 +1,7 @@
 """Moves live process groups to new connections while training goes on.
 
-A request names a generation. Each group that this process is a member of then gets a thread that
-makes one :class:`~crux_torch.c10d.switch_attempt.Attempt` to switch. docs/switching.md explains the
+A request names a generation. Each group of this process then gets a thread that makes one
+:class:`~crux_torch.backend.handover.attempt.Attempt`. docs/understand/handover.md explains the
 protocol and its limits.
 """
 
@@ -14,9 +14,9 @@ import threading
 import time
 from typing import Any
 
-from crux_torch.c10d.switch_attempt import Attempt, GroupStatus, Member
-from crux_torch.c10d.switch_store import close_clients
-from crux_torch.warn_once import WarnOnce
+from crux_torch.backend.handover.attempt import Attempt, GroupStatus, Member
+from crux_torch.backend.job_store import close_shared
+from crux_torch.logs import WarnOnce
 
 _log = logging.getLogger(__name__)
 
@@ -29,21 +29,24 @@ EXIT_S = 2.0
 
 
 class Groups:
-    """The process groups of this process that can switch; safe to use from several threads.
+    """The process groups of this process that can be handed over.
+
+    Thread safety: any thread may call any method. The threads of the groups share the lock that
+    guards which groups there are, and the ``turn`` to make or free a backend on a device.
 
     Args:
-        patience_s: seconds that a rank waits for the others before it writes that nobody switches.
+        patience_s: seconds that a rank waits for the others before it ends the handover for all.
         hold_s: seconds for which operations may wait for a decision. On a device they may wait
             for ``patience_s`` in all.
     """
 
     def __init__(self, *, patience_s: float = PATIENCE_S, hold_s: float = HOLD_S) -> None:
         self.patience_s, self.hold_s = patience_s, hold_s
-        self._forget()
-        os.register_at_fork(after_in_child=self._forget)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
         atexit.register(self.stop)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._members: dict[tuple[int, str], Member] = {}
         # For each group the options that the script gave, and when it was made.
@@ -59,10 +62,11 @@ class Groups:
         with self._lock:
             return self._newest
 
-    def group_was_made(self, backend: Any, store: Any, born: int, options: Any = None) -> None:
-        """Add a new group; it takes part in a switch that is under way.
+    def add(self, backend: Any, store: Any, born: int, options: Any = None) -> None:
+        """Adds a new group; it takes part in a handover that is under way.
 
-        ``born`` is :attr:`generation` before its inner backends were made with ``options``.
+        Args:
+            born: :attr:`generation` before its inner backends were made with ``options``.
         """
         with self._lock:
             self._made[backend.group_index] = options, time.monotonic()
@@ -70,15 +74,15 @@ class Groups:
             self._start()
 
     def request(self, generation: int, *, pairs_moved: bool = False) -> None:
-        """Move every group to new connections, unless it has those of ``generation`` already.
+        """Moves every group to new connections, unless it has those of ``generation`` already.
 
         Returns at once. All ranks of a group must get the same requests, at whatever time.
 
         Args:
-            generation: number of the switch. One that is not newer than the last changes nothing,
+            generation: number of the handover. One that is not newer than the last changes nothing,
                 and none may be used twice in the life of a job's store.
-            pairs_moved: this process's queue pairs have what is wanted already. If all ranks of a
-                NCCL group say so, it keeps its connections.
+            pairs_moved: True if this process's queue pairs take their paths already. If all ranks
+                of a NCCL group say so, it keeps its connections.
         """
         with self._lock:
             if generation <= self._newest:
@@ -87,18 +91,18 @@ class Groups:
             self._start()
 
     def status(self) -> list[GroupStatus]:
-        """The state of each group's inner backends."""
+        """Returns the state of each group's inner backends."""
         with self._lock:
-            self._look()
+            self._update_members()
             return [member.status for member in self._members.values()]
 
-    def groups_ended(self) -> None:
-        """Forget the groups that have ended; after the last, close the connections to its store."""
+    def drop_ended(self) -> None:
+        """Forgets groups that have ended; after the last, closes the connections to its store."""
         with self._lock:
-            self._look()
+            self._update_members()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; return whether that came in time."""
+        """Waits until nothing is under way; returns True if that came in time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._lock:
@@ -108,7 +112,7 @@ class Groups:
         return False
 
     def stop(self) -> None:
-        """Tell the threads to end; returns within ``EXIT_S``."""
+        """Tells the threads to end; returns within ``EXIT_S``."""
         self._stopping.set()
         with self._lock:
             threads = [m.thread for m in self._members.values() if m.thread]
@@ -116,20 +120,21 @@ class Groups:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _look(self) -> None:
+    def _update_members(self) -> None:
         """Add the groups that were made and drop those that have ended."""
         from crux_torch import _C
 
-        found = {(s.group, s.device): s for s in _C.inner_switches()}
+        found = {(each.group, each.device): each for each in _C.handovers()}
         if not found:
             # The leader of another world would count from the beginning.
             self._newest = 0
-            close_clients()
+            close_shared()
         for key in self._members.keys() - found.keys():
             del self._members[key]
-        for key, made in found.items():
+        for key, handover in found.items():
             if key not in self._members:
-                self._members[key] = Member(made, *self._made.get(key[0], (None, time.monotonic())))
+                options, made_at_s = self._made.get(key[0], (None, time.monotonic()))
+                self._members[key] = Member(handover, options, made_at_s)
         alive = {group for group, _ in found}
         self._made = {group: known for group, known in self._made.items() if group in alive}
 
@@ -137,11 +142,11 @@ class Groups:
         if self._newest == 0 or self._stopping.is_set():
             return
         newest = self._newest
-        self._look()
+        self._update_members()
         for member in self._members.values():
             if member.thread is None and member.attempted < newest:
                 member.thread = threading.Thread(
-                    target=self._run, args=(member,), name="crux-switch", daemon=True
+                    target=self._run, args=(member,), name="crux-handover", daemon=True
                 )
                 member.thread.start()
 

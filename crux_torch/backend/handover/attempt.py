@@ -1,15 +1,14 @@
-"""One switch of one process group: makes the next inner backend and moves the group to it.
+"""One handover of one process group: makes the next inner backend and moves the group to it.
 
 On the CPU the next one is made beside training. On a device training stops for it.
 
-It runs in a thread of its own. docs/switching.md explains the protocol and its limits.
+docs/understand/handover.md explains the protocol and its limits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import threading
@@ -20,18 +19,15 @@ from typing import Any, Literal
 
 import torch
 
-from crux_torch.c10d import events
-from crux_torch.c10d import switch_agreement as rounds
-from crux_torch.c10d import switch_device as on_device
-from crux_torch.c10d.inner_backends import OWNED_SOCKETS, connects_when_made, kind_of
-from crux_torch.c10d.switch_makers import make_next, obstacle
-from crux_torch.c10d.switch_store import GroupStore, Rendezvous
+from crux_torch.backend import inner_backends, listener, torch_patches
+from crux_torch.backend.handover import device, rounds
+from crux_torch.backend.job_store import JobStore, Rendezvous
 from crux_torch.errors import CruxError, StoreError
-from crux_torch.warn_once import WarnOnce
+from crux_torch.logs import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-PREFIX = "crux/switch/"
+PREFIX = "crux/handover/"
 #: Seconds between two looks for a decision, at most, while operations may wait for it.
 HOLD_POLL_S = 0.004
 #: A rank may issue this many seconds' worth of collectives before it reaches its hold point.
@@ -67,16 +63,16 @@ class GroupStatus:
 
     Attributes:
         group: its index in the recorder's table of groups.
-        generation: of the last switch that was finished, by switching or because it was not needed.
+        generation: of the last handover that was finished, or was not needed.
         state: ``decided``: the counts are known, and this rank has not reached them yet;
-            ``closing``: it has, and waits for the other ranks; ``failed``: the last switch did not
+            ``closing``: it has, and waits for the other ranks; ``failed``: it did not
             happen.
         switched_at: number of the first collective on the newest inner backend; None before.
         transfers_stay: point-to-point operations stayed with an earlier inner backend.
         created_ms, agreed_ms: how long it took to make the newest inner backend, and to agree on
             the counts.
-        held, held_ms: operations that waited in the last switch, and the longest such wait.
-        error: why the last switch did not happen.
+        held, held_ms: operations that waited in the last handover, and the longest such wait.
+        error: why the last handover did not happen.
     """
 
     group: int
@@ -93,20 +89,20 @@ class GroupStatus:
 
 
 class Member:
-    """One inner switch of this process, and the thread that works on it, if any.
+    """One holder of inner backends of this process, and the thread that works on it, if any.
 
     Args:
-        switch: ``crux_torch._C.InnerSwitch``.
+        handover: the C++ part (``_C.Handover``).
         options: that the script gave for the first inner backend.
         made_at_s: when the group was made.
     """
 
-    def __init__(self, switch: Any, options: Any, made_at_s: float) -> None:
-        self.switch, self.options, self.made_at_s = switch, options, made_at_s
-        self.status = GroupStatus(switch.group, switch.device)
+    def __init__(self, handover: Any, options: Any, made_at_s: float) -> None:
+        self.handover, self.options, self.made_at_s = handover, options, made_at_s
+        self.status = GroupStatus(handover.group, handover.device)
         self.attempted = 0
         self.thread: threading.Thread | None = None
-        # What earlier switches left in the store; deleted once all ranks are past them.
+        # What earlier handovers left in the store; deleted once all ranks are past them.
         self.left: list[rounds.Agreement] = []
         # The inner backends' stores, the newest last.
         self.stores: list[Rendezvous] = []
@@ -114,14 +110,16 @@ class Member:
     def note(self, **changes: Any) -> None:
         before, self.status = self.status, dataclasses.replace(self.status, **changes)
         if self.status.state != before.state:
-            _log.debug("switch %d: %s", self.attempted, self.status)
+            _log.debug("handover %d: %s", self.attempted, self.status)
 
 
 class Attempt:
-    """One switch of one group, from its beginning to the end of the old connections.
+    """One handover of one group, from its beginning to the end of the old connections.
+
+    Thread safety: its member's thread makes all calls.
 
     Args:
-        generation, pairs_moved, patience_s, hold_s: see :class:`~crux_torch.c10d.switch.Groups`.
+        generation, pairs_moved, patience_s, hold_s: see ``Groups``.
         stopping: set when the process exits.
         turn: held by the one group of this process that makes or frees a backend on a device.
     """
@@ -142,32 +140,33 @@ class Attempt:
         self._pairs_moved = pairs_moved
         self._patience_s, self._hold_s = patience_s, hold_s
         self._stopping, self._warn = stopping, warn
-        self._switch = member.switch
-        self._all_or_none = self._switch.device not in MAY_KEEP_TWO
+        self._handover = member.handover
+        self._all_or_none = self._handover.device not in MAY_KEEP_TWO
         self._turn = turn
         self._next: Any = None
 
     def run(self, skipped: range) -> None:
-        """Never raises; the member's status says how it ended.
+        """Hands the group over. Never raises; the member's status says how it ended.
 
         Args:
             skipped: generations that this rank left out. Other ranks may wait for it in them.
         """
         try:
-            store, current = self._switch.store, self._switch.backend
+            store, current = self._handover.store, self._handover.backend
             if store is None:
                 raise CruxError("the group was made without a store")
-            self._store = GroupStore(store)
+            self._store = JobStore(store)
             self._rank, self._size = current.rank(), current.size()
-            self._moved = self._pairs_moved and kind_of(current) in ON_QUEUE_PAIRS
+            self._moved = self._pairs_moved and inner_backends.kind_of(current) in ON_QUEUE_PAIRS
             # Ranks that wait for this one in a collective must not time out.
-            if hasattr(getattr(current, "options", None), "_timeout"):
-                limit_s = current.options._timeout.total_seconds() / 3
-                self._hold_s = min(self._hold_s, limit_s)
+            if (timeout_s := torch_patches.timeout_s(current)) is not None:
+                self._hold_s = min(self._hold_s, timeout_s / 3)
                 if self._all_or_none:
-                    self._patience_s = min(self._patience_s, limit_s)
-            self._obstacle = obstacle(current)
-            self._messages_move = not self._all_or_none or connects_when_made(type(current))
+                    self._patience_s = min(self._patience_s, timeout_s / 3)
+            self._obstacle = inner_backends.obstacle(current)
+            self._messages_move = not self._all_or_none or inner_backends.connects_when_made(
+                type(current)
+            )
             # Hold nothing of the group while waiting: it must be able to end.
             del store, current
             for generation in skipped:
@@ -175,26 +174,26 @@ class Attempt:
             self._agreement = self._agree(self._generation)
             self._follow()
         except rounds.Ended:
-            self._switch.cancel()
+            self._handover.cancel()
         except Exception as error:
-            self._switch.cancel()
+            self._handover.cancel()
             reason = _reason(error)
             self._member.note(state="failed", error=reason)
             self._warn(
-                "switch", f"a process group keeps its connections, training goes on: {reason}"
+                "handover", f"a process group keeps its connections, training goes on: {reason}"
             )
             _log.debug("details", exc_info=True)
         finally:
             self._next = None
 
     def _ended(self) -> bool:
-        """Whether nobody needs this switch any more."""
-        return self._stopping.is_set() or self._switch.closed
+        """Returns True once nobody needs this handover any more."""
+        return self._stopping.is_set() or bool(self._handover.closed)
 
     def _agree(self, generation: int) -> rounds.Agreement:
         agreement = rounds.Agreement(
             self._store,
-            f"{PREFIX}{generation}/{self._switch.device}/",
+            f"{PREFIX}{generation}/{self._handover.device}/",
             self._rank,
             self._size,
             ended=self._ended,
@@ -204,10 +203,10 @@ class Attempt:
 
     def _follow(self) -> None:
         member, patience_s = self._member, self._patience_s
-        since_s, seen = time.monotonic(), int(self._switch.collectives)
-        born = self._generation if self._moved else self._switch.born
-        says = rounds.Says(born=born, refusal=self._refusal()[: rounds.MAX_REASON])
-        start = self._agreement.round("start", says, self._needed, patience_s=patience_s)
+        since_s, seen = time.monotonic(), int(self._handover.collectives)
+        born = self._generation if self._moved else self._handover.born
+        word = rounds.Consent(born=born, refusal=self._refusal()[: rounds.MAX_REASON])
+        start = self._agreement.round("start", word, self._needed, patience_s=patience_s)
         if not start.go and not start.reason:
             member.note(state="idle", generation=self._generation, error=None)
             return
@@ -229,11 +228,11 @@ class Attempt:
         member.note(state="agreeing")
         self._decide(self._margin(since_s, seen), self._hold_s, self._hold_s / 3)
 
-        self._until(self._switch.finish)
-        held, held_s = self._switch.waits
+        self._until(self._handover.finish)
+        held, held_s = self._handover.waits
         member.note(state="closing", held=held, held_ms=1e3 * held_s)
-        self._agreement.round("drained", rounds.Says(), rounds.unanimous, patience_s=None)
-        self._switch.release()
+        self._agreement.round("drained", rounds.Consent(), rounds.unanimous, patience_s=None)
+        self._handover.release()
 
     def _replace(self, since_s: float, seen: int) -> None:
         """Stop all ranks at one operation, and put the next inner backend in the old one's place.
@@ -244,45 +243,44 @@ class Attempt:
         member.note(state="agreeing", error=None)
         self._decide(self._margin(since_s, seen), limit_s, limit_s * DECIDE)
 
-        self._until(lambda: self._switch.stopped or not self._switch.armed)
+        self._until(lambda: self._handover.stopped or not self._handover.armed)
         member.note(state="making")
-        self._device = torch.device(self._switch.device, max(0, self._switch.waits_on))
+        self._device = torch.device(self._handover.device, max(0, self._handover.waits_on))
         if not self._turn.acquire(timeout=limit_s * IDLE):
             raise CruxError("another group's connections are being made")
         try:
             self._replace_stopped(limit_s)
         finally:
-            self._switch.cancel()
+            self._handover.cancel()
             self._turn.release()
             # Whoever waited tells for how long when it wakes.
-            self._until(lambda: self._switch.waits[0] > 0)
-            held, held_s = self._switch.waits
+            self._until(lambda: self._handover.waits[0] > 0)
+            held, held_s = self._handover.waits
             member.note(held=held, held_ms=1e3 * held_s)
 
     def _replace_stopped(self, limit_s: float) -> None:
         self._all_can("stopped", lambda: self._be_quiet(limit_s * IDLE), limit_s * STOP)
         try:
             self._all_can("made", lambda: self._make(limit_s * MAKE), limit_s * MADE)
-            if not self._switch.replace(self._next):
+            if not self._handover.replace(self._next):
                 raise CruxError("operations waited too long, and go on as before")
         except Exception:
             if self._next is not None:
-                on_device.end(self._next, self._device, limit_s * FREE)
+                device.abort(self._next, self._device, limit_s * FREE)
             raise
         self._member.note(state="closing")
         try:
             late = "the old connections were not closed"
-            on_device.within(limit_s * FREE, self._switch.release, self._device, late)
+            device.within(limit_s * FREE, self._handover.release, self._device, late)
         except Exception as error:
             self._warn("free", f"training goes on over new connections: {_reason(error)}")
 
     def _all_can(self, name: str, call: Callable[[], None], patience_s: float) -> None:
-        """Raise CruxError unless ``call`` went well on all ranks."""
-        says = rounds.Says(refusal=_failure(call))
+        """Raise CruxError unless ``call`` succeeds on all ranks."""
         _expect(
             self._agreement.round(
                 name,
-                says,
+                rounds.Consent(refusal=_failure(call)),
                 rounds.unanimous,
                 patience_s=patience_s,
                 longest_poll_s=HOLD_POLL_S if self._all_or_none else rounds.LONGEST_POLL_S,
@@ -290,16 +288,16 @@ class Attempt:
         )
 
     def _refusal(self) -> str:
-        """Why this rank can't switch now; empty if it can."""
-        if not self._messages_move and self._switch.has_transfers:
+        """Returns why this rank can't be handed over now; empty if it can."""
+        if not self._messages_move and self._handover.has_transfers:
             return self._obstacle or MESSAGES_STAY
-        return str(self._switch.refusal) or self._obstacle
+        return str(self._handover.refusal) or self._obstacle
 
     def _be_quiet(self, limit_s: float) -> None:
         if refusal := self._refusal():
             raise CruxError(refusal)
-        on_device.wait_until_idle(self._device, limit_s)
-        on_device.require_room(self._device)
+        device.wait_until_idle(self._device, limit_s)
+        device.require_room(self._device)
 
     def _until(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -307,39 +305,42 @@ class Attempt:
                 raise rounds.Ended("the process group has ended")
             time.sleep(DRAIN_POLL_S)
 
-    def _needed(self, says: list[rounds.Says]) -> rounds.Verdict:
-        """Whether the group lacks what this generation wants.
+    def _needed(self, words: list[rounds.Consent]) -> rounds.Verdict:
+        """Returns to go on unless the connections are of this generation already.
 
-        It has it if every rank made the group after it knew of this generation, or has changed the
+        They are if every rank made the group after it knew of this generation, or has changed the
         live connections.
         """
-        if all(one.born >= self._generation for one in says):
+        if all(word.born >= self._generation for word in words):
             return rounds.Verdict(go=False)
-        return rounds.unanimous(says)
+        return rounds.unanimous(words)
 
     def _make(self, limit_s: float) -> None:
         """Make the next inner backend; raises what made that fail."""
         began_s = time.monotonic()
-        current = self._switch.backend
-        prefix = f"{PREFIX}{self._generation}/{self._switch.device}/inner/"
+        current = self._handover.backend
+        prefix = f"{PREFIX}{self._generation}/{self._handover.device}/inner/"
         store = Rendezvous(self._store, prefix, self._ended)
         self._member.stores.append(store)
         timeout, options = timedelta(seconds=limit_s), self._member.options
-        with OWNED_SOCKETS.watching(store, current.rank(), current.size()):
+
+        def make() -> Any:
+            return inner_backends.make_next(current, store, timeout, options)
+
+        with inner_backends.OWNED_SOCKETS.watching(store, current.rank(), current.size()):
             if self._all_or_none:
-                make = functools.partial(make_next, current, store, timeout, options)
-                self._next = on_device.make_connected(make, self._device, limit_s)
+                self._next = device.make_connected(make, self._device, limit_s)
             else:
-                self._next = make_next(current, store, timeout, options)
+                self._next = make()
         self._member.note(created_ms=1e3 * (time.monotonic() - began_s))
-        events.connections_were_made()
+        listener().connections_made()
 
     def _margin(self, since_s: float, seen: int) -> int:
-        """Collectives that this rank may issue while the ranks agree (docs/switching.md).
+        """Returns the collectives that this rank may issue while the ranks agree.
 
         The rate is the recent one, or that of the group's whole life if it is higher.
         """
-        now_s, collectives = time.monotonic(), int(self._switch.collectives)
+        now_s, collectives = time.monotonic(), int(self._handover.collectives)
         # Over a shorter time than the lookahead, one burst would look like a rate.
         recent = (collectives - seen) / max(now_s - since_s, LOOKAHEAD_S)
         ever = collectives / max(now_s - self._member.made_at_s, LOOKAHEAD_S)
@@ -351,7 +352,7 @@ class Attempt:
     def _decide(self, margin: int, limit_s: float, patience_s: float) -> None:
         """Agree on the operation counts from which the next inner backend serves."""
         began_s = time.monotonic()
-        collectives, transfers, stay = self._switch.arm(
+        collectives, transfers, stay = self._handover.arm(
             self._next, margin, timedelta(seconds=limit_s)
         )
         self._next = None
@@ -366,7 +367,7 @@ class Attempt:
             longest_poll_s=HOLD_POLL_S,
         )
         _expect(verdict)
-        if not self._switch.decide(verdict.for_rank(self._rank)):
+        if not self._handover.decide(verdict.for_rank(self._rank)):
             raise CruxError("operations waited too long for the decision, and go on as before")
         self._member.note(
             state="decided",
@@ -376,7 +377,7 @@ class Attempt:
         )
 
     def _tidy(self) -> None:
-        """Delete what this rank wrote in earlier switches: all ranks are past them now."""
+        """Delete what this rank wrote in earlier handovers: all ranks are past them now."""
         *past, self._agreement = self._member.left
         self._member.left = [self._agreement]
         with contextlib.suppress(StoreError):
@@ -392,7 +393,7 @@ def _expect(verdict: rounds.Verdict) -> None:
 
 
 def _failure(call: Callable[[], None]) -> str:
-    """Why ``call`` failed; empty if it did not."""
+    """Returns why ``call`` failed; empty if it did not."""
     try:
         call()
     except Exception as error:

@@ -1,18 +1,19 @@
-"""How the ranks of one process group agree on a switch: rounds through keys of the group's store.
+"""Rounds in which the ranks of a process group agree on a handover, through keys of its store.
 
 In each round every rank writes what it has to say. One verdict is written by compare-and-swap: by
 group rank 0 once all have spoken, or by a rank that has waited too long. The first verdict stands,
-and every rank follows it. ``decide`` is the verdict on operation counts, a pure function.
+and every rank follows it. :func:`decide` is the verdict on operation counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from crux_torch.backend.job_store import JobStore
 from crux_torch.errors import CruxError, StoreError
 
 MAX_BYTES = 1 << 20
@@ -26,7 +27,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 #: Peer (group rank), tag, whether this rank sends, operations so far.
 TransferCount = tuple[Rank, int, bool, Count]
 
-T = TypeVar("T", bound=msgspec.Struct)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class Unreachable(CruxError):
@@ -37,8 +38,8 @@ class Ended(CruxError):
     """The process group, or the process, has ended."""
 
 
-class Says(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says in the rounds before operation counts.
+class Consent(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's word in the rounds before operation counts.
 
     Attributes:
         born: the newest generation that was known when the group was made.
@@ -50,7 +51,7 @@ class Says(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one rank goes on the current inner backend without knowing more.
+    """One rank's hold point: how far it goes on the current inner backend until the verdict.
 
     Attributes:
         collectives: number of the first collective that would wait.
@@ -64,11 +65,10 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all ranks.
+    """The decision of a round, which holds for all ranks.
 
     Attributes:
-        go: whether the switch goes on.
-        reason: why not.
+        go: whether the handover goes on; ``reason`` says why not.
         collectives: number of the first collective on the next inner backend.
         transfers: sender, receiver, tag, and number of the first on the next inner backend, for
             each key whose two ends' counts differed.
@@ -82,7 +82,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     stay: bool = False
 
     def for_rank(self, rank: int) -> tuple[int, list[TransferCount], bool]:
-        """The counts as ``InnerSwitch.decide`` takes them, with the keys of ``rank``."""
+        """Returns the counts as the C++ ``decide`` takes them, with the keys of ``rank``."""
         transfers: list[TransferCount] = []
         for sender, receiver, tag, count in self.transfers:
             if sender == rank:
@@ -93,7 +93,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(holds: Sequence[Hold]) -> Verdict:
-    """Operation counts that no rank has passed: the largest of all ``holds``, in group order."""
+    """Returns operation counts that no rank has passed: the largest of ``holds`` (group order)."""
     counts: dict[tuple[int, int, int], list[int]] = {}
     for rank, hold in enumerate(holds):
         for peer, tag, sends, count in hold.transfers:
@@ -107,37 +107,29 @@ def decide(holds: Sequence[Hold]) -> Verdict:
     )
 
 
-def unanimous(says: Sequence[Says]) -> Verdict:
-    """Go if no rank refuses."""
-    for rank, one in enumerate(says):
+def unanimous(words: Sequence[Consent]) -> Verdict:
+    """Returns to go on if no rank refuses."""
+    for rank, one in enumerate(words):
         if one.refusal:
             return Verdict(go=False, reason=f"rank {rank}: {one.refusal}")
     return Verdict(go=True)
 
 
-class RoundStore(Protocol):
-    """The part of ``GroupStore`` that the rounds need; no call waits for a key."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: Sequence[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> None: ...
-
-
 class Agreement:
-    """One rank's part in the rounds of one switch of one group.
+    """One rank's part in the rounds of one handover of one group.
+
+    Thread safety: none; the handover's thread owns it.
 
     Args:
         store: of the group.
-        prefix: of this switch's keys.
+        prefix: of this handover's keys.
         rank, size: of this process in the group.
-        ended: tells whether to stop waiting, because nobody needs the switch any more.
+        ended: tells whether to stop waiting, because nobody needs the handover any more.
     """
 
     def __init__(
         self,
-        store: RoundStore,
+        store: JobStore,
         prefix: str,
         rank: int,
         size: int,
@@ -153,17 +145,17 @@ class Agreement:
     def round(
         self,
         name: str,
-        says: T,
-        verdict: Callable[[list[T]], Verdict],
+        word: Message,
+        verdict: Callable[[list[Message]], Verdict],
         *,
         patience_s: float | None,
         longest_poll_s: float = LONGEST_POLL_S,
     ) -> Verdict:
-        """Say something, and return the verdict for all ranks.
+        """Writes this rank's word, and returns the verdict for all ranks.
 
         Args:
             name: of the round; each is held once.
-            verdict: of what all ranks say, called on group rank 0.
+            verdict: of all ranks' words, called on group rank 0.
             patience_s: seconds after which this rank writes the verdict not to go on; None: never.
             longest_poll_s: seconds between two looks at the store, at most.
 
@@ -179,10 +171,10 @@ class Agreement:
             late = patience_s is not None and waited_s >= patience_s
             try:
                 if not said:
-                    self._store.set(self._key(name, self._rank), _json(says))
+                    self._store.set(self._key(name, self._rank), _json(word))
                     self._names.append(name)
                     said = True
-                if (stands := self._look(name, type(says), verdict, late)) is not None:
+                if (stands := self._look(name, type(word), verdict, late)) is not None:
                     return stands
             except msgspec.MsgspecError as error:
                 reason = f"rank {self._rank} read nonsense: {error}"
@@ -194,15 +186,19 @@ class Agreement:
             poll_s = min(2 * poll_s, longest_poll_s)
 
     def _look(
-        self, name: str, kind: type[T], verdict: Callable[[list[T]], Verdict], late: bool
+        self,
+        name: str,
+        kind: type[Message],
+        verdict: Callable[[list[Message]], Verdict],
+        late: bool,
     ) -> Verdict | None:
         if self._store.check([self._key(name)]):
             return _parse(Verdict, self._store.get(self._key(name)))
         if self._rank == 0:
             keys = [self._key(name, rank) for rank in range(self._size)]
             if self._store.check(keys):
-                says = [_parse(kind, self._store.get(key)) for key in keys]
-                return self._write(name, verdict(says))
+                words = [_parse(kind, self._store.get(key)) for key in keys]
+                return self._write(name, verdict(words))
         if late:
             return self._write(name, Verdict(go=False, reason=self._missing(name)))
         return None
@@ -217,12 +213,12 @@ class Agreement:
         return f"rank 0 decided nothing in time, says rank {self._rank}"
 
     def refuse(self, name: str, reason: str) -> None:
-        """End a round in which this rank takes no part, unless it has ended; raises StoreError."""
+        """Ends a round in which this rank takes no part, unless it has ended; raises StoreError."""
         self._write(name, Verdict(go=False, reason=reason))
         self._names.append(name)
 
     def forget(self) -> None:
-        """Delete what this rank wrote; all must have left the rounds. Raises StoreError."""
+        """Deletes what this rank wrote; all must have left the rounds. Raises StoreError."""
         for name in self._names:
             self._store.delete_key(self._key(name, self._rank))
             if self._rank == 0:
@@ -237,7 +233,7 @@ def _json(value: msgspec.Struct) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _parse(kind: type[T], raw: bytes) -> T:
+def _parse(kind: type[Message], raw: bytes) -> Message:
     if len(raw) > MAX_BYTES:
         raise msgspec.ValidationError(f"{len(raw)} bytes, limit {MAX_BYTES}")
     return msgspec.json.decode(bytes(raw), type=kind)

@@ -1,1 +1,0 @@
-"""The c10d backend: registers, creates, wraps and switches process groups."""
