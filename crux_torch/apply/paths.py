@@ -1,4 +1,4 @@
-"""Compares the path that each connection was to take with the one that it takes."""
+"""Compares the planned path of each connection with the one that it takes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from crux_torch.agreement.records import PathCounts
 from crux_torch.apply.transport import Connection, Route
-from crux_torch.c10d.sockets import Endpoint, TcpSocket
-from crux_torch.control.records import PathCounts
-from crux_torch.fabric.ecmp import ROCE_V2_PORT
-from crux_torch.fabric.route import HostRoute
-from crux_torch.probe.path_map import Transport as IpProtocol
-from crux_torch.probe.prober import ConnectionTrace
+from crux_torch.backend.tcp_sockets import Endpoint, TcpSocket
+from crux_torch.network.paths import ROCE_V2_PORT
+from crux_torch.network.probe.live_trace import ConnectionTrace
+from crux_torch.network.probe.packets import Transport as IpProtocol
+from crux_torch.network.routes import HostRoute
 
 #: ``connected``: by this process, whose source port it is; ``accepted``: the other end chose.
 Side = Literal["connected", "accepted"]
-#: ``live``: by packets of the connection itself, seen at the hops; ``connect``: by probes from its
-#: port before it was made; ``no``: not at all.
+#: ``live``: by packets of the connection itself; ``connect``: by probes from its port before it was
+#: made; ``no``: not at all.
 Verified = Literal["live", "connect", "no"]
 
-#: :func:`crux_torch.probe.prober.trace_connection`.
+#: :func:`crux_torch.network.probe.prober.trace_connection`.
 Tracer = Callable[..., ConnectionTrace]
 
 
@@ -30,9 +30,9 @@ class PathState:
 
     Attributes:
         wanted: at each TTL the addresses of which one answers on the path.
-        taken: who answered at those TTLs; None if nobody did.
-        verified: how that is known.
-        steered: whether this process chose its source port for the path.
+        taken: the answers at those TTLs.
+        verified: source of ``taken``.
+        steered: True if this process chose its source port for the path.
         probes: packets that were sent to choose it.
     """
 
@@ -48,17 +48,17 @@ class PathState:
 
     @property
     def as_planned(self) -> bool | None:
-        """Whether it takes the path; None if that is not known."""
+        """True if it takes the planned path; None if that is not known."""
         if self.verified == "connect":
             return self.steered
         answered = dict(self.taken)
-        told = [answered[ttl] in addresses for ttl, addresses in self.wanted if answered.get(ttl)]
-        if not all(told):
+        right = [answered[ttl] in addresses for ttl, addresses in self.wanted if answered.get(ttl)]
+        if not all(right):
             return False
-        return True if len(told) == len(self.wanted) else None
+        return True if len(right) == len(self.wanted) else None
 
-    def told(self) -> dict[str, Any]:
-        """As ``crux_torch.status()`` shows it."""
+    def as_status(self) -> dict[str, Any]:
+        """Returns the entry of ``crux_torch.status()``."""
         return asdict(self) | {"as_planned": self.as_planned, "error": self.error or None}
 
 
@@ -71,30 +71,21 @@ def routes_from(
     overrides: bool = False,
     any_path: bool = False,
 ) -> tuple[Route, ...]:
-    """The routes for the transport: one for each address.
+    """Returns the routes for the transport: one for each address.
 
     Args:
-        dscp: that new TCP connections carry from their first packet; None: the network's default.
+        dscp: value of new TCP connections from their first packet; None: the network's default.
         udp_ports: by destination, source ports that lead over the path (RoCEv2).
         qp_dscp, overrides: of queue pairs, see :class:`Route`.
-        any_path: TCP connections keep the network's paths.
+        any_path: True to leave TCP connections on the network's paths.
     """
-    return tuple(
-        Route(
-            destination,
-            hops=tuple(
-                (ttl, address)
-                for ttl, addresses in (() if any_path else route.hops)
-                for address in addresses
-            ),
-            dscp=dscp,
-            qp_dscp=qp_dscp,
-            overrides=overrides,
-            udp_ports=(udp_ports or {}).get(destination, ()),
-        )
-        for route in routes
-        for destination in route.destinations
-    )
+    found = []
+    for route in routes:
+        hops = () if any_path else tuple((ttl, a) for ttl, given in route.hops for a in given)
+        for to in route.destinations:
+            ports = (udp_ports or {}).get(to, ())
+            found.append(Route(to, hops, dscp, qp_dscp, overrides, udp_ports=ports))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +93,9 @@ class Routed:
     """A live connection for which there is a route.
 
     Attributes:
-        id: tells it from every other: a socket's inode, a queue pair's number.
+        id: a socket's inode, a queue pair's number.
         local, peer: its endpoints; the port of a queue pair is its UDP source port.
-        known: what the transport knows of it; None if it was made unseen.
+        known: the transport's entry; None if it was made unseen.
     """
 
     id: int
@@ -122,10 +113,10 @@ def routed(
     known: Iterable[Connection],
     routes: Iterable[HostRoute],
 ) -> list[Routed]:
-    """The connections that go to where there is a route.
+    """Returns the connections to destinations of ``routes``.
 
     Args:
-        sockets, listeners: the inner backends', and where they listen.
+        sockets, listeners: of the inner backends.
         known: the transport's connections. Those that it searched a path for count, too, and the
             queue pairs whose source port is known.
     """
@@ -151,7 +142,7 @@ def routed(
 
 
 def observe(connection: Routed, trace: Tracer) -> PathState:
-    """Look which path one connection takes; ``trace`` asks the hops."""
+    """Returns the path that one connection takes; ``trace`` asks the hops."""
     side, route, known = connection.side, connection.route, connection.known
     state = PathState(connection.local, connection.peer, side, route.hops)
     if side == "connected" and known is not None:
@@ -169,7 +160,7 @@ def observe(connection: Routed, trace: Tracer) -> PathState:
 
 
 def counts(states: Sequence[PathState]) -> PathCounts:
-    """How many connections take the planned path, another one, or are not known."""
+    """Returns the numbers of connections on the planned path, another one, or an unknown one."""
     verdicts = [state.as_planned for state in states]
     missed = sum(s.side == "connected" and s.as_planned is not True for s in states)
     return PathCounts(verdicts.count(True), verdicts.count(False), verdicts.count(None), missed)

@@ -1,7 +1,6 @@
-"""The libraries of Crux that the processes of a job load, and the variables that name them.
+"""``LD_PRELOAD`` of a job's processes: the transport library first, then the verbs shim.
 
-``LD_PRELOAD`` names the transport library first. The stand-in for libibverbs is added only on a
-host with RDMA devices, because elsewhere there are no queue pairs.
+The shim is added only on a host with RDMA devices, because elsewhere there are no queue pairs.
 """
 
 from __future__ import annotations
@@ -10,16 +9,19 @@ import logging
 import os
 import re
 from collections.abc import Mapping, MutableMapping
+from importlib.metadata import entry_points
 
-from crux_torch.apply import standin, transport
-from crux_torch.host.rdma import read_devices
+from crux_torch.apply import transport, verbs_shim
+from crux_torch.host.interfaces import read_devices
 from crux_torch.settings import Settings
 
 logger = logging.getLogger("cruxrun")
 
+#: The function that ``import torch`` calls, in the entry-point group ``torch.backends``.
+ENTRY_POINT = "cruxrun.autoload:attach_if_launched"
 VARIABLE = "LD_PRELOAD"
-#: What ``LD_PRELOAD`` becomes in the first Python interpreter that has loaded the library: there
-#: the library takes both variables out of the environment (csrc/transport/transport.cc).
+#: Value of ``LD_PRELOAD`` from the first Python interpreter on that has loaded the
+#: library, which takes both variables out of the environment (csrc/transport/transport.cc).
 THEN_VARIABLE = "CRUX_LD_PRELOAD_THEN"
 #: A sanitizer's runtime ends the process unless it is loaded before everything else.
 _SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
@@ -28,15 +30,14 @@ _SANITIZER = re.compile(r"lib(asan|tsan|lsan|ubsan|hwasan|clang_rt)\b")
 def environment(
     settings: Settings, env: Mapping[str, str], for_interpreter: bool = False
 ) -> dict[str, str]:
-    """The variables that make workers load the transport library, if the settings ask for it.
+    """Returns the variables that make workers load the libraries, if the settings ask for it.
 
-    If it can't be loaded, one line says so, and the job runs without it. Libraries that ``env``,
-    which the workers inherit, preloads already are kept.
+    If the transport library can't be loaded, one line says so, and the job runs without it.
 
     Args:
-        settings: of the job.
-        env: the environment that the workers inherit.
-        for_interpreter: the workers are Python interpreters, and what they start goes without.
+        env: environment that the workers inherit; the libraries that it preloads are kept.
+        for_interpreter: the workers are Python interpreters, and programs that they start go
+            without.
     """
     if not settings.transport:
         return {}
@@ -46,21 +47,21 @@ def environment(
         return {}
     variables = {VARIABLE: _with(str(transport.LIBRARY), env)}
     if read_devices():
-        variables |= standin.environment({**env, **variables})
+        variables |= verbs_shim.environment({**env, **variables})
     if for_interpreter:
         variables[THEN_VARIABLE] = ":".join(_others(env))
     return variables
 
 
 def leave_to_this_process(env: MutableMapping[str, str]) -> None:
-    """Take Crux's libraries out of ``LD_PRELOAD``, so that programs started from here go without.
+    """Takes Crux's libraries out of ``LD_PRELOAD``, so that programs started from here go without.
 
-    What is loaded stays loaded. For a process that ``cruxrun`` did not start as an interpreter.
+    Loaded libraries stay loaded. For a process that ``cruxrun`` did not start as an interpreter.
     Programs of another libc, of a sanitizer, or in a sandbox could not start with them, and a group
     that they make is of another job.
     """
     kept = _others(env)
-    if kept == _entries(env):
+    if kept == verbs_shim.preload_entries(env):
         return
     if kept:
         env[VARIABLE] = ":".join(kept)
@@ -68,8 +69,18 @@ def leave_to_this_process(env: MutableMapping[str, str]) -> None:
         del env[VARIABLE]
 
 
+def autoload_obstacle(env: Mapping[str, str]) -> str | None:
+    """Returns what keeps ``import torch`` in ``env`` from attaching Crux, or None."""
+    switch = env.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if switch != "1":
+        return f"TORCH_DEVICE_BACKEND_AUTOLOAD={switch} switches torch's entry points off"
+    if not any(e.value == ENTRY_POINT for e in entry_points(group="torch.backends")):
+        return "the entry point of the group torch.backends is not installed"
+    return None
+
+
 def obstacle() -> str | None:
-    """Why the library can't be preloaded, or None."""
+    """Returns the reason why the library can't be preloaded, or None."""
     try:
         transport.Transport.load()
     except transport.TransportError as error:
@@ -81,18 +92,14 @@ def obstacle() -> str | None:
     return None
 
 
-def _entries(env: Mapping[str, str]) -> list[str]:
-    return [entry for entry in re.split(r"[\s:]+", env.get(VARIABLE, "")) if entry]
-
-
 def _others(env: Mapping[str, str]) -> list[str]:
     """Returns the libraries in ``LD_PRELOAD`` that are not Crux's."""
-    ours = str(transport.LIBRARY)
-    return [each for each in _entries(env) if each != ours and not standin.is_standin(each)]
+    entries = verbs_shim.preload_entries(env)
+    return [e for e in entries if e != str(transport.LIBRARY) and not verbs_shim.is_shim(e)]
 
 
 def _with(library: str, env: Mapping[str, str]) -> str:
-    kept = [entry for entry in _entries(env) if entry != library]
+    kept = [entry for entry in verbs_shim.preload_entries(env) if entry != library]
     sanitizers = [entry for entry in kept if _SANITIZER.match(os.path.basename(entry))]
     others = [entry for entry in kept if entry not in sanitizers]
     return ":".join([*sanitizers, library, *others])

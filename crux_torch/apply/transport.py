@@ -1,4 +1,4 @@
-"""The connections of this process: lists and sets them through libcrux_transport.so.
+"""Lists and sets the connections of this process through libcrux_transport.so.
 
 ``cruxrun`` preloads the library (``csrc/transport``, ``LD_PRELOAD``). Then it sees every TCP
 connection being made and steers those that have a route. If :meth:`Transport.load` loads it later,
@@ -38,7 +38,7 @@ _MAX_PORTS = 64
 
 
 class TransportError(CruxError, OSError):
-    """libcrux_transport.so can't be used, or refuses a request. The message says what to do."""
+    """libcrux_transport.so can't be used, or refuses a request. Says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Route:
             with it has to answer. Empty: any path.
         dscp: class of TCP connections, 0 to 63; None leaves it.
         qp_dscp: class of queue pairs whose program asks for DSCP 0; None leaves it.
-        overrides: whether ``qp_dscp`` is for all queue pairs, whatever their program asks for.
+        overrides: True to give ``qp_dscp`` to all queue pairs, whatever their program asks for.
         rate_Bps: limit of each connection in bytes per second; None for no limit.
         udp_ports: UDP source ports that are known to lead over the path (RoCEv2).
     """
@@ -91,15 +91,15 @@ class Connection:
             port was left; ERANGE, a listed TTL reaches the destination itself; ENOTUNIQ, one source
             port got answers from several paths, so packets are sprayed.
         owner: of a queue pair its communicator, if a label names it; of a socket the library that
-            made the connection.
+            made it.
         local_port: of a queue pair the UDP source port, 0 if unknown.
         device, qpn, peer_qpn, flow_label, state: of a queue pair; ``enum ibv_qp_state``.
         rate_Bps: limit in bytes per second; None for no limit.
         bytes_sent, bytes_received: of a socket, without retransmissions. A queue pair has sent what
             this process posted to it by ``ibv_post_send()``, and received 0.
         probes: packets sent to find its path.
-        via_ttl, via: the last hop that was probed (0 without a probe), and who answered there.
-        accepted: of a socket, whether the other end opened it and chose its path.
+        via_ttl, via: the last hop that was probed (0 without a probe), and its answer.
+        accepted: True for a socket that the other end opened, and chose the path of.
     """
 
     id: int
@@ -204,12 +204,12 @@ class _SocketSetting(ctypes.Structure):
 
 
 class QueuePairOutcome(ctypes.Structure):
-    """What changing a queue pair has led to: ``how`` is an index of ``HOWS``."""
+    """Result of changing a queue pair; ``how`` is an index of ``HOWS``."""
 
     _fields_ = _fields("int32 how error", "reason reason")
 
 
-#: The functions of the library: what each returns, and its arguments.
+#: The functions of the library: return type and arguments.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "abi": (c_int,),
     "sees_sockets": (c_int,),
@@ -224,8 +224,19 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def is_preloaded() -> bool:
+    """True if ``connect()`` of this process goes through the library."""
+    try:
+        return Transport.load().sees_sockets
+    except TransportError:
+        return False
+
+
 class Transport:
-    """The library in this process; its methods may be called from any thread."""
+    """The library in this process.
+
+    Thread safety: any thread may call every method; the library has its own locks.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -236,9 +247,10 @@ class Transport:
     @staticmethod
     @functools.cache
     def load() -> Transport:
-        """The preloaded library if there is one, else the one in this package.
+        """Returns the preloaded library if there is one, else the one in this package.
 
-        Raises TransportError if it is missing, can't be loaded, or is of another version.
+        Raises:
+            TransportError: it is missing, can't be loaded, or is of another version.
         """
         # A preloaded library is in the global scope. A second copy would not know its connections.
         library = ctypes.CDLL(None)
@@ -266,19 +278,21 @@ class Transport:
 
     @property
     def sees_sockets(self) -> bool:
-        """Whether ``connect()`` of this process goes through the library."""
+        """True if ``connect()`` of this process goes through the library."""
         return bool(self.library.crux_transport_sees_sockets())
 
     @property
     def sees_queue_pairs(self) -> bool:
-        """Whether queue pairs of this process go through the stand-in for libibverbs."""
+        """True if queue pairs of this process go through the shim for libibverbs."""
         return bool(self.library.crux_transport_sees_queue_pairs())
 
     def set_routes(self, routes: Sequence[Route]) -> None:
         """Replaces the routes for connections that are made from now on.
 
-        If two have the same destination, the later one counts. Raises TransportError if the library
-        refuses them; then the old routes stay.
+        If two have the same destination, the later one counts.
+
+        Raises:
+            TransportError: the library refuses them; the old routes stay.
         """
         array = (_Route * len(routes))(*map(_c_route, routes))
         self.checked("set_routes", array, len(routes))
@@ -286,19 +300,20 @@ class Transport:
     def set_port_range(self, first: int, last: int) -> None:
         """Sets the TCP source ports to choose from, inclusive; default 20000 to 28999.
 
-        Raises TransportError if the range is empty, or begins below 1024.
+        Raises:
+            TransportError: the range is empty, or begins below 1024.
         """
         if not (0 <= first <= 65535 and 0 <= last <= 65535):
             raise TransportError(f"ports {first} to {last} are no port range")
         self.checked("set_port_range", first, last)
 
     def skip_ports(self, *ports: int) -> None:
-        """Adds destination ports that are never steered, because rendezvous stores use them."""
+        """Adds destination ports of rendezvous stores, which are never steered."""
         numbers = [port for port in ports if 0 < port < 65536]
         self.checked("skip_ports", (c_uint16 * len(numbers))(*numbers), len(numbers))
 
     def connections(self) -> list[Connection]:
-        """The open connections that the library saw being made, or whose settings it changed."""
+        """Returns the open connections that the library saw being made, or has changed."""
         capacity = 64
         while True:
             array = (_Connection * capacity)()
@@ -338,7 +353,7 @@ class Transport:
 
 
 def store_ports(env: Mapping[str, str]) -> set[int]:
-    """Ports of the rendezvous stores that a job's environment names."""
+    """Returns the ports of the rendezvous stores that a job's environment names."""
     ports = set()
     for name in ("MASTER_PORT", "PET_RDZV_ENDPOINT", "CRUX_STORE"):
         text = env.get(name, "")

@@ -1,4 +1,7 @@
-"""The GPUs of this host by NVML (``nvidia-ml-py``): models, NVLinks, and how two are connected.
+"""The GPUs of this host by NVML (``nvidia-ml-py``), and the peak FLOP/s of their models.
+
+``peak_flops.csv`` has the makers' figures in TFLOP/s: dense, without structured sparsity, at boost
+clock. Where a sheet prints only the sparse figure, it is halved.
 
 Without a driver, a library, a permission or a function of NVML there are fewer facts, never an
 error. NVML waits for the driver, which can take long while a GPU is reset or falls off the bus.
@@ -7,24 +10,28 @@ Callers that must not wait use :func:`bounded`.
 
 from __future__ import annotations
 
+import csv
 import importlib
 import logging
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from crux_torch.host.interfaces import as_sysfs_writes
 from crux_torch.host.pcie import Distance
-from crux_torch.host.peak import peak_flops
-from crux_torch.host.sysfs import as_sysfs_writes
+from crux_torch.threads import call_in_thread
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: How long a caller of :func:`bounded` waits for NVML. If persistence mode is off, the first call
+#: Limit of waiting for NVML in :func:`bounded`. If persistence mode is off, the first call
 #: wakes up the driver, which takes a second or two for each GPU.
 TIMEOUT_S = 10.0
 
@@ -52,6 +59,101 @@ PEER_STATUS = {
     4: "switched off by a registry key",
     5: "not supported",
 }
+TERA = 1e12
+FIGURES = Path(__file__).with_name("peak_flops.csv")
+
+
+@dataclass(frozen=True, slots=True)
+class PeakFlops:
+    """One model of accelerator.
+
+    Attributes:
+        pattern: regular expression for the name that the driver reports, any case.
+        flops: FLOP/s by data type: ``fp64``, ``fp32``, ``tf32``, ``fp16``, ``bf16``, ``fp8``,
+            ``fp4``.
+    """
+
+    pattern: str
+    flops: Mapping[str, float]
+    source: str
+
+
+def _row(pattern: str, source: str, **tera: str) -> PeakFlops:
+    flops = {dtype: float(value) * TERA for dtype, value in tera.items() if value}
+    return PeakFlops(pattern, flops, source)
+
+
+#: The first pattern that matches counts, so the narrower ones come first.
+PEAKS = tuple(_row(**row) for row in csv.DictReader(FIGURES.read_text("utf-8").splitlines()))
+#: Data types that tensor cores multiply, if the model has a figure for them.
+TENSOR = ("tf32", "fp16", "bf16", "fp8", "fp4")
+#: Likeliest training data types of a job whose operations were not counted.
+USUAL = ("bf16", "fp16", "fp32")
+
+
+def peak_flops(device_name: str, dtype: str | None = None) -> float | None:
+    """Returns the peak FLOP/s of one device; None for an unknown model or data type.
+
+    Args:
+        device_name: as the driver reports it, such as ``NVIDIA A100-SXM4-80GB``.
+        dtype: a data type of :class:`PeakFlops`; None for the fastest, which bounds any claim.
+    """
+    peaks = _peaks(device_name)
+    return max(peaks.values(), default=None) if dtype is None else peaks.get(dtype)
+
+
+def flops_in_use(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
+    """Returns the peak FLOP/s of one device, in the mix of data types that a job computes in.
+
+    Args:
+        device_name: as for :func:`peak_flops`; the result is None for the same models.
+        by_dtype: FLOPs by data type; one without a figure counts at the fastest. Where there are
+            none at all, the job is taken to train in the first of ``USUAL`` that the device has.
+    """
+    peaks = _peaks(device_name)
+    total = sum(by_dtype.values())
+    if not peaks:
+        return None
+    if not total:
+        return next((peaks[dtype] for dtype in USUAL if dtype in peaks), None)
+    return total / sum(flops / _peak(peaks, dtype) for dtype, flops in by_dtype.items())
+
+
+def tensor_seconds(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
+    """Returns the seconds that FLOPs keep all tensor cores busy; None: no figures."""
+    peaks = _peaks(device_name)
+    if not peaks:
+        return None
+    return sum(by_dtype.get(dtype, 0.0) / peaks[dtype] for dtype in TENSOR if dtype in peaks)
+
+
+def tensor_flops(device_name: str, by_dtype: Mapping[str, float]) -> float | None:
+    """Returns the FLOP/s of tensor cores in the mix of types they multiply; None: no figures.
+
+    FLOPs that were not counted are most likely of the first type of ``USUAL`` that the device has,
+    so the result is never less than that type's.
+    """
+    peaks = _peaks(device_name)
+    usual = next((peaks[dtype] for dtype in USUAL if dtype in TENSOR and dtype in peaks), None)
+    counted = {d: flops for d, flops in by_dtype.items() if d in TENSOR and d in peaks and flops}
+    if not counted:
+        return usual
+    mixed = sum(counted.values()) / sum(flops / peaks[d] for d, flops in counted.items())
+    return max(mixed, usual or 0.0)
+
+
+def _peaks(device_name: str) -> Mapping[str, float]:
+    for entry in PEAKS:
+        if re.search(entry.pattern, device_name, re.IGNORECASE):
+            return entry.flops
+    return {}
+
+
+def _peak(peaks: Mapping[str, float], dtype: str) -> float:
+    if dtype == "tf32" and dtype not in peaks:
+        # torch's switches allow it, and the device knows FP32 only.
+        dtype = "fp32"
+    return peaks.get(dtype) or max(peaks.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +181,10 @@ class Gpu:
             permission, or one that shares the host's memory).
         pci_address: ``DOMAIN:BUS:DEVICE.FUNCTION`` in lower case, as sysfs writes it.
         peak_flops: fastest published FLOP/s of the model; None if the model is not known.
-        mig, mig_uuids: whether it is split into MIG instances (None if unknown), and which.
-        gpm: whether it has GPM's hardware counters.
-        processes: how many processes compute on it; None if NVML does not say. In a container, NVML
-            may see its own processes alone.
+        mig, mig_uuids: True if it is split into MIG instances (None if unknown), and their UUIDs.
+        gpm: True if it has GPM's hardware counters.
+        processes: number of those that compute on it; None if NVML does not say. In a container,
+            NVML may see its own processes alone.
     """
 
     index: int
@@ -100,9 +202,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """Two GPUs of this host: their indices, the lower first, and what NVML says, if it does.
+    """Two GPUs of this host by index, the lower first.
 
-    ``peer_access`` is ``ok``, or why one can't access the other's memory.
+    ``peer_access`` is ``ok``, or the reason why one can't access the other's memory.
     """
 
     a: int
@@ -113,11 +215,11 @@ class GpuPair:
 
 @dataclass(frozen=True, slots=True)
 class NvmlReport:
-    """What NVML says of this host.
+    """NVML's facts about this host.
 
     Attributes:
         driver: its version; empty without one.
-        error: why NVML did not answer, in its own words; None if it did.
+        error: NVML's own words if it did not answer; else None.
     """
 
     driver: str = ""
@@ -128,7 +230,7 @@ class NvmlReport:
 
 @contextmanager
 def session(library: Any = None) -> Iterator[Any]:
-    """NVML, initialised; raises whatever ``pynvml`` raises, also if it or the driver is missing."""
+    """Yields NVML, initialised; raises ``pynvml``'s errors, also if it or the driver is missing."""
     try:
         nvml = library or importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -142,9 +244,10 @@ def session(library: Any = None) -> Iterator[Any]:
 
 
 def read_nvml(library: Any = None, *, pairs: bool = False) -> NvmlReport:
-    """What NVML says of this host; with ``pairs`` also how every two GPUs are connected.
+    """Returns NVML's facts about this host; with ``pairs`` also about every two GPUs.
 
-    ``library`` stands in for the module ``pynvml``.
+    Args:
+        library: the module ``pynvml``, or one like it.
     """
     try:
         with session(library) as nvml:
@@ -160,40 +263,36 @@ def read_nvml(library: Any = None, *, pairs: bool = False) -> NvmlReport:
 
 
 def read_gpus(library: Any = None) -> tuple[Gpu, ...]:
-    """The GPUs that NVML lists; none without a driver or without ``nvidia-ml-py``."""
+    """Returns the GPUs that NVML lists; none without a driver or without ``nvidia-ml-py``."""
     return read_nvml(library).gpus
 
 
-_waiting_for: threading.Thread | None = None
+_waiting_for: Future[Any] | None = None
 _lock = threading.Lock()
 
 
 def bounded(call: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T | None:
-    """What ``call`` returns, from a thread of its own; None if it raises or takes longer.
+    """Returns the result of ``call`` in a thread of its own; None if it raises or takes longer.
 
     While a call is overdue no other is started, so a driver that hangs blocks one thread only.
+
+    Thread safety: any thread may call it; a lock lets one start a call at a time.
     """
     global _waiting_for
-    answer: list[T] = []
-
-    def run() -> None:
-        try:
-            answer.append(call())
-        except Exception as error:
-            log.debug("NVML failed: %s", error)
-
     with _lock:
-        if _waiting_for is not None and _waiting_for.is_alive():
+        if _waiting_for is not None and not _waiting_for.done():
             return None
-        thread = threading.Thread(target=run, name="crux-nvml", daemon=True)
-        _waiting_for = thread
-        thread.start()
-    thread.join(timeout_s)
-    return answer[0] if answer else None
+        future = call_in_thread(call, "crux-nvml")
+        _waiting_for = future
+    try:
+        return future.result(timeout_s)
+    except Exception as error:
+        log.debug("NVML failed: %s", error)
+        return None
 
 
 def bounded_report() -> NvmlReport:
-    """What NVML says of this host, pairs of GPUs included, in bounded time."""
+    """Returns NVML's facts about this host, pairs of GPUs included, in bounded time."""
     return bounded(lambda: read_nvml(pairs=True)) or NvmlReport(error="NVML does not answer")
 
 
@@ -261,7 +360,7 @@ def _pair(nvml: Any, first: tuple[Gpu, Any], second: tuple[Gpu, Any]) -> GpuPair
 
 
 def _ask(nvml: Any, function: str, *args: Any) -> Any:
-    """What an optional function of NVML answers; None if it is missing or fails."""
+    """The answer of an optional function of NVML; None if it is missing or fails."""
     call = getattr(nvml, function, None)
     return None if call is None else _try(call, *args)
 

@@ -1,4 +1,4 @@
-"""The PCIe tree of this host by sysfs: links, switches, and how near a NIC is to a GPU."""
+"""The PCIe tree of this host by sysfs: links, switches, distances, and access control services."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from crux_torch.host.sysfs import SYSFS, entries, numa_node, number, text
+from crux_torch.host.interfaces import SYSFS, Nic, entries, numa_node, number, target_parts, text
 
-if TYPE_CHECKING:
-    from crux_torch.host.nic import Nic
-
+#: Access control services (PCI Express Base 6.0, §7.7.11): the capability's number, its control
+#: register, and the bits there that redirect peer-to-peer requests and completions.
+CAPABILITY = 0x000D
+CONTROL = 6
+REDIRECTS = 0x04 | 0x08
+FIRST_EXTENDED = 0x100
+CONFIG_BYTES = 4096
 Kind = Literal["bridge", "gpu", "nic", "nvswitch", "other"]
 
 #: Bits of payload for each bit on the wire, by transfer rate in GT/s: 8b/10b, 128b/130b, and from
@@ -36,7 +40,7 @@ MAX_DEVICES = 1 << 16
 
 
 class Distance(IntEnum):
-    """How far two devices are apart: the classes of NCCL and of ``nvidia-smi topo -m``.
+    """Distance of two devices: the classes of NCCL and of ``nvidia-smi topo -m``.
 
     NCCL treats ``NODE`` as ``PHB``.
     """
@@ -51,7 +55,7 @@ class Distance(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """What a link runs at, or supports: 1e9 transfers per second and lane, and its width."""
+    """A link's rate, in 1e9 transfers per second and lane, and its width."""
 
     speed_GTps: float
     lanes: int
@@ -74,7 +78,7 @@ class PcieLink:
         capacity_Bps: bytes per second of each direction; None if sysfs does not say. It is the rate
             that the link runs at. For a GPU's own link it is the most that both ends support,
             because a GPU slows its link down while it is idle.
-        current, most: what the link runs at now, and the most that both ends support.
+        current, most: the rate now, and the highest that both ends support.
     """
 
     name: str
@@ -85,12 +89,12 @@ class PcieLink:
 
     @property
     def narrow(self) -> bool:
-        """Whether the link was trained with fewer lanes than both of its ends have."""
+        """True if the link was trained with fewer lanes than both of its ends have."""
         return bool(self.current and self.most and self.current.lanes < self.most.lanes)
 
     @property
     def slow(self) -> bool:
-        """Whether it runs at a lower rate than both ends support; an idle GPU's link does."""
+        """True if it runs at a lower rate than both ends support; an idle GPU's link does."""
         return bool(self.current and self.most and self.current.speed_GTps < self.most.speed_GTps)
 
 
@@ -100,11 +104,11 @@ class PciDevice:
 
     Attributes:
         address: ``DOMAIN:BUS:DEVICE.FUNCTION`` as sysfs writes it.
-        kind: what its class code says; ``gpu`` is any accelerator.
+        kind: by its class code; ``gpu`` is any accelerator.
         root: the root bus above it (``pci0000:3a``).
         bridges: addresses of the bridges between the root bus and it, from the root down.
-        current, most: what its upward link runs at now, and the most that its end supports; None
-            if it has none or does not say.
+        current, most: the rate of its upward link now, and the highest that its end supports; None
+            if unknown.
     """
 
     address: str
@@ -119,8 +123,9 @@ class PciDevice:
 class PcieTree:
     """The PCI functions of a host and the links between them.
 
-    sysfs shows bridges, not switches. docs/host.md says how links follow from them: one joins the
-    first to the second on the way down, one the third to the fourth, and the last to the device.
+    sysfs shows bridges, not switches. docs/understand/host.md says how links follow from them: one
+    joins the first to the second on the way down, one the third to the fourth, and the last to the
+    device.
     """
 
     def __init__(self, devices: Mapping[str, PciDevice]) -> None:
@@ -132,13 +137,13 @@ class PcieTree:
 
     @classmethod
     def read(cls, sysfs: Path = SYSFS) -> PcieTree:
-        """The tree in ``sysfs``; empty if there is no PCI bus or it can't be read."""
+        """Returns the tree in ``sysfs``; empty if there is no PCI bus or it can't be read."""
         found = (_device(entry) for entry in entries(sysfs / "bus/pci/devices")[:MAX_DEVICES])
         return cls({device.address: device for device in found if device is not None})
 
     @property
     def obstacle(self) -> str | None:
-        """Why the paths between devices are unknown, in words; None if they are known."""
+        """Reason why the paths between devices are unknown, in words; None if they are known."""
         ends = self.of_kind("gpu", "nic")
         if not self.devices:
             return "no PCI devices in sysfs"
@@ -149,11 +154,11 @@ class PcieTree:
         return None
 
     def of_kind(self, *kinds: Kind) -> tuple[str, ...]:
-        """Addresses of the devices of these kinds, in order."""
+        """Returns the addresses of the devices of these kinds, in order."""
         return tuple(a for a, device in sorted(self.devices.items()) if device.kind in kinds)
 
     def links_above(self, address: str) -> tuple[PcieLink, ...]:
-        """The links between a device and the root complex, its own first; empty if unknown."""
+        """Returns the links from a device to the root complex, its own first; empty if unknown."""
         device = self.devices.get(address)
         if device is None:
             return ()
@@ -167,14 +172,14 @@ class PcieTree:
         return tuple(reversed(links))
 
     def links(self) -> tuple[PcieLink, ...]:
-        """Every link above a GPU, a NIC or an NVSwitch, once."""
+        """Returns every link above a GPU, a NIC or an NVSwitch, once."""
         found: dict[str, PcieLink] = {}
         for end in self.of_kind("gpu", "nic", "nvswitch"):
             found |= {link.name: link for link in self.links_above(end)}
         return tuple(found[name] for name in sorted(found))
 
     def path(self, a: str, b: str) -> tuple[PcieLink, ...]:
-        """The links that traffic between two devices crosses, from ``a`` to ``b``.
+        """Returns the links that traffic between two devices crosses, from ``a`` to ``b``.
 
         Peer traffic turns at the lowest switch above both. Between two root ports, the path crosses
         the root complex; links between sockets are not PCIe links and are not listed. Empty if a
@@ -191,7 +196,7 @@ class PcieTree:
         )
 
     def distance(self, a: str, b: str) -> Distance:
-        """How far ``a`` and ``b`` are apart; raises KeyError if one is not in the tree."""
+        """Returns the distance of ``a`` and ``b``; raises KeyError if one is not in the tree."""
         first, second = self.devices[a], self.devices[b]
         if first.root != second.root:
             # Where firmware names no NUMA node there is one.
@@ -208,9 +213,10 @@ class PcieTree:
         return Distance.PIX if at_turn + below <= 1 else Distance.PXB
 
     def nics_of(self, gpu: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
-        """The ``nics`` that a GPU reaches best: those with the widest path, and among them the
-        nearest, as in NCCL (``ncclTopoGetLocal``). Empty if the GPU or all NICs are not in the
-        tree."""
+        """Returns the NICs with the widest path to a GPU, and among them the nearest.
+
+        As in NCCL (``ncclTopoGetLocal``). Empty if the GPU or all NICs are not in the tree.
+        """
         ranked: dict[tuple[float, Distance], list[Nic]] = {}
         for nic in nics:
             if gpu in self.devices and nic.pci_address in self.devices:
@@ -219,7 +225,7 @@ class PcieTree:
         return tuple(ranked[min(ranked)]) if ranked else ()
 
     def _reach(self, gpu: str, nic: str, speed_Bps: float) -> tuple[float, Distance]:
-        """How well a GPU reaches a NIC: the smaller the better."""
+        """Rank of a NIC for a GPU: the smaller the better."""
         distance = self.distance(gpu, nic)
         rates = [link.capacity_Bps for link in self.path(gpu, nic)]
         width_Bps = min([speed_Bps, *(PAYLOAD * rate for rate in rates if rate is not None)])
@@ -228,7 +234,7 @@ class PcieTree:
         return -width_Bps, Distance.PHB if distance == Distance.NODE else distance
 
     def nic_of(self, gpu: str, nics: Sequence[Nic]) -> Nic | None:
-        """The NIC that a GPU's traffic leaves by: NCCL's choice unless a variable overrides it.
+        """Returns the NIC of a GPU's traffic: NCCL's choice unless a variable overrides it.
 
         GPUs that have the same nearest NICs share them evenly, in the order of their addresses.
         """
@@ -241,12 +247,12 @@ class PcieTree:
 
     def _link_of_bus(self, end: PciDevice) -> PcieLink:
         """The link whose lower end is ``end``, with all functions that share its bus."""
-        beside = self._bus[end.root, end.bridges]
+        functions = self._bus[end.root, end.bridges]
         upper = self.devices.get(end.bridges[-1])
-        lower = next((d for d in beside if d.current is not None), beside[0])
+        lower = next((d for d in functions if d.current is not None), functions[0])
         most = _least([lower.most, upper.most if upper else None])
-        idles = any(device.kind == "gpu" for device in beside)
-        return _link(beside[0].address, idles, lower.current, most)
+        idles = any(device.kind == "gpu" for device in functions)
+        return _link(functions[0].address, idles, lower.current, most)
 
 
 def _link(
@@ -263,10 +269,7 @@ def _least(rates: Iterable[LinkRate | None]) -> LinkRate | None:
 
 
 def _device(entry: Path) -> PciDevice | None:
-    try:
-        parts = entry.resolve(strict=True).parts
-    except (OSError, RuntimeError):
-        return None
+    parts = target_parts(entry)
     roots = [i for i, part in enumerate(parts) if _ROOT.fullmatch(part)]
     chain = [p for p in parts[roots[0] :] if _ADDRESS.fullmatch(p)] if roots else []
     if not chain or chain[-1] != parts[-1]:
@@ -308,3 +311,38 @@ def _hexadecimal(file: Path) -> int:
         return int(text(file), 16)
     except ValueError:
         return 0
+
+
+def redirecting_ports(
+    tree: PcieTree, ends: Iterable[str], sysfs: Path = SYSFS
+) -> tuple[str, ...] | None:
+    """Returns the bridges above ``ends`` that send peer traffic up to the root complex.
+
+    PCI addresses, ascending; None if the configuration of any can't be read, which needs
+    CAP_SYS_ADMIN.
+    """
+    bridges = {b for end in ends if end in tree.devices for b in tree.devices[end].bridges}
+    found = {bridge: _redirects(sysfs / "bus/pci/devices" / bridge) for bridge in bridges}
+    if None in found.values():
+        return None
+    return tuple(sorted(bridge for bridge, redirects in found.items() if redirects))
+
+
+def _redirects(device: Path) -> bool | None:
+    try:
+        with (device / "config").open("rb") as file:
+            config = file.read(CONFIG_BYTES)
+    except OSError:
+        return None
+    if len(config) < CONFIG_BYTES:
+        # Without the privilege the kernel shows the first 64 bytes; conventional PCI has 256.
+        return None
+    at, seen = FIRST_EXTENDED, set()
+    while at >= FIRST_EXTENDED and at not in seen and at + 4 <= CONFIG_BYTES:
+        seen.add(at)
+        header = int.from_bytes(config[at : at + 4], "little")
+        if header & 0xFFFF == CAPABILITY:
+            control = config[at + CONTROL : at + CONTROL + 2]
+            return bool(int.from_bytes(control, "little") & REDIRECTS)
+        at = header >> 20 & 0xFFC
+    return False

@@ -1,7 +1,7 @@
-"""Reads how this host's interfaces treat DSCP values: trust, priorities, PFC, buffers, CNP.
+"""Reads the treatment of DSCP values by this host's interfaces: trust, priorities, PFC, buffers.
 
 ``mlnx_qos`` knows most (NVIDIA's driver); ``dcb`` of iproute2 is asked where it does not answer.
-What nobody tells is None or empty, never an error.
+Unknown facts are None or empty, never an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from crux_torch.host.sysfs import SYSFS, entries, number, pci_address, text
+from crux_torch.host.interfaces import SYSFS, entries, number, pci_address, text
 
 #: The output of a command; None if it is not installed, or fails.
 Run = Callable[[Sequence[str]], str | None]
@@ -32,12 +32,12 @@ class InterfaceQos:
     Attributes:
         trust: the field that decides a packet's priority.
         priority_of: by DSCP value, as far as it is known.
-        pfc: by priority, whether it is lossless; empty: not known.
+        pfc: by priority, True if it is lossless; empty: not known.
         buffer_of: by priority, the receive buffer; empty: not known.
         buffer_bytes: by buffer; empty: not known.
-        algorithms: by priority, what schedules its class: ``strict``, ``ets`` or ``vendor``.
+        algorithms: by priority, the scheduler of its class: ``strict``, ``ets`` or ``vendor``.
         cnp_dscp: of congestion notification packets that this interface sends.
-        shares_queues: why the kernel sends all DSCP values of TCP alike; empty: it does not.
+        shares_queues: reason why the kernel sends all DSCP values of TCP alike; empty: none.
     """
 
     name: str
@@ -66,23 +66,22 @@ def output_of(command: Sequence[str]) -> str | None:
 
 
 def interfaces(sysfs: Path = SYSFS) -> tuple[str, ...]:
-    """The network interfaces that have a device behind them and are up."""
-    found = entries(sysfs / "class/net")
+    """Returns the network interfaces that have a device behind them and are up."""
     return tuple(
         entry.name
-        for entry in found
+        for entry in entries(sysfs / "class/net")
         if (entry / "device").exists() and text(entry / "operstate").strip() == "up"
     )
 
 
 def read(name: str, run: Run = output_of, sysfs: Path = SYSFS) -> InterfaceQos:
     """Returns the configuration of the interface ``name``."""
-    told = run(("mlnx_qos", "-i", name))
-    found = _of_mlnx_qos(told) if told is not None else _of_dcb(name, run)
+    output = run(("mlnx_qos", "-i", name))
+    found = _parse_mlnx_qos(output) if output is not None else _read_dcb(name, run)
     return InterfaceQos(
         name,
         cnp_dscp=_cnp_dscp(sysfs, name),
-        shares_queues=_of_tc(run(("tc", "-j", "qdisc", "show", "dev", name))),
+        shares_queues=_parse_tc(run(("tc", "-j", "qdisc", "show", "dev", name))),
         **found,
     )
 
@@ -95,24 +94,24 @@ def _cnp_dscp(sysfs: Path, name: str) -> int | None:
         interface / "ecn/roce_np/cnp_dscp",
         sysfs / "kernel/debug/mlx5" / function / "cc_params/np_cnp_dscp",
     )
-    told = (number(text(file).strip()) for file in files)
-    return next((int(dscp) for dscp in told if dscp is not None and 0 <= dscp < 64), None)
+    output = (number(text(file).strip()) for file in files)
+    return next((int(dscp) for dscp in output if dscp is not None and 0 <= dscp < 64), None)
 
 
-def _of_mlnx_qos(told: str) -> dict[str, Any]:
-    trust = re.search(r"Priority trust state:\s*(dscp|pcp)", told)
-    rows = {name: tuple(map(int, values.split())) for name, values in _ROW.findall(told)}
-    sizes = re.search(r"Receive buffer size \(bytes\):\s*([\d,\s]+)", told)
+def _parse_mlnx_qos(output: str) -> dict[str, Any]:
+    trust = re.search(r"Priority trust state:\s*(dscp|pcp)", output)
+    rows = {name: tuple(map(int, values.split())) for name, values in _ROW.findall(output)}
+    sizes = re.search(r"Receive buffer size \(bytes\):\s*([\d,\s]+)", output)
     return {
         "trust": trust[1] if trust else None,
         "priority_of": {
             int(dscp): int(priority)
-            for priority, values in _PRIO.findall(told)
+            for priority, values in _PRIO.findall(output)
             for dscp in re.findall(r"\d+", values)
         },
         "algorithms": {
             int(priority): algorithm
-            for algorithm, lines in _CLASS.findall(told)
+            for algorithm, lines in _CLASS.findall(output)
             for priority in re.findall(r"priority:\s*(\d)", lines)
         },
         "pfc": tuple(map(bool, rows.get("enabled", ()))),
@@ -121,7 +120,7 @@ def _of_mlnx_qos(told: str) -> dict[str, Any]:
     }
 
 
-def _of_dcb(name: str, run: Run) -> dict[str, Any]:
+def _read_dcb(name: str, run: Run) -> dict[str, Any]:
     parts = ("app", "pfc", "buffer", "ets")
     app, pfc, buffers, ets = (
         _json(run(("dcb", "-j", part, "show", "dev", name))) for part in parts
@@ -143,10 +142,10 @@ def _of_dcb(name: str, run: Run) -> dict[str, Any]:
     }
 
 
-def _of_tc(told: str | None) -> str:
+def _parse_tc(output: str | None) -> str:
     """``mqprio`` sorts by the socket's priority, which is one for all class selectors."""
     try:
-        disciplines = json.loads(told or "[]")
+        disciplines = json.loads(output or "[]")
     except ValueError:
         return ""
     for one in disciplines if isinstance(disciplines, list) else ():
@@ -158,9 +157,9 @@ def _of_tc(told: str | None) -> str:
     return ""
 
 
-def _json(told: str | None) -> dict[str, Any]:
+def _json(output: str | None) -> dict[str, Any]:
     try:
-        found = json.loads(told or "{}")
+        found = json.loads(output or "{}")
     except ValueError:
         return {}
     if isinstance(found, list):  # iproute2 of some releases wraps what it tells of a device
@@ -168,13 +167,13 @@ def _json(told: str | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _rows(told: dict[str, Any], name: str) -> list[Any]:
-    rows = told.get(name, [])
+def _rows(output: dict[str, Any], name: str) -> list[Any]:
+    rows = output.get(name, [])
     return rows if isinstance(rows, list) else []
 
 
-def _eight(told: dict[str, Any], name: str) -> list[Any]:
-    rows = _rows(told, name)
+def _eight(output: dict[str, Any], name: str) -> list[Any]:
+    rows = _rows(output, name)
     return rows if len(rows) == PRIORITIES else []
 
 

@@ -1,4 +1,4 @@
-"""The device that a rank computes on, and what it does while the rank is measured."""
+"""The device that a rank computes on, and its activity while the rank is measured."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from crux_torch.host.activity import ActivityMeter, DeviceActivity
-from crux_torch.host.nvml import Gpu
-from crux_torch.host.nvml_device import CudaDevice, OwnDevice, own_gpu
-from crux_torch.host.peak import flops_in_use, peak_flops, tensor_flops, tensor_seconds
-from crux_torch.measure.job_profile import Name, NonNegative
+from crux_torch.host.activity import ActivityMeter, CudaDevice, DeviceActivity, OwnDevice, own_gpu
+from crux_torch.host.nvml import Gpu, flops_in_use, peak_flops, tensor_flops, tensor_seconds
+from crux_torch.measure.profile import Name, NonNegative
 
 _log = logging.getLogger(__name__)
 
 
 class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's device, and what its work asks of it.
+    """One rank's device, and the load that its work puts on it.
 
     Attributes:
         name: model, as the driver reports it.
@@ -32,7 +30,7 @@ class DeviceUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         tensor_s: seconds of an iteration that the counted FLOPs take tensor cores at their peak;
             None where none were counted or the peak is not known.
         tensor_flops: FLOP/s that its tensor cores could do; 0 where that is not known.
-        activity: how busy it was while it was measured; None where it does not tell.
+        activity: of its measurement; None where the device has no counters.
     """
 
     name: Name
@@ -48,7 +46,6 @@ class DeviceMeter:
     """Measures this rank's CUDA device; a rank on a CPU has none.
 
     Args:
-        own: the CUDA device that this process trains on.
         device_flops: FLOP/s of the device, if the user gave it; 0: look it up.
         library, env, torch: stand in for ``pynvml``, this process's environment and ``torch``.
     """
@@ -62,7 +59,7 @@ class DeviceMeter:
         torch: Any = None,
     ) -> None:
         self._own = own
-        self._told_flops = device_flops
+        self._given_flops = device_flops
         self._env = os.environ if env is None else env
         self._activity = ActivityMeter(library)
         self._torch = torch
@@ -96,14 +93,14 @@ class DeviceMeter:
         if cuda is None:
             return None
         activity, gpu = self._activity.finish(), self._activity.gpu
-        told = self._told_flops
+        given = self._given_flops
         self.last = DeviceUse(
             name=cuda.name[:256] or "unknown",
             gpu=None if gpu is None else gpu.index,
-            flops=told or flops_in_use(cuda.name, by_dtype) or 0.0,
-            peak_flops=told or peak_flops(cuda.name) or 0.0,
-            tensor_s=tensor_seconds(cuda.name, by_dtype) if by_dtype and not told else None,
-            tensor_flops=told or tensor_flops(cuda.name, by_dtype) or 0.0,
+            flops=given or flops_in_use(cuda.name, by_dtype) or 0.0,
+            peak_flops=given or peak_flops(cuda.name) or 0.0,
+            tensor_s=tensor_seconds(cuda.name, by_dtype) if by_dtype and not given else None,
+            tensor_flops=given or tensor_flops(cuda.name, by_dtype) or 0.0,
             activity=activity,
         )
         return self.last

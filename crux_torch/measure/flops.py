@@ -39,25 +39,25 @@ OTHER = -1
 
 Signature = tuple[Any, ...]
 
-_told: float | None = None
+_given: float | None = None
 
 
-def tell(flops: float) -> None:
+def give_flops(flops: float) -> None:
     """See :func:`crux_torch.count_flops`."""
-    global _told
+    global _given
     if not 0 <= flops < float("inf"):
         raise ValueError(f"an iteration of {flops} FLOPs: expected a number, 0 or more")
-    _told = float(flops) or None
+    _given = float(flops) or None
 
 
-def told() -> float | None:
-    """FLOPs of an iteration on this rank, where the script knows better than the count."""
-    return _told
+def given_flops() -> float | None:
+    """FLOPs of an iteration on this rank by the script, which knows better than the count."""
+    return _given
 
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:
-    """What was counted.
+    """The result of a count.
 
     Attributes:
         by_precision: FLOPs of an iteration on this rank by what they are computed in.
@@ -80,7 +80,8 @@ class FlopCount:
 class FlopMeter:
     """Counts FLOPs between two iteration marks, in the training thread.
 
-    docs/work.md says what is counted. torch's own ``FlopCounterMode`` can't run inside a training
+    docs/understand/measuring.md says what is counted. torch's own ``FlopCounterMode`` can't run
+    inside a training
     job: as any dispatch mode, it makes torch choose other kernels, which round differently.
 
     A signature is the shapes that entered the outermost modules in one iteration, in order. The
@@ -104,7 +105,7 @@ class FlopMeter:
         self._operators: Any = None
         self._spoiled = False
         self._thread: int | None = None
-        self._wanted = True
+        self._incomplete = True
         self._pause = 1
         self._wait = 0
         self._started = False
@@ -174,7 +175,7 @@ class FlopMeter:
 
         self._started = True
         self._calls = []
-        if not self._wanted:
+        if not self._incomplete:
             return
         if self._wait > 0:
             self._wait -= 1
@@ -207,8 +208,8 @@ class FlopMeter:
         if counted is not None and signature not in self._flops and signature != OTHER:
             self._flops[signature] = dict(counted.by_precision)
             self._uncounted.update(counted.uncounted)
-        self._wanted = len(self._flops) < len(self._ids)
-        if not self._wanted:
+        self._incomplete = len(self._flops) < len(self._ids)
+        if not self._incomplete:
             self._pause, self._wait = 1, 0
 
     def _id(self, signature: Signature) -> int:

@@ -1,26 +1,230 @@
-"""One job's profile from the samples of its ranks."""
+"""One job's profile from the samples of its ranks: its work W, its traffic, its timeline."""
 
 from __future__ import annotations
 
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
-from crux_torch.fabric.topology import Topology
 from crux_torch.measure import timeline
-from crux_torch.measure.job_profile import MAX_FLOWS, HostFlow, JobProfile
+from crux_torch.measure.device import DeviceUse
+from crux_torch.measure.profile import MAX_FLOWS, FlopsSource, HostFlow, JobProfile
 from crux_torch.measure.sample import RankSample
 from crux_torch.measure.traffic import PER_RANK_OPS, HostPair, add_flows, flows
-from crux_torch.measure.work import work
-from crux_torch.schedule.model import Flow, Job
-from crux_torch.schedule.placing import alone
+from crux_torch.network.topology import Topology
 
 log = logging.getLogger(__name__)
+
+#: A count may ask for so much more of a device than its activity allows before that is said:
+#: counters and marks do not cover the same microseconds.
+ACTIVITY_SHARE = 1.1
+ACTIVITY_SLACK = 0.02
+#: The tensor cores' counters and the count agree within this factor: data types differ by 2, and
+#: clocks by less.
+TENSOR_FACTOR = 3.0
+#: A job that computes does a tenth of what its devices could do, or something was not counted.
+TIME_FACTOR = 10.0
+
+
+#: Seconds that bytes from host to host take on their slowest link in a network of its own (§3.2).
+LinkTime = Callable[[Mapping[HostPair, float], Topology], float]
+
+
+class Work(NamedTuple):
+    """Work of a job's devices in one iteration: these fields of its ``JobProfile``.
+
+    ``flops`` is never more than the devices could do in a period, where their peak is known.
+    """
+
+    flops: float
+    flops_source: FlopsSource
+    flops_note: str
+    flops_by_time: float
+    device_flops: float
+    device_busy: float | None
+    tensor_busy: float | None
+
+
+class Choice(NamedTuple):
+    """An estimate of W, and the reason for taking it in place of another one."""
+
+    flops: float
+    source: FlopsSource
+    note: str = ""
+
+
+def work(
+    samples: Sequence[RankSample],
+    *,
+    period_s: float,
+    compute_s: float,
+    device_flops: float = 0.0,
+) -> Work:
+    """The work of a job from its ranks' samples, scaled to ranks that sent none.
+
+    Args:
+        period_s, compute_s: seconds of an iteration, and of it those in which the devices compute.
+        device_flops: FLOP/s of one device, for samples that lack it; 0: not known.
+    """
+    scale = samples[0].world_size / len(samples)
+    in_use = scale * _over_devices(samples, lambda device: device.flops, device_flops)
+    peak = scale * _over_devices(samples, lambda device: device.peak_flops, device_flops)
+    activities = [s.device.activity for s in samples if s.device and s.device.activity]
+    device_busy = _mean([activity.busy for activity in activities])
+    busy_s = compute_s if device_busy is None else min(compute_s, device_busy * period_s)
+    counted = [_counted(s, period_s) for s in samples if s.flops is not None]
+    if 0 < len(counted) < len(samples):
+        log.warning("FLOPs counted on %d of %d ranks, scaled", len(counted), len(samples))
+    by_time = busy_s * in_use
+    choice = choose(
+        sum(counted) * samples[0].world_size / len(counted) if counted else None,
+        given=any(s.flops_given for s in samples),
+        by_tensor=_by_tensor(samples, period_s),
+        by_time=by_time,
+        uncounted=sorted({name for s in samples for name in s.uncounted_ops}),
+    )
+    if choice.note and choice.source == "time":
+        log.warning("W: %s", choice.note)
+    flops = choice.flops
+    if peak and flops > peak * period_s:
+        log.warning(
+            "%s %.3g FLOPs an iteration, and the devices can do %.3g in it: taking those",
+            choice.source,
+            flops,
+            peak * period_s,
+        )
+        flops = peak * period_s
+    for sample in samples:
+        _compare_with_activity(sample)
+    return Work(
+        flops=flops,
+        flops_source=choice.source,
+        flops_note=choice.note,
+        flops_by_time=by_time,
+        device_flops=in_use,
+        device_busy=device_busy,
+        tensor_busy=_mean([activity.tensor for activity in activities]),
+    )
+
+
+def choose(
+    counted: float | None,
+    *,
+    given: bool = False,
+    by_tensor: float | None,
+    by_time: float,
+    uncounted: Sequence[str] = (),
+) -> Choice:
+    """W out of up to three estimates of it, each in FLOPs of an iteration.
+
+    A count can only be too low, because nothing is counted that does not run. The tensor cores'
+    counters see every product, so they are credible. Busy time is an upper bound, so it is credible
+    only if they are not known and something is known to be missing from the count.
+
+    Args:
+        given: True if the script gave the count; that is never replaced.
+        by_tensor: the tensor cores' busy time times their rate; None where it is not known.
+        by_time: the devices' busy time times their rate; 0 where that is not known.
+        uncounted: operators that multiply, but were not counted.
+    """
+    if counted is None:
+        return Choice(by_tensor or by_time, "time")
+    source: FlopsSource = "told" if given else "counted"
+    if by_tensor is not None:
+        if by_tensor <= TENSOR_FACTOR * counted:
+            return Choice(counted, source)
+        seen = f"the tensor cores were busy for {by_tensor:.3g} FLOPs"
+        found = by_tensor
+    else:
+        if by_time <= TIME_FACTOR * counted:
+            return Choice(counted, source)
+        seen = f"the devices could do {by_time:.3g} FLOPs while they computed"
+        found = by_time if uncounted else 0.0
+    note = f"{counted:.3g} FLOPs were {source}, and {seen}"
+    if uncounted:
+        note += f"; not counted: {', '.join(uncounted[:3])[:512]}"
+    if given or not found:
+        return Choice(counted, source, f"{note}; if W is too low, call crux_torch.count_flops()")
+    return Choice(
+        found, "time", f"{note}; taking the latter. crux_torch.count_flops() knows better"
+    )
+
+
+def _counted(sample: RankSample, period_s: float) -> float:
+    """A rank's FLOPs, at most what its own device can do: one rank can't claim for the others."""
+    flops = sample.flops or 0.0
+    peak = sample.device.peak_flops * period_s if sample.device is not None else 0.0
+    if not 0 < peak < flops:
+        return flops
+    log.warning(
+        "rank %d: %.3g FLOPs an iteration, and its device can do %.3g in it: taking those",
+        sample.rank,
+        flops,
+        peak,
+    )
+    return peak
+
+
+def _over_devices(
+    samples: Sequence[RankSample], rate: Callable[[DeviceUse], float], default: float
+) -> float:
+    """Sum over the ranks' devices; an unknown rate counts as the mean of the others."""
+    rates = [rate(s.device) if s.device is not None else default for s in samples]
+    known = [one for one in rates if one > 0]
+    return sum(known) / len(known) * len(rates) if known else 0.0
+
+
+def _by_tensor(samples: Sequence[RankSample], period_s: float) -> float | None:
+    """FLOPs of an iteration by the tensor cores' counters, scaled to devices that have none."""
+    rates = [
+        s.device.activity.tensor * s.device.tensor_flops
+        for s in samples
+        if s.device and s.device.activity and s.device.activity.tensor is not None
+        if s.device.tensor_flops
+    ]
+    return statistics.fmean(rates) * samples[0].world_size * period_s if rates else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _compare_with_activity(sample: RankSample) -> None:
+    """Warn where the counted FLOPs need more time than the device was at work by its counters.
+
+    Less is no contradiction: counters see every product at its own pace, other processes on the
+    device, and kernels that wait.
+    """
+    device = sample.device
+    if device is None or device.activity is None or sample.flops is None or not sample.period_s:
+        return
+    activity = device.activity
+    asked: list[tuple[str, float, float | None]] = []
+    if device.tensor_s is not None:
+        asked.append(("tensor cores", device.tensor_s, activity.tensor))
+    if device.flops:
+        asked.append(("device", sample.flops / device.flops, activity.busy))
+    for what, seconds, seen in asked:
+        needed = seconds / sample.period_s
+        if seen is not None and needed > ACTIVITY_SHARE * seen + ACTIVITY_SLACK:
+            log.warning(
+                "rank %d counts FLOPs that take its %s %.0f%% of the time at peak, but the %s "
+                "worked %.0f%%: is its W right?",
+                sample.rank,
+                what,
+                100 * needed,
+                what,
+                100 * seen,
+            )
+            return
+
 
 #: Measured over computed t outside these bounds is worth a warning.
 T_RATIO_BOUNDS = (0.5, 2.0)
@@ -30,6 +234,7 @@ def merge(
     samples: Sequence[RankSample],
     *,
     topology: Topology | None = None,
+    link_time_s: LinkTime | None = None,
     device_flops: float = 0.0,
     measured_alone: bool = True,
     quiet: bool = False,
@@ -42,10 +247,10 @@ def merge(
 
     Args:
         samples: one of each rank, in any order; the lowest rank's timeline is the job's.
-        topology: gives t = max_e M_e / B_e; without it t is the measured transfer time.
-        device_flops: FLOP/s of the device of a rank that does not tell its own; 0 if unknown.
-        measured_alone: whether the job held the profiling class throughout.
-        quiet: whether no other job of the cluster was there.
+        link_time_s: with a topology it gives t; otherwise t is the measured transfer time.
+        device_flops: FLOP/s of the device of a rank whose sample lacks it; 0 if unknown.
+        measured_alone: True if the job held the profiling class throughout.
+        quiet: True if no other job of the cluster was there.
 
     Raises:
         ValueError: no samples, or samples of different jobs.
@@ -71,8 +276,11 @@ def merge(
     t_s, shared = t_measured_s, {}
     if topology is not None:
         shared = inside_flows(matrix, present, topology, whole_hosts=False)
+    t_source: Literal["topology", "measured"] = "measured"
+    if topology is not None and link_time_s is not None:
+        t_source = "topology"
         within = inside_flows(matrix, present, topology, whole_hosts=True)
-        t_s = transfer_alone_s(matrix | within, topology)
+        t_s = link_time_s(matrix | within, topology)
         low, high = T_RATIO_BOUNDS
         if not (measured_alone or quiet):
             high = inf  # others may have been in the way
@@ -90,13 +298,13 @@ def merge(
         inside=_largest(shared),
         bursts=present[0].bursts if line is None else line.bursts,
         t_s=t_s,
-        t_source="measured" if topology is None else "topology",
+        t_source=t_source,
         t_measured_s=t_measured_s,
         overlap=min(1.0, max(0.0, 1.0 - exposed_s / t_measured_s)) if t_measured_s > 0 else 0.0,
         exposed_s=exposed_s,
         iterations=min(s.iterations for s in present),
         measured_alone=measured_alone or quiet,
-        t_note=msgspec.UNSET if measured_alone else _t_note(topology is not None, quiet),
+        t_note=msgspec.UNSET if measured_alone else _t_note(t_source == "topology", quiet),
     )
 
 
@@ -114,7 +322,7 @@ def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
     """Bytes of one iteration from host to host, every collective counted once.
 
     Every rank of a group lists its collectives; those of the lowest group rank count. All-to-alls
-    and sends count from every rank's own row, which tells what that rank sends.
+    and sends count from every rank, as its own row holds the bytes that it sends.
     """
     placement = {sample.rank: sample.host for sample in present}
     witness: dict[str, int] = {}
@@ -140,17 +348,6 @@ def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
     return total
 
 
-def transfer_alone_s(matrix: Mapping[HostPair, float], topology: Topology) -> float:
-    """t_j (§3.2) in seconds on ``topology``, with the job alone and on the paths chosen for it."""
-    moving = tuple(
-        Flow(moved, paths)
-        for (src, dst), moved in sorted(matrix.items())
-        if (paths := topology.candidate_paths(src, dst))
-    )
-    job = Job("", gpus=1, flops=0.0, compute_s=0.0, flows=moving)
-    return alone(job, topology.capacity_Bps).t_s
-
-
 def inside_flows(
     matrix: Mapping[HostPair, float],
     samples: Sequence[RankSample],
@@ -162,12 +359,12 @@ def inside_flows(
 
     NCCL lets every GPU of a job carry an equal share of what the job's collectives send to and get
     from other hosts, each by a nearest NIC; GPUs that have the same nearest NICs share them evenly.
-    Where it is not known which GPU a rank of the host has, nothing is told of that host.
+    A host where the GPU of some rank is not known has no flows.
 
     Args:
         matrix: bytes from host to host.
         samples, topology: a host whose inside the topology does not describe has no flows.
-        whole_hosts: also those whose GPUs all belong to the job; nobody else is met there.
+        whole_hosts: also hosts whose GPUs all belong to the job, which meets nobody there.
     """
     found: dict[HostPair, float] = {}
     for host in dict.fromkeys(sample.host for sample in samples):
@@ -206,10 +403,11 @@ def _nics(gpus: Sequence[str], topology: Topology) -> list[tuple[str, str]]:
 def transfers_without_waiting(
     present: Sequence[RankSample],
 ) -> tuple[float, timeline.Timeline | None]:
-    """How the job communicates once waiting for stragglers is taken away.
+    """The job's communication without the waiting for stragglers.
 
-    The shortest duration of a collective over the ranks is its transfer (docs/recorder.md). On the
-    timeline of the first sample, the leader's, it begins that much before its end.
+    The shortest duration of a collective over the ranks is its transfer
+    (docs/understand/measuring.md). On the timeline of the first sample, the leader's, it begins
+    that much before its end.
 
     Returns:
         The seconds of transfer in the median iteration, and the timeline of the transfers; None for
@@ -226,7 +424,7 @@ def transfers_without_waiting(
         for group, sequence, begin, end in zip(
             column.group, column.sequence, column.begin, column.end, strict=True
         ):
-            # A rank that lost the duration tells a length of 0, which says nothing of the transfer.
+            # A length of 0 means that the rank lost the duration.
             if group < 0 or end <= begin:
                 continue
             key = (sample.groups[group].name, sequence)
@@ -258,6 +456,6 @@ def transfers_without_waiting(
 
 def _largest(matrix: Mapping[HostPair, float]) -> tuple[HostFlow, ...]:
     if len(matrix) > MAX_FLOWS:
-        log.warning("a job of %d flows: only the %d largest are told", len(matrix), MAX_FLOWS)
+        log.warning("%d flows: only the %d largest are in the profile", len(matrix), MAX_FLOWS)
     ranked = sorted(matrix.items(), key=lambda item: (-item[1], item[0]))[:MAX_FLOWS]
     return tuple(HostFlow(src, dst, moved) for (src, dst), moved in sorted(ranked))

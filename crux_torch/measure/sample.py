@@ -1,4 +1,4 @@
-"""What one rank measures of the job and sends to the leading rank."""
+"""The measurement of one rank, which it sends to the leading rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from crux_torch.errors import CruxError
-from crux_torch.measure import period as periods
 from crux_torch.measure import timeline
 from crux_torch.measure.device import DeviceUse
-from crux_torch.measure.iteration_ends import Ints, iteration_ends
-from crux_torch.measure.job_profile import MAX_BURSTS, Name, NonNegative, ProfileBurst
-from crux_torch.measure.record import OP_NUMBER, OPS, STATUSES, GroupInfo, Records
+from crux_torch.measure.iterations import Ints, Period, estimate_period, heavy, iteration_ends
+from crux_torch.measure.profile import MAX_BURSTS, Name, NonNegative, ProfileBurst
+from crux_torch.measure.records import OP_NUMBER, OPS, STATUSES, GroupInfo, Records
 from crux_torch.measure.traffic import SILENT_OPS
 
 MAX_SAMPLE_BYTES = 4 << 20
@@ -33,7 +32,7 @@ Times = Annotated[tuple[Time, ...], msgspec.Meta(max_length=MAX_TRANSFERS)]
 
 
 class SampleError(CruxError, ValueError):
-    """A sample that can't be used, and why."""
+    """A sample that can't be used."""
 
 
 class GroupRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,8 +74,8 @@ class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The newest collectives, column by column, in the order of issue.
 
     Attributes:
-        group, sequence: which collective it was; the same on all ranks of the group. Group is -1
-            for sends, which two ranks number differently.
+        group, sequence: identify a collective on all ranks of the group. Group is -1 for sends,
+            which two ranks number differently.
         begin, end: when it was in flight here, nanoseconds since the sample's origin.
         ready: when computation came to it; see :class:`timeline.Reaches`.
         synchronous: 1 where computation waited for it at once.
@@ -98,15 +97,14 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One rank's measurement: versioned, bounded JSON.
 
     Attributes:
-        host: where the rank runs.
         iterations: whole iterations within it; all figures are means over these.
-        period_s, period_source: see :class:`period.Period`.
+        period_s, period_source: see :class:`~crux_torch.measure.iterations.Period`.
         exposed_s, comm_s, bursts: see :class:`timeline.Timeline`.
         flops: FLOPs of an iteration on this rank; None while none were counted.
-        flops_told: the script said so; otherwise they were counted.
-        device: what the rank computes on; None on a CPU.
-        groups, traffic: what the rank took part in, the payloads summed over the iterations.
-        transfers: the newest collectives, from which the leader tells transfer from waiting.
+        flops_given: True if the script gave them; otherwise they were counted.
+        device: None on a CPU.
+        groups, traffic: collectives of the rank, the payloads summed over the iterations.
+        transfers: the newest collectives, by which the leader parts transfer from waiting.
         lost: records that the recorder or the window dropped during the measurement.
     """
 
@@ -121,7 +119,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     comm_s: NonNegative
     bursts: Annotated[tuple[ProfileBurst, ...], msgspec.Meta(min_length=1, max_length=MAX_BURSTS)]
     flops: NonNegative | None = None
-    flops_told: bool = False
+    flops_given: bool = msgspec.field(default=False, name="flops_told")
     uncounted_ops: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
     device: DeviceUse | None = None
     groups: Annotated[tuple[GroupRow, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
@@ -164,7 +162,7 @@ def summarize(
     host: str,
     marks_ns: ArrayLike | None = None,
     flops: float | None = None,
-    flops_told: bool = False,
+    flops_given: bool = False,
     uncounted_ops: Sequence[str] = (),
     device: DeviceUse | None = None,
     lost: int = 0,
@@ -173,9 +171,8 @@ def summarize(
 
     Args:
         records: of this rank, in any order; those that failed or are incomplete are left out.
-        groups: the recorder's table.
         marks_ns: iteration marks of the host, ascending; those outside the window do no harm.
-        rank, world_size, host, flops, flops_told, uncounted_ops, device, lost: see
+        rank, world_size, host, flops, flops_given, uncounted_ops, device, lost: see
             :class:`RankSample`.
 
     Returns:
@@ -192,7 +189,7 @@ def summarize(
     keys = _columns(records, "op", "bytes", "group", "peer")
     kinds = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     marked = iteration_ends(marks_ns, records)
-    period = periods.estimate_period(begin, end, size, kinds, marked.ends_ns)
+    period = estimate_period(begin, end, size, kinds, marked.ends_ns)
     if period is None:
         return None
     bounds = _bounds(begin, end, size, kinds, marked.ends_ns, period)
@@ -216,7 +213,7 @@ def summarize(
         comm_s=line.comm_s,
         bursts=line.bursts,
         flops=flops,
-        flops_told=flops_told,
+        flops_given=flops_given,
         uncounted_ops=tuple(uncounted_ops)[:64],
         device=device,
         groups=table,
@@ -231,13 +228,13 @@ def _columns(records: Records, *names: str) -> Ints:
 
 
 def _bounds(
-    begin: Ints, end: Ints, size: Ints, kinds: Ints, marked_ns: Ints, period: periods.Period
+    begin: Ints, end: Ints, size: Ints, kinds: Ints, marked_ns: Ints, period: Period
 ) -> Ints:
     """Ends of the whole iterations within the window: the marked ones if the period is theirs."""
     if period.source != "fourier":
         return marked_ns
     operations = period.operations
-    main = periods.heavy(size.astype(float))
+    main = heavy(size.astype(float))
     kinds = kinds[main]
     if operations is not None and (kinds[operations:] == kinds[:-operations]).all():
         return timeline.bounds_from_operations(begin[main], end[main], operations)

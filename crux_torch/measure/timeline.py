@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from crux_torch.measure.job_profile import MAX_BURSTS, ProfileBurst
-from crux_torch.measure.record import Flag, Records
+from crux_torch.measure.profile import MAX_BURSTS, ProfileBurst
+from crux_torch.measure.records import Flag, Records
 
 Ints = NDArray[np.int64]
 
@@ -19,7 +19,7 @@ BURST_GAP = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What an iteration looks like, means over the iterations of a window.
+    """An iteration: means over the iterations of a window.
 
     Attributes:
         comm_s: seconds with a collective in flight; ``comm_median_s`` is the median iteration's.
@@ -36,12 +36,12 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Reaches:
-    """When computation came to each collective, and what is known of its waiting there.
+    """Time at which computation came to each collective, and its waiting there.
 
     Attributes:
         ready_ns: when all that precedes it on this rank was done: its issue or, on a device, when
             the stream that it was issued on came to it.
-        synchronous: whether that stream, or the caller, waits from there to its end.
+        synchronous: True if that stream, or the caller, waits from there to its end.
     """
 
     ready_ns: Ints
@@ -68,29 +68,29 @@ class Stretches:
 
 
 def intervals(records: Records) -> tuple[Ints, Ints]:
-    """When each record was in flight: by the device's clock where it is known."""
+    """(Begin, end) of each record's flight: by the device's clock where it is known."""
     timed = records["device_ns"] >= 0
     begin = np.where(timed, records["end_ns"] - records["device_ns"], records["start_ns"])
     # A record without an end counts with its bytes alone.
     ended = records["end_ns"] >= 0
-    untold = _untold_ns(records)
-    end = np.where(ended, records["end_ns"], untold)
-    begin = np.where(ended, begin, untold)
+    unknown = _unknown_end_ns(records)
+    end = np.where(ended, records["end_ns"], unknown)
+    begin = np.where(ended, begin, unknown)
     return begin.astype(np.int64), end.astype(np.int64)
 
 
 def reaches(records: Records) -> Reaches:
-    """When computation came to each record's collective."""
-    told = (records["start_ns"] >= 0) & (records["end_ns"] >= 0)
-    ready = np.where(told, records["start_ns"], _untold_ns(records))
+    """Times at which computation came to each record's collective."""
+    known = (records["start_ns"] >= 0) & (records["end_ns"] >= 0)
+    ready = np.where(known, records["start_ns"], _unknown_end_ns(records))
     return Reaches(ready.astype(np.int64), (records["flags"] & Flag.SYNCHRONOUS) != 0)
 
 
-def _untold_ns(records: Records) -> Ints:
-    """When each record counts if its end is not known: when it was issued.
+def _unknown_end_ns(records: Records) -> Ints:
+    """Time at which each record counts if its end is not known: that of its issue.
 
-    On a device, which may be far behind: when it came to it or, if that is not known either, when
-    everything issued before it was done.
+    On a device, which may be far behind: the time it came to it or, if that is not known either,
+    the time at which everything issued before it was done.
     """
     issue = records["issue_ns"].astype(np.int64)
     clocked = (records["flags"] & Flag.DEVICE_CLOCK) != 0
@@ -107,7 +107,7 @@ def stretches(begin_ns: Ints, end_ns: Ints, ready_ns: Ints) -> Stretches:
 
     Records do not tell when a job waits for an asynchronous collective, so a rule stands in for it:
     within a queue, computation goes on until it comes to the last collective, and waits from there
-    to the queue's end. docs/recorder.md says how far that is right.
+    to the queue's end. docs/understand/measuring.md says how far that is right.
     """
     if not len(begin_ns):
         return Stretches(*(np.zeros(0, dtype=np.int64) for _ in range(5)))
@@ -159,7 +159,7 @@ def bounds_from_operations(begin_ns: Ints, end_ns: Ints, operations: int) -> Int
 
 
 def bounds_from_period(begin_ns: Ints, end_ns: Ints, period_s: float) -> Ints:
-    """Iteration bounds where nothing but the period is known: a grid from the longest quiet on."""
+    """Iteration bounds from the period alone: a grid from the longest quiet on."""
     if len(begin_ns) < 2:
         return np.zeros(0, dtype=np.int64)
     reach = np.maximum.accumulate(end_ns)
@@ -222,7 +222,7 @@ def _bursts(
     found: list[list[tuple[float, float]]] = []
     for begin, end in itertools.pairwise(bounds_ns.tolist()):
         inside = np.flatnonzero((spans.begin_ns >= begin) & (spans.begin_ns < end))
-        found.append(_bursts_of_one(spans, waited, carried, inside, begin, period_ns))
+        found.append(_bursts_in_one(spans, waited, carried, inside, begin, period_ns))
     numbers = np.array([len(bursts) for bursts in found])
     numbers = numbers[numbers > 0]
     if not len(numbers):
@@ -237,7 +237,7 @@ def _bursts(
     return tuple(map(ProfileBurst, at.tolist(), shares.tolist()))
 
 
-def _bursts_of_one(
+def _bursts_in_one(
     spans: Stretches,
     waited: NDArray[np.float64],
     carried: NDArray[np.float64],

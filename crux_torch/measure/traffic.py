@@ -17,7 +17,7 @@ RING_ROUNDS: Mapping[str, int] = {
     **dict.fromkeys(("reduce_scatter", "reduce_scatter_single", "reduce_scatter_coalesced"), 1),
 }
 ALL_TO_ALL = frozenset({"alltoall", "alltoall_single"})
-#: Each rank's record of these tells only what that rank sends; of all others one record tells all.
+#: A rank's record of these counts the bytes that it sends; one of any other op counts all bytes.
 PER_RANK_OPS = ALL_TO_ALL | {"send"}
 #: Nothing to count: the sender counts a receive, a group's parts count the group.
 SILENT_OPS = frozenset({"recv", "barrier", "coalesced", "unknown"})
@@ -34,8 +34,8 @@ def flows(
 ) -> dict[HostPair, float]:
     """Bytes from host to host of one collective; what stays on a host is left out.
 
-    docs/recorder.md has the algorithm that each operation is taken to run as, and its bytes. Rings
-    and chains are in the order of the group's ranks.
+    docs/understand/measuring.md has the algorithm that each operation is taken to run as, and its
+    bytes. Rings and chains are in the order of the group's ranks.
 
     Args:
         op: a name of ``record.OPS``.
