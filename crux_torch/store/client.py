@@ -1,6 +1,6 @@
-"""A client of a store that speaks our frames: over TCP, or over a socket to a store process.
+"""Client of a store that speaks our frames: over TCP, or over a socket to a store process.
 
-It keeps what it has read, so that another look costs a few bytes where nothing has changed.
+It keeps what it has read, so that reading again costs a few bytes if nothing has changed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from crux_torch.errors import Cause, StoreError, StoreForbidden, StoreTooLarge
-from crux_torch.store.causes import cause_of, cause_of_refusal
-from crux_torch.store.frame_socket import FrameSocket, FrameTooLong
+from crux_torch.own_folders import FolderError
+from crux_torch.store import (
+    KEY_BYTES,
+    MAX_KEY_BYTES,
+    MAX_LEASE_S,
+    MAX_STORE_BYTES,
+    MAX_STORE_KEYS,
+    check_key,
+    check_write,
+    encoded_size,
+)
 from crux_torch.store.frames import (
+    HTTP,
     MAX_ANSWER_BYTES,
     MAX_GREETING_BYTES,
     NONCE_BYTES,
+    PAGE_BYTES,
     PROTOCOL_VERSION,
     SEAL_BYTES,
     Answer,
@@ -34,6 +43,8 @@ from crux_torch.store.frames import (
     Count,
     Delete,
     Done,
+    FrameSocket,
+    FrameTooLong,
     Handshake,
     Hello,
     Origin,
@@ -44,39 +55,69 @@ from crux_torch.store.frames import (
     Request,
     Sealer,
     Swap,
-    Told,
     Welcome,
+    Writer,
     answer_decoder,
+    change_size,
     pack,
     unpack,
 )
-from crux_torch.store.look import Look
-from crux_torch.store.shared_store import MAX_LEASE_S, MAX_STORE_BYTES, check_key, check_write
 
 M = TypeVar("M")
 
-#: How the reason begins with which an etcd refuses what a role does not allow.
+#: Start of an etcd's reason for refusing what a role does not allow.
 FORBIDDEN = "permission_denied"
 
-#: Bytes of an answer beside its keys and values, where they are few.
+#: Bytes of a small answer beside its keys and values.
 MAX_AROUND_BYTES = 4096
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
-#: Looks that are remembered: each prefix or key that was read is one.
+#: Keys and prefixes whose values are remembered.
 MAX_LOOKS = 64
-#: Exchanges that one look may take as long as until it has read all pages.
+#: Timeouts that reading all pages of one look may take.
 MAX_LOOK_CALLS = 10
-#: Bytes of pages that one call reads at most: what a store holds, and as much again of changes.
+#: Bytes of pages that one call reads: what a store holds, and as much again of changes.
 MAX_LOOK_PAGES_BYTES = 2 * MAX_STORE_BYTES
-#: Pauses after answers that no server of ours gives; each is twice as long as the one before, until
-#: there was none for a while.
+#: Pauses after answers that no server of ours gives; each doubles the last, until forgiven.
 FIRST_OFFENCE_PAUSE_S = 1.0
 MAX_OFFENCE_PAUSE_S = 60.0
 FORGIVEN_AFTER_S = 600.0
 
 _challenge = msgspec.msgpack.Decoder(Challenge)
 _welcome = msgspec.msgpack.Decoder(Welcome)
+
+
+#: Start of an etcd's refusal if no member answers.
+NO_CONTACT = "no contact"
+#: Words of such a refusal if a member answers, and does not take this client.
+_LOGIN = ("unauthenticated", "invalid user", "authentication", "certificate", "handshake")
+
+
+def cause_of(error: Exception, *, greeted: bool, connected: bool = True) -> Cause:
+    """Returns why an exchange failed, from the error and how far the connection had come."""
+    if isinstance(error, StoreError):
+        return error.cause
+    if isinstance(error, FolderError):
+        return Cause.FOLDER
+    if isinstance(error, socket.gaierror):
+        return Cause.NAME
+    if isinstance(error, TimeoutError):
+        return Cause.SILENT if connected else Cause.UNREACHABLE
+    if not connected:
+        absent = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+        return Cause.ABSENT if absent else Cause.UNREACHABLE
+    if isinstance(error, ValueError):
+        return Cause.HTTP if str(error) == HTTP else Cause.STRANGER
+    return Cause.CUT if greeted else Cause.STRANGER
+
+
+def cause_of_refusal(reason: str) -> Cause:
+    """Returns why a server refused a request."""
+    if not reason.startswith(NO_CONTACT):
+        return Cause.LIMIT
+    login = any(word in reason.lower() for word in _LOGIN)
+    return Cause.ETCD_LOGIN if login else Cause.ETCD_AWAY
 
 
 class Connector(Protocol):
@@ -86,62 +127,10 @@ class Connector(Protocol):
     where: str
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A new connection; raises OSError or StoreError."""
+        """Returns a new connection; raises OSError or StoreError."""
 
     def close(self) -> None:
-        """Release what :meth:`connect` made, the socket aside."""
-
-
-class TcpConnector:
-    """To the server at ``host:port``.
-
-    A name is looked up in a thread, because nothing bounds the time that it takes.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._address = host, port
-        self.where = f"store tcp://{host}:{port}"
-        self._looked_up: Future[list[tuple[Any, ...]]] | None = None
-
-    def connect(self, timeout_s: float) -> socket.socket:
-        """A new connection; raises OSError, also while the name is looked up."""
-        until_s = time.monotonic() + timeout_s
-        if self._looked_up is None:
-            self._looked_up = Future()
-            args = self._address, self._looked_up
-            threading.Thread(target=_look_up, args=args, name="crux-names", daemon=True).start()
-        pending = self._looked_up
-        try:
-            found = pending.result(timeout_s)
-        except FutureTimeoutError:
-            raise StoreError(f"{self._address[0]!r} is still looked up", Cause.NAME) from None
-        finally:
-            if pending.done():
-                # Each attempt to connect looks anew: another host may have the name by then.
-                self._looked_up = None
-        failure: OSError | None = None
-        for family, kind, protocol, _, address in found:
-            connected = socket.socket(family, kind, protocol)
-            try:
-                connected.settimeout(max(0.001, until_s - time.monotonic()))
-                connected.connect(address)
-                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError as error:
-                failure = error
-                connected.close()
-            else:
-                return connected
-        raise failure or StoreError(f"{self._address[0]!r} has no address", Cause.NAME)
-
-    def close(self) -> None:
-        """Nothing is left over."""
-
-
-def _look_up(address: tuple[str, int], found: Future[list[tuple[Any, ...]]]) -> None:
-    try:
-        found.set_result(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
-    except Exception as error:
-        found.set_exception(error)
+        """Release what :meth:`connect` made, except the socket."""
 
 
 class Offence(ValueError):
@@ -149,10 +138,7 @@ class Offence(ValueError):
 
 
 class Connection:
-    """A connection that has greeted.
-
-    Args:
-        limit_bytes: of an answer.
+    """A connection whose two sides have proved that they know the secret.
 
     Raises:
         OSError, EOFError, ValueError: it failed, or the other side is no server of ours.
@@ -199,7 +185,7 @@ class Connection:
     def ask(
         self, request: msgspec.Struct, deadline_s: float, decoder: msgspec.msgpack.Decoder[M]
     ) -> M:
-        """The answer to ``request``; raises OSError, EOFError, Offence or StoreTooLarge."""
+        """Returns the answer to ``request``; raises OSError, EOFError, Offence or StoreTooLarge."""
         self._frames.send(pack(request, self._sealer), deadline_s)
         try:
             frame = self._frames.receive(min(self._limit, MAX_ANSWER_BYTES), deadline_s)
@@ -212,25 +198,88 @@ class Connection:
             raise Offence(str(error)) from None
 
     def has_ended(self) -> bool:
-        """Whether the other side is known to be gone."""
+        """Returns True if the other side is known to be gone."""
         return self._frames.has_ended()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the socket."""
         self._frames.close()
 
 
-class StoreClient:
-    """A :class:`~crux_torch.store.shared_store.SharedStore`, which says what each method does.
+class Look:
+    """Values of one key or prefix, up to ``revision``; ``limit_bytes`` bounds keys and values."""
 
-    Safe to use from several threads, which take turns. No call holds the GIL while it waits.
+    def __init__(self, limit_bytes: int) -> None:
+        self.revision = 0
+        #: Replaced, not changed, when the last page has come: callers keep what they were given.
+        self.values: dict[str, bytes] = {}
+        #: With the pages that have come so far; None if there are none.
+        self._coming: dict[str, bytes] | None = None
+        self._limit_bytes = limit_bytes
+        self._held_bytes = self._counted_bytes = 0
+
+    def take(self, changes: Changes, request: Read) -> int:
+        """Take in one page; return its bytes.
+
+        Raises:
+            ValueError: no server of ours sends it.
+            StoreTooLarge: it is more than the limit.
+        """
+        size = 0
+        for key, value in changes.values:
+            if size >= PAGE_BYTES:
+                raise ValueError(f"a page of more than {PAGE_BYTES} bytes")
+            if len(key) > MAX_KEY_BYTES or encoded_size(key) > MAX_KEY_BYTES:
+                raise ValueError(f"a key of more than {MAX_KEY_BYTES} bytes")
+            size += change_size(key, value)
+        if changes.more and (size < PAGE_BYTES or changes.revision <= request.since):
+            raise ValueError("a page that says that there is more without a reason")
+        if changes.anew:
+            self._coming, self._held_bytes, self._counted_bytes = {}, 0, 0
+        elif self._coming is None and changes.values:
+            self._coming = dict(self.values)
+        values = self._coming
+        for key, value in changes.values:
+            fits = key.startswith(request.key) if request.prefix else key == request.key
+            if not fits:
+                raise ValueError(f"an answer about {key[:80]!r}, not {request.key!r}")
+            assert values is not None
+            before = values.pop(key, None)
+            if before is not None:
+                self._count(key, before, -1)
+            if value is not None:
+                values[key] = value
+                self._count(key, value, 1)
+        if values is not None:
+            if len(values) > MAX_STORE_KEYS or self._counted_bytes > MAX_STORE_BYTES:
+                raise ValueError(
+                    f"{len(values)} keys and {self._counted_bytes >> 20} MiB under "
+                    f"{request.key!r}, more than a store holds"
+                )
+            if self._held_bytes > self._limit_bytes:
+                raise StoreTooLarge(f"{self._held_bytes} bytes under {request.key!r}")
+        self.revision = changes.revision
+        if not changes.more and values is not None:
+            self.values, self._coming = values, None
+        return size
+
+    def _count(self, key: str, value: bytes, sign: int) -> None:
+        size = encoded_size(key) + len(value)
+        self._held_bytes += sign * size
+        self._counted_bytes += sign * (KEY_BYTES + size)
+
+
+class StoreClient:
+    """A :class:`~crux_torch.store.SharedStore`, which says what each method does.
+
+    Thread safety: any thread may call any method; calls take turns under one lock. No call holds
+    the GIL while it waits.
 
     Args:
         connector: makes the connections.
-        secret: of the store; empty if it has none.
-        timeout_s: seconds that one exchange with the server may take, connecting included.
-        limit_bytes: of what one look shows. Where there is more, a call raises StoreTooLarge, and
-            nothing of it was parsed.
+        secret: secret of the store; empty if it has none.
+        timeout_s: longest time of one exchange with the server, connecting included.
+        limit_bytes: most bytes that one look may show; a call raises StoreTooLarge for more.
         clock: paces the attempts to connect again.
     """
 
@@ -244,7 +293,6 @@ class StoreClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit_bytes = limit_bytes
-        #: An answer holds that much at most, and what is around it.
         self._answer_bytes = limit_bytes + SEAL_BYTES + MAX_AROUND_BYTES
         self._offences = 0
         self._offended_at_s = float("-inf")
@@ -293,12 +341,12 @@ class StoreClient:
         check_key(key)
         with self._turn():
             answer = self._ask(self._connected(), Origin(key))
-            if not isinstance(answer, Told):
+            if not isinstance(answer, Writer):
                 raise self._offended("an answer to another question")
             return answer.text
 
     def clients(self) -> int:
-        """How many clients the server has; StoreError where it does not tell."""
+        """Returns the number of the server's clients; raises StoreError if it does not tell."""
         with self._turn():
             return self._write(Count())
 
@@ -315,8 +363,8 @@ class StoreClient:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=2 * self._timeout_s):
-            about = f"{self._connector.where}: another thread's call still waits"
-            raise StoreError(about, Cause.BUSY)
+            reason = "another thread's call still waits"
+            raise StoreError(f"{self._connector.where}: {reason}", Cause.BUSY)
         try:
             if self._closed:
                 raise StoreError(f"{self._connector.where}: closed", Cause.BUSY)
@@ -333,12 +381,12 @@ class StoreClient:
             while len(self._looks) >= MAX_LOOKS:
                 del self._looks[next(iter(self._looks))]  # the one that was not used for longest
             self._looks[key, prefix] = look
-            about = Read(key, prefix, look.revision)
-            answer = self._ask(connection, about)
+            request = Read(key, prefix, look.revision)
+            answer = self._ask(connection, request)
             try:
                 if not isinstance(answer, Changes):
                     raise ValueError("an answer to another question")
-                read_bytes += look.take(answer, about)
+                read_bytes += look.take(answer, request)
             except StoreTooLarge as error:
                 del self._looks[key, prefix]
                 raise StoreTooLarge(f"{self._connector.where}: {error}") from None
@@ -349,8 +397,7 @@ class StoreClient:
                 return look.values
             if time.monotonic() > until_s or read_bytes > MAX_LOOK_PAGES_BYTES:
                 # What was read is kept, so another look gets further.
-                told = f"{self._connector.where}: too much to read at once"
-                raise StoreError(told, Cause.BUSY)
+                raise StoreError(f"{self._connector.where}: too much to read at once", Cause.BUSY)
 
     def _write(self, request: Request) -> int:
         answer = self._ask(self._connected(), request)
@@ -367,13 +414,13 @@ class StoreClient:
         except Offence as error:
             raise self._offended(str(error)) from None
         except (OSError, EOFError, ValueError) as error:
-            raise self._fail(self._told(error), cause_of(error, greeted=True)) from None
+            raise self._fail(self._reason_of(error), cause_of(error, greeted=True)) from None
         self._failures = 0
         if isinstance(answer, Refused):
-            about = f"{self._connector.where}: {answer.reason}"
+            reason = f"{self._connector.where}: {answer.reason}"
             if answer.reason.startswith(FORBIDDEN):
-                raise StoreForbidden(about, Cause.ROLE)
-            raise StoreError(about, cause_of_refusal(answer.reason))
+                raise StoreForbidden(reason, Cause.ROLE)
+            raise StoreError(reason, cause_of_refusal(answer.reason))
         return answer
 
     def _connected(self) -> Connection:
@@ -383,8 +430,8 @@ class StoreClient:
             return self._connection
         now = self._clock()
         if now < self._retry_at_s:
-            about = f"{self._reason}; next attempt in {self._retry_at_s - now:.2f} s"
-            raise StoreError(f"{self._connector.where}: {about}", self._cause)
+            reason = f"{self._reason}; next attempt in {self._retry_at_s - now:.2f} s"
+            raise StoreError(f"{self._connector.where}: {reason}", self._cause)
         deadline_s = time.monotonic() + self._timeout_s
         connected = None
         try:
@@ -394,20 +441,20 @@ class StoreClient:
             cause = cause_of(error, greeted=False, connected=connected is not None)
             if connected is not None:
                 connected.close()
-            raise self._fail(self._told(error), cause) from None
+            raise self._fail(self._reason_of(error), cause) from None
         if connection.life != self._life:
             self._looks.clear()
             self._life = connection.life
         self._connection = connection
         return connection
 
-    def _told(self, error: Exception) -> str:
+    def _reason_of(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._timeout_s} s"
         return str(error).partition("\n")[0][:200] or type(error).__name__
 
     def _offended(self, reason: str) -> StoreError:
-        """The other side is no server of ours, or broken: it is left alone for a while."""
+        """Leave the other side alone for a while: it is no server of ours, or broken."""
         now = self._clock()
         if now - self._offended_at_s > FORGIVEN_AFTER_S:
             self._offences = 0

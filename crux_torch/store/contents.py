@@ -1,11 +1,12 @@
-"""What the embedded store holds: keys with leases and quotas, and answers to requests on them."""
+"""Contents of the embedded store: keys with leases, and quotas of its clients."""
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from crux_torch.store import KEY_BYTES, MAX_STORE_BYTES, MAX_STORE_KEYS, encoded_size
 from crux_torch.store.frames import (
     PAGE_BYTES,
     Answer,
@@ -20,18 +21,103 @@ from crux_torch.store.frames import (
     Refused,
     Request,
     Swap,
-    Told,
+    Writer,
+    change_size,
     request_decoder,
 )
-from crux_torch.store.journal import Journal
-from crux_torch.store.shared_store import (
-    KEY_BYTES,
-    MAX_STORE_BYTES,
-    MAX_STORE_KEYS,
-    encoded_size,
-)
 
-#: What one client may hold. A leader has six keys, of 1 MiB at most each; a large cluster's planner
+#: Deleted keys that are remembered; who last looked before the oldest reads everything anew.
+MAX_DELETED = 10_000
+
+
+class Journal:
+    """Values by key, in the order of their last change, so that a reader gets what changed.
+
+    Each change has a revision, one above the last. The mirror of an etcd keeps one, too.
+    """
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self._values: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
+        self._deleted: OrderedDict[str, int] = OrderedDict()
+        #: Up to this revision deletions are forgotten.
+        self._forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the keys, the one that did not change for the longest time first."""
+        return iter(self._values)
+
+    def get(self, key: str) -> bytes | None:
+        """Returns the value of ``key``; None if there is none."""
+        found = self._values.get(key)
+        return None if found is None else found[1]
+
+    def set(self, key: str, value: bytes) -> None:
+        """Change ``key``."""
+        self.revision += 1
+        self._values[key] = self.revision, value
+        self._values.move_to_end(key)
+        self._deleted.pop(key, None)
+
+    def delete(self, key: str) -> None:
+        """Remove ``key`` if it is there."""
+        if self._values.pop(key, None) is None:
+            return
+        self.revision += 1
+        self._deleted[key] = self.revision
+        if len(self._deleted) > MAX_DELETED:
+            _, self._forgotten = self._deleted.popitem(last=False)
+
+    def changes(
+        self, key: str, prefix: bool, since: int, limit_bytes: int
+    ) -> tuple[int, list[tuple[str, bytes | None]], bool, bool]:
+        """Returns changes after revision ``since`` of ``key``, or of all keys with it as prefix.
+
+        Returns:
+            the fields of :class:`~crux_torch.store.frames.Changes`.
+        """
+        if since == self.revision:
+            return since, [], False, False
+        anew = since == 0 or since < self._forgotten or since > self.revision
+        if anew:
+            since = 0
+        if not prefix:
+            at, value = self._values.get(key, (0, None))
+            at = at or self._deleted.get(key, 0)
+            changed = anew or at > since
+            return self.revision, [(key, value)] if changed else [], False, anew
+        found: list[tuple[int, str, bytes | None]] = []
+        for name in reversed(self._values):
+            at, value = self._values[name]
+            if at <= since:
+                break
+            if name.startswith(key):
+                found.append((at, name, value))
+        if not anew:
+            for name in reversed(self._deleted):
+                at = self._deleted[name]
+                if at <= since:
+                    break
+                if name.startswith(key):
+                    found.append((at, name, None))
+        found.sort(key=lambda change: change[0])
+        page: list[tuple[str, bytes | None]] = []
+        size = 0
+        for at, name, value in found:
+            page.append((name, value))
+            size += change_size(name, value)
+            if size >= limit_bytes:
+                return at, page, at != found[-1][0], anew
+        return self.revision, page, False, anew
+
+
+#: Most that one client may hold. A leader has six keys of at most 1 MiB; a large cluster's planner
 #: has entries of all its jobs.
 CLIENT_BYTES = 8 << 20
 CLIENT_KEYS = 2048
@@ -39,17 +125,16 @@ CLIENT_KEYS = 2048
 #: to every leader. A renewal is none.
 CHANGE_BYTES_PER_S = 512 << 10
 CHANGE_BURST_BYTES = 8 << 20
-#: Refusals that one client gets in a second on average, and at once. Who causes more waits for its
-#: answers, and nobody else does.
+#: Refusals that one client gets in a second on average, and at once. After more, it alone waits for
+#: its answers.
 REFUSALS_PER_S = 10.0
 REFUSALS_BURST = 50.0
 
 
 class Client:
-    """The account of one client: what it holds, and what it has changed and was refused lately.
+    """Account of one client: its keys, and its recent changes and refusals.
 
-    Args:
-        where: who it is, as the server sees it.
+    ``where`` says who it is, as the server sees it.
     """
 
     __slots__ = (
@@ -73,14 +158,14 @@ class Client:
         self.gone = False
 
     def refused(self, now_s: float) -> float:
-        """Seconds for which it has to wait after another refusal."""
+        """Count a refusal; returns the seconds for which the client has to wait."""
         earned = (now_s - self.refused_at_s) * REFUSALS_PER_S
         self.refusals = min(REFUSALS_BURST, self.refusals + earned) - 1.0
         self.refused_at_s = now_s
         return max(0.0, -self.refusals / REFUSALS_PER_S)
 
     def spend(self, size: int, now_s: float) -> bool:
-        """Whether it may change ``size`` bytes now."""
+        """Count a change of ``size`` bytes; returns False if that is too much now."""
         earned = (now_s - self.at_s) * CHANGE_BYTES_PER_S
         self.allowance_bytes = min(CHANGE_BURST_BYTES, self.allowance_bytes + earned)
         self.at_s = now_s
@@ -119,7 +204,7 @@ class Contents:
             return Changes(*self.journal.changes(request.key, request.prefix, since, limit))
         if isinstance(request, Origin):
             key = self._keys.get(request.key)
-            return Told(key.origin if key is not None else "")
+            return Writer(key.origin if key is not None else "")
         if isinstance(request, (Count, Clock)):
             return Refused("not kept here")
         if isinstance(request, Delete):
@@ -131,7 +216,7 @@ class Contents:
         return self._set(request, client)
 
     def leave(self, client: Client) -> None:
-        """The connection of ``client`` has ended: its keys stay as long as there is room."""
+        """Note that a client is gone: its keys stay as long as there is room."""
         client.gone = True
         self._left.update(client.names)
 
@@ -171,7 +256,7 @@ class Contents:
         return Done(1)
 
     def _refusal(self, client: Client, before: _Key | None, size: int) -> str | None:
-        """Why ``client`` may not put a key of that size in place of ``before``, or None."""
+        """Returns why ``client`` may not put a key of that size in place of ``before``, or None."""
         mine = before if before is not None and before.client is client else None
         if len(client.names) - (mine is not None) >= CLIENT_KEYS:
             return f"this client holds {CLIENT_KEYS} keys: delete some, or let their leases end"

@@ -1,4 +1,4 @@
-"""The store process of an etcd: one training process's client of it, apart from training.
+"""The store process of an etcd, which keeps gRPC out of a training process.
 
     python -m crux_torch.store.etcd_process --fd N URL
 
@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from crux_torch.errors import SettingsError
-from crux_torch.store.etcd_address import parse_etcd
-from crux_torch.store.frame_socket import FrameSocket
+from crux_torch.store.endpoint import parse_etcd
 from crux_torch.store.frames import (
+    FAILED,
     MAX_GREETING_BYTES,
     MAX_REQUEST_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
+    READY,
     Challenge,
+    FrameSocket,
     Handshake,
     Hello,
     Proof,
@@ -40,8 +42,6 @@ from crux_torch.store.frames import (
 if TYPE_CHECKING:
     from crux_torch.store.etcd import EtcdContents
 
-#: What it sends before its first frame, once everything is loaded; or why it can't, until the end.
-READY, FAILED = b"\x01", b"\x00"
 PARENT_POLL_S = 1.0
 SEND_S = 10.0
 

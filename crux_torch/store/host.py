@@ -18,20 +18,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 from crux_torch.errors import Cause, StoreError
-from crux_torch.store.child import start_child
+from crux_torch.logs import WarnOnce
+from crux_torch.settings import Settings
 from crux_torch.store.client import StoreClient
-from crux_torch.store.endpoint import open_store, parse_endpoint
-from crux_torch.store.marked_socket import mark
-from crux_torch.store.secret import read_secret
+from crux_torch.store.endpoint import open_store, parse_endpoint, sharing, start_child
+from crux_torch.store.frames import mark, read_secret
 from crux_torch.store.server import BACKLOG, LINGER_S
 from crux_torch.store.unix_place import UNIX, listening, parse_unix
-from crux_torch.warn_once import WarnOnce
 
 _log = logging.getLogger(__name__)
 
-#: ``hosting``: the server is one that this process started; ``standby``: another process of this
-#: host did; ``remote``: the address is not this host's; ``failed``: the place can't be used for
-#: another reason; ``stopped``.
+#: ``hosting``: this process started the server; ``standby``: another process of this host did;
+#: ``remote``: the address is another host's; ``failed``: the place can't be used.
 HostState = Literal["starting", "hosting", "standby", "remote", "failed", "stopped"]
 _TAKEN: dict[int | None, HostState] = {errno.EADDRINUSE: "standby", errno.EADDRNOTAVAIL: "remote"}
 
@@ -39,8 +37,21 @@ POLL_S = 0.5
 CALL_S = 2.0
 #: Seconds without an answer from whoever has the place before a warning.
 PATIENCE_S = 15.0
-#: Clients that the embedded store bears: benchmarks/control.py, docs/store.md.
+#: Clients that the embedded store bears: benchmarks/control.py, docs/operate/store.md.
 BEARABLE_CLIENTS = 1000
+
+
+def host_of(settings: Settings) -> StoreHost | None:
+    """Returns a host of the embedded store; None if the settings name no such store.
+
+    Raises:
+        SettingsError: a setting can't be used.
+    """
+    if not settings.store.startswith(("tcp:", UNIX)):
+        return None
+    if shared := sharing(settings.store, settings.store_secret, settings.store_group):
+        _log.warning("%s", shared)
+    return StoreHost(settings.store, settings.store_secret, settings.store_group)
 
 
 class StoreHost:
@@ -50,13 +61,13 @@ class StoreHost:
 
     Args:
         endpoint, secret, group: the settings ``store``, ``store_secret`` and ``store_group``.
-        poll_s: seconds between two looks at the server.
-        linger_s: seconds without a client after which a server that this process starts ends.
-        module, arguments: of the server: the store's, or another one that speaks its frames.
-        dscp: class of what it sends, 0 to 63.
+        poll_s: period of looking at the server.
+        linger_s: time without a client after which a server that this process started ends.
+        module, arguments: the server's: the store, or another one that speaks its frames.
+        dscp: DSCP value of what the server sends, 0 to 63.
 
     Raises:
-        SettingsError: one of the three can't be used.
+        SettingsError: a setting can't be used.
     """
 
     def __init__(
@@ -79,7 +90,7 @@ class StoreHost:
         self._has_secret = bool(read_secret(secret))
         self._secret = os.path.abspath(secret) if secret else ""
         self._poll_s, self._linger_s = poll_s, linger_s
-        #: What this process does for the store now.
+        #: Present role of this process.
         self.state: HostState = "stopped"
         self._endpoint, self._group = endpoint, group
         self._stop = threading.Event()
@@ -90,7 +101,7 @@ class StoreHost:
 
     @property
     def pid(self) -> int | None:
-        """The server that this process started; None if there is none."""
+        """Process ID of the server that this process started; None if there is none."""
         server = self._server
         return None if server is None else server.pid
 
@@ -123,9 +134,11 @@ class StoreHost:
                 except Exception as error:
                     self.state = _TAKEN.get(getattr(error, "errno", None), "failed")
                     if self.state == "failed":
-                        told = error.told if isinstance(error, StoreError) else str(error)
-                        about = f"can't host the store {self._endpoint}: " + told.partition("\n")[0]
-                        self._warn("port" if isinstance(error, OSError) else "server", about)
+                        reason = error.with_remedy if isinstance(error, StoreError) else str(error)
+                        message = (
+                            f"can't host the store {self._endpoint}: " + reason.partition("\n")[0]
+                        )
+                        self._warn("port" if isinstance(error, OSError) else "server", message)
             if self.state in ("hosting", "standby"):
                 self._use(client)
             self._stop.wait(self._poll_s)
@@ -138,21 +151,21 @@ class StoreHost:
                 self._warn(
                     "crowd",
                     f"{count} clients use the store {self._endpoint}, which bears "
-                    f"{BEARABLE_CLIENTS}: plans will come late. Use an etcd (docs/store.md)",
+                    f"{BEARABLE_CLIENTS}: plans come late. Use an etcd (docs/operate/store.md)",
                 )
             self._unanswered_s = 0.0
             self._warn.forget("answer")
         except StoreError as error:
             self._unanswered_s += self._poll_s
             if self._unanswered_s >= PATIENCE_S:
-                self._warn("answer", f"going on without the shared store: {error.told}")
+                self._warn("answer", f"going on without the shared store: {error.with_remedy}")
 
     def _attempt(self) -> None:
         if self._place is not None:
             with listening(self._place, BACKLOG) as (listener, lock, path):
                 group = self._place.group
-                about = [f"--path={path}", *([] if group is None else [f"--group={group}"])]
-                self._begin(listener, *about, kept=(lock,))
+                more = [f"--path={path}", *([] if group is None else [f"--group={group}"])]
+                self._begin(listener, *more, kept=(lock,))
             return
         with self._listen() as listener:
             address = listener.getsockname()[0]
@@ -163,12 +176,10 @@ class StoreHost:
                 )
             self._begin(listener)
 
-    def _begin(self, listener: socket.socket, *about: str, kept: Sequence[int] = ()) -> None:
+    def _begin(self, listener: socket.socket, *more: str, kept: Sequence[int] = ()) -> None:
         fd = listener.fileno()
         common = (f"--linger-s={self._linger_s}", f"--secret={self._secret}")
-        self._server = start_child(
-            self._module, *common, *about, *self._arguments, fd=fd, kept=kept
-        )
+        self._server = start_child(self._module, *common, *more, *self._arguments, fd=fd, kept=kept)
         self.state = "hosting"
         _log.info("the store %s is process %d", self._endpoint, self._server.pid)
 

@@ -13,7 +13,6 @@ import asyncio
 import resource
 import secrets
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from crux_torch.own_folders import peer_is_trusted
+from crux_torch.own_folders import peer, peer_is_trusted
 from crux_torch.store.contents import Client, Contents
 from crux_torch.store.frames import (
     LENGTH_BYTES,
@@ -42,10 +41,10 @@ from crux_torch.store.frames import (
     Sealer,
     Welcome,
     pack,
+    read_secret,
     unpack,
     unpack_request,
 )
-from crux_torch.store.secret import read_secret
 from crux_torch.store.unix_place import while_named
 
 #: Seconds without a client after which the server ends.
@@ -77,17 +76,14 @@ SESSIONS_S = 1.0
 #: The most by which one sweep may move the clock of the leases.
 MAX_STEP_S = 0.5
 
-#: Process, user and group of SO_PEERCRED.
-_CREDENTIALS = struct.Struct("3i")
-
 _hello = msgspec.msgpack.Decoder(Hello)
 _proof = msgspec.msgpack.Decoder(Proof)
 
 
 class Service(Protocol):
-    """What clients ask: the store's contents, or something else that speaks its frames."""
+    """Contents of a server: the store's, or other ones that speak its frames."""
 
-    #: Of requests, :class:`~crux_torch.store.frames.Count` among them, which the session answers.
+    #: For requests, with ``Count`` and ``Clock`` among them, which the session answers.
     decoder: msgspec.msgpack.Decoder[Any]
 
     def answer(self, request: Any, client: Client) -> msgspec.Struct:
@@ -101,7 +97,7 @@ class Service(Protocol):
 
 
 class RunningClock:
-    """Seconds for which this process ran: what it was stopped for ends no lease."""
+    """Seconds for which this process ran: no lease ends while it is stopped."""
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
@@ -126,15 +122,10 @@ class Session(asyncio.Protocol):
         self._opener: Sealer | None = None
         self._sealer: Sealer | None = None
         self._waits = False
-        #: When its last byte came, the request began that is not complete, and its answers began to
-        #: pile up; infinite where that is not so.
+        #: Times of its last byte, of the start of an unfinished request, and since which it takes
+        #: no answers; infinite if there is none.
         self.heard_s = self.began_s = time.monotonic()
         self.unfinished_s = self.stuck_s = float("inf")
-
-    @property
-    def where(self) -> str:
-        """Who the other side is, as far as the kernel tells: its user, or its address."""
-        return peer_of(self._transport.get_extra_info("socket"))
 
     @property
     def greeted(self) -> bool:
@@ -196,7 +187,7 @@ class Session(asyncio.Protocol):
         self._process()
 
     def _process(self) -> None:
-        """Answer the complete requests; some at a time, so that everyone has a turn."""
+        """Answer the complete requests, some at a time, so that every client has a turn."""
         if self._waits:
             return
         for _ in range(TURN):
@@ -249,7 +240,7 @@ class Session(asyncio.Protocol):
                 answer = self._server.contents.answer(request, self._client)
             self._transport.write(pack(answer, self._sealer))
             if isinstance(answer, Refused):
-                pause_s = self._client.refused(self._server.now())
+                pause_s = self._client.refused(self._server.clock())
                 if pause_s > 0:
                     self._later(pause_s)
         elif self._handshake is None:
@@ -265,7 +256,8 @@ class Session(asyncio.Protocol):
             if not handshake.proves("client", unpack(frame, _proof).digest):
                 raise ValueError("a wrong proof")
             self._opener, self._sealer = handshake.sealer("client"), handshake.sealer("server")
-            self._client = self._server.greet(self)
+            where = peer_of(self._transport.get_extra_info("socket"))
+            self._client = self._server.greet(self, where)
             life = self._server.life
             welcome = Welcome(handshake.digest("server", life), life)
             self._transport.write(pack(welcome))
@@ -275,11 +267,11 @@ class Server:
     """The connections and the contents.
 
     Args:
-        secret: what clients must know; empty where none is asked for.
-        linger_s: seconds without a client after which :meth:`run` returns.
-        clock: judges leases, and the time without a client.
-        contents: makes what clients ask, by the clock.
-        admits: says of a connection whether its other end may be a client.
+        secret: secret that clients must know; empty for none.
+        linger_s: time without a client after which :meth:`run` returns.
+        clock: seconds, for leases and the time without a client.
+        contents: makes the contents, which judge leases by the clock.
+        admits: returns True if the other end of a connection may be a client.
     """
 
     def __init__(
@@ -293,8 +285,8 @@ class Server:
         self.secret = secret
         self.admits = admits
         self.life = secrets.token_hex(8)
-        self._clock = clock or RunningClock()
-        self.contents = contents(self._clock)
+        self.clock = clock or RunningClock()
+        self.contents = contents(self.clock)
         self.unfinished_bytes = 0
         self.stuck: set[Session] = set()
         self._linger_s = linger_s
@@ -302,20 +294,14 @@ class Server:
         self._sessions: dict[Session, None] = {}
         self.clients = 0
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_CLIENTS + SPARE_DESCRIPTORS
-        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        if soft == resource.RLIM_INFINITY or soft > limit:
-            limit = wanted
-        else:
+        limit = MAX_CLIENTS + SPARE_DESCRIPTORS
+        if 0 <= soft < limit:  # RLIM_INFINITY is negative
+            limit = min(hard, limit) if hard >= 0 else limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         self._max_sessions = max(1, limit - SPARE_DESCRIPTORS)
 
-    def now(self) -> float:
-        """Seconds by the clock that judges leases."""
-        return self._clock()
-
     def admit(self, session: Session) -> None:
-        """A connection was made."""
+        """Add a new connection."""
         self._sessions[session] = None
         self._strangers.append(session)
         if len(self._strangers) > MAX_STRANGERS:
@@ -324,14 +310,14 @@ class Server:
             known = (each for each in self._sessions if each.greeted)
             min(known, key=lambda each: each.heard_s, default=session).abort()
 
-    def greet(self, session: Session) -> Client:
-        """``session`` knows the secret; its account."""
+    def greet(self, session: Session, where: str) -> Client:
+        """Returns the account of a session that knows the secret."""
         self._strangers.remove(session)
         self.clients += 1
-        return Client(self._clock(), session.where)
+        return Client(self.clock(), where)
 
     def dismiss(self, session: Session) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         if self._sessions.pop(session, 0) is None:
             self.unfinished_bytes -= session.unfinished_bytes
             self.stuck.discard(session)
@@ -341,7 +327,7 @@ class Server:
                 self._strangers.remove(session)
 
     def check_unfinished(self) -> None:
-        """Where unfinished requests take too much, the oldest goes."""
+        """End the oldest unfinished request's connection, if they take too much memory."""
         if self.unfinished_bytes > MAX_UNFINISHED_BYTES:
             min(self._sessions, key=lambda each: each.unfinished_s).abort()
 
@@ -349,11 +335,11 @@ class Server:
         """Serve until there was no client for a while."""
         loop = asyncio.get_running_loop()
         await loop.create_server(lambda: Session(self), sock=listener, backlog=BACKLOG)
-        used_s = sessions_at_s = self._clock()
+        used_s = sessions_at_s = self.clock()
         while True:
             await asyncio.sleep(SWEEP_S)
             self.contents.expire()
-            now = self._clock()
+            now = self.clock()
             self._end_stuck(time.monotonic())
             if now - sessions_at_s >= SESSIONS_S:
                 sessions_at_s = now
@@ -379,11 +365,10 @@ class Server:
 
 
 def peer_of(connected: socket.socket) -> str:
-    """The user and process at the other end of a Unix socket, or the address at that of another."""
+    """Returns user and process at the other end of a Unix socket, or the address of a TCP one's."""
     try:
         if connected.family == socket.AF_UNIX:
-            raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            pid, uid, _ = _CREDENTIALS.unpack(raw)
+            pid, uid, _ = peer(connected)
             return f"uid {uid}, process {pid}"
         host, port = connected.getpeername()[:2]
     except OSError:
@@ -392,12 +377,12 @@ def peer_of(connected: socket.socket) -> str:
 
 
 def arguments(name: str) -> argparse.ArgumentParser:
-    """The command line of a process that serves: ``--fd N [--secret FILE] [--linger-s S]``."""
+    """Returns the command line of a process that serves."""
     parser = argparse.ArgumentParser(prog=name)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--secret", default="")
     parser.add_argument("--linger-s", type=float, default=LINGER_S)
-    # Of a Unix socket.
+    # For a Unix socket.
     parser.add_argument("--path", type=Path)
     parser.add_argument("--group", type=int)
     return parser

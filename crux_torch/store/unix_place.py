@@ -40,12 +40,12 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class UnixPlace:
-    """Where the socket is, and who may use it.
+    """Place of the socket, and its users.
 
     Attributes:
-        name: of the socket.
-        folder: with it; None: the user's own folder, or the group's.
-        group: whose members may use it; None: its user alone.
+        name: name of the socket.
+        folder: folder of the socket; None for the user's own folder, or the group's.
+        group: group whose members may use it; None for its user alone.
     """
 
     name: str = DEFAULT_NAME
@@ -53,14 +53,14 @@ class UnixPlace:
     group: int | None = None
 
     def folders(self) -> tuple[Path, ...]:
-        """Where the socket may be, the best place first."""
+        """Returns the possible folders, the best first."""
         if self.folder is not None:
             return (self.folder,)
         return own_folders(self.group) + (spare_folder() if self.group is None else ())
 
     @contextlib.contextmanager
     def opened(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """A descriptor of one of :meth:`folders`; ``make`` makes the user's own."""
+        """Yields a descriptor of one of :meth:`folders`; ``make`` makes the user's own."""
         if self.folder is None:
             fd = open_folder(folder, self.group, make=make)
         else:
@@ -72,7 +72,7 @@ class UnixPlace:
 
 
 def parse_unix(endpoint: str, group: str = "") -> UnixPlace:
-    """``unix:``, ``unix:///PATH`` or, of what is no store, ``unix:NAME``.
+    """Returns the place in ``unix:``, ``unix:///PATH`` or, for another server, ``unix:NAME``.
 
     Raises:
         SettingsError: ``endpoint`` has another form, or there is no such ``group``.
@@ -87,7 +87,7 @@ def parse_unix(endpoint: str, group: str = "") -> UnixPlace:
 
 
 class UnixConnector:
-    """To the server at ``place``."""
+    """Connects to the server at ``place``."""
 
     def __init__(self, place: UnixPlace) -> None:
         self._place = place
@@ -95,7 +95,7 @@ class UnixConnector:
         self.where = f"store {UNIX}{sockets}"
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """A new connection.
+        """Returns a new connection.
 
         Raises:
             StoreError: another user's program listens there.
@@ -122,7 +122,7 @@ class UnixConnector:
                 connected.connect(_through(fd, self._place.name))
                 if not peer_is_trusted(connected, self._place.group):
                     raise StoreError(
-                        f"user {peer(connected)[0]} has {folder / self._place.name}", Cause.FOREIGN
+                        f"user {peer(connected)[1]} has {folder / self._place.name}", Cause.FOREIGN
                     )
             except BaseException:
                 connected.close()
@@ -132,12 +132,12 @@ class UnixConnector:
 
 @contextlib.contextmanager
 def listening(place: UnixPlace, backlog: int) -> Iterator[tuple[socket.socket, int, Path]]:
-    """A new socket at ``place``, a descriptor of its lock, and its path.
+    """Yields a new socket at ``place``, a descriptor of its lock, and its path.
 
-    Both are to be inherited by the server: the lock ends with the last process that has it.
+    The server inherits both: the lock ends with the last process that has it.
 
     Raises:
-        OSError: with EADDRINUSE: a server has the place.
+        OSError: the place can't be used; EADDRINUSE if a server has it.
     """
     with contextlib.ExitStack() as stack:
         found: list[tuple[Path, int, int]] = []
@@ -201,9 +201,9 @@ def _open_to(path: str, group: int | None) -> None:
 
 
 async def while_named(serving: Coroutine[Any, Any, None], path: Path | None) -> None:
-    """Serve as long as ``path`` leads here, and remove it at the end; None: it has no path.
+    """Serve as long as ``path`` (if any) is this server's socket, and remove it at the end.
 
-    Who ends a session may remove its folder. New clients would not find this server then.
+    The end of a login session may remove its folder. New clients would not find the server then.
     """
     if path is None:
         await serving
@@ -224,10 +224,10 @@ async def while_named(serving: Coroutine[Any, Any, None], path: Path | None) -> 
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        about = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return about.st_dev, about.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _through(folder: int, name: str) -> str:
