@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 
-from crux_torch.report.job_steps import JobSteps, steps_of
-from crux_torch.report.json_text import json_text
-from crux_torch.report.tables import Grid, console, say
+from crux_torch.report.step_times import JobSteps, steps_of
+from crux_torch.report.tables import Grid, console, json_text, say
+from crux_torch.words import age, safe, seconds, si
 
 if TYPE_CHECKING:
-    from crux_torch.control.contested_hosts import ContestedHost
-    from crux_torch.control.operator import OperatorSettings
-    from crux_torch.control.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
-    from crux_torch.fabric.topology import Topology
+    from crux_torch.agreement.audit import AuditEntry
+    from crux_torch.agreement.bounds import ContestedHost
+    from crux_torch.agreement.operator import OperatorSettings
+    from crux_torch.agreement.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
+    from crux_torch.agreement.registry import StoredPlan
+    from crux_torch.network.topology import Topology
 
 #: Seconds for which a command waits for an answer: a busy store takes some.
 TIMEOUT_S = 10.0
@@ -29,7 +31,7 @@ TEXT = ("job", "hosts", "state", "trial", "operator")
 SELDOM = ("trial", "operator")
 #: The columns that are shown if none are asked for.
 COLUMNS = ("job", "state", "step now", "alone", "slowdown", "age")
-#: What the columns say.
+#: Headings of the columns.
 LEGEND = {
     "state": "starting: not measured yet; profiling: being measured; running",
     "step now": "mean of the steps in the last 30 s; empty: no optimizer has stepped",
@@ -53,27 +55,26 @@ LEGEND = {
     "trial": "of the plan of the jobs that it meets",
     "operator": "what the operator has set for it",
 }
-#: Larger values stand for infinity.
-BOUNDLESS = 1e30
 BESIDE_OTHERS = (
     "jobs were measured beside others, so what they take alone is not known well: a topology "
-    "(docs/topology.md) or a class above the others' (docs/classes.md) tells"
+    "(docs/operate/topology.md) or a class above the others' (docs/operate/classes.md) tells"
 )
-_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """What was read of a cluster, and where.
+    """State of a cluster, as read from its store.
 
     Attributes:
         plan: the plan in the store, with the entries that live jobs say they follow; None if there
             is none, or none that can be used.
-        plan_renewed: whether the plan was renewed between two looks; None after a single look.
+        plan_renewed: True if the plan was renewed between two looks; None after a single look.
         operator: the operator's settings.
         contested: hosts of which records claim more devices than there are.
-        steps: how long steps take now and alone, by job.
-        left_out: why the plan prioritises nothing, or chooses no paths; empty without a plan.
+        steps: step times now and alone, by job.
+        left_out: reasons why the plan prioritises nothing, or chooses no paths.
+        network: facts about the network that the plan is made for, and what contradicts them.
+        history: the audit log, if it was asked for.
     """
 
     store: str
@@ -85,57 +86,103 @@ class ClusterStatus:
     contested: tuple[ContestedHost, ...] = ()
     steps: Mapping[str, JobSteps] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    network: tuple[str, ...] = ()
+    history: tuple[AuditEntry, ...] = ()
 
 
-def read_status(
-    endpoint: str, secret: str, cluster: str, settle_s: float = 0.0, *, group: str = ""
-) -> ClusterStatus:
-    """Read a cluster's records.
+class ClusterReader:
+    """Reads one cluster's records again and again; what has not changed is not decoded again.
 
     Args:
         endpoint, secret, group: the settings ``store``, ``store_secret`` and ``store_group``.
-        settle_s: seconds until a second look; 0: only one. One look may find the record of a job
-            that has died. A second look after its lease does not.
 
     Raises:
-        StoreError: the store can't be reached or does not answer in time.
+        StoreError: the store can't be reached or does not answer in time; every method raises it.
         SettingsError: one of the settings can't be used.
     """
-    from crux_torch.control.contested_hosts import holdings
-    from crux_torch.control.records import plan_of
-    from crux_torch.control.registry import Registry
-    from crux_torch.control.topology_reader import TopologyReader
-    from crux_torch.store.endpoint import LOAD_S, open_store
 
-    store = open_store(endpoint, secret, group, timeout_s=TIMEOUT_S, load_s=LOAD_S)
-    try:
-        registry = Registry(store, cluster)
-        before = view = registry.look()
-        if settle_s:
-            time.sleep(settle_s)
-            view = registry.look()
+    def __init__(self, endpoint: str, secret: str, cluster: str, *, group: str = "") -> None:
+        from crux_torch.agreement.inputs import TopologyReader
+        from crux_torch.agreement.registry import Registry
+        from crux_torch.agreement.seen_network import SeenNetwork
+        from crux_torch.store.endpoint import LOAD_S, open_store
+
+        self._endpoint, self._cluster = endpoint, cluster
+        self._store = open_store(endpoint, secret, group, timeout_s=TIMEOUT_S, load_s=LOAD_S)
+        self._registry = Registry(self._store, cluster)
+        self._topologies, self._seen_network = TopologyReader(), SeenNetwork()
+        self._seen: StoredPlan | None = None
+        self._looked = False
+        #: The cluster's topology at the last reading; None without one.
+        self.topology: Topology | None = None
+
+    def __enter__(self) -> ClusterReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+    def read(self) -> ClusterStatus:
+        """Returns the state now; from the second reading on it says if the plan was renewed."""
+        from crux_torch.agreement.bounds import holdings
+        from crux_torch.agreement.records import plan_of
+
+        registry, view = self._registry, self._registry.look()
         stored = view.plan.stored
-        renewed = stored is not None and before.plan.stored != stored if settle_s else None
+        renewed = None
+        if self._looked:
+            renewed = stored is not None and stored != self._seen
+        self._seen, self._looked = stored, True
         found = None
         if stored is not None:
             follows = registry.follows(stored.plan)
             entries = (follows[job.job] for job in view.jobs if job.job in follows)
             found = plan_of(stored.plan, tuple(entries))
-        topology = TopologyReader().read(view.topology)
-        contested, _ = holdings(view.jobs, topology)
+        raw = view.topology
+        if raw is None:
+            raw = self._seen_network.bytes_of(view.fragments, view.jobs)
+        self.topology = self._topologies.read(raw)
+        contested, _ = holdings(view.jobs, self.topology)
         return ClusterStatus(
-            endpoint,
-            cluster,
+            self._endpoint,
+            self._cluster,
             view.jobs,
             found,
             renewed,
             view.operator,
             contested,
             steps_of(view.jobs, registry.steps()),
-            _left_out(view.jobs, found, topology),
+            _left_out(view.jobs, found, self.topology),
+            _network(view.jobs, self.topology),
         )
-    finally:
-        store.close()
+
+    def audit(self) -> tuple[AuditEntry, ...]:
+        """Returns the audit log, the oldest entry first."""
+        return self._registry.audit()
+
+
+def read_status(
+    endpoint: str,
+    secret: str,
+    cluster: str,
+    settle_s: float = 0.0,
+    *,
+    group: str = "",
+    history: bool = False,
+) -> ClusterStatus:
+    """Read a cluster's records once; arguments and errors are those of :class:`ClusterReader`.
+
+    Args:
+        settle_s: seconds until a second look; 0: only one. One look may find the record of a job
+            that has died. A second look after its lease does not.
+        history: read the audit log, too.
+    """
+    with ClusterReader(endpoint, secret, cluster, group=group) as reader:
+        found = reader.read()
+        if settle_s:
+            time.sleep(settle_s)
+            found = reader.read()
+        return replace(found, history=reader.audit()) if history else found
 
 
 def _left_out(
@@ -143,11 +190,31 @@ def _left_out(
 ) -> tuple[str, ...]:
     if plan is None:
         return ()
-    from crux_torch.control.agreed_marks import agreed
-    from crux_torch.control.left_out import left_out_of_plan, network_of
+    from crux_torch.agreement.inputs import agreed
+    from crux_torch.agreement.problems import left_out_of_plan, network_of
 
     levels = agreed(jobs, topology)
     return left_out_of_plan(plan.policy, levels.levels, levels.why, network_of(topology))
+
+
+def _network(jobs: Sequence[JobRecord], topology: Topology | None) -> tuple[str, ...]:
+    from crux_torch.agreement.seen_network import contradicted
+    from crux_torch.network.discover.seen_topology import SeenTopology
+
+    if not isinstance(topology, SeenTopology):
+        return tuple(
+            f"{sentence} ({job} saw it)" for sentence, job in contradicted(jobs, topology).items()
+        )
+    pairs = {
+        (job.job, flow.src, flow.dst)
+        for job in jobs
+        for flow in (job.profile.flows if job.profile is not None else ())
+        if flow.src != flow.dst
+    }
+    unseen = sum(not topology.as_seen_by(job).sees(src, dst) for job, src, dst in pairs)
+    links = f"{len(topology.links)} links"
+    rest = f", without the paths of {unseen} of {len(pairs)} pairs of hosts" if unseen else ""
+    return (f"nobody gives a topology: the network is as its jobs saw it, {links}{rest}",)
 
 
 def as_json_text(status: ClusterStatus) -> str:
@@ -165,22 +232,14 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
         columns: of these headings; none: all that hold something.
     """
     to = console()
-    store = "this user's store" if status.store == "unix:" else status.store
-    say(to, f"cluster {_safe(status.cluster)} at {store}: {_plan_line(status)}")
-    if status.operator.observe:
-        say(to, "dry run by the operator: jobs are planned, and keep the network's defaults")
-    if status.operator.disabled:
-        say(to, "disabled by the operator: all jobs keep the network's defaults")
+    first, *others = head_lines(status)
+    say(to, first)
+    for line in others:
+        say(to, line, fold=True)
     if not status.jobs:
         to.print("no jobs")
         return
-    for sentence in status.left_out:
-        say(to, sentence, fold=True)
-    by_name = {job.job: job for job in status.jobs}
-    whole = [_row(job, by_name, status) for job in status.jobs]
-    if columns == COLUMNS:
-        # Few columns: where there is a level, it says that the job runs.
-        whole = [row | {"state": _state(row)} for row in whole]
+    whole = table_rows(status, columns)
     full = [name for name in whole[0] if name == "job" or any(row[name] for row in whole)]
     shown = [name for name in columns or full if name in full or name not in SELDOM]
     Grid([{name: row[name] for name in shown} for row in whole], text=TEXT).print(to)
@@ -189,17 +248,48 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
             for name in ("trial", "operator"):
                 if row[name]:
                     say(to, f"{row['job']}: {name}: {row[name]}")
-    if any(steps.alone_source == "bound" for steps in status.steps.values()):
-        say(to, BESIDE_OTHERS)
-    for host in status.contested:
-        say(to, _safe(host))
-    from crux_torch.control.audit import about_trial
-
-    for job in status.jobs:
-        for tried in job.trials:
-            if tried.state == "worse" and _is_current(tried, status.plan):
-                say(to, _safe(about_trial(tried)))
+    for line in foot_lines(status):
+        say(to, line)
     _print_legend(to, shown)
+
+
+def head_lines(status: ClusterStatus) -> list[str]:
+    """Returns what holds for the whole cluster: the plan first, and what it leaves out."""
+    store = "this user's store" if status.store == "unix:" else status.store
+    lines = [f"cluster {safe(status.cluster)} at {store}: {_plan_line(status)}"]
+    if status.operator.observe:
+        lines.append("dry run by the operator: jobs are planned, and keep the network's defaults")
+    if status.operator.disabled:
+        lines.append("disabled by the operator: all jobs keep the network's defaults")
+    if not status.jobs:
+        return lines
+    return [*lines, *status.left_out, *map(safe, status.network)]
+
+
+def foot_lines(status: ClusterStatus) -> list[str]:
+    """Returns what is to be known of single jobs and hosts."""
+    from crux_torch.agreement.audit import about_trial
+
+    lines = []
+    if any(steps.alone_source == "bound" for steps in status.steps.values()):
+        lines.append(BESIDE_OTHERS)
+    lines += [safe(host) for host in status.contested]
+    tried = (each for job in status.jobs for each in job.trials if each.state == "worse")
+    return lines + [safe(about_trial(t)) for t in tried if _is_current(t, status.plan)]
+
+
+def table_rows(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
+    """Returns the cells of each job by heading, all that there are.
+
+    Args:
+        columns: that are to be shown.
+    """
+    by_name = {job.job: job for job in status.jobs}
+    whole = [job_cells(job, by_name, status) for job in status.jobs]
+    if columns == COLUMNS:
+        # Few columns: where there is a level, it says that the job runs.
+        whole = [row | {"state": _state(row)} for row in whole]
+    return whole
 
 
 def _print_legend(to: Console, shown: Sequence[str]) -> None:
@@ -222,39 +312,41 @@ def _plan_line(status: ClusterStatus) -> str:
         return "no plan"
     confirmed = {None: "", True: ", renewed", False: ", NOT renewed while looked at"}
     return (
-        f"plan {plan.epoch} by {_safe(plan.author)}, policy {_safe(plan.policy)}, "
+        f"plan {plan.epoch} by {safe(plan.author)}, policy {safe(plan.policy)}, "
         f"valid {plan.valid_s:g} s after a renewal{confirmed[status.plan_renewed]}"
     )
 
 
-def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -> dict[str, str]:
-    """One job's cells by heading."""
+def job_cells(
+    job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus
+) -> dict[str, str]:
+    """Returns one job's cells by heading."""
     profile, plan, operator = job.profile, status.plan, status.operator
     steps = status.steps.get(job.job, JobSteps())
-    alone = _seconds(steps.least_alone_s), _seconds(steps.alone_s)
+    alone = seconds(steps.least_alone_s), seconds(steps.alone_s)
     slowdown = _times(steps.slowdown), _times(steps.most_slowdown)
-    ages = (_age(steps.step_age_s), _age(steps.alone_age_s))
+    ages = (age(steps.step_age_s), age(steps.alone_age_s))
     entry = plan.entry(job.job) if plan else None
     more = len(job.hosts) - HOSTS_SHOWN
     intensity = entry.intensity if entry else profile.intensity if profile else None
     mfu = profile.utilization if profile else None
     return {
-        "job": _safe(job.job),
-        "hosts": ",".join(map(_safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else ""),
+        "job": safe(job.job),
+        "hosts": ",".join(map(safe, job.hosts[:HOSTS_SHOWN])) + (f" +{more}" if more > 0 else ""),
         "GPUs": str(job.gpus),
         "state": f"{job.state}, dry run" if job.dry_run else job.state,
-        "step now": _seconds(steps.step_s),
+        "step now": seconds(steps.step_s),
         "alone": _range(*alone),
         "slowdown": _range(*slowdown),
         "age": ", ".join(filter(None, ages)),
-        "W FLOP": _si(profile.flops) if profile else "",
+        "W FLOP": si(profile.flops) if profile else "",
         "MFU": "" if mfu is None else f"{mfu:.1%}",
         "t s": f"{profile.t_s:.4g}" if profile else "",
         "period s": f"{profile.period_s:.4g}" if profile else "",
         "overlap": f"{profile.overlap:.0%}" if profile else "",
-        "I FLOP/s": "" if intensity is None else _si(intensity),
+        "I FLOP/s": "" if intensity is None else si(intensity),
         "k": f"{entry.correction:.3g}" if entry else "",
-        "P": _si(entry.priority) if entry else "",
+        "P": si(entry.priority) if entry else "",
         # Of a job that marks nothing it has no effect.
         "level": str(entry.level) if entry and job.marks else "",
         "paths": _paths(job.paths),
@@ -266,7 +358,7 @@ def _row(job: JobRecord, jobs: Mapping[str, JobRecord], status: ClusterStatus) -
 
 
 def _trial(entry: PlanEntry | None, jobs: Mapping[str, JobRecord]) -> str:
-    """Where the trial of the plan of the job's component stands, and what it changed."""
+    """State of the trial of the plan of the job's component, and its effect."""
     if entry is None or not entry.trial:
         return ""
     judge = jobs.get(entry.trial.judge)
@@ -280,7 +372,7 @@ def _trial(entry: PlanEntry | None, jobs: Mapping[str, JobRecord]) -> str:
 
 
 def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
-    """Whether it is of a component as it is now."""
+    """True if it is of a component as it is now."""
     entries = plan.entries if plan is not None else ()
     return any(e.trial.name == tried.name for e in entries if e.trial)
 
@@ -296,21 +388,6 @@ def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _seconds(value_s: float | None) -> str:
-    if value_s is None:
-        return ""
-    return f"{value_s:.3g} s" if value_s >= 1 else f"{1e3 * value_s:.3g} ms"
-
-
-def _age(value_s: float | None) -> str:
-    if value_s is None:
-        return ""
-    for size_s, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
-        if value_s >= 2 * size_s:
-            return f"{value_s / size_s:.0f} {unit}"
-    return f"{value_s:.0f} s"
-
-
 def _count(value: int | None) -> str:
     return "" if value is None else str(value)
 
@@ -322,18 +399,3 @@ def _paths(paths: PathCounts | None) -> str:
     total = paths.as_planned + paths.elsewhere + paths.unknown
     astray = f", {paths.elsewhere} astray" if paths.elsewhere else ""
     return f"{paths.as_planned}/{total}{astray}"
-
-
-def _si(value: float) -> str:
-    # A job that needs no time on the network has no finite intensity; plans hold the largest float.
-    if abs(value) >= BOUNDLESS:
-        return "inf"
-    for size, prefix in _PREFIXES:
-        if size <= abs(value):
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g}"
-
-
-def _safe(name: Any) -> str:
-    """``name``, which comes from another tenant, without what could control a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(name))

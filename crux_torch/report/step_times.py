@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from crux_torch.control.records import JobRecord, StepTimes
-    from crux_torch.measure.job_profile import JobProfile
+    from crux_torch.agreement.records import JobRecord, StepTimes
+    from crux_torch.measure.profile import JobProfile
 
 #: ``measured``: the job's traffic went first; ``computed``: from its compute time, its bytes and
 #: the topology; ``bound``: neither was possible, a step alone takes between two bounds.
@@ -80,8 +80,8 @@ def _alone(profile: JobProfile, now: StepTimes | None) -> tuple[float, AloneSour
 
 def _computed_s(profile: JobProfile) -> float:
     """An iteration of the profile that meets no other job, as schedules reckon with it."""
-    from crux_torch.schedule.intensity import burst_times_s
     from crux_torch.schedule.model import Burst, Job
+    from crux_torch.schedule.papers.intensity import burst_times_s
 
     total = sum(burst.share for burst in profile.bursts) or 1.0
     bursts = tuple(Burst(burst.at, burst.share / total) for burst in profile.bursts)
