@@ -1,1 +1,1 @@
-"""Which GPUs to give to a job: LiteGD's dispatching by bandwidth, and an exact search beside it."""
+"""GPUs for a job: an exact search by bandwidth, beside running jobs, with LiteGD's predictor."""

@@ -1,21 +1,35 @@
-"""The bandwidth of sets of this host's devices, measured with torch's collectives (§5.1)."""
+"""Bandwidths measured with torch's collectives (§5.1), by a process for each device.
+
+:func:`measure` measures the sets of one host's devices, :func:`measure_across` choices that span
+hosts.
+"""
 
 from __future__ import annotations
 
-import socket
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from crux_torch.dispatch.table import HostTable, TableError, load, save, table_of
+from crux_torch.dispatch.cluster import (
+    DispatchCluster,
+    DispatchError,
+    HostTable,
+    Ints,
+    TableError,
+    load,
+    save,
+    table_of,
+)
+from crux_torch.dispatch.predictor import across_hosts, read_samples, sample_line
 
 #: torch's stubs lack what these two modules re-export.
 dist: Any = torch.distributed
@@ -24,14 +38,16 @@ spawn: Any = mp.spawn  # type: ignore[attr-defined]
 LIMIT = timedelta(minutes=5)
 
 
-class How(msgspec.Struct, frozen=True, kw_only=True):
-    """How sets are measured.
+class Method(msgspec.Struct, frozen=True, kw_only=True):
+    """Method by which sets are measured.
 
     Attributes:
         backend: ``gloo`` or ``nccl``.
         devices: how many of this host, from device 0 on.
         message_bytes: what all ranks together gather, or what each reduces.
         warm_up, rounds: operations before those that count, and those that do.
+        host: this host's name.
+        out: the file of results. Entries that it holds already are not measured again.
     """
 
     backend: str
@@ -40,27 +56,36 @@ class How(msgspec.Struct, frozen=True, kw_only=True):
     message_bytes: int
     warm_up: int
     rounds: int
-
-
-class Plan(How, frozen=True, kw_only=True):
-    """What to measure on this host: every set, into the table's file ``out``.
-
-    What the file holds already is not measured again.
-    """
-
     out: Path
     host: str
 
 
-def sets_to_measure(plan: Plan) -> tuple[HostTable, list[int]]:
+class AcrossPlan(Method, frozen=True, kw_only=True):
+    """One host's part in measuring choices across hosts. All hosts need the same, but for names.
+
+    Attributes:
+        address, port: where the hosts meet: of the host of rank 0, which writes the file.
+        hosts, host_rank: how many there are, and which of them this is.
+        number: choices to measure.
+        seed: of the choices that are drawn.
+    """
+
+    address: str
+    port: int
+    hosts: int
+    host_rank: int
+    number: int
+    seed: int = 0
+
+
+def sets_to_measure(plan: Method) -> tuple[HostTable, list[int]]:
     """The table so far, and the sets of two devices or more that it lacks.
 
     Raises:
         TableError: if the file has a table of something else.
     """
-    names = tuple(map(str, range(plan.devices)))
     fresh = msgspec.structs.replace(
-        table_of(plan.host, names, {}),
+        table_of(plan.host, map(str, range(plan.devices)), {}),
         collective=plan.collective,
         message_bytes=plan.message_bytes,
     )
@@ -75,10 +100,10 @@ def sets_to_measure(plan: Plan) -> tuple[HostTable, list[int]]:
     return table, [members for members in lacking if members & (members - 1)]
 
 
-def measure(plan: Plan, progress: Callable[[int], None]) -> None:
-    """Measure what the table of ``plan`` lacks. It is written after every set.
+def measure(plan: Method, progress: Callable[[int], None]) -> None:
+    """Measure every set that the table of ``plan`` lacks, and write the table after every set.
 
-    Starts a process for each device. ``progress`` is told how many sets are done.
+    ``progress`` is called with the number of sets that are done.
 
     Raises:
         TableError: see :func:`sets_to_measure`.
@@ -88,59 +113,59 @@ def measure(plan: Plan, progress: Callable[[int], None]) -> None:
     if not lacking:
         save(table, plan.out)
         return
-    context = mp.get_context("spawn")
-    told = context.SimpleQueue()
-    with _listener() as address:
-        ranks = spawn(_rank, (plan, address, told), plan.devices, join=False)
-        try:
-            while not ranks.join(timeout=0.2):
-                while not told.empty():
-                    progress(told.get())
-        finally:
-            for process in ranks.processes:
-                process.kill()
-    while not told.empty():
-        progress(told.get())
-
-
-@contextmanager
-def _listener() -> Iterator[int]:
-    """A store on a free port of the loopback, for the ranks to meet."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
-    yield store.port
-    del store
+    _run_ranks(_measure_sets, (plan, store.port), plan.devices, progress)
 
 
-def _rank(rank: int, plan: Plan, port: int, told: Any) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT)
-    device = device_of(plan.backend, rank)
-    dist.init_process_group(
-        plan.backend, store=store, rank=rank, world_size=plan.devices, timeout=LIMIT
-    )
+def _run_ranks(
+    rank: Callable[..., None], args: tuple[Any, ...], devices: int, progress: Callable[[int], None]
+) -> None:
+    """Run ``rank`` to its end, in a process for each device; its last argument takes progress."""
+    queue = mp.get_context("spawn").SimpleQueue()
+    ranks = spawn(rank, (*args, queue), devices, join=False)
+    try:
+        ended = False
+        while not ended:
+            ended = ranks.join(timeout=0.2)
+            while not queue.empty():
+                progress(queue.get())
+    finally:
+        for process in ranks.processes:
+            process.kill()
+
+
+def _measure_sets(rank: int, plan: Method, port: int, queue: Any) -> None:
+    store, device = _join(plan, "127.0.0.1", port, rank, rank, plan.devices)
     table, lacking = sets_to_measure(plan)
     dist.barrier()
     values = list(table.bandwidth_Bps)
     for done, members in enumerate(lacking, 1):
         ranks = [device for device in range(plan.devices) if members >> device & 1]
-        values[members] = bandwidth_Bps(plan, ranks, rank, device, store, f"set/{members}")
+        values[members] = _bandwidth_Bps(plan, ranks, rank, device, store, f"set/{members}")
         if rank == 0:
             save(msgspec.structs.replace(table, bandwidth_Bps=tuple(values)), plan.out)
-            told.put(done)
+            queue.put(done)
     dist.destroy_process_group()
 
 
-def device_of(backend: str, number: int) -> torch.device:
-    """The device of a process, which becomes its current one."""
-    if backend != "nccl":
-        return torch.device("cpu")
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device
+def _join(
+    plan: Method, address: str, port: int, device: int, rank: int, world_size: int
+) -> tuple[Any, torch.device]:
+    """Join the process group as one rank; the store, and the device, which is the current one."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(address, port, is_master=False, timeout=LIMIT)
+    mine = torch.device("cpu")
+    if plan.backend == "nccl":
+        mine = torch.device("cuda", device)
+        torch.cuda.set_device(mine)
+    dist.init_process_group(
+        plan.backend, store=store, rank=rank, world_size=world_size, timeout=LIMIT
+    )
+    return store, mine
 
 
-def bandwidth_Bps(
-    plan: How, ranks: Sequence[int], rank: int, device: torch.device, store: Any, key: str
+def _bandwidth_Bps(
+    plan: Method, ranks: Sequence[int], rank: int, device: torch.device, store: Any, key: str
 ) -> float:
     """The bus bandwidth of ``ranks``; every rank asks, and learns it by ``key`` of the store."""
     group = dist.new_group(ranks, timeout=LIMIT)
@@ -152,36 +177,109 @@ def bandwidth_Bps(
     return float(store.get(key))
 
 
-def _bus_Bps(plan: How, group: Any, device: torch.device) -> float:
+def _bus_Bps(plan: Method, group: Any, device: torch.device) -> float:
     """Bus bandwidth as nccl-tests defines it, by the median round of the slowest rank."""
     count = dist.get_world_size(group)
-    part = max(1, plan.message_bytes // 4 // (count if plan.collective == "all_gather" else 1))
+    gathers = plan.collective == "all_gather"
+    part = max(1, plan.message_bytes // 4 // (count if gathers else 1))
     mine = torch.zeros(part, device=device)
     everyone = torch.zeros(part * count, device=device)
-
-    def once() -> None:
-        if plan.collective == "all_gather":
+    took_s = []
+    for _ in range(plan.warm_up + plan.rounds):
+        dist.barrier(group)
+        begin_s = time.perf_counter()
+        if gathers:
             dist.all_gather_into_tensor(everyone, mine, group=group)
         else:
             dist.all_reduce(mine, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-    took_s = []
-    for _ in range(plan.warm_up + plan.rounds):
-        dist.barrier(group)
-        begin_s = time.perf_counter()
-        once()
         took_s.append(time.perf_counter() - begin_s)
     slowest_s = torch.tensor(statistics.median(took_s[plan.warm_up :]), dtype=torch.float64)
     slowest_s = slowest_s.to(device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX, group=group)
-    crossed = (count - 1) / count * (1 if plan.collective == "all_gather" else 2)
-    moved = 4 * (everyone if plan.collective == "all_gather" else mine).numel()
+    crossed = (count - 1) / count * (1 if gathers else 2)
+    moved = 4 * (everyone if gathers else mine).numel()
     rate: float = moved * crossed / slowest_s.item()
     return rate
 
 
-def this_host() -> str:
-    """This host's name."""
-    return socket.gethostname()
+def measure_across(plan: AcrossPlan, progress: Callable[[int, int], None]) -> int:
+    """Take part until all choices are measured; returns how many this was.
+
+    ``progress`` is called with the number of choices that are done, and of all.
+
+    Raises:
+        DispatchError: hosts of one name, or a file of samples that can't be used.
+        torch.distributed.DistError: the hosts don't meet.
+        torch.multiprocessing.ProcessRaisedException: if a process fails.
+    """
+    first = plan.host_rank == 0
+    store = dist.TCPStore(
+        plan.address, plan.port, is_master=first, wait_for_workers=False, timeout=LIMIT
+    )
+    store.set(f"host/{plan.host_rank}", json.dumps([plan.host, plan.devices]))
+    everyone = [json.loads(store.get(f"host/{rank}")) for rank in range(plan.hosts)]
+    cluster = _cluster(everyone)
+    choices = across_hosts(cluster.sizes, plan.number, np.random.default_rng(plan.seed))
+    if first:
+        try:
+            known = read_samples(plan.out, cluster).choices if plan.out.exists() else choices[:0]
+            done = {row.tobytes() for row in known}
+            lacking = [i for i, row in enumerate(choices) if row.tobytes() not in done]
+        except Exception as error:
+            store.set("lacking", json.dumps(str(error)))
+            raise
+        store.set("lacking", json.dumps(lacking))
+    lacking = json.loads(store.get("lacking"))
+    if isinstance(lacking, str):
+        raise DispatchError(f"the host of rank 0: {lacking}")
+    if lacking:
+        _run_ranks(
+            _measure_choices,
+            (plan, everyone, choices[lacking], sum(cluster.sizes[: plan.host_rank])),
+            plan.devices,
+            lambda done: progress(done, len(lacking)),
+        )
+    # The host of rank 0 has the store: it goes last.
+    store.add("gone", 1)
+    end_s = time.monotonic() + LIMIT.total_seconds()
+    while first and store.add("gone", 0) < plan.hosts and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return len(lacking)
+
+
+def _cluster(everyone: list[tuple[str, int]]) -> DispatchCluster:
+    names = [name for name, _ in everyone]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DispatchError(f"two hosts are called {twice!r}: name each with --host")
+    tables = [table_of(name, map(str, range(size)), {}) for name, size in everyone]
+    return DispatchCluster(tables, np.zeros(len(tables)))
+
+
+def _measure_choices(
+    local: int,
+    plan: AcrossPlan,
+    everyone: list[tuple[str, int]],
+    choices: Ints,
+    first: int,
+    queue: Any,
+) -> None:
+    cluster, rank = _cluster(everyone), first + local
+    store, device = _join(plan, plan.address, plan.port, local, rank, sum(cluster.sizes))
+    starts = np.concatenate([[0], np.cumsum(cluster.sizes)])
+    for done, choice in enumerate(choices, 1):
+        ranks = [
+            int(starts[host]) + i
+            for host, members in enumerate(choice.tolist())
+            for i in range(cluster.sizes[host])
+            if members >> i & 1
+        ]
+        measured_Bps = _bandwidth_Bps(plan, ranks, rank, device, store, f"choice/{done}")
+        if rank == 0:
+            with plan.out.open("a") as file:
+                file.write(sample_line(cluster.names(choice), measured_Bps))
+            queue.put(done)
+    dist.barrier()
+    dist.destroy_process_group()

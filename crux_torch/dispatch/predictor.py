@@ -1,20 +1,33 @@
-"""Bandwidths that were not measured: LiteGD's network (§4.2.2), and a fit of each host's link.
+"""Bandwidths that were not measured: a fit of each host's link, and LiteGD's network (§4.2.2).
 
-Both learn from choices that were measured. A choice within one host is never predicted: its table
-has it.
+Both learn from samples: choices across hosts that were measured. A choice within one host is never
+predicted: its table has it.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Floats, Ints, Predictor
+from crux_torch.dispatch.cluster import (
+    DispatchCluster,
+    DispatchError,
+    Floats,
+    HostTable,
+    Ints,
+    Predictor,
+    TableError,
+    read_lines,
+)
+from crux_torch.files import read_file, write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +74,87 @@ class Samples:
     def part(self, rows: Ints) -> Samples:
         """Some of these samples."""
         return Samples(self.choices[rows], self.bandwidth_Bps[rows])
+
+
+def read_samples(file: Path, cluster: DispatchCluster) -> Samples:
+    """The samples in ``file``, a line ``HOST:DEVICE,DEVICE HOST:DEVICE;GB/s`` for each.
+
+    # begins a comment.
+
+    Raises:
+        DispatchError: with the number of the line that is wrong.
+        TableError: the file can't be read.
+    """
+    choices, rates = [], []
+    try:
+        for number, row in enumerate(csv.reader(read_lines(file), delimiter=";"), 1):
+            if not row or row[0].lstrip().startswith("#"):
+                continue
+            where = f"{file}:{number}"
+            try:
+                devices, rate = row
+                choice = cluster.choice(dict(_named(part) for part in devices.split()))
+                rates.append(float(rate) * 1e9)
+            except ValueError as error:
+                raise DispatchError(
+                    f"{where}: expected `HOST:DEVICE,... HOST:DEVICE,...;GB/s`: {error}"
+                ) from None
+            if np.count_nonzero(choice) < 2 or not 0 < rates[-1] < 1e15:
+                raise DispatchError(f"{where}: expected a rate, and devices of several hosts")
+            choices.append(choice)
+    except csv.Error as error:
+        raise TableError(f"{file}: {error}") from None
+    return Samples(np.array(choices).reshape(-1, len(cluster.tables)), np.array(rates))
+
+
+def sample_line(devices: dict[str, list[str]], rate_Bps: float) -> str:
+    """One line of such a file."""
+    where = " ".join(f"{host}:{','.join(names)}" for host, names in devices.items())
+    return f"{where};{rate_Bps / 1e9:.6g}\n"
+
+
+def _named(text: str) -> tuple[str, list[str]]:
+    host, colon, devices = text.partition(":")
+    if not colon:
+        raise ValueError(f"{text!r} names no devices")
+    return host, devices.split(",")
+
+
+#: Of choices that are not pairs, one in so many takes one device of each host.
+ALONE = 3
+
+
+def across_hosts(sizes: Sequence[int], number: int, rng: np.random.Generator) -> Ints:
+    """Up to ``number`` different choices that span hosts, a row for each.
+
+    First come pairs of hosts with one device each, where no link within a host is the weakest;
+    of many pairs, some. The others have any number of hosts, and of devices of each; but every
+    ``ALONE``-th has one device each, for the links again.
+
+    Args:
+        sizes: number of devices of each host; two hosts at least.
+    """
+    hosts = len(sizes)
+    pairs = list(combinations(range(hosts), 2))
+    first = rng.permutation(len(pairs))[: number if hosts == 2 else max(1, number // 2)]
+    found: dict[bytes, Ints] = {}
+
+    def add(involved: Sequence[int], counts: Sequence[int]) -> None:
+        row = np.zeros(hosts, np.int64)
+        for host, count in zip(involved, counts, strict=True):
+            row[host] = (1 << rng.choice(sizes[host], count, replace=False)).sum()
+        found.setdefault(row.tobytes(), row)
+
+    for i in first.tolist():
+        add(pairs[i], (1, 1))
+    # A small cluster may have fewer choices than asked for.
+    for drawn in range(20 * number):
+        if len(found) >= number:
+            break
+        involved = rng.choice(hosts, rng.integers(2, hosts + 1), replace=False).tolist()
+        most = [1 if drawn % ALONE == 0 else sizes[host] for host in involved]
+        add(involved, [int(rng.integers(1, size + 1)) for size in most])
+    return np.stack(list(found.values()))
 
 
 def fit_uplinks(tables_only: DispatchCluster, samples: Samples) -> DispatchCluster:
@@ -121,11 +215,6 @@ class Network:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             self.module = _module()
-
-    @property
-    def bytes(self) -> int:
-        """What its weights take."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
     def train(
         self, cluster: DispatchCluster, samples: Samples, epochs: int = 100, patience: int = 40
@@ -314,3 +403,81 @@ def _module() -> torch.nn.Module:  # type: ignore[name-defined] # noqa: F821
             return rate
 
     return Module()
+
+
+_VERSION = 1
+MAX_FILE_BYTES = 1 << 30
+#: Two measurements of one choice that differ by less than this share say the same.
+EQUAL = 0.05
+
+
+def save_network(file: Path, network: Network, hosts: Sequence[str]) -> None:
+    """Write a trained ``network`` of ``hosts``, whole or not at all."""
+    import torch
+
+    assert network.memory is not None
+    content = {
+        "version": _VERSION,
+        "hosts": list(hosts),
+        "weights": network.module.state_dict(),
+        "choices": torch.from_numpy(network.memory.choices).int(),
+        "bandwidth_Bps": torch.from_numpy(network.memory.bandwidth_Bps),
+    }
+    packed = io.BytesIO()
+    torch.save(content, packed)
+    write_file(file, packed.getvalue())
+
+
+def load_network(file: Path, tables: Sequence[HostTable]) -> tuple[Network, DispatchCluster]:
+    """The network in ``file``, and the cluster of ``tables`` in an order that it knows them by.
+
+    Hosts that it does not know come last. The uplinks of the cluster are not known.
+
+    Raises:
+        DispatchError: the file is no network's, or a host that it knows has no table.
+    """
+    import torch
+
+    network = Network()
+    try:
+        content = torch.load(io.BytesIO(read_file(file, MAX_FILE_BYTES)), weights_only=True)
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']}, not {_VERSION}")
+        hosts = [str(host) for host in content["hosts"]]
+        network.module.load_state_dict(content["weights"])
+        choices = content["choices"].numpy().astype(np.int64).reshape(-1, len(hosts))
+        memory = Samples(choices, content["bandwidth_Bps"].double().numpy())
+    except Exception as error:  # whatever the bytes lead torch to
+        raise DispatchError(f"{file} has no network of `crux dispatch learn`: {error}") from None
+    network.module.eval()
+    by_name = {table.host: table for table in tables}
+    if lacking := [host for host in hosts if host not in by_name]:
+        raise DispatchError(
+            f"{file} has learned of {lacking[0]!r}, which has no --table: give it, or remove the "
+            "file and learn again"
+        )
+    known = [by_name.pop(host) for host in hosts]
+    cluster = DispatchCluster([*known, *by_name.values()], np.zeros(len(tables)))
+    network.memory = Samples(
+        np.pad(memory.choices, ((0, 0), (0, len(by_name)))), memory.bandwidth_Bps
+    )
+    return network, cluster
+
+
+def news(network: Network, samples: Samples) -> Samples:
+    """The ``samples`` that the network does not remember."""
+    memory = network.memory
+    if memory is None:
+        return samples
+    known = {
+        choice.tobytes(): rate
+        for choice, rate in zip(memory.choices, memory.bandwidth_Bps.tolist(), strict=True)
+    }
+    rows = [
+        i
+        for i, (choice, rate) in enumerate(
+            zip(samples.choices, samples.bandwidth_Bps.tolist(), strict=True)
+        )
+        if abs(known.get(choice.tobytes(), 0.0) / rate - 1) > EQUAL
+    ]
+    return samples.part(np.array(rows, np.int64))

@@ -1,135 +1,65 @@
-"""Which ``k`` devices of those that are free have the most bandwidth.
+"""Choices of free devices of a cluster: the strongest ones, and the order of their ranks.
 
-:func:`bidirectional` is LiteGD's Algorithm 1, which asks any predictor. :func:`strongest` is exact
-where a choice is as fast as its weakest link, which is the paper's own model (§6.1), and faster.
+:func:`strongest` is exact where a choice is as fast as its weakest link, as in LiteGD's model
+(§6.1). Ranks are put in the order of a ring, since Gloo and NCCL send from each rank to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count as numbers
+from itertools import permutations
 
 import numpy as np
 
 from crux_torch.dispatch.cluster import (
     DispatchCluster,
     DispatchError,
-    Floats,
+    HostTable,
     Ints,
-    Predictor,
     count,
 )
+from crux_torch.network.topology import Topology
+
+#: Orders of so many devices are all tried; of more, the nearest one follows.
+ALL_TRIED = 8
 
 
-def bidirectional(
-    cluster: DispatchCluster, free: Ints, k: int, predict: Predictor | None = None
-) -> Ints:
-    """LiteGD's bidirectional tree search (§4.3, Algorithm 1).
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Devices for a job, and what they are worth.
 
-    The predictor sees a host by its table's value (§4.2.3). So of a host's devices only the best to
-    remove, or to add, by that table is asked for. Of equals the first one wins, as in the paper.
-
-    Args:
-        free: the devices that may be chosen, a set for each host.
-        predict: bytes/s of choices; by default the weakest link of each.
-
-    Raises:
-        DispatchError: if fewer than ``k`` devices are free.
+    Attributes:
+        devices: a set (bits) for each host.
+        alone_Bps: bytes/s while no other job runs; infinite for one device.
+        limit: name of the weakest link.
+        now_Bps: bytes/s on what running jobs leave of each link: the idle share, or an even share.
+            None where no traffic is known.
+        utilisation: share of the time in which the GPUs of all jobs compute, the new job's
+            included, under Crux's plan for all of them. None where no traffic is known.
     """
-    _check(free, k)
-    predict = predict or cluster.weakest_link_Bps
-    if k == 1:
-        return _single(cluster, free)
-    steps = _Steps(cluster)
-    down = _insertion_tree_search(cluster, free, k, predict, steps)
-    up = _best_pair(cluster, free, predict)
-    while count(up) < k:
-        up = _best(steps.one_more(up, free), predict)
-    return _best(np.stack([down, up]), predict)
 
+    devices: Ints
+    alone_Bps: float
+    limit: str
+    now_Bps: float | None = None
+    utilisation: float | None = None
 
-def _best(choices: Ints, predict: Predictor) -> Ints:
-    best: Ints = choices[int(np.argmax(predict(choices)))]
-    return best
-
-
-def _insertion_tree_search(
-    cluster: DispatchCluster, free: Ints, k: int, predict: Predictor, steps: _Steps
-) -> Ints:
-    """From all devices, or from those of the best host that has ``k``, down to ``k``."""
-    alone = list(_within_one_host(cluster, free, k))
-    chosen = free
-    if alone:
-        inside = np.stack(alone)
-        chosen = np.where(_best(inside, predict) > 0, free, 0)
-    while count(chosen) > k:
-        chosen = _best(steps.one_less(chosen), predict)
-    return chosen
-
-
-def _within_one_host(cluster: DispatchCluster, free: Ints, k: int) -> Iterator[Ints]:
-    for host, best in enumerate(_best_by_size(cluster, free)):
-        if k < len(best) and best[k][0] > 0:
-            choice = np.zeros_like(free)
-            choice[host] = best[k][1]
-            yield choice
-
-
-class _Steps:
-    """A device less or more, a row for each host; which device, is looked up once for each set."""
-
-    def __init__(self, cluster: DispatchCluster) -> None:
-        self._cluster = cluster
-        self._known: dict[tuple[int, int, int], int] = {}
-
-    def one_less(self, chosen: Ints) -> Ints:
-        """``chosen`` without one device, a row for each host that has any."""
-        return self._changed(chosen, chosen)
-
-    def one_more(self, chosen: Ints, free: Ints) -> Ints:
-        """``chosen`` with one more free device, a row for each host that has any."""
-        return self._changed(chosen, free & ~chosen)
-
-    def _changed(self, chosen: Ints, devices: Ints) -> Ints:
-        hosts = np.flatnonzero(devices)
-        rows = np.repeat(chosen[None], len(hosts), axis=0)
-        rows[np.arange(len(hosts)), hosts] = [
-            self._best_of(*one)
-            for one in zip(
-                hosts.tolist(), chosen[hosts].tolist(), devices[hosts].tolist(), strict=True
-            )
-        ]
-        return rows
-
-    def _best_of(self, host: int, members: int, devices: int) -> int:
-        """The best of ``members`` with one of ``devices`` flipped, by the host's table."""
-        key = id(self._cluster.tables[host]), members, devices
-        if key not in self._known:
-            sets = [members ^ 1 << i for i in range(self._cluster.sizes[host]) if devices >> i & 1]
-            self._known[key] = sets[int(np.argmax(self._cluster.table[host, sets]))]
-        return self._known[key]
-
-
-def _best_pair(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Ints:
-    """The best two devices. Of a host's single devices only the first is asked for."""
-    hosts = np.flatnonzero(free)
-    pairs = list(_within_one_host(cluster, free, 2))
-    first = free & -free
-    for i, one in enumerate(hosts.tolist()):
-        for other in hosts[i + 1 :].tolist():
-            pair = np.zeros_like(free)
-            pair[[one, other]] = first[[one, other]]
-            pairs.append(pair)
-    rows = np.stack(pairs)
-    return _best(rows, predict)
+    @property
+    def worth(self) -> float:
+        """Value by which choices are compared."""
+        return self.alone_Bps if self.utilisation is None else self.utilisation
 
 
 def strongest(cluster: DispatchCluster, free: Ints, k: int, unit: int = 1) -> Ints:
     """The ``k`` devices with the strongest weakest link, exactly.
 
     A choice is at least as strong as ``x`` if each of its hosts takes a number of devices that its
-    table allows at ``x``, and if it is within one host or all their links have ``x``. So whether
-    there is one is a subset sum over hosts, and bisection over the values that occur finds the
-    largest ``x``. Of equals the one with the fewest hosts wins.
+    table allows at ``x``, and if it is within one host or all their links have ``x``. So the test
+    for ``x`` is a subset sum over hosts. Bisection over the values that occur finds the largest
+    ``x``. Of equals the one with the fewest hosts wins.
 
     Args:
         unit: every host gives a multiple of it (the devices of one pod).
@@ -137,12 +67,12 @@ def strongest(cluster: DispatchCluster, free: Ints, k: int, unit: int = 1) -> In
     Raises:
         DispatchError: if fewer than ``k`` devices are free, or not in such units.
     """
-    _check(free, k)
+    check_free(free, k)
     if k == 1:
-        return _single(cluster, free)
+        return single(free)
     best = [
         [value if size % unit == 0 else (0.0, 0) for size, value in enumerate(sizes)]
-        for sizes in _best_by_size(cluster, free)
+        for sizes in best_by_size(cluster, free)
     ]
     values = {x for sizes in best for x, _ in sizes if 0 < x < np.inf} | set(cluster.uplink_Bps)
     ascending = sorted(values)
@@ -163,38 +93,29 @@ def strongest(cluster: DispatchCluster, free: Ints, k: int, unit: int = 1) -> In
     return found
 
 
+#: For each host and number of devices the bytes/s of the strongest set, and the set.
 BestBySize = list[list[tuple[float, int]]]
 
 
-def _best_by_size(cluster: DispatchCluster, free: Ints) -> BestBySize:
-    """For each host and number of its free devices the strongest set, and its bytes/s."""
+def best_by_size(cluster: DispatchCluster, free: Ints) -> BestBySize:
+    """The strongest set of each number of free devices of each host, and its bytes/s."""
     found: BestBySize = []
     cache: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for host, members in enumerate(free.tolist()):
         key = (id(cluster.tables[host]), members)
         if key not in cache:
-            cache[key] = _sizes(cluster.table[host], members)
+            table = cluster.table[host]
+            every = np.arange(members + 1)
+            sets = every[every & ~members == 0]
+            sizes = count(sets[:, None])
+            best = []
+            for size in range(int(sizes.max()) + 1):
+                mine = sets[sizes == size]
+                one = int(mine[int(np.argmax(table[mine]))])
+                best.append((float(table[one]), one))
+            cache[key] = best
         found.append(cache[key])
     return found
-
-
-def _sizes(table: Floats, members: int) -> list[tuple[float, int]]:
-    sets = np.array(_subsets(members))
-    sizes = np.bitwise_count(sets) if hasattr(np, "bitwise_count") else count(sets[:, None])
-    best = []
-    for size in range(int(sizes.max()) + 1):
-        mine = sets[sizes == size]
-        strongest_one = int(mine[int(np.argmax(table[mine]))])
-        best.append((float(table[strongest_one]), strongest_one))
-    return best
-
-
-def _subsets(members: int) -> list[int]:
-    subsets, subset = [0], members
-    while subset:
-        subsets.append(subset)
-        subset = (subset - 1) & members
-    return sorted(subsets)
 
 
 def _at_least(cluster: DispatchCluster, best: BestBySize, x: float, k: int) -> Ints | None:
@@ -227,16 +148,121 @@ def _at_least(cluster: DispatchCluster, best: BestBySize, x: float, k: int) -> I
     return choice
 
 
-def _single(cluster: DispatchCluster, free: Ints) -> Ints:
+def single(free: Ints) -> Ints:
     """One device, of the host with the fewest free ones: it spoils the least."""
-    numbers = np.array([bin(members).count("1") for members in free.tolist()])
-    host = int(np.argmin(np.where(numbers > 0, numbers, numbers.max() + 1)))
+    room = count(free[:, None])
+    host = int(np.argmin(np.where(room > 0, room, room.max() + 1)))
     choice = np.zeros_like(free)
     choice[host] = free[host] & -free[host]
     return choice
 
 
-def _check(free: Ints, k: int) -> None:
+def check_free(free: Ints, k: int) -> None:
+    """Raises DispatchError if fewer than ``k`` devices are free."""
     there = int(count(free))
     if not 1 <= k <= there:
         raise DispatchError(f"{k} devices asked for, and {there} are free")
+
+
+def alternatives(cluster: DispatchCluster, free: Ints, k: int, unit: int = 1) -> Iterator[Choice]:
+    """Choices of ``k`` free devices, the strongest first, each over another set of hosts.
+
+    After each choice come those that do without one of its hosts. Every host gives a multiple of
+    ``unit``.
+
+    Raises:
+        DispatchError: if there is no choice at all.
+    """
+    order = numbers()
+    queue: list[tuple[float, int, Ints, Ints]] = []
+
+    def add(allowed: Ints) -> None:
+        devices = strongest(cluster, allowed, k, unit)
+        rate_Bps = float(cluster.weakest_link_Bps(devices[None])[0])
+        heapq.heappush(queue, (-rate_Bps, next(order), devices, allowed))
+
+    add(free)
+    seen: set[tuple[int, ...]] = set()
+    while queue:
+        rate_Bps, _, devices, allowed = heapq.heappop(queue)
+        hosts = tuple(np.flatnonzero(devices).tolist())
+        if hosts not in seen:
+            seen.add(hosts)
+            yield Choice(devices, -rate_Bps, limit(cluster, devices))
+        for host in hosts:
+            without = allowed.copy()
+            without[host] = 0
+            try:
+                add(without)
+            except DispatchError:
+                continue
+
+
+def limit(cluster: DispatchCluster, choice: Ints) -> str:
+    """The weakest link of a choice, in words."""
+    rate_Bps = float(cluster.weakest_link_Bps(choice[None])[0])
+    hosts = np.flatnonzero(choice).tolist()
+    inside = cluster.inside_Bps(choice[None])[0]
+    for host in hosts:
+        if len(hosts) > 1 and cluster.uplink_Bps[host] == rate_Bps:
+            return f"the link of {cluster.tables[host].host}"
+        if inside[host] == rate_Bps and np.isfinite(rate_Bps):
+            return f"within {cluster.tables[host].host}"
+    return "nothing: it is one device"
+
+
+def in_ring_order(
+    cluster: DispatchCluster, choice: Ints, topology: Topology | None = None
+) -> list[tuple[str, str]]:
+    """Host and device of every rank: neighbours in the ring are near to each other.
+
+    Between hosts the number of links on the way counts, within a host the table's bandwidth of each
+    two devices.
+    """
+    by_name = {table.host: table for table in cluster.tables}
+    devices = cluster.names(choice)
+    return [
+        (host, device)
+        for host in ring_of_hosts(list(devices), topology)
+        for device in ring_of_devices(by_name[host], devices[host])
+    ]
+
+
+def ring_of_hosts(hosts: Sequence[str], topology: Topology | None) -> list[str]:
+    """``hosts`` so that each is followed by one near to it, from the first one on."""
+    if topology is None or not set(hosts) <= set(topology.hosts):
+        return list(hosts)
+    known = topology
+
+    def nearness(one: int, other: int) -> float:
+        return -len(known.candidate_paths(hosts[one], hosts[other], 1)[0])
+
+    return [hosts[i] for i in _following_the_nearest(len(hosts), nearness)]
+
+
+def ring_of_devices(table: HostTable, devices: Sequence[str]) -> list[str]:
+    """``devices`` so that the slowest two neighbours are as fast as possible, then all of them."""
+    bit = [1 << table.devices.index(device) for device in devices]
+
+    def nearness(one: int, other: int) -> float:
+        return float(table.array[bit[one] | bit[other]])
+
+    def worth(order: Sequence[int]) -> tuple[float, float]:
+        pairs = [nearness(a, b) for a, b in zip(order, (*order[1:], order[0]), strict=True)]
+        return min(pairs), sum(pairs)
+
+    best: Sequence[int] = range(len(devices))
+    if len(devices) > ALL_TRIED:
+        best = _following_the_nearest(len(devices), nearness)
+    elif len(devices) > 2:
+        best = max(((0, *rest) for rest in permutations(range(1, len(devices)))), key=worth)
+    return [devices[i] for i in best]
+
+
+def _following_the_nearest(number: int, nearness: Callable[[int, int], float]) -> list[int]:
+    order, left = [0], list(range(1, number))
+    while left:
+        following = max(left, key=lambda i: nearness(order[-1], i))
+        left.remove(following)
+        order.append(following)
+    return order
