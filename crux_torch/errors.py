@@ -15,7 +15,7 @@ class SettingsError(CruxError, ValueError):
 
 @enum.unique
 class Cause(enum.Enum):
-    """Why the shared store fails; the value is what to do about it."""
+    """Cause of a failure of the shared store; the value is the remedy."""
 
     ABSENT = (
         "its last job has ended, or none has begun: the first cruxrun on the store's host starts it"
@@ -37,26 +37,24 @@ class Cause(enum.Enum):
     WRONG_SECRET = "copy the file that CRUX_STORE_SECRET names from the store's host"
     UNPROVEN = "what listens there is not the store, or has another secret: see who started it"
     FOREIGN = "name a place of your own in CRUX_STORE, or share with CRUX_STORE_GROUP"
-    FOLDER = "see docs/store.md for the places that a store's socket may have"
-    LOOPBACK = (
-        "set CRUX_STORE_SECRET to a file with a secret that only its user can read (docs/store.md)"
-    )
+    FOLDER = "see docs/operate/store.md for the places that a store's socket may have"
+    LOOPBACK = "set CRUX_STORE_SECRET to a file that only its user can read (docs/operate/store.md)"
     CUT = "it connects again by itself"
     BUSY = "try again"
-    LIMIT = "see docs/store.md for the store's limits"
+    LIMIT = "see docs/operate/store.md for the store's limits"
     ETCD_AWAY = "start the etcd, correct its address in CRUX_STORE, or open its ports in firewalls"
-    ETCD_LOGIN = "correct what auth, ca, cert and key of CRUX_STORE name (docs/store.md)"
+    ETCD_LOGIN = "correct what auth, ca, cert and key of CRUX_STORE name (docs/operate/store.md)"
     ETCD_PACKAGE = "install it for the Python that runs the jobs"
-    ROLE = "with an etcd, only the operator's role may do this (docs/cluster.md)"
-    OTHER = "docs/store.md says what a store needs"
+    ROLE = "with an etcd, only the operator's role may do this (docs/operate/cluster.md)"
+    OTHER = "docs/operate/store.md says what a store needs"
 
 
 class StoreError(CruxError, ConnectionError):
     """The shared store can't be reached or refused an operation; Crux goes on without it.
 
     Args:
-        message: where, and what failed.
-        cause: why, as far as it is known; its value is the remedy.
+        message: the store, and what failed.
+        cause: the cause, as far as it is known.
     """
 
     def __init__(self, message: str, cause: Cause = Cause.OTHER) -> None:
@@ -64,13 +62,13 @@ class StoreError(CruxError, ConnectionError):
         self.cause = cause
 
     @property
-    def told(self) -> str:
-        """The message and the remedy, for a warning."""
+    def with_remedy(self) -> str:
+        """Message and remedy, for a warning."""
         return f"{self}. {self.cause.value[0].upper()}{self.cause.value[1:]}"
 
 
 class StoreTooLarge(StoreError):
-    """The store holds more than whoever asks wants to read."""
+    """The store holds more than the client wants to read."""
 
 
 class StoreForbidden(StoreError):

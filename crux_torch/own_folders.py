@@ -31,7 +31,7 @@ class FolderError(CruxError, OSError):
 
 
 def group_id(name: str) -> int | None:
-    """The number of the group ``name``, which may be a number itself; None for an empty one.
+    """Returns the number of the group ``name``, which may be a number; None for an empty name.
 
     Raises:
         SettingsError: this host has no such group.
@@ -49,7 +49,7 @@ def group_id(name: str) -> int | None:
 
 
 def own_folders(group: int | None = None, env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """Where this user's folder may be, the best place first; or that of ``group``.
+    """Returns the places of this user's folder, or of ``group``'s, the best first.
 
     A session's runtime directory may come and go while the user's jobs run, so there are two.
     """
@@ -65,7 +65,7 @@ def own_folders(group: int | None = None, env: Mapping[str, str] | None = None) 
 
 
 def spare_folder(env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
-    """A folder in the user's home, where another user has taken the last of :func:`own_folders`.
+    """Returns a folder in the user's home, if another user has taken the last of own_folders().
 
     Nobody can take it, but a home may be slow, and shared by hosts. Once made, it stays in use.
     """
@@ -78,10 +78,9 @@ def spare_folder(env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
 
 
 def open_folder(folder: Path, group: int | None = None, *, make: bool = False) -> int:
-    """A descriptor of ``folder``, which only this user can use; with ``group``, its members, too.
+    """Returns a descriptor of ``folder``, which only this user, or ``group``'s members, can use.
 
-    Args:
-        make: make it if it is not there.
+    With ``make``, it is made if it is not there.
 
     Raises:
         FolderError: it is another user's, or others may write to it.
@@ -92,22 +91,22 @@ def open_folder(folder: Path, group: int | None = None, *, make: bool = False) -
             folder.mkdir(mode=0o700)
     fd = _open(folder)
     try:
-        about = os.fstat(fd)
-        mine = about.st_uid == os.geteuid()
-        if group is not None and make and mine and about.st_mode & 0o7777 == 0o700:
+        status = os.fstat(fd)
+        mine = status.st_uid == os.geteuid()
+        if group is not None and make and mine and status.st_mode & 0o7777 == 0o700:
             # As mkdir left it, so nobody else was in it.
             os.fchown(fd, -1, group)
             os.fchmod(fd, 0o770)
-            about = os.fstat(fd)
+            status = os.fstat(fd)
         if group is None:
             if not mine:
-                raise FolderError(f"{folder} belongs to user {about.st_uid}: have it removed")
-            if about.st_mode & 0o077:
+                raise FolderError(f"{folder} belongs to user {status.st_uid}: have it removed")
+            if status.st_mode & 0o077:
                 raise FolderError(f"{folder} is open to others: chmod 700 it, or remove it")
         # Nobody but a member, or root, can have given it the group.
-        elif about.st_gid != group or about.st_mode & 0o007:
+        elif status.st_gid != group or status.st_mode & 0o007:
             raise FolderError(
-                f"{folder} must be group {group}'s alone: its owner, user {about.st_uid}, has to "
+                f"{folder} must be group {group}'s alone: its owner, user {status.st_uid}, has to "
                 f"chgrp {group} and chmod 770 it, or remove it"
             )
     except BaseException:
@@ -117,19 +116,18 @@ def open_folder(folder: Path, group: int | None = None, *, make: bool = False) -
 
 
 def open_guarded(folder: Path, group: int | None = None) -> int:
-    """A descriptor of ``folder``, in which nobody but this user, root and ``group`` can replace
-    what is there. Others may read it.
+    """Returns a descriptor of ``folder``, where only this user, root and ``group`` can write.
 
     Raises:
         FolderError: others may write to it.
         OSError: it is not there.
     """
     fd = _open(folder)
-    about = os.fstat(fd)
-    is_groups = group is not None and about.st_gid == group
-    trusted = is_groups or about.st_uid in (0, os.geteuid())
+    status = os.fstat(fd)
+    is_groups = group is not None and status.st_gid == group
+    trusted = is_groups or status.st_uid in (0, os.geteuid())
     refused = 0o002 if is_groups else 0o022
-    if trusted and not about.st_mode & refused:
+    if trusted and not status.st_mode & refused:
         return fd
     os.close(fd)
     raise FolderError(
@@ -138,7 +136,7 @@ def open_guarded(folder: Path, group: int | None = None) -> int:
 
 
 def usable_folder(group: int | None = None) -> Path:
-    """A folder for shared memory, the same for all processes of the user, or of ``group``.
+    """Returns a folder for shared memory, the same for all processes of the user, or ``group``.
 
     Raises:
         FolderError: all places are taken by others.
@@ -157,8 +155,8 @@ def usable_folder(group: int | None = None) -> Path:
 
 
 def peer_is_trusted(connected: socket.socket, group: int | None = None) -> bool:
-    """True if the other end of a Unix socket is of this user, root, or a member of ``group``."""
-    uid, gid = peer(connected)
+    """Returns True if the other end of a Unix socket is this user's, root's, or ``group``'s."""
+    _, uid, gid = peer(connected)
     if uid in (0, os.geteuid()) or gid == group:
         return True
     if group is None:
@@ -171,12 +169,12 @@ def peer_is_trusted(connected: socket.socket, group: int | None = None) -> bool:
     return group in struct.unpack(f"{len(raw) // size}I", raw)
 
 
-def peer(connected: socket.socket) -> tuple[int, int]:
-    """User and group of the other end of a Unix socket, as the kernel noted them."""
-    _, uid, gid = struct.unpack(
-        "iII", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )
-    return uid, gid
+def peer(connected: socket.socket) -> tuple[int, int, int]:
+    """Returns process, user and group of the other end of a Unix socket."""
+    form = struct.Struct("3i")
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
+    pid, uid, gid = form.unpack(raw)
+    return pid, uid, gid
 
 
 def _open(folder: Path) -> int:
@@ -190,8 +188,8 @@ def _open(folder: Path) -> int:
 
 def _is_own(folder: Path) -> bool:
     try:
-        about = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    is_mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
-    return is_mine and not about.st_mode & 0o022
+    is_mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return is_mine and not status.st_mode & 0o022

@@ -1,22 +1,51 @@
-"""The settings of Crux: one field of :class:`Settings` for each.
+"""Settings of Crux, read from environment variables.
 
-The field ``levels`` is the variable ``CRUX_LEVELS`` in every process of a job, and the flag
-``--crux-levels`` of ``cruxrun``, which sets that variable for the job. A field's type says which
-values are possible. The flags and the table in docs/settings.md are made from the fields.
+Each field of :class:`Settings` is one setting. The field ``levels`` is the variable ``CRUX_LEVELS``
+in every process of a job, and the flag ``--crux-levels`` of ``cruxrun``, which sets that variable.
+Fields made by ``_tuning`` are for tests and experiments and have neither: the one variable
+``CRUX_TUNING=name=value,name=value`` sets them. A field's type bounds its values. The flags and the
+table in docs/operate/settings.md are made from the fields.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from crux_torch.booleans import is_true, parse_boolean
 from crux_torch.errors import SettingsError
+
+TUNING_VARIABLE = "CRUX_TUNING"
+#: True where the end of ``import torch`` is to attach Crux: ``cruxrun`` and ``crux env`` set it.
+ATTACH_VARIABLE = "CRUX_ATTACH"
+#: "1" in the processes that ``cruxrun`` starts: it hosts the store, and names the job.
+LAUNCHED_VARIABLE = "CRUX_LAUNCHED"
+#: The process whose job ``CRUX_JOB`` names: empty in a job's ranks before they make a group. The
+#: processes that a rank starts inherit both.
+JOB_OF_VARIABLE = "CRUX_JOB_OF"
+#: File into which the job's leader writes its summary, for the ``cruxrun`` of its host.
+SUMMARY_VARIABLE = "CRUX_SUMMARY"
+#: Variables that are no settings: of the launcher and the transport, then of build, lab and tests.
+OTHER_VARIABLES = (
+    TUNING_VARIABLE, ATTACH_VARIABLE, LAUNCHED_VARIABLE, JOB_OF_VARIABLE, SUMMARY_VARIABLE,
+    "CRUX_LD_PRELOAD_THEN", "CRUX_TRANSPORT_LOG", "CRUX_TRANSPORT_PROBE_MS",
+    "CRUX_TRANSPORT_ROUTES", "CRUX_TRANSPORT_ROUTE_LINES", "CRUX_TRANSPORT_SKIP_PORTS",
+    "CRUX_TRANSPORT_STEER_ALL",
+    "CRUX_BUILD", "CRUX_DEMO_USER_NAMESPACE", "CRUX_FAULT_ROUNDS", "CRUX_FAULT_RUNS",
+    "CRUX_FAULT_SEED", "CRUX_GPU_RESULTS", "CRUX_GPU_SWITCHES", "CRUX_LAB_LIBNCCL",
+    "CRUX_SOAK_MINUTES", "CRUX_SOAK_SEED", "CRUX_TEST_GPU",
+)  # fmt: skip
+#: Variables that Kubernetes sets in each container for a service called crux or crux-...
+_SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?")
 
 # Types with bounds; a title completes the sentence "expected ...".
 _FINITE = sys.float_info.max
@@ -39,7 +68,7 @@ Count = Annotated[int, Meta(ge=1, title="a whole number, 1 or more")]
 LevelCount = Annotated[int, Meta(ge=1, le=64, title="a whole number from 1 to 64")]
 Positive = Annotated[float, Meta(gt=0, le=_FINITE, title="a positive number")]
 NotNegative = Annotated[float, Meta(ge=0, le=_FINITE, title="a number, 0 or more")]
-#: At most what a store lets anything outlive its writer by.
+#: At most the store's longest lease.
 Span = Annotated[float, Meta(ge=0.1, le=600, title="a number of seconds from 0.1 to 600")]
 Tick = Annotated[float, Meta(ge=0.01, le=3600, title="a number of seconds from 0.01 to 3600")]
 WaitMs = Annotated[float, Meta(gt=0, le=10_000, title="a number of milliseconds up to 10000")]
@@ -49,17 +78,23 @@ DscpMap = Annotated[
     tuple[SixBits, ...],
     Meta(min_length=1, title="DSCP values (0 to 63) from level 0 upwards, separated by commas"),
 ]
+_PROGRAM = r"\A[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}:\d{1,2}\Z"
+Programs = Annotated[
+    tuple[Annotated[str, Meta(pattern=_PROGRAM)], ...],
+    Meta(title="NAME:LEVEL,NAME:LEVEL,...: names without colons, and the highest level of each"),
+]
 _LINKS = f"auto, none, or different names of links separated by commas, each {_WORD}"
 Links = Annotated[tuple[Name, ...], Meta(min_length=1, title=_LINKS)]
 Port = Annotated[int, Meta(ge=1024, le=65535, title="a port from 1024 to 65535")]
+_OR_ZERO = "a port from 1024 to 65535, or 0"
+MetricsPort = Annotated[int, Meta(ge=0, le=65535, title=_OR_ZERO)]
 SlotMs = Annotated[float, Meta(ge=5, le=1000, title="a number of milliseconds from 5 to 1000")]
-#: The schedulers that a running cluster can carry out. They choose among the candidate paths and
-#: the given levels, shift jobs in time, or pace flows. The others need what no network offers
-#: (``ideal``), or too many levels (``crux-ps-pa``).
+#: Schedulers that work on a running cluster. The others need what no network offers (``ideal``), or
+#: too many levels (``crux-ps-pa``).
 LIVE_POLICIES = (
     "crux", "crux-paper", "crux-pa", "cassini", "ecmp", "mlcc", "sincronia", "taccl", "varys",
 )  # fmt: skip
-#: Those that choose paths. Under the others, the network's own hash does.
+#: Schedulers that choose paths; under the others the network's own hash (ECMP) does.
 PATH_POLICIES = ("crux", "crux-paper", "taccl")
 _POLICIES = f"one of {', '.join(LIVE_POLICIES)} (`crux sim` plays the others)"
 Policy = Annotated[str, Meta(pattern=rf"\A({'|'.join(LIVE_POLICIES)})\Z", title=_POLICIES)]
@@ -77,8 +112,6 @@ class PortRange:
 
 
 Ports = Annotated[PortRange, Meta(title="FIRST-LAST, ports from 1024 to 65535")]
-
-
 _Marks = Annotated[tuple[SixBits, ...], Meta(max_length=64)]
 
 
@@ -86,9 +119,9 @@ class Marks(msgspec.Struct, frozen=True):
     """The DSCP values that Crux may send with; none by default.
 
     Attributes:
-        tcp, rdma: of TCP connections and of queue pairs: the value of each level, from level 0
-            upwards. Empty: they are not marked.
-        usable: the levels that Crux may use, ascending.
+        tcp, rdma: DSCP value of each level, from level 0 upwards, for TCP connections and for
+            queue pairs; empty if they are not marked.
+        usable: levels that Crux may use, ascending.
     """
 
     tcp: _Marks = ()
@@ -120,171 +153,168 @@ class Marks(msgspec.Struct, frozen=True):
         return (self.usable[:-1] or self.usable or (0,)) if self else (0,)
 
 
-def _says(default: Any, meaning: str) -> Any:
+def _setting(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"meaning": meaning})
+
+
+def _tuning(default: Any) -> Any:
+    return field(default=default, metadata={"meaning": ""})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What Crux reads from its environment.
+    """Settings of one process.
 
     Raises:
-        SettingsError: values don't fit each other. :meth:`from_env` also raises it for a value that
-            can't be used.
+        SettingsError: values don't fit each other.
     """
 
-    disable: bool = _says(False, "use the stock backends and leave every connection alone")
-    attach: bool = _says(False, "make the script's own init_process_group use Crux; set by cruxrun")
-    store: Endpoint = _says(
+    disable: bool = _setting(False, "use the stock backends and leave every connection alone")
+    store: Endpoint = _setting(
         "unix:",
         "the store that the cluster's jobs share: unix: (of this user's jobs on one host), "
-        "unix:///PATH, tcp://HOST:PORT, etcd://... (docs/store.md), or none",
+        "unix:///PATH, tcp://HOST:PORT, etcd://... (docs/operate/store.md), or none",
     )
-    store_secret: str = _says(
+    store_secret: str = _setting(
         "",
         "file with the secret of the embedded store, which only its user may read; all hosts need "
         "the same; a store on one host needs none",
     )
-    store_group: Group = _says(
+    store_group: Group = _setting(
         "",
         "group of users who share what is otherwise this user's alone on a host: the store unix:, "
         "load tables, and links; by default, nobody",
     )
-    cluster: Name = _says("default", "name of the cluster: the first part of its keys in the store")
-    job: Name = _says("", "name of the job in the cluster; by default, cruxrun makes one")
-    host: Name = _says("", "name of this host in the topology file; by default, its host name")
-    levels: LevelCount = _says(
+    cluster: Name = _setting(
+        "default", "name of the cluster: the first part of its keys in the store"
+    )
+    job: Name = _setting("", "name of the job in the cluster; by default, cruxrun makes one")
+    host: Name = _setting("", "name of this host in the topology file; by default, its host name")
+    levels: LevelCount = _setting(
         8, "number of priority levels of NICs and switches, including reserved ones"
     )
-    reserved_levels: Levels = _says((), "levels that Crux must not use, separated by commas")
-    dscp_map: DscpMap = _says(
+    reserved_levels: Levels = _setting((), "levels that Crux must not use, separated by commas")
+    dscp_map: DscpMap = _setting(
         (),
         "DSCP values that Crux may set on TCP connections: one for each level, from level 0 "
         "upwards, separated by commas; without it none is set, unless the topology has `qos`",
     )
-    rdma_dscp_map: DscpMap = _says(
+    rdma_dscp_map: DscpMap = _setting(
         (), "likewise for queue pairs (RoCE), all values with the same PFC and ECN treatment"
     )
-    override_ib_tc: bool = _says(
+    programs: Programs = _setting(
+        (),
+        "names under which `crux exec` may mark programs that are no jobs, each with its highest "
+        "level: NAME:LEVEL,NAME:LEVEL; a topology with `qos` says it there",
+    )
+    override_ib_tc: bool = _setting(
         False, "let the class of the job's level go before NCCL_IB_TC and a program's own class"
     )
-    dry_run: bool = _says(
+    dry_run: bool = _setting(
         False, "measure, plan and show; mark no connection, take no path, hold nothing back"
     )
-    policy: Policy = _says(
+    policy: Policy = _setting(
         "crux", f"the scheduler that computes the plan: {', '.join(LIVE_POLICIES)}"
     )
-    max_slowdown: NotNegative = _says(
+    max_slowdown: NotNegative = _setting(
         3.0,
         "with the policy crux, levels may make a job's mean iteration at most this many times as "
         "long as alone; 0 means no bound",
     )
-    guard: bool = _says(
+    guard: bool = _setting(
         True,
         "with the policy crux, try levels out: a component's jobs are measured before, and a plan "
         "that does worse is taken back",
     )
-    topology: str = _says(
+    topology: str = _setting(
         "",
-        "file with the cluster's topology (YAML); without it, Crux chooses no paths, and the "
-        "policy crux gives all jobs one level",
+        "file with the cluster's topology (YAML); without it, jobs look for the network",
     )
-    dispatch: str = _says(
+    discovery: bool = _setting(True, "look for the network's paths, by probes and by traces")
+    dispatch: str = _setting(
         "",
         "cruxrun chooses the GPUs of --nproc-per-node ranks among the free ones of this host: auto "
         "(by NVLinks and PCIe switches), or the file of a table of `crux dispatch measure`",
     )
-    transport: bool = _says(
+    transport: bool = _setting(
         True, "preload libcrux_transport.so, which sets source ports and settings of queue pairs"
     )
-    paths: bool = _says(True, "apply the paths of the plan")
-    ports: Ports = _says(
+    paths: bool = _setting(True, "apply the paths of the plan")
+    ports: Ports = _setting(
         PortRange(20000, 28999),
         "TCP source ports that Crux may bind to choose paths: FIRST-LAST; it leaves out those that "
         "the kernel or another socket holds",
     )
-    nccl_class: bool = _says(True, "set the traffic class of each new NCCL communicator")
-    roce_ecn: Literal["auto", "0", "1", "2"] = _says(
+    roce_ecn: Literal["auto", "0", "1", "2"] = _setting(
         "auto",
         "ECN bits of queue pairs: 0 (not capable), 1 (ECT(1)), 2 (ECT(0)), or auto: as the host's "
         "RoCE devices are configured",
     )
-    links: Links = _says(
+    links: Links = _setting(
         ("none",),
         "links of the host on which operations of lower levels wait for higher ones: none, auto "
         "(the PCIe links that this process crosses), or names of stand-in links",
     )
-    link_wait_ms: WaitMs = _says(
-        500.0,
-        "the longest that an operation waits on the host's links, in milliseconds (up to 10000)",
-    )
-    switch_groups: Literal["auto", "all", "none"] = _says(
+    switch_groups: Literal["auto", "all", "none"] = _setting(
         "auto",
         "groups that may get new connections: all, none, or auto: all but those over NCCL where "
         "paths are off, or every RDMA device can change live queue pairs; those that may not keep "
         "torch's own backend if torch has hooks enough",
     )
-    switch_timeout_s: Positive = _says(
-        30.0,
-        "seconds that ranks wait for each other before they give up a switch to new connections; "
-        "on a device also the longest that an operation waits for a switch",
-    )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = _says(
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = _setting(
         "WARNING",
         "the least severe messages that Crux writes to stderr: debug, info, warning or error",
     )
-    profile_s: Positive = _says(
+    quiet: bool = _setting(False, "print no summary when the job ends")
+    profile_s: Positive = _setting(
         10.0, "the longest that a job holds the top level to be measured, in seconds"
     )
-    profile_iterations: Count = _says(
-        12, "number of iterations after which a measurement may end early"
-    )
-    warmup_iterations: Count = _says(
-        3, "number of iterations that a job runs before it is measured"
-    )
-    timing: Literal["measuring", "always"] = _says(
-        "measuring",
-        "when the recorder times operations: measuring (while the job is measured, or with a "
-        "trace) or always; at other times it records only the call, at a third of the cost",
-    )
-    tables_port: Port = _says(
-        29412,
-        "with the policy mlcc, TCP port of the load tables on the host that the topology names",
-    )
-    slot_ms: SlotMs = _says(
-        60.0, "with the policy mlcc, milliseconds for which a flow keeps a rate; where tables start"
-    )
-    lease_s: Span = _says(
+    lease_s: Span = _setting(
         6.0, "seconds after which a job that gives no sign of life counts as gone"
     )
-    plan_valid_s: Span = _says(15.0, "seconds after which a plan that nobody renews is dropped")
-    start_s: Span = _says(
-        3.0,
-        "seconds from the first process group until the background thread begins, unless two "
-        "iterations end before",
-    )
-    tick_s: Tick = _says(0.1, "seconds between two rounds of the background thread")
-    records: Count = _says(65536, "number of records that the recorder's ring holds")
-    device_flops: NotNegative = _says(
+    device_flops: NotNegative = _setting(
         0.0,
         "FLOP/s of one device, to estimate W from time and to bound what jobs claim; 0 means that "
         "Crux looks it up",
     )
-    trace: str = _says("", "folder in which every rank writes a Chrome trace at exit")
+    metrics: MetricsPort = _setting(
+        0,
+        "port at which rank 0's host serves the job's metrics to a Prometheus, on its loopback "
+        "only (docs/operate/metrics.md); 0 means none",
+    )
+    trace: str = _setting("", "folder in which every rank writes a Chrome trace at exit")
+    # Constants for users; tests and experiments change them with CRUX_TUNING.
+    nccl_class: bool = _tuning(True)  # set the traffic class of each new NCCL communicator
+    link_wait_ms: WaitMs = _tuning(500.0)  # longest wait of an operation on the host's links
+    #: Longest wait of ranks for each other in a switch; on a device also of an operation for it.
+    switch_timeout_s: Positive = _tuning(30.0)
+    profile_iterations: Count = _tuning(12)  # iterations after which a measurement may end early
+    warmup_iterations: Count = _tuning(3)  # iterations before a job is measured
+    #: When the recorder times operations; otherwise it records calls only, at a third of the cost.
+    timing: Literal["measuring", "always"] = _tuning("measuring")
+    tables_port: Port = _tuning(29412)  # of the load tables (mlcc), on the topology's host
+    slot_ms: SlotMs = _tuning(60.0)  # time for which a flow keeps a rate (mlcc)
+    plan_valid_s: Span = _tuning(15.0)  # after that a plan that nobody renews is dropped
+    start_s: Span = _tuning(3.0)  # start of the background thread, unless two iterations end before
+    tick_s: Tick = _tuning(0.1)  # period of the background thread
+    records: Count = _tuning(65536)  # capacity of the recorder's ring
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
-        """The settings in ``env`` (default: this process's). An empty variable is the default."""
-        source = os.environ if env is None else env
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """Returns the settings in ``env``. An empty variable is the default.
+
+        Raises:
+            SettingsError: a value can't be used.
+        """
+        texts = [(setting, env.get(setting.env)) for setting in SETTINGS]
+        texts += _tuned(env.get(TUNING_VARIABLE, ""))
         values: dict[str, Any] = {}
-        for setting in SETTINGS:
-            text = source.get(setting.env)
-            if not text:
-                continue
-            try:
-                values[setting.field] = setting.parse(text)
-            except ValueError as error:
-                raise SettingsError(f"{setting.env}={text!r}: {error}") from None
+        for setting, text in texts:
+            if text:
+                try:
+                    values[setting.field] = setting.parse(text)
+                except ValueError as error:
+                    raise SettingsError(f"{setting.env}={text!r}: {error}") from None
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -307,6 +337,8 @@ class Settings:
             )
         if not self.usable_levels:
             raise SettingsError("CRUX_RESERVED_LEVELS leaves no level to use: reserve fewer")
+        if 0 < self.metrics < 1024:
+            raise SettingsError(f"CRUX_METRICS={self.metrics}: expected {_OR_ZERO}")
         if 0 < self.max_slowdown < 1:
             expected = "a number of 1 or more, or 0 for no bound"
             raise SettingsError(f"CRUX_MAX_SLOWDOWN={self.max_slowdown:g}: expected {expected}")
@@ -316,7 +348,7 @@ class Settings:
 
     @property
     def usable_levels(self) -> tuple[int, ...]:
-        """The levels that Crux may use, ascending."""
+        """Levels that Crux may use, ascending."""
         return tuple(n for n in range(self.levels) if n not in self.reserved_levels)
 
     @property
@@ -329,16 +361,16 @@ class Settings:
 
     @property
     def control_dscp(self) -> int:
-        """The class of short messages that decide about traffic: that of the highest level.
-
-        0, the network's default, where Crux may not mark TCP connections.
-        """
+        """DSCP value of Crux's own messages: the highest level's, or 0 if TCP is not marked."""
         tcp = self.marks.tcp
         return tcp[self.marks.measuring_level] if tcp and not self.dry_run else 0
 
 
 class Setting(NamedTuple):
-    """One field of :class:`Settings`, as users see it. ``meaning`` has no full stop."""
+    """One field of :class:`Settings`, as users see it.
+
+    ``meaning`` has no full stop, and is empty for a value of ``CRUX_TUNING``.
+    """
 
     field: str
     kind: Any
@@ -347,35 +379,35 @@ class Setting(NamedTuple):
 
     @property
     def env(self) -> str:
-        """The environment variable."""
-        return f"CRUX_{self.field.upper()}"
+        """Environment variable; for a value of ``CRUX_TUNING`` also the name in it."""
+        return f"CRUX_{self.field.upper()}" if self.meaning else f"{TUNING_VARIABLE}: {self.field}"
 
     @property
-    def flag(self) -> str | None:
-        """The flag of ``cruxrun``, or None for what only ``cruxrun`` itself sets.
-
-        A flag without a value sets the opposite of the default.
-        """
+    def flag(self) -> str:
+        """Flag of ``cruxrun``. A flag without a value sets the opposite of the default."""
         name = self.field.replace("_", "-")
-        return None if name == "attach" else f"--crux-{'no-' if self.default is True else ''}{name}"
+        return f"--crux-{'no-' if self.default is True else ''}{name}"
 
     @property
     def default_text(self) -> str:
-        """The default as it would be written in the variable."""
-        if isinstance(self.default, tuple):
-            return ",".join(map(str, self.default))
-        number = isinstance(self.default, (bool, float))
-        return f"{self.default:g}" if number else str(self.default)
+        """Default as it would be written in the variable."""
+        return self.text_of(self.default)
+
+    def text_of(self, value: Any) -> str:
+        """Returns ``value`` as it would be written in the variable."""
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return f"{value:g}" if isinstance(value, (bool, float)) else str(value)
 
     def parse(self, text: str) -> Any:
-        """The value that ``text`` stands for; a ValueError says what was expected."""
+        """Returns the value that ``text`` stands for; a ValueError says what was expected."""
+        if self.kind is bool:
+            return parse_boolean(text)
         base, expected = self.kind, "text"
         if get_origin(base) is Annotated:
             base, meta = get_args(base)
             expected = meta.title
-        if base is bool:
-            expected = "one of 1, 0, true, false, yes, no, on, off"
-        elif get_origin(base) is Literal:
+        if get_origin(base) is Literal:
             expected = f"one of {', '.join(get_args(base))}"
         try:
             return msgspec.convert(_builtin(base, text.strip()), self.kind, strict=False)
@@ -385,8 +417,6 @@ class Setting(NamedTuple):
 
 def _builtin(kind: Any, text: str) -> Any:
     """``text`` as the plain value that msgspec converts to ``kind``."""
-    if kind is bool:
-        return {"yes": "1", "on": "1", "no": "0", "off": "0"}.get(text.lower(), text)
     if kind in (int, float):
         return kind(text)
     if kind is PortRange:
@@ -401,19 +431,94 @@ def _builtin(kind: Any, text: str) -> Any:
 
 
 _KINDS = get_type_hints(Settings, include_extras=True)
-#: Every setting, in the order of the fields: the source of `cruxrun --help` and of the docs.
-SETTINGS = tuple(
+_ALL = tuple(
     Setting(f.name, _KINDS[f.name], f.default, f.metadata["meaning"]) for f in fields(Settings)
 )
+#: Settings of users, in the order of the fields: the source of `cruxrun --help` and of the docs.
+SETTINGS = tuple(setting for setting in _ALL if setting.meaning)
+#: Values that ``CRUX_TUNING`` can set.
+TUNING = tuple(setting for setting in _ALL if not setting.meaning)
+
+
+def _tuned(text: str) -> Iterator[tuple[Setting, str]]:
+    """Yields each value that the text of ``CRUX_TUNING`` sets."""
+    names = {setting.field: setting for setting in TUNING}
+    for part in text.split(",") if text.strip() else ():
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not value or name not in names:
+            known = ", ".join(names)
+            raise SettingsError(
+                f"{TUNING_VARIABLE}={text!r}: expected NAME=VALUE,NAME=VALUE, names are {known}"
+            )
+        yield names[name], value
+
+
+def process_settings() -> Settings:
+    """Returns the settings of this process, parsed anew only if its environment has changed.
+
+    Raises:
+        SettingsError: a value can't be used.
+    """
+    names = [TUNING_VARIABLE, *(setting.env for setting in SETTINGS)]
+    return _parsed(tuple((name, os.environ[name]) for name in names if name in os.environ))
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed(variables: tuple[tuple[str, str], ...]) -> Settings:
+    return Settings.from_env(dict(variables))
+
+
+def is_attached_by_environment() -> bool:
+    """True if the end of ``import torch`` attaches Crux in this process."""
+    return is_true(os.environ.get(ATTACH_VARIABLE))
+
+
+def is_launched() -> bool:
+    """True if ``cruxrun`` launched this process, or a process above it."""
+    return os.environ.get(LAUNCHED_VARIABLE) == "1"
+
+
+def misspelt(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of ``env`` that begin with ``CRUX_`` and that nobody reads.
+
+    Each is given with what sets the setting of the most similar name; empty if none is similar.
+    """
+    settings = [setting.env for setting in SETTINGS]
+    tuning = {f"CRUX_{setting.field.upper()}": setting.field for setting in TUNING}
+    found = {}
+    for name in sorted(env):
+        if not name.startswith("CRUX_") or name in (*settings, *OTHER_VARIABLES):
+            continue
+        service = _SERVICE.search(name)
+        if service and f"{name[: service.start()]}_SERVICE_HOST" in env:
+            continue
+        if name in tuning:
+            found[name] = f"{TUNING_VARIABLE}={tuning[name]}=..."
+        else:
+            alike = difflib.get_close_matches(name.upper(), settings, n=1, cutoff=0.7)
+            found[name] = alike[0] if alike else ""
+    return found
+
+
+def misspelt_text(env: Mapping[str, str]) -> str:
+    """Returns a sentence that names the :func:`misspelt` variables; empty if there are none.
+
+    Values are left out: they may be secret.
+    """
+    found = misspelt(env)
+    each = [name + (f" (did you mean {meant}?)" if meant else "") for name, meant in found.items()]
+    if not each:
+        return ""
+    rest = "is no setting of Crux and has" if len(each) == 1 else "are no settings of Crux and have"
+    return f"{', '.join(each)} {rest} no effect"
 
 
 def settings_table() -> str:
-    """Every setting as a Markdown table: what docs/settings.md shows."""
+    """Returns every setting of users as a Markdown table: what docs/operate/settings.md shows."""
     rows = ["| variable | flag of cruxrun | default | meaning |", "|---|---|---|---|"]
     for s in SETTINGS:
-        flag = f"`{s.flag}`" if s.flag else ""
         default = f"`{s.default_text}`" if s.default_text else ""
-        rows.append(f"| `{s.env}` | {flag} | {default} | {s.meaning} |")
+        rows.append(f"| `{s.env}` | `{s.flag}` | {default} | {s.meaning} |")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""``crux cluster``: what its operator sees of a cluster, and decides about its jobs."""
+"""``crux cluster``: the operator's view of a cluster, and settings for its jobs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from crux_torch.cli.results import put_json
 from crux_torch.cli.status import of_a_cluster, settings_of, status, store_errors
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import TIMEOUT_S, read_status, render
-from crux_torch.report.json_text import json_text
+from crux_torch.report.tables import json_text
 
 if TYPE_CHECKING:
-    from crux_torch.control.operator import OperatorSettings
-    from crux_torch.control.registry import Registry
+    from crux_torch.agreement.operator import OperatorSettings
+    from crux_torch.agreement.registry import Registry
 
 #: Attempts to change the settings while others change them, too.
 ATTEMPTS = 10
@@ -194,7 +194,7 @@ def tenant(
     given = {name: value for name, value in told.items() if value is not None}
 
     def change(was: OperatorSettings) -> dict[str, Any]:
-        from crux_torch.control.operator import TenantCap
+        from crux_torch.agreement.operator import TenantCap
 
         cap = TenantCap(**given) if given else None  # type: ignore[arg-type]
         return {"tenants": _with(was.tenants, prefix, cap)}
@@ -240,9 +240,9 @@ def _change(
     hours: float | None,
     stays: bool,
 ) -> None:
-    from crux_torch.control.audit import line, of_act
-    from crux_torch.control.operator import OperatorSettings
-    from crux_torch.control.registry import decode
+    from crux_torch.agreement.audit import line, of_act
+    from crux_torch.agreement.operator import OperatorSettings
+    from crux_torch.agreement.registry import decode
     from crux_torch.store.endpoint import ETCD
 
     if settings_of(store, cluster).store.startswith(ETCD):
@@ -291,7 +291,7 @@ def _change(
 
 @contextmanager
 def _registry(store: str | None, cluster: str | None, what: str) -> Iterator[Registry]:
-    from crux_torch.control.registry import Registry
+    from crux_torch.agreement.registry import Registry
     from crux_torch.store.endpoint import LOAD_S, open_store
 
     settings = settings_of(store, cluster)

@@ -1,4 +1,4 @@
-"""``crux host``: what is inside this host, as tables or for the topology file."""
+"""``crux host``: the inside of this host, as tables or for the topology file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import yaml
 
 from crux_torch.cli.results import STDOUT, json_option, put_json
 from crux_torch.errors import CruxError
-from crux_torch.fabric.loaders import dump_yaml, load_topology
 from crux_torch.host import nvml
-from crux_torch.host.inside import Inside, as_entries, inside_of, join, usable_nics
-from crux_torch.host.machine import Host, read_cpu
-from crux_torch.host.nic import Nic, read_nics
+from crux_torch.host.interfaces import Nic, read_nics
+from crux_torch.host.machine import Host, Inside, as_entries, inside_of, join, read_cpu, usable_nics
 from crux_torch.host.nvml import NvmlReport
 from crux_torch.host.pcie import PcieTree
-from crux_torch.report.json_text import json_text
-from crux_torch.report.tables import Grid, console, say
+from crux_torch.network.loaders import dump_yaml, load_topology
+from crux_torch.report.tables import Grid, console, json_text, say
 
 GIGABYTE = 1e9
 
@@ -81,7 +79,7 @@ def host(
 
 
 def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> dict[str, Any]:
-    """All that is known of a host, as plain values; fields have their units in their names."""
+    """Returns all facts about a host as plain values; fields have their units in their names."""
     usable = usable_nics(host.nics, tree)
     return {
         "host": host.name,
@@ -114,7 +112,7 @@ def as_dictionary(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside
 
 
 def render(host: Host, report: NvmlReport, tree: PcieTree, inside: Inside) -> None:
-    """Print a host as tables: GPUs, links of the PCIe tree, NICs, and what could not be told."""
+    """Print a host as tables: GPUs, links of the PCIe tree, NICs, and notes."""
     to = console()
     cpu = host.cpu
     cores = f"{cpu.model or 'CPU'}, {cpu.cores} cores" if cpu else "CPU unknown"

@@ -7,8 +7,11 @@ package is missing only the commands that need it fail.
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -17,17 +20,27 @@ from crux_torch._version import __version__
 #: Every subcommand: where it is (``module:attribute``), and its line in ``crux --help``.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "status": ("crux_torch.cli.status:status", "Show the cluster's jobs and its plan."),
+    "top": ("crux_torch.cli.top:top", "Watch the jobs, links and plan on a screen."),
+    "explain": (
+        "crux_torch.cli.explain:explain_command",
+        "Say what a job waits for, with whom, and what would help.",
+    ),
+    "exporter": ("crux_torch.cli.exporter:exporter", "Serve metrics and the operator's page."),
     "cluster": ("crux_torch.cli.cluster:group", "Operate a cluster: drain, weigh, pin, audit."),
-    "store": ("crux_torch.cli.store:group", "Keep the cluster's store running between jobs."),
+    "store": ("crux_torch.cli.status:group", "Keep the cluster's store running between jobs."),
     "doctor": ("crux_torch.cli.doctor:doctor", "Check what is missing on this machine."),
-    "check": ("crux_torch.cli.check:check", "Compare the hosts of a job before it starts."),
+    "check": ("crux_torch.cli.doctor:check", "Compare the hosts of a job before it starts."),
     "host": ("crux_torch.cli.host:host", "Show this host's GPUs, PCIe, NVLink and NICs."),
+    "topology": ("crux_torch.cli.topology:group", "Make, check, draw and convert topologies."),
+    "env": ("cruxrun.env:env_command", "Print what makes a job run under Crux without cruxrun."),
+    "exec": ("crux_torch.cli.exec:exec_command", "Give any program a traffic class and a path."),
     "probe": ("crux_torch.cli.probe:probe_command", "Find which source port takes which path."),
+    "qos": ("crux_torch.cli.qos:group", "See if marked packets reach their queues."),
     "sim": ("crux_torch.cli.sim:sim", "Simulate jobs on a network under a scheduler."),
     "dispatch": ("crux_torch.cli.dispatch:dispatch", "Choose which GPUs to give to a job."),
 }
 #: The extra of crux-torch that installs a module.
-EXTRAS = {"scipy": "sim", "torch": "live"}
+EXTRAS = {"prometheus_client": "metrics", "scipy": "sim", "textual": "top", "torch": "live"}
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> click.ClickException:
@@ -39,6 +52,25 @@ def _missing(command: str, error: ModuleNotFoundError) -> click.ClickException:
     else:
         remedy = f"pip install the package that provides {module!r}"
     return click.ClickException(f"crux {command} needs {error.name or error}: {remedy}")
+
+
+@contextmanager
+def _cleaned_up() -> Iterator[None]:
+    """Let SIGTERM end a command by an exception, so that it removes what it made."""
+    number = signal.SIGTERM
+    aside = threading.current_thread() is not threading.main_thread()
+    if aside or signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 class LazyGroup(click.Group):
@@ -59,7 +91,8 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _cleaned_up():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             # As shells report what a signal has ended.
             raise SystemExit(128 + signal.SIGINT) from None

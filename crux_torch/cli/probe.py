@@ -1,7 +1,8 @@
-"""``crux probe``: which source ports lead over which path to a host."""
+"""``crux probe``: the source ports that lead over each path to a host."""
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +14,26 @@ from rich.console import Console
 
 from crux_torch.cli.results import json_option, put_json
 from crux_torch.errors import CruxError
-from crux_torch.fabric.ecmp import ROCE_V2_PORT
-from crux_torch.fabric.loaders import load_topology
-from crux_torch.fabric.topology import Topology, TopologyError
-from crux_torch.probe.discovery import Discovery
-from crux_torch.probe.path_map import Transport
-from crux_torch.probe.prober import MAX_TTL, Rules, probe
-from crux_torch.report.path_table import PathTable, addresses_of, as_json_text, render
+from crux_torch.network.discover.hashes import (
+    HASH_PORTS,
+    Checked,
+    Polarised,
+    SwitchHash,
+    check,
+    explain_switches,
+    next_hops_in,
+    polarisation,
+    ports_to_check,
+    traces_of,
+)
+from crux_torch.network.loaders import load_topology
+from crux_torch.network.paths import ROCE_V2_PORT
+from crux_torch.network.probe.discovery import Discovery, Rules
+from crux_torch.network.probe.packets import ProbeError, Transport
+from crux_torch.network.probe.prober import MAX_TTL, PathMap, default_ports, probe
+from crux_torch.network.topology import Topology, TopologyError
+from crux_torch.report.hash_table import hashes_as_dict, render_hashes
+from crux_torch.report.tables import PathTable, addresses_of, as_json_text, console, render
 
 
 def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -> range | None:
@@ -111,6 +125,12 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     metavar="NODE|ADDRESS",
     help="List only ports whose path crosses this node; repeat it for several.",
 )
+@click.option(
+    "--hash",
+    "find_hashes",
+    is_flag=True,
+    help="Find the hash by which each switch chooses, and check ports computed by it.",
+)
 @json_option
 def probe_command(
     destination: str,
@@ -126,6 +146,7 @@ def probe_command(
     time_limit_s: float,
     topology_path: Path | None,
     via: tuple[str, ...],
+    find_hashes: bool,
     json_path: Path | None,
 ) -> None:
     """Find which source port takes which path to DESTINATION.
@@ -136,12 +157,13 @@ def probe_command(
     """
     if port is None and protocol == "tcp":
         raise click.UsageError("--tcp needs --port: TCP has no port that is the same everywhere")
-    rules = Rules(confidence, rate, time_limit_s, ports_per_path=count)
+    per_path = max(count, HASH_PORTS) if find_hashes else count
+    rules = Rules(confidence, rate, time_limit_s, ports_per_path=per_path)
     try:
         topology = None if topology_path is None else load_topology(topology_path)
         if topology is not None and not topology.addresses:
             raise TopologyError(
-                f"{topology_path} gives no node an address; add `addresses:` (docs/topology.md), "
+                f"{topology_path} gives no node an address: add some (docs/operate/topology.md), "
                 "or leave it out"
             )
         for name in via:
@@ -158,16 +180,59 @@ def probe_command(
                 rules=rules,
                 watch=watch,
             )
+        hashes = _hashes(found, topology, ports, rate) if find_hashes else None
     except (CruxError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     report = PathTable(found, topology, via)
-    if not put_json(json_path, as_json_text(report)):
+    more = {} if hashes is None else {"hashes": hashes_as_dict(*hashes)}
+    if not put_json(json_path, as_json_text(report, more)):
         render(report)
+        if hashes is not None:
+            render_hashes(console(), *hashes)
     if via and not report.ports_via():
         raise click.ClickException(
             f"none of the {len(found.hops)} ports leads via {' and '.join(via)}; if there "
             "is a path over it, a higher --confidence searches longer"
         )
+
+
+def _hashes(
+    found: PathMap, topology: Topology | None, ports: range | None, rate: float
+) -> tuple[tuple[SwitchHash, ...], tuple[Checked, ...], tuple[Polarised, ...]]:
+    """The switches' hashes, and what probes of ports computed by them say."""
+
+    def named(address: str) -> str:
+        return topology.node_at.get(address, address) if topology is not None else address
+
+    traces = traces_of(found)
+    if found.changed:
+        raise ProbeError(
+            errno.EPROTO,
+            f"{found.changed} of {found.repeated} source ports took another path when they were "
+            "probed again: the network does not choose by a hash of ports (packet spraying, IPv6 "
+            "flow labels), or it changed; without --hash the paths are listed",
+        )
+    hashes = explain_switches(traces, named)
+    known = next_hops_in(topology, found.source, found.destination) if topology else None
+    polarised = tuple(polarisation(traces, named, known))
+    fresh = [
+        port
+        for port in ports or default_ports(found.protocol, found.port)
+        if port not in found.hops
+    ]
+    chosen = ports_to_check(hashes, traces[0][0], fresh)
+    if not chosen:
+        return hashes, (), polarised
+    again = probe(
+        found.destination,
+        found.port,
+        found.protocol,
+        source=found.source,
+        ports=chosen,
+        ttls=sorted({ttl for hops in found.hops.values() for ttl, _ in hops}),
+        rules=Rules(rate_per_s=rate, ports_per_path=65535, repeats=0),
+    )
+    return hashes, check(hashes, traces_of(again), named), polarised
 
 
 def _check_via(name: str, topology: Topology | None) -> None:

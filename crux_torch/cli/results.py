@@ -1,9 +1,12 @@
-"""Where a command's results go: ``--json [FILE|-]``, and the files of a benchmark."""
+"""Outputs of a command: ``--json [FILE|-]``, and the files of a benchmark.
+
+Options that several simulator commands share.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import click
 
 from crux_torch.files import write_file
-from crux_torch.report.json_text import bounded
+from crux_torch.report.tables import bounded
 
 #: ``--json`` without a file, or with ``-``: standard output has the JSON and nothing else.
 STDOUT = Path("-")
@@ -46,7 +49,7 @@ def put_json(json_path: Path | None, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one benchmark measured: the settings that it ran with, and a row a measurement."""
+    """Results of one benchmark: its settings, and a row a measurement."""
 
     benchmark: str
     settings: Mapping[str, Any]
@@ -91,3 +94,36 @@ def publish(result: Result, text: str, json_path: Path | None, folder: Path | No
     """Write the result files, see :meth:`Result.write`, and print ``text`` or the JSON."""
     result.write(text, json_path, folder)
     click.echo(result.to_json() if json_path == STDOUT else text, nl=False)
+
+
+scenario_argument = click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Runs that are played at the same time.",
+)
+
+
+def names_option(flag: str, name: str, known: Iterable[str], default: str) -> Callable[..., Any]:
+    """An option for a comma-separated list of ``known`` names; ``all`` stands for all of them."""
+    known = list(known)
+    return click.option(
+        flag,
+        name,
+        default=default,
+        show_default=True,
+        callback=lambda _context, _option, value: chosen(value, known),
+        help=f"Comma-separated: {', '.join(known)}; or all.",
+    )
+
+
+def chosen(value: str, known: list[str]) -> tuple[str, ...]:
+    names = tuple(known) if value == "all" else tuple(value.split(","))
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is unknown; expected some of {', '.join(known)}")
+    return names

@@ -10,10 +10,10 @@ import msgspec
 from crux_torch.cli.results import write_text
 from crux_torch.errors import CruxError
 from crux_torch.files import read_file
-from crux_torch.sim.imported import FORMATS, format_of, scenario_of
+from crux_torch.sim.importers import FORMATS, format_of, scenario_of
+from crux_torch.sim.importers.workload import ImportedJob, ImportFailed
 from crux_torch.sim.placement import PLACEMENTS
-from crux_torch.sim.trace_rows import TOPOLOGIES, topology_of
-from crux_torch.sim.workload import ImportedJob, ImportFailed
+from crux_torch.sim.replay import TOPOLOGIES, topology_of
 
 #: A longer file is refused, also after unpacking; the profiler's traces of a rank have gigabytes.
 MAX_FILE_BYTES = 1 << 32

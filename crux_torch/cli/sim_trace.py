@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from crux_torch.cli.results import STDOUT, Result, json_option
-from crux_torch.cli.sim_options import names_option, threads_option
+from crux_torch.cli.plots import plot_option, put_plot
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import STDOUT, Result, json_option, names_option, threads_option
 from crux_torch.errors import CruxError
 from crux_torch.report.tables import Grid, console
-from crux_torch.schedule.scheduler import IN_TRACES
+from crux_torch.schedule.schedulers import IN_TRACES
 from crux_torch.sim.placement import PLACEMENTS, RANKED
-from crux_torch.sim.replay import ReplayOptions
-from crux_torch.sim.trace_rows import TOPOLOGIES, Run, Workload, run_rows, settings_of, topology_of
+from crux_torch.sim.replay import TOPOLOGIES, ReplayOptions, Run, run_rows, settings_of, topology_of
+from crux_torch.sim.traces import Workload
 
 #: Letters in a line of the file of tables.
 FILE_WIDTH = 132
@@ -83,6 +82,11 @@ Row = dict[str, Any]
     "--rings-together", is_flag=True, help="All rings and groups of a job move as one transfer."
 )
 @click.option(
+    "--fixed-durations",
+    is_flag=True,
+    help="A job leaves after the trace's duration, however far it got; else when its work is done.",
+)
+@click.option(
     "--replan",
     "replan_s",
     type=click.FloatRange(0.0),
@@ -91,6 +95,7 @@ Row = dict[str, Any]
 )
 @threads_option
 @json_option
+@plot_option
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -120,6 +125,7 @@ def play_rows(
     max_slowdown: float,
     steady_tolerance: float,
     rings_together: bool,
+    fixed_durations: bool,
     replan_s: float,
     threads: int,
     json_path: Path | None,
@@ -127,12 +133,14 @@ def play_rows(
     name: str,
     row_of: Callable[[Row], Row] = lambda row: row,
     columns: Mapping[str, Callable[[Row], str]] | None = None,
+    plot_path: Path | None = None,
 ) -> None:
     """Plays the cells, writes the result files after every one, and prints the tables.
 
     Args:
         row_of: what becomes of a row before it is written.
         columns: further columns of the tables, after the utilisation: heading and content.
+        plot_path: where to draw the rows; None: nowhere.
     """
     if kind is None:
         kind = "hybrid" if data else "generated"
@@ -148,12 +156,12 @@ def play_rows(
         iterations_as_one=iterations_as_one,
         steady_tolerance=steady_tolerance,
         rings_apart=not rings_together,
+        fixed_durations=fixed_durations,
     )
     runs = [
         Run(workload, topology, scheduler, replace(options, placement=placement))
         for topology, placement, scheduler in cells
     ]
-    bar = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     rows: list[Row] = []
     try:
         loaded = workload.load()
@@ -163,13 +171,16 @@ def play_rows(
         settings = settings_of(workload, options, loaded)
         for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
             topology_of(topology)
-        with Progress(*bar, console=Console(stderr=True), transient=True) as progress:
-            for row in progress.track(run_rows(runs, threads), total=len(runs)):
-                rows.append(row_of(row))
-                result = Result(name, settings, rows)
-                result.write(_text(settings, rows, columns or {}, FILE_WIDTH), json_path, out)
+        for row in tracked(run_rows(runs, threads), "rows", len(runs)):
+            rows.append(row_of(row))
+            result = Result(name, settings, rows)
+            result.write(_text(settings, rows, columns or {}, FILE_WIDTH), json_path, out)
     except CruxError as error:
         raise click.ClickException(str(error)) from None
+    if plot_path is not None:
+        from crux_torch.report.page.simulated import trace_charts
+
+        put_plot(plot_path, f"{kind} trace", _tables(rows, columns or {}), trace_charts(rows))
     shown = _text(settings, rows, columns or {}, console().width)
     click.echo(result.to_json() if json_path == STDOUT else shown, nl=False)
 
@@ -192,10 +203,15 @@ def _text(
         f"{found['kind']} trace: {found['jobs']} jobs {load}. It is not the paper's trace: compare "
         "orderings and gaps.",
     )
-    for key in dict.fromkeys((row["topology"], row["placement"]) for row in rows):
-        mine = [row for row in rows if (row["topology"], row["placement"]) == key]
-        _table(mine, columns).print(to)
+    for table in _tables(rows, columns):
+        table.print(to)
     return buffer.getvalue()
+
+
+def _tables(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> list[Grid]:
+    keys = dict.fromkeys((row["topology"], row["placement"]) for row in rows)
+    of_key = [[r for r in rows if (r["topology"], r["placement"]) == key] for key in keys]
+    return [_table(mine, columns) for mine in of_key]
 
 
 def _table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Grid:

@@ -1,9 +1,12 @@
-"""``crux status``: the jobs of a cluster and their plan."""
+"""``crux status`` shows a cluster's jobs and plan; ``crux store serve`` keeps its store running."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,15 @@ import click
 from crux_torch.cli.results import json_option, put_json
 from crux_torch.errors import CruxError, SettingsError, StoreError
 from crux_torch.report.cluster_status import COLUMNS, as_json_text, read_status, render
+from crux_torch.report.history import render_history
+from crux_torch.report.tables import console
 from crux_torch.settings import Settings
-from crux_torch.store.endpoint import looked_into
+from crux_torch.store.endpoint import ETCD, looked_into, sharing
+from crux_torch.store.host import StoreHost
 
 
 def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a command about one cluster: ``store``, ``cluster`` and ``json_path``."""
+    """Adds the options of a command about one cluster: ``store``, ``cluster``, ``json_path``."""
     for option in (
         json_option,
         click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER]."),
@@ -29,7 +35,7 @@ def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settings_of(store: str | None, cluster: str | None) -> Settings:
-    """The settings of the environment, with those that the command line gives instead."""
+    """Returns the settings of the environment; those of the command line go first."""
     given = {"CRUX_STORE": store, "CRUX_CLUSTER": cluster}
     try:
         settings = Settings.from_env({**os.environ, **{k: v for k, v in given.items() if v}})
@@ -42,12 +48,12 @@ def settings_of(store: str | None, cluster: str | None) -> Settings:
 
 @contextlib.contextmanager
 def store_errors(settings: Settings, what: str) -> Iterator[None]:
-    """Says what can't be done where the store fails, and what helps."""
+    """Turns errors of the store into one line with the remedy."""
     try:
         yield
     except StoreError as error:
-        told = looked_into(error, settings.store).told
-        raise click.ClickException(f"can't {what}: {told}") from None
+        reason = looked_into(error, settings.store).with_remedy
+        raise click.ClickException(f"can't {what}: {reason}") from None
     except CruxError as error:
         raise click.ClickException(f"can't {what}: {error}") from None
 
@@ -64,8 +70,16 @@ def store_errors(settings: Settings, what: str) -> Iterator[None]:
     "crashed disappear when their lease ends, and the title says whether the plan was renewed.",
 )
 @click.option("--wide", is_flag=True, help="Show all that is known of each job.")
+@click.option(
+    "--history", is_flag=True, help="Show the last plans and settings, too: when they held, why."
+)
 def status(
-    store: str | None, cluster: str | None, settle_s: float, wide: bool, json_path: Path | None
+    store: str | None,
+    cluster: str | None,
+    settle_s: float,
+    wide: bool,
+    history: bool,
+    json_path: Path | None,
 ) -> None:
     """Show the cluster's jobs and the plan in force, as the store has them.
 
@@ -80,6 +94,39 @@ def status(
             settings.cluster,
             settle_s,
             group=settings.store_group,
+            history=history,
         )
-    if not put_json(json_path, as_json_text(found)):
-        render(found, () if wide else COLUMNS)
+    if put_json(json_path, as_json_text(found)):
+        return
+    render(found, () if wide else COLUMNS)
+    if history:
+        render_history(console(), found.history, time.time())
+
+
+@click.group("store")
+def group() -> None:
+    """Keep the store that the jobs of a cluster share."""
+
+
+@group.command()
+@click.option("--store", help="unix:, unix:///PATH or tcp://HOST:PORT [default: CRUX_STORE].")
+def serve(store: str | None) -> None:
+    """Keep the embedded store running on this host until SIGTERM or SIGINT.
+
+    Otherwise it ends 10 s after its last job, and forgets what the operator has set.
+    """
+    settings = settings_of(store, None)
+    if settings.store.startswith(ETCD):
+        raise click.UsageError(f"CRUX_STORE={settings.store}: an etcd is started by its operator")
+    given = settings.store, settings.store_secret, settings.store_group
+    try:
+        host = StoreHost(*given)
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from None
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    host.start()
+    click.echo(sharing(*given) or f"keeping the store {settings.store}")
+    ended.wait()
+    host.stop()

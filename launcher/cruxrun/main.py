@@ -5,34 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from typing import Any, NoReturn
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from crux_torch.agreement.problems import start_line
 from crux_torch.apply import preload
-from crux_torch.control.left_out import start_line
 from crux_torch.errors import SettingsError
-from crux_torch.log_lines import news, to_stderr
-from crux_torch.settings import Settings
-from crux_torch.store.endpoint import OWN_TABLES, sharing
-from crux_torch.store.unix_place import UNIX
-from crux_torch.variables import misspelt_in_words
-from cruxrun import autoload, flags, launched, marks, prechecks
+from crux_torch.logs import news, one_line, to_stderr
+from crux_torch.settings import SUMMARY_VARIABLE, Settings, misspelt_text
+from crux_torch.store.endpoint import OWN_TABLES
+from crux_torch.store.host import host_of
+from cruxrun import autoload, flags
 from cruxrun.devices import chosen_devices
-from cruxrun.job_name import job_name
+
+if TYPE_CHECKING:
+    from crux_torch.network.topology import Topology
+    from crux_torch.store.host import StoreHost
 
 PROG = "cruxrun"
 logger = logging.getLogger(PROG)
-
-
-def _torchrun(args: Namespace) -> None:
-    run: Callable[[Namespace], None] = torchrun.run
-    run(args)
 
 
 def get_args_parser() -> ArgumentParser:
@@ -60,35 +59,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: with code 2 for a command line or a setting that can't be used.
         ChildFailedError: when workers fail more often than ``--max-restarts`` allows.
     """
-    parser = get_args_parser()
-    args = parser.parse_args(argv)
+    run: Callable[[Namespace], None] = torchrun.run
+    args = get_args_parser().parse_args(argv)
     try:
         if flags.is_disabled(args, os.environ):
             with _environment({"CRUX_DISABLE": "1"}):
-                _torchrun(args)
+                run(args)
             return
-        exports, settings = flags.environment(args, os.environ)
-        topology = prechecks.topology_of(settings)
-        if topology is not None:
-            exports |= prechecks.named_host(topology, settings)
-            exports |= marks.of_the_topology(settings, topology)
+        variables, settings, topology = flags.job_environment(args, os.environ)
     except SettingsError as error:
         _refuse(error)
-
-    exports["CRUX_ATTACH"] = "1"
-    started_by_a_rank = bool(os.environ.get("CRUX_JOB_OF"))
-    exports["CRUX_JOB_OF"] = ""
-    if not exports.get("CRUX_JOB") and (started_by_a_rank or not os.environ.get("CRUX_JOB")):
-        exports["CRUX_JOB"] = job_name(args)
     with ExitStack() as stack:
-        stack.enter_context(_environment(exports))
-        settings = Settings.from_env()
+        stack.enter_context(_environment(variables))
         to_stderr(logger, f"cruxrun {settings.job}", settings.log_level, alone=True)
         to_stderr(logging.getLogger("crux_torch"), f"cruxrun {settings.job}", settings.log_level)
-        if unknown := misspelt_in_words(os.environ):
+        if unknown := misspelt_text(os.environ):
             logger.warning("%s", unknown)
-        obstacle = launched.obstacle(os.environ)
-        if obstacle:
+        if obstacle := preload.autoload_obstacle(os.environ):
             logger.warning(
                 "%s: the script runs on the stock backends, unless it calls crux_torch.attach()",
                 obstacle,
@@ -99,14 +86,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         news(logger).info("%s", start_line(settings, topology))
         preloaded = preload.environment(settings, os.environ, not args.no_python)
         stack.enter_context(_environment(preloaded))
-        stack.enter_context(_hosted_store(settings))
-        stack.enter_context(_hosted_tables(settings))
+        stack.enter_context(_hosted(f"the store {settings.store}", lambda: host_of(settings)))
+        stack.enter_context(_hosted("the load tables", lambda: _tables(settings, topology)))
         try:
             devices = stack.enter_context(chosen_devices(args, settings))
         except SettingsError as error:
             _refuse(error)
         stack.enter_context(_environment(devices))
-        _torchrun(args)
+        stack.enter_context(_summed_up(settings))
+        run(args)
 
 
 def _refuse(error: SettingsError) -> NoReturn:
@@ -131,28 +119,15 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _hosted_tables(settings: Settings) -> Iterator[None]:
-    """Keep the load tables of the policy mlcc while the job runs, if their place is this host."""
-    host: Any = None
-    if settings.policy == "mlcc" and not settings.dry_run:
-        try:
-            from crux_torch.fabric.loaders import load_topology
-            from crux_torch.store.host import StoreHost
-
-            topology = load_topology(settings.topology) if settings.topology else None
-            named = topology.addresses[topology.tables][0] if topology and topology.tables else ""
-            address = f"[{named}]" if ":" in named else named
-            host = StoreHost(
-                f"tcp://{address}:{settings.tables_port}" if named else OWN_TABLES,
-                settings.store_secret,
-                settings.store_group,
-                module="crux_torch.control.tables_server",
-                arguments=(f"--slot-s={settings.slot_ms / 1e3}",),
-                dscp=settings.control_dscp,
-            )
+def _hosted(what: str, make: Callable[[], StoreHost | None]) -> Iterator[None]:
+    """Keep a server running while the job runs; if that fails, one warning says so."""
+    host: StoreHost | None = None
+    try:
+        if (host := make()) is not None:
             host.start()
-        except Exception as error:
-            logger.warning("the load tables are not kept here, rates are not paced: %s", error)
+    except Exception as error:
+        logger.warning("%s: not kept here: %s", what, error)
+        host = None
     try:
         yield
     finally:
@@ -161,33 +136,51 @@ def _hosted_tables(settings: Settings) -> Iterator[None]:
 
 
 @contextmanager
-def _hosted_store(settings: Settings) -> Iterator[None]:
-    """Keep the embedded store running while the job runs, if its address is this host's.
-
-    If that can't be done, the job runs on with one warning.
-    """
-    host: Any = None
-    endpoint = settings.store
-    if endpoint.startswith(("tcp:", UNIX)):
+def _summed_up(settings: Settings) -> Iterator[None]:
+    """Print the job's summary at its end, where its leader ran on this host."""
+    with ExitStack() as stack:
         try:
-            from crux_torch.store.host import StoreHost
-
-            shared = sharing(endpoint, settings.store_secret, settings.store_group)
-            if shared:
-                logger.warning("%s", shared)
-            host = StoreHost(settings.store, settings.store_secret, settings.store_group)
-            host.start()
-        except Exception as error:
-            logger.warning("the store %s is not hosted here: %s", endpoint, error)
-            host = None
-    try:
-        yield
-    finally:
-        if host is not None:
+            # What a job can't write costs it nothing but the summary.
+            folder = stack.enter_context(TemporaryDirectory(prefix="cruxrun-"))
+            file = "" if settings.quiet else os.path.join(folder, "summary")
+        except OSError:
+            file = ""
+        stack.enter_context(_environment({SUMMARY_VARIABLE: file}))
+        try:
+            yield
+        finally:
             try:
-                host.stop()
+                _print_summary(file, settings.job)
             except Exception as error:
-                logger.warning("the store %s did not stop cleanly: %s", endpoint, error)
+                logger.debug("no summary: %s", error)
+
+
+def _print_summary(file: str, job: str) -> None:
+    if not file or not os.path.exists(file):
+        return
+    from crux_torch.agent.summary import read_summary, summary_lines
+
+    if (found := read_summary(file)) is not None:
+        lines = map(one_line, summary_lines(found, job, time.time()))
+        news(logger).info("%s", "\n    ".join(lines))
+
+
+def _tables(settings: Settings, topology: Topology | None) -> StoreHost | None:
+    """Returns the host of the load tables, if the policy is mlcc."""
+    if settings.policy != "mlcc" or settings.dry_run:
+        return None
+    from crux_torch.store.host import StoreHost
+
+    named = topology.addresses[topology.tables][0] if topology and topology.tables else ""
+    address = f"[{named}]" if ":" in named else named
+    return StoreHost(
+        f"tcp://{address}:{settings.tables_port}" if named else OWN_TABLES,
+        settings.store_secret,
+        settings.store_group,
+        module="crux_torch.agreement.load_tables",
+        arguments=(f"--slot-s={settings.slot_ms / 1e3}",),
+        dscp=settings.control_dscp,
+    )
 
 
 def _name_completion(parser: ArgumentParser) -> None:
@@ -198,18 +191,15 @@ def _name_completion(parser: ArgumentParser) -> None:
     action: Any = next((a for a in parser._actions if a.dest == "print_completion"), None)
     if action is None:
         return
-    stock = type(action)
 
-    class _Named(stock):  # type: ignore[misc, valid-type]
-        def __call__(
-            self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
-        ) -> None:
+    class Named(type(action)):  # type: ignore[misc]
+        def __call__(self, parser: ArgumentParser, space: Any, shell: Any, *rest: Any) -> None:
             try:
                 shtab: Any = import_module("shtab")
             except ImportError:
-                super().__call__(parser, namespace, values, option)
+                super().__call__(parser, space, shell, *rest)
             else:
-                print(shtab.complete(parser, shell=values))
+                print(shtab.complete(parser, shell=shell))
                 parser.exit()
 
-    action.__class__ = _Named
+    action.__class__ = Named

@@ -1,0 +1,206 @@
+"""``crux exec``: traffic class and path for a program that is no training job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import click
+
+from crux_torch.apply import preload, verbs_shim
+from crux_torch.apply.program import Unreachable, find_program
+from crux_torch.errors import CruxError, SettingsError
+from crux_torch.host.interfaces import own_addresses, read_devices
+from crux_torch.network.host_match import match_host
+from crux_torch.network.loaders import load_topology
+from crux_torch.network.qos import Qos, program_level, with_qos
+from crux_torch.network.routes import HostRoute, planned_paths, routers, routes_of
+from crux_torch.network.topology import Topology, TopologyError
+from crux_torch.settings import ATTACH_VARIABLE, Settings
+
+#: ssh and DNS: connections that carry no data of the program.
+LEFT_PORTS = (22, 53)
+#: What one environment variable may hold: MAX_ARG_STRLEN of the kernel, less the name.
+MAX_LINES_BYTES = 130_000
+#: Exit codes of shells and env(1): CMD can't be run, CMD was not found.
+CANNOT_RUN, NOT_FOUND = 126, 127
+
+
+def route_lines(
+    dscp: int | None, qp_dscp: int | None, overrides: bool, routes: Iterable[HostRoute] = ()
+) -> str:
+    """Returns routes as text (csrc/transport/route_file.h): to any address, then to those given.
+
+    Args:
+        dscp, qp_dscp: of TCP connections and of queue pairs; None: they are left as they are.
+        overrides: ``qp_dscp`` is also for queue pairs whose program chose a class.
+    """
+    marks = "" if dscp is None else f" dscp {dscp}"
+    marks += "" if qp_dscp is None else f" qp_dscp {qp_dscp} overrides {int(overrides)}"
+    lines = [f"*{marks}"]
+    for route in routes:
+        hops = "".join(f" via {ttl}:{','.join(addresses)}" for ttl, addresses in route.hops)
+        lines += [f"{destination}{hops}{marks}" for destination in route.destinations]
+    return "\n".join(lines) + "\n"
+
+
+def routes_through(topology: Topology, host: str, switch: str) -> tuple[HostRoute, ...]:
+    """Returns the routes from ``host`` that cross ``switch``, to each host that has one.
+
+    Raises:
+        TopologyError: no path crosses it, or no router that answers tells it from the others.
+    """
+    if switch not in topology.nodes or topology.host_of(switch) is not None:
+        raise TopologyError(f"--through {switch}: the topology has no such switch")
+    chosen = {}
+    for other in topology.hosts:
+        if other == host:
+            continue
+        paths = topology.candidate_paths(host, other)
+        crossing = [path for path in paths if switch in routers(path, topology)]
+        if 0 < len(crossing) < len(paths):
+            chosen[host, other] = crossing[0]
+    found = routes_of(planned_paths(chosen, topology), topology.hosts, topology)
+    routes = tuple(route for route in found.routes if route.src == host)
+    if not routes:
+        why = "; ".join(found.problems) or f"no host has a choice of paths from {host} through it"
+        raise TopologyError(f"--through {switch}: {why}")
+    return routes
+
+
+def _routes(settings: Settings, topology: Topology | None, switch: str) -> tuple[HostRoute, ...]:
+    if topology is None:
+        raise SettingsError("--through needs a topology: give --topology")
+    if not settings.paths:
+        raise SettingsError("--through has no effect: CRUX_PATHS=0 switches paths off")
+    name = settings.host or socket.gethostname()
+    host = match_host(topology, name, own_addresses(), configured=bool(settings.host))
+    return routes_through(topology, host, switch)
+
+
+def variables(
+    env: Mapping[str, str],
+    name: str,
+    level: int | None,
+    through: str | None,
+    left_ports: Iterable[int],
+) -> tuple[dict[str, str], str]:
+    """Returns the variables that a program starts with, and one line that says what they do.
+
+    Raises:
+        CruxError: the operator's settings don't allow it, or the library can't be loaded.
+    """
+    settings = Settings.from_env(env)
+    topology = load_topology(settings.topology) if settings.topology else None
+    qos: Qos | None = topology.qos if topology is not None else None
+    settings = with_qos(settings, qos)
+    level = program_level(settings, qos, name, level)
+    tcp, rdma = settings.marks.tcp, settings.marks.rdma
+    dscp, qp_dscp = tcp[level] if tcp else None, rdma[level] if rdma else None
+    routes = _routes(settings, topology, through) if through else ()
+    if settings.dry_run or settings.disable:
+        switch = "CRUX_DISABLE" if settings.disable else "CRUX_DRY_RUN"
+        return {}, f"{name}: nothing is marked: {switch} is set"
+    if not settings.transport:
+        raise SettingsError("CRUX_TRANSPORT=0 switches the library off that marks connections")
+    if obstacle := preload.obstacle():
+        raise SettingsError(obstacle)
+    lines = route_lines(dscp, qp_dscp, settings.override_ib_tc, routes)
+    if len(lines) > MAX_LINES_BYTES:
+        raise SettingsError(f"--through: {len(routes)} routes are more than a variable can hold")
+    left = ",".join(map(str, sorted(set(left_ports))))
+    added = preload.environment(settings, env) | {
+        "CRUX_TRANSPORT_STEER_ALL": "1",
+        "CRUX_TRANSPORT_ROUTE_LINES": lines,
+        "CRUX_TRANSPORT_SKIP_PORTS": left,
+        # A program with torch in it is no job here.
+        ATTACH_VARIABLE: "0",
+    }
+    gets = [f"TCP DSCP {dscp}"] if dscp is not None else []
+    # The shim for libibverbs is preloaded only where there are devices.
+    if qp_dscp is not None and read_devices():
+        shimmed = verbs_shim.NCCL_VARIABLE in added
+        gets.append(f"queue pairs DSCP {qp_dscp}" if shimmed else "queue pairs keep their class")
+    path = f", through {through} to {len(routes)} hosts" if through else ""
+    said = f"{name} at level {level}: {', '.join(gets) or 'no class'}{path}"
+    return added, f"{said}; left alone: loopback, UDP, ports {left or 'none'}"
+
+
+def _ports(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        ports = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        ports = (0,)
+    if any(not 0 < port < 65536 for port in ports):
+        raise click.BadParameter("expected ports from 1 to 65535, separated by commas")
+    return ports
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.option("--name", required=True, help="Name of the program in the operator's settings.")
+@click.option(
+    "--level",
+    type=click.IntRange(0, 63),
+    help="Priority level [default: the highest that the operator allows that name].",
+)
+@click.option(
+    "--topology",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Topology file [default: CRUX_TOPOLOGY].",
+)
+@click.option("--through", metavar="SWITCH", help="Let TCP connections cross this switch.")
+@click.option(
+    "--leave-ports",
+    "left_ports",
+    default=",".join(map(str, LEFT_PORTS)),
+    show_default=True,
+    metavar="PORT,...",
+    callback=_ports,
+    help="Ports of services whose connections stay as they are, on either end.",
+)
+@click.option("--quiet", is_flag=True, help="Say nothing unless it fails.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD ...")
+def exec_command(
+    name: str,
+    level: int | None,
+    topology: Path | None,
+    through: str | None,
+    left_ports: tuple[int, ...],
+    quiet: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Run CMD, and give its TCP connections and queue pairs a traffic class.
+
+    \b
+    export CRUX_DSCP_MAP=0,10,18 CRUX_LEVELS=3 CRUX_PROGRAMS=kv-cache:1
+    crux exec --name kv-cache -- python -m http.server
+
+    CMD takes the place of this process: signals and the exit code are its own. The programs that
+    it starts are marked, too. Out of reach are statically linked programs, Go programs, programs
+    with privileges of their own (setuid), io_uring, and sockets of the kernel (NFS, NVMe over TCP).
+    """
+    env = dict(os.environ)
+    if topology is not None:
+        env["CRUX_TOPOLOGY"] = str(topology)
+    try:
+        added, said = variables(env, name, level, through, left_ports)
+        program = find_program(command[0], env) if added else command[0]
+    except Unreachable as error:
+        click.echo(f"crux exec: {error}", err=True)
+        raise SystemExit(NOT_FOUND if error.is_absent else CANNOT_RUN) from None
+    except CruxError as error:
+        raise click.ClickException(str(error)) from None
+    if not quiet:
+        click.echo(f"crux exec: {said}", err=True)
+    # Python ignores them, and an ignored signal stays so in the next program.
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execvpe(program, command, env | added)
+    except OSError as error:
+        click.echo(f"crux exec: {command[0]}: {error.strerror}", err=True)
+        found = not isinstance(error, FileNotFoundError)
+        raise SystemExit(CANNOT_RUN if found else NOT_FOUND) from None
