@@ -1,7 +1,8 @@
-"""The tiers of the tests, what runs beside what, and which tests may be tried a second time.
+"""The tiers of the tests, and what runs beside what.
 
 CONTRIBUTING.md describes the tiers. ``slow`` and ``full`` are the markers that divide them, and
-``alone`` is for tests beside which nothing runs.
+``alone`` is for tests beside which nothing runs. ``flaky`` is for tests that start torchrun or
+stock Gloo; every second try is listed in the summary.
 """
 
 from __future__ import annotations
@@ -24,46 +25,30 @@ hypothesis.settings.register_profile("long", deadline=None, derandomize=True, ma
 hypothesis.settings.register_profile("new", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-#: Tests of real training processes. Stock Gloo and torchrun, which they start too, now and then
-#: abort a process that is being torn down or lose a race for a port; a test that fails because of
-#: this package fails twice. Every second try is listed in the summary.
-REAL_PROCESSES = (
-    "test_absences.py",
-    "test_backend.py",
-    "test_contest.py",
-    "test_cruxrun_processes.py",
-    "test_demo_job.py",
-    "test_disk.py",
-    "test_dispatch_live.py",
-    "test_doctor_agreement.py",
-    "test_examples.py",
-    "test_first_ten_minutes.py",
-    "test_frameworks.py",
-    "test_guard_fabric.py",
-    "test_kill.py",
-    "test_mix.py",
-    "test_mlcc_job.py",
-    "test_nccl_sockets.py",
-    "test_on_rig.py",
-    "test_partition.py",
-    "test_paths_fabric.py",
-    "test_probe_fabric.py",
-    "test_rank_cut_off.py",
-    "test_runtime_agent.py",
-    "test_store_etcd.py",
-    "test_store_paused.py",
-    "test_store_process.py",
-)
 #: The fixture of an emulated machine, which the tests that use it share.
 EMULATED = "guest"
+#: What its first test may take: it starts the machine, and plays what the others look at.
+GUEST_LIMIT_S = 1500
 
 
 def _file(item: pytest.Item) -> str:
     return item.path.relative_to(HERE.parent).as_posix()
 
 
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return str(marker.args[0])
+
+
 def _is_long(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in ("slow", "full"))
+
+
+def _limit_s(item: pytest.Item) -> float:
+    """Returns the seconds of its own timeout mark, which the longest tests have."""
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker else 0.0
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,16 +57,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if EMULATED in getattr(item, "fixturenames", ()):
             item.add_marker("full")
             item.add_marker(pytest.mark.xdist_group(EMULATED))
+            item.add_marker(pytest.mark.timeout(GUEST_LIMIT_S))
         elif item.path.parent.name == "gpu":
             item.add_marker("full")
-        if item.path.name.startswith(REAL_PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
         # A file's tests share fixtures, so one worker runs them all.
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_file(item)))
     # The long ones first, so that no worker is left with one at the end.
     long_files = {_file(item) for item in items if _is_long(item)}
-    items.sort(key=lambda item: _file(item) not in long_files)
+    limit_s: dict[str, float] = {}
+    for item in items:
+        limit_s[_group(item)] = max(limit_s.get(_group(item), 0.0), _limit_s(item))
+    items.sort(key=lambda item: (_file(item) not in long_files, -limit_s[_group(item)]))
 
 
 @pytest.fixture

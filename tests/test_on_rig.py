@@ -6,12 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import cuda_rig
 import pytest
+from places import TESTS
 
-HERE = Path(__file__).parent
+HERE = TESTS
 FILES = sorted(path.name for path in (HERE / "on_rig").glob("test_*.py"))
 DEVICES = 2
 LIMIT_S = 900.0

@@ -18,10 +18,10 @@ from etcd_server import Etcd
 from onlooker import Cluster
 from training_job import BOUND_S, Job
 
-from crux_torch.control.registry import Registry
+from crux_torch.agreement.registry import Registry
 from crux_torch.errors import StoreError
+from crux_torch.store import MAX_VALUE_BYTES
 from crux_torch.store.endpoint import open_store
-from crux_torch.store.shared_store import MAX_VALUE_BYTES
 from faults import wall_clock
 from faults.link import Direction, Link
 
@@ -33,9 +33,8 @@ CRUX = {
     # The default gives no levels where it knows no link that jobs share.
     "CRUX_POLICY": "crux-paper",
     "CRUX_LEASE_S": str(LEASE_S),
-    "CRUX_PLAN_VALID_S": "10",
     "CRUX_PROFILE_S": "3",
-    "CRUX_PROFILE_ITERATIONS": "5",
+    "CRUX_TUNING": "profile_iterations=5,plan_valid_s=10",
 }
 #: Old revisions are kept for a while, and all of an etcd has to fit into a quota.
 ETCD = (

@@ -16,9 +16,9 @@ from control_fakes import until
 from etcd_server import Etcd, needs_etcd, wait_ready
 
 from crux_torch.errors import StoreError
+from crux_torch.store import MAX_VALUE_BYTES
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store
-from crux_torch.store.shared_store import MAX_VALUE_BYTES
 
 pytestmark = [needs_etcd, pytest.mark.full]
 
@@ -59,6 +59,12 @@ def put(store: StoreClient, key: str, value: bytes) -> bool:
     except StoreError:
         return False
     return True
+
+
+def is_traced(pid: str) -> bool:
+    """True if a tracer is on each thread of the process."""
+    threads = Path("/proc", pid, "task").glob("*/status")
+    return all("TracerPid:\t0\n" not in status.read_text() for status in threads)
 
 
 def content(store: StoreClient) -> dict[str, bytes]:
@@ -119,6 +125,7 @@ def test_a_slow_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
                 ["strace", "-f", "-qq", "-o", "/dev/null", "-e", inject, "-p", pid]
             )
             try:
+                until(lambda: is_traced(pid), what="strace on each thread")
                 confirmed, tried, began_s = 0, 0, time.monotonic()
                 while time.monotonic() < began_s + SLOW_FOR_S:
                     tried += 1

@@ -82,6 +82,8 @@ def has_plan(job: Job, plan: bool = True) -> bool:
 
 
 @pytest.mark.parametrize("sender", [0, 1], ids=["to the store", "from the store"])
+# torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
+@pytest.mark.flaky(reruns=1)
 def test_a_job_that_loses_one_direction_trains_at_the_default_until_it_is_back(
     sender: int, cable: Cable, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ def has_plan(job: Job, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("cut", [("there",), ("back",), ("there", "back")], ids="-".join)
+# torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
+@pytest.mark.flaky(reruns=1)
 def test_a_rank_without_its_leader_trains_at_the_default_until_it_is_back(
     cut: tuple[Direction, ...], tmp_path: Path
 ) -> None:

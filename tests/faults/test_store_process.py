@@ -14,8 +14,7 @@ from etcd_server import Etcd, needs_etcd, wait_ready
 
 from crux_torch.errors import StoreError
 from crux_torch.store.client import StoreClient
-from crux_torch.store.endpoint import open_store
-from crux_torch.store.process_connector import ProcessConnector
+from crux_torch.store.endpoint import ProcessConnector, open_store
 
 SEED = int(os.environ.get("CRUX_SOAK_SEED", "1"))
 KILLS = 40

@@ -23,7 +23,7 @@ SIZES = {
     ("rig", 2): (4 << 20, 16 << 20),
 }
 #: The agent leaves the records in the ring for the test to read, and every operation is timed.
-LEAVE_RECORDS = {"CRUX_TICK_S": "3600", "CRUX_TIMING": "always"}
+LEAVE_RECORDS = {"CRUX_TUNING": "tick_s=3600,timing=always"}
 
 
 def _values(job: Job, folder: Path) -> list[Any]:

@@ -18,7 +18,7 @@ SHAPES = {
     "rig": {"gpt": "2,64,32,2", "resnet": "8,2"},
 }
 #: A job that is measured soon and keeps to itself.
-MEASURE_SOON = {"CRUX_PROFILE_ITERATIONS": "8", "CRUX_PROFILE_S": "20"}
+MEASURE_SOON = {"CRUX_PROFILE_S": "20", "CRUX_TUNING": "profile_iterations=8"}
 
 
 @pytest.mark.parametrize("part", ["w_of_a_gpt", "w_of_a_resnet"])

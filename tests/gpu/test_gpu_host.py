@@ -15,7 +15,7 @@ from rig.outcome import VALUE
 from rig.part import ALONE
 from rig.report import Report
 
-from crux_torch.host.peak import tensor_seconds
+from crux_torch.host.nvml import tensor_seconds
 
 
 def _crux(*arguments: str) -> str:

@@ -62,7 +62,7 @@ def pair(flavour: str, **options: Any) -> list[Any]:
 
 
 def crux(inner: Any, recorder: Any = None) -> Any:
-    """The backend under test over ``inner``, as crux_torch.c10d.backend makes it."""
+    """The backend under test over ``inner``, as crux_torch.backend.register makes it."""
     recorder = recorder or _C.process_recorder(65536)
     made = _C.DelegatingBackend("nccl", inner.rank(), inner.size(), recorder)
     made.add_inner("cuda", inner)

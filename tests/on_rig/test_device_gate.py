@@ -21,8 +21,8 @@ from cuda_rig import control
 from torch._C import _distributed_c10d as c10d
 
 from crux_torch import _C
-from crux_torch.apply.links import HostLinks, StandInRoutes
-from crux_torch.measure.record import GroupInfo
+from crux_torch.apply.semaphores import HostSemaphores, NamedLinks
+from crux_torch.measure.records import GroupInfo
 from on_rig.ranks import (
     FLAVOURS,
     SIZE,
@@ -358,8 +358,8 @@ def test_a_block_is_held_as_one(job: Job, other: Other) -> None:
 def test_a_device_that_refuses_holds_nothing_and_the_status_says_so(
     job: Job, other: Other, call: str, name: str, tmp_path: Path
 ) -> None:
-    links = HostLinks(
-        lambda: job.gate, lambda: StandInRoutes(("link",)), "test", LONG_S, folder=lambda: tmp_path
+    links = HostSemaphores(
+        lambda: job.gate, lambda: NamedLinks(("link",)), "test", LONG_S, folder=lambda: tmp_path
     )
     links.follow("own", OWN_LEVEL)
     links.tick([GroupInfo("pair", (0, 1), 0)])

@@ -24,9 +24,9 @@ from cuda_rig import control
 from drained import drain
 
 from crux_torch import _C
-from crux_torch.measure import record as rec
+from crux_torch.measure import records as rec
 from crux_torch.measure import timeline
-from crux_torch.measure.record import Flag, GroupInfo
+from crux_torch.measure.records import Flag, GroupInfo
 from crux_torch.measure.sample import summarize
 from on_rig.ranks import (
     FLAVOURS,
@@ -326,7 +326,7 @@ def test_a_capture_is_left_alone_and_counted(recorder: Any, flavour: str) -> Non
     assert tensor.tolist() == [1.0] * 4
     assert (drain(recorder, 1)["device_ns"] > 0).all()
     # The graph runs what it was captured on: no other communicator may take its place.
-    assert "graph" in captured.switches[0].refusal
+    assert "graph" in captured.handovers[0].refusal
 
 
 def nobody_asks() -> bool:
@@ -392,7 +392,7 @@ def test_a_forked_process_leaves_the_parents_device_alone(recorder: Any, flavour
     # In the child no thread of the parent runs: whoever waits for one waits for ever.
     def body() -> bool:
         recorder.drain(1 << 30)
-        return backends[0].switches[0].collectives == 2
+        return backends[0].handovers[0].collectives == 2
 
     assert forked(body)
     assert (drain(recorder, SIZE)["device_ns"] > 0).all()
@@ -402,7 +402,7 @@ def test_a_forked_process_leaves_the_parents_device_alone(recorder: Any, flavour
 def test_times_go_on_across_a_switch(recorder: Any, flavour: str) -> None:
     """What is issued on the next communicator begins behind the last of this one."""
     backends, nexts = connected(recorder, flavour), pair(flavour)
-    switches, each = [backend.switches[0] for backend in backends], 8
+    switches, each = [backend.handovers[0] for backend in backends], 8
     slow_down()
 
     def body(rank: int) -> None:
@@ -434,8 +434,9 @@ def test_times_go_on_across_a_switch(recorder: Any, flavour: str) -> None:
 @FLAVOURS
 def test_exposed_time_is_what_the_compute_stream_waited(recorder: Any, flavour: str) -> None:
     backends = connected(recorder, flavour)
-    slow_down(0.01)
-    iterations = 12
+    # Long against what other work on the machine adds to a wait.
+    kernel_s, iterations = 0.03, 12
+    slow_down(kernel_s)
     waits: list[list[Any]] = [[], []]
 
     def event() -> Any:
@@ -447,9 +448,9 @@ def test_exposed_time_is_what_the_compute_stream_waited(recorder: Any, flavour: 
         buckets = [ones(rank, 1000 + n) for n in range(3)]
         for _ in range(iterations):
             # As DDP: the first bucket leaves within backward, the last when it ends.
-            sleep(0.01)
+            sleep(kernel_s)
             works = [all_reduce(backends[rank], buckets[0])]
-            sleep(0.005)
+            sleep(kernel_s / 2)
             works += [all_reduce(backends[rank], bucket) for bucket in buckets[1:]]
             before = event()
             for work in works:
@@ -572,7 +573,9 @@ def test_handles_that_never_end_are_not_watched_for_ever(recorder: Any) -> None:
     assert (records["device_ns"] == -1).all()
     for backend in backends:
         assert of_rank(records, backend)["sequence"].tolist() == list(range(1, extra + 1))
-    both(lambda rank: backends[rank].abort())
+    # Not aborted: on a busy machine a thread of ProcessGroupNCCL, with so many aborted operations
+    # before it, ends the process when the group goes.
+    control.release()
     drain(recorder, watched * SIZE)
 
 

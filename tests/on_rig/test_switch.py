@@ -11,7 +11,7 @@ import torch.distributed as dist
 from control_fakes import until
 from cuda_rig import control
 
-from crux_torch.c10d.switch import Groups
+from crux_torch.backend.handover import Groups
 from on_rig.ranks import FLAVOURS, all_reduce, alone, crux, fresh, ones, synchronize
 
 #: Seconds that operations may wait for a switch: one that is to succeed, and one that is not.
@@ -32,7 +32,7 @@ class Training:
         self.backends = [crux(alone(flavour)) for _ in range(of)]
         for made in self.backends:
             all_reduce(made, ones()).wait()
-            self.groups.group_was_made(made, dist.HashStore(), 0)
+            self.groups.add(made, dist.HashStore(), 0)
         synchronize()
         control.clear()
         self.steps, self.longest_s = 0, 0.0

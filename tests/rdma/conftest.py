@@ -10,7 +10,7 @@ import pytest
 
 from lab.nccl import library
 from lab.nccl.library import NcclUnavailableError
-from lab.rdma import standin
+from lab.rdma import verbs_shim
 from lab.rdma.guest import Guest
 from lab.rdma.play import Outcome, play
 from lab.rdma.requirement import LabUnavailableError
@@ -25,13 +25,13 @@ def guest() -> Guest:
 
 @pytest.fixture(scope="session")
 def environment(guest: Guest) -> str:
-    """Variables that put the stand-in before a program, as JSON."""
-    return _or_skip(standin.environment)
+    """Variables that put the shim before a program, as JSON."""
+    return _or_skip(verbs_shim.environment)
 
 
 @pytest.fixture(scope="session")
 def pair(guest: Guest, environment: str, request: pytest.FixtureRequest) -> Iterator[Outcome]:
-    """Programs on two devices with a cable between them, without and with the stand-in."""
+    """Programs on two devices with a cable between them, without and with the shim."""
     try:
         libnccl = str(library.installed())
     except NcclUnavailableError:

@@ -35,7 +35,7 @@ def unpacked(archive: bytes, folder: Path) -> Path:
     if busybox is None:
         pytest.skip("no busybox to read the archive with")
     folder.mkdir()
-    subprocess.run([busybox, "cpio", "-idm"], input=archive, cwd=folder, check=True, timeout=30)
+    subprocess.run([busybox, "cpio", "-idm"], input=archive, cwd=folder, check=True, timeout=120)
     return folder
 
 

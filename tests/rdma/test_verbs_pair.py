@@ -1,4 +1,4 @@
-"""Unmodified programs of verbs over two Soft-RoCE devices, without and with the stand-in.
+"""Unmodified programs of verbs over two Soft-RoCE devices, without and with the shim.
 
 Judged by what crossed the wire, and by what the programs said and returned.
 """
@@ -31,7 +31,7 @@ from lab.rdma.network import PAIR_ADDRESSES
 from lab.rdma.play import Outcome
 from lab.rdma.step import Step
 
-CASES = ("plain", "standin")
+CASES = ("plain", "shim")
 PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 #: Programs with reliable connections, as collective libraries use them.
 CONNECTED = (
@@ -91,7 +91,7 @@ def test_every_message_of_write_bw_crosses_the_wire(pair: Outcome, case: str) ->
 
 
 @pytest.mark.parametrize("program", CONNECTED)
-def test_without_the_stand_in_nothing_is_marked(pair: Outcome, program: str) -> None:
+def test_without_the_shim_nothing_is_marked(pair: Outcome, program: str) -> None:
     packets = pair.capture("pair", done(pair, f"{program} plain"))
     assert packets
     assert {packet.tos for packet in packets} == {0}
@@ -101,7 +101,7 @@ def test_without_the_stand_in_nothing_is_marked(pair: Outcome, program: str) -> 
 
 @pytest.mark.parametrize("program", CONNECTED)
 def test_every_packet_leaves_with_the_planned_port_and_class(pair: Outcome, program: str) -> None:
-    packets = pair.capture("pair", done(pair, f"{program} standin"))
+    packets = pair.capture("pair", done(pair, f"{program} shim"))
     assert {packet.is_request for packet in packets} == {True, False}, "requests and answers"
     for packet in packets:
         assert packet.tos == PLANNED_DSCP[packet.destination] << 2, packet
@@ -111,7 +111,7 @@ def test_every_packet_leaves_with_the_planned_port_and_class(pair: Outcome, prog
 
 
 def test_queue_pairs_spread_over_the_planned_ports(pair: Outcome) -> None:
-    packets = pair.capture("pair", pair.steps["write_bw standin"])
+    packets = pair.capture("pair", pair.steps["write_bw shim"])
     for address, ports in PLANNED_PORTS.items():
         used = {packet.source_port for packet in packets if packet.destination == address}
         assert used == set(ports)
@@ -120,16 +120,16 @@ def test_queue_pairs_spread_over_the_planned_ports(pair: Outcome) -> None:
 def test_datagrams_which_have_no_address_vector_of_the_queue_pair_stay_as_they_are(
     pair: Outcome,
 ) -> None:
-    packets = pair.capture("pair", pair.steps["ud_pingpong standin"])
+    packets = pair.capture("pair", pair.steps["ud_pingpong shim"])
     assert packets
     assert {packet.tos for packet in packets} == {0}
 
 
 @pytest.mark.parametrize("program", TELLING)
 def test_what_devices_say_of_themselves_stays_the_same(pair: Outcome, program: str) -> None:
-    (plain,), (standin,) = (pair.steps[f"{program} {case}"].processes for case in CASES)
+    (plain,), (shim,) = (pair.steps[f"{program} {case}"].processes for case in CASES)
     assert plain.stdout + plain.stderr
-    assert plain == standin
+    assert plain == shim
 
 
 @pytest.mark.parametrize("program", [p for p in (*CONNECTED, "ud_pingpong", "ucx") if p != "nccl"])
@@ -140,13 +140,13 @@ def test_output_has_the_same_form(pair: Outcome, program: str) -> None:
         # Queue pairs' numbers, keys, times and rates differ from run to run.
         return re.sub(r"\s+", " ", re.sub(r"\b0x[0-9a-f]+\b|[\d.]+", "N", text))
 
-    for plain, standin in zip(
+    for plain, shim in zip(
         pair.steps[f"{program} plain"].processes,
-        pair.steps[f"{program} standin"].processes,
+        pair.steps[f"{program} shim"].processes,
         strict=True,
     ):
-        assert form(plain.stdout) == form(standin.stdout)
-        assert form(plain.stderr) == form(standin.stderr)
+        assert form(plain.stdout) == form(shim.stdout)
+        assert form(plain.stderr) == form(shim.stderr)
 
 
 def nccls(pair: Outcome, name: str) -> dict[str, Any]:
@@ -155,16 +155,16 @@ def nccls(pair: Outcome, name: str) -> dict[str, Any]:
     return told
 
 
-def test_nccl_gets_the_stand_in_for_what_it_changes_and_the_real_library_for_the_rest(
+def test_nccl_gets_the_shim_for_what_it_changes_and_the_real_library_for_the_rest(
     pair: Outcome,
 ) -> None:
-    plain, standin = (nccls(pair, f"nccl {case}")["origins"] for case in CASES)
-    assert plain.keys() == standin.keys()
+    plain, shim = (nccls(pair, f"nccl {case}")["origins"] for case in CASES)
+    assert plain.keys() == shim.keys()
     (real,) = {Path(library).resolve() for library in plain.values()}
-    differ = {name for name in plain if Path(standin[name]).resolve() != real}
+    differ = {name for name in plain if Path(shim[name]).resolve() != real}
     assert {"ibv_create_qp", "ibv_modify_qp", "ibv_destroy_qp"} <= differ
     assert differ.isdisjoint({"ibv_get_device_list", "ibv_reg_mr", "ibv_query_gid"})
-    assert {Path(standin[name]).name for name in differ} == {"libibverbs.so"}
+    assert {Path(shim[name]).name for name in differ} == {"libibverbs.so"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -196,7 +196,7 @@ def test_every_queue_pair_of_nccl_sends_as_its_address_vector_says(
         asked = {(peer, v["traffic_class"], port_of(v["flow_label"])) for peer, v in given}
         assert wire == asked
         for one in told["connected"]:
-            # NCCL takes the level from the class, and the stand-in lets it follow.
+            # NCCL takes the level from the class, and the shim lets it follow.
             level = one["given"]["traffic_class"] if of_nccl else 0
             assert one["given"]["service_level"] == level
         if program == "nccl group":
@@ -206,8 +206,8 @@ def test_every_queue_pair_of_nccl_sends_as_its_address_vector_says(
 
 @pytest.mark.parametrize("program", ["nccl", "nccl group"])
 def test_what_nccl_posts_is_what_crosses_the_wire(pair: Outcome, program: str) -> None:
-    told = nccls(pair, f"{program} standin")
-    packets = pair.capture("pair", done(pair, f"{program} standin"))
+    told = nccls(pair, f"{program} shim")
+    packets = pair.capture("pair", done(pair, f"{program} shim"))
     # Packets that were sent again count once.
     sent = {(p.destination, p.qpn, p.psn): p.payload_bytes for p in packets if p.is_request}
     crossed: Counter[tuple[str, int]] = Counter()

@@ -38,7 +38,7 @@ KEEPS = (
 SWITCHES = ("init is slow", "a capture is under way", "a free waits", "operations are slow")
 
 #: The moments of a switch in which a rank can die: when it is about to say something in a round of
-#: docs/switching.md, to make its communicator, or to come to a state.
+#: docs/understand/handover.md, to make its communicator, or to come to a state.
 PHASES = ("start", "hold", "decided", "stopped", "making", "made", "closing")
 
 
@@ -46,7 +46,7 @@ class Faults:
     """One fault for every other switch, each on one rank; the same on all ranks for one seed."""
 
     def __init__(self, rank: Rank, seed: int) -> None:
-        from crux_torch.c10d.switch import GROUPS
+        from crux_torch.backend.handover import GROUPS
 
         GROUPS.patience_s = PATIENCE_S
         self._rank, self._seed = rank, seed
@@ -162,29 +162,30 @@ def given_up_s() -> list[float]:
 
 def die_in(phase: str) -> None:
     """From now on this process dies when a switch gets there; ``phase`` is one of PHASES."""
-    from crux_torch.c10d import switch_agreement, switch_attempt
+    from crux_torch.backend import inner_backends
+    from crux_torch.backend.handover import attempt, rounds
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()
 
     if phase == "making":
-        switch_attempt.make_next = lambda *_: die()
-    elif phase in switch_attempt.UNDER_WAY:
-        note = switch_attempt.Member.note
+        inner_backends.make_next = lambda *_: die()
+    elif phase in attempt.UNDER_WAY:
+        note = attempt.Member.note
 
         def dies_in_state(member: Any, **changes: Any) -> None:
             if changes.get("state") == phase:
                 die()
             note(member, **changes)
 
-        switch_attempt.Member.note = dies_in_state  # type: ignore[method-assign]
+        attempt.Member.note = dies_in_state  # type: ignore[method-assign]
     else:
-        round_ = switch_agreement.Agreement.round
+        round_ = rounds.Agreement.round
 
         def dies_in_round(agreement: Any, name: str, *args: Any, **options: Any) -> Any:
             if name == phase:
                 die()
             return round_(agreement, name, *args, **options)
 
-        switch_agreement.Agreement.round = dies_in_round  # type: ignore[method-assign]
+        rounds.Agreement.round = dies_in_round  # type: ignore[method-assign]

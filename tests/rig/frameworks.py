@@ -1,4 +1,5 @@
-"""The private calls of frameworks on groups and backends: docs/frameworks.md lists their places."""
+"""The private calls of frameworks on groups and backends: docs/start/frameworks.md lists their
+places."""
 
 from __future__ import annotations
 

@@ -93,9 +93,9 @@ def captures_are_counted_not_recorded(rank: Rank) -> Any:
     """Returns what the stock backend would: nothing."""
     if not rank.crux:
         return None
-    from crux_torch.c10d import backend
+    from crux_torch.backend import register
 
-    recorder = backend.recorder()
+    recorder = register.recorder()
     tensor = ones(rank)
     dist.all_reduce(tensor)
     seen = _recorded(recorder)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from rig.collectives import all_are, ones, total
@@ -154,3 +156,21 @@ def attributes(rank: Rank) -> Any:
         "unknown": hasattr(made, "no_such_thing"),
         "rank": (made.rank(), made.size()),
     }
+
+
+@part()
+def flight_recorder(rank: Rank) -> Any:
+    # One entry an operation: neither lost nor recorded once more by the backend around it.
+    if not hasattr(_distributed_c10d, "_dump_fr_trace_json"):
+        return "absent"
+    _distributed_c10d._reset_fr_trace()
+    group: Any = dist.new_group(list(range(rank.size)))
+    tensor = rank.input(8)
+    for _ in range(3):
+        dist.all_reduce(tensor, group=group)
+    dist.broadcast(tensor, 0, group=group)
+    dist.all_reduce(tensor)
+    rank.synchronize()
+    entries = json.loads(_distributed_c10d._dump_fr_trace_json()).get("entries", [])
+    kept = ("profiling_name", "collective_seq_id", "p2p_seq_id", "input_sizes", "output_sizes")
+    return [tuple(entry.get(key) for key in kept) for entry in entries]

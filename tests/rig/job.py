@@ -104,7 +104,7 @@ class Job:
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT))),
+            "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "support", ROOT))),
         }
         if self.kind.device_type == "cuda":
             # Two runs are compared bit by bit: what is generated must not be what was fastest.

@@ -27,16 +27,16 @@ ISSUE_S = 0.003
 
 def _drain(count: int) -> Any:
     """``count`` records of the recorder by the order of issue."""
-    from crux_torch.c10d import backend
+    from crux_torch.backend import register
 
-    return np.sort(drain(backend.recorder(), count), order="issue_ns")
+    return np.sort(drain(register.recorder(), count), order="issue_ns")
 
 
 def _forget() -> None:
-    from crux_torch.c10d import backend
+    from crux_torch.backend import register
 
     time.sleep(1.5)
-    backend.recorder().drain(1 << 30)
+    register.recorder().drain(1 << 30)
 
 
 def _operation(rank: Rank, nbytes: int, blocking: bool = True) -> Any:
@@ -125,11 +125,11 @@ def overlap(rank: Rank) -> Any:
 @part(kinds=DEVICES, sizes=(PAIR,), measures=True)
 def records(rank: Rank) -> Any:
     """What the recorder says of one of everything, less its times; and the backend's class."""
-    from crux_torch import runtime
-    from crux_torch.c10d import backend
-    from crux_torch.measure.record import OPS, from_bytes
+    from crux_torch.agent import AGENT
+    from crux_torch.backend import register
+    from crux_torch.measure.records import OPS, from_bytes
 
-    recorder = backend.recorder()
+    recorder = register.recorder()
     x, peer = torch.ones(6, device=rank.device), 1 - rank.rank
     both = torch.ones(12, device=rank.device)
     sub = dist.new_group([0, 1])
@@ -166,7 +166,7 @@ def records(rank: Rank) -> Any:
     ]
     rank.synchronize()
     # Nobody else drains, or decides what is timed, which an agent does once more as it ends.
-    runtime.world_ended()
+    AGENT.world_ended()
     for thread in threading.enumerate():
         if thread.name == "crux":
             thread.join(60.0)
@@ -212,8 +212,7 @@ def gpus_of_this_host(rank: Rank) -> Any:
 @part(kinds=DEVICES, sizes=(ALONE,), measures=True)
 def counted_activity(rank: Rank) -> Any:
     """What NVML says of a second without work, and of a device that multiplies all the time."""
-    from crux_torch.host.activity import ActivityMeter
-    from crux_torch.host.nvml_device import current_device, own_gpu
+    from crux_torch.host.activity import ActivityMeter, current_device, own_gpu
 
     size = int(rank.arguments["size"])
     a = torch.randn(size, size, device=rank.device).to(torch.bfloat16)

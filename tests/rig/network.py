@@ -24,13 +24,22 @@ def bytes_of_sockets(rank: Rank) -> Any:
     tensor = torch.ones(int(rank.arguments["nbytes"]) // 4, device=rank.device)
     dist.all_reduce(tensor)
     rank.synchronize()
-    acked = _acked()
+    acked = _acked_in_the_end()
+    dist.barrier()
     for _ in range(TIMES):
         dist.all_reduce(tensor)
     rank.synchronize()
-    # The last acknowledgements are on their way.
-    time.sleep(0.5)
-    return {"payload": TIMES * tensor.numel() * 4, "acked_bytes": _acked() - acked}
+    return {"payload": TIMES * tensor.numel() * 4, "acked_bytes": _acked_in_the_end() - acked}
+
+
+def _acked_in_the_end() -> int:
+    """Once no more comes for a second: NCCL's proxy sends after the operation's end."""
+    last, since = -1, time.monotonic()
+    while time.monotonic() - since < 1.0:
+        if (acked := _acked()) != last:
+            last, since = acked, time.monotonic()
+        time.sleep(0.05)
+    return last
 
 
 def _acked() -> int:
@@ -44,14 +53,14 @@ def _acked() -> int:
 @part(sizes=(PAIR,), kinds=DEVICES, measures=True)
 def class_of_sockets(rank: Rank) -> Any:
     """DSCP of the connection that carries most: before, at a level, and after it is taken back."""
-    from crux_torch.apply.classes import TrafficClass
-    from crux_torch.c10d import backend
+    from crux_torch.apply.dscp import TrafficClass
+    from crux_torch.backend import register
 
     tensor = torch.ones(1 << 20, device=rank.device)
     dist.all_reduce(tensor)
     rank.synchronize()
     found = [_dscp()]
-    classes = TrafficClass(backend.OWNED_SOCKETS)
+    classes = TrafficClass(register.OWNED_SOCKETS)
     report = classes.apply_level(LEVEL, DSCP_MAP)
     for level in (LEVEL, None):
         if level is None:

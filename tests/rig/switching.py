@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -33,6 +35,25 @@ def resources() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "rss_bytes": pages * os.sysconf("SC_PAGESIZE"),
     }
+
+
+def settled(seen: list[dict[str, int]], patience_s: float = 60.0) -> dict[str, int]:
+    """What this process holds once it is about what it was in the first half of ``seen``, or when
+    patience ends: on a busy machine old connections are closed late."""
+    half = len(seen) // 2
+    most = {
+        what: statistics.median(s[what] for s in seen[half // 2 : half] or seen or [resources()])
+        for what in ("fds", "threads")
+    }
+    until = time.monotonic() + patience_s
+    while True:
+        gc.collect()
+        now = resources()
+        if all(now[what] <= many + 4 for what, many in most.items()):
+            return now
+        if time.monotonic() > until:
+            return now
+        time.sleep(0.1)
 
 
 class Requests(threading.Thread):
@@ -67,7 +88,7 @@ class Requests(threading.Thread):
         self.resources: list[dict[str, int]] = []
 
     def run(self) -> None:
-        from crux_torch.c10d.switch import GROUPS
+        from crux_torch.backend.handover import GROUPS
 
         begin = time.monotonic()
         for generation in range(1, self._wanted + 1):
@@ -122,9 +143,9 @@ def training_while_switching(rank: Rank) -> Any:
     dies_at = int(rank.arguments.get("dies_at", -1)) if rank.rank == 1 else -1
     requests = faults = None
     if switches:
-        from crux_torch.c10d import switch_attempt
+        from crux_torch.backend.handover import attempt
 
-        switch_attempt.LOOKAHEAD_S = LOOKAHEAD_S
+        attempt.LOOKAHEAD_S = LOOKAHEAD_S
         store = dist.FileStore(rank.arguments["store"], rank.size)
         seconds = float(rank.arguments["seconds"])
         if "seed" in rank.arguments:
@@ -169,6 +190,7 @@ def training_while_switching(rank: Rank) -> Any:
             "switched": len(requests.switched),
             "errors": sorted(set(requests.errors)),
             "resources": requests.resources,
+            "settled": settled(requests.resources),
             "faults": faults.met if faults is not None else [],
         }
     return found
@@ -177,7 +199,7 @@ def training_while_switching(rank: Rank) -> Any:
 @part(measures=True)
 def handle_that_outlives_a_switch(rank: Rank) -> Any:
     """Two sums that must be equal: one's handle is waited for after its connections were freed."""
-    from crux_torch.c10d.switch import GROUPS
+    from crux_torch.backend.handover import GROUPS
 
     mine, before = rank.input(1 << 10), rank.input(1 << 10)
     dist.all_reduce(before)

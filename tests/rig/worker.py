@@ -24,11 +24,11 @@ def _backend(job: JobFile, which: kind.Kind) -> str:
     """The name to make the default process group with."""
     if job.mode == STOCK:
         return which.backend
-    from crux_torch.c10d import backend
+    from crux_torch.backend import register
 
     if job.mode == CRUX:
         return "crux"
-    backend.attach()
+    register.attach()
     return which.backend
 
 
@@ -41,8 +41,8 @@ def _done_on_the_rig() -> list[Any]:
 
 def _every_group_is_recorded(device: torch.device) -> None:
     from crux_torch import _C
-    from crux_torch.c10d import hooked
-    from crux_torch.c10d.backend import is_attached
+    from crux_torch.backend import register
+    from crux_torch.backend.register import is_attached
 
     for group in c10d._world.pg_map:
         if not is_attached() and dist.get_backend(group) != "crux":
@@ -50,7 +50,7 @@ def _every_group_is_recorded(device: torch.device) -> None:
         backend = group._get_backend(device)
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
         wrapped = isinstance(getattr(backend, "wrapped_pg", backend), _C.DelegatingBackend)
-        assert wrapped or device.type in hooked._recording[group], group
+        assert wrapped or device.type in register._recording[group], group
         assert wrapped or os.environ["CRUX_SWITCH_GROUPS"] == "none"
 
 
@@ -77,10 +77,10 @@ def main() -> None:
     torch.set_num_threads(1)
     which = kind.named(job.kind)
     device = which.prepare(number)
-    backend = _backend(job, which)
+    register = _backend(job, which)
     options: dict[str, Any] = {"device_id": device} if job.eager else {}
     dist.init_process_group(
-        backend,
+        register,
         init_method=f"file://{job.folder}/store",
         rank=number,
         world_size=job.size,

@@ -3,7 +3,7 @@
 Usage: nccl_net.py LIBRARY [GROUP DSCP]    (GROUP: a communicator with a class; else NCCL's default)
 
 Prints, as JSON, where NCCL found each function of libibverbs, the address vectors that it asked for
-and that the device has, who owns the queue pairs, and what was posted to them. With the stand-in a
+and that the device has, who owns the queue pairs, and what was posted to them. With the shim a
 group's class is a label, which stands for DSCP; without, it is DSCP itself.
 """
 
@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from crux_torch.apply.nccl_labels import LABELS
-from crux_torch.apply.queue_pairs import QueuePairs
+from crux_torch.apply.nccl import LABELS
+from crux_torch.apply.wire import QueuePairs
 from lab.nccl.library import Library
 from lab.nccl.net import Net, finished
 from lab.nccl.verbs import Verbs

@@ -1,6 +1,6 @@
-"""Unmodified programs of verbs over a cable between two devices, without and with the stand-in.
+"""Unmodified programs of verbs over a cable between two devices, without and with the shim.
 
-Usage: pair.py ENVIRONMENT LIBNCCL    (JSON: variables that put the stand-in before a program;
+Usage: pair.py ENVIRONMENT LIBNCCL    (JSON: variables that put the shim before a program;
 "" for LIBNCCL: there is none)
 """
 
@@ -40,7 +40,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 _NCCL_NET = Path(__file__).with_name("nccl_net.py")
 _LIST_DEVICES = """
 import dataclasses, json
-from crux_torch.host.rdma import rdma_devices
+from crux_torch.host.interfaces import rdma_devices
 print(json.dumps([dataclasses.asdict(device) for device in rdma_devices()]))
 """
 
@@ -68,7 +68,7 @@ def main(environment: str, libnccl: str) -> None:
         "".join(f"{a} ports {','.join(map(str, PLANNED_PORTS[a]))}\n" for a in PAIR_ADDRESSES)
     )
     with Capture(out / "pair.pcap", "v0"):
-        for case, more in (("plain", {}), ("standin", steered)):
+        for case, more in (("plain", {}), ("shim", steered)):
             programs(recorder, case, {**os.environ, **more})
             if libnccl:
                 nccl = [_PYTHON, "-B", "-S", str(_NCCL_NET), libnccl]

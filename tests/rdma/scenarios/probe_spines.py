@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 
-from crux_torch.fabric.ecmp import ROCE_V2_PORT
-from crux_torch.probe.prober import Rules, probe
+from crux_torch.network.paths import ROCE_V2_PORT
+from crux_torch.network.probe.discovery import Rules
+from crux_torch.network.probe.prober import probe
 
 #: The spine is the second router on the way.
 SPINE_TTL = 2

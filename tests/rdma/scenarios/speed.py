@@ -1,4 +1,4 @@
-"""perftest's bandwidth and latency, without and with the stand-in in turn.
+"""perftest's bandwidth and latency, without and with the shim in turn.
 
 Usage: speed.py ENVIRONMENT ROUNDS    (ENVIRONMENT as in pair.py)
 """
@@ -18,13 +18,13 @@ PROGRAMS = {
     "ib_write_bw 4 KiB": ("ib_write_bw", "-s", "4096", "-n", "2000", "-t", "16"),
     "ib_send_lat 8 B": ("ib_send_lat", "-s", "8", "-n", "2000"),
 }
-CASES = ("plain", "standin")
+CASES = ("plain", "shim")
 
 
 def main(environment: str, rounds: str) -> None:
     connect_pair()
     recorder = Recorder()
-    envs = {"plain": dict(os.environ), "standin": {**os.environ, **json.loads(environment)}}
+    envs = {"plain": dict(os.environ), "shim": {**os.environ, **json.loads(environment)}}
     for i in range(int(rounds)):
         for name, argv in PROGRAMS.items():
             # Whichever goes first meets a machine in another state: take turns at that too.
