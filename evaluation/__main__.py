@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from evaluation.commands.beyond import beyond
-from evaluation.commands.dispatch import dispatch
-from evaluation.commands.dispatch_contention import dispatch_contention
-from evaluation.commands.figures import figures
-from evaluation.commands.optimality import optimality
-from evaluation.commands.snapshots import snapshots
-from evaluation.commands.spraying import spraying
-from evaluation.commands.testbed import testbed
-from evaluation.commands.torus import torus
-from evaluation.commands.trace import trace
-from evaluation.commands.variants import variants
+from crux_torch.cli.plots import drawing
+from evaluation.beyond import beyond
+from evaluation.dispatch_contention import dispatch_contention
+from evaluation.dispatch_tables import dispatch
+from evaluation.optimality import optimality
+from evaluation.precision import precision
+from evaluation.saturated import saturated
+from evaluation.snapshots import snapshots
+from evaluation.spraying import spraying
+from evaluation.testbed_runs import testbed
+from evaluation.torus import torus
+from evaluation.trace import trace
+from evaluation.variants import variants
+
+
+@click.command()
+@click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder for the PNG files and for figures.html.",
+)
+def figures(results: Path, out: Path) -> None:
+    """Draw Figures 16 and 19 to 25, and LiteGD's 9 and 10, from the result files in RESULTS."""
+    # Only this command needs matplotlib, which takes long to import.
+    with drawing():
+        from evaluation.figures.catalogue import draw_all, write
+        from evaluation.figures.fields import ResultError
+    try:
+        drawn, left_out = draw_all(results)
+        files, page = write(drawn, left_out, out)
+    except ResultError as error:
+        raise click.ClickException(str(error)) from None
+    for file in (*files, page):
+        click.echo(file)
+    for item in left_out:
+        click.echo(f"Figure {item.plate.number} is not drawn: {item.reason}", err=True)
+    if not drawn:
+        raise click.ClickException(f"{results}: no result file that a figure could be drawn from")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def evaluation() -> None:
-    """The paper's evaluation, run again in the simulator (docs/evaluation.md)."""
+    """The paper's evaluation, run again in the simulator (docs/research/evaluation.md)."""
 
 
 for _command in (
     testbed,
     optimality,
     trace,
+    saturated,
     torus,
     snapshots,
+    precision,
     spraying,
     beyond,
     variants,

@@ -1,30 +1,36 @@
-"""What goes beyond the paper beside Crux-full: bounded slowdown, bursts, further schedulers."""
+"""Crux-full beside schedulers beyond the paper: bounded slowdown, bursts."""
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from crux_torch.fabric.builders.clos import crux_testbed, two_layer_clos
-from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.arrays import FloatArray
-from crux_torch.schedule.fairness_bound import bounds
-from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
-from crux_torch.schedule.scheduler import SCHEDULERS
-from crux_torch.sim.collectives import build_job
-from crux_torch.sim.placed import hashed_paths
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.network.builders import crux_testbed, two_layer_clos
+from crux_torch.network.topology import Topology
+from crux_torch.schedule.arrays import FloatArray, arrays_of
+from crux_torch.schedule.default.cap import bounds
+from crux_torch.schedule.model import Burst, Cluster, Decision, Job, SchedulerOptions
+from crux_torch.schedule.papers.intensity import solo_periods_s, unrouted_transfer_times_s
+from crux_torch.schedule.schedulers import SCHEDULERS
+from crux_torch.sim.collectives import build_job, hashed_paths
 from crux_torch.sim.placement import Allocation, Request, cells, place_random
 from crux_torch.sim.play import play
-from evaluation.paper_models import PAPER_MODELS
-from evaluation.single_bursts import single_bursts
-from evaluation.small_case import draw_case
+from evaluation.small_case import PAPER_MODELS, draw_case
 
 #: Caps of the frontier.
 LIMITS = (1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
@@ -169,7 +175,7 @@ def plans() -> tuple[Plan, ...]:
 
 
 def capped_name(limit: float) -> str:
-    """What the default policy with this cap is called in the results."""
+    """Name of the default policy with this cap in the results."""
     return f"crux {'uncapped' if limit == math.inf else limit}"
 
 
@@ -268,3 +274,130 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
         )
         for (kind, plan), mine in found.items()
     ]
+
+
+#: The paper's jobs of the lowest priority lose 55.5% of their throughput (§7.2): 1 / (1 - 0.555).
+PAPER_WORST = 2.25
+
+
+def single_bursts(cluster: Cluster) -> Cluster:
+    """``cluster`` with the bursts of every job replaced by one that has the same overlap.
+
+    That one carries all bytes and ends when the last burst does alone, so that an iteration alone
+    takes as long and hides as much of its communication behind computation. Where all of it is
+    hidden it starts when the bytes start on average, or earlier if it would not be hidden then.
+    Transfer times are those of :func:`unrouted_transfer_times_s`, as no path is chosen yet.
+
+    Raises:
+        ClusterError: a cluster that contradicts itself.
+    """
+    arrays = arrays_of(cluster)
+    t_s = unrouted_transfer_times_s(arrays)
+    period_s = solo_periods_s(arrays, t_s)
+    return replace(
+        cluster,
+        jobs=tuple(
+            _single(job, t, period)
+            for job, t, period in zip(arrays.jobs, t_s.tolist(), period_s.tolist(), strict=True)
+        ),
+    )
+
+
+def _single(job: Job, t_s: float, period_s: float) -> Job:
+    if len(job.bursts) < 2 or not job.compute_s > 0:
+        return job
+    # Of a burst that ends with the iteration, or with the computation, the latest start.
+    latest = (period_s - t_s) / job.compute_s
+    mean = sum(burst.at * burst.share for burst in job.bursts)
+    at = min(latest, mean) if period_s <= job.compute_s else latest
+    return replace(job, bursts=(Burst(min(max(at, 0.0), 1.0), 1.0),))
+
+
+@click.command()
+@click.option("--small", "smalls", type=click.IntRange(0), default=100, show_default=True)
+@click.option("--testbed", "testbeds", type=click.IntRange(0), default=8, show_default=True)
+@click.option("--clos", "closes", type=click.IntRange(0), default=3, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first case."
+)
+@click.option(
+    "--horizon", "horizon_s", type=click.FloatRange(10.0), default=120.0, show_default=True
+)
+@json_option
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write beyond.json, beyond.txt and beyond.png to this folder.",
+)
+def beyond(
+    smalls: int,
+    testbeds: int,
+    closes: int,
+    seed: int,
+    horizon_s: float,
+    json_path: Path | None,
+    out: Path | None,
+) -> None:
+    """Compare extensions of Crux with Crux-full: GPU utilisation and worst slowdown."""
+    counts = {"small": smalls, "testbed": testbeds, "clos": closes}
+    rows = []
+    for kind, count in counts.items():
+        for s in tracked(range(seed, seed + count), kind):
+            rows.extend(measure(KINDS[kind](s), horizon_s))
+    settings = {
+        "cases": counts,
+        "seed": seed,
+        "horizon_s": horizon_s,
+        "buckets": BUCKETS,
+        "paper_worst_slowdown": PAPER_WORST,
+    }
+    result = Result("beyond", settings, rows)
+    found = summaries(rows)
+    text = table(found)
+    publish(result, text, json_path, out)
+    if out is not None:
+        from evaluation.figures.optimality import draw_beyond
+
+        draw_beyond(found).savefig(out / "beyond.png", dpi=120)
+
+
+def table(found: Sequence[Summary]) -> str:
+    """Ratios to Crux-full, worst slowdowns and bounds, as text."""
+    console = Console(file=io.StringIO(), width=160)
+    for kind in dict.fromkeys(s.kind for s in found):
+        mine = [s for s in found if s.kind == kind]
+        shown = Table(
+            title=f"{kind}: {len(mine[0].ratio)} clusters; utilisation and FLOPs over Crux-full's",
+            title_justify="left",
+            box=box.SIMPLE,
+        )
+        for head in ("plan", "use / crux", "quartiles", "least, most", "better, worse", "FLOPs"):
+            shown.add_column(head, justify="left" if head == "plan" else "right")
+        for head in ("worst slowdown", "p90, max", "certified", "p90, max", "decision"):
+            shown.add_column(head, justify="right")
+        for s in mine:
+            q = np.quantile(s.ratio, (0.25, 0.5, 0.75))
+            shown.add_row(
+                s.plan,
+                f"{q[1]:.3f}",
+                f"{q[0]:.3f} {q[2]:.3f}",
+                f"{s.ratio.min():.3f} {s.ratio.max():.3f}",
+                f"{s.better:.0%} {s.worse:.0%}",
+                f"{np.median(s.flops_ratio):.3f}",
+                *_spread(s.worst),
+                *_spread(s.certified),
+                f"{s.decision_s * 1e3:.1f} ms",
+            )
+        console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _spread(values: np.ndarray) -> tuple[str, str]:
+    """Median; 90th percentile and largest: not interpolated, since some are infinite."""
+    median, high = np.quantile(values, (0.5, 0.9), method="higher")
+
+    def shown(value: float) -> str:
+        return f"{value:.2f}" if np.isfinite(value) else "none"
+
+    return shown(median), f"{shown(high)} {shown(values.max())}"

@@ -14,13 +14,16 @@ from random import Random
 
 import numpy as np
 
-from crux_torch.dispatch.baselines import at_random, by_index, by_topology
 from crux_torch.dispatch.cluster import DispatchCluster, Floats, Ints, Predictor, count
-from crux_torch.dispatch.hosts import host_table
-from crux_torch.dispatch.predictor import Network, Samples, fit_uplinks, predicted_links
-from crux_torch.dispatch.sampling import across_hosts
-from crux_torch.dispatch.search import bidirectional, strongest
-from evaluation.dispatch_trees import Trees
+from crux_torch.dispatch.predictor import (
+    Network,
+    Samples,
+    across_hosts,
+    fit_uplinks,
+    predicted_links,
+)
+from crux_torch.dispatch.search import strongest
+from evaluation.litegd import Trees, at_random, bidirectional, by_index, by_topology, host_table
 
 #: Table 1: LiteGD, topology-aware, by index and at random, mean GBE in % over k = 2 … 64.
 TABLE_1: Mapping[tuple[str, ...], tuple[float, float, float, float]] = {
@@ -177,7 +180,7 @@ def errors_GBps(cluster: DispatchCluster, learned_from: Samples, seed: int) -> d
 def predictors(
     seen: DispatchCluster, asked: DispatchCluster, samples: Samples, seed: int
 ) -> dict[str, Predictor]:
-    """What learns, after ``samples`` of the cluster ``seen``, for the hosts of ``asked``.
+    """Predictors after ``samples`` of the cluster ``seen``, for the hosts of ``asked``.
 
     These are the hosts that were seen, and then any that were not.
     """

@@ -9,33 +9,36 @@ running jobs' bandwidth within their hosts.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import click
 import msgspec
 import numpy as np
 
-from crux_torch.control.inputs import plan_inputs
-from crux_torch.control.records import JobRecord
-from crux_torch.dispatch.baselines import at_random
+from crux_torch.agreement.inputs import plan_inputs
+from crux_torch.agreement.records import JobRecord
+from crux_torch.cli.results import Result, json_option, publish
 from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
-from crux_torch.dispatch.contention import Contention
-from crux_torch.dispatch.hosts import host_table
-from crux_torch.dispatch.newcomer import Newcomer, like, uplinks_Bps
+from crux_torch.dispatch.contention import Contention, Newcomer, like, uplinks_Bps
 from crux_torch.dispatch.search import strongest
-from crux_torch.fabric.builders.clos import two_layer_clos
-from crux_torch.fabric.builders.server import GpuServer
-from crux_torch.fabric.topology import Topology
-from crux_torch.measure.job_profile import HostFlow, JobProfile, ProfileBurst
+from crux_torch.measure.profile import HostFlow, JobProfile, ProfileBurst
+from crux_torch.network.builders import GpuServer, two_layer_clos
+from crux_torch.network.topology import Topology
+from crux_torch.schedule.default.crux import crux
+from crux_torch.schedule.default.rehearsal import Length, Rehearsal
 from crux_torch.schedule.model import Burst, Cluster, Job, Link, SchedulerOptions
-from crux_torch.schedule.placing import alone
-from crux_torch.schedule.policy import crux
-from crux_torch.schedule.rehearsal import Length, Rehearsal
+from crux_torch.schedule.papers.crux import alone
 from crux_torch.sim.catalogue import MODELS
 from crux_torch.sim.placement import Allocation, Request, cells, place_hived
 from evaluation.dispatch import MIXED
+from evaluation.litegd import at_random, host_table
 
 HOSTS, TORS, AGGREGATIONS = 16, 4, 2
 NIC_BPS = 12.5e9
@@ -125,7 +128,7 @@ def compact(topology: Topology, free: Ints, k: int) -> Ints:
 
 
 def record_of(job: Job, cluster: DispatchCluster, choice: Ints, topology: Topology) -> JobRecord:
-    """What Crux measures of a job: bytes from host to host, and how it computes."""
+    """Record that Crux measures of a job: bytes from host to host, and its computation."""
     moved: Counter[tuple[str, str]] = Counter()
     for flow in job.flows:
         path = flow.candidates[0]
@@ -163,14 +166,14 @@ def record_of(job: Job, cluster: DispatchCluster, choice: Ints, topology: Topolo
 
 
 def choices(one: Scene, seed: int) -> dict[str, Ints]:
-    """What each rule chooses."""
+    """Choices by rule."""
     running = plan_inputs(one.records, one.topology)
     contention = Contention(one.cluster, one.topology, running, one.newcomer)
     return {
         "bandwidth alone": strongest(one.cluster, one.free, one.k),
         "compactness": compact(one.topology, one.free, one.k),
         "at random": at_random(one.free, one.k, Random(seed)),
-        "contention-aware": contention.best(one.free, one.k)[0].choice,
+        "contention-aware": contention.best(one.free, one.k)[0].devices,
     }
 
 
@@ -185,3 +188,62 @@ def judged(one: Scene, choice: Ints, length: Length = JUDGED) -> float:
     levels = np.array([[decision.level[j.name] for j in played.jobs]])
     (busy,) = played.busy_gpus([(routes, levels)])
     return float(busy[0]) / sum(j.gpus for j in cluster.jobs)
+
+
+def contention_rows(seeds: Iterable[int]) -> list[dict[str, Any]]:
+    """Utilisation of each seeded cluster by each rule."""
+    rows = []
+    for seed in seeds:
+        one = scene(seed)
+        begin_s = time.perf_counter()
+        chosen = choices(one, seed)
+        took_s = time.perf_counter() - begin_s
+        rows.append(
+            {
+                "seed": seed,
+                "jobs": len(one.jobs),
+                "gpus": one.k,
+                "hosts": {n: int(np.count_nonzero(choice)) for n, choice in chosen.items()},
+                "utilisation": {name: judged(one, choice) for name, choice in chosen.items()},
+                "took_s": took_s,
+            }
+        )
+    return rows
+
+
+def text_of(rows: Sequence[dict[str, Any]]) -> str:
+    """One line a cluster, and what it comes to."""
+    lines = [
+        "Share of the time in which the GPUs of all jobs compute, in %",
+        f"{'cluster':>7} {'jobs':>5} {'GPUs':>5}" + "".join(f"{rule:>18}" for rule in RULES),
+    ]
+    for row in rows:
+        cells = "".join(f"{100 * row['utilisation'][rule]:18.2f}" for rule in RULES)
+        lines.append(f"{row['seed']:>7} {row['jobs']:>5} {row['gpus']:>5}{cells}")
+    means = [statistics.fmean(row["utilisation"][rule] for row in rows) for rule in RULES]
+    lines.append(f"{'mean':<19}" + "".join(f"{100 * mean:18.2f}" for mean in means))
+    *others, aware = RULES
+    margins = [
+        row["utilisation"][aware] - max(row["utilisation"][rule] for rule in others) for row in rows
+    ]
+    good, better = sum(m >= -1e-9 for m in margins), sum(m > 1e-9 for m in margins)
+    lines.append(
+        f"{aware}: the best, or as good, in {good} of {len(rows)}; better than all in {better}; "
+        f"over the best other {100 * statistics.fmean(margins):+.2f} points on average, from "
+        f"{100 * min(margins):+.2f} to {100 * max(margins):+.2f}"
+    )
+    lines.append(f"longest choice by all four rules: {max(row['took_s'] for row in rows):.1f} s")
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--seeds", default=20, show_default=True, help="Clusters.")
+@json_option
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write DIR/dispatch_contention.{json,txt}."
+)
+def dispatch_contention(seeds: int, json_path: Path | None, out: Path | None) -> None:
+    """Places a newcomer beside running jobs by bandwidth, compactness, chance and utilisation."""
+    rows = contention_rows(range(seeds))
+    result = Result("dispatch_contention", {"seeds": seeds}, rows)
+    publish(result, text_of(rows), json_path, out)

@@ -1,4 +1,4 @@
-"""How close schedulers come to the optimum of small cases, mechanism by mechanism (paper §4.4).
+"""Distance of schedulers to the optimum of small cases, mechanism by mechanism (paper §4.4).
 
 A case's every choice of paths under every assignment of levels is played; the best is the optimum.
 All are played briefly first, and of these the ones near the best again at length.
@@ -18,16 +18,23 @@ So in each of the three the optimum itself is reached by the best decision.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import permutations, product
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+import click
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, json_option, publish, threads_option
+from crux_torch.report.tables import Grid
 from crux_torch.schedule.arrays import (
     FloatArray,
     IntArray,
@@ -36,19 +43,23 @@ from crux_torch.schedule.arrays import (
     choice_of,
     traffic_matrix,
 )
-from crux_torch.schedule.contention import contention_priorities
-from crux_torch.schedule.crux import compress_priorities, crux_pa, crux_ps_pa
-from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.intensity import by_descending
+from crux_torch.schedule.default.cap import SlowdownCap
+from crux_torch.schedule.default.contention import contention_priorities
+from crux_torch.schedule.default.crux import BRIEF, FEW_WORK, crux
+from crux_torch.schedule.default.rehearsal import Length, Rehearsal, RoutedJob
+from crux_torch.schedule.default.search import Assignment, dense
 from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
-from crux_torch.schedule.policy import crux
-from crux_torch.schedule.rehearsal import Length, Rehearsal, RoutedJob
-from crux_torch.schedule.search import Assignment, dense
-from crux_torch.schedule.sincronia import compress_first, sincronia
-from crux_torch.schedule.slowdown_cap import SlowdownCap
-from crux_torch.schedule.taccl import taccl
-from crux_torch.schedule.varys import compress_balanced, varys
-from evaluation.small_case import SmallCase
+from crux_torch.schedule.papers.baselines import (
+    compress_balanced,
+    compress_first,
+    ecmp,
+    sincronia,
+    taccl,
+    varys,
+)
+from crux_torch.schedule.papers.crux import compress_priorities, crux_pa, crux_ps_pa
+from crux_torch.schedule.papers.intensity import by_descending
+from evaluation.small_case import AGGREGATIONS, HOSTS, JOBS, RING_MODELS, TORS, SmallCase, draw_case
 
 LEVELS = (0, 1, 2)
 MECHANISMS = ("paths", "capped", "priority", "compression")
@@ -67,8 +78,7 @@ PAPER = {
     ("priority", "crux-paper"): 0.9724,
     ("compression", "crux-paper"): 0.9712,
 }
-
-Path = dict[str, tuple[int, ...]]
+PathOfJob = dict[str, tuple[int, ...]]
 #: Job names, the first to send first.
 Order = tuple[str, ...]
 Compression = Callable[[Cluster, Order, SchedulerOptions], Mapping[str, int]]
@@ -109,7 +119,7 @@ class Table:
         best = max(range(len(rows)), key=lambda i: found[i][0])
         self.optimum, column = found[best]
         self._best_row = rows[best]
-        self.best_path: Path = dict(zip(self.names, self.paths[self._best_row], strict=True))
+        self.best_path: PathOfJob = dict(zip(self.names, self.paths[self._best_row], strict=True))
         self.best_levels: IntArray = self.levels[column]
         self.best_order: Order = self._find_best_order()
 
@@ -201,7 +211,7 @@ def _routes(rehearsal: Rehearsal, path: Sequence[tuple[int, ...]]) -> list[Route
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one scheduler's decision on one mechanism of one case is worth.
+    """Value of one scheduler's decision on one mechanism of one case.
 
     Attributes:
         share: of the optimal utilisation.
@@ -244,7 +254,7 @@ def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outc
         return decision
 
     options = SchedulerOptions(LEVELS, seed=case.seed, default_path=case.default_path)
-    cap = SlowdownCap(arrays_of(case.cluster, remember=False), options.max_slowdown)
+    cap = SlowdownCap(arrays_of(case.cluster), options.max_slowdown)
     for name, scheduler in PATHS.items():
         decision = add(
             "paths",
@@ -385,3 +395,85 @@ COMPRESSIONS: dict[str, Compression] = {
     "sincronia": _by_rank(compress_first),
     "varys": _by_rank(compress_balanced),
 }
+TITLES = {
+    "paths": "Path selection (§4.1)",
+    "capped": "Path selection where no job may be slowed down beyond the default's cap",
+    "priority": "Priority assignment (§4.2)",
+    "compression": "Priority compression (§4.3)",
+}
+
+
+@click.command()
+@click.option("--cases", type=click.IntRange(1), default=1500, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of case 1."
+)
+@threads_option
+@json_option
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write NAME.json and NAME.txt to this folder.",
+)
+@click.option("--name", default="optimality", show_default=True, help="Name of the result.")
+def optimality(
+    cases: int, seed: int, threads: int, json_path: Path | None, out: Path | None, name: str
+) -> None:
+    """Small cases whose optimum is enumerated, as in the paper's §4.4 and Figure 16."""
+    # The first case would pay for what is loaded or made on first use.
+    judge(draw_case(seed), threads=threads)
+    seeds = tracked(range(seed, seed + cases), "cases")
+    outcomes = [judge(draw_case(s), threads=threads) for s in seeds]
+    result = Result(name, _settings(cases, seed, outcomes), summarise(outcomes))
+    text = _text(result)
+    publish(result, text, json_path, out)
+
+
+def _settings(cases: int, seed: int, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "cases": cases,
+        "seed": seed,
+        "jobs": JOBS,
+        "hosts": [HOSTS[0], HOSTS[-1]],
+        "tors": [TORS[0], TORS[-1]],
+        "aggregations": AGGREGATIONS,
+        "levels": len(LEVELS),
+        "models": [model.name for model in RING_MODELS],
+        "screened": asdict(SCREENED),
+        "near": NEAR,
+        "judged": asdict(JUDGED),
+        "rehearsed": asdict(BRIEF),
+        "rehearsal_work": FEW_WORK,
+        "optimum_mean": float(np.mean([outcome.optimum for outcome in outcomes])),
+        "plays": sum(outcome.plays for outcome in outcomes),
+    }
+
+
+def _text(result: Result) -> str:
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=120, color_system=None)
+    settings = result.settings
+    console.print(
+        f"{settings['cases']} cases of {settings['jobs']} jobs and {settings['levels']} levels: "
+        f"share of the optimal GPU utilisation, which is {settings['optimum_mean']:.1%} on average"
+    )
+    for mechanism in MECHANISMS:
+        _table([row for row in result.rows if row["mechanism"] == mechanism]).print(console)
+    return buffer.getvalue()
+
+
+def _table(rows: Sequence[Any]) -> Grid:
+    shown = [
+        {
+            "scheduler": row["scheduler"],
+            "mean": f"{row['share_mean']:.2%}",
+            "paper": "" if row["paper_share"] is None else f"{row['paper_share']:.2%}",
+            "5th percentile": f"{row['share_p5']:.2%}",
+            "worst": f"{row['share_min']:.2%}",
+            "decision ms": f"{row['decision_ms']['median']:.2f}",
+            "CPU ms": f"{row['decision_cpu_ms']['median']:.2f}",
+            "CPU p95": f"{row['decision_cpu_ms']['p95']:.2f}",
+        }
+        for row in rows
+    ]
+    return Grid(shown, text=("scheduler",), title=TITLES[rows[0]["mechanism"]])

@@ -1,4 +1,4 @@
-"""The small cases of the paper's §4.4: few enough choices for the optimum to be enumerated."""
+"""The models of §6.3, and the small cases of §4.4: few enough choices to enumerate the optimum."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from crux_torch.fabric.builders.clos import two_layer_clos
-from crux_torch.fabric.builders.server import GBPS, Cabling, GpuServer
-from crux_torch.fabric.topology import Topology
+from crux_torch.network.builders import GBPS, Cabling, GpuServer, two_layer_clos
+from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Cluster, Flow, Job
-from crux_torch.sim.catalogue import Model, WorkloadError
+from crux_torch.sim.catalogue import MODELS, Model, WorkloadError
 from crux_torch.sim.collectives import build_job
-from evaluation.paper_models import PAPER_MODELS
 
+OPEN = ("bert", "gpt", "resnet", "nmt", "multi-interests")
+VARIANTS = ("bert-128", "gpt-7b", "resnet-152", "nmt-base", "multi-interests-large")
+STAND_INS = ("ctr", "transformer-nlp")
+PAPER_MODELS = tuple(m for m in MODELS.values() if m.name in OPEN + VARIANTS + STAND_INS)
 JOBS = 5
 AGGREGATIONS = 2
 HOSTS = range(10, 21)

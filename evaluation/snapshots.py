@@ -16,13 +16,17 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from crux_torch.fabric.builders.server import GBPS
-from crux_torch.schedule.cassini import cassini
-from crux_torch.schedule.circle import best_rotation, circle
-from crux_torch.schedule.ecmp import ecmp
+import click
+
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.network.builders import GBPS
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
+from crux_torch.schedule.papers.baselines import ecmp
+from crux_torch.schedule.papers.cassini import cassini
+from crux_torch.schedule.papers.cassini_grid import best_rotation, circle
 from crux_torch.sim.play import play
 
 LINK_BPS = 50 * GBPS
@@ -157,7 +161,7 @@ def _played(cluster: Cluster, period_ms: float) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """For each job the paper's times, and the median, least and most over consistent pairs."""
+    """Table of the paper's times of each job, and the median, least and most over fitting pairs."""
     lines = [
         "CASSINI's snapshots on one link of 50 Gbit/s: mean communication in ms, over those pairs "
         f"of {len(DEMANDS)} demands and {len(PERIODS)} periods that give the paper's score.",
@@ -205,3 +209,18 @@ def _spread(values: Sequence[float], digits: int = 0) -> str:
         return "-"
     middle, least, most = statistics.median(values), min(values), max(values)
     return f"{middle:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
+
+
+@click.command()
+@json_option
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/snapshots.{json,txt}.")
+def snapshots(json_path: Path | None, out: Path | None) -> None:
+    """Plays the jobs of CASSINI's Table 2 on one link, under every period that fits its scores."""
+    rows = list(rows_of())
+    settings = {
+        "demands": list(DEMANDS),
+        "periods": list(PERIODS),
+        "iterations": ITERATIONS,
+        "draws": DRAWS,
+    }
+    publish(Result("snapshots", settings, rows), table(rows), json_path, out)

@@ -1,4 +1,4 @@
-"""What paths, priorities and shifts still gain where the network sprays packets.
+"""Gains of paths, priorities and shifts where the network sprays packets.
 
 Jobs of the catalogue on GPUs drawn at random, on a Clos whose links up carry all, a half or a
 quarter of what the links down do.
@@ -10,13 +10,16 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from crux_torch.fabric.builders.clos import two_layer_clos
+import click
+
+from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.network.builders import two_layer_clos
 from crux_torch.schedule.model import SchedulerOptions
-from crux_torch.schedule.scheduler import SCHEDULERS
-from crux_torch.sim.play import play
-from crux_torch.sim.spraying import sprayed
+from crux_torch.schedule.schedulers import SCHEDULERS
+from crux_torch.sim.play import play, sprayed
 from evaluation.beyond import place_models
 from evaluation.testbed_runs import paths_only
 
@@ -107,3 +110,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
+
+
+@click.command()
+@click.option("--seeds", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--horizon",
+    "horizon_s",
+    type=click.FloatRange(min=2 * STARTS_S),
+    default=60.0,
+    show_default=True,
+    help="Seconds played.",
+)
+@json_option
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/spraying.{json,txt}.")
+def spraying(seeds: int, horizon_s: float, json_path: Path | None, out: Path | None) -> None:
+    """Plays random jobs on Clos networks that hash flows, and on those that spray packets."""
+    rows = list(rows_of(seeds, horizon_s))
+    settings = {"seeds": seeds, "horizon_s": horizon_s, "job_gpus": list(SIZES)}
+    publish(Result("spraying", settings, rows), table(rows), json_path, out)

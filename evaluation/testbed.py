@@ -19,10 +19,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from crux_torch.fabric.builders import GpuServer, crux_testbed
-from crux_torch.fabric.builders.clos import TESTBED_CABLING
-from crux_torch.fabric.builders.server import GBPS
-from crux_torch.fabric.topology import Topology
+from crux_torch.network.builders import GBPS, TESTBED_CABLING, GpuServer, crux_testbed
+from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Cluster, Job
 from crux_torch.sim.catalogue import Model, WorkloadError, model
 from crux_torch.sim.collectives import build_job
@@ -30,7 +28,7 @@ from crux_torch.sim.collectives import build_job
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is trained on the testbed.
+    """Training of a model on the testbed.
 
     Attributes:
         model: its name in the catalogue.
@@ -73,7 +71,7 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the sensitivity analysis varies; the defaults are the evaluation's.
+    """Assumptions that the sensitivity analysis varies; the defaults are the evaluation's.
 
     Attributes:
         batch_scale: times the recipes' batch: more computation for the same communication.
@@ -119,7 +117,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What the paper reports for a figure: (lowest, highest) in percent.
+    """Figures of the paper: (lowest, highest) in percent.
 
     Attributes:
         gain_pct: GPU utilisation with Crux against without.

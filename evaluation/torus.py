@@ -18,25 +18,39 @@ hosts each, until hardly any host is free; iterations start at random times.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from typing import Literal
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
 
-from crux_torch.fabric.builders import torus
-from crux_torch.fabric.builders.server import GBPS
-from crux_torch.fabric.topology import Path, Topology
-from crux_torch.schedule.crux import crux_paper
-from crux_torch.schedule.ecmp import ecmp
+import click
+from rich.console import Console
+from rich.progress import track
+
+from crux_torch.cli.results import Result, chosen, json_option, publish
+from crux_torch.network.builders import GBPS
+from crux_torch.network.builders import torus as torus_topology
+from crux_torch.network.topology import Path as LinkPath
+from crux_torch.network.topology import Topology
+from crux_torch.schedule.arrays import arrays_of, paths_of, traffic_matrix
 from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
-from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.schedule.papers.baselines import ecmp
+from crux_torch.schedule.papers.crux import (
+    assign_priorities,
+    crux_paper,
+    levels_of,
+    select_paths,
+)
+from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.catalogue import WorkloadError
-from crux_torch.sim.collectives import build_job
-from crux_torch.sim.placed import hashed_paths
+from crux_torch.sim.collectives import build_job, hashed_paths
 from crux_torch.sim.play import play
-from evaluation.paper_models import PAPER_MODELS
+from evaluation.small_case import PAPER_MODELS
 
 Placement = Literal["scattered", "packed"]
 #: Hosts of a job: drawn from these, each as likely as any other.
@@ -102,7 +116,7 @@ def torus_case(
     """
     if placement not in ("scattered", "packed"):
         raise WorkloadError(f"placement is {placement!r}; expected scattered or packed")
-    topology = topology or torus(shape, link_Bps=link_Bps)
+    topology = topology or torus_topology(shape, link_Bps=link_Bps)
     draw = random.Random(f"{shape} {placement} {seed}")
     free = list(topology.hosts)
     jobs: list[Job] = []
@@ -121,7 +135,7 @@ def torus_case(
 
 
 def decide(case: TorusCase, scheduler: str) -> Decision:
-    """What ``scheduler``, one of ``SCHEDULERS_PLAYED``, makes of a case.
+    """Plays a case under ``scheduler``, one of ``SCHEDULERS_PLAYED``.
 
     ``dimension-order`` is ECMP's fair sharing on the paths that a torus commonly routes by: one
     dimension after the other. Schedulers that choose no paths have the hash's.
@@ -133,7 +147,7 @@ def decide(case: TorusCase, scheduler: str) -> Decision:
     if scheduler == "crux-paths":
         return crux_paper(cluster, SchedulerOptions(LEVELS[:1]))
     if scheduler == "crux-sweeps":
-        return crux_paper(cluster, SchedulerOptions(LEVELS), sweeps=SWEEPS)
+        return _crux_with_sweeps(cluster)
     paths = case.hashed
     if scheduler == "dimension-order":
         paths = {job.name: dimension_ordered(case.topology, job) for job in cluster.jobs}
@@ -143,23 +157,37 @@ def decide(case: TorusCase, scheduler: str) -> Decision:
     return SCHEDULERS[scheduler](cluster, SchedulerOptions(LEVELS, default_path=paths))
 
 
+def _crux_with_sweeps(cluster: Cluster) -> Decision:
+    """The paper's Crux, but every flow chooses again, with all others in place."""
+    arrays = arrays_of(cluster)
+    choice = select_paths(arrays, sweeps=SWEEPS)
+    traffic = traffic_matrix(arrays, choice)
+    priorities = assign_priorities(arrays, traffic)
+    level, _ = levels_of(traffic, priorities, SchedulerOptions(LEVELS))
+    return Decision(
+        path=paths_of(arrays, choice),
+        level=arrays.by_name(level),
+        priority=arrays.by_name(priorities.priority),
+    )
+
+
 def dimension_ordered(topology: Topology, job: Job) -> tuple[int, ...]:
-    """For each flow the candidate that turns least; of equals the one that crosses the first
+    """The candidate of each flow that turns least; of equals the one that crosses the first
     dimensions first, in the increasing direction."""
 
     @cache
-    def order(path: Path) -> tuple[int, tuple[int, ...], Path]:
+    def order(path: LinkPath) -> tuple[int, tuple[int, ...], LinkPath]:
         crossed = axes(topology, path)
         return sum(one != other for one, other in pairwise(crossed)), crossed, path
 
     @cache
-    def first(candidates: tuple[Path, ...]) -> int:
+    def first(candidates: tuple[LinkPath, ...]) -> int:
         return min(range(len(candidates)), key=lambda c: order(candidates[c]))
 
     return tuple(first(flow.candidates) for flow in job.flows)
 
 
-def axes(topology: Topology, path: Path) -> tuple[int, ...]:
+def axes(topology: Topology, path: LinkPath) -> tuple[int, ...]:
     """The dimension of each link between routers that ``path`` crosses."""
     crossed = []
     for link in path:
@@ -173,7 +201,7 @@ def axes(topology: Topology, path: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one scheduler did to a case.
+    """Results of one scheduler on a case.
 
     Attributes:
         gpu_utilization: of the GPUs of all jobs.
@@ -216,3 +244,118 @@ def outcomes(
             report.gpu_utilization, busiest, max(slowdowns, default=1.0), decision_s
         )
     return found
+
+
+SHAPES = ((8, 8), (4, 4, 4))
+LINK_GBPS = (100, 400)
+PLACEMENTS: tuple[Placement, ...] = ("scattered", "packed")
+
+
+def rows_of(
+    schedulers: Sequence[str], seeds: int, horizon_s: float, progress: bool
+) -> list[dict[str, Any]]:
+    """One row for every torus, rate, placement and scheduler; values of all seeds in order."""
+    rows = []
+    console = Console(stderr=True)
+    for shape in SHAPES:
+        for gbps in LINK_GBPS:
+            topology = torus_topology(shape, link_Bps=gbps * GBPS)
+            for placement in PLACEMENTS:
+                words = f"{'x'.join(map(str, shape))} {gbps} Gb/s {placement}"
+                played = [
+                    outcomes(
+                        torus_case(shape, placement, seed, topology=topology),
+                        horizon_s,
+                        schedulers,
+                    )
+                    for seed in track(range(seeds), words, console=console, disable=not progress)
+                ]
+                for scheduler in schedulers:
+                    mine = [found[scheduler] for found in played]
+                    best = [found["ideal"].gpu_utilization for found in played]
+                    rows.append(
+                        {
+                            "shape": shape,
+                            "link_Gbps": gbps,
+                            "placement": placement,
+                            "scheduler": scheduler,
+                            "gpu_utilization": [o.gpu_utilization for o in mine],
+                            "of_ideal": [
+                                o.gpu_utilization / b for o, b in zip(mine, best, strict=True)
+                            ],
+                            "busiest_link": [o.busiest for o in mine],
+                            "slowdown": [o.slowdown for o in mine],
+                            "decision_s": [o.decision_s for o in mine],
+                        }
+                    )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text: medians over seeds, the least and the most in brackets."""
+    lines = []
+    for _, group in groupby(rows, key=itemgetter("shape", "link_Gbps", "placement")):
+        cell = list(group)
+        first = cell[0]
+        shape = "x".join(map(str, first["shape"]))
+        by_name = {row["scheduler"]: row for row in cell}
+        lines += [
+            f"{shape} torus, links of {first['link_Gbps']} Gb/s, {first['placement']} jobs, "
+            f"{len(first['of_ideal'])} seeds",
+            f"  {'':<16} {'utilisation':>20} {'of ideal':>20} {'over ecmp':>9} {'beats it':>8} "
+            f"{'busiest link':>12} {'worst slowdown':>14} {'decision ms':>11}",
+        ]
+        for row in cell:
+            against = zip(row["of_ideal"], by_name["ecmp"]["of_ideal"], strict=True)
+            gains = [mine / other for mine, other in against]
+            lines.append(
+                f"  {row['scheduler']:<16} {spread(row['gpu_utilization']):>20} "
+                f"{spread(row['of_ideal']):>20} {statistics.median(gains) - 1:>+9.1%} "
+                f"{sum(gain > 1 for gain in gains):>2} of {len(gains):>2} "
+                f"{statistics.median(row['busiest_link']):>12.2f} "
+                f"{statistics.median(row['slowdown']):>14.2f} "
+                f"{statistics.median(row['decision_s']) * 1e3:>11.1f}"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(values):.3f} [{min(values):.3f}-{max(values):.3f}]"
+
+
+@click.command()
+@click.option(
+    "--schedulers",
+    default=",".join(SCHEDULERS_PLAYED),
+    show_default=True,
+    help="Comma-separated. ecmp and ideal, which the others are compared with, are always played.",
+)
+@click.option("--seeds", default=6, show_default=True, help="Cases of each kind.")
+@click.option(
+    "--horizon",
+    "horizon_s",
+    type=click.FloatRange(min=2 * STARTS_S),
+    default=30.0,
+    show_default=True,
+    help="Seconds played.",
+)
+@json_option
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/torus.{json,txt}.")
+def torus(
+    schedulers: str, seeds: int, horizon_s: float, json_path: Path | None, out: Path | None
+) -> None:
+    """Plays random jobs on tori under every scheduler."""
+    wanted = {*chosen(schedulers, list(SCHEDULERS_PLAYED)), "ecmp", "ideal"}
+    played = [scheduler for scheduler in SCHEDULERS_PLAYED if scheduler in wanted]
+    rows = rows_of(played, seeds, horizon_s, progress=Console(stderr=True).is_terminal)
+    text = table(rows)
+    settings = {
+        "seeds": seeds,
+        "horizon_s": horizon_s,
+        "levels": len(LEVELS),
+        "sweeps": SWEEPS,
+    }
+    result = Result("torus", settings, rows)
+    publish(result, text, json_path, out)

@@ -1,8 +1,10 @@
-"""Which figure is drawn from which result file, and what its caption says."""
+"""The figures that are drawn, from which result files, and the page that shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,9 +12,50 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from crux_torch.report.page import render
 from evaluation.figures import dispatch, optimality, testbed, trace
-from evaluation.figures.fields import Value, read_rows
+from evaluation.figures.fields import ResultError, Value, read_rows
 from evaluation.figures.style import SETTINGS
+
+FOLDER = Path(__file__).parent
+
+
+def write(
+    drawn: Sequence[Drawn], left_out: Sequence[LeftOut], folder: Path
+) -> tuple[list[Path], Path]:
+    """Writes a PNG for each figure, and the page. Returns the PNGs and the page.
+
+    Raises:
+        ResultError: they can't be written.
+    """
+    images = [_png(item) for item in drawn]
+    encoded = [base64.b64encode(image).decode("ascii") for image in images]
+    shown = list(zip(drawn, encoded, strict=True))
+    text = render(
+        "figures.html.jinja",
+        FOLDER,
+        title="The evaluation's figures",
+        drawn=shown,
+        left_out=left_out,
+    )
+    files, page = [folder / f"{item.plate.name}.png" for item in drawn], folder / "figures.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, image in zip(files, images, strict=True):
+            file.write_bytes(image)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResultError(f"{folder}: can't be written: {error}") from None
+    return files, page
+
+
+def _png(item: Drawn) -> bytes:
+    buffer = io.BytesIO()
+    # Neither date nor version stand in the file, so that the same result gives the same bytes.
+    with matplotlib.rc_context(SETTINGS):
+        item.figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
 
 Draw = Callable[[Value, list[Value]], "Figure | None"]
 
@@ -82,7 +125,6 @@ _TRACE_CAPTION = (
     "Bars: share of the time in which jobs held GPUs that these computed, which is what contention "
     "takes from. Diamonds: the paper's, of its own trace and of all GPUs."
 )
-
 PLATES: tuple[Plate, ...] = (
     Plate(
         "figure16",

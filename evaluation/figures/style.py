@@ -1,4 +1,4 @@
-"""How the figures look: one colour for each scheduler, everywhere; told apart without colours too.
+"""Style of the figures: one colour for each scheduler; lines differ without colours, too.
 
 The hues are Okabe and Ito's, which readers with any common colour blindness tell apart; lines also
 differ by dash and markers, bars by their labels.

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
-from crux_torch.dispatch.cluster import count
+from crux_torch.agreement.inputs import plan_inputs
+from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
 from crux_torch.dispatch.predictor import predicted_links
 from crux_torch.dispatch.search import strongest
-from evaluation.commands.dispatch import efficacy_rows, storage_row, text_of, time_rows
 from evaluation.dispatch import MIXED, case, efficacy, measured, methods, remembered, search_cpu_s
-from evaluation.dispatch_trees import Trees
+from evaluation.dispatch_contention import (
+    HELD,
+    HOSTS,
+    RULES,
+    compact,
+    contention_rows,
+    scene,
+)
+from evaluation.dispatch_contention import (
+    text_of as contention_text,
+)
+from evaluation.dispatch_tables import efficacy_rows, storage_row, text_of, time_rows
+from evaluation.litegd import MODELS, Trees, bidirectional, by_topology, connection, host_table
 
 
 def test_a_case_is_drawn_by_its_seed_and_measured_across_hosts() -> None:
@@ -76,6 +90,91 @@ def test_the_table_names_every_cluster_beside_the_papers_figures() -> None:
     assert text.count("strongest, links fitted") == 7 + 3 + 2
     assert "16 GPUs: strongest" in text
     assert "Storage: network" in text
+    assert 500e3 < storage_row()["network_bytes"] < 642e3, "at most the paper's"
     by_k = text[text.index("(Figure 12)") :].splitlines()[2]
     assert by_k.startswith("  strongest, links fitted")
     assert len(by_k.split()) == 3 + 9
+
+
+@pytest.mark.parametrize("k", [1, 2, 9, 30])
+def test_the_searches_and_baselines_choose_k_free_devices(k: int) -> None:
+    one = case(MIXED, 5, samples=20)
+    best = one.cluster.weakest_link_Bps(strongest(one.cluster, one.free, k)[None])[0]
+    for name, choose in methods(one, 0, None).items():
+        choice = choose(k)
+        assert count(choice) == k, name
+        assert not (choice & ~one.free).any(), name
+        assert one.cluster.weakest_link_Bps(choice[None])[0] <= best, name
+
+
+def devices_of(free: Ints) -> list[tuple[int, int]]:
+    return [(h, i) for h, members in enumerate(free) for i in range(16) if members >> i & 1]
+
+
+def literal_bottom_up(cluster: DispatchCluster, free: Ints, k: int) -> float:
+    """Lines 2 to 12 of Algorithm 1, device by device."""
+    pairs = []
+    for chosen in combinations(devices_of(free), 2):
+        pairs.append(np.zeros_like(free))
+        for host, device in chosen:
+            pairs[-1][host] |= 1 << device
+    chosen = pairs[int(np.argmax(cluster.weakest_link_Bps(np.stack(pairs))))]
+    while count(chosen) < k:
+        rows = []
+        for host, device in devices_of(free & ~chosen):
+            row = chosen.copy()
+            row[host] |= 1 << device
+            rows.append(row)
+        chosen = rows[int(np.argmax(cluster.weakest_link_Bps(np.stack(rows))))]
+    return float(cluster.weakest_link_Bps(chosen[None])[0])
+
+
+def test_on_dgx_1_the_search_is_no_worse_than_algorithm_1_device_by_device() -> None:
+    cluster = DispatchCluster([host_table("V100")] * 2, np.array([20e9, 40e9]))
+    for k in range(2, 17):
+        found = bidirectional(cluster, cluster.everything, k)
+        literal = literal_bottom_up(cluster, cluster.everything, k)
+        assert cluster.weakest_link_Bps(found[None])[0] >= literal
+
+
+def test_the_hosts_have_the_connections_of_appendix_a() -> None:
+    v100, a6000, a800 = MODELS["V100"], MODELS["A6000"], MODELS["A800"]
+    assert [connection(v100, 0, other) for other in range(1, 8)] == [
+        *("NV1", "NV2", "NV1", "SYS", "SYS", "SYS", "NV2")
+    ]
+    assert all(sum(v100.links(gpu, g) for g in range(8)) == 6 for gpu in range(8))
+    assert [connection(a6000, 0, other) for other in (1, 2, 4)] == ["NV4", "PXB", "SYS"]
+    assert {connection(a800, 0, other) for other in range(1, 8)} == {"NV8"}
+
+
+def test_the_topology_baseline_begins_with_the_best_connected_pair() -> None:
+    cluster = DispatchCluster([host_table("4090"), host_table("V100")], np.array([1e9, 1e9]))
+    assert cluster.names(by_topology(cluster, cluster.everything, 2)) == {"V100": ["0", "2"]}
+    assert len(cluster.names(by_topology(cluster, cluster.everything, 9))) == 2
+
+
+def test_a_scene_is_drawn_by_its_seed_and_its_records_tell_of_its_jobs() -> None:
+    one, again = scene(3), scene(3)
+    assert (one.free == again.free).all()
+    assert count(one.free) <= (1 - HELD) * 8 * HOSTS
+    assert one.k <= count(one.free)
+    planned = {job.name: job for job in plan_inputs(one.records, one.topology).jobs}
+    for job in one.jobs:
+        between = [f.bytes for f in job.flows if f.candidates[0][0] in one.topology.capacity_Bps]
+        assert sum(f.bytes for f in planned[job.name].flows) == pytest.approx(sum(between))
+
+
+def test_compact_takes_few_hosts() -> None:
+    one = scene(0)
+    everything = np.full(HOSTS, 0xFF)
+    assert np.count_nonzero(compact(one.topology, everything, 16)) == 2
+    assert np.count_nonzero(compact(one.topology, everything, 3)) == 1
+
+
+@pytest.mark.slow
+def test_beside_running_jobs_the_aware_choice_is_the_best() -> None:
+    rows = contention_rows(range(1, 4))
+    for row in rows:
+        utilisation = row["utilisation"]
+        assert utilisation["contention-aware"] >= max(utilisation[r] for r in RULES) - 1e-9
+    assert "the best, or as good, in 3 of 3" in contention_text(rows)

@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from crux_torch.schedule.arrays import arrays_of
+from crux_torch.schedule.default.cap import SlowdownCap
+from crux_torch.schedule.default.rehearsal import Length, Rehearsal
+from crux_torch.schedule.default.search import Assignment, dense
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
-from crux_torch.schedule.rehearsal import Length, Rehearsal
-from crux_torch.schedule.search import Assignment, dense
-from crux_torch.schedule.slowdown_cap import SlowdownCap
 from crux_torch.sim.play import play
 from evaluation.__main__ import evaluation
 from evaluation.optimality import (

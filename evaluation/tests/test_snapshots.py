@@ -1,9 +1,10 @@
-"""CASSINI's Table 2: shifts gain what its paper measured, where assumptions give its scores."""
+"""CASSINI's snapshots, and networks that spray packets."""
 
 from __future__ import annotations
 
 import pytest
 
+from evaluation import spraying
 from evaluation.snapshots import DEMANDS, PERIODS, SNAPSHOTS, Snapshot, rows_of, table
 
 
@@ -43,3 +44,17 @@ def test_jobs_that_fit_gain_and_those_of_the_lowest_score_are_left_alone(rows) -
 def test_the_table_has_a_line_for_each_job(rows) -> None:
     text = table(rows)
     assert all(text.count(f"  {row.model} ") for s in SNAPSHOTS for row in s.rows)
+
+
+def test_a_short_run_has_a_row_for_each_network_and_scheduler() -> None:
+    rows = list(spraying.rows_of(1, 20.0))
+    assert [row["oversubscription"] for row in rows] == [1] * 10 + [2] * 10 + [4] * 10
+    used = {
+        (row["oversubscription"], row["balancing"], row["scheduler"]): row["gpu_utilization"][0]
+        for row in rows
+    }
+    for ratio in (1, 2, 4):
+        # Spread evenly, no link of a job carries more than where its flows collide.
+        assert used[ratio, "sprayed", "ecmp"] >= used[ratio, "hashed", "ecmp"]
+    assert used[4, "sprayed", "ecmp"] <= used[1, "sprayed", "ecmp"]
+    assert spraying.table(rows).count("oversubscribed, 1 seeds") == 3

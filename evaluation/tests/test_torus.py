@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from crux_torch.fabric.builders import GpuServer, torus
-from crux_torch.fabric.topology import Topology
-from crux_torch.schedule.crux import crux_paper
+from crux_torch.network.builders import GpuServer, torus
+from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
+from crux_torch.schedule.papers.crux import crux_paper
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.play import play
 from evaluation.torus import (

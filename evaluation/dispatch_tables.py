@@ -15,12 +15,10 @@ import click
 import msgspec
 import numpy as np
 
-from crux_torch.cli.results import Result, json_option, publish
-from crux_torch.cli.sim_options import threads_option
+from crux_torch.cli.results import Result, json_option, publish, threads_option
 from crux_torch.dispatch.cluster import DispatchCluster
-from crux_torch.dispatch.hosts import MODELS, host_table
 from crux_torch.dispatch.predictor import Network
-from crux_torch.dispatch.search import bidirectional, strongest
+from crux_torch.dispatch.search import strongest
 from evaluation.dispatch import (
     LINKS,
     MIXED,
@@ -35,6 +33,7 @@ from evaluation.dispatch import (
     unseen,
     upgraded,
 )
+from evaluation.litegd import MODELS, bidirectional, host_table
 
 #: Clusters of the studies of what learns, beside Table 1.
 FEW_SEEDS = 1
@@ -178,10 +177,15 @@ def time_rows(hosts: Iterable[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def weight_bytes(network: Network) -> int:
+    """Bytes of a network's weights."""
+    return sum(p.numel() * p.element_size() for p in network.module.parameters())
+
+
 def storage_row() -> dict[str, Any]:
-    """What the network's weights and the largest table of a host take."""
+    """Bytes of the network's weights and of the largest table of a host."""
     sizes = [len(msgspec.json.encode(host_table(kind))) for kind in MODELS]
-    return {"study": "storage", "network_bytes": Network().bytes, "host_bytes": max(sizes)}
+    return {"study": "storage", "network_bytes": weight_bytes(Network()), "host_bytes": max(sizes)}
 
 
 ORDER = (
