@@ -32,18 +32,18 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from crux_torch.agent.rates import BURST_BYTES, LEAST_BURSTS
+from crux_torch.agreement.inputs import plan_inputs
+from crux_torch.agreement.records import JobRecord
 from crux_torch.cli.results import Result, publish
-from crux_torch.control.inputs import plan_inputs
-from crux_torch.control.records import JobRecord
-from crux_torch.fabric.loaders import parse_yaml
-from crux_torch.runtime.rate_scheduler import BURST_BYTES, LEAST_BURSTS
-from crux_torch.schedule.intensity import link_traffic
+from crux_torch.network.loaders import parse_yaml
 from crux_torch.schedule.model import Cluster, Decision, Job
-from crux_torch.schedule.rates import SLOT_S
-from crux_torch.schedule.scheduler import LIVE
+from crux_torch.schedule.papers.intensity import link_traffic
+from crux_torch.schedule.papers.mlcc import SLOT_S
+from crux_torch.schedule.schedulers import LIVE
 from crux_torch.sim.play import play
 from lab import netns
-from lab.contest import JOB_STEPS, NONE, Scenario, Seen, Turn
+from lab.contest import JOB_STEPS, NO_TOPOLOGY, NONE, Scenario, Seen, Turn, policy_of
 from lab.job import JobError
 from lab.measurement import losses_equal
 from lab.twins import Workload
@@ -52,8 +52,8 @@ from lab.twins import Workload
 POLICIES = (
     NONE, "sincronia", "varys", "taccl", "cassini", "mlcc", "crux-pa", "crux-paper", "crux",
 )  # fmt: skip
-#: Policies that the contest plays once there are such.
-KNOWN = (NONE, *LIVE)
+#: Entrants that can be played. Nobody but a topology says who keeps mlcc's tables.
+KNOWN = (NONE, *LIVE, *(f"{policy}{NO_TOPOLOGY}" for policy in LIVE if policy != "mlcc"))
 #: Seconds of a timeline, and of one of its characters.
 TIMELINE_S, CELL_S = 3.0, 0.05
 #: Simulated iterations of the longest job; where mlcc books slots, which takes longer, fewer.
@@ -335,7 +335,7 @@ def predict(alone: Alone, turn: Mapping[str, Any], reached: Reached) -> dict[str
     level = {name: turn["levels"].get(name, 0) for name in alone.jobs}
     grids: Mapping[str, Sequence[float]] = turn.get("grids", {})
     # Live, mlcc books the links that every path crosses: with several spines, none that jobs share.
-    books = turn["policy"] == "mlcc" and scenario.spines == 1
+    books = policy_of(turn["policy"]) == "mlcc" and scenario.spines == 1
     arrived_s = scenario.arrivals(random.Random(turn["seed"]))
     report = play(
         with_queues(alone.cluster, path, level, alone.jobs, reached),
@@ -509,12 +509,13 @@ def table(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> str:
     turns = [row for row in mine if "utilisation" in row]
     names = [w.name for w in scenario.workloads]
     ideal = statistics.median(t["ideal"] for t in turns)
+    wide = _wide(rows)
     lines = [
         f"{scenario.name}: {scenario.about}; {scenario.spines} spine"
         f"{'s' if scenario.spines > 1 else ''}, links of {scenario.rate_mbit:g} Mbit/s",
         f"  each alone: utilisation {ideal:.1%}",
-        f"  {'policy':<12}{'utilisation':>24}{'to plan':>9}{'drops':>7}{'link':>6}{'wanted':>8}  "
-        "step x alone (predicted): " + ", ".join(names),
+        f"  {'policy':<{wide}}{'utilisation':>24}{'to plan':>9}{'drops':>7}{'link':>6}"
+        f"{'wanted':>8}  step x alone (predicted): {', '.join(names)}",
     ]
     for policy in dict.fromkeys(t["policy"] for t in turns):
         of = [t for t in turns if t["policy"] == policy]
@@ -535,13 +536,13 @@ def table(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> str:
         link = statistics.median(busiest_link(scenario, t) for t in of)
         wants = [t["wanted"] for t in of if "wanted" in t]
         want = f"{statistics.median(wants):.0%}" if wants else ""
-        head = f"  {policy:<12}{spread:>24}{wait:>9}{drops:>7.0f}{link:>6.0%}{want:>8}"
+        head = f"  {policy:<{wide}}{spread:>24}{wait:>9}{drops:>7.0f}{link:>6.0%}{want:>8}"
         lines.append(f"{head}  {cells}{notes}")
     last = {t["policy"]: t["timeline"] for t in turns if t.get("timeline")}
     if last:
         lines.append(f"  who sends in the last {TIMELINE_S:g} s, {1e3 * CELL_S:g} ms a character")
     for policy, lanes in last.items():
-        lines += [f"  {policy:<12}{name}  {_lane(spans)}" for name, spans in lanes.items()]
+        lines += [f"  {policy:<{wide}}{name}  {_lane(spans)}" for name, spans in lanes.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -559,6 +560,11 @@ def _lane(spans: Sequence[Sequence[float]]) -> str:
         sends_s = sum(max(0.0, min(b, end) - max(a, begin)) for a, b in spans)
         cells.append("#" if sends_s >= CELL_S / 2 else ".")
     return "".join(cells)
+
+
+def _wide(rows: Sequence[dict[str, Any]]) -> int:
+    """Characters of the column of entrants."""
+    return max([12, *(len(row["policy"]) + 1 for row in rows if "policy" in row)])
 
 
 def _ratio(jobs: Sequence[dict[str, Any]]) -> str:
@@ -587,9 +593,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         if j["policy"] == NONE
     }
     head = f"completion of {JOB_STEPS} steps x {NONE}"
+    wide = _wide(rows)
     lines = [
         "all scenarios, means",
-        f"  {'policy':<12}{'utilisation':>12}{f'x {NONE}':>9}{'worst':>8}{'slowest job':>13}"
+        f"  {'policy':<{wide}}{'utilisation':>12}{f'x {NONE}':>9}{'worst':>8}{'slowest job':>13}"
         f"{head:>34}",
     ]
     for policy in dict.fromkeys(t["policy"] for t in turns):
@@ -614,7 +621,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         if lacks := [name for name in played if name not in used]:
             tail += f", without {', '.join(lacks)}"
         lines.append(
-            f"  {policy:<12}{_mean(used.values()):>12.1%}{statistics.mean(gains):>9.3f}"
+            f"  {policy:<{wide}}{_mean(used.values()):>12.1%}{statistics.mean(gains):>9.3f}"
             f"{min(gains):>8.3f}{slowest:>13.2f}{_mean(done.values()):>34.3f}{tail}"
         )
     lines += [f"  {line}" for line in [*_heavy(jobs), *_errors(turns, jobs)]]
@@ -630,8 +637,9 @@ def _heavy(jobs: Sequence[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(j["scenario"] for j in heavy))
     if not names:
         return []
+    wide = _wide(jobs)
     lines = ["the heavy job, mean step x alone (median step)"]
-    lines.append(f"  {'policy':<12}" + "".join(f"{name:>14}" for name in names))
+    lines.append(f"  {'policy':<{wide}}" + "".join(f"{name:>14}" for name in names))
     for policy in dict.fromkeys(j["policy"] for j in heavy):
         cells = []
         for name in names:
@@ -643,7 +651,7 @@ def _heavy(jobs: Sequence[dict[str, Any]]) -> list[str]:
                 f"{statistics.median(mean):.2f} ({statistics.median(median):.2f})" if mean else ""
             )
             cells.append(f"{both:>14}")
-        lines.append(f"  {policy:<12}" + "".join(cells))
+        lines.append(f"  {policy:<{wide}}" + "".join(cells))
     return lines
 
 
@@ -725,7 +733,8 @@ def _chosen(context: click.Context, option: click.Option, value: str) -> list[st
     default=",".join(p for p in POLICIES if p in KNOWN),
     show_default=True,
     callback=_chosen,
-    help="In this order; none is always played first.",
+    help=f"In this order; none is always played first. {NO_TOPOLOGY} after a policy: its jobs are "
+    "given no topology, and find the network themselves.",
 )
 @click.option("--rounds", default=3, show_default=True, help="Turns of each policy and scenario.")
 @click.option(

@@ -51,18 +51,18 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 from control_fakes import profile, record
 from loopback import free_port
 
-from crux_torch.control.leader import Leader
-from crux_torch.control.plan_allowance import PLANS_PER_MINUTE
-from crux_torch.control.records import JobRecord, OnTrial, PlanEntry
+from crux_torch.agreement.leader import Leader
+from crux_torch.agreement.plan_author import PLANS_PER_MINUTE
+from crux_torch.agreement.records import JobRecord, OnTrial, PlanEntry
 from crux_torch.errors import StoreError
-from crux_torch.measure.job_profile import HostFlow
-from crux_torch.store.client import StoreClient, TcpConnector
-from crux_torch.store.endpoint import ETCD, open_store, server_addresses
-from crux_torch.store.etcd_address import parse_etcd
+from crux_torch.measure.profile import HostFlow
+from crux_torch.store.client import StoreClient
+from crux_torch.store.endpoint import ETCD, TcpConnector, open_store, parse_etcd, server_addresses
 from crux_torch.store.frames import Refused
 from crux_torch.store.host import StoreHost
 

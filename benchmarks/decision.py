@@ -40,19 +40,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path as FilePath
 from typing import Any
 
 import click
 
 from crux_torch.cli.results import Result, publish
-from crux_torch.fabric.builders.clos import two_layer_clos
-from crux_torch.schedule import correction
+from crux_torch.network.builders import two_layer_clos
 from crux_torch.schedule.arrays import arrays_of, traffic_matrix
-from crux_torch.schedule.crux import assign_priorities, crux_paper, levels_of, select_paths
-from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Path, SchedulerOptions
-from crux_torch.schedule.policy import crux, crux_first, forget_components
+from crux_torch.schedule.default.crux import crux, crux_first
+from crux_torch.schedule.model import Burst, Cluster, Flow, Job, Memory, Path, SchedulerOptions
+from crux_torch.schedule.papers.crux import assign_priorities, crux_paper, levels_of, select_paths
 
 sys.path.insert(0, str(FilePath(__file__).resolve().parents[1]))
 from evaluation.beyond import place_models
@@ -136,7 +135,7 @@ def steps_s(cluster: Cluster) -> dict[str, float]:
         laps[step] = now - last
         last = now
 
-    arrays = arrays_of(cluster)
+    arrays = arrays_of(cluster, OPTIONS.memory)
     lap("read")
     choice = select_paths(arrays)
     lap("paths")
@@ -148,10 +147,11 @@ def steps_s(cluster: Cluster) -> dict[str, float]:
     return laps
 
 
-def forget() -> None:
-    """Drops what earlier decisions have left behind."""
-    correction._found.clear()
-    forget_components()
+def forgetful() -> SchedulerOptions:
+    """Options that remember no job and no component; links and paths that were read stay."""
+    memory = Memory()
+    memory.reader = OPTIONS.memory.reader
+    return replace(OPTIONS, memory=memory)
 
 
 def timed_s(work: Callable[[], object]) -> tuple[float, float]:
@@ -193,15 +193,11 @@ def row_of(jobs: int, nics: bool, repeats: int) -> dict[str, Any]:
     added_MiB = resident_MiB("VmHWM") - before_MiB
     cold, warm, laps, default, begun = [], [], [], [], []
     for repeat in range(repeats):
-        forget()
-        begun.append(timed_s(lambda: crux_first(cluster, OPTIONS)))
-        forget()
-        default.append(timed_s(lambda: crux(cluster, OPTIONS)))
-        forget()
-        cold.append(timed_s(lambda: crux_paper(cluster, OPTIONS)))
-        later = one_job_later(cluster, repeat * 7919)
-        warm.append(timed_s(lambda later=later: crux_paper(later, OPTIONS)))
-        forget()
+        begun.append(timed_s(partial(crux_first, cluster, forgetful())))
+        default.append(timed_s(partial(crux, cluster, forgetful())))
+        options = forgetful()
+        cold.append(timed_s(partial(crux_paper, cluster, options)))
+        warm.append(timed_s(partial(crux_paper, one_job_later(cluster, repeat * 7919), options)))
         laps.append(steps_s(cluster))
     flows = [flow for job in cluster.jobs for flow in job.flows]
     return {
@@ -232,9 +228,8 @@ def component_of(jobs: int, repeats: int) -> dict[str, Any]:
     for seed in range(repeats + 1):
         cluster, hashed = place_models("component", seed, topology, sizes)
         for column, path in (("known_cpu_s", hashed), ("live_cpu_s", None)):
-            forget()
             options = SchedulerOptions(seed=seed, default_path=path)
-            _, cpu_s = timed_s(lambda cluster=cluster, options=options: crux(cluster, options))
+            _, cpu_s = timed_s(partial(crux, cluster, options))
             if seed:  # the first loads libraries
                 found[column].append(cpu_s)
     return found

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
 from hostile import CLIENTS, SQUATTERS
 from loopback import free_port
@@ -38,7 +39,7 @@ from training_job import Job
 
 from crux_torch.store.host import StoreHost
 
-TESTS = Path(__file__).parents[1] / "tests"
+SUPPORT = Path(__file__).parents[1] / "tests/support"
 #: Steps that do not count: the first ones make connections and allocate.
 WARM_STEPS = 20
 STEP_S = 0.03
@@ -51,13 +52,13 @@ OWN = (
 )
 FAULTS = (*OWN, *SQUATTERS, *CLIENTS)
 #: Measured and planned early, so that a fault meets all parts.
-QUICK = {"CRUX_PROFILE_S": "2", "CRUX_PROFILE_ITERATIONS": "5", "CRUX_LEASE_S": "4"}
+QUICK = {"CRUX_PROFILE_S": "2", "CRUX_LEASE_S": "4", "CRUX_TUNING": "profile_iterations=5"}
 
 
 @contextmanager
 def program(name: str, port: int) -> Iterator[None]:
     """A hostile program, for as long as the context lasts."""
-    command = [sys.executable, str(TESTS / "hostile.py"), name, str(port)]
+    command = [sys.executable, str(SUPPORT / "hostile.py"), name, str(port)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         if name in SQUATTERS:

@@ -42,9 +42,11 @@ RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_FR_BUFFER_SIZE": "200
 STOCK = Side("stock")
 #: The job is never warm enough to be measured.
 CRUX = Side(
-    "crux", crux=True, env={"CRUX_WARMUP_ITERATIONS": str(10**9), "CRUX_PROFILE_S": str(10**6)}
+    "crux",
+    crux=True,
+    env={"CRUX_TUNING": f"warmup_iterations={10**9}", "CRUX_PROFILE_S": str(10**6)},
 )
-MEASURING = Side("crux measuring", crux=True, env={"CRUX_TIMING": "always"})
+MEASURING = Side("crux measuring", crux=True, env={"CRUX_TUNING": "timing=always"})
 SIDES = {
     side.name: side
     for side in (

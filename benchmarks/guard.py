@@ -26,7 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from crux_torch.schedule.guard import TOLERANCE, Judgement, Member, Tally, enough, judge
+from crux_torch.schedule.default.guard import TOLERANCE, Judgement, Member, Tally, enough, judge
 
 PERIODS_S = (0.3, 0.5, 0.8)
 LOOK_S = 2.0

@@ -2,11 +2,11 @@
 
     python benchmarks/links_device.py [--blocks N] [--steps N] [--json FILE] [--out DIR]
 
-Two jobs train on the rig (docs/gpu.md), each on a device of its own, with a process group of torch
-under Crux's backend, and both cross one link of Crux. A step has layers of computation. Behind each
-one goes an all-reduce, which the step waits for before the optimizer. Either the all-reduces of the
-two jobs disturb each other by nothing (``separate``), or they share an emulated link fairly
-(``shared``).
+Two jobs train on the rig (docs/research/without-gpu.md), each on a device of its own, with a
+process group of torch under Crux's backend, and both cross one link of Crux. A step has layers of
+computation. Behind each one goes an all-reduce, which the step waits for before the optimizer.
+Either the all-reduces of the two jobs disturb each other by nothing (``separate``), or they share
+an emulated link fairly (``shared``).
 
 Blocks with Crux's gate and without take turns, in the order A B B A. Every four blocks give one
 ratio of step times for each job. The low job reads its loss every step or every tenth: the less
@@ -148,6 +148,7 @@ def text_of(rows: list[dict[str, Any]]) -> str:
 def main(blocks: int, steps: int, json_path: Path | None, out: Path | None) -> None:
     """Measure what waiting on links does to jobs that issue ahead of their devices."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
     import cuda_rig
 
     usable, why = cuda_rig.available()

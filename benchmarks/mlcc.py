@@ -1,4 +1,4 @@
-"""mlcc's own figures (docs/mlcc.md), beside the paper's.
+"""mlcc's own figures (docs/research/cassini-and-mlcc.md), beside the paper's.
 
     python benchmarks/mlcc.py [--mixes A,B] [--minutes N] [--keep FILE] [--out DIR]
 
@@ -29,16 +29,14 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from crux_torch.agreement.load_tables import TablesClient, UpdateSchedule
 from crux_torch.cli.results import Result, publish
-from crux_torch.control.tables_client import TablesClient
-from crux_torch.control.tables_frames import UpdateSchedule
 from crux_torch.errors import StoreError
-from crux_torch.schedule.ecmp import ecmp
-from crux_torch.schedule.mlcc import mlcc
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
-from crux_torch.schedule.rates import SLOT_S, SLOTS, LinkLoad, allocate
+from crux_torch.schedule.papers.baselines import ecmp
+from crux_torch.schedule.papers.mlcc import SLOT_S, SLOTS, LinkLoad, allocate, mlcc
 from crux_torch.sim.play import play
-from crux_torch.store.client import TcpConnector
+from crux_torch.store.endpoint import TcpConnector
 from crux_torch.store.host import StoreHost
 from lab import netns
 from lab.job import JobError
@@ -149,7 +147,7 @@ def delays(hosts: int = 6, rounds: int = 300) -> dict[str, dict[str, float]]:
     """Milliseconds of ``fetch_feedback`` and of Algorithm 2, with other hosts' flows booked."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    host = StoreHost(f"tcp://127.0.0.1:{port}", module="crux_torch.control.tables_server")
+    host = StoreHost(f"tcp://127.0.0.1:{port}", module="crux_torch.agreement.load_tables")
     host.start()
     clients = [TablesClient(TcpConnector("127.0.0.1", port)) for _ in range(hosts)]
     links = {f"l{n}": 1e9 for n in range(4)}

@@ -3,10 +3,10 @@
     python benchmarks/nccl_wire.py [--out DIR]
 
 The network code of the installed libnccl and perftest move data between two Soft-RoCE devices of an
-emulated machine (docs/rdma-lab.md), without and with the stand-in. A row is what one of them sends
-one way. NCCL tells the device class, service level and flow label of each queue pair (``asked``),
-the stand-in may change them (``given``), and the capture has the packets (``wire``). Then NCCL
-chooses NICs on hosts that are described to it, and the table holds its rings.
+emulated machine (docs/research/without-gpu.md), without and with the shim. A row is what one of
+them sends one way. NCCL tells the device class, service level and flow label of each queue pair
+(``asked``), the shim may change them (``given``), and the capture has the packets (``wire``). Then
+NCCL chooses NICs on hosts that are described to it, and the table holds its rings.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from crux_torch.cli.results import Result, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "rdma"))
 import pcie_layouts
 from scenarios.pair import PLANNED_DSCP, PLANNED_PORTS
@@ -32,13 +33,13 @@ from lab.nccl.library import NcclUnavailableError
 from lab.rdma.guest import Guest
 from lab.rdma.play import Outcome, play
 from lab.rdma.requirement import LabUnavailableError
-from lab.rdma.standin import environment
+from lab.rdma.verbs_shim import environment
 
 _LIMIT_S = 400
 _PROGRAMS = {"nccl": "no class", "nccl group": "its own class"}
 #: Of perftest, which tells no class.
 _PERFTEST = "write_bw"
-_HEADS = ("communicator", "stand-in", "to", "asked", "given", "wire", "planned", "UDP ports")
+_HEADS = ("communicator", "shim", "to", "asked", "given", "wire", "planned", "UDP ports")
 
 
 def sent(outcome: Outcome, program: str, case: str, destination: str) -> dict[str, Any]:
@@ -51,10 +52,10 @@ def sent(outcome: Outcome, program: str, case: str, destination: str) -> dict[st
     vectors = [
         one for one in told["connected"] if (one["peer"], one["given"]["traffic_class"]) in ours
     ]
-    planned = case == "standin" and program == "nccl"
+    planned = case == "shim" and program == "nccl"
     return {
         "communicator": _PROGRAMS[program],
-        "stand-in": "yes" if case == "standin" else "no",
+        "shim": "yes" if case == "shim" else "no",
         "to": destination,
         "asked": sorted({_vector(one["asked"]) for one in vectors}),
         "given": sorted({_vector(one["given"]) for one in vectors}),
@@ -62,7 +63,7 @@ def sent(outcome: Outcome, program: str, case: str, destination: str) -> dict[st
         "planned": [str(PLANNED_DSCP[destination] << 2)] if planned else ["-"],
         "UDP ports": [
             "as planned"
-            if case == "standin" and set(ports) == set(PLANNED_PORTS[destination])
+            if case == "shim" and set(ports) == set(PLANNED_PORTS[destination])
             else f"{len(ports)} of the device's"
             if case == "plain"
             else str(ports)
@@ -75,11 +76,11 @@ def sent_by_perftest(outcome: Outcome, case: str, destination: str) -> dict[str,
     step = outcome.steps[f"{_PERFTEST} {case}"]
     packets = [p for p in outcome.capture("pair", step) if p.destination == destination]
     ports = {p.source_port for p in packets}
-    planned = case == "standin"
+    planned = case == "shim"
     as_planned = bool(ports) and ports <= set(PLANNED_PORTS[destination])
     return {
         "communicator": "perftest",
-        "stand-in": "yes" if planned else "no",
+        "shim": "yes" if planned else "no",
         "to": destination,
         "asked": "-",
         "given": "-",
@@ -124,12 +125,12 @@ def main(json_path: Path | None, out: Path | None) -> None:
     rows = [
         sent(outcome, program, case, destination)
         for program in _PROGRAMS
-        for case in ("plain", "standin")
+        for case in ("plain", "shim")
         for destination in PLANNED_DSCP
     ]
     rows += [
         sent_by_perftest(outcome, case, destination)
-        for case in ("plain", "standin")
+        for case in ("plain", "shim")
         for destination in PLANNED_DSCP
     ]
     rings = {}

@@ -2,24 +2,35 @@
 
 Crux is seen as it is nearly always, and while a measurement finds out when every operation ends.
 
-    python benchmarks/overhead.py [--pairs N] [--rounds N] [--json FILE] [--quick]
+    python benchmarks/overhead.py [--pairs N] [--rounds N] [--only metrics] [--json FILE] [--quick]
 
 Two pairs of processes live side by side, one on stock Gloo and one on Crux with its background
 thread at work; only one pair runs at a time. Three blocks side by side give two ratios, so whatever
 slows the machine for longer than a block slows all. Printed are median ratios and quartiles.
+
+What `--crux-metrics` costs is seen in one job: its DDP steps while a Prometheus would ask for its
+metrics once a second, over those while the process that serves them stands still.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing as mp
 import os
 import random
+import signal
+import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
+import urllib.request
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -27,6 +38,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from workloads.ddp_step import ddp_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lab.sockets import descendants
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -37,6 +51,12 @@ HOOKS = ", by hooks"
 #: Short blocks, so that all sides meet the same mood of the machine.
 BLOCK_S = 0.01
 NULL_CALLS = 20_000
+#: Blocks with and without metrics: rare work of another process counts, so they are long.
+METRICS_BLOCK_S, SCRAPE_S = 2.0, 1.0
+METRICS_PAIRS = 50
+#: Seconds for the process that serves metrics to answer.
+START_S = 60.0
+EXPORTER = b"crux_torch.report.exporter"
 
 
 def _operation(op: str, nbytes: int) -> Any:
@@ -54,9 +74,12 @@ def _operation(op: str, nbytes: int) -> Any:
     }[op]
 
 
-def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
+def _worker(
+    mode: str, rank: int, store: str, settings: Mapping[str, str], pipe: Connection
+) -> None:
     """Runs the blocks it is told to; rank 0's times are the ones that count."""
     os.environ.update(CRUX_STORE="none", OMP_NUM_THREADS="1", CRUX_LOG_LEVEL="ERROR")
+    os.environ.update(settings)
     import torch
     import torch.distributed as dist
 
@@ -66,18 +89,18 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if mode == "crux":
         import crux_torch
-        import crux_torch.c10d.backend
+        import crux_torch.backend.register
 
         crux_torch.attach()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     recorder: Any = None
     if mode == "crux":
         assert crux_torch.status()["active"], crux_torch.status()
-        recorder = crux_torch.c10d.backend.recorder()
+        recorder = crux_torch.backend.register.recorder()
     made: dict[Any, Any] = {}
     while (command := pipe.recv()) is not None:
         what, repeats, timed = command
-        if recorder is not None:
+        if recorder is not None and timed is not None:
             recorder.timing = timed
         if what not in made:
             made.clear()
@@ -91,21 +114,29 @@ def _worker(mode: str, rank: int, store: str, pipe: Connection) -> None:
             call()
             taken.append(time.perf_counter() - begin)
         # The background thread measures when it likes, too.
-        spoilt = recorder is not None and recorder.timing is not timed
-        pipe.send(None if spoilt else statistics.median(taken))
+        spoilt = None not in (recorder, timed) and recorder.timing is not timed
+        pipe.send(None if spoilt else (statistics.median(taken), statistics.fmean(taken)))
     dist.destroy_process_group()
 
 
 class Pair:
-    """Two ranks of one kind."""
+    """Two ranks of one kind.
 
-    def __init__(self, mode: str, folder: str) -> None:
+    Args:
+        settings: more variables of their environment.
+    """
+
+    def __init__(
+        self, mode: str, folder: str, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         context = mp.get_context("spawn")
         ends = [context.Pipe() for _ in range(2)]
         self._pipes = [mine for mine, _ in ends]
         self._processes = [
             context.Process(
-                target=_worker, args=(mode, rank, f"{folder}/{mode}", theirs), daemon=True
+                target=_worker,
+                args=(mode, rank, f"{folder}/{mode}", dict(settings), theirs),
+                daemon=True,
             )
             for rank, (_, theirs) in enumerate(ends)
         ]
@@ -115,11 +146,23 @@ class Pair:
     def block(self, what: Any, repeats: int, timed: bool = False) -> float:
         """Seconds of one call, the median over a block."""
         while True:
-            for pipe in self._pipes:
-                pipe.send((what, repeats, timed))
-            times = [pipe.recv() for pipe in self._pipes]
+            times = self._answers((what, repeats, timed))
             if None not in times:
-                return float(times[0])
+                return float(times[0][0])
+
+    def mean(self, what: Any, repeats: int) -> float:
+        """Seconds of one call, the mean over a block, timed or not, as Crux likes."""
+        return float(self._answers((what, repeats, None))[0][1])
+
+    def _answers(self, command: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(command)
+        return [pipe.recv() for pipe in self._pipes]
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' processes."""
+        return [process.pid or 0 for process in self._processes]
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -150,6 +193,73 @@ def _ratios(stock: Pair, crux: Pair, what: Any, pairs: int) -> tuple[Ratios, flo
     return ratios, statistics.median(times)
 
 
+def _metrics_ratios(pairs: int, block_s: float) -> list[float]:
+    """Mean DDP steps while metrics are served and asked for, over those while they are not."""
+    store, port = _free_port(), _free_port()
+    settings = {"CRUX_STORE": f"tcp://127.0.0.1:{store}", "CRUX_JOB": "overhead"}
+    settings |= {"CRUX_METRICS": str(port)}
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair("crux", folder, settings)
+        repeats = max(2, round(block_s / pair.mean("ddp", 20)))
+        exporter = _exporter(pair.pids, port)
+        try:
+            for _ in range(pairs):
+                taken = {}
+                for is_on in random.sample((True, False), 2):
+                    os.kill(exporter, signal.SIGCONT if is_on else signal.SIGSTOP)
+                    done = threading.Event()
+                    asking = threading.Thread(target=_ask, args=(port, done, is_on))
+                    asking.start()
+                    taken[is_on] = pair.mean("ddp", repeats)
+                    done.set()
+                    asking.join()
+                ratios.append(taken[True] / taken[False])
+        finally:
+            os.kill(exporter, signal.SIGCONT)
+            pair.close()
+    return ratios
+
+
+def _exporter(ranks: Sequence[int], port: int) -> int:
+    """The process that serves the metrics of a job of these ranks, once it answers."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for pid in (pid for rank in ranks for pid in descendants(rank)):
+            with contextlib.suppress(OSError):
+                if EXPORTER in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S)
+                    return pid
+        time.sleep(0.1)
+    raise click.ClickException(f"no metrics at port {port}: pip install 'crux-torch[metrics]'")
+
+
+def _ask(port: int, done: threading.Event, is_on: bool) -> None:
+    """Asks for metrics once a second, as a Prometheus would, where they are served."""
+    while not done.wait(SCRAPE_S):
+        if is_on:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=START_S) as it:
+                it.read()
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def _say_metrics(console: Console, ratios: list[float]) -> None:
+    low, median, high = _quartiles(ratios)
+    mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+    between = mean - 2 * error, mean + 2 * error
+    console.print(
+        f"a DDP step while --crux-metrics is asked once a second, over one without: {median:.3f} "
+        f"({low:.3f} to {high:.3f}), mean {mean:.4f}, 95% between {between[0]:.4f} and "
+        f"{between[1]:.4f}, {len(ratios)} pairs of blocks: "
+        + ("the cost can't be resolved" if between[0] <= 1.0 <= between[1] else "resolved")
+    )
+
+
 def _null_ns(pairs: int) -> Ratios:
     """Nanoseconds that Crux adds to an all-reduce of a group whose backend does nothing."""
     import torch
@@ -158,9 +268,9 @@ def _null_ns(pairs: int) -> Ratios:
     from torch.distributed import distributed_c10d as c10d
 
     from crux_torch import _C
-    from crux_torch.c10d import backend
+    from crux_torch.backend import register
 
-    recorder = backend.recorder()
+    recorder = register.recorder()
     hooked: Any = getattr(_C, "HookedGroup", None)
 
     def group(wraps: bool = False, hooks: bool = False) -> Any:
@@ -242,13 +352,20 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the figures here."
 )
+@click.option("--only", type=click.Choice(["metrics"]), help="Measure only this.")
 @click.option("--quick", is_flag=True, help="Small sizes and few pairs, to see that it works.")
-def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
+def main(pairs: int, rounds: int, json_file: str | None, only: str | None, quick: bool) -> None:
     """Measure what Crux adds to collectives, a DDP step, a backend that does nothing, operators."""
     random.seed(0)
     pairs, rounds = (min(pairs, 3), 1) if quick else (pairs, rounds)
     sizes = SIZES[:2] if quick else SIZES
     console = Console(width=100)
+    metrics = _metrics_ratios(3 if quick else METRICS_PAIRS, METRICS_BLOCK_S)
+    _say_metrics(console, metrics)
+    if only:
+        if json_file:
+            Path(json_file).write_text(json.dumps({"metrics": metrics, "cpus": os.cpu_count()}))
+        return
     rows: list[dict[str, Any]] = []
     cells: list[Any] = [*((op, size) for op in OPS for size in sizes), "ddp"]
     ratios: dict[Any, Ratios] = {cell: {how: [] for how in TIMES} for cell in cells}
@@ -309,7 +426,13 @@ def main(pairs: int, rounds: int, json_file: str | None, quick: bool) -> None:
     for kind, (low, median, high) in counting.items():
         console.print(f"{kind}: {median:.0f} ns (quartiles {low:.0f} to {high:.0f})")
     if json_file:
-        figures = {"rows": rows, "null_ns": null, "counting_ns": counting, "cpus": os.cpu_count()}
+        figures = {
+            "rows": rows,
+            "null_ns": null,
+            "counting_ns": counting,
+            "metrics": metrics,
+            "cpus": os.cpu_count(),
+        }
         with open(json_file, "w") as out:
             json.dump(figures, out, indent=1)
 

@@ -47,12 +47,9 @@ import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.cli.results import Result, publish
-from crux_torch.fabric.builders.clos import crux_testbed, double_sided, two_layer_clos
-from crux_torch.fabric.builders.server import GBPS
+from crux_torch.network.builders import GBPS, crux_testbed, double_sided, two_layer_clos
 from crux_torch.schedule.arrays import arrays_of, choice_of, paths_of, traffic_matrix
-from crux_torch.schedule.cassini import cassini
-from crux_torch.schedule.crux import crux_paper
-from crux_torch.schedule.intensity import solo_periods_s, transfer_times_s
+from crux_torch.schedule.default.crux import crux
 from crux_torch.schedule.model import (
     Burst,
     Cluster,
@@ -62,8 +59,10 @@ from crux_torch.schedule.model import (
     Scheduler,
     SchedulerOptions,
 )
-from crux_torch.schedule.policy import crux
-from crux_torch.schedule.scheduler import SCHEDULERS
+from crux_torch.schedule.papers.cassini import cassini
+from crux_torch.schedule.papers.crux import crux_paper
+from crux_torch.schedule.papers.intensity import solo_periods_s, transfer_times_s
+from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.play import engine_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

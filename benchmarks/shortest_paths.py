@@ -24,8 +24,8 @@ from pathlib import Path
 import click
 import networkx as nx
 
-from crux_torch.fabric.builders import GpuServer, torus, two_layer_clos
-from crux_torch.fabric.topology import Topology
+from crux_torch.network.builders import GpuServer, torus, two_layer_clos
+from crux_torch.network.topology import Topology
 
 try:
     import rustworkx as rx

@@ -3,11 +3,12 @@
     python benchmarks/switch.py [--rig] [--every K] [--switches N] [--pairs N] [--quick]
                                 [--json FILE] [--out DIR]
 
-Two ranks train over gloo on loopback, or over NCCL on the rig (docs/gpu.md), where training stops
-for a switch: "held" is for how long. Blocks of steps with a switch every K steps take turns with
-blocks of as many steps without, in random order, so whatever slows the machine for longer than a
-block slows both. Of each pair come the ratio of the step times and, from their difference, what one
-switch cost: time, and CPU time of one rank, which other programs of the machine disturb less.
+Two ranks train over gloo on loopback, or over NCCL on the rig (docs/research/without-gpu.md), where
+training stops for a switch: "held" is for how long. Blocks of steps with a switch every K steps
+take turns with blocks of as many steps without, in random order, so whatever slows the machine for
+longer than a block slows both. Of each pair come the ratio of the step times and, from their
+difference, what one switch cost: time, and CPU time of one rank, which other programs of the
+machine disturb less.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _worker(rank: int, backend: str, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     import crux_torch
-    from crux_torch.c10d.switch import GROUPS
+    from crux_torch.backend.handover import GROUPS
 
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
@@ -184,6 +185,7 @@ def main(
     """Measure what a switch of inner backends costs a DDP step."""
     if rig:
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
         import cuda_rig
 
         os.environ.update(cuda_rig.environment(os.environ))

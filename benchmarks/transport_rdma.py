@@ -1,10 +1,10 @@
-"""Verbs through the stand-in for libibverbs against without, in the Soft-RoCE lab.
+"""Verbs through the shim for libibverbs against without, in the Soft-RoCE lab.
 
     python benchmarks/transport_rdma.py [--rounds N] [--out DIR]
 
 perftest's ``ib_write_bw`` and ``ib_send_lat`` run between two Soft-RoCE devices in one boot of an
-emulated machine (docs/rdma-lab.md), with and without the stand-in in turn. Each round gives one
-ratio, so whatever slows the machine for longer than a round slows both. The stand-in is in the way
+emulated machine (docs/research/without-gpu.md), with and without the shim in turn. Each round gives
+one ratio, so whatever slows the machine for longer than a round slows both. The shim is in the way
 of making and changing queue pairs; posting and polling pass it by, so the ratio should be 1.
 
 What this can't tell: how fast RDMA is. The processor is emulated and so is the device, and the
@@ -29,8 +29,8 @@ from scenarios.speed import CASES, PROGRAMS
 from lab.rdma.guest import Guest
 from lab.rdma.play import play
 from lab.rdma.requirement import LabUnavailableError
-from lab.rdma.standin import environment
 from lab.rdma.step import Process
+from lab.rdma.verbs_shim import environment
 
 #: The machine's start, and one program with its counterpart at their slowest.
 _START_S, _PROGRAM_S = 60, 5
@@ -59,14 +59,14 @@ def row_of(program: str, figures: dict[str, list[float]]) -> dict[str, Any]:
     pairs = [both for both in zip(*(figures[case] for case in CASES), strict=True) if all(both)]
     if len(pairs) < 2:
         raise click.ClickException(f"{program}: the machine is too busy for figures")
-    plain, standin = map(list, zip(*pairs, strict=True))
+    plain, shim = map(list, zip(*pairs, strict=True))
     latency = PROGRAMS[program][0] == "ib_send_lat"
-    ratios = [a / b if latency else b / a for a, b in zip(plain, standin, strict=True)]
+    ratios = [a / b if latency else b / a for a, b in zip(plain, shim, strict=True)]
     return {
         "program": program,
         "unit": "us" if latency else "MB/s",
         "plain": plain,
-        "standin": standin,
+        "shim": shim,
         "ratio": ratios,
     }
 
@@ -94,7 +94,7 @@ def table(rows: list[dict[str, Any]], release: str) -> str:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/transport_rdma.{json,txt}.")
 def main(rounds: int, json_path: Path | None, out: Path | None) -> None:
-    """Times verbs through the stand-in against without."""
+    """Times verbs through the shim against without."""
     try:
         guest = Guest.prepare()
         timeout_s = _START_S + rounds * len(PROGRAMS) * len(CASES) * _PROGRAM_S

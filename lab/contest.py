@@ -23,14 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crux_torch.settings import PATH_POLICIES
 from lab import sockets
 from lab.fabric import MARKS, Fabric, FabricSpec, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, compute_seconds, durations, measure, steps_within, utilisation
 from lab.twins import STORE_PORT, Workload
+from lab.watch import is_seen
 
 #: No Crux at all: torchrun and stock gloo.
 NONE = "none"
+#: Ends the names of entrants whose jobs are given no topology: they find the network themselves.
+NO_TOPOLOGY = ":no-topology"
 #: Bounds on waiting, seconds: for ranks to start, a plan, its trial, and for new connections.
 START_S, PLAN_S, TRIAL_S, PATHS_S = 240.0, 120.0, 300.0, 30.0
 #: Seconds between what is waited for and the window.
@@ -43,6 +47,11 @@ JOB_STEPS = 500
 #: the job counts as sending.
 LOOK_S, SENDING = 0.005, 0.1
 CLUSTER = "contest"
+
+
+def policy_of(entrant: str) -> str:
+    """The policy that an entrant plays: its name, without what ends it."""
+    return entrant.removesuffix(NO_TOPOLOGY)
 
 
 @dataclass(frozen=True)
@@ -87,10 +96,10 @@ class Scenario:
 
 @dataclass
 class Seen:
-    """What one policy's turn showed. Seconds are of the monotonic clock.
+    """Results of one entrant's turn. Seconds are of the monotonic clock.
 
     Attributes:
-        policy: its name, or ``NONE``.
+        policy: the entrant: a policy, which ``NO_TOPOLOGY`` may end, or ``NONE``.
         arrived: when each job began.
         planned: when the watch first saw the job in a plan of this policy.
         window: in which everything below was counted.
@@ -208,10 +217,11 @@ class Seen:
 
 
 class Turn:
-    """One policy's turn of a scenario.
+    """One entrant's turn of a scenario.
 
     Args:
-        scenario, policy: what runs, and under which policy or ``NONE``.
+        scenario: what runs.
+        entrant: the policy or ``NONE``; a policy that ``NO_TOPOLOGY`` ends is given no topology.
         fabric: the scenario's, inside its ``with``.
         folder: for logs.
         seed: draws arrivals and spines.
@@ -223,7 +233,7 @@ class Turn:
     def __init__(
         self,
         scenario: Scenario,
-        policy: str,
+        entrant: str,
         fabric: Fabric,
         folder: Path,
         seed: int,
@@ -231,7 +241,9 @@ class Turn:
         say: Callable[[str], None] = lambda _: None,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        self.seen = Seen(policy)
+        self.seen = Seen(entrant)
+        self._policy = policy_of(entrant)
+        self._gives_topology = self._policy == entrant
         self._scenario, self._fabric, self._folder = scenario, fabric, folder
         self._window_s, self._say = window_s, say
         names = [w.name for w in scenario.workloads]
@@ -244,9 +256,9 @@ class Turn:
         }
         self._settings = {
             **MARKS,
-            "CRUX_PROFILE_ITERATIONS": "8",
             "CRUX_PROFILE_S": "8",
-            "CRUX_WARMUP_ITERATIONS": "6",  # those before its arrival do not count
+            # Iterations before its arrival do not count.
+            "CRUX_TUNING": "profile_iterations=8,warmup_iterations=6",
             **(settings or {}),
         }
         self._jobs: dict[str, Job] = {}
@@ -318,7 +330,7 @@ class Turn:
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(16))
         # Without tables of all links, mlcc would book the hosts' own, which nobody can fill.
-        tables = first.name if self.seen.policy == "mlcc" else ""
+        tables = first.name if self._policy == "mlcc" else ""
         topology.write_text(self._fabric.topology_yaml(tables))
         for number, workload in enumerate(self._scenario.workloads):
             launcher: Sequence[str] = TORCHRUN
@@ -326,8 +338,8 @@ class Turn:
                 launcher = [
                     *(sys.executable, "-m", "cruxrun", "--crux-job", workload.name),
                     *("--crux-store", store, "--crux-store-secret", str(secret)),
-                    *("--crux-cluster", CLUSTER, "--crux-policy", self.seen.policy),
-                    *("--crux-topology", str(topology)),
+                    *("--crux-cluster", CLUSTER, "--crux-policy", self._policy),
+                    *(("--crux-topology", str(topology)) if self._gives_topology else ()),
                 ]
             arguments = ("--steps", "1000000", *workload.arguments)
             spec = JobSpec(
@@ -393,12 +405,12 @@ class Turn:
 
         def planned() -> bool:
             plan = self._status.get("plan") or {}
-            entries = plan.get("entries", ()) if plan.get("policy") == self.seen.policy else ()
+            entries = plan.get("entries", ()) if plan.get("policy") == self._policy else ()
             for entry in entries:
                 self.seen.planned.setdefault(entry["job"], self._status["at"])
             there = {entry["job"] for entry in entries}
             done = [job["job"] for job in self._status.get("jobs", ()) if job["state"] == "running"]
-            return there == self._jobs.keys() == set(done)
+            return there == self._jobs.keys() == set(done) and self._is_seen(entries)
 
         self._until(planned, PLAN_S, "a plan")
         self._say(f"{self.seen.policy}: what comes before a trial is measured")
@@ -408,6 +420,14 @@ class Turn:
             with contextlib.suppress(JobError):
                 self._until(self._on_planned_paths, PATHS_S, "the planned paths")
                 self.seen.on_paths = True
+
+    def _is_seen(self, entries: Sequence[Mapping[str, Any]]) -> bool:
+        """True once jobs without a topology have seen the network, and the plan follows from it."""
+        if self._gives_topology:
+            return True
+        chooses = self._scenario.spines > 1 and self._policy in PATH_POLICIES
+        planned = any(entry["paths"] for entry in entries) or not chooses
+        return is_seen(self._status) and planned
 
     def _trials(self) -> dict[str, tuple[str, bool]]:
         """Of each job whose component has a plan to try: where the trial stands (``before`` if it

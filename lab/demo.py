@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -62,8 +61,9 @@ class Demo(Twins):
         ]
         ends = (fabric.host(0, 0), fabric.host(1, 0)) if fabric else ()
         super().__init__(
-            workloads, fabric, dict.fromkeys(TITLES, ends), folder, say, cluster="demo"
-        )
+            workloads, fabric, dict.fromkeys(TITLES, ends), folder, say, cluster="demo",
+            topology=None,
+        )  # fmt: skip
         self.seen = Measurement()
         self._network = fabric
 
@@ -206,8 +206,7 @@ def main(
         console.width = max(console.width, PIPE_WIDTH)
     if device == "cuda" and not torch.cuda.is_available():
         raise DemoError("--device cuda: torch finds no GPU here")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    netns.interrupt_on_signals()
     out = out.absolute()
     with ExitStack() as stack:
         fabric = None if loopback else _fabric(stack, console)
@@ -243,7 +242,3 @@ def _fabric(stack: ExitStack, console: Console) -> Fabric | None:
         console.print(f"No network of namespaces here ({reason}): using the loopback, unshaped.")
         return None
     return stack.enter_context(Fabric(FabricSpec(hosts_per_leaf=1, rate_mbit=RATE_MBIT)))
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -112,6 +112,7 @@ class Fabric:
         )
 
     def __enter__(self) -> Fabric:
+        netns.interrupt_on_signals()
         netns.remove_orphans()
         try:
             self._build()
@@ -224,6 +225,11 @@ class Fabric:
         """Change the leaves' ECMP hash, or one leaf's: connections take the new paths at once."""
         for i in range(self.spec.leaves) if leaf is None else (leaf,):
             _sysctl(self._leaf(i), {"fib_multipath_hash_seed": str(seed)})
+
+    def cut(self, spine: int) -> None:
+        """Take a spine out of the network: its links go down, and leaves use the others."""
+        for i in range(self.spec.leaves):
+            netns.run_batch("ip", f"link set up{spine} down\n", self._leaf(i))
 
     def counters(self) -> list[LinkCounters]:
         """Bytes and drops of every leaf-spine link, each direction, by level."""

@@ -54,7 +54,7 @@ MLCC, MLCC_STILL, MLCC_BBR, MLCC_HOSTS = "mlcc", "mlcc-still", "mlcc-bbr", "mlcc
 SETTLE_S, LATER_S, ALONE_STEPS = 2.0, 1.0, 8
 FOREIGN_PORT = 5001
 #: The program that keeps load tables.
-TABLES = "crux_torch.control.tables_server"
+TABLES = "crux_torch.agreement.load_tables"
 #: ``SO_MAX_PACING_RATE``, and what it says of a socket without a limit.
 _PACING, _NO_LIMIT = 47, (1 << 32) - 1
 
@@ -289,7 +289,6 @@ class SideBySide:
                     *(sys.executable, "-m", "cruxrun", "--crux-policy", "mlcc"),
                     *("--crux-store", store, "--crux-store-secret", str(secret)),
                     *("--crux-cluster", name, "--crux-topology", str(topology)),
-                    *("--crux-slot-ms", str(self._slot_ms)),
                 ]
             self._sets[name] = {
                 job: self._launch(job, number, folder, launcher, next(ports))
@@ -318,9 +317,8 @@ class SideBySide:
         named = (*launcher, "--crux-job", job) if launcher != TORCHRUN else launcher
         settings = {
             **MARKS,
-            "CRUX_PROFILE_ITERATIONS": "8",
             "CRUX_PROFILE_S": "8",
-            "CRUX_WARMUP_ITERATIONS": "2",
+            "CRUX_TUNING": f"profile_iterations=8,warmup_iterations=2,slot_ms={self._slot_ms}",
         }
         environment = settings if launcher != TORCHRUN else {}
         return Job(spec, folder, named, self._fabric, self._hosts, environment)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from functools import lru_cache
@@ -65,6 +66,19 @@ def remove_orphans() -> int:
             orphans.append(name)
     remove(orphans)
     return len(orphans)
+
+
+def interrupt_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this program as Ctrl-C does, so that it removes what it made."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def named(prefix: str) -> list[str]:

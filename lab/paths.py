@@ -100,15 +100,25 @@ class PathStudy(Twins):
         fabric: :func:`fabric_of` the study, inside its ``with``.
         folder: for logs and for what the jobs print.
         say: called with what is going on.
+        topology: see :class:`~lab.twins.Twins`.
     """
 
-    def __init__(self, study: Study, fabric: Fabric, folder: Path, say: Say) -> None:
+    def __init__(
+        self,
+        study: Study,
+        fabric: Fabric,
+        folder: Path,
+        say: Say,
+        *,
+        topology: str | None = "",
+    ) -> None:
         hosts = {
             w.name: (fabric.host(0, i), fabric.host(1, i)) for i, w in enumerate(study.workloads)
         }
         super().__init__(
-            study.workloads, fabric, hosts, folder, say, cluster="paths", settings=study.settings
-        )
+            study.workloads, fabric, hosts, folder, say, cluster="paths",
+            settings=study.settings, topology=topology,
+        )  # fmt: skip
         self.seen = Seen()
         self._study, self._network, self._ends = study, fabric, hosts
 

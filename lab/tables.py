@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from crux_torch.report.cluster_status import BOUNDLESS
+from crux_torch.report.page import Sheet
+from crux_torch.words import BOUNDLESS
 from lab.comparison import Comparison, JobRow
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """One table. ``total`` is a last row of its own."""
-
-    title: str
-    heads: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    total: tuple[str, ...] | None = None
 
 
 def sheets(comparison: Comparison) -> list[Sheet]:

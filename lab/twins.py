@@ -16,6 +16,7 @@ from typing import Any
 from lab.fabric import MARKS, Fabric, Host
 from lab.job import PROGRAM, ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, measure
+from lab.watch import is_seen
 
 STORE_PORT = 29410
 #: Bounds on waiting, seconds: for ranks to start, for a phase, for a plan.
@@ -61,7 +62,8 @@ class Twins:
         settings: ``CRUX_*`` variables of the runs under Crux.
         policy: of the runs under Crux. By default the paper's: levels also where a rehearsal would
             see no gain in them.
-        topology: the network as YAML; empty: as the fabric describes itself.
+        topology: the network as YAML; empty: as the fabric describes itself; None: nobody tells
+            the jobs, which find it themselves.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Twins:
         cluster: str,
         settings: Mapping[str, str] | None = None,
         policy: str = "crux-paper",
-        topology: str = "",
+        topology: str | None = "",
     ) -> None:
         self.jobs: dict[str, Job] = {}
         self.names = tuple(workload.name for workload in workloads)
@@ -111,9 +113,10 @@ class Twins:
             secret.write_text(secrets.token_hex(16))
             self._secret = str(secret)
             crux += ["--crux-store-secret", self._secret]
-            topology = self._folder / "topology.yaml"
-            topology.write_text(self._topology or self._fabric.topology_yaml())
-            crux += ["--crux-topology", str(topology)]
+            if self._topology is not None:
+                topology = self._folder / "topology.yaml"
+                topology.write_text(self._topology or self._fabric.topology_yaml())
+                crux += ["--crux-topology", str(topology)]
         for number, workload in enumerate(self._workloads):
             launcher = [sys.executable, "-m", "cruxrun", "--crux-job", workload.name, *crux]
             self._launch(workload, STOCK, TORCHRUN, 29600 + number, {})
@@ -131,7 +134,7 @@ class Twins:
             self.jobs[f"{name}-{STOCK}"].pause()
             self.jobs[f"{name}-{CRUX}"].resume()
         start = time.monotonic()
-        while not (self._planned() and is_done()):
+        while not (self._planned() and self._knows_network() and is_done()):
             waited = time.monotonic() - start
             states = {job["job"]: job["state"] for job in self.status.get("jobs", ())}
             line = ", ".join(f"{name} {state}" for name, state in sorted(states.items()))
@@ -215,6 +218,10 @@ class Twins:
         plan = self.status.get("plan") or {}
         planned = {entry["job"] for entry in plan.get("entries", ())}
         return planned >= set(self.names) and all(job["state"] == "running" for job in jobs)
+
+    def _knows_network(self) -> bool:
+        """True once jobs without a topology have seen the network."""
+        return not self._fabric or self._topology is not None or is_seen(self.status)
 
     def _start_watch(self) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "lab.watch", self._store, self._secret, self._cluster]

@@ -9,11 +9,19 @@ import json
 import select
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import as_json_text, read_status
 
 PAUSE_S = 0.5
+
+
+def is_seen(status: Mapping[str, Any]) -> bool:
+    """True if jobs have seen all paths of a network that nobody told them."""
+    said = " ".join(status.get("network", ()))
+    return "as its jobs saw it" in said and "without" not in said
 
 
 def main(endpoint: str, secret: str, cluster: str) -> None:

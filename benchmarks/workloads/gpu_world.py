@@ -105,9 +105,9 @@ def _rank(side: Side, rank: int, ranks: int, folder: str, quick: bool, pipe: Con
     torch.cuda.set_device(chosen)
     if side.crux:
         import crux_torch
-        from crux_torch.c10d import backend
+        from crux_torch.backend import register
 
-        backend.attach()
+        register.attach()
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/{side.name}", rank=rank, world_size=ranks
     )

@@ -56,7 +56,7 @@ class Verbs:
         self._nccls = _Modify(slots[slot])
         self._asking = _Modify(self._ask)
         slots[slot] = ctypes.cast(self._asking, ctypes.c_void_p).value or 0
-        # No stand-in defines this one: it is in the installed library.
+        # No shim defines this one: it is in the installed library.
         real = getattr(ctypes.CDLL(self.origins["ibv_query_qp"]), _MODIFY)
         address = ctypes.cast(real, ctypes.c_void_p).value or 0
         self._real = _Modify(address)
