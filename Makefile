@@ -22,8 +22,8 @@ PYTEST_ARGS ?=
 # Set to anything it makes each of the many processes that tests start compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup sdist wheels run test test-quick test-all test-oldest-python soak test-rdma test-gpu rig \
-  coverage mutation bench-gpu lock licences audit lint format asan tsan fuzz bench contest evaluation clean apt apt-lab
+.PHONY: setup sdist wheels release run test test-quick test-all test-oldest-python soak recipes test-rdma test-gpu rig \
+  coverage mutation bench-gpu lock licences audit lint format asan tsan compile-alone fuzz bench contest evaluation docs clean apt apt-lab
 
 ifneq ($(TORCH),$(DEFAULT_TORCH))
 # An extension fits one torch only, and is built in the tree: hence a tree for each torch.
@@ -86,7 +86,7 @@ test: setup
 	$(MAKE) --no-print-directory -j2 lint rig
 	$(PYTEST) $(or $(PYTEST_ARGS),-m "not full")
 
-# PyTorch's CUDA build without a GPU (docs/gpu.md), so that no test waits for a compiler.
+# PyTorch's CUDA build without a GPU (docs/research/without-gpu.md), so that no test waits for a compiler.
 rig: $(VENV)/.built
 	cd tests && ../$(BIN)/python -c 'import cuda_rig; cuda_rig.ahead()'
 
@@ -96,11 +96,11 @@ test-quick: $(VENV)/.built
 
 # What `make test` leaves out: sanitizers, emulated RDMA, long jobs; and more examples for the
 # properties. Each part runs even if one before fails.
-test-all: apt-lab setup
+test-all: apt-lab setup $(if $(SYSTEM_PYTHON)$(filter 3.10,$(PYVER)),,$(VENV)/.docs)
 	failed=0; \
 	$(MAKE) --no-print-directory test-oldest-python || failed=1; \
-	$(PYTEST) -m "full and not alone" --timeout 1200 || failed=1; \
-	$(BIN)/python -m pytest -m "full and alone" --timeout 1200 || failed=1; \
+	$(PYTEST) -m "full and not alone" --timeout 1200 --durations=25 || failed=1; \
+	$(BIN)/python -m pytest -m "full and alone" --timeout 1200 --durations=25 || failed=1; \
 	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" || failed=1; \
 	exit $$failed
 
@@ -109,10 +109,13 @@ test-oldest-python:
 	sh tools/oldest_python.sh $(WORKERS)
 
 # Faults drawn from a seed, under real jobs and an etcd of three members, for as long as you like.
+# Then those in handovers, more of them than `make test-all` draws.
 MINUTES ?= 60
 SEED ?= 1
 soak: apt-lab setup
-	CRUX_SOAK_MINUTES=$(MINUTES) CRUX_SOAK_SEED=$(SEED) $(BIN)/python -m pytest -s -m full tests/faults
+	CRUX_SOAK_MINUTES=$(MINUTES) CRUX_SOAK_SEED=$(SEED) \
+	CRUX_FAULT_RUNS=200 CRUX_FAULT_ROUNDS=2 CRUX_FAULT_SEED=$(SEED) \
+	  $(BIN)/python -m pytest -s -m full tests/faults tests/backend/test_switch_faults.py
 
 # Lines and branches that the tests of `make test` reach, by package; processes they start count.
 coverage: setup
@@ -121,11 +124,16 @@ coverage: setup
 	$(BIN)/coverage run -m $(subst $(BIN)/python -m ,,$(PYTEST)) $(or $(PYTEST_ARGS),-m "not full"); \
 	passed=$$?; $(BIN)/coverage combine --quiet; $(BIN)/python tools/coverage_by_package.py; exit $$passed
 
+# The recipe with Ray, which is too large for every run of the tests.
+recipes: setup
+	$(PIP_INSTALL) $(addprefix -c ,$(CONSTRAINTS)) -r requirements-recipes.txt
+	$(BIN)/python -m pytest tests/launcher/test_ray.py -s $(PYTEST_ARGS)
+
 # The Soft-RoCE lab alone.
 test-rdma: apt-lab setup
 	$(BIN)/python -m pytest tests/rdma $(PYTEST_ARGS)
 
-# On one GPU with NCCL; fails where there is none. `make test-all` runs the same tests on the rig (docs/gpu.md).
+# On one GPU with NCCL; fails where there is none. `make test-all` runs the same tests on the rig (docs/research/without-gpu.md).
 test-gpu: export CRUX_TEST_GPU := 1
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --durations=20 $(PYTEST_ARGS)
@@ -163,15 +171,33 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# One wheel for this Python and several releases of torch, tried in a new environment (docs/install.md).
+# One wheel for this Python and several releases of torch, tried in a new environment (docs/start/install.md).
 TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 sdist: $(VENV)/.installed
 	$(BIN)/python -m uv --quiet build --sdist --out-dir dist
 wheels: sdist
 	$(BIN)/python tools/wheels.py dist/crux_torch-$$($(BIN)/python setup.py --version).tar.gz $(TORCHES)
+# All that a release uploads, checked; it uploads nothing. TORCHES=--here tries this environment's torch alone.
+release: $(VENV)/.installed
+	$(BIN)/python tools/release_name.py $$(git tag --points-at HEAD --list 'v*')
+	rm -f dist/crux_torch-*
+	$(MAKE) --no-print-directory wheels
+	$(BIN)/uv tool run --quiet twine==7.0.0 check --strict dist/crux_torch-*
+
+# The documentation as a site, build/docs/index.html; what builds it needs Python 3.11.
+DOCS_LOCK := constraints/lock-docs.txt
+$(VENV)/.docs: $(VENV)/.built $(DOCS_LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(DOCS_LOCK)
+	touch $@
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q -d build/docs-state . build/docs
 
 asan tsan:
 	sh tests/cpp/run.sh $@
+
+# Each C++ file by itself; ALONE=transport those with that in their path.
+compile-alone: $(VENV)/.built
+	$(BIN)/python tools/compile_alone.py $(ALONE)
 
 # Each fuzzer of the C++ for FUZZ_S seconds, with FUZZ_SEED; without one the time is it.
 FUZZ_S ?= 60
@@ -186,11 +212,11 @@ bench: setup
 	$(BIN)/python benchmarks/overhead.py
 
 RESULTS ?= out/results
-# All policies on the same real jobs in a network of namespaces (docs/contest.md); needs root.
+# All policies on the same real jobs in a network of namespaces (docs/research/contest.md); needs root.
 contest: setup
 	$(BIN)/python benchmarks/contest.py --out $(RESULTS) $(CONTEST_ARGS)
 
-# The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/trace.md).
+# The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/research/simulator.md).
 evaluation: setup
 	$(EVALUATE) optimality --seed 10000 --threads 2 --out $(RESULTS)
 	$(EVALUATE) testbed --schedulers all --out $(RESULTS)
@@ -206,7 +232,9 @@ evaluation: setup
 	  --topology clos,double-sided --schedulers ecmp,taccl,crux-paper,crux,ideal \
 	  --name trace_default --out $(RESULTS)
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
+	$(EVALUATE) saturated $(if $(DATA),--data $(DATA)) --threads 2 --out $(RESULTS)
 	$(EVALUATE) snapshots --out $(RESULTS)
+	$(EVALUATE) precision --out $(RESULTS)
 	$(EVALUATE) spraying --out $(RESULTS)
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)

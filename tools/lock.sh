@@ -19,4 +19,7 @@ for pair in 3.10:2.14.1 3.11:2.11.0 3.11:2.15.0; do
   { cat requirements.txt; echo "torch==$torch"; } | lock "constraints/lock-python-$python-torch-$torch.txt" \
     "$python" -c "constraints/python-$python.txt" -c "constraints/torch-$torch.txt"
 done
+# What `make docs` builds with, at the versions of what is installed beside it.
+printf 'furo\nmyst-parser\nsphinx\n' | lock constraints/lock-docs.txt 3.11 -c constraints/python-3.11.txt \
+  -c constraints/docs.txt
 echo "pip==26.3" | lock constraints/lock-pip.txt 3.10

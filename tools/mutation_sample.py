@@ -86,7 +86,7 @@ def _change(node: ast.AST) -> dict[str, object] | None:
 
 def killed(tree: Path, package: str, module: str) -> bool:
     """Whether a test that imports the mutated module fails, or else one of its package."""
-    found = sorted((tree / "tests").glob(f"test_{package}*.py"))
+    found = sorted((tree / "tests" / package).glob("test_*.py"))
     imports = re.compile(rf"crux_torch\.{package}(\.{module}\b| import .*\b{module}\b)")
     files = [file for file in found if imports.search(file.read_text())] or found
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *map(str, files)]

@@ -31,13 +31,13 @@ CRUX_BUILD=sim .venv/bin/python setup.py --quiet build_ext --inplace
 export PYTHONPATH="$PWD:$PWD/launcher"
 # The files of these packages; those that import torch are left out by name.
 cd tests
-set -- test_agreement_model.py test_control_*.py test_dispatch*.py test_fabric_*.py test_files.py test_fluid*.py \
-  test_operator.py test_probe*.py test_route.py test_scenario.py test_schedule_*.py \
-  test_settings.py test_sim_*.py test_store*.py test_warn_once.py test_workload_*.py
+set -- agreement/test_*.py dispatch/test_*.py network/test_*.py host/test_rdma.py host/test_pcie.py \
+  project/test_files.py project/test_settings.py project/test_warn_once.py schedule/test_*.py sim/test_*.py \
+  store/test_*.py
 files=
 for file in "$@"; do
   case $file in
-    test_control_job_channel.py | test_dispatch_this_host.py | test_fabric_host_topology.py | test_fabric_nvml*) ;;
+    agreement/test_job_channel.py | dispatch/test_this_host.py) ;;
     *) files="$files tests/$file" ;;
   esac
 done

