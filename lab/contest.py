@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crux_torch.settings import PATH_POLICIES
 from lab import sockets
 from lab.fabric import MARKS, Fabric, FabricSpec, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
@@ -37,6 +36,9 @@ NONE = "none"
 NO_TOPOLOGY = ":no-topology"
 #: Bounds on waiting, seconds: for ranks to start, a plan, its trial, and for new connections.
 START_S, PLAN_S, TRIAL_S, PATHS_S = 240.0, 120.0, 300.0, 30.0
+#: The same for jobs that search the network: until all paths are seen, and a plan stays for so
+#: long.
+SEEN_S, CALM_S = 300.0, 10.0
 #: Seconds between what is waited for and the window.
 SETTLE_S = 4.0
 #: Seeds of one leaf's hash that are tried.
@@ -410,9 +412,14 @@ class Turn:
                 self.seen.planned.setdefault(entry["job"], self._status["at"])
             there = {entry["job"] for entry in entries}
             done = [job["job"] for job in self._status.get("jobs", ()) if job["state"] == "running"]
-            return there == self._jobs.keys() == set(done) and self._is_seen(entries)
+            return there == self._jobs.keys() == set(done)
 
         self._until(planned, PLAN_S, "a plan")
+        if not self._gives_topology:
+            self._say(f"{self.seen.policy}: the jobs see the network")
+            self._until(self._is_seen, SEEN_S, "all paths")
+            self._say(f"{self.seen.policy}: it is planned with")
+            self._await_calm()
         self._say(f"{self.seen.policy}: what comes before a trial is measured")
         self._until(self._tried, TRIAL_S, "what comes before a trial")
         if any(entry["paths"] for entry in self._status["plan"]["entries"]):
@@ -421,13 +428,20 @@ class Turn:
                 self._until(self._on_planned_paths, PATHS_S, "the planned paths")
                 self.seen.on_paths = True
 
-    def _is_seen(self, entries: Sequence[Mapping[str, Any]]) -> bool:
-        """True once jobs without a topology have seen the network, and the plan follows from it."""
-        if self._gives_topology:
-            return True
-        chooses = self._scenario.spines > 1 and self._policy in PATH_POLICIES
-        planned = any(entry["paths"] for entry in entries) or not chooses
-        return is_seen(self._status) and planned
+    def _is_seen(self) -> bool:
+        return is_seen(self._status)
+
+    def _await_calm(self) -> None:
+        """Until the plan has followed from the same facts for a while."""
+        last, since = None, time.monotonic()
+
+        def calm() -> bool:
+            nonlocal last, since
+            if (fingerprint := self._status["plan"]["fingerprint"]) != last:
+                last, since = fingerprint, time.monotonic()
+            return time.monotonic() - since >= CALM_S
+
+        self._until(calm, PLAN_S, "a plan that stays")
 
     def _trials(self) -> dict[str, tuple[str, bool]]:
         """Of each job whose component has a plan to try: where the trial stands (``before`` if it

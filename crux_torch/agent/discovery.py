@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -20,7 +21,7 @@ from crux_torch.agreement.job_channel import MAX_FOUND_BYTES, JobChannel
 from crux_torch.agreement.records import MAX_RECORD_BYTES
 from crux_torch.logs import WarnOnce
 from crux_torch.measure.profile import JobProfile
-from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenPair
+from crux_torch.network.discover.fragment import MAX_RATE_Bps, Fragment, SeenHost, SeenPair
 from crux_torch.network.discover.survey import searched
 from crux_torch.network.discover.tasks import Peer, Search, Searched
 
@@ -214,7 +215,7 @@ class JobDiscovery:
         searching = any(self._is_open(addresses) for addresses in self._wanted)
         if self._found and (not searching or now >= self._publish_at_s):
             self._publish_at_s = now + PUBLISH_S
-            self._fragment = self._made() or self._fragment
+            self._fragment = self._made(profile) or self._fragment
         return self._fragment
 
     @property
@@ -310,9 +311,10 @@ class JobDiscovery:
             if self._told.get(rank) != raw and self._channel.put_searches(rank, raw):
                 self._told[rank] = raw
 
-    def _made(self) -> bytes | None:
+    def _made(self, profile: JobProfile) -> bytes | None:
         pairs = [found.pair for _, found in sorted(self._found.items()) if found.pair is not None]
-        hosts = [host for _, host in sorted(self._hosts.items())]
+        used = {pair.src_address for pair in pairs}
+        hosts = [with_rates(host, used, profile) for _, host in sorted(self._hosts.items())]
         if not pairs:
             return None
         raw = msgspec.json.encode(Fragment(hosts=tuple(hosts), pairs=tuple(pairs)))
@@ -321,6 +323,33 @@ class JobDiscovery:
             pairs = pairs[: len(pairs) * MAX_RECORD_BYTES // len(raw)]
             raw = msgspec.json.encode(Fragment(hosts=tuple(hosts), pairs=tuple(pairs)))
         return raw if pairs else None
+
+
+def with_rates(host: SeenHost, used: Collection[str], profile: JobProfile) -> SeenHost:
+    """Returns the host with the mean rate at which it sent over each interface in transfers.
+
+    Args:
+        used: addresses that the job sends from; interfaces with one share the bytes alike.
+        profile: bytes of an iteration, and seconds of transfer in it.
+    """
+    nics = [nic for nic in host.nics if not used.isdisjoint(nic.addresses)]
+    sent = sum(f.bytes for f in profile.flows if f.src == host.name != f.dst)
+    if not nics or sent <= 0 or profile.t_measured_s <= 0:
+        return host
+    # Rounded down, so that a job that is measured again does not change everybody's network.
+    reached_Bps = _two_digits(min(sent / profile.t_measured_s / len(nics), MAX_RATE_Bps))
+    return msgspec.structs.replace(
+        host,
+        nics=tuple(
+            msgspec.structs.replace(nic, reached_Bps=reached_Bps) if nic in nics else nic
+            for nic in host.nics
+        ),
+    )
+
+
+def _two_digits(value: float) -> float:
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.floor(value / unit) * unit
 
 
 def _paths(found: Found) -> frozenset[tuple[str | None, ...]]:

@@ -14,12 +14,15 @@ import msgspec
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.machine import machine_id, network_id
 from crux_torch.measure.profile import Name
+from crux_torch.network.discover.seen_topology import SeenTopology
 from crux_torch.network.host_match import distinct_addresses, match_host
 from crux_torch.network.topology import Topology, TopologyError
 from crux_torch.settings import PATH_POLICIES, Marks, Settings
 
 #: Policies that give all jobs one level.
 ONE_LEVEL_POLICIES = ("cassini", "ecmp", "mlcc")
+#: Why there is no plan for a network.
+NO_NETWORK = "no topology is given (CRUX_TOPOLOGY), and jobs have not seen the network yet"
 #: Addresses of a machine that count: one with containers has hundreds.
 MAX_ADDRESSES = 256
 #: Hosts that a message names.
@@ -126,7 +129,7 @@ def _one_level(policy: str, levels: Sequence[int], network: Network) -> str:
     if len(levels) == 1:
         return "there is one level for plans (CRUX_LEVELS, CRUX_RESERVED_LEVELS)"
     if policy == "crux" and not network.known:
-        return "the policy crux gives all jobs one level without a topology (CRUX_TOPOLOGY)"
+        return f"the policy crux gives all jobs one level while {NO_NETWORK}"
     return ""
 
 
@@ -134,7 +137,7 @@ def _no_path(policy: str, network: Network) -> str:
     if policy not in PATH_POLICIES:
         return f"the policy {policy} leaves paths to the network (CRUX_POLICY)"
     if not network.known:
-        return "there is no topology (CRUX_TOPOLOGY), and jobs have not seen the network yet"
+        return NO_NETWORK
     if not network.addresses:
         return "the topology has no addresses (docs/operate/topology.md)"
     return ""
@@ -169,13 +172,13 @@ def problems(places: Mapping[int, Place], topology: Topology | None) -> tuple[st
 
     Args:
         places: by rank.
-        topology: the cluster's; None: without one, only names that are there twice are wrong.
+        topology: the cluster's; without a file, only names that are there twice are wrong.
     """
     named: dict[str, dict[int, Place]] = {}
     for rank, place in sorted(places.items()):
         named.setdefault(place.host, {})[rank] = place
     found = [fault for host, at in named.items() if (fault := _same_name_fault(host, at))]
-    if topology is not None:
+    if topology is not None and not isinstance(topology, SeenTopology):
         astray = [fault for at in named.values() if (fault := _unknown_name_fault(at, topology))]
         found += astray[:MOST_HOSTS]
         if len(astray) > MOST_HOSTS:

@@ -284,12 +284,15 @@ def serve(hosts: HostOptions, listen: str, port: int) -> None:
 
 @dispatch.command()
 @_host_options(_HOST_OPTIONS)
-def labels(hosts: HostOptions) -> None:
+@json_option
+def labels(hosts: HostOptions, json_path: Path | None) -> None:
     """Print commands that label the hosts' Kubernetes nodes with their bandwidths."""
     try:
         found = labels_of(dispatcher_of(hosts).cluster)
     except CruxError as error:
         raise click.ClickException(str(error)) from None
+    if put_json(json_path, json_text(found)):
+        return
     for host, pairs in found.items():
         given = " ".join(f"{key}={value}" for key, value in pairs.items())
         click.echo(f"kubectl label --overwrite node {host} {given}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from crux_torch.cli.results import write_text
+from crux_torch.cli.results import json_option, put_json, write_text
 from crux_torch.errors import CruxError
 from crux_torch.files import read_file
+from crux_torch.report.tables import json_text
 from crux_torch.sim.importers import FORMATS, format_of, scenario_of
 from crux_torch.sim.importers.workload import ImportedJob, ImportFailed
 from crux_torch.sim.placement import PLACEMENTS
@@ -56,6 +58,7 @@ MAX_FILE_BYTES = 1 << 32
 )
 @click.option("--spray", is_flag=True, help="The network sprays the packets of each flow.")
 @click.option("--seed", default=0, show_default=True, help="Of GPUs and ports drawn at random.")
+@json_option
 def import_command(
     jobs: tuple[str, ...],
     out: Path,
@@ -67,6 +70,7 @@ def import_command(
     tflops: float,
     spray: bool,
     seed: int,
+    json_path: Path | None,
 ) -> None:
     """Write a scenario of jobs that other tools describe, on one network.
 
@@ -95,15 +99,27 @@ def import_command(
         raise click.ClickException(str(error)) from None
     text = msgspec.json.encode(msgspec.to_builtins(scenario))
     write_text(out, msgspec.json.format(text, indent=1).decode() + "\n")
-    for name, job in found.items():
-        sent = sum(sum(burst.traffic.values()) for burst in scenario.jobs[name].sent)
+    rows: list[dict[str, Any]] = [
+        {
+            "job": name,
+            "ranks": job.ranks,
+            "compute_s": job.compute_s,
+            "bursts": len(scenario.jobs[name].sent),
+            "bytes": sum(sum(burst.traffic.values()) for burst in scenario.jobs[name].sent),
+            "notes": job.notes,
+        }
+        for name, job in found.items()
+    ]
+    if put_json(json_path, json_text(rows)):
+        return
+    for row in rows:
         click.echo(
-            f"{name}: {job.ranks} ranks, {job.compute_s:.4g} s of compute, "
-            f"{len(scenario.jobs[name].sent)} bursts, {sent:.4g} bytes over all links"
-            f"{'' if sent else ': all that it sends stays inside its hosts'}"
+            f"{row['job']}: {row['ranks']} ranks, {row['compute_s']:.4g} s of compute, "
+            f"{row['bursts']} bursts, {row['bytes']:.4g} bytes over all links"
+            f"{'' if row['bytes'] else ': all that it sends stays inside its hosts'}"
         )
-        for note in job.notes:
-            click.echo(f"{name}: {note}")
+        for note in row["notes"]:
+            click.echo(f"{row['job']}: {note}")
 
 
 def _read(path: Path, format_name: str | None) -> ImportedJob:

@@ -19,6 +19,7 @@ from crux_torch.agent.discovery import (
     JobDiscovery,
     RankSearches,
     agree,
+    with_rates,
 )
 from crux_torch.agreement.job_channel import JobChannel
 from crux_torch.measure.profile import HostFlow
@@ -103,6 +104,28 @@ def test_each_pair_that_exchanges_bytes_is_searched_by_its_first_rank_both_ways(
     asked = sorted((s.source.host, s.peer.host, s.rate_per_s) for s in ranks.asked)
     assert asked == [("h0", "h1", HOST_RATE_per_s), ("h1", "h0", HOST_RATE_per_s)]
     assert ranks.leader.status == {"searches": 2, "ended": 2, "failed": 0}
+
+
+def test_a_fragment_says_how_fast_each_host_sent(ranks: Ranks) -> None:
+    told = profile(
+        flows=(HostFlow("h0", "h1", 1e9), HostFlow("h0", "h0", 5e9), HostFlow("h1", "h0", 2e9)),
+        t_measured_s=0.3,
+    )
+    ranks.run(300, told=told)
+    fragment = ranks.run(GATHER_S, told=told)
+    assert fragment is not None
+    reached = {host.name: host.nics[0].reached_Bps for host in fragment.hosts}
+    assert reached == {"h0": pytest.approx(3.3e9), "h1": pytest.approx(6.6e9)}
+    assert all(host.nics[0].speed_Bps == 1.25e9 for host in fragment.hosts)
+
+
+def test_interfaces_that_the_job_uses_share_its_bytes() -> None:
+    nics = tuple(SeenNic(f"eth{n}", (f"10.{n}.0.2",)) for n in range(3))
+    told = profile(flows=(HostFlow("h0", "h1", 1e9),), t_measured_s=0.1)
+    host = with_rates(SeenHost("h0", nics), {"10.0.0.2", "10.2.0.2"}, told)
+    assert [nic.reached_Bps for nic in host.nics] == [pytest.approx(5e9), 0.0, pytest.approx(5e9)]
+    silent = profile(flows=(HostFlow("h0", "h1", 1e9),), t_measured_s=0.0)
+    assert with_rates(SeenHost("h0", nics), {"10.0.0.2"}, silent) == SeenHost("h0", nics)
 
 
 def test_nothing_is_searched_before_the_job_was_measured(ranks: Ranks) -> None:

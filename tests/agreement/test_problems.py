@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from dscp_maps import CLASS_SELECTORS
 
-from crux_torch.agreement.problems import ONE_LEVEL_POLICIES, left_out, left_out_of_plan, network_of
+from crux_torch.agreement.problems import (
+    NO_NETWORK,
+    ONE_LEVEL_POLICIES,
+    left_out,
+    left_out_of_plan,
+    network_of,
+)
 from crux_torch.network.loaders import parse_yaml
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.schedulers import LIVE
@@ -31,8 +37,8 @@ def test_with_a_topology_and_marks_nothing_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("changed", "topology", "priorities", "paths"),
     [
-        ({}, None, "without a topology (CRUX_TOPOLOGY)", "there is no topology (CRUX_TOPOLOGY)"),
-        ({"policy": "crux-paper"}, None, "", "there is no topology"),
+        ({}, None, f"gives all jobs one level while {NO_NETWORK}", NO_NETWORK),
+        ({"policy": "crux-paper"}, None, "", NO_NETWORK),
         ({"store": "none"}, TOPOLOGY, "CRUX_STORE=none", "CRUX_STORE=none"),
         ({"policy": "ecmp"}, TOPOLOGY, "the policy ecmp gives", "the policy ecmp leaves"),
         ({"policy": "varys"}, TOPOLOGY, "", "the policy varys leaves"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from dscp_maps import CLASS_SELECTORS
 
+from crux_torch.agreement.problems import NO_NETWORK
 from crux_torch.cli import doctor
 from crux_torch.cli.doctor import network
 from crux_torch.cli.doctor.finding import Check
@@ -60,9 +61,8 @@ def test_without_a_topology_the_reasons_are_said() -> None:
     checks = found()
     assert checks["topology"].finding == "none given"
     assert checks["plans"].finding == (
-        "nothing is prioritised, because the policy crux gives all jobs one level without a "
-        "topology (CRUX_TOPOLOGY); no paths are chosen, because there is no topology "
-        "(CRUX_TOPOLOGY), and jobs have not seen the network yet"
+        "nothing is prioritised, because the policy crux gives all jobs one level while "
+        f"{NO_NETWORK}; no paths are chosen, because {NO_NETWORK}"
     )
 
 

@@ -304,6 +304,8 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path) -> None:
         arguments += ["--table", str(tmp_path / f"{table.host}.json")]
     shown = CliRunner().invoke(main, ["dispatch", "labels", *arguments]).output
     assert "kubectl label --overwrite node a crux-torch/gbps-2=200" in shown
+    told = json.loads(CliRunner().invoke(main, ["dispatch", "labels", *arguments, "--json"]).output)
+    assert told["a"]["crux-torch/gbps-2"] == "200"
     command = [sys.executable, "-m", "crux_torch.cli", "dispatch", "serve", "--port", "0"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     try:

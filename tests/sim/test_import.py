@@ -597,6 +597,12 @@ def test_imported_jobs_share_one_network(tmp_path: Path) -> None:
     )
     assert found.exit_code == 0, found.output
     assert "gpt: 16 ranks" in found.output
+    told = CliRunner().invoke(
+        sim, ["import", *given_jobs, "--out", str(out), "--topology", "testbed", "--json"]
+    )
+    assert [(row["job"], row["notes"]) for row in json.loads(told.output)] == [
+        ("gpt", []), ("ring", [])
+    ]  # fmt: skip
     scenario = parse_scenario(out.read_text())
     report = run_scenario(scenario)
     assert set(report.jobs) == {"gpt", "ring"}

@@ -31,7 +31,10 @@ class Capacities:
         self, nics: Mapping[Nic, Mapping[str, SeenNic]], routers: Mapping[Nic, Iterable[str]]
     ) -> None:
         self._nics = nics
+        self.usual_Bps = DEFAULT_Bps
         self._speed: dict[Nic, float] = {}
+        #: Of interfaces whose speed nobody told, what a job reached beyond the default.
+        self._reached: dict[Nic, float] = {}
         votes: defaultdict[str, list[float]] = defaultdict(list)
         below: defaultdict[str, defaultdict[str, list[float]]]
         below = defaultdict(lambda: defaultdict(list))
@@ -40,13 +43,17 @@ class Capacities:
         for nic in routers:
             claims = nics[nic]
             speeds = [s for claim in claims.values() if (s := claimed_Bps(claim))]
-            if not speeds:
+            reached = [r for claim in claims.values() if (r := claim.reached_Bps) > DEFAULT_Bps]
+            if speeds:
+                self._speed[nic] = elected(speeds)
+            elif reached:
+                self._reached[nic] = elected(reached)
+            else:
                 continue
-            self._speed[nic] = elected(speeds)
             for owner in claims:
-                votes[owner].append(self._speed[nic])
+                votes[owner].append(self.of_nic(nic))
                 for router in routers[nic]:
-                    below[router][owner].append(self._speed[nic])
+                    below[router][owner].append(self.of_nic(nic))
         for nic, beside in routers.items():
             for owner, claim in nics[nic].items():
                 for router in beside:
@@ -57,7 +64,7 @@ class Capacities:
 
     def of_nic(self, nic: Nic) -> float:
         """Returns the bytes per second of an interface and its cable."""
-        return self._speed.get(nic, self.usual_Bps)
+        return self._speed.get(nic) or max(self._reached.get(nic, 0.0), self.usual_Bps)
 
     def is_told(self, nic: Nic) -> bool:
         """True if an owner told the interface's speed."""

@@ -13,6 +13,9 @@ FRAGMENT_VERSION = 1
 #: Routers on one path, paths of one pair, and pairs and hosts of one fragment.
 MAX_HOPS, MAX_PATHS, MAX_PAIRS, MAX_HOSTS = 16, 512, 65536, 65536
 
+#: Of an interface.
+MAX_RATE_Bps = 1e15
+
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
@@ -56,14 +59,16 @@ class SeenNic(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         speed_Bps: of the cable in one direction; 0 if unknown.
         switch, switch_port: the neighbour's names by LLDP; empty if it told nothing.
         switch_speed_Bps: speed of the neighbour's port by LLDP; 0 if unknown.
+        reached_Bps: rate at which the job sent over the interface in its transfers; 0 if unknown.
     """
 
     name: NodeName
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=64)]
-    speed_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
+    speed_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RATE_Bps)] = 0.0
     switch: Annotated[str, msgspec.Meta(max_length=256)] = ""
     switch_port: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    switch_speed_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=1e15)] = 0.0
+    switch_speed_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RATE_Bps)] = 0.0
+    reached_Bps: Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RATE_Bps)] = 0.0
 
 
 class SeenHost(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from answering import AnsweringNetwork, clos2, clos3, rails
 from map_score import Score, pairs_of, path_of, score
+from msgspec.structs import replace
 
+from crux_torch.network.discover.capacities import DEFAULT_Bps
 from crux_torch.network.discover.join import Discovered, join
 from crux_torch.network.loaders import dump_yaml, parse_yaml
 
@@ -89,6 +91,25 @@ def test_a_map_is_written_and_read_as_any_topology() -> None:
     assert again.nodes == found.topology.nodes
     assert again.edges == found.topology.edges
     assert again.addresses == found.topology.addresses
+
+
+@pytest.mark.parametrize(
+    ("told_Bps", "reached_Bps", "expected_Bps"),
+    [(0.0, 30e9, 30e9), (0.0, 1e9, DEFAULT_Bps), (5e9, 30e9, 5e9)],
+)
+def test_an_interface_without_a_speed_carries_what_a_job_reached(
+    told_Bps: float, reached_Bps: float, expected_Bps: float
+) -> None:
+    network = AnsweringNetwork(clos2())
+    fragment = network.fragment(all_pairs(network), PORTS)
+    speeds = {"speed_Bps": told_Bps, "switch_speed_Bps": 0.0, "reached_Bps": reached_Bps}
+    hosts = tuple(
+        replace(host, nics=tuple(replace(nic, **speeds) for nic in host.nics))
+        for host in fragment.hosts
+    )
+    found = join({"job": replace(fragment, hosts=hosts)})
+    assert set(found.topology.capacity_Bps.values()) == {expected_Bps}
+    assert (found.assumed == set(found.topology.capacity_Bps)) == (told_Bps == 0)
 
 
 def test_jobs_that_saw_parts_have_together_what_one_run_has() -> None:
