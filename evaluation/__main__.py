@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from crux_torch.cli.main import CleanGroup
 from crux_torch.cli.plots import drawing
 from evaluation.beyond import beyond
 from evaluation.dispatch_contention import dispatch_contention
@@ -48,7 +49,7 @@ def figures(results: Path, out: Path) -> None:
         raise click.ClickException(f"{results}: no result file that a figure could be drawn from")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CleanGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def evaluation() -> None:
     """The paper's evaluation, run again in the simulator (docs/research/evaluation.md)."""
 

@@ -73,7 +73,19 @@ def _end(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-class LazyGroup(click.Group):
+class CleanGroup(click.Group):
+    """A group whose commands remove what they made, and end their processes, at a signal."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _cleaned_up():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # As shells report what a signal has ended.
+            raise SystemExit(128 + signal.SIGINT) from None
+
+
+class LazyGroup(CleanGroup):
     """The group of ``SUBCOMMANDS``, which are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -91,11 +103,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _cleaned_up():
-                return super().invoke(ctx)
-        except KeyboardInterrupt:
-            # As shells report what a signal has ended.
-            raise SystemExit(128 + signal.SIGINT) from None
+            return super().invoke(ctx)
         except ModuleNotFoundError as error:
             raise _missing(str(ctx.invoked_subcommand), error) from None
 
