@@ -12,7 +12,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Annotated
 
 import msgspec
@@ -21,7 +21,13 @@ from crux_torch.agreement.job_channel import MAX_FOUND_BYTES, JobChannel
 from crux_torch.agreement.records import MAX_RECORD_BYTES
 from crux_torch.logs import WarnOnce
 from crux_torch.measure.profile import JobProfile
-from crux_torch.network.discover.fragment import MAX_RATE_Bps, Fragment, SeenHost, SeenPair
+from crux_torch.network.discover.fragment import (
+    MAX_PATHS,
+    Fragment,
+    MAX_RATE_Bps,
+    SeenHost,
+    SeenPair,
+)
 from crux_torch.network.discover.survey import searched
 from crux_torch.network.discover.tasks import Peer, Search, Searched
 
@@ -32,6 +38,8 @@ _log = logging.getLogger(__name__)
 HOST_RATE_per_s, JOB_RATE_per_s, LEAST_RATE_per_s = 5.0, 200.0, 0.5
 #: Confidence of a search that no path of an equal share is missing, and its longest time.
 CONFIDENCE, SEARCH_S = 0.99, 300.0
+#: The same of a search that is made again for the third time or later.
+MOST_CONFIDENCE = 0.999999
 #: Searches of one job, and of one rank.
 MAX_SEARCHES, MAX_OF_RANK = 4096, 512
 #: Seconds between two looks of ranks for searches, and of the leader for what they have found.
@@ -208,14 +216,15 @@ class JobDiscovery:
         if profile is None or now < self._gather_at_s:
             return self._fragment
         self._gather_at_s = now + GATHER_S
+        live = [pair for seen in pairs.values() for pair in seen]
         self._assign(pairs, profile, host_at, now)
         self._gather(host_at)
-        self._doubt(pairs, astray, now)
+        self._doubt(live, astray, now)
         self._tell()
         searching = any(self._is_open(addresses) for addresses in self._wanted)
         if self._found and (not searching or now >= self._publish_at_s):
             self._publish_at_s = now + PUBLISH_S
-            self._fragment = self._made(profile) or self._fragment
+            self._fragment = self._made(live, profile) or self._fragment
         return self._fragment
 
     @property
@@ -280,11 +289,11 @@ class JobDiscovery:
                     self._vain[addresses] = self._vain.get(addresses, 0) + 1 if same else 0
                     self._found[addresses] = found
 
-    def _doubt(self, pairs: Mapping[int, Iterable[SeenPair]], astray: bool, now: float) -> None:
+    def _doubt(self, live_pairs: Iterable[SeenPair], astray: bool, now: float) -> None:
         """Have searches made again that what connections do contradicts, or that found nothing."""
         doubts = dict(self._doubts)
         doubted = {a for a, found in self._found.items() if astray or found.pair is None}
-        for live in (pair for seen in pairs.values() for pair in seen):
+        for live in live_pairs:
             addresses = live.src_address, live.dst_address
             found = self._found.get(addresses)
             if found is None or found.pair is None or agree(live, found.pair):
@@ -297,7 +306,7 @@ class JobDiscovery:
             wanted = self._wanted[addresses]
             pause_s = min(MAX_AGAIN_S, AGAIN_S * 2.0 ** min(self._vain.get(addresses, 0), 30))
             if not self._is_open(addresses) and now >= self._asked_at_s[addresses] + pause_s:
-                self._wanted[addresses] = Wanted(wanted.turn + 1, wanted.search)
+                self._wanted[addresses] = Wanted(wanted.turn + 1, surer(wanted.search))
                 self._asked_at_s[addresses] = now
                 if addresses in doubts:
                     self._doubts[addresses] = doubts[addresses]
@@ -311,8 +320,13 @@ class JobDiscovery:
             if self._told.get(rank) != raw and self._channel.put_searches(rank, raw):
                 self._told[rank] = raw
 
-    def _made(self, profile: JobProfile) -> bytes | None:
-        pairs = [found.pair for _, found in sorted(self._found.items()) if found.pair is not None]
+    def _made(self, live: Iterable[SeenPair], profile: JobProfile) -> bytes | None:
+        at = {(pair.src_address, pair.dst_address): pair for pair in live}
+        pairs = [
+            with_live(found.pair, at.get(addresses))
+            for addresses, found in sorted(self._found.items())
+            if found.pair is not None
+        ]
         used = {pair.src_address for pair in pairs}
         hosts = [with_rates(host, used, profile) for _, host in sorted(self._hosts.items())]
         if not pairs:
@@ -325,7 +339,26 @@ class JobDiscovery:
         return raw if pairs else None
 
 
-def with_rates(host: SeenHost, used: Collection[str], profile: JobProfile) -> SeenHost:
+def with_live(found: SeenPair, live: SeenPair | None) -> SeenPair:
+    """Returns the pair with the paths, too, that connections take and that the search missed."""
+    if live is None or found.sprays:
+        return found
+    known = {path.hops for path in found.paths}
+    missed = tuple(
+        msgspec.structs.replace(path, connections=0)
+        for path in live.paths
+        if path.hops and None not in path.hops and path.hops not in known
+    )
+    return msgspec.structs.replace(found, paths=(*found.paths, *missed)[:MAX_PATHS])
+
+
+def surer(search: Search) -> Search:
+    """Returns a search that goes on for longer: ports come in one order, so the same is no use."""
+    confidence = min(MOST_CONFIDENCE, 1.0 - (1.0 - search.confidence) / 100.0)
+    return msgspec.structs.replace(search, confidence=confidence)
+
+
+def with_rates(host: SeenHost, used: Set[str], profile: JobProfile) -> SeenHost:
     """Returns the host with the mean rate at which it sent over each interface in transfers.
 
     Args:

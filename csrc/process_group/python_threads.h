@@ -47,10 +47,12 @@ inline void tear_down(std::function<void()> destroy) {
   destroy();
 }
 
+inline constexpr unsigned kParked_s = 60;
+
 // To be called by the thread that is about to end Python, at most once. Another thread that comes
 // back from a call of C++ afterwards does not get the GIL: Python ends it by unwinding its stack,
 // which pybind11's bindings don't let pass, so the process would abort. From now on such a thread
-// stays where it is until the process has ended.
+// stays where it is until the process has ended; not forever, because the end may wait for it.
 inline void park_late_threads() noexcept {
   static pthread_t ending_thread;
   static std::terminate_handler handler_before;
@@ -58,7 +60,7 @@ inline void park_late_threads() noexcept {
   handler_before = std::set_terminate([] {
     const bool unwound_by_python = !Py_IsInitialized() && !std::current_exception() &&
                                    pthread_equal(pthread_self(), ending_thread) == 0;
-    while (unwound_by_python) pause();
+    for (unsigned left_s = unwound_by_python ? kParked_s : 0; left_s > 0;) left_s = sleep(left_s);
     handler_before();
     std::abort();
   });

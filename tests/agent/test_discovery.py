@@ -168,6 +168,25 @@ def test_a_path_that_vanished_is_out_of_the_fragment_within_a_minute(ranks: Rank
     assert len(ranks.asked) == 3
 
 
+def test_a_path_that_only_a_connection_showed_is_in_the_fragment(ranks: Ranks) -> None:
+    ranks.run(6 * GATHER_S)
+    missed = ("10.9.0.1", "10.9.8.1")
+    ranks.seen[0] = [live(0, 1, *missed)]
+    fragment = ranks.run(4 * GATHER_S)
+    assert fragment is not None
+    (pair,) = (pair for pair in fragment.pairs if pair.src == "h0")
+    assert [path.hops for path in pair.paths] == [*ranks.hops[ADDRESSES[0], ADDRESSES[1]], missed]
+    # The same ports would tell the same: the next search has to try more of them.
+    ranks.run(600.0)
+    assert [round(1 - search.confidence, 6) for search in ranks.asked[2:]] == [1e-4]
+    # Where a hop is not known it may be one of those that were found.
+    ranks.seen[0] = [live(0, 1, "10.9.0.1", None)]
+    fragment = ranks.run(2 * GATHER_S)
+    assert fragment is not None
+    (pair,) = (pair for pair in fragment.pairs if pair.src == "h0")
+    assert len(pair.paths) == 2
+
+
 def test_what_a_search_does_not_explain_is_not_searched_forever(ranks: Ranks) -> None:
     ranks.run(6 * GATHER_S)
     ranks.seen[0] = [live(0, 1, "10.9.0.1", "10.9.8.1")]

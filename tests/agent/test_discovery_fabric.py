@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,9 @@ def test_jobs_find_the_network_and_what_vanishes_from_it(tmp_path: Path) -> None
             # Each pair of hosts has two links to leaves; each leaf two to spines, both ways.
             assert said == "nobody gives a topology: the network is as its jobs saw it, 16 links"
             fabric.cut(0)
+            cut_s = time.monotonic()
             study.plan(lambda: not any(e["paths"] for e in study.status["plan"]["entries"]))
+            print(f"the plan left the spine that vanished after {time.monotonic() - cut_s:.0f} s")
             argv = [sys.executable, "-m", "crux_torch.cli", "cluster", "audit", "--json"]
             argv += ["--store", study._store, "--cluster", "paths"]
             secret = f"CRUX_STORE_SECRET={study._secret}"
