@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 #: than the least.
 HOST_RATE_per_s, JOB_RATE_per_s, LEAST_RATE_per_s = 5.0, 200.0, 0.5
 #: Confidence of a search that no path of an equal share is missing, and its longest time.
-CONFIDENCE, SEARCH_S = 0.99, 300.0
+CONFIDENCE, SEARCH_S = 0.999, 300.0
 #: The same of a search that is made again for the third time or later.
 MOST_CONFIDENCE = 0.999999
 #: Searches of one job, and of one rank.

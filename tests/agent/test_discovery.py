@@ -178,7 +178,7 @@ def test_a_path_that_only_a_connection_showed_is_in_the_fragment(ranks: Ranks) -
     assert [path.hops for path in pair.paths] == [*ranks.hops[ADDRESSES[0], ADDRESSES[1]], missed]
     # The same ports would tell the same: the next search has to try more of them.
     ranks.run(600.0)
-    assert [round(1 - search.confidence, 6) for search in ranks.asked[2:]] == [1e-4]
+    assert [round(1 - search.confidence, 6) for search in ranks.asked[2:]] == [1e-5]
     # Where a hop is not known it may be one of those that were found.
     ranks.seen[0] = [live(0, 1, "10.9.0.1", None)]
     fragment = ranks.run(2 * GATHER_S)
