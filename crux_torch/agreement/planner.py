@@ -37,7 +37,6 @@ from crux_torch.agreement.snapshot import Snapshot, admitted_trials
 from crux_torch.errors import SettingsError
 from crux_torch.logs import WarnOnce
 from crux_torch.measure.profile import JobProfile
-from crux_torch.network.discover.seen_topology import SeenTopology
 from crux_torch.network.routes import PlannedPath, planned_paths
 from crux_torch.network.topology import Path, Topology
 from crux_torch.schedule.model import Decision, Job, Memory, SchedulerOptions
@@ -97,7 +96,7 @@ def compute_entries(
     options = SchedulerOptions(
         tuple(levels),
         unknown_links=frozenset((UNLOCATED,))
-        if isinstance(topology, SeenTopology)
+        if topology is not None and not topology.is_given
         else frozenset(),
         default_path=paths_taken(cluster, records, topology, limit, whole=whole),
         max_slowdown=max_slowdown,

@@ -14,7 +14,6 @@ import msgspec
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.machine import machine_id, network_id
 from crux_torch.measure.profile import Name
-from crux_torch.network.discover.seen_topology import SeenTopology
 from crux_torch.network.host_match import distinct_addresses, match_host
 from crux_torch.network.topology import Topology, TopologyError
 from crux_torch.settings import PATH_POLICIES, Marks, Settings
@@ -172,13 +171,13 @@ def problems(places: Mapping[int, Place], topology: Topology | None) -> tuple[st
 
     Args:
         places: by rank.
-        topology: the cluster's; without a file, only names that are there twice are wrong.
+        topology: the cluster's; where nobody gave one, only names that are there twice are wrong.
     """
     named: dict[str, dict[int, Place]] = {}
     for rank, place in sorted(places.items()):
         named.setdefault(place.host, {})[rank] = place
     found = [fault for host, at in named.items() if (fault := _same_name_fault(host, at))]
-    if topology is not None and not isinstance(topology, SeenTopology):
+    if topology is not None and topology.is_given:
         astray = [fault for at in named.values() if (fault := _unknown_name_fault(at, topology))]
         found += astray[:MOST_HOSTS]
         if len(astray) > MOST_HOSTS:

@@ -139,7 +139,7 @@ def contradicted(records: Sequence[JobRecord], topology: Topology | None) -> dic
     Returns:
         sentences, each with the job that saw it.
     """
-    if topology is None or isinstance(topology, SeenTopology):
+    if topology is None or not topology.is_given:
         return {}
     return {
         f"the topology does not fit: {sentence}": record.job

@@ -93,6 +93,9 @@ class Topology:
             other.
     """
 
+    #: False for a network that jobs saw: its hosts have the names that the jobs use.
+    is_given = True
+
     def __init__(
         self,
         nodes: Mapping[str, Node],

@@ -12,11 +12,13 @@ import pytest
 from control_fakes import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
+from seen_fabric import Host, fragment
 from torch.distributed import HashStore
 
 from crux_torch.agent.orders import GIVE_UP_S, LOOK_S, PATIENCE_S, RollCall
 from crux_torch.agreement.job_channel import JobChannel
 from crux_torch.agreement.problems import MOST_HOSTS, Place, place_of_this_process, problems
+from crux_torch.network.discover.seen_topology import SeenTopology
 from crux_torch.network.loaders import parse_yaml
 from crux_torch.settings import Settings
 
@@ -76,6 +78,11 @@ def test_a_host_that_the_topology_lacks_is_named_once_with_what_its_addresses_sa
     assert "rank 1 calls itself 'vm', and by its addresses it is 'h1'" in found[0]
     assert "set CRUX_HOST=h1 there" in found[0]
     assert "no host 'h_1', the name that CRUX_HOST gives to the machine of rank 3" in found[1]
+
+
+def test_a_network_that_other_jobs_saw_may_lack_this_jobs_hosts() -> None:
+    seen = SeenTopology({"other": fragment([Host(0, 0), Host(1, 0)])})
+    assert problems({0: place("vm", address="10.9.9.9", told=True)}, seen) == ()
 
 
 def test_many_hosts_astray_are_counted() -> None:

@@ -26,6 +26,8 @@ class SeenTopology(Topology):
         TopologyError: they are of no network that a topology could describe.
     """
 
+    is_given = False
+
     def __init__(self, fragments: Mapping[str, Fragment]) -> None:
         self._joined: Discovered = join(fragments)
         self.__dict__.update(self._joined.topology.__dict__)
