@@ -11,7 +11,6 @@ from crux_torch.report.explanation import (
     OTHERS,
     Explanation,
     InPlan,
-    Remedy,
     Rival,
 )
 from crux_torch.report.live_cluster import LinkLoad
@@ -53,7 +52,7 @@ def sections(found: Explanation, now_s: float) -> Iterator[tuple[str, list[str]]
         yield "What that does not explain", [*_remainder(found)]
     yield "What the plan does about it", [*_plan(found.plan, now_s)]
     if found.remedies:
-        yield "What would help", [*_remedies(found.remedies, found.busy)]
+        yield "What would help", [*_remedies(found)]
     if found.doubts:
         yield "Take the figures with care", [f"{safe(doubt)}." for doubt in found.doubts]
 
@@ -201,12 +200,16 @@ def _plan(plan: InPlan | None, now_s: float) -> Iterator[str]:
         yield f"Trial against the safe plan: {safe(plan.verdict)}."
 
 
-def _remedies(remedies: Sequence[Remedy], busy: float | None) -> Iterator[str]:
+def _remedies(found: Explanation) -> Iterator[str]:
+    remedies, busy = found.remedies, found.busy
+    in_force = found.plan.policy if found.plan is not None else ""
     useful = [r for r in remedies if r.change is not None and r.change < -NOTHING]
     useful.sort(key=lambda r: (r.change or 0.0, -r.busy))
     for remedy in useful[:REMEDIES_SHOWN]:
-        text = f"Under the policy {remedy.scheduler} a step would take {seconds(remedy.step_s)} "
-        text += f"({remedy.change:+.0%})"
+        policy = f"the policy {remedy.scheduler}"
+        if remedy.scheduler == in_force:
+            policy = f"another plan of {policy}"
+        text = f"Under {policy} a step would take {seconds(remedy.step_s)} ({remedy.change:+.0%})"
         if busy is not None:
             text += (
                 f", and the jobs that can meet would keep {remedy.busy:.1%} of their devices "

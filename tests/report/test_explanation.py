@@ -101,6 +101,10 @@ def test_sentences_give_the_numbers(crowd) -> None:
     assert best.change < -0.2
     assert best.busy > found.busy
     assert f"Under the policy crux a step would take {1e3 * best.step_s:.3g} ms" in text
+    status, topology = crowd
+    again = replace(status, plan=msgspec.structs.replace(status.plan, policy="crux"))
+    text = text_of(explain(again, topology, (), "A", schedulers=("crux", "sincronia")))
+    assert "Under another plan of the policy crux a step would take" in text
     assert "the simulator's usual error" in text
 
 
