@@ -51,14 +51,13 @@ def test_every_command_that_prints_a_table_takes_json() -> None:
     without = {name for name, flags in commands(cli.main).items() if "--json" not in flags}
     # These write a file of their own, serve, or print commands.
     assert without == {
-        ("sim", "import"),
         ("store", "serve"),
         ("env",),  # --format json
         ("exec",),  # it becomes another program
         ("exporter",),
         *(("topology", each) for each in ("import", "export", "draw")),
         ("qos", "listen"),
-        *(("dispatch", each) for each in ("measure", "measure-across", "learn", "serve", "labels")),
+        *(("dispatch", each) for each in ("measure", "measure-across", "learn", "serve")),
     }
 
 

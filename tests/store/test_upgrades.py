@@ -26,7 +26,7 @@ from crux_torch.store.endpoint import TcpConnector
 pytestmark = pytest.mark.slow
 
 #: Trees that stand for releases: the last one with protocol 1, and one of protocol 2 and schema 2.
-PROTOCOL_1, PROTOCOL_2 = "fd600a79", "2f0914ec"
+PROTOCOL_1, PROTOCOL_2 = "fd600a79", "528b77be"
 
 
 def git(*command: str) -> bytes:

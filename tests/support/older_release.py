@@ -39,7 +39,10 @@ def main(tree: str, what: str, port: str = "0") -> None:
     except StoreError as error:
         print(error)
         return
-    from crux_torch.agreement.registry import Registry
+    try:
+        from crux_torch.agreement.registry import Registry
+    except ModuleNotFoundError:
+        from crux_torch.control.registry import Registry  # as it was called before
 
     registry = Registry(store, "c")
     records = registry.look().jobs

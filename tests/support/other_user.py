@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-#: Users and a group that nothing else has.
-A, B, C = 54_321, 54_322, 54_323
-GROUP = 54_400
+#: Users and a group that nothing else has, nor another process that runs these tests.
+A, B, C, GROUP = (100_000 + 4 * os.getpid() + n for n in range(4))
 
 _LOADS = "import crux_torch.store.host, crux_torch._version"
 
