@@ -437,7 +437,8 @@ class Turn:
 
         def calm() -> bool:
             nonlocal last, since
-            if (fingerprint := self._status["plan"]["fingerprint"]) != last:
+            fingerprint = (self._status.get("plan") or {}).get("fingerprint")
+            if fingerprint is None or fingerprint != last:
                 last, since = fingerprint, time.monotonic()
             return time.monotonic() - since >= CALM_S
 

@@ -381,6 +381,8 @@ def with_rates(host: SeenHost, used: Set[str], profile: JobProfile) -> SeenHost:
 
 
 def _two_digits(value: float) -> float:
+    if value < 1.0:
+        return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.floor(value / unit) * unit
 
