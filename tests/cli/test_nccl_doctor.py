@@ -1,4 +1,4 @@
-"""What ``crux doctor`` says of NCCL, and how ECN bits are chosen; sysfs is a folder of files."""
+"""``crux doctor`` about NCCL and the choice of ECN bits; sysfs is a folder of files."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def cluster(tmp_path: Path) -> Path:
 
 
 def refusal(*arguments: str) -> str:
-    """What the command says when it refuses."""
+    """Returns the command's message of refusal."""
     env = {"CRUX_DSCP_MAP": "", "CRUX_RDMA_DSCP_MAP": "", "CRUX_TOPOLOGY": "", "RANK": ""}
     done = CliRunner().invoke(main, ["qos", "check", *arguments], env=env)
     assert done.exit_code in (1, 2)

@@ -36,7 +36,7 @@ Drive = Callable[["Screen"], Awaitable[None]]
 
 
 class Reader:
-    """What the screen reads."""
+    """Stands for the store that the screen reads."""
 
     def __init__(self, status: ClusterStatus) -> None:
         self.status, self.topology = status, heavy3.topology()

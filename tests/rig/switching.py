@@ -38,8 +38,10 @@ def resources() -> dict[str, int]:
 
 
 def settled(seen: list[dict[str, int]], patience_s: float = 60.0) -> dict[str, int]:
-    """What this process holds once it is about what it was in the first half of ``seen``, or when
-    patience ends: on a busy machine old connections are closed late."""
+    """Returns what this process holds, once it is about what it was in the first half of ``seen``.
+
+    On a busy machine old connections are closed late; it waits for ``patience_s`` at most.
+    """
     half = len(seen) // 2
     most = {
         what: statistics.median(s[what] for s in seen[half // 2 : half] or seen or [resources()])

@@ -176,7 +176,7 @@ def test_few_ports_tell_nothing(size: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_chance_never_explains_a_switch() -> None:
-    """Of 80 switches without a hash, none is explained; the bound lets one in 10,000 through."""
+    """No hash explains any of 80 switches without one; the bound lets one in 10,000 through."""
     draw = random.Random(0)
     for size in (2, 4, 8, 16) * 20:
         choices = seen(lambda f, size=size: draw.randrange(size), size, draw.randrange(30, 80))  # type: ignore[misc]

@@ -48,7 +48,11 @@ def entry(name: str, peer_port: str, description: str, speed: str) -> dict[str, 
 
 
 def output(seen: Seen, description: str = LINUX, speed: str = "") -> str:
-    """What a system prints that sees ``seen``: port -> (neighbour, its port, description)."""
+    """Returns the output of a system with the neighbours ``seen``.
+
+    Args:
+        seen: port -> (neighbour, its port, description).
+    """
     entries = [
         {port: entry(name, peer_port, text or description, speed)}
         for port, (name, peer_port, text) in seen.items()
