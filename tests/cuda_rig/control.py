@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 from typing import Any
 
 #: The fields of an operation, in the order in which the library gives them.
@@ -42,6 +43,9 @@ def _text(pointer: int) -> list[list[str]]:
 
 def inject(kind: str, op: str = "", seconds: float = 0.0, count: int = 1) -> None:
     """A fault for the next ``count`` operations of this process, or those called ``op``."""
+    if kind == "hold":
+        # The end of a process group waits for the device: garbage that holds one must go before.
+        gc.collect()
     _library().rig_inject(kind.encode(), op.encode(), seconds, count)
 
 
