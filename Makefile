@@ -19,6 +19,12 @@ CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.cpp' -o -name '*.h
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 PYTEST_ARGS ?=
+# The files that have tests of the full tier, and properties: to import all others takes longer than
+# to look into them. tests/project/test_tiers.py checks that none is missing.
+with = $(shell grep -lrE --include='test_*.py' '$(1)' tests evaluation/tests)
+FULL_FILES = $(call with,mark\.full) tests/gpu tests/rdma
+ALONE_FILES = $(call with,mark\.alone)
+PROPERTY_FILES = $(call with,hypothesis)
 # Set to anything it makes each of the many processes that tests start compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -99,9 +105,9 @@ test-quick: $(VENV)/.built
 test-all: apt-lab setup $(if $(SYSTEM_PYTHON)$(filter 3.10,$(PYVER)),,$(VENV)/.docs)
 	failed=0; \
 	$(MAKE) --no-print-directory test-oldest-python || failed=1; \
-	$(PYTEST) -m "full and not alone" --timeout 1200 --durations=25 || failed=1; \
-	$(BIN)/python -m pytest -m "full and alone" --timeout 1200 --durations=25 || failed=1; \
-	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" || failed=1; \
+	$(PYTEST) -m "full and not alone" --timeout 1200 --durations=25 $(FULL_FILES) || failed=1; \
+	$(BIN)/python -m pytest -m "full and alone" --timeout 1200 --durations=25 $(ALONE_FILES) || failed=1; \
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "hypothesis and not slow and not full" $(PROPERTY_FILES) || failed=1; \
 	exit $$failed
 
 # What needs no torch, on the oldest Python that is supported, where there is one.

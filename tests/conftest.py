@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tiers import MARKED, MARKS
 
 HERE = Path(__file__).parent
 
@@ -52,7 +53,7 @@ def _limit_s(item: pytest.Item) -> float:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if EMULATED in getattr(item, "fixturenames", ()):
             item.add_marker("full")
@@ -63,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # A file's tests share fixtures, so one worker runs them all.
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_file(item)))
+    config.stash[MARKED] = {
+        mark: {_file(item) for item in items if item.get_closest_marker(mark)} for mark in MARKS
+    }
     # The long ones first, so that no worker is left with one at the end.
     long_files = {_file(item) for item in items if _is_long(item)}
     limit_s: dict[str, float] = {}
