@@ -35,7 +35,7 @@ NONE = "none"
 #: Ends the names of entrants whose jobs are given no topology: they find the network themselves.
 NO_TOPOLOGY = ":no-topology"
 #: Bounds on waiting, seconds: for ranks to start, a plan, its trial, and for new connections.
-START_S, PLAN_S, TRIAL_S, PATHS_S = 240.0, 120.0, 300.0, 30.0
+START_S, PLAN_S, TRIAL_S, PATHS_S = 240.0, 300.0, 300.0, 30.0
 #: The same for jobs that search the network: until all paths are seen, and a plan stays for so
 #: long.
 SEEN_S, CALM_S = 300.0, 10.0

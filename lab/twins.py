@@ -20,7 +20,7 @@ from lab.watch import is_seen
 
 STORE_PORT = 29410
 #: Bounds on waiting, seconds: for ranks to start, for a phase, for a plan.
-START_S, PHASE_S, PLAN_S = 180.0, 120.0, 120.0
+START_S, PHASE_S, PLAN_S = 180.0, 120.0, 300.0
 #: The two runs of each job.
 STOCK, CRUX = "stock", "crux"
 
