@@ -150,11 +150,11 @@ def reasons(before: Basis, after: Basis, origin: str = "") -> list[str]:
     for job in sorted(old.keys() | new.keys()):
         was, now = old.get(job), new.get(job)
         if was is None or now is None:
-            found.append(f"{job} {'came' if was is None else 'left'}")
+            found.append(f"{job} {'started' if was is None else 'ended'}")
         elif was.incarnation != now.incarnation:
-            found.append(f"{job} began anew")
+            found.append(f"{job} restarted")
         elif was.profile != now.profile or (was.hosts, was.gpus) != (now.hosts, now.gpus):
-            found.append(f"{job} has another profile")
+            found.append(f"{job} has a new profile")
         elif was.marks != now.marks:
             found.append(f"{job} has another DSCP map")
         if now is not None:

@@ -68,36 +68,42 @@ def _headline(found: Explanation) -> str:
         return f"{text}."
     text += f", and {seconds(steps.alone_s)} alone ({_ALONE[steps.alone_source]})"
     ratio = steps.slowdown or 1.0
-    return f"{text}: {ratio:.2f} times as long." if ratio > 1 + NOTHING else f"{text}: no longer."
+    return (
+        f"{text}: {ratio:.2f} times as long."
+        if ratio > 1 + NOTHING
+        else f"{text}: not slowed down."
+    )
 
 
 def _waiting(found: Explanation) -> Iterator[str]:
     steps = found.steps
     if found.waits_s is None or found.computes_s is None or not steps.step_s:
         return
-    measured = f", {age(steps.alone_age_s)} ago" if steps.alone_age_s is not None else ""
+    waits_alone = ""
+    if found.waits_alone_s is not None:
+        waits_alone = f"; alone, {seconds(found.waits_alone_s)}"
+    measured = f" {age(steps.alone_age_s)} ago" if steps.alone_age_s is not None else ""
     yield (
-        f"It waits for the network for {seconds(found.waits_s)} of each step "
-        f"({found.waits_s / steps.step_s:.0%})"
-        + (f", alone for {seconds(found.waits_alone_s)}" if found.waits_alone_s is not None else "")
-        + f". This counts {seconds(found.computes_s)} of computation, as measured{measured}."
+        f"Of each step, {seconds(found.waits_s)} ({found.waits_s / steps.step_s:.0%}) is waiting "
+        f"for the network{waits_alone}. "
+        f"The rest is computation: {seconds(found.computes_s)}, as measured{measured}."
     )
 
 
 def _rivals(found: Explanation, now_s: float) -> Iterator[str]:
     if not found.rivals:
-        yield "No other job of Crux sends over its links, as far as paths are known."
+        yield "No other job that Crux knows sends over these links, as far as paths are known."
         return
     for rival in found.rivals[:RIVALS_SHOWN]:
         yield _about_rival(rival, found, now_s)
     if (more := len(found.rivals) - RIVALS_SHOWN) > 0:
-        yield f"{more} more jobs send over its links."
+        yield f"{more} more jobs send over these links."
     if found.links:
         yield _about_load(found.links, found.links[0][1])
     if len(found.rivals) > 1:
         yield (
-            "Costs need not add up: two jobs may each cost nothing if either alone is in the way "
-            "for as long."
+            "Costs need not add up: where two jobs are in the way for the same time, removing one "
+            "gains nothing."
         )
 
 
@@ -107,11 +113,11 @@ def _about_rival(rival: Rival, found: Explanation, now_s: float) -> str:
     where = f"{name}, on {_links(rival.links)}: "
     cost = "what it costs was not played"
     if found.played_s is None and rival.without_s is not None:
-        cost = f"without it a step would take {seconds(rival.without_s)}; as played, none ends now"
+        cost = f"without it a step would take {seconds(rival.without_s)}; with it, none ends"
     if rival.costs_s is not None and rival.costs_share is not None and rival.without_s is not None:
         cost = f"it costs {seconds(abs(rival.costs_s))} of each step ({rival.costs_share:.0%})"
         if abs(rival.costs_share) < NOTHING:
-            cost = "it costs nothing"
+            cost = "it costs no time"
         elif rival.costs_share < 0:
             cost = f"without it a step would take {seconds(-rival.costs_s)} longer"
     level = found.plan.level if found.plan is not None else None
@@ -124,13 +130,14 @@ def _about_rival(rival: Rival, found: Explanation, now_s: float) -> str:
             order += f" (level {rival.level} against {level})"
     since = ""
     if rival.since_s is not None:
-        since = f"; there since {_at(rival.since_s)} ({age(max(0.0, now_s - rival.since_s))} ago)"
+        ago = age(max(0.0, now_s - rival.since_s))
+        since = f"; sharing these links since {_at(rival.since_s)} ({ago} ago)"
     return f"{where}{cost}{order}{since}."
 
 
 def _about_load(links: Sequence[tuple[Link, LinkLoad]], load: LinkLoad) -> str:
     alike = [link for link, other in links if other.jobs == load.jobs]
-    text = f"If each job on {_links(alike)} ran as fast as alone, together they would need "
+    text = f"To run as fast as alone, the jobs on {_links(alike)} would together need "
     text += f"{load.planned_ratio:.0%} of {'each' if len(alike) > 1 else 'the'} link's capacity"
     if load.now_Bps is not None:
         text += f"; they use {load.now_Bps / load.capacity_Bps:.0%} now"
@@ -141,34 +148,35 @@ def _remainder(found: Explanation) -> Iterator[str]:
     step_s, played_s = found.steps.step_s, found.played_s
     if step_s is None or not played_s or found.played_alone_s is None:
         if found.played_alone_s is not None and not played_s:
-            yield "As played in the simulator it starves: no step ends while the others send."
+            yield "In the simulator this job starves: no step ends while the other jobs send."
         else:
-            yield "Nothing can be said: it takes a measured step, and one that can be played."
+            yield "Unknown: this needs a measured step, and a job that the simulator can play."
         return
     error = played_s / step_s - 1.0
+    text = (
+        f"The simulator predicts steps of {seconds(played_s)} beside the jobs that Crux knows, and "
+        f"of {seconds(found.played_alone_s)} alone. "
+    )
     usual = (
         f"the simulator's usual error (median {MEDIAN_ERROR:.1%}, 9 of 10 steps within "
-        f"{LARGE_ERROR:.0%})"
+        f"{LARGE_ERROR:.0%})."
     )
-    text = (
-        f"In the simulator, a step beside the jobs that Crux knows takes {seconds(played_s)}, and "
-        f"alone {seconds(found.played_alone_s)}. "
-    )
-    if found.scale != 1.0:
-        usual += ". The costs above are scaled to what was measured"
     if error < -LARGE_ERROR:
         yield (
-            f"{text}The other {seconds(step_s - played_s)} ({-error:.0%}) are more than {usual}: "
-            "traffic that no job of Crux explains, or a host that computes or loads data more "
-            "slowly than when it was measured."
+            f"{text}The measured step is {seconds(step_s - played_s)} ({-error:.0%}) longer. That "
+            f"is more than {usual} Something else slows the job down: traffic of no job that Crux "
+            "knows, or a host that computes or loads data more slowly than when the job was "
+            "measured."
         )
     elif error > LARGE_ERROR:
         yield (
-            f"{text}The measured step is {seconds(played_s - step_s)} shorter, which is more than "
-            f"{usual}."
+            f"{text}The measured step is {seconds(played_s - step_s)} shorter. That is more than "
+            f"{usual}"
         )
     else:
-        yield f"{text}The measured step differs by {abs(error):.1%}: {usual}."
+        yield f"{text}The measured step differs by {abs(error):.1%}, which is within {usual}"
+    if found.scale != 1.0:
+        yield "The costs above are scaled to the measured step."
 
 
 def _plan(plan: InPlan | None, now_s: float) -> Iterator[str]:
@@ -182,11 +190,11 @@ def _plan(plan: InPlan | None, now_s: float) -> Iterator[str]:
     why = f", because {safe('; '.join(plan.why))}" if plan.why else ""
     yield f"Plan {plan.epoch}{author}, policy {safe(plan.policy)}{since}{why}."
     if plan.level is None:
-        yield "Its traffic has no priority level (crux status says why)."
+        yield "The job's traffic has no priority level (crux status says why)."
     else:
-        yield f"Its traffic has level {plan.level}; a higher level goes first."
+        yield f"The job's traffic has level {plan.level}; a higher level goes first."
     if not plan.paths:
-        yield "It has no planned paths: there is one only, or the network's hash chooses."
+        yield "The job has no planned paths: there is only one, or the network's hash chooses."
     for start, routers, end in plan.paths[:LINKS_SHOWN]:
         yield f"{safe(start)} reaches {safe(end)} over {safe(', '.join(routers) or 'any router')}."
     if (more := len(plan.paths) - LINKS_SHOWN) > 0:
@@ -212,15 +220,15 @@ def _remedies(found: Explanation) -> Iterator[str]:
         text = f"Under {policy} a step would take {seconds(remedy.step_s)} ({remedy.change:+.0%})"
         if busy is not None:
             text += (
-                f", and the jobs that can meet would keep {remedy.busy:.1%} of their devices "
+                f", and the jobs that share links would keep {remedy.busy:.1%} of their devices "
                 f"computing instead of {busy:.1%}"
             )
         yield f"{text}."
     if not useful:
         names = ", ".join(remedy.scheduler for remedy in remedies)
-        yield f"No other schedule makes its steps shorter (played: {names})."
+        yield f"No other schedule makes the job's steps shorter (played: {names})."
     elif busy is not None and all(remedy.busy < busy for remedy in useful):
-        yield "Each of these costs the other jobs more than it gives this one."
+        yield "Each of these costs the other jobs more than it gives this job."
 
 
 def _links(links: Sequence[Link]) -> str:

@@ -420,8 +420,8 @@ def _rival(
 
 
 def _since_s(job: str, audit: Sequence[AuditEntry]) -> float | None:
-    """Returns the time at which, by the audit log, ``job`` came, or began to do other work."""
-    says = {f"{job} came", f"{job} began anew", f"{job} has another profile"}
+    """Returns when ``job`` started or changed its traffic, by the audit log."""
+    says = {f"{job} started", f"{job} restarted", f"{job} has a new profile"}
     return next((entry.at_s for entry in reversed(audit) if says & set(entry.why)), None)
 
 

@@ -158,7 +158,7 @@ def test_leaders_plan_within_the_settings_and_write_down_why(
         "the operator's settings 1, nobody says by whom, written from a test",
         "set: j0: pin None -> 7",
     ]
-    assert {"j2 left", "j1 has another profile", "set: disabled"} <= set(why)
+    assert {"j2 ended", "j1 has a new profile", "set: disabled"} <= set(why)
     assert entries[1].changes == ("j0: level 0 -> 7",)
     assert set(entries[-1].changes) == {"j0: level 7 -> default", "j1: level 1 -> default"}
 
@@ -305,7 +305,7 @@ def test_the_audit_log_names_hosts_that_come_to_be_contested(
         "host h has 256 devices, and is claimed by honest (at least 200, counted 128), "
         "twin (at least 200, counted 128)"
     )
-    assert third == ("host h is contested no more", "twin left")
+    assert third == ("host h is contested no more", "twin ended")
 
 
 def _lead(endpoint: str, job: str, seed: int, stop: Any) -> None:

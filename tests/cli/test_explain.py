@@ -37,8 +37,8 @@ def test_it_says_with_whom_where_and_since_when(endpoint: str) -> None:
     assert "A: a step takes 700 ms now" in result.output
     for job in "BCD":
         assert f"{job}, on leaf0->spine1" in result.output
-    assert "there since 2027-01-15" in result.output
-    assert "because C came" in result.output
+    assert "sharing these links since 2027-01-15" in result.output
+    assert "because C started" in result.output
     assert "Changed at 2027-01-15 08:00:00Z: level default -> 6." in result.output
     assert max(map(len, crux(endpoint, "A", COLUMNS="80").output.splitlines())) <= 80
 
@@ -65,7 +65,7 @@ def test_the_job_is_that_of_the_environment_else_the_error_lists_them(endpoint: 
 def test_own_names_only(endpoint: str) -> None:
     result = crux(endpoint, "A", "--names", "own", "--json")
     assert '"job": "C"' not in result.output
-    assert "C came" not in result.output
+    assert "C started" not in result.output
     assert "Another tenant's job, on" in crux(endpoint, "A", "--names", "own").output
 
 

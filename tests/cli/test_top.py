@@ -50,7 +50,7 @@ class Reader:
     def audit(self) -> tuple[AuditEntry, ...]:
         return (
             AuditEntry(
-                kind="plan", at_s=NOW_S - 300, who="A", before=2, after=3, why=("C came",),
+                kind="plan", at_s=NOW_S - 300, who="A", before=2, after=3, why=("C started",),
                 changes=("A: level default -> 6",),
             ),
         )  # fmt: skip
@@ -241,10 +241,10 @@ def crux(endpoint: str, *argv: str, **env: str) -> Result:
 def test_once_prints_tables_and_json_has_links_and_reasons(endpoint: str) -> None:
     text = crux(endpoint, "--once", COLUMNS="80").output
     assert max(map(len, text.splitlines())) <= 80
-    assert "why: C came" in text
+    assert "why: C started" in text
     for cell in ("840 ms", "leaf0->spine1", "185%"):
         assert cell in text
     found = json.loads(crux(endpoint, "--json").output)
-    assert found["why"] == "C came"
+    assert found["why"] == "C started"
     assert set(found["links"]["leaf0->spine1"]["jobs"]) == {"A", "B", "C", "D"}
     assert {job["job"] for job in found["jobs"]} == {"A", "B", "C", "D"}

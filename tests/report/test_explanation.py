@@ -91,7 +91,8 @@ def test_sentences_give_the_numbers(crowd) -> None:
     assert "A: a step takes 700 ms now, and 367 ms alone (measured while" in text
     assert ": 1.91 times as long." in text
     # 700 ms less 248 ms of computation.
-    assert "It waits for the network for 452 ms of each step (65%), alone for 118 ms" in text
+    assert "Of each step, 452 ms (65%) is waiting for the network; alone, 118 ms. " in text
+    assert "The rest is computation: 248 ms" in text
     for rival in found.rivals:
         shown = f"it costs {1e3 * rival.costs_s:.3g} ms of each step ({rival.costs_share:.0%})"
         assert shown in text
@@ -113,12 +114,12 @@ def test_steps_that_the_jobs_of_crux_do_not_explain_are_said_to_be_so(crowd) -> 
     slow = {**status.steps, "A": replace(status.steps["A"], step_s=1.2)}
     played = explain(replace(status, steps=slow), topology, (), "A")
     assert played.unexplained_s == pytest.approx(1.2 - played.played_s)
-    assert "traffic that no job of Crux explains" in text_of(played)
+    assert "traffic of no job that Crux knows" in text_of(played)
     assert played.scale == 1.0
     fast = {**status.steps, "A": replace(status.steps["A"], step_s=0.45)}
     found = explain(replace(status, steps=fast), topology, (), "A")
     assert found.unexplained_s == 0.0
-    assert "The costs above are scaled to what was measured" in text_of(found)
+    assert "The costs above are scaled to the measured step" in text_of(found)
     near = explain(status, topology, (), "A")
     for step_s, told in ((0.45, found), (0.70, near)):
         share = (step_s - told.steps.alone_s) / (told.played_s - told.played_alone_s)
@@ -154,14 +155,14 @@ def test_the_plan_says_since_when_why_and_what_it_changed(crowd) -> None:
     plan = msgspec.structs.replace(status.plan, entries=tuple(entries))
     status = replace(status, jobs=tuple(jobs), plan=plan)
     log = (
-        audit_of(NOW_S - 7200, 2, ("B came",), ("B: level default -> 6",)),
-        audit_of(NOW_S - 300, 3, ("C came",), ("B: level 6 -> 5, other paths", "A: other paths")),
+        audit_of(NOW_S - 7200, 2, ("B started",), ("B: level default -> 6",)),
+        audit_of(NOW_S - 300, 3, ("C started",), ("B: level 6 -> 5, other paths", "A: other paths")),
     )
     found = explain(status, topology, log, "B")
     assert {r.job: r.since_s for r in found.rivals} == {"A": None, "C": NOW_S - 300, "D": None}
     text = text_of(found)
     assert "Plan 3 by A, policy taccl, made at" in text
-    assert "(5 min ago), because C came" in text
+    assert "(5 min ago), because C started" in text
     assert "level 6 -> 5, other paths" in text
     assert text.index("level 6 -> 5") < text.index("level default -> 6")
     assert "A plan is" not in text
@@ -197,7 +198,7 @@ def test_names_of_other_tenants_are_left_out(crowd) -> None:
         operator=OperatorSettings(tenants={"red-": {}}),
         steps={names[job]: steps for job, steps in status.steps.items()},
     )
-    log = (audit_of(NOW_S, 3, ("blue-secret came",), ("red-1: level 6 -> 5",)),)
+    log = (audit_of(NOW_S, 3, ("blue-secret started",), ("red-1: level 6 -> 5",)),)
     found = explain(status, topology, log, "red-1", all_names=False)
     shown = text_of(found) + str(msgspec.to_builtins(found))
     assert "blue" not in shown
@@ -238,7 +239,7 @@ def test_a_job_that_starves_is_said_to(crowd) -> None:
     status = heavy3.status_of(tuple(jobs), plan, {"A": 5.0, "B": 0.5, "C": 0.5, "D": 0.5})
     found = explain(status, topology, (), "A")
     assert found.played_s is None
-    assert "it starves: no step ends" in text_of(found)
+    assert "this job starves: no step ends" in text_of(found)
 
 
 def test_paths_that_the_hash_chooses_are_spread_and_said_to_be(crowd) -> None:

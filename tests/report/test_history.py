@@ -15,7 +15,7 @@ from crux_torch.report.history import history_of, render_history
 from crux_torch.report.tables import console
 
 ENTRIES = (
-    AuditEntry(kind="plan", at_s=1000.0, who="a", before=0, after=1, why=("b came",)),
+    AuditEntry(kind="plan", at_s=1000.0, who="a", before=0, after=1, why=("b started",)),
     AuditEntry(kind="operator", at_s=1010.0, who="me@h", before=0, after=1, why=("drain b",)),
     AuditEntry(
         kind="plan",

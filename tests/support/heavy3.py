@@ -179,7 +179,7 @@ def fill(registry: Registry) -> None:
         registry.publish_steps(record.job, told, 60.0)
     registry.append_audit(
         AuditEntry(
-            kind="plan", at_s=1.8e9, who="A", before=2, after=3, why=("C came",),
+            kind="plan", at_s=1.8e9, who="A", before=2, after=3, why=("C started",),
             changes=("A: level default -> 6",),
         )
     )  # fmt: skip

@@ -13,7 +13,7 @@ from crux_torch.report.cluster_status import ClusterStatus
 
 AUDIT = (
     AuditEntry(
-        kind="plan", at_s=1.8e9, who="A", before=0, after=1, why=("B came",),
+        kind="plan", at_s=1.8e9, who="A", before=0, after=1, why=("B started",),
         changes=("A: level default -> 6",),
     ),
     AuditEntry(
