@@ -52,6 +52,16 @@ def test_compute_time_is_the_published_throughput(name: str, samples_per_s: floa
         ("nmt-base", 65e6),
         ("ctr", 2.37e6),
         ("transformer-nlp", 4e9),
+        ("roberta", 125e6),
+        ("camembert", 110e6),
+        ("xlm", 250e6),
+        ("gpt-1", 117e6),
+        ("gpt-2", 1.558e9),
+        # CASSINI, Table 3: MB of parameters; those of the wide one in half precision.
+        ("vgg11", 507 * 2**20 / 4),
+        ("vgg16", 528 * 2**20 / 4),
+        ("vgg19", 549 * 2**20 / 4),
+        ("wide-resnet-101", 243 * 2**20 / 2),
     ],
 )
 def test_parameters_are_near_the_published_ones(name: str, parameters: float) -> None:
