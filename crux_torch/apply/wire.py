@@ -165,10 +165,9 @@ class Wire:
         transport: Callable[[], Transport] = Transport.load,
         *,
         sysfs: Path = SYSFS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ownership, self._traffic_class = ownership, traffic_class
-        self._load, self._sysfs, self._clock = transport, sysfs, clock
+        self._load, self._sysfs = transport, sysfs
         self._owned: frozenset[int] = frozenset()
         self._owned_at_s = float("-inf")
         self._limited: set[int] = set()
@@ -184,7 +183,7 @@ class Wire:
         Raises:
             OSError: the library is missing, or this process's descriptors can't be listed.
         """
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._owned_at_s >= OWNERS_PERIOD_S:
             self._owned = frozenset(sock.inode for sock in self._ownership.owned())
             self._owned_at_s = now_s
