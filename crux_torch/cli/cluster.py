@@ -70,9 +70,7 @@ def _show(
 ) -> None:
     settings = settings_of(store, cluster)
     with store_errors(settings, f"read the {part}"):
-        found = read_status(
-            settings.store, settings.store_secret, settings.cluster, group=settings.store_group
-        )
+        found = read_status(settings)
     if not put_json(json_path, json_text(msgspec.to_builtins(getattr(found, part)))):
         render(found, columns)
 
@@ -296,13 +294,8 @@ def _registry(store: str | None, cluster: str | None, what: str) -> Iterator[Reg
 
     settings = settings_of(store, cluster)
     with store_errors(settings, what):
-        client = open_store(
-            settings.store,
-            settings.store_secret,
-            settings.store_group,
-            timeout_s=TIMEOUT_S,
-            load_s=LOAD_S,
-        )
+        given = settings.store, settings.store_secret, settings.store_group
+        client = open_store(*given, timeout_s=TIMEOUT_S, load_s=LOAD_S)
         try:
             yield Registry(client, settings.cluster)
         finally:

@@ -50,10 +50,9 @@ def explain_command(
     measured, on the paths and levels in force, with and without it.
     """
     settings = settings_of(store, cluster)
-    where = settings.store, settings.store_secret, settings.cluster
     with (
         store_errors(settings, "read the cluster's state"),
-        ClusterReader(*where, group=settings.store_group) as reader,
+        ClusterReader(settings) as reader,
     ):
         status, audit = reader.read(), reader.audit()
         chosen = _chosen(job, [record.job for record in status.jobs], names == "all")

@@ -48,8 +48,7 @@ def exporter(
     and goes on through outages of the store. Whoever reaches it can read the names of all jobs.
     """
     settings = settings_of(store, cluster)
-    where = settings.store, settings.store_secret, settings.cluster
-    serving = Exporter(lambda: ClusterReader(*where, group=settings.store_group))
+    serving = Exporter(lambda: ClusterReader(settings))
     stopped = threading.Event()
 
     def stop(*_: object) -> None:

@@ -265,9 +265,7 @@ def _holders(settings: Settings, topology: Topology | None, destination: str) ->
     if topology is not None:
         names.update(hosts_at(topology, (*own_addresses(), resolve(destination))))
     try:
-        found = read_status(
-            settings.store, settings.store_secret, settings.cluster, group=settings.store_group
-        )
+        found = read_status(settings)
     except (CruxError, ModuleNotFoundError):
         return []
     return [job.job for job in found.jobs if names.intersection(job.hosts)]

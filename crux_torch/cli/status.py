@@ -88,14 +88,7 @@ def status(
     """
     settings = settings_of(store, cluster)
     with store_errors(settings, "read the cluster's state"):
-        found = read_status(
-            settings.store,
-            settings.store_secret,
-            settings.cluster,
-            settle_s,
-            group=settings.store_group,
-            history=history,
-        )
+        found = read_status(settings, settle_s, history=history)
     if put_json(json_path, as_json_text(found)):
         return
     render(found, () if wide else COLUMNS)

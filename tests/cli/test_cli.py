@@ -419,7 +419,8 @@ def test_status_sees_a_plan_being_renewed(cluster, monkeypatch):
         assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=2, plan=PLAN.head))
 
     monkeypatch.setattr(cluster_status.time, "sleep", renew)
-    assert cluster_status.read_status(endpoint, "", "lab", settle_s=1.0).plan_renewed is True
+    settings = Settings(store=endpoint, cluster="lab")
+    assert cluster_status.read_status(settings, settle_s=1.0).plan_renewed is True
 
 
 def test_status_prints_no_control_characters_of_a_tenant(crux, cluster):
