@@ -1,4 +1,7 @@
-"""The leaders of a large cluster that read everything and plan, and their entries for others."""
+"""The leaders of a large cluster that read everything and plan, and their entries for others.
+
+Every method that uses the store raises StoreError if it can't be reached.
+"""
 
 from __future__ import annotations
 
@@ -118,11 +121,7 @@ class PlannerRole:
         self._large = self.is_large(jobs)
 
     def step(self, now_s: float, *, may_plan: bool = True) -> None:
-        """Take, keep or leave a seat.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Take, keep or leave a seat."""
         self._now_s = now_s
         if now_s < self._look_at_s or not (self._large or self._seat is not None):
             return
@@ -161,11 +160,7 @@ class PlannerRole:
             self._patience_s = self._patience()
 
     def leave(self) -> None:
-        """Give up the seat.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Give up the seat."""
         seat, self._seat = self._seat, None
         if seat is not None:
             self._registry.swap_seat(str(seat), self._mine, FREE, self._lease_s)
@@ -225,9 +220,6 @@ class PlanParts:
 
         Returns:
             whether more is missing.
-
-        Raises:
-            StoreError: if the store can't be reached.
         """
         if not plan.parts:
             return False

@@ -58,6 +58,8 @@ IterationEnds = Callable[[int], Iterable[int]]
 class Trials:
     """Measures one job while its component has a plan to try, and judges if it is its turn.
 
+    Every method that uses the store raises StoreError if it can't be reached.
+
     Args:
         max_slowdown: see :func:`crux_torch.schedule.default.guard.judge`.
         iteration_ends: of the job, on the clock that :meth:`step` is given.
@@ -104,9 +106,6 @@ class Trials:
 
         Returns:
             the judge's part of this job's record.
-
-        Raises:
-            StoreError: the store can't be reached.
         """
         entry = plan.entry(self._job) if plan is not None else None
         trial = entry.trial if entry is not None else msgspec.UNSET
@@ -148,11 +147,7 @@ class Trials:
         return self._company
 
     def withdraw(self) -> None:
-        """Remove the measurements, as this job ends.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Remove the measurements, as this job ends."""
         if self._published is not None:
             self._registry.publish_measured(self._job, None)
             self._published = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from crux_torch.cli.results import FILE
 from crux_torch.cli.status import settings_of
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import ClusterReader
@@ -25,7 +26,7 @@ PORT = 29480
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port; 0: a free one.")
 @click.option(
     "--web-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="File with a TLS certificate and users' passwords, as Prometheus' exporters have it.",
 )
 @click.option(

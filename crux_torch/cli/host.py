@@ -11,7 +11,7 @@ from typing import Any
 import click
 import yaml
 
-from crux_torch.cli.results import STDOUT, json_option, put_json
+from crux_torch.cli.results import FILE, STDOUT, json_option, put_json
 from crux_torch.errors import CruxError
 from crux_torch.host import nvml
 from crux_torch.host.interfaces import Nic, read_nics
@@ -30,7 +30,7 @@ GIGABYTE = 1e9
 @click.option(
     "--join",
     "cluster",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Print the topology in FILE with this host's inside in place of the bare host.",
 )

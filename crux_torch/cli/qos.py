@@ -15,7 +15,7 @@ import msgspec
 
 from crux_torch.cli import qos_pairs
 from crux_torch.cli.qos_results import remember
-from crux_torch.cli.results import json_option, put_json
+from crux_torch.cli.results import FILE, json_option, put_json
 from crux_torch.errors import CruxError
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.qos import interfaces, read
@@ -141,7 +141,7 @@ def _listen(port: int, limit_s: float, sessions: int | None) -> None:
 @click.option(
     "--topology",
     "topology_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Topology file: the levels' values, and the names of routers [default: CRUX_TOPOLOGY].",
 )
 @click.option(
@@ -252,11 +252,6 @@ def _known(
     return topology, {level: values[level] for level in marks.usable}, lossless
 
 
-def _is_lossless(dscp: int, known: frozenset[int]) -> bool:
-    """True if the topology, or an interface of this host, protects ``dscp`` by PFC."""
-    return dscp in known or any(read(name).is_lossless(dscp) for name in interfaces())
-
-
 def _holders(settings: Settings, topology: Topology | None, destination: str) -> list[str]:
     """The jobs of the cluster's store on this host or ``destination``; none if it has no store."""
     if settings.store == "none":
@@ -289,7 +284,9 @@ def _refuse(task: Task, lossless: frozenset[int]) -> None:
     if task.reference not in task.dscp_of:
         raise click.UsageError(f"--against: expected one of {sorted(task.dscp_of)}")
     dscp = task.dscp_of[task.reference]
-    if task.effort.load_bps and _is_lossless(dscp, lossless):
+    # By the topology, or by the PFC of an interface of this host.
+    lossless_here = (read(name).is_lossless(dscp) for name in interfaces())
+    if task.effort.load_bps and (dscp in lossless or any(lossless_here)):
         raise click.UsageError(
             f"DSCP {dscp} is lossless (PFC): load in it would make switches pause other traffic; "
             "choose a lossy level with --against, or leave --load out"

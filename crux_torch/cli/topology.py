@@ -11,7 +11,14 @@ import click
 import yaml
 
 from crux_torch.cli.discover import discover
-from crux_torch.cli.results import STDOUT, json_option, put_json, write_text
+from crux_torch.cli.results import (
+    FILE,
+    NEW_FILE,
+    STDOUT,
+    json_option,
+    put_json,
+    write_text,
+)
 from crux_torch.errors import CruxError
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.machine import Inside, as_entries, join
@@ -40,11 +47,9 @@ _TELLS = {"nccl": is_nccl_xml, "nvidia-smi": is_smi_matrix}
 #: Hosts that ``check --probe`` sends probes to, and seconds for each at most.
 MAX_PROBED, PROBE_S = 16, 10.0
 
-file_argument = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+file_argument = click.argument("file", type=FILE)
 out_option = click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write to this file, not to standard output.",
+    "--out", type=NEW_FILE, help="Write to this file, not to standard output."
 )
 
 
@@ -106,7 +111,7 @@ def _capacities(
 )
 @click.option(
     "--into",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="CLUSTER",
     help="For the inside of hosts: print this topology with them.",
 )
@@ -199,10 +204,7 @@ def check(file: Path, probes: bool, json_path: Path | None) -> None:
 @group.command()
 @file_argument
 @click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.svg",
-    help="Write an SVG; default: print a tree.",
+    "--out", type=NEW_FILE, metavar="FILE.svg", help="Write an SVG; default: print a tree."
 )
 def draw(file: Path, out: Path | None) -> None:
     """Draw the topology in FILE: groups of switches, and the hosts below them."""

@@ -104,7 +104,8 @@ def host_all(channel: Channel, job: Launched, worker: Sequence[str], patience_s:
     Raises:
         DiscoverError: the launcher's store can't be reached.
     """
-    channel.spawn([*this_command(), *worker, "--worker", "0"], "")
+    again = [sys.executable, "-m", "crux_torch.cli", *COMMAND]
+    channel.spawn([*again, *worker, "--worker", "0"], "")
     if job.size == 1:
         return None
     token = secrets.token_hex(16)
@@ -172,11 +173,6 @@ def spawn_over_ssh(
             channel.spawn([*argv, *map(shlex.quote, there)], host)
         except OSError as error:
             raise DiscoverError(f"--ssh: {argv[0]}: {error.strerror}") from None
-
-
-def this_command() -> list[str]:
-    """Returns the words that call this command again."""
-    return [sys.executable, "-m", "crux_torch.cli", *COMMAND]
 
 
 def remote_command() -> str:
