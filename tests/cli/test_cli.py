@@ -1,13 +1,13 @@
 import json
 import re
 import sys
-import time
 import types
 
 import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from control_fakes import hosted_store
 from dscp_maps import MARKS
 from loopback import free_port
 from networks import LEAF_SPINE
@@ -33,7 +33,6 @@ from crux_torch.network.discover.fragment import SeenPair, SeenPath
 from crux_torch.report import cluster_status
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import open_store
-from crux_torch.store.host import StoreHost
 from crux_torch.words import si
 
 
@@ -188,24 +187,17 @@ PLAN = Plan(
 @pytest.fixture
 def cluster(request):
     """A store on loopback with two jobs and a plan; its endpoint, and its registry."""
-    port = free_port()
-    host = StoreHost(f"tcp://127.0.0.1:{port}", poll_s=0.05, linger_s=1.0)
-    host.start()
-    end = time.monotonic() + 30
-    while host.state != "hosting":
-        assert time.monotonic() < end, host.state
-        time.sleep(0.01)
-    client = open_store(f"tcp://127.0.0.1:{port}", timeout_s=60.0)
-    registry = Registry(client, "lab")
-    for job in JOBS:
-        registry.publish_job(job, lease_s=getattr(request, "param", 60.0))
-    assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=1, plan=PLAN.head))
-    for job in ("gpt", "gone"):
-        entry = msgspec.structs.replace(PLAN.entries[0], job=job)
-        registry.publish_follows(job, StoredEntry(digest="d", entry=entry))
-    yield f"tcp://127.0.0.1:{port}", registry
-    client.close()
-    host.stop()
+    with hosted_store() as endpoint:
+        client = open_store(endpoint, timeout_s=60.0)
+        registry = Registry(client, "lab")
+        for job in JOBS:
+            registry.publish_job(job, lease_s=getattr(request, "param", 60.0))
+        assert registry.swap_plan(registry.look().plan, StoredPlan(renewal=1, plan=PLAN.head))
+        for job in ("gpt", "gone"):
+            entry = msgspec.structs.replace(PLAN.entries[0], job=job)
+            registry.publish_follows(job, StoredEntry(digest="d", entry=entry))
+        yield endpoint, registry
+        client.close()
 
 
 def test_status_as_json_is_the_records(crux, cluster):
