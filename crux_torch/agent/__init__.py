@@ -91,7 +91,7 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, name="crux", daemon=True)
 
     def start(self) -> None:
-        """Begins, soon: see ``START_ITERATIONS``."""
+        """Starts the thread, which waits for ``START_ITERATIONS`` iterations before it works."""
         self._thread.start()
 
     def group_made(self) -> None:
@@ -106,9 +106,9 @@ class BackgroundThread:
         return self._thread.is_alive() and os.getpid() == self._pid
 
     def end(self) -> None:
-        """Has everything taken back: sockets, hooks, the job's record. Returns at once.
+        """Has the thread revert sockets and hooks and remove the job's record; returns at once.
 
-        In a forked child it does nothing, because all of that stays its parent's.
+        Does nothing in a forked child: sockets, hooks and record belong to its parent.
         """
         if os.getpid() != self._pid or self._stop.is_set():
             return
@@ -116,7 +116,7 @@ class BackgroundThread:
         self.marks.remove()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Has everything taken back, and waits for it.
+        """Does what :meth:`end` does, and waits for the thread to finish.
 
         Args:
             timeout_s: seconds to wait at most; default: as long as a process's end may take.

@@ -122,11 +122,11 @@ class PaceKeeper:
         return sum(at_ns >= since_ns for at_ns in list(self._corrected_ns))
 
     def late_ns(self, pace: Pace) -> list[int]:
-        """Returns how late the last iterations under ``pace`` began; empty before it is kept to."""
+        """Returns how late the last iterations under ``pace`` began; empty if that is over."""
         return list(self._late_ns) if self._kept == pace else []
 
     def moved(self) -> None:
-        """Counts that the grid has to be moved, as this job does not catch up with it."""
+        """Counts one move of the grid, which this job could not catch up with."""
         self._corrected_ns.append(self._clock_ns())
 
     @property

@@ -53,7 +53,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slot(self) -> str:
-        """The end of its key."""
+        """Last part of the entry's key."""
         return f"{self.kind}-{self.after % (MAX_PLANS if self.kind == 'plan' else MAX_ACTS):02d}"
 
 
@@ -123,7 +123,7 @@ def of_act(
 
 
 def contests(before: Basis | None, after: Basis) -> list[str]:
-    """Return the hosts that have come to be contested, or are no more, in words."""
+    """Return in words the hosts that became contested, and those that no longer are."""
     old, new = (
         {host.host: host for host in holdings(basis.jobs, basis.fabric).contested} if basis else {}
         for basis in (before, after)

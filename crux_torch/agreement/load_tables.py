@@ -127,7 +127,6 @@ class TablesClient:
         return self._ask(schedule, Done).count > 0
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

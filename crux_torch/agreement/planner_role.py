@@ -107,7 +107,7 @@ class PlannerRole:
 
     @property
     def waits_s(self) -> float:
-        """Seconds for which it waits longer than a planner before it writes a plan."""
+        """Seconds that this leader waits longer than a planner before it writes a plan."""
         return self._lease_s if self.name == "standby" else 0.0
 
     def is_large(self, jobs: Sequence[JobRecord]) -> bool:
@@ -117,7 +117,7 @@ class PlannerRole:
         return self._sized[1] > self._max_verified or len(jobs) > self._max_readers
 
     def cluster_is(self, jobs: Sequence[JobRecord]) -> None:
-        """Take in all records, as this leader has read them."""
+        """Note whether ``jobs``, all records of the cluster, make it a large one."""
         self._large = self.is_large(jobs)
 
     def step(self, now_s: float, *, may_plan: bool = True) -> None:

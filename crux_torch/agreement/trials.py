@@ -266,7 +266,7 @@ class Trials:
             self._taken_back[trial.name] = now_s, times
 
     def _say(self, tried: TriedPlan) -> None:
-        """Let the record speak of this trial, and forget the oldest."""
+        """Put the state of this trial into the job's record, and drop the oldest one."""
         others = tuple(t for t in self._mine if t.name != tried.name)
         self._mine = (*others, tried)[-MAX_TRIED:]
         names = {t.name for t in self._mine}

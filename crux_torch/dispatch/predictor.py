@@ -465,7 +465,7 @@ def load_network(file: Path, tables: Sequence[HostTable]) -> tuple[Network, Disp
 
 
 def news(network: Network, samples: Samples) -> Samples:
-    """The ``samples`` that the network does not remember."""
+    """Returns the ``samples`` that the network does not remember."""
     memory = network.memory
     if memory is None:
         return samples

@@ -368,7 +368,7 @@ def _trial(entry: PlanEntry | None, jobs: Mapping[str, JobRecord]) -> str:
 
 
 def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
-    """True if it is of a component as it is now."""
+    """True if a component of ``plan`` has this trial."""
     entries = plan.entries if plan is not None else ()
     return any(e.trial.name == tried.name for e in entries if e.trial)
 

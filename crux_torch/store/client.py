@@ -202,7 +202,6 @@ class Connection:
         return self._frames.has_ended()
 
     def close(self) -> None:
-        """Close the socket."""
         self._frames.close()
 
 

@@ -353,7 +353,6 @@ class FrameSocket:
             return True
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _bytes(self, size: int, deadline_s: float) -> bytes:

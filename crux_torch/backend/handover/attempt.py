@@ -306,7 +306,7 @@ class Attempt:
             time.sleep(DRAIN_POLL_S)
 
     def _needed(self, words: list[rounds.Consent]) -> rounds.Verdict:
-        """Returns to go on unless the connections are of this generation already.
+        """Returns the verdict to go on unless the connections have this generation already.
 
         They are if every rank made the group after it knew of this generation, or has changed the
         live connections.

@@ -108,7 +108,7 @@ def decide(holds: Sequence[Hold]) -> Verdict:
 
 
 def unanimous(words: Sequence[Consent]) -> Verdict:
-    """Returns to go on if no rank refuses."""
+    """Returns the verdict to go on if no rank refuses."""
     for rank, one in enumerate(words):
         if one.refusal:
             return Verdict(go=False, reason=f"rank {rank}: {one.refusal}")

@@ -241,7 +241,6 @@ class State:
         ]
 
     def add(self, outcome: Outcome) -> None:
-        """Append an outcome."""
         self._write(msgspec.json.encode(_Line(outcome)))
 
     def remove(self) -> None:
@@ -251,7 +250,6 @@ class State:
             os.unlink(self.path)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -71,7 +71,7 @@ class Run:
         self.work = sum(engine.work for engine in self._engines)
 
     def begin(self) -> None:
-        """Count from here."""
+        """Restart the counts."""
         self._begun = [engine.results() for engine in self._engines]
         self._span_s = -self._now_s
 
