@@ -216,11 +216,7 @@ class PaceSetter:
     """
 
     def __init__(
-        self,
-        clock: SharedClock,
-        keeper: PaceKeeper,
-        *,
-        now_s: Callable[[], float] = time.monotonic,
+        self, clock: SharedClock, keeper: PaceKeeper, *, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock, self._keeper = clock, keeper
         self._now_s = now_s

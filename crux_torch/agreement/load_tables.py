@@ -102,13 +102,7 @@ class TablesClient:
     Every call raises StoreError where there is no answer in time.
     """
 
-    def __init__(
-        self,
-        connector: Connector,
-        secret: bytes = b"",
-        *,
-        dscp: int = 0,
-    ) -> None:
+    def __init__(self, connector: Connector, secret: bytes = b"", *, dscp: int = 0) -> None:
         self._connector = connector
         self._where = connector.where.replace("store", "load tables at", 1)
         self._secret, self._dscp = secret, dscp

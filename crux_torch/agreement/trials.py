@@ -66,11 +66,7 @@ class Trials:
     """
 
     def __init__(
-        self,
-        registry: Registry,
-        job: str,
-        max_slowdown: float,
-        iteration_ends: IterationEnds,
+        self, registry: Registry, job: str, max_slowdown: float, iteration_ends: IterationEnds
     ) -> None:
         self._registry = registry
         self._job = job
@@ -225,11 +221,7 @@ class Trials:
             self._published, self._publish_until_s = measured, now_s + MAX_LEASE_S / 3
 
     def _judge(
-        self,
-        now_s: float,
-        trial: OnTrial,
-        jobs: Sequence[str],
-        records: Mapping[str, JobRecord],
+        self, now_s: float, trial: OnTrial, jobs: Sequence[str], records: Mapping[str, JobRecord]
     ) -> None:
         measured = self._registry.measured(jobs if len(jobs) == trial.jobs else None)
         self._company = frozenset(
@@ -287,10 +279,7 @@ def _jobs_of(plan: Plan, trial: OnTrial) -> list[str]:
 
 
 def _tried(
-    name: str,
-    members: Mapping[str, Member],
-    found: Judgement,
-    state: Literal["kept", "worse"],
+    name: str, members: Mapping[str, Member], found: Judgement, state: Literal["kept", "worse"]
 ) -> TriedPlan:
     numbers = (max(-BOUNDLESS, min(BOUNDLESS, x)) for x in (found.change, found.low, found.high))
     change, low, high = numbers

@@ -243,9 +243,7 @@ class Ownership:
     """
 
     def __init__(
-        self,
-        store_ports: Iterable[int] = (),
-        nccl_sockets: Callable[[], Collection[int]] = tuple,
+        self, store_ports: Iterable[int] = (), nccl_sockets: Callable[[], Collection[int]] = tuple
     ) -> None:
         self._store_ports = set(store_ports)
         self._nccl_sockets = nccl_sockets

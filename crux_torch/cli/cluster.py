@@ -180,10 +180,7 @@ def pin(job: str, level: int | None) -> Change:
     click.option("--above", type=click.IntRange(0, 63), help="... that may be above this level."),
 )
 def tenant(
-    prefix: str,
-    highest: int | None = None,
-    share: float | None = None,
-    above: int | None = None,
+    prefix: str, highest: int | None = None, share: float | None = None, above: int | None = None
 ) -> Change:
     """Cap the levels of the jobs whose names begin with PREFIX; without an option: no longer."""
     if (share is None) != (above is None):

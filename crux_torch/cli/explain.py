@@ -50,19 +50,11 @@ def explain_command(
     measured, on the paths and levels in force, with and without it.
     """
     settings = settings_of(store, cluster)
-    with (
-        store_errors(settings, "read the cluster's state"),
-        ClusterReader(settings) as reader,
-    ):
+    with store_errors(settings, "read the cluster's state"), ClusterReader(settings) as reader:
         status, audit = reader.read(), reader.audit()
         chosen = _chosen(job, [record.job for record in status.jobs], names == "all")
         found = explain(
-            status,
-            reader.topology,
-            audit,
-            chosen,
-            schedulers=schedulers,
-            all_names=names == "all",
+            status, reader.topology, audit, chosen, schedulers=schedulers, all_names=names == "all"
         )
     if not put_json(json_path, json_text(msgspec.to_builtins(found))):
         render(found)

@@ -11,14 +11,7 @@ import click
 import yaml
 
 from crux_torch.cli.discover import discover
-from crux_torch.cli.results import (
-    FILE,
-    NEW_FILE,
-    STDOUT,
-    json_option,
-    put_json,
-    write_text,
-)
+from crux_torch.cli.results import FILE, NEW_FILE, STDOUT, json_option, put_json, write_text
 from crux_torch.errors import CruxError
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.machine import Inside, as_entries, join

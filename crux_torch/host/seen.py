@@ -12,13 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from crux_torch.errors import CruxError
-from crux_torch.host.interfaces import (
-    SYSFS,
-    Nic,
-    addresses_by_interface,
-    entries,
-    read_nics,
-)
+from crux_torch.host.interfaces import SYSFS, Nic, addresses_by_interface, entries, read_nics
 from crux_torch.network.discover.fragment import SeenHost, SeenNic
 from crux_torch.network.formats import lldp
 from crux_torch.network.formats.lldp import Neighbour

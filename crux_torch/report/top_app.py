@@ -142,9 +142,7 @@ class Rows(ScrollView, can_focus=True):
 class Detail(ModalScreen[None]):
     """All that is known of one job, or of one link."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter", "dismiss", "Back"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Back")]
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__()

@@ -18,12 +18,7 @@ import msgspec
 
 from crux_torch.errors import SettingsError
 from crux_torch.files import open_regular
-from crux_torch.store import (
-    MAX_KEY_BYTES,
-    MAX_LEASE_S,
-    MAX_VALUE_BYTES,
-    encoded_size,
-)
+from crux_torch.store import MAX_KEY_BYTES, MAX_LEASE_S, MAX_VALUE_BYTES, encoded_size
 
 #: Goes up when a message changes its meaning. The two sides must be of the same version.
 PROTOCOL_VERSION = 2

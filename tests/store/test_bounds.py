@@ -203,9 +203,7 @@ def test_what_a_squatter_sends_without_an_end_is_bounded() -> None:
     assert held <= MAX_STORE_KEYS
 
 
-def test_large_contents_are_refused_before_they_are_parsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_contents_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
 
     def counted(frame: bytes, *about: Any) -> Any:

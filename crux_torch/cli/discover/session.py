@@ -17,14 +17,7 @@ from crux_torch.cli.discover.channel import Channel, Process
 from crux_torch.files import read_file
 from crux_torch.network.discover.fragment import SeenHost
 from crux_torch.network.discover.plan import Plan, PlanRules
-from crux_torch.network.discover.tasks import (
-    DiscoverError,
-    Done,
-    Hello,
-    Leave,
-    Outcome,
-    Sounded,
-)
+from crux_torch.network.discover.tasks import DiscoverError, Done, Hello, Leave, Outcome, Sounded
 
 #: Seconds beyond the limit of a task after which a silent host counts as gone.
 SILENCE_S = 60.0

@@ -298,9 +298,7 @@ def _routes(rehearsal: Rehearsal, path: JobPaths) -> list[RoutedJob]:
 
 
 def _beam(
-    rehearsal: Rehearsal,
-    busy: Mapping[Assignment, float],
-    allowed: Callable[[Assignment], bool],
+    rehearsal: Rehearsal, busy: Mapping[Assignment, float], allowed: Callable[[Assignment], bool]
 ) -> list[Assignment]:
     """The best plans of different paths, the best first; of equals the one judged first."""
     known: set[frozenset[object]] = set()
