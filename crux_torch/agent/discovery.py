@@ -180,7 +180,7 @@ class JobDiscovery:
         self._channel = channel
         self._clock = clock
         self._warn = WarnOnce(_log)
-        # What an earlier life of the job has left in its store is of other turns.
+        # An earlier life of the job may have left results of other turns in its store.
         self._first_turn = 1 + secrets.randbelow(1 << 30)
         #: By the two addresses: the rank that searches, its search, and when it was asked last.
         self._rank: dict[Addresses, int] = {}
@@ -298,7 +298,7 @@ class JobDiscovery:
             found = self._found.get(addresses)
             if found is None or found.pair is None or agree(live, found.pair):
                 continue
-            # What a search has not explained, the next one will not: a plan may steer the pair now.
+            # The next search would not explain it either: a plan may steer the pair now.
             if doubts.get(addresses) != live:
                 doubts[addresses] = live
                 doubted.add(addresses)

@@ -38,7 +38,7 @@ MAX_CORRECTIONS = 12
 NOTICE_S = 1.0
 #: Seconds that an order takes to the ranks, rather more than less.
 ORDER_S = 0.5
-#: Seconds until it is tried again; the pause doubles up to the second.
+#: Seconds until a grid that did not fit is tried again; the pause doubles up to the second.
 PAUSE_S = 60.0
 MAX_PAUSE_S = 3600.0
 
@@ -68,7 +68,7 @@ class PaceKeeper:
         self._sleep, self._clock_ns = sleep, clock_ns
         self._unlisten: Callable[[], None] | None = None
         self._pace: Pace | None = None
-        # The rest is the training thread's; others read it.
+        # The training thread owns the fields below; other threads read them.
         self._ends: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._kept: Pace | None = None
         self._origin_ns = 0

@@ -194,7 +194,7 @@ class Wire:
         to_peer = Counter((c.device, c.peer) for c in pairs)
         found = [c for c in everything if c.kind == "tcp" and c.id in self._owned]
         for one in pairs:
-            # What a port has moved falls on its queue pairs to a peer alike.
+            # A port's queue pairs to a peer share the bytes that it has moved evenly.
             sent, received = (n // to_peer[one.device, one.peer] for n in moved[one.device])
             if one.device in self._counted:
                 sent = one.bytes_sent

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Attempts to change the settings while others change them, too.
 ATTEMPTS = 10
-#: After which all settings end on the embedded store, if the command does not say otherwise.
+#: Hours until all settings end on the embedded store, unless the command says otherwise.
 HOURS = 24
 JOBS = ("job", "hosts", "GPUs", "state", "W FLOP", "MFU", "t s", "period s", "overlap", "operator")
 PLAN = ("job", "I FLOP/s", "k", "P", "level", "paths", "trial", "operator")

@@ -19,7 +19,7 @@ from crux_torch.cli.discover.channel import Channel
 from crux_torch.network.discover.tasks import DiscoverError
 from crux_torch.network.formats.hostlist import expand
 
-#: Of the store that ranks meet over where the launcher gives none (srun, mpirun).
+#: Port of the store that ranks meet over where the launcher gives none (srun, mpirun).
 MEET_PORT = 29450
 #: Where launchers say a process's rank and the number of processes, in the order of their worth.
 RANKS = (
