@@ -29,6 +29,7 @@ from crux_torch.network.topology import Topology
 from crux_torch.report.cluster_status import read_status
 from crux_torch.report.tables import Grid, console, json_text, say
 from crux_torch.settings import Settings
+from crux_torch.words import listed
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)(?:bit)?")
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -203,9 +204,8 @@ def check_command(
         elif host is not None:
             if load_bps and (jobs := _holders(settings, topology, host)):
                 # As Python writes them: other users chose these names.
-                named = ", ".join(map(repr, jobs[:JOBS_NAMED]))
-                more = f" and {len(jobs) - JOBS_NAMED} more" if len(jobs) > JOBS_NAMED else ""
-                text = f"jobs here or on {host}: {named}{more}; load delays their level"
+                named = listed(list(map(repr, jobs)), JOBS_NAMED)
+                text = f"jobs here or on {host}: {named}; load delays their level"
                 click.echo(f"note: {text} {reference}", err=True)
             _check_one(task, host, wait_s, json_path)
     except CruxError as error:
