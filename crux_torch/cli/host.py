@@ -12,7 +12,6 @@ import click
 import yaml
 
 from crux_torch.cli.results import FILE, STDOUT, json_option, put_json
-from crux_torch.errors import CruxError
 from crux_torch.host import nvml
 from crux_torch.host.interfaces import Nic, read_nics
 from crux_torch.host.machine import Host, Inside, as_entries, inside_of, join, read_cpu, usable_nics
@@ -65,10 +64,7 @@ def host(
     if put_json(json_path, json_text(as_dictionary(host, report, tree, inside))):
         return
     if cluster is not None:
-        try:
-            joined = join(load_topology(cluster), inside, nics or None)
-        except CruxError as error:
-            raise click.ClickException(str(error)) from None
+        joined = join(load_topology(cluster), inside, nics or None)
         click.echo(dump_yaml(joined), nl=False)
     elif as_yaml:
         for note in inside.notes:

@@ -126,23 +126,20 @@ def import_command(
     topology.conf and topology.yaml, topograph's graph, kubectl's nodes, the inside of hosts from
     NCCL's XML or nvidia-smi topo -m, and the CSV of the paper's cluster.
     """
-    try:
-        texts = {str(file): read_text(file) for file in _inside_folders(files)}
-        name = format_name or _common_format(texts)
-        if name in INSIDES:
-            named = {host or Path(file).stem: text for file, text in texts.items()}
-            if len(named) < len(texts):
-                raise click.UsageError("--host goes with one file")
-            insides = [INSIDES[name](text, at, capacities) for at, text in named.items()]
-            text = _with_insides(insides, into)
-            notes = tuple(f"{each.host}: {note}" for each in insides for note in each.notes)
-        else:
-            if into or host:
-                raise click.UsageError(f"--into and --host go with {' and '.join(INSIDES)}")
-            topology, notes = read_network(texts, name, capacities, switches, without)
-            text = dump_yaml(topology)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    texts = {str(file): read_text(file) for file in _inside_folders(files)}
+    name = format_name or _common_format(texts)
+    if name in INSIDES:
+        named = {host or Path(file).stem: text for file, text in texts.items()}
+        if len(named) < len(texts):
+            raise click.UsageError("--host goes with one file")
+        insides = [INSIDES[name](text, at, capacities) for at, text in named.items()]
+        text = _with_insides(insides, into)
+        notes = tuple(f"{each.host}: {note}" for each in insides for note in each.notes)
+    else:
+        if into or host:
+            raise click.UsageError(f"--into and --host go with {' and '.join(INSIDES)}")
+        topology, notes = read_network(texts, name, capacities, switches, without)
+        text = dump_yaml(topology)
     for note in notes:
         click.echo(f"note: {note}", err=True)
     _put(text, out)
@@ -157,10 +154,7 @@ def export(file: Path, format_name: str, out: Path | None) -> None:
 
     They describe a network as a tree: switches side by side become one node.
     """
-    try:
-        text = WRITERS[format_name](load_topology(file))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    text = WRITERS[format_name](load_topology(file))
     _put(text, out)
 
 
@@ -201,14 +195,11 @@ def check(file: Path, probes: bool, json_path: Path | None) -> None:
 )
 def draw(file: Path, out: Path | None) -> None:
     """Draw the topology in FILE: groups of switches, and the hosts below them."""
-    try:
-        topology = load_topology(file)
-        if out is None:
-            print_tree(topology, console())
-        else:
-            write_text(out, to_svg(topology))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    topology = load_topology(file)
+    if out is None:
+        print_tree(topology, console())
+    else:
+        write_text(out, to_svg(topology))
 
 
 def _compared(topology: Topology) -> list[Finding]:

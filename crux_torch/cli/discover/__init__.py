@@ -142,28 +142,25 @@ def discover(
     ports = HASH_PORTS if find_hashes else 1
     rules = PlanRules(confidence, rate_per_s, router_rate_per_s, time_limit_s, ipv6, ports)
     mine = name or os.environ.get("CRUX_HOST") or os.uname().nodename
-    try:
-        if worker is not None:
-            pipes = Superior(sys.stdin.fileno(), sys.stdout.fileno())
-            problem = work(pipes, hello(worker, mine, inside=inside))
-            raise SystemExit(1 if problem else 0)
-        given = _hosts(hosts, hosts_file)
-        job = None if given else launched(os.environ, meet)
-        if job is not None and job.rank:
-            connected, token = join_all(job, patience_s)
-            with connected:
-                ends = Superior(connected.fileno(), connected.fileno())
-                problem = work(ends, hello(job.rank, mine, token, inside=inside))
-            raise SystemExit(1 if problem else 0)
-        if not given and job is None:
-            raise click.UsageError(
-                "say which hosts: --hosts H0,H1,... or --hosts-file, or start it on all of them "
-                "with cruxrun, srun or mpirun"
-            )
-        options = _Options(given, job, ssh, remote, inside, patience_s, interfaces)
-        _discover(options, rules, out, resume, json_path)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    if worker is not None:
+        pipes = Superior(sys.stdin.fileno(), sys.stdout.fileno())
+        problem = work(pipes, hello(worker, mine, inside=inside))
+        raise SystemExit(1 if problem else 0)
+    given = _hosts(hosts, hosts_file)
+    job = None if given else launched(os.environ, meet)
+    if job is not None and job.rank:
+        connected, token = join_all(job, patience_s)
+        with connected:
+            ends = Superior(connected.fileno(), connected.fileno())
+            problem = work(ends, hello(job.rank, mine, token, inside=inside))
+        raise SystemExit(1 if problem else 0)
+    if not given and job is None:
+        raise click.UsageError(
+            "say which hosts: --hosts H0,H1,... or --hosts-file, or start it on all of them "
+            "with cruxrun, srun or mpirun"
+        )
+    options = _Options(given, job, ssh, remote, inside, patience_s, interfaces)
+    _discover(options, rules, out, resume, json_path)
 
 
 class _Options(msgspec.Struct):
