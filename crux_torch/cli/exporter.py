@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from crux_torch.cli.results import FILE
-from crux_torch.cli.status import settings_of
+from crux_torch.cli.status import cluster_option, settings_of, store_option
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import ClusterReader
 from crux_torch.report.exporter import TEXTFILE, Exporter
@@ -20,8 +20,8 @@ PORT = 29480
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--store", help="unix:, tcp://HOST:PORT or etcd://... [default: CRUX_STORE].")
-@click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER].")
+@store_option
+@cluster_option
 @click.option("--listen", default="127.0.0.1", metavar="ADDRESS", help="Address to serve at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port; 0: a free one.")
 @click.option(
