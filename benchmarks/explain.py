@@ -170,10 +170,7 @@ def _text(found: Explanation) -> str:
 
 
 def rows_of(
-    policy: str,
-    told: dict[str, Explanation],
-    rounds: Sequence[Round],
-    named: dict[str, bool],
+    policy: str, told: dict[str, Explanation], rounds: Sequence[Round], named: dict[str, bool]
 ) -> list[dict[str, Any]]:
     """A row for each job, and one for each pair of jobs."""
     rows: list[dict[str, Any]] = []
@@ -240,12 +237,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 @json_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/explain.{json,txt}.")
 def main(
-    policies: str,
-    window_s: float,
-    rounds: int,
-    seed: int,
-    json_path: Path | None,
-    out: Path | None,
+    policies: str, window_s: float, rounds: int, seed: int, json_path: Path | None, out: Path | None
 ) -> None:
     """Compares what `crux explain` says a job costs another with what pausing that job gives."""
     possible, reason = netns.available()

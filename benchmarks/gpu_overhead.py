@@ -213,11 +213,7 @@ def _describe(ranks: int) -> Results:
 @click.option("--text", "text_file", type=click.Path(path_type=Path), help="And the tables here.")
 @click.option("--quick", is_flag=True, help="A second for each cell, and small models.")
 def main(
-    seconds: float,
-    ranks: int,
-    json_file: Path | None,
-    text_file: Path | None,
-    quick: bool,
+    seconds: float, ranks: int, json_file: Path | None, text_file: Path | None, quick: bool
 ) -> None:
     """Measure what Crux adds to collectives and training steps on one GPU."""
     if not torch.cuda.is_available():

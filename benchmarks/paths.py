@@ -146,12 +146,7 @@ def _losses(row: dict[str, Any]) -> str:
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/paths.{json,txt}.")
 @click.option("--logs", type=click.Path(path_type=Path), help="Keep what the jobs print here.")
 def main(
-    names: str,
-    steps: int,
-    rounds: int,
-    json_path: Path | None,
-    out: Path | None,
-    logs: Path | None,
+    names: str, steps: int, rounds: int, json_path: Path | None, out: Path | None, logs: Path | None
 ) -> None:
     """Measures what the plan's paths change for jobs that collide."""
     possible, reason = netns.available()

@@ -165,11 +165,7 @@ def measure(
 
 def summary(name: str, values: list[float]) -> dict[str, float]:
     """Median under ``name``, and the extremes beside it."""
-    return {
-        name: statistics.median(values),
-        f"{name}_min": min(values),
-        f"{name}_max": max(values),
-    }
+    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
 def scaling(hosts: tuple[int, ...], jobs: tuple[int, ...], seed: int = 0) -> list[dict[str, float]]:
@@ -257,8 +253,7 @@ def scaling_table(rows: list[dict[str, float]]) -> Table:
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            *(f"{row[k]:,}" for k in ("hosts", "links", "jobs", "events")),
-            f"{row['event_us']:.1f}",
+            *(f"{row[k]:,}" for k in ("hosts", "links", "jobs", "events")), f"{row['event_us']:.1f}"
         )
     return table
 

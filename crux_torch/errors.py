@@ -9,6 +9,11 @@ class CruxError(Exception):
     """Base of every error of this package."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the reason in an error: torch's go on with a stack. Else the name of its type."""
+    return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
 class SettingsError(CruxError, ValueError):
     """A setting that can't be used: which one, its value, and what was expected."""
 

@@ -12,7 +12,6 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 
 from crux_torch.errors import CruxError, SettingsError
@@ -48,7 +47,7 @@ def group_id(name: str) -> int | None:
         ) from None
 
 
-def own_folders(group: int | None = None, env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+def own_folders(group: int | None = None) -> tuple[Path, ...]:
     """Returns the places of this user's folder, or of ``group``'s, the best first.
 
     A session's runtime directory may come and go while the user's jobs run, so there are two.
@@ -56,7 +55,7 @@ def own_folders(group: int | None = None, env: Mapping[str, str] | None = None) 
     if group is not None:
         return (MEMORY / f"crux-group-{group}",)
     uid = os.geteuid()
-    named = (os.environ if env is None else env).get("XDG_RUNTIME_DIR", "")
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
     session = SESSIONS / str(uid)
     if os.path.isabs(named) and Path(named) != session and _is_own(Path(named)):
         return (Path(named, "crux"),)
@@ -64,16 +63,16 @@ def own_folders(group: int | None = None, env: Mapping[str, str] | None = None) 
     return (*sessions, MEMORY / f"crux-{uid}")
 
 
-def spare_folder(env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+def spare_folder() -> tuple[Path, ...]:
     """Returns a folder in the user's home, if another user has taken the last of own_folders().
 
     Nobody can take it, but a home may be slow, and shared by hosts. Once made, it stays in use.
     """
-    home = (os.environ if env is None else env).get("HOME", "")
+    home = os.environ.get("HOME", "")
     spare = Path(home, f".crux-{socket.gethostname()}")
     if not os.path.isabs(home) or not _is_own(Path(home)):
         return ()
-    last = own_folders(None, env)[-1]
+    last = own_folders()[-1]
     return (spare,) if spare.is_dir() or (os.path.lexists(last) and not _is_own(last)) else ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 #: Larger values stand for infinity.
@@ -33,6 +34,12 @@ def age(value_s: float | None) -> str:
         if value_s >= 2 * size_s:
             return f"{value_s / size_s:.0f} {unit}"
     return f"{value_s:.0f} s"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns the first ``most`` names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def safe(name: Any) -> str:

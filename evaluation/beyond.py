@@ -92,12 +92,7 @@ def _placed(kind: str, seed: int, topology: Topology, sizes: Sequence[int]) -> C
 
 
 def place_models(
-    kind: str,
-    seed: int,
-    topology: Topology,
-    sizes: Sequence[int],
-    *,
-    rings_apart: bool = True,
+    kind: str, seed: int, topology: Topology, sizes: Sequence[int], *, rings_apart: bool = True
 ) -> tuple[Cluster, dict[str, tuple[int, ...]]]:
     """Models of §6.3, drawn evenly of those whose layout fits, on GPUs drawn at random.
 

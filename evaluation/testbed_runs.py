@@ -90,10 +90,7 @@ def scheduler(name: str) -> Scheduler:
 
 
 def evaluate(
-    case: Case,
-    schedulers: Sequence[str],
-    draws: Draws,
-    setup: Setup | None = None,
+    case: Case, schedulers: Sequence[str], draws: Draws, setup: Setup | None = None
 ) -> list[dict[str, Any]]:
     """One row for each scheduler: utilisation, gain and completion times over all draws.
 
@@ -191,11 +188,7 @@ def _play(
 
 
 def _row(
-    case: Case,
-    cluster: Cluster,
-    name: str,
-    reports: Sequence[Report],
-    without: Sequence[Report],
+    case: Case, cluster: Cluster, name: str, reports: Sequence[Report], without: Sequence[Report]
 ) -> dict[str, Any]:
     kinds: dict[str, list[str]] = {}
     for job in cluster.jobs:

@@ -40,12 +40,7 @@ from crux_torch.network.topology import Topology
 from crux_torch.schedule.arrays import arrays_of, paths_of, traffic_matrix
 from crux_torch.schedule.model import Cluster, Decision, Job, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
-from crux_torch.schedule.papers.crux import (
-    assign_priorities,
-    crux_paper,
-    levels_of,
-    select_paths,
-)
+from crux_torch.schedule.papers.crux import assign_priorities, crux_paper, levels_of, select_paths
 from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.collectives import build_job, hashed_paths
@@ -264,9 +259,7 @@ def rows_of(
                 words = f"{'x'.join(map(str, shape))} {gbps} Gb/s {placement}"
                 played = [
                     outcomes(
-                        torus_case(shape, placement, seed, topology=topology),
-                        horizon_s,
-                        schedulers,
+                        torus_case(shape, placement, seed, topology=topology), horizon_s, schedulers
                     )
                     for seed in track(range(seeds), words, console=console, disable=not progress)
                 ]
@@ -351,11 +344,6 @@ def torus(
     played = [scheduler for scheduler in SCHEDULERS_PLAYED if scheduler in wanted]
     rows = rows_of(played, seeds, horizon_s, progress=Console(stderr=True).is_terminal)
     text = table(rows)
-    settings = {
-        "seeds": seeds,
-        "horizon_s": horizon_s,
-        "levels": len(LEVELS),
-        "sweeps": SWEEPS,
-    }
+    settings = {"seeds": seeds, "horizon_s": horizon_s, "levels": len(LEVELS), "sweeps": SWEEPS}
     result = Result("torus", settings, rows)
     publish(result, text, json_path, out)

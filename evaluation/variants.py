@@ -172,12 +172,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     help="Write variants.json and variants.txt to this folder.",
 )
 def variants(
-    small: int,
-    testbed: int,
-    clos: int,
-    horizon_s: float,
-    json_path: Path | None,
-    out: Path | None,
+    small: int, testbed: int, clos: int, horizon_s: float, json_path: Path | None, out: Path | None
 ) -> None:
     """Take one decision at a time as the paper words it, and compare GPU utilisation."""
     counts = {"small": small, "testbed": testbed, "clos": clos}

@@ -193,12 +193,7 @@ def _progress(console: Console) -> Iterator[Say]:
     help="Folder for the report and the jobs' logs.",
 )
 def main(
-    steps: int,
-    real_compute: bool,
-    device: str,
-    loopback: bool,
-    json_path: Path | None,
-    out: Path,
+    steps: int, real_compute: bool, device: str, loopback: bool, json_path: Path | None, out: Path
 ) -> None:
     """Train two models on one congested link: alone, together, and together under Crux."""
     console = Console()

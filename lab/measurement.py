@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lab.comparison import (
-    Case,
-    CaseTimeline,
-    Interval,
-    JobRow,
-    Lane,
-    LinkBytes,
-    StepTimes,
-)
+from lab.comparison import Case, CaseTimeline, Interval, JobRow, Lane, LinkBytes, StepTimes
 from lab.job import Step
 from lab.phases import Window, compute_seconds, durations, steps_within, utilisation
 

@@ -104,13 +104,7 @@ class PathStudy(Twins):
     """
 
     def __init__(
-        self,
-        study: Study,
-        fabric: Fabric,
-        folder: Path,
-        say: Say,
-        *,
-        topology: str | None = "",
+        self, study: Study, fabric: Fabric, folder: Path, say: Say, *, topology: str | None = ""
     ) -> None:
         hosts = {
             w.name: (fabric.host(0, i), fabric.host(1, i)) for i, w in enumerate(study.workloads)

@@ -14,6 +14,7 @@ from typing import Any
 
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import as_json_text, read_status
+from crux_torch.settings import Settings
 
 PAUSE_S = 0.5
 
@@ -25,9 +26,10 @@ def is_seen(status: Mapping[str, Any]) -> bool:
 
 
 def main(endpoint: str, secret: str, cluster: str) -> None:
+    settings = Settings(store=endpoint, store_secret=secret, cluster=cluster)
     while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
         try:
-            found = json.loads(as_json_text(read_status(endpoint, secret, cluster)))
+            found = json.loads(as_json_text(read_status(settings)))
         except CruxError:
             continue
         print(json.dumps({"at": time.monotonic(), **found}), flush=True)

@@ -101,8 +101,7 @@ WALKS = (
     Walk("record to profile", (*_CRUXRUN, "20"), "drain", "merge", _MARKS),
     Walk("record to DSCP", (*_CRUXRUN, "40"), "drain", "apply_level", _MARKS),
     Walk(
-        "scenario to output",
-        ("-m", "crux_torch.cli", "sim", "run", "{tree}/examples/spines.json"),
+        "scenario to output", ("-m", "crux_torch.cli", "sim", "run", "{tree}/examples/spines.json")
     ),
     Walk("cruxrun to first step", (*_CRUXRUN, "0.2"), "", "first_step", _MARKS),
     Walk(

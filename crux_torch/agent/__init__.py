@@ -42,14 +42,13 @@ _log = logging.getLogger("crux_torch")
 
 #: Seconds for which a new world waits for the last one's thread, which takes its hooks away.
 END_S = 2.0
-#: Seconds that a fork waits while modules are imported: in the child nobody would finish that.
+#: Seconds that a fork waits for imports under way: in the child nobody would finish them.
 IMPORT_S = 10.0
 #: The thread begins once so many iterations have ended, or after the setting ``start_s``: a job
 #: that ends before has nothing to be scheduled for, and would wait for the imports.
 START_ITERATIONS = 2
 START_POLL_S = 0.05
-#: Seconds for which the end of a process waits for the last messages. What is not said by then ends
-#: with its lease.
+#: Seconds that the end of a process waits for its last messages; without them its leases end.
 LAST_S = 0.05
 #: The same if the user wants a file written then (the setting ``trace``).
 LAST_TRACE_S = 2.0
@@ -91,7 +90,7 @@ class BackgroundThread:
         self._thread = threading.Thread(target=self._run, name="crux", daemon=True)
 
     def start(self) -> None:
-        """Begins, soon: see ``START_ITERATIONS``."""
+        """Starts the thread, which waits for ``START_ITERATIONS`` iterations before it works."""
         self._thread.start()
 
     def group_made(self) -> None:
@@ -106,9 +105,9 @@ class BackgroundThread:
         return self._thread.is_alive() and os.getpid() == self._pid
 
     def end(self) -> None:
-        """Has everything taken back: sockets, hooks, the job's record. Returns at once.
+        """Has the thread revert sockets and hooks and remove the job's record; returns at once.
 
-        In a forked child it does nothing, because all of that stays its parent's.
+        Does nothing in a forked child: sockets, hooks and record belong to its parent.
         """
         if os.getpid() != self._pid or self._stop.is_set():
             return
@@ -116,7 +115,7 @@ class BackgroundThread:
         self.marks.remove()
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Has everything taken back, and waits for it.
+        """Does what :meth:`end` does, and waits for the thread to finish.
 
         Args:
             timeout_s: seconds to wait at most; default: as long as a process's end may take.
@@ -137,7 +136,7 @@ class BackgroundThread:
         return not self._stop.is_set()
 
     def _run(self) -> None:
-        # What makes the pipeline holds the store, whose server must be able to end with the group.
+        # ``make`` holds the store, whose server must be able to end with the group.
         make, self._make = self._make, None
         assert make is not None
         try:

@@ -23,7 +23,6 @@ class CruxHandler(frontend.DebugHandler):
     """The page; ``start_debug_server`` may send it to another process."""
 
     def routes(self) -> list[frontend.Route]:
-        """Returns the page."""
         return [frontend.Route(PAGE, self._page)]
 
     def nav_links(self) -> list[frontend.NavLink]:
@@ -37,7 +36,6 @@ class CruxHandler(frontend.DebugHandler):
         return "\n".join(f"{address}\n{answer.text}" for address, answer in ranks)
 
     def dump_filename(self) -> str:
-        """Returns the name for ``enabled_dumps``."""
         return HANDLER
 
     def _page(self, request: frontend.HTTPRequestHandler) -> bytes:

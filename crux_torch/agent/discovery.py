@@ -180,7 +180,7 @@ class JobDiscovery:
         self._channel = channel
         self._clock = clock
         self._warn = WarnOnce(_log)
-        # What an earlier life of the job has left in its store is of other turns.
+        # An earlier life of the job may have left results of other turns in its store.
         self._first_turn = 1 + secrets.randbelow(1 << 30)
         #: By the two addresses: the rank that searches, its search, and when it was asked last.
         self._rank: dict[Addresses, int] = {}
@@ -290,7 +290,7 @@ class JobDiscovery:
                     self._found[addresses] = found
 
     def _doubt(self, live_pairs: Iterable[SeenPair], astray: bool, now: float) -> None:
-        """Have searches made again that what connections do contradicts, or that found nothing."""
+        """Repeat searches that found nothing, or whose paths live connections contradict."""
         doubts = dict(self._doubts)
         doubted = {a for a, found in self._found.items() if astray or found.pair is None}
         for live in live_pairs:
@@ -298,7 +298,7 @@ class JobDiscovery:
             found = self._found.get(addresses)
             if found is None or found.pair is None or agree(live, found.pair):
                 continue
-            # What a search has not explained, the next one will not: a plan may steer the pair now.
+            # The next search would not explain it either: a plan may steer the pair now.
             if doubts.get(addresses) != live:
                 doubts[addresses] = live
                 doubted.add(addresses)
@@ -340,7 +340,7 @@ class JobDiscovery:
 
 
 def with_live(found: SeenPair, live: SeenPair | None) -> SeenPair:
-    """Returns the pair with the paths, too, that connections take and that the search missed."""
+    """Returns the pair with the paths added that live connections take and the search missed."""
     if live is None or found.sprays:
         return found
     known = {path.hops for path in found.paths}
@@ -353,7 +353,7 @@ def with_live(found: SeenPair, live: SeenPair | None) -> SeenPair:
 
 
 def surer(search: Search) -> Search:
-    """Returns a search that goes on for longer: ports come in one order, so the same is no use."""
+    """Returns a longer search: an equal one would try the same ports in the same order."""
     confidence = min(MOST_CONFIDENCE, 1.0 - (1.0 - search.confidence) / 100.0)
     return msgspec.structs.replace(search, confidence=confidence)
 
@@ -392,7 +392,7 @@ def _paths(found: Found) -> frozenset[tuple[str | None, ...]]:
 
 
 def agree(live: SeenPair, found: SeenPair) -> bool:
-    """True if each path that connections were seen to take is one that a search found."""
+    """True if the search found each path that live connections take."""
     return all(any(_same(path.hops, other.hops) for other in found.paths) for path in live.paths)
 
 

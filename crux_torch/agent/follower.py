@@ -411,7 +411,7 @@ class Steering:
                 self._routes_set = routes
 
     def _notice_spraying(self, known: Sequence[Connection]) -> None:
-        """Leave paths to a network on which one TCP port led to several."""
+        """Stop steering on a network that sprays: one TCP port led to several paths."""
         if self._sprayed or not any(c.kind == "tcp" and c.error == errno.ENOTUNIQ for c in known):
             return
         self._sprayed = True

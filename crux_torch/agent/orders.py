@@ -42,7 +42,7 @@ from crux_torch.settings import Marks
 SCHEMA_VERSION = 2
 #: Seconds between two rounds of the leader over its ranks' reports.
 GATHER_S = 5.0
-#: Seconds between two looks of the leader at who has come, and those after which it is enough.
+#: Seconds between two looks for ranks, until the leader judges without the missing, and gives up.
 LOOK_S = 1.0
 PATIENCE_S = 10.0
 GIVE_UP_S = 120.0

@@ -38,7 +38,7 @@ MAX_CORRECTIONS = 12
 NOTICE_S = 1.0
 #: Seconds that an order takes to the ranks, rather more than less.
 ORDER_S = 0.5
-#: Seconds until it is tried again; the pause doubles up to the second.
+#: Seconds until a grid that did not fit is tried again; the pause doubles up to the second.
 PAUSE_S = 60.0
 MAX_PAUSE_S = 3600.0
 
@@ -68,7 +68,7 @@ class PaceKeeper:
         self._sleep, self._clock_ns = sleep, clock_ns
         self._unlisten: Callable[[], None] | None = None
         self._pace: Pace | None = None
-        # The rest is the training thread's; others read it.
+        # The training thread owns the fields below; other threads read them.
         self._ends: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._kept: Pace | None = None
         self._origin_ns = 0
@@ -122,11 +122,11 @@ class PaceKeeper:
         return sum(at_ns >= since_ns for at_ns in list(self._corrected_ns))
 
     def late_ns(self, pace: Pace) -> list[int]:
-        """Returns how late the last iterations under ``pace`` began; empty before it is kept to."""
+        """Returns how late the last iterations under ``pace`` began; empty if that is over."""
         return list(self._late_ns) if self._kept == pace else []
 
     def moved(self) -> None:
-        """Counts that the grid has to be moved, as this job does not catch up with it."""
+        """Counts one move of the grid, which this job could not catch up with."""
         self._corrected_ns.append(self._clock_ns())
 
     @property
@@ -216,11 +216,7 @@ class PaceSetter:
     """
 
     def __init__(
-        self,
-        clock: SharedClock,
-        keeper: PaceKeeper,
-        *,
-        now_s: Callable[[], float] = time.monotonic,
+        self, clock: SharedClock, keeper: PaceKeeper, *, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock, self._keeper = clock, keeper
         self._now_s = now_s

@@ -52,7 +52,7 @@ class Traced(NamedTuple):
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Its two ends without ports."""
+        """Addresses of the two ends."""
         return self.local[0], self.peer[0]
 
 
@@ -103,7 +103,7 @@ class PathWatch:
 
     @property
     def why_not(self) -> str:
-        """Reason why nothing can be seen of some connections; empty if nothing is in the way."""
+        """Reason why some connections can't be traced; empty if all can."""
         return "; ".join(dict.fromkeys(self._why_not.values()))
 
     def tick(self, steered: Collection[str]) -> None:

@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 
 #: Iterations that tell how many bytes one has.
 ITERATIONS = 5
-#: Of the volume, below which what is left, or what has moved, does not count.
+#: Share of the volume below which bytes that are left, or have moved, do not count.
 REST = 0.01
-#: By which what a ring's worker receives and sends in an iteration may differ, as a share.
+#: Share by which the bytes that a ring's worker sends and receives in an iteration may differ.
 RING_TOLERANCE = 0.1
 #: How often in a slot a rank looks at its counters; flows that wait look at the tables as often.
 LOOKS = 6
@@ -56,14 +56,14 @@ LEAST_SLOTS = 0.5
 #: one that sends, because its next gradients are still computed, and of one that waits, which sends
 #: a burst now and then.
 IDLE_SLOTS, WAITING_IDLE_SLOTS = 0.5, 2.0
-#: Share of what a flow's busiest connection has sent, from which on another one is busy, too.
+#: A connection is busy if it has sent this share of what the flow's busiest one has sent.
 BUSY = 0.1
 #: What the kernel may send of a paced socket at once, however low its rate. Then it sends nothing
 #: until the rate allows for that, and a higher limit does not wake it.
 BURST_BYTES = 1 << 16
 #: Bursts that each socket may send in a slot at least, so that it sleeps for half of one at most.
 LEAST_BURSTS = 2
-#: How often a booking that another flow has forestalled is tried again at once.
+#: Attempts at a booking that other flows forestall.
 ATTEMPTS = 3
 
 

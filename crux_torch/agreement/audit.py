@@ -16,6 +16,7 @@ from crux_torch.agreement.seen_network import contradicted
 from crux_torch.logs import one_line
 from crux_torch.network.discover.seen_topology import SeenTopology
 from crux_torch.network.topology import Topology
+from crux_torch.words import listed
 
 #: Entries that are kept: each overwrites one that is older by so many.
 MAX_PLANS, MAX_ACTS = 64, 32
@@ -53,7 +54,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slot(self) -> str:
-        """The end of its key."""
+        """Last part of the entry's key."""
         return f"{self.kind}-{self.after % (MAX_PLANS if self.kind == 'plan' else MAX_ACTS):02d}"
 
 
@@ -123,7 +124,7 @@ def of_act(
 
 
 def contests(before: Basis | None, after: Basis) -> list[str]:
-    """Return the hosts that have come to be contested, or are no more, in words."""
+    """Return in words the hosts that became contested, and those that no longer are."""
     old, new = (
         {host.host: host for host in holdings(basis.jobs, basis.fabric).contested} if basis else {}
         for basis in (before, after)
@@ -184,15 +185,13 @@ def about_network(before: Topology | None, after: Topology | None) -> str:
         ("gone", before.links.keys() - after.links.keys()),
         ("new", after.links.keys() - before.links.keys()),
     ):
-        more = f" and {len(links) - LINKS_NAMED} more" if len(links) > LINKS_NAMED else ""
-        changes += [f"{word}: {', '.join(sorted(links)[:LINKS_NAMED])}{more}"] if links else []
+        changes += [f"{word}: {listed(sorted(links), LINKS_NAMED)}"] if links else []
     return f"jobs saw another network: {'; '.join(changes) or 'the same links'}"
 
 
 def about_trial(tried: TriedPlan) -> str:
     """Return a judge's verdict, in words."""
-    more = len(tried.jobs) - JOBS_NAMED
-    who = ", ".join(tried.jobs[:JOBS_NAMED]) + (f" and {more} more" if more > 0 else "")
+    who = listed(tried.jobs, JOBS_NAMED)
     if tried.state == "trying":
         return f"a plan is tried by {who}"
     what = "is kept by" if tried.state == "kept" else "was taken back from"

@@ -125,7 +125,7 @@ def every_level(_records: Sequence[JobRecord], _topology: Topology | None) -> Ag
 
 
 def _default_level(marks: Marks) -> int:
-    """Return the level of packets with DSCP 0, as far as a plan has it; else the lowest."""
+    """Return the level whose DSCP value is 0 if plans use that level; else the lowest one."""
     levels = marks.plan_levels
     values = marks.tcp or marks.rdma
     return next((n for n in levels if n < len(values) and values[n] == 0), levels[0])

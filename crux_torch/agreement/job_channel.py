@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from crux_torch.agreement.records import MAX_RECORD_BYTES
 from crux_torch.backend.job_store import JobStore
+from crux_torch.errors import first_line
 from crux_torch.logs import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class JobChannel:
         try:
             result = operation()
         except Exception as error:
-            self.error = str(error).partition("\n")[0][:200] or type(error).__name__
+            self.error = first_line(error)
             now = self._clock()
             if self._failing_since_s is None:
                 self._failing_since_s = now

@@ -37,7 +37,7 @@ from crux_torch.errors import CruxError, StoreError
 from crux_torch.logs import WarnOnce
 from crux_torch.schedule.model import Memory
 from crux_torch.store.endpoint import ProcessConnector, open_store
-from crux_torch.store.frames import READY, FrameSocket, pack, unpack
+from crux_torch.store.frames import ChildSocket, FrameSocket, pack, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ CLOSE_S = 2.0
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 300.0
 WELL_AFTER_S = 600.0
-#: Seconds between two looks of the process for its rank, and between two answers with the status.
-PARENT_POLL_S = 1.0
+#: Seconds between two answers with the status.
 STATUS_S = 1.0
 #: Address space of the process. What the store can hold takes less.
 MAX_MEMORY_BYTES = 16 << 30
@@ -349,16 +348,8 @@ class Leading:
 
 def serve(connected: socket.socket, parent: int) -> None:
     """Answer until the rank is gone."""
-    frames = FrameSocket(connected)
-    frames.send(READY, time.monotonic() + SEND_S)
-
-    def next_frame() -> bytes:
-        while not select.select([connected], [], [], PARENT_POLL_S)[0]:
-            if os.getppid() != parent:
-                raise EOFError
-        return frames.receive(MAX_FRAME_BYTES, time.monotonic() + SEND_S)
-
-    begin = unpack(next_frame(), begin_decoder)
+    frames = ChildSocket(connected, parent, SEND_S)
+    begin = unpack(frames.next_frame(MAX_FRAME_BYTES), begin_decoder)
     messages = _Messages()
     log = logging.getLogger("crux_torch")
     log.addHandler(messages)
@@ -367,17 +358,17 @@ def serve(connected: socket.socket, parent: int) -> None:
     try:
         leading = Leading(begin, messages)
     except CruxError as error:
-        next_frame()
-        frames.send(pack(Answer(str(error)[:MAX_LETTERS])), time.monotonic() + SEND_S)
+        frames.next_frame(MAX_FRAME_BYTES)
+        frames.answer(pack(Answer(str(error)[:MAX_LETTERS])))
         return
     while True:
-        step = unpack(next_frame(), step_decoder)
+        step = unpack(frames.next_frame(MAX_FRAME_BYTES), step_decoder)
         answer = leading.step(step)
         raw = pack(answer)
         if len(raw) > MAX_FRAME_BYTES and answer.outcome is not None:
             less = Outcome(answer.outcome.epoch, booked=Booked(unsure=True))
             raw = pack(Answer(f"an outcome of {len(raw)} bytes is over the limit", less))
-        frames.send(raw, time.monotonic() + SEND_S)
+        frames.answer(raw)
         if step.closes:
             return
 

@@ -98,25 +98,14 @@ class TablesClient:
         connector: makes the connections to it.
         secret: of the store, which the service shares.
         dscp: class of its packets, 0 to 63. They cross the queues that the tables are about.
-        clock: paces the attempts to connect again.
 
     Every call raises StoreError where there is no answer in time.
     """
 
-    def __init__(
-        self,
-        connector: Connector,
-        secret: bytes = b"",
-        *,
-        dscp: int = 0,
-        timeout_s: float = TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, connector: Connector, secret: bytes = b"", *, dscp: int = 0) -> None:
         self._connector = connector
         self._where = connector.where.replace("store", "load tables at", 1)
         self._secret, self._dscp = secret, dscp
-        self._timeout_s = timeout_s
-        self._clock = clock
         self._connection: Connection | None = None
         self._retry_at_s = float("-inf")
 
@@ -132,18 +121,17 @@ class TablesClient:
         return self._ask(schedule, Done).count > 0
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _ask(self, request: Request, kind: type[A]) -> A:
-        deadline_s = time.monotonic() + self._timeout_s
-        if self._connection is None and self._clock() < self._retry_at_s:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        if self._connection is None and time.monotonic() < self._retry_at_s:
             raise StoreError(f"{self._where}: another attempt is not due yet")
         try:
             if self._connection is None:
-                connected = self._connector.connect(self._timeout_s)
+                connected = self._connector.connect(TIMEOUT_S)
                 try:
                     if self._dscp:
                         mark(connected, self._dscp)
@@ -155,7 +143,7 @@ class TablesClient:
         except (OSError, EOFError, ValueError) as error:
             cause = cause_of(error, greeted=self._connection is not None)
             late = isinstance(error, TimeoutError)
-            reason = f"no answer within {self._timeout_s} s" if late else str(error)
+            reason = f"no answer within {TIMEOUT_S} s" if late else str(error)
             raise self._failed(reason, cause) from None
         if isinstance(answer, Refused):
             raise StoreError(f"{self._where}: {answer.reason}")
@@ -165,7 +153,7 @@ class TablesClient:
 
     def _failed(self, reason: str, cause: Cause) -> StoreError:
         self.close()
-        self._retry_at_s = self._clock() + RETRY_S
+        self._retry_at_s = time.monotonic() + RETRY_S
         return StoreError(f"{self._where}: {reason}", cause)
 
 

@@ -54,6 +54,8 @@ class PlanAllowance:
 class PlanAuthor:
     """Writes plans of the leader's snapshot. The leader's thread owns it.
 
+    Every method that uses the store raises StoreError if it can't be reached.
+
     Args:
         computer: of the entries.
         snapshot, adopted, role: what the leader has seen, what it follows, and its part. Only
@@ -135,9 +137,6 @@ class PlanAuthor:
 
         Returns:
             True if the next look should be soon.
-
-        Raises:
-            StoreError: the store can't be reached.
         """
         self._topology, self._look_soon = topology, False
         try:

@@ -188,7 +188,7 @@ def _chosen(
 
 
 def _usable(level: Mapping[str, int], levels: Sequence[int]) -> dict[str, int]:
-    """Give each job a level from the top of ``levels`` down; what is left shares the lowest."""
+    """Give each job a level from the top of ``levels`` down; the rest share the lowest."""
     below = len(levels) - len(level)
     return {job: levels[max(0, place + below)] for job, place in level.items()}
 

@@ -1,4 +1,7 @@
-"""The leaders of a large cluster that read everything and plan, and their entries for others."""
+"""The leaders of a large cluster that read everything and plan, and their entries for others.
+
+Every method that uses the store raises StoreError if it can't be reached.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class PlannerRole:
 
     @property
     def waits_s(self) -> float:
-        """Seconds for which it waits longer than a planner before it writes a plan."""
+        """Seconds that this leader waits longer than a planner before it writes a plan."""
         return self._lease_s if self.name == "standby" else 0.0
 
     def is_large(self, jobs: Sequence[JobRecord]) -> bool:
@@ -114,15 +117,11 @@ class PlannerRole:
         return self._sized[1] > self._max_verified or len(jobs) > self._max_readers
 
     def cluster_is(self, jobs: Sequence[JobRecord]) -> None:
-        """Take in all records, as this leader has read them."""
+        """Note whether ``jobs``, all records of the cluster, make it a large one."""
         self._large = self.is_large(jobs)
 
     def step(self, now_s: float, *, may_plan: bool = True) -> None:
-        """Take, keep or leave a seat.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Take, keep or leave a seat."""
         self._now_s = now_s
         if now_s < self._look_at_s or not (self._large or self._seat is not None):
             return
@@ -161,11 +160,7 @@ class PlannerRole:
             self._patience_s = self._patience()
 
     def leave(self) -> None:
-        """Give up the seat.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Give up the seat."""
         seat, self._seat = self._seat, None
         if seat is not None:
             self._registry.swap_seat(str(seat), self._mine, FREE, self._lease_s)
@@ -225,9 +220,6 @@ class PlanParts:
 
         Returns:
             whether more is missing.
-
-        Raises:
-            StoreError: if the store can't be reached.
         """
         if not plan.parts:
             return False

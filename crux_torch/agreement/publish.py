@@ -1,4 +1,7 @@
-"""Values that a leader keeps in the store beside its job's record and the plan."""
+"""Values that a leader keeps in the store beside its job's record and the plan.
+
+Every method that writes raises StoreError if the store can't be reached.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,7 @@ class KeptTopology:
         self._renew_at_s = float("-inf")
 
     def keep(self, now_s: float) -> None:
-        """Write what is due. One that the store refuses must not keep the job from the plan.
-
-        Raises:
-            StoreError: if the store can't be reached to renew it.
-        """
+        """Write what is due. One that the store refuses must not keep the job from the plan."""
         if self._published is None:
             return
         if not self._is_there:
@@ -88,11 +87,7 @@ class KeptFragment:
             self.publish_again()
 
     def keep(self, now_s: float) -> None:
-        """Write what is due.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Write what is due."""
         if self._fragment is None or now_s < self._due_at_s:
             return
         self._due_at_s = now_s + MAX_LEASE_S / 3
@@ -107,11 +102,7 @@ class KeptFragment:
         self._due_at_s = float("-inf")
 
     def withdraw(self) -> None:
-        """Remove what was published.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Remove what was published."""
         if self._is_there:
             self._registry.publish_fragment(self._job, None)
 
@@ -165,11 +156,7 @@ class FollowedEntry:
         self._until_s = float("-inf")
 
     def publish(self, plan: Plan | None, now_s: float) -> None:
-        """Write what is due: this job's entry in ``plan``.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Write what is due: this job's entry in ``plan``."""
         entry = plan.entry(self._job) if plan is not None else None
         if plan is None or entry is None:
             self.withdraw()
@@ -178,10 +165,7 @@ class FollowedEntry:
         if stored == self._published and now_s < self._until_s:
             return
         self._published, self._until_s = stored, now_s + MAX_LEASE_S / 3
-        try:
-            self._registry.publish_follows(self._job, stored)
-        except StoreForbidden as error:
-            _log.debug("this job's role may not say what it follows: %s", error)
+        if not self._put(stored):
             self._until_s = now_s + FORBIDDEN_S
 
     def publish_again(self) -> None:
@@ -189,17 +173,18 @@ class FollowedEntry:
         self._until_s = float("-inf")
 
     def withdraw(self) -> None:
-        """Remove what was published.
-
-        Raises:
-            StoreError: if the store can't be reached.
-        """
+        """Remove what was published."""
         if self._published is not None:
-            try:
-                self._registry.publish_follows(self._job, None)
-            except StoreForbidden as error:
-                _log.debug("this job's role may not say what it follows: %s", error)
+            self._put(None)
             self._published = None
+
+    def _put(self, stored: StoredEntry | None) -> bool:
+        try:
+            self._registry.publish_follows(self._job, stored)
+        except StoreForbidden as error:
+            _log.debug("this job's role may not say what it follows: %s", error)
+            return False
+        return True
 
 
 class StepClock:
@@ -230,9 +215,6 @@ class StepClock:
 
         Args:
             profile: of the job, as it is published.
-
-        Raises:
-            StoreError: the store can't be reached.
         """
         if profile is not self._profile:
             self._profile, self._profiled_at_s, self._fastest_s = profile, now_s, None
@@ -251,11 +233,7 @@ class StepClock:
             self._due_at_s = now_s + FORBIDDEN_S
 
     def withdraw(self) -> None:
-        """Remove what was published.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Remove what was published."""
         if self._is_there:
             self._registry.publish_steps(self._job, None)
             self._is_there = False

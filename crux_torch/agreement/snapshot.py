@@ -127,7 +127,7 @@ class Snapshot:
     def narrow(
         self, jobs: tuple[JobRecord, ...], topology: bytes | None, operator: OperatorSettings
     ) -> None:
-        """Take in what a follower read, which is not the whole cluster: there is no fingerprint."""
+        """Take in a follower's look, which sees a part of the cluster and has no fingerprint."""
         self.jobs, self.topology, self.operator = jobs, topology, operator
         self.fingerprint = ""
         self._recent.clear()
@@ -140,11 +140,11 @@ class Snapshot:
         return None if found is None else found[0]
 
     def was_planned(self) -> None:
-        """Note that a plan for it is in force."""
+        """Note that a plan for this snapshot is in force."""
         self._unplanned_since_s = float("inf")
 
     def stands_still(self, now: float, debounce_s: float) -> bool:
-        """Return True once it has come to rest, or has been in motion for too long."""
+        """Return True once nothing changed for ``debounce_s``, or changes went on for too long."""
         in_motion_s = now - self._unplanned_since_s
         return now - self.since_s >= debounce_s or in_motion_s >= MAX_DEBOUNCES * debounce_s
 

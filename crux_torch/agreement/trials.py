@@ -58,17 +58,15 @@ IterationEnds = Callable[[int], Iterable[int]]
 class Trials:
     """Measures one job while its component has a plan to try, and judges if it is its turn.
 
+    Every method that uses the store raises StoreError if it can't be reached.
+
     Args:
         max_slowdown: see :func:`crux_torch.schedule.default.guard.judge`.
         iteration_ends: of the job, on the clock that :meth:`step` is given.
     """
 
     def __init__(
-        self,
-        registry: Registry,
-        job: str,
-        max_slowdown: float,
-        iteration_ends: IterationEnds,
+        self, registry: Registry, job: str, max_slowdown: float, iteration_ends: IterationEnds
     ) -> None:
         self._registry = registry
         self._job = job
@@ -104,9 +102,6 @@ class Trials:
 
         Returns:
             the judge's part of this job's record.
-
-        Raises:
-            StoreError: the store can't be reached.
         """
         entry = plan.entry(self._job) if plan is not None else None
         trial = entry.trial if entry is not None else msgspec.UNSET
@@ -148,11 +143,7 @@ class Trials:
         return self._company
 
     def withdraw(self) -> None:
-        """Remove the measurements, as this job ends.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Remove the measurements, as this job ends."""
         if self._published is not None:
             self._registry.publish_measured(self._job, None)
             self._published = None
@@ -230,11 +221,7 @@ class Trials:
             self._published, self._publish_until_s = measured, now_s + MAX_LEASE_S / 3
 
     def _judge(
-        self,
-        now_s: float,
-        trial: OnTrial,
-        jobs: Sequence[str],
-        records: Mapping[str, JobRecord],
+        self, now_s: float, trial: OnTrial, jobs: Sequence[str], records: Mapping[str, JobRecord]
     ) -> None:
         measured = self._registry.measured(jobs if len(jobs) == trial.jobs else None)
         self._company = frozenset(
@@ -271,7 +258,7 @@ class Trials:
             self._taken_back[trial.name] = now_s, times
 
     def _say(self, tried: TriedPlan) -> None:
-        """Let the record speak of this trial, and forget the oldest."""
+        """Put the state of this trial into the job's record, and drop the oldest one."""
         others = tuple(t for t in self._mine if t.name != tried.name)
         self._mine = (*others, tried)[-MAX_TRIED:]
         names = {t.name for t in self._mine}
@@ -292,10 +279,7 @@ def _jobs_of(plan: Plan, trial: OnTrial) -> list[str]:
 
 
 def _tried(
-    name: str,
-    members: Mapping[str, Member],
-    found: Judgement,
-    state: Literal["kept", "worse"],
+    name: str, members: Mapping[str, Member], found: Judgement, state: Literal["kept", "worse"]
 ) -> TriedPlan:
     numbers = (max(-BOUNDLESS, min(BOUNDLESS, x)) for x in (found.change, found.low, found.high))
     change, low, high = numbers

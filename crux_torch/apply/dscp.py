@@ -283,10 +283,7 @@ class Ecn:
 
 
 def choose_ecn(
-    setting: str,
-    devices: Sequence[RdmaDevice],
-    sysfs: Path = SYSFS,
-    configfs: Path = CONFIGFS,
+    setting: str, devices: Sequence[RdmaDevice], sysfs: Path = SYSFS, configfs: Path = CONFIGFS
 ) -> Ecn:
     """Returns the ECN bits for this host's queue pairs: ``setting``, unless it is ``auto``.
 

@@ -253,7 +253,7 @@ class NcclLabels:
 
 
 def label_of(owner: str) -> int:
-    """Returns a multiple of 16 from 16 to 240; groups with neighbouring numbers differ."""
+    """Returns a group's label: a multiple of 16 from 16 to 240; neighbouring groups differ."""
     number = int(owner) if owner.isdecimal() and owner.isascii() else zlib.crc32(owner.encode())
     return _LABEL_STEP * (1 + number % LABEL_COUNT)
 

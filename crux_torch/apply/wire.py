@@ -165,10 +165,9 @@ class Wire:
         transport: Callable[[], Transport] = Transport.load,
         *,
         sysfs: Path = SYSFS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ownership, self._traffic_class = ownership, traffic_class
-        self._load, self._sysfs, self._clock = transport, sysfs, clock
+        self._load, self._sysfs = transport, sysfs
         self._owned: frozenset[int] = frozenset()
         self._owned_at_s = float("-inf")
         self._limited: set[int] = set()
@@ -184,7 +183,7 @@ class Wire:
         Raises:
             OSError: the library is missing, or this process's descriptors can't be listed.
         """
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._owned_at_s >= OWNERS_PERIOD_S:
             self._owned = frozenset(sock.inode for sock in self._ownership.owned())
             self._owned_at_s = now_s
@@ -195,7 +194,7 @@ class Wire:
         to_peer = Counter((c.device, c.peer) for c in pairs)
         found = [c for c in everything if c.kind == "tcp" and c.id in self._owned]
         for one in pairs:
-            # What a port has moved falls on its queue pairs to a peer alike.
+            # A port's queue pairs to a peer share the bytes that it has moved evenly.
             sent, received = (n // to_peer[one.device, one.peer] for n in moved[one.device])
             if one.device in self._counted:
                 sent = one.bytes_sent

@@ -55,7 +55,7 @@ _load: Callable[[], Listener] = Listener
 
 
 def set_listener(load: Callable[[], Listener]) -> None:
-    """Sets what gives the listener. It is called when a backend first needs the listener."""
+    """Sets the function that gives the listener, for when a backend first needs one."""
     global _load
     _load = load
 

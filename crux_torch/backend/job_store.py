@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from crux_torch.errors import StoreError
+from crux_torch.errors import StoreError, first_line
 from crux_torch.threads import call_in_thread
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class JobStore:
                 raise StoreError("the store's client is closed")
             return operation(self._direct, "")
         except RuntimeError as error:
-            raise StoreError(_first_line(error)) from error
+            raise StoreError(first_line(error)) from error
 
 
 class Rendezvous(Store):
@@ -221,7 +221,7 @@ class TcpClient:
             if not concurrent.futures.wait([answer], self._timeout_s).done:
                 raise self._fail(f"no answer within {self._timeout_s} s")
             if (error := answer.exception()) is not None:
-                raise self._fail(_first_line(error)) from error
+                raise self._fail(first_line(error)) from error
             self._failures = 0
             return answer.result()
         finally:
@@ -254,7 +254,7 @@ class TcpClient:
                 raise self._fail(f"no connection within {CONNECT_PATIENCE_S} s")
             raise self._back_off("still connecting")
         if connection.error is not None:
-            raise self._fail(_first_line(connection.error)) from connection.error
+            raise self._fail(first_line(connection.error)) from connection.error
         return connection
 
     def _fail(self, reason: str) -> StoreError:
@@ -361,7 +361,3 @@ def _stop_connections() -> None:
     for connection in connections:
         connection.stop()
     concurrent.futures.wait([c.ended for c in connections], 0.5)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -65,11 +65,6 @@ class TcpSocket:
     def listening(self) -> bool:
         return self.peer is None
 
-    @property
-    def sends_ipv6(self) -> bool:
-        """True if its packets are IPv6: an ``AF_INET6`` socket may be connected over IPv4."""
-        return self.family == socket.AF_INET6 and ":" in self.local[0]
-
 
 def endpoint(address: tuple[object, ...]) -> Endpoint:
     """Returns the endpoint in the result of ``getsockname`` or ``getpeername``."""
@@ -243,9 +238,7 @@ class Ownership:
     """
 
     def __init__(
-        self,
-        store_ports: Iterable[int] = (),
-        nccl_sockets: Callable[[], Collection[int]] = tuple,
+        self, store_ports: Iterable[int] = (), nccl_sockets: Callable[[], Collection[int]] = tuple
     ) -> None:
         self._store_ports = set(store_ports)
         self._nccl_sockets = nccl_sockets

@@ -33,7 +33,7 @@ _in_stock = threading.local()
 
 @contextlib.contextmanager
 def stock() -> Iterator[None]:
-    """Within it, in this thread, replaced classes and creators make torch's own backends."""
+    """A context in which, on this thread, replaced classes and creators make torch's backends."""
     depth = getattr(_in_stock, "depth", 0)
     _in_stock.depth = depth + 1
     try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Attempts to change the settings while others change them, too.
 ATTEMPTS = 10
-#: After which all settings end on the embedded store, if the command does not say otherwise.
+#: Hours until all settings end on the embedded store, unless the command says otherwise.
 HOURS = 24
 JOBS = ("job", "hosts", "GPUs", "state", "W FLOP", "MFU", "t s", "period s", "overlap", "operator")
 PLAN = ("job", "I FLOP/s", "k", "P", "level", "paths", "trial", "operator")
@@ -70,9 +70,7 @@ def _show(
 ) -> None:
     settings = settings_of(store, cluster)
     with store_errors(settings, f"read the {part}"):
-        found = read_status(
-            settings.store, settings.store_secret, settings.cluster, group=settings.store_group
-        )
+        found = read_status(settings)
     if not put_json(json_path, json_text(msgspec.to_builtins(getattr(found, part)))):
         render(found, columns)
 
@@ -182,10 +180,7 @@ def pin(job: str, level: int | None) -> Change:
     click.option("--above", type=click.IntRange(0, 63), help="... that may be above this level."),
 )
 def tenant(
-    prefix: str,
-    highest: int | None = None,
-    share: float | None = None,
-    above: int | None = None,
+    prefix: str, highest: int | None = None, share: float | None = None, above: int | None = None
 ) -> Change:
     """Cap the levels of the jobs whose names begin with PREFIX; without an option: no longer."""
     if (share is None) != (above is None):
@@ -296,13 +291,8 @@ def _registry(store: str | None, cluster: str | None, what: str) -> Iterator[Reg
 
     settings = settings_of(store, cluster)
     with store_errors(settings, what):
-        client = open_store(
-            settings.store,
-            settings.store_secret,
-            settings.store_group,
-            timeout_s=TIMEOUT_S,
-            load_s=LOAD_S,
-        )
+        given = settings.store, settings.store_secret, settings.store_group
+        client = open_store(*given, timeout_s=TIMEOUT_S, load_s=LOAD_S)
         try:
             yield Registry(client, settings.cluster)
         finally:

@@ -16,7 +16,7 @@ from crux_torch.report.explain_text import render
 from crux_torch.report.explanation import explain
 from crux_torch.report.tables import json_text
 from crux_torch.schedule.schedulers import LIVE
-from crux_torch.words import safe
+from crux_torch.words import listed, safe
 
 #: Policies that can be played in a moment; mlcc's slots take minutes.
 PLAYED = [name for name in LIVE if name != "mlcc"]
@@ -50,20 +50,11 @@ def explain_command(
     measured, on the paths and levels in force, with and without it.
     """
     settings = settings_of(store, cluster)
-    where = settings.store, settings.store_secret, settings.cluster
-    with (
-        store_errors(settings, "read the cluster's state"),
-        ClusterReader(*where, group=settings.store_group) as reader,
-    ):
+    with store_errors(settings, "read the cluster's state"), ClusterReader(settings) as reader:
         status, audit = reader.read(), reader.audit()
         chosen = _chosen(job, [record.job for record in status.jobs], names == "all")
         found = explain(
-            status,
-            reader.topology,
-            audit,
-            chosen,
-            schedulers=schedulers,
-            all_names=names == "all",
+            status, reader.topology, audit, chosen, schedulers=schedulers, all_names=names == "all"
         )
     if not put_json(json_path, json_text(msgspec.to_builtins(found))):
         render(found)
@@ -80,8 +71,6 @@ def _chosen(job: str | None, jobs: Sequence[str], all_names: bool) -> str:
         raise click.ClickException("no job runs in this cluster (--store, --cluster)")
     known = f"{len(jobs)} run"
     if all_names:
-        more = len(jobs) - NAMES_LISTED
-        known = f"there are: {', '.join(map(safe, jobs[:NAMES_LISTED]))}"
-        known += f" and {more} more" if more > 0 else ""
+        known = f"there are: {listed([safe(each) for each in jobs], NAMES_LISTED)}"
     reason = f"no job {safe(named)!r} runs" if named else "which job?"
     raise click.UsageError(f"{reason}; {known}")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from crux_torch.cli.status import settings_of
+from crux_torch.cli.results import FILE
+from crux_torch.cli.status import cluster_option, settings_of, store_option
 from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import ClusterReader
 from crux_torch.report.exporter import TEXTFILE, Exporter
@@ -19,13 +20,13 @@ PORT = 29480
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--store", help="unix:, tcp://HOST:PORT or etcd://... [default: CRUX_STORE].")
-@click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER].")
+@store_option
+@cluster_option
 @click.option("--listen", default="127.0.0.1", metavar="ADDRESS", help="Address to serve at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port; 0: a free one.")
 @click.option(
     "--web-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="File with a TLS certificate and users' passwords, as Prometheus' exporters have it.",
 )
 @click.option(
@@ -48,8 +49,7 @@ def exporter(
     and goes on through outages of the store. Whoever reaches it can read the names of all jobs.
     """
     settings = settings_of(store, cluster)
-    where = settings.store, settings.store_secret, settings.cluster
-    serving = Exporter(lambda: ClusterReader(*where, group=settings.store_group))
+    serving = Exporter(lambda: ClusterReader(settings))
     stopped = threading.Event()
 
     def stop(*_: object) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import click
 import yaml
 
-from crux_torch.cli.results import STDOUT, json_option, put_json
-from crux_torch.errors import CruxError
+from crux_torch.cli.results import FILE, STDOUT, json_option, put_json
 from crux_torch.host import nvml
 from crux_torch.host.interfaces import Nic, read_nics
 from crux_torch.host.machine import Host, Inside, as_entries, inside_of, join, read_cpu, usable_nics
@@ -30,7 +29,7 @@ GIGABYTE = 1e9
 @click.option(
     "--join",
     "cluster",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Print the topology in FILE with this host's inside in place of the bare host.",
 )
@@ -65,10 +64,7 @@ def host(
     if put_json(json_path, json_text(as_dictionary(host, report, tree, inside))):
         return
     if cluster is not None:
-        try:
-            joined = join(load_topology(cluster), inside, nics or None)
-        except CruxError as error:
-            raise click.ClickException(str(error)) from None
+        joined = join(load_topology(cluster), inside, nics or None)
         click.echo(dump_yaml(joined), nl=False)
     elif as_yaml:
         for note in inside.notes:

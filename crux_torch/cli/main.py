@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from crux_torch._version import __version__
+from crux_torch.errors import CruxError
 
 #: Every subcommand: where it is (``module:attribute``), and its line in ``crux --help``.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
@@ -74,12 +75,17 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 class CleanGroup(click.Group):
-    """A group whose commands remove what they made, and end their processes, at a signal."""
+    """A group whose commands remove what they made, and end their processes, at a signal.
+
+    An error of Crux ends a command with one line.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _cleaned_up():
                 return super().invoke(ctx)
+        except CruxError as error:
+            raise click.ClickException(str(error)) from None
         except KeyboardInterrupt:
             # As shells report what a signal has ended.
             raise SystemExit(128 + signal.SIGINT) from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from crux_torch.cli.results import write_text
+from crux_torch.cli.results import NEW_FILE, write_text
 
 if TYPE_CHECKING:
     from crux_torch.report.page.charts import Chart
@@ -43,7 +43,7 @@ def can_draw(
 plot_option = click.option(
     "--plot",
     "plot_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NEW_FILE,
     callback=can_draw,
     metavar="FILE.svg|FILE.html",
     help="Draw the results to this file: a picture, or a page that has the tables, too.",

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from crux_torch.cli.results import json_option, put_json
+from crux_torch.cli.results import FILE, json_option, put_json
 from crux_torch.errors import CruxError
 from crux_torch.network.discover.hashes import (
     HASH_PORTS,
@@ -116,7 +116,7 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
 @click.option(
     "--topology",
     "topology_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Topology file; its addresses give the switches their names.",
 )
 @click.option(

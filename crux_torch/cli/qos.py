@@ -15,7 +15,7 @@ import msgspec
 
 from crux_torch.cli import qos_pairs
 from crux_torch.cli.qos_results import remember
-from crux_torch.cli.results import json_option, put_json
+from crux_torch.cli.results import FILE, json_option, put_json
 from crux_torch.errors import CruxError
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.qos import interfaces, read
@@ -29,6 +29,7 @@ from crux_torch.network.topology import Topology
 from crux_torch.report.cluster_status import read_status
 from crux_torch.report.tables import Grid, console, json_text, say
 from crux_torch.settings import Settings
+from crux_torch.words import listed
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)(?:bit)?")
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -141,7 +142,7 @@ def _listen(port: int, limit_s: float, sessions: int | None) -> None:
 @click.option(
     "--topology",
     "topology_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="Topology file: the levels' values, and the names of routers [default: CRUX_TOPOLOGY].",
 )
 @click.option(
@@ -203,9 +204,8 @@ def check_command(
         elif host is not None:
             if load_bps and (jobs := _holders(settings, topology, host)):
                 # As Python writes them: other users chose these names.
-                named = ", ".join(map(repr, jobs[:JOBS_NAMED]))
-                more = f" and {len(jobs) - JOBS_NAMED} more" if len(jobs) > JOBS_NAMED else ""
-                text = f"jobs here or on {host}: {named}{more}; load delays their level"
+                named = listed(list(map(repr, jobs)), JOBS_NAMED)
+                text = f"jobs here or on {host}: {named}; load delays their level"
                 click.echo(f"note: {text} {reference}", err=True)
             _check_one(task, host, wait_s, json_path)
     except CruxError as error:
@@ -252,11 +252,6 @@ def _known(
     return topology, {level: values[level] for level in marks.usable}, lossless
 
 
-def _is_lossless(dscp: int, known: frozenset[int]) -> bool:
-    """True if the topology, or an interface of this host, protects ``dscp`` by PFC."""
-    return dscp in known or any(read(name).is_lossless(dscp) for name in interfaces())
-
-
 def _holders(settings: Settings, topology: Topology | None, destination: str) -> list[str]:
     """The jobs of the cluster's store on this host or ``destination``; none if it has no store."""
     if settings.store == "none":
@@ -265,9 +260,7 @@ def _holders(settings: Settings, topology: Topology | None, destination: str) ->
     if topology is not None:
         names.update(hosts_at(topology, (*own_addresses(), resolve(destination))))
     try:
-        found = read_status(
-            settings.store, settings.store_secret, settings.cluster, group=settings.store_group
-        )
+        found = read_status(settings)
     except (CruxError, ModuleNotFoundError):
         return []
     return [job.job for job in found.jobs if names.intersection(job.hosts)]
@@ -291,7 +284,9 @@ def _refuse(task: Task, lossless: frozenset[int]) -> None:
     if task.reference not in task.dscp_of:
         raise click.UsageError(f"--against: expected one of {sorted(task.dscp_of)}")
     dscp = task.dscp_of[task.reference]
-    if task.effort.load_bps and _is_lossless(dscp, lossless):
+    # By the topology, or by the PFC of an interface of this host.
+    lossless_here = (read(name).is_lossless(dscp) for name in interfaces())
+    if task.effort.load_bps and (dscp in lossless or any(lossless_here)):
         raise click.UsageError(
             f"DSCP {dscp} is lossless (PFC): load in it would make switches pause other traffic; "
             "choose a lossy level with --against, or leave --load out"

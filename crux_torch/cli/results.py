@@ -16,6 +16,9 @@ import click
 from crux_torch.files import write_file
 from crux_torch.report.tables import bounded
 
+#: Types of a file that must be there, and of one that is written.
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 #: ``--json`` without a file, or with ``-``: standard output has the JSON and nothing else.
 STDOUT = Path("-")
 
@@ -96,9 +99,7 @@ def publish(result: Result, text: str, json_path: Path | None, folder: Path | No
     click.echo(result.to_json() if json_path == STDOUT else text, nl=False)
 
 
-scenario_argument = click.argument(
-    "file", type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
+scenario_argument = click.argument("file", type=FILE)
 threads_option = click.option(
     "--threads",
     type=click.IntRange(1),

@@ -22,16 +22,15 @@ from crux_torch.settings import Settings
 from crux_torch.store.endpoint import ETCD, looked_into, sharing
 from crux_torch.store.host import StoreHost
 
+store_option = click.option(
+    "--store", help="unix:, tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."
+)
+cluster_option = click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER].")
+
 
 def of_a_cluster(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of a command about one cluster: ``store``, ``cluster``, ``json_path``."""
-    for option in (
-        json_option,
-        click.option("--cluster", help="Name of the cluster [default: CRUX_CLUSTER]."),
-        click.option("--store", help="unix:, tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."),
-    ):
-        command = option(command)
-    return command
+    return store_option(cluster_option(json_option(command)))
 
 
 def settings_of(store: str | None, cluster: str | None) -> Settings:
@@ -88,14 +87,7 @@ def status(
     """
     settings = settings_of(store, cluster)
     with store_errors(settings, "read the cluster's state"):
-        found = read_status(
-            settings.store,
-            settings.store_secret,
-            settings.cluster,
-            settle_s,
-            group=settings.store_group,
-            history=history,
-        )
+        found = read_status(settings, settle_s, history=history)
     if put_json(json_path, as_json_text(found)):
         return
     render(found, () if wide else COLUMNS)

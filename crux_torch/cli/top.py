@@ -39,11 +39,7 @@ def top(
     The keys are on its last line. NO_COLOR switches colours off.
     """
     settings = settings_of(store, cluster)
-    where = settings.store, settings.store_secret, settings.cluster
-    with (
-        store_errors(settings, "read the cluster's state"),
-        ClusterReader(*where, group=settings.store_group) as reader,
-    ):
+    with store_errors(settings, "read the cluster's state"), ClusterReader(settings) as reader:
         if not once and json_path is None:
             from crux_torch.report.top_app import TopApp
 

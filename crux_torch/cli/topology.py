@@ -11,7 +11,7 @@ import click
 import yaml
 
 from crux_torch.cli.discover import discover
-from crux_torch.cli.results import STDOUT, json_option, put_json, write_text
+from crux_torch.cli.results import FILE, NEW_FILE, STDOUT, json_option, put_json, write_text
 from crux_torch.errors import CruxError
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.machine import Inside, as_entries, join
@@ -40,11 +40,9 @@ _TELLS = {"nccl": is_nccl_xml, "nvidia-smi": is_smi_matrix}
 #: Hosts that ``check --probe`` sends probes to, and seconds for each at most.
 MAX_PROBED, PROBE_S = 16, 10.0
 
-file_argument = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+file_argument = click.argument("file", type=FILE)
 out_option = click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write to this file, not to standard output.",
+    "--out", type=NEW_FILE, help="Write to this file, not to standard output."
 )
 
 
@@ -106,7 +104,7 @@ def _capacities(
 )
 @click.option(
     "--into",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="CLUSTER",
     help="For the inside of hosts: print this topology with them.",
 )
@@ -128,23 +126,20 @@ def import_command(
     topology.conf and topology.yaml, topograph's graph, kubectl's nodes, the inside of hosts from
     NCCL's XML or nvidia-smi topo -m, and the CSV of the paper's cluster.
     """
-    try:
-        texts = {str(file): read_text(file) for file in _inside_folders(files)}
-        name = format_name or _common_format(texts)
-        if name in INSIDES:
-            named = {host or Path(file).stem: text for file, text in texts.items()}
-            if len(named) < len(texts):
-                raise click.UsageError("--host goes with one file")
-            insides = [INSIDES[name](text, at, capacities) for at, text in named.items()]
-            text = _with_insides(insides, into)
-            notes = tuple(f"{each.host}: {note}" for each in insides for note in each.notes)
-        else:
-            if into or host:
-                raise click.UsageError(f"--into and --host go with {' and '.join(INSIDES)}")
-            topology, notes = read_network(texts, name, capacities, switches, without)
-            text = dump_yaml(topology)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    texts = {str(file): read_text(file) for file in _inside_folders(files)}
+    name = format_name or _common_format(texts)
+    if name in INSIDES:
+        named = {host or Path(file).stem: text for file, text in texts.items()}
+        if len(named) < len(texts):
+            raise click.UsageError("--host goes with one file")
+        insides = [INSIDES[name](text, at, capacities) for at, text in named.items()]
+        text = _with_insides(insides, into)
+        notes = tuple(f"{each.host}: {note}" for each in insides for note in each.notes)
+    else:
+        if into or host:
+            raise click.UsageError(f"--into and --host go with {' and '.join(INSIDES)}")
+        topology, notes = read_network(texts, name, capacities, switches, without)
+        text = dump_yaml(topology)
     for note in notes:
         click.echo(f"note: {note}", err=True)
     _put(text, out)
@@ -159,10 +154,7 @@ def export(file: Path, format_name: str, out: Path | None) -> None:
 
     They describe a network as a tree: switches side by side become one node.
     """
-    try:
-        text = WRITERS[format_name](load_topology(file))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    text = WRITERS[format_name](load_topology(file))
     _put(text, out)
 
 
@@ -199,21 +191,15 @@ def check(file: Path, probes: bool, json_path: Path | None) -> None:
 @group.command()
 @file_argument
 @click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.svg",
-    help="Write an SVG; default: print a tree.",
+    "--out", type=NEW_FILE, metavar="FILE.svg", help="Write an SVG; default: print a tree."
 )
 def draw(file: Path, out: Path | None) -> None:
     """Draw the topology in FILE: groups of switches, and the hosts below them."""
-    try:
-        topology = load_topology(file)
-        if out is None:
-            print_tree(topology, console())
-        else:
-            write_text(out, to_svg(topology))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    topology = load_topology(file)
+    if out is None:
+        print_tree(topology, console())
+    else:
+        write_text(out, to_svg(topology))
 
 
 def _compared(topology: Topology) -> list[Finding]:

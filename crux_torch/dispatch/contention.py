@@ -185,7 +185,6 @@ class Contention:
         *,
         scheduler: Scheduler = crux,
         options: SchedulerOptions | None = None,
-        length: Length = PLAYED,
     ) -> None:
         for table in cluster.tables:
             if table.host not in topology.hosts:
@@ -193,7 +192,6 @@ class Contention:
         self._cluster, self._topology, self._newcomer = cluster, topology, newcomer
         self._running = running
         self._scheduler, self._options = scheduler, options or SchedulerOptions()
-        self._length = length
         self._known: dict[bytes, Choice] = {}
         names = {job.name for job in running.jobs}
         self._name = "newcomer"
@@ -300,7 +298,7 @@ class Contention:
         capacity_Bps = {**self._running.capacity_Bps, **self._topology.capacity_Bps, **own}
         cluster = Cluster(capacity_Bps, (*self._running.jobs, job))
         decision = self._scheduler(cluster, self._options)
-        rehearsal = Rehearsal(cluster, self._length, seed=self._options.seed)
+        rehearsal = Rehearsal(cluster, PLAYED, seed=self._options.seed)
         routes = [rehearsal.route(i, decision.path[j.name]) for i, j in enumerate(rehearsal.jobs)]
         levels = np.array([[decision.level[j.name] for j in rehearsal.jobs]])
         (busy,) = rehearsal.busy_gpus([(routes, levels)])

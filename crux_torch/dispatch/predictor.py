@@ -44,13 +44,13 @@ SURPRISE = 0.2
 #: Forgetting is bounded: an update adds at most this to the mean relative error on the earlier
 #: samples that it keeps.
 FORGOTTEN = 0.02
-#: So many samples of a host tell that it has changed, at least.
+#: Samples of a host that it takes to tell that the host has changed.
 TOLD = 3
-#: Fewer samples train no network.
+#: Samples that it takes to train a network.
 FEW = 10
 #: Samples that are remembered at most, the newest.
 REMEMBERED = 2048
-#: A new sample is learned up to so often for each time that an earlier one is.
+#: Most repeats of a new sample for each replay of an earlier one.
 MAX_REPEATS = 8
 
 
@@ -245,11 +245,11 @@ class Network:
             )
         rng = np.random.default_rng(self._seed)
         old, new = rng.permutation(known), known + rng.permutation(len(samples) - known)
-        # Of a few, all are learned and tell of progress.
+        # Few samples are all learned, and all tell of progress.
         held = [rows[: len(rows) // 5] for rows in (old, new) if len(rows) >= FEW]
         checks = [*held, *(rows for rows in (old, new) if 0 < len(rows) < FEW)]
         learn = np.setdiff1d(np.arange(len(samples)), np.concatenate([*held, old[:0]]))
-        # As much of what is new as of what is replayed.
+        # New samples repeat until they are as many as the replayed ones.
         again = min(MAX_REPEATS, max(1, len(old) // max(1, len(new))))
         learn = np.concatenate([learn[learn < known], np.repeat(learn[learn >= known], again)])
         tokens = _tokens(cluster, samples.choices)
@@ -465,7 +465,7 @@ def load_network(file: Path, tables: Sequence[HostTable]) -> tuple[Network, Disp
 
 
 def news(network: Network, samples: Samples) -> Samples:
-    """The ``samples`` that the network does not remember."""
+    """Returns the ``samples`` that the network does not remember."""
     memory = network.memory
     if memory is None:
         return samples

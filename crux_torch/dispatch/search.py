@@ -14,13 +14,7 @@ from itertools import permutations
 
 import numpy as np
 
-from crux_torch.dispatch.cluster import (
-    DispatchCluster,
-    DispatchError,
-    HostTable,
-    Ints,
-    count,
-)
+from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, HostTable, Ints, count
 from crux_torch.network.topology import Topology
 
 #: Orders of so many devices are all tried; of more, the nearest one follows.

@@ -382,8 +382,8 @@ def _aligned(length: int) -> int:
     return (length + 3) & ~3
 
 
-def moved_bytes(interface: str, sysfs: Path = SYSFS) -> tuple[int, int] | None:
+def moved_bytes(interface: str) -> tuple[int, int] | None:
     """Returns the bytes that ``interface`` has sent and received; None if it does not tell."""
-    statistics = sysfs / "class" / "net" / interface / "statistics"
+    statistics = SYSFS / "class" / "net" / interface / "statistics"
     sent, received = number(text(statistics / "tx_bytes")), number(text(statistics / "rx_bytes"))
     return None if sent is None or received is None else (int(sent), int(received))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from crux_torch.agreement.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
     from crux_torch.agreement.registry import StoredPlan
     from crux_torch.network.topology import Topology
+    from crux_torch.settings import Settings
 
 #: Seconds for which a command waits for an answer: a busy store takes some.
 TIMEOUT_S = 10.0
@@ -94,22 +95,23 @@ class ClusterReader:
     """Reads one cluster's records again and again; what has not changed is not decoded again.
 
     Args:
-        endpoint, secret, group: the settings ``store``, ``store_secret`` and ``store_group``.
+        settings: name the store, its secret and group, and the cluster.
 
     Raises:
         StoreError: the store can't be reached or does not answer in time; every method raises it.
         SettingsError: one of the settings can't be used.
     """
 
-    def __init__(self, endpoint: str, secret: str, cluster: str, *, group: str = "") -> None:
+    def __init__(self, settings: Settings) -> None:
         from crux_torch.agreement.inputs import TopologyReader
         from crux_torch.agreement.registry import Registry
         from crux_torch.agreement.seen_network import SeenNetwork
         from crux_torch.store.endpoint import LOAD_S, open_store
 
-        self._endpoint, self._cluster = endpoint, cluster
-        self._store = open_store(endpoint, secret, group, timeout_s=TIMEOUT_S, load_s=LOAD_S)
-        self._registry = Registry(self._store, cluster)
+        self._endpoint, self._cluster = settings.store, settings.cluster
+        given = settings.store, settings.store_secret, settings.store_group
+        self._store = open_store(*given, timeout_s=TIMEOUT_S, load_s=LOAD_S)
+        self._registry = Registry(self._store, settings.cluster)
         self._topologies, self._seen_network = TopologyReader(), SeenNetwork()
         self._seen: StoredPlan | None = None
         self._looked = False
@@ -162,22 +164,16 @@ class ClusterReader:
 
 
 def read_status(
-    endpoint: str,
-    secret: str,
-    cluster: str,
-    settle_s: float = 0.0,
-    *,
-    group: str = "",
-    history: bool = False,
+    settings: Settings, settle_s: float = 0.0, *, history: bool = False
 ) -> ClusterStatus:
-    """Read a cluster's records once; arguments and errors are those of :class:`ClusterReader`.
+    """Read a cluster's records once; raises the errors of :class:`ClusterReader`.
 
     Args:
         settle_s: seconds until a second look; 0: only one. One look may find the record of a job
             that has died. A second look after its lease does not.
         history: read the audit log, too.
     """
-    with ClusterReader(endpoint, secret, cluster, group=group) as reader:
+    with ClusterReader(settings) as reader:
         found = reader.read()
         if settle_s:
             time.sleep(settle_s)
@@ -372,7 +368,7 @@ def _trial(entry: PlanEntry | None, jobs: Mapping[str, JobRecord]) -> str:
 
 
 def _is_current(tried: TriedPlan, plan: Plan | None) -> bool:
-    """True if it is of a component as it is now."""
+    """True if a component of ``plan`` has this trial."""
     entries = plan.entries if plan is not None else ()
     return any(e.trial.name == tried.name for e in entries if e.trial)
 

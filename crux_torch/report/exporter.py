@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -194,9 +195,8 @@ def main() -> None:
     told = socket.socket(fileno=args.fd)
     try:
         stand_back(args.parent)
-        settings = process_settings()
-        where = settings.store, args.secret, settings.cluster
-        exporter = Exporter(lambda: ClusterReader(*where, group=settings.store_group), args.job)
+        settings = replace(process_settings(), store_secret=args.secret)
+        exporter = Exporter(lambda: ClusterReader(settings), args.job)
         server = PageServer(exporter.routes(), ("127.0.0.1", args.port))
         threading.Thread(target=exporter.run, daemon=True).start()
         threading.Thread(target=server.serve_forever, daemon=True).start()

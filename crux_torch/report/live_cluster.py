@@ -137,9 +137,7 @@ def _routers(path: Path, topology: Topology) -> tuple[str, ...]:
 
 
 def link_loads(
-    cluster: Cluster,
-    now: Decision,
-    steps: Mapping[str, JobSteps] = MappingProxyType({}),
+    cluster: Cluster, now: Decision, steps: Mapping[str, JobSteps] = MappingProxyType({})
 ) -> dict[Link, LinkLoad]:
     """Returns the load of each link that a job sends over.
 

@@ -66,13 +66,7 @@ def console(file: IO[str] | None = None, width: int | None = None) -> Console:
 
 
 def say(
-    to: Console,
-    text: str,
-    *,
-    indent: int = 0,
-    start: int = 0,
-    style: str = "",
-    fold: bool = False,
+    to: Console, text: str, *, indent: int = 0, start: int = 0, style: str = "", fold: bool = False
 ) -> None:
     """Print a line of prose: a terminal gets it in lines of whole words, a file in one.
 

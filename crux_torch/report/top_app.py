@@ -131,7 +131,6 @@ class Rows(ScrollView, can_focus=True):
             self.refresh()
 
     def action_page(self, by: int) -> None:
-        """Move the cursor by so many pages."""
         self.action_move(by * max(1, self.size.height - 2))
 
     def action_choose(self) -> None:
@@ -143,16 +142,13 @@ class Rows(ScrollView, can_focus=True):
 class Detail(ModalScreen[None]):
     """All that is known of one job, or of one link."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter", "dismiss", "Back"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Back")]
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__()
         self._lines = list(lines)
 
     def compose(self) -> ComposeResult:
-        """Yields the text."""
         with VerticalScroll():
             yield Static("\n".join(self._lines), markup=False, id="text")
         yield Footer()
@@ -192,7 +188,6 @@ class TopApp(App[None]):
         self._loads: tuple[object, dict[Link, LinkLoad]] = (None, {})
 
     def compose(self) -> ComposeResult:
-        """Yields the widgets, from the top."""
         yield Static("reading the store ...", markup=False, id="head")
         yield Rows(JOB_COLUMNS, "slowdown", "jobs")
         yield Rows(LINK_COLUMNS, "planned", "links")
@@ -258,7 +253,6 @@ class TopApp(App[None]):
         table.sort_again()
 
     def action_reverse(self) -> None:
-        """Sort the other way round."""
         self._table.backwards = not self._table.backwards
         self._table.sort_again()
 

@@ -10,7 +10,7 @@ from crux_torch.schedule.papers.crux import crux_pa, crux_paper, crux_ps_pa
 from crux_torch.schedule.papers.mlcc import mlcc
 from crux_torch.settings import LIVE_POLICIES
 
-#: All that there are: the simulator can play every one of them.
+#: All schedulers; the simulator can play each of them.
 SCHEDULERS: dict[str, Scheduler] = {
     "crux": crux,
     "crux-paper": crux_paper,
@@ -25,12 +25,12 @@ SCHEDULERS: dict[str, Scheduler] = {
     "ideal": ideal,
 }
 
-#: Those that a trace of days is replayed under: too long for slots of milliseconds.
+#: Schedulers for traces of days, which are too long for mlcc's slots of milliseconds.
 IN_TRACES = {name: each for name, each in SCHEDULERS.items() if name != "mlcc"}
 
-#: Those whose decisions a running cluster can carry out.
+#: Schedulers whose decisions a running cluster can carry out.
 LIVE: dict[str, Scheduler] = {name: SCHEDULERS[name] for name in LIVE_POLICIES}
 
-#: What a running cluster does while a policy that takes its time decides, and what that is called.
+#: The policy of a running cluster while a slower one decides: its name, and its scheduler.
 FIRST_NAME: dict[str, str] = {"crux": "crux-first"}
 FIRST: dict[str, Scheduler] = {"crux-first": crux_first}

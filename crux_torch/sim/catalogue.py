@@ -164,7 +164,6 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """Ranks of the job."""
         return self.data * self.tensor * self.pipeline
 
     @property

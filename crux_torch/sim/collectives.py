@@ -19,13 +19,7 @@ from crux_torch.measure import traffic
 from crux_torch.network.paths import hashed_choice, spread
 from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Burst, Flow, Job, Path
-from crux_torch.sim.catalogue import (
-    Collective,
-    Group,
-    Model,
-    iteration,
-    layout_of,
-)
+from crux_torch.sim.catalogue import Collective, Group, Model, iteration, layout_of
 
 #: Bytes from one GPU (or host, where a topology has no GPUs) to another.
 Transfers = dict[tuple[str, str], float]
@@ -165,10 +159,7 @@ def _moved(
 
 
 def transfers(
-    collective: Collective,
-    gpus: Sequence[str],
-    topology: Places,
-    alltoall_peers: int | None = None,
+    collective: Collective, gpus: Sequence[str], topology: Places, alltoall_peers: int | None = None
 ) -> Transfers:
     """Bytes from GPU to GPU of all runs of ``collective`` in one iteration, also inside hosts.
 

@@ -181,7 +181,7 @@ def walk(cell: Cell) -> Iterable[Cell]:
 
 
 def place_random(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
-    """Any free GPUs, each as likely as any other; ranks count up host by host."""
+    """Returns free GPUs chosen uniformly at random; ranks count up host by host."""
     free = allocation.free()
     if len(free) < request.gpus:
         return None

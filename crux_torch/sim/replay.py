@@ -100,10 +100,7 @@ class Outcome:
 
 
 def replay(
-    trace: Trace,
-    placer: Placer,
-    scheduler: Scheduler,
-    options: ReplayOptions = ReplayOptions(),
+    trace: Trace, placer: Placer, scheduler: Scheduler, options: ReplayOptions = ReplayOptions()
 ) -> Outcome:
     """Plays ``trace`` until its last job has ended.
 

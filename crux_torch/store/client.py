@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from crux_torch.errors import Cause, StoreError, StoreForbidden, StoreTooLarge
+from crux_torch.errors import Cause, StoreError, StoreForbidden, StoreTooLarge, first_line
 from crux_torch.own_folders import FolderError
 from crux_torch.store import (
     KEY_BYTES,
@@ -202,7 +202,6 @@ class Connection:
         return self._frames.has_ended()
 
     def close(self) -> None:
-        """Close the socket."""
         self._frames.close()
 
 
@@ -451,7 +450,7 @@ class StoreClient:
     def _reason_of(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._timeout_s} s"
-        return str(error).partition("\n")[0][:200] or type(error).__name__
+        return first_line(error)
 
     def _offended(self, reason: str) -> StoreError:
         """Leave the other side alone for a while: it is no server of ours, or broken."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import select
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,9 +24,8 @@ from crux_torch.store.frames import (
     MAX_REQUEST_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
-    READY,
     Challenge,
-    FrameSocket,
+    ChildSocket,
     Handshake,
     Hello,
     Proof,
@@ -42,8 +39,8 @@ from crux_torch.store.frames import (
 if TYPE_CHECKING:
     from crux_torch.store.etcd import EtcdContents
 
-PARENT_POLL_S = 1.0
-SEND_S = 10.0
+#: Seconds that one frame may take.
+FRAME_S = 10.0
 
 _hello = msgspec.msgpack.Decoder(Hello)
 _proof = msgspec.msgpack.Decoder(Proof)
@@ -51,26 +48,18 @@ _proof = msgspec.msgpack.Decoder(Proof)
 
 def serve(connected: socket.socket, contents: EtcdContents, parent: int) -> None:
     """Answer until the other side is gone."""
-    frames = FrameSocket(connected)
-    frames.send(READY, time.monotonic() + SEND_S)
-
-    def next_frame(limit: int) -> bytes:
-        while not select.select([connected], [], [], PARENT_POLL_S)[0]:
-            if os.getppid() != parent:
-                raise EOFError
-        return frames.receive(limit, time.monotonic() + SEND_S)
-
-    hello = unpack(next_frame(MAX_GREETING_BYTES), _hello)
+    frames = ChildSocket(connected, parent, FRAME_S)
+    hello = unpack(frames.next_frame(MAX_GREETING_BYTES), _hello)
     nonce = secrets.token_bytes(NONCE_BYTES)
     challenge, life = Challenge(PROTOCOL_VERSION, nonce, False), secrets.token_hex(8)
     handshake = Handshake(b"", hello, challenge)
-    frames.send(pack(challenge), time.monotonic() + SEND_S)
-    unpack(next_frame(MAX_GREETING_BYTES), _proof)
+    frames.answer(pack(challenge))
+    unpack(frames.next_frame(MAX_GREETING_BYTES), _proof)
     welcome = Welcome(handshake.digest("server", life), life)
-    frames.send(pack(welcome), time.monotonic() + SEND_S)
+    frames.answer(pack(welcome))
     while True:
-        request = unpack_request(next_frame(MAX_REQUEST_BYTES), request_decoder)
-        frames.send(pack(contents.answer(request)), time.monotonic() + SEND_S)
+        request = unpack_request(frames.next_frame(MAX_REQUEST_BYTES), request_decoder)
+        frames.answer(pack(contents.answer(request)))
 
 
 def main() -> None:

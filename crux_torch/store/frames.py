@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import select
 import socket
 import time
 from typing import Annotated, TypeVar
@@ -18,12 +19,7 @@ import msgspec
 
 from crux_torch.errors import SettingsError
 from crux_torch.files import open_regular
-from crux_torch.store import (
-    MAX_KEY_BYTES,
-    MAX_LEASE_S,
-    MAX_VALUE_BYTES,
-    encoded_size,
-)
+from crux_torch.store import MAX_KEY_BYTES, MAX_LEASE_S, MAX_VALUE_BYTES, encoded_size
 
 #: Goes up when a message changes its meaning. The two sides must be of the same version.
 PROTOCOL_VERSION = 2
@@ -303,6 +299,8 @@ def mark(connection: socket.socket, dscp: int) -> None:
 #: Start of an HTTP server's answer: as the length of a frame it would be a gigabyte.
 _HTTP_BEGIN = b"HTTP"
 HTTP = "an HTTP server answers"
+#: Seconds between two looks of a child process for its parent.
+PARENT_POLL_S = 1.0
 #: Pause after a part of a frame: its sender may send single bytes, and each receive takes the GIL.
 PART_S = 0.001
 
@@ -353,7 +351,6 @@ class FrameSocket:
             return True
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _bytes(self, size: int, deadline_s: float) -> bytes:
@@ -368,6 +365,31 @@ class FrameSocket:
             if got < size:
                 time.sleep(PART_S)
         return bytes(data)
+
+
+class ChildSocket(FrameSocket):
+    """A child process's connection to its parent; tells it at once that all is loaded.
+
+    Args:
+        parent: process ID.
+        frame_s: seconds that one frame may take.
+    """
+
+    def __init__(self, connected: socket.socket, parent: int, frame_s: float) -> None:
+        super().__init__(connected)
+        self._parent, self._frame_s = parent, frame_s
+        self.answer(READY)
+
+    def answer(self, data: bytes) -> None:
+        """Send ``data``; raises OSError."""
+        self.send(data, time.monotonic() + self._frame_s)
+
+    def next_frame(self, limit: int) -> bytes:
+        """Returns the parent's next frame; raises EOFError once the parent is gone, or OSError."""
+        while not select.select([self._socket], [], [], PARENT_POLL_S)[0]:
+            if os.getppid() != self._parent:
+                raise EOFError("the parent is gone")
+        return self.receive(limit, time.monotonic() + self._frame_s)
 
 
 def _left(deadline_s: float) -> float:

@@ -35,7 +35,7 @@ _TAKEN: dict[int | None, HostState] = {errno.EADDRINUSE: "standby", errno.EADDRN
 
 POLL_S = 0.5
 CALL_S = 2.0
-#: Seconds without an answer from whoever has the place before a warning.
+#: Seconds without an answer from the process at the place until a warning.
 PATIENCE_S = 15.0
 #: Clients that the embedded store bears: benchmarks/control.py, docs/operate/store.md.
 BEARABLE_CLIENTS = 1000

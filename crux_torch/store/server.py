@@ -93,7 +93,7 @@ class Service(Protocol):
         """The connection of ``client`` has ended."""
 
     def expire(self) -> None:
-        """Drop what has outlived its writer."""
+        """Drop the entries that nobody renewed in time."""
 
 
 class RunningClock:

@@ -12,17 +12,8 @@ from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
 from crux_torch.dispatch.predictor import predicted_links
 from crux_torch.dispatch.search import strongest
 from evaluation.dispatch import MIXED, case, efficacy, measured, methods, remembered, search_cpu_s
-from evaluation.dispatch_contention import (
-    HELD,
-    HOSTS,
-    RULES,
-    compact,
-    contention_rows,
-    scene,
-)
-from evaluation.dispatch_contention import (
-    text_of as contention_text,
-)
+from evaluation.dispatch_contention import HELD, HOSTS, RULES, compact, contention_rows, scene
+from evaluation.dispatch_contention import text_of as contention_text
 from evaluation.dispatch_tables import efficacy_rows, storage_row, text_of, time_rows
 from evaluation.litegd import MODELS, Trees, bidirectional, by_topology, connection, host_table
 

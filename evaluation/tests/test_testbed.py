@@ -132,8 +132,7 @@ def test_paths_only_has_the_paths_of_crux_and_one_level(topology: Topology) -> N
 def test_command(tmp_path: Path) -> None:
     few = ["--draws", "2", "--horizon", "10", "--schedulers", "ecmp,crux-paper"]
     ran = CliRunner().invoke(
-        evaluation,
-        ["testbed", "--figure", "20", *few, "--out", str(tmp_path)],
+        evaluation, ["testbed", "--figure", "20", *few, "--out", str(tmp_path)]
     )
     assert ran.exit_code == 0, ran.output
     assert "Figure 20" in ran.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_fakes import until
+from control_fakes import hosted_store, until
 from dscp_maps import CLASS_SELECTORS, MARKED_ENV
 from loopback import free_port
 from places import SUPPORT
@@ -21,7 +21,6 @@ from training_job import BOUND_S, environment, less_news
 
 from crux_torch.agreement.registry import Registry
 from crux_torch.store.endpoint import open_store
-from crux_torch.store.host import StoreHost
 
 pytestmark = pytest.mark.slow
 
@@ -84,12 +83,8 @@ class Ranks:
 
 @pytest.fixture
 def store() -> Iterator[str]:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    host = StoreHost(endpoint, poll_s=0.1, linger_s=1.0)
-    host.start()
-    until(lambda: host.state == "hosting", 10, "the store")
-    yield endpoint
-    host.stop()
+    with hosted_store() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

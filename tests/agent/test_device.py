@@ -127,9 +127,7 @@ def test_a_torch_that_fails_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     assert made.finish({}) is None
 
 
-def test_a_driver_that_hangs_does_not_keep_the_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_driver_that_hangs_does_not_keep_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml(gpus(), hanging=["nvmlDeviceGetCount"])
     made = meter(monkeypatch, library=fake)
     made.begin()

@@ -103,7 +103,7 @@ def test_the_record_follows_a_job_that_shrinks_and_grows(
         def measured(ranks: int) -> bool:
             """Whether the job has a profile as one of so many ranks, in a life of its own."""
             with contextlib.suppress(StoreError):
-                for record in read_status(store, "", Settings().cluster).jobs:
+                for record in read_status(Settings(store=store)).jobs:
                     anew = record.incarnation not in {r.incarnation for r in seen}
                     if record.gpus == ranks and record.profile is not None and anew:
                         seen.append(record)

@@ -20,11 +20,7 @@ from lab.measurement import losses_equal
 from lab.twins import Workload
 
 _OK, _REASON = netns.available()
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.alone,
-    pytest.mark.skipif(not _OK, reason=_REASON),
-]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 #: Steps of the ring last for seconds where it starves; those of the pair do not.
 WINDOW_S, PAIR_WINDOW_S = 20.0, 10.0

@@ -15,12 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from led_job import SETTINGS, TICK_S, Job, run, sample
 
-from crux_torch.agent.job_controller import (
-    GRACE_S,
-    MAX_RETRY_S,
-    RETRY_S,
-    WITHOUT_STORE_S,
-)
+from crux_torch.agent.job_controller import GRACE_S, MAX_RETRY_S, RETRY_S, WITHOUT_STORE_S
 from crux_torch.agent.orders import SCHEMA_VERSION, Order, answer
 from crux_torch.agreement.planner import compute_entries
 from crux_torch.agreement.records import PlanEntry

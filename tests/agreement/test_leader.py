@@ -10,16 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_fakes import (
-    SPAWN,
-    FakeClock,
-    FaultyStore,
-    Hosts,
-    MemoryStore,
-    by_name,
-    profile,
-    until,
-)
+from control_fakes import SPAWN, FakeClock, FaultyStore, Hosts, MemoryStore, by_name, profile, until
 from leaders import agreed, leader_of, leaders_of, run
 from shared_core import shared_core
 

@@ -243,10 +243,7 @@ def test_large_contents_are_parsed_and_planned_apart(
     "raw", [SMALL, b"junk: [", LEAF_SPINE.encode()], ids=["builder", "junk", "other"]
 )
 def test_a_topology_that_is_not_the_jobs_own_is_never_parsed_in_a_rank(
-    running: ServerThread,
-    start: Callable[..., Rank],
-    monkeypatch: pytest.MonkeyPatch,
-    raw: bytes,
+    running: ServerThread, start: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, raw: bytes
 ) -> None:
     rank = start()
     rank.ticks_until(has_plan(rank), "a plan")

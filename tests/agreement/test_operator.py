@@ -15,12 +15,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from control_fakes import SPAWN, FakeClock, MemoryStore, by_name, profile, record, until
+from control_fakes import (
+    SPAWN,
+    FakeClock,
+    MemoryStore,
+    by_name,
+    hosted_store,
+    profile,
+    record,
+    until,
+)
 from etcd_server import Etcd, needs_etcd, wait_ready
 from hypothesis import given
 from hypothesis import strategies as st
 from leaders import agreed, leader_of, leaders_of, run
-from loopback import free_port
 from places import ROOT
 from store_server import ServerThread
 
@@ -41,7 +49,6 @@ from crux_torch.schedule.schedulers import LIVE
 from crux_torch.store import MAX_LEASE_S
 from crux_torch.store.client import StoreClient
 from crux_torch.store.endpoint import open_store
-from crux_torch.store.host import StoreHost
 
 NAMES = ("a", "b", "c", "d")
 _some = st.sets(st.sampled_from(NAMES))
@@ -328,12 +335,8 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
             wait_ready(etcd)
             yield f"etcd://{etcd.endpoints}/lab"
         return
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    host = StoreHost(endpoint, poll_s=0.05, linger_s=1.0)
-    host.start()
-    until(lambda: host.state == "hosting", what="the store")
-    yield endpoint
-    host.stop()
+    with hosted_store() as endpoint:
+        yield endpoint
 
 
 def crux(endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crux_torch.agreement.operator import OperatorSettings
-from crux_torch.agreement.records import (
-    MAX_EPOCH,
-    MAX_RECORD_BYTES,
-    PlanEntry,
-    PlanHead,
-)
+from crux_torch.agreement.records import MAX_EPOCH, MAX_RECORD_BYTES, PlanEntry, PlanHead
 from crux_torch.agreement.registry import PlanState, Registry, StoredEntry, StoredPlan, decode
 from crux_torch.agreement.snapshot import Snapshot, fingerprint
 

@@ -108,9 +108,7 @@ def test_the_users_file_is_where_that_nccl_looks(tmp_path: Path, version: Versio
     assert NcclVariables(env, version=(2, 29, 7)).get("NCCL_LAST") != newer
 
 
-def test_the_environment_wins_over_the_users_file_and_that_over_the_systems(
-    tmp_path: Path,
-) -> None:
+def test_the_environment_wins_over_the_users_file_and_that_over_the_systems(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     user, system, named = home / ".nccl.conf", tmp_path / "etc", tmp_path / "named"

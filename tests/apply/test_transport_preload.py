@@ -97,7 +97,7 @@ def test_with_rdma_devices_programs_and_nccl_get_the_shim(
     variables = preload.environment(Settings(), env)
     loaded = variables["LD_PRELOAD"].split(":")
     assert sorted(Path(entry).name for entry in loaded) == [
-        *("a.so", LIBRARY.name, verbs_shim.NCCL_NAME, verbs_shim.PROGRAM_NAME),
+        *("a.so", LIBRARY.name, verbs_shim.NCCL_NAME, verbs_shim.PROGRAM_NAME)
     ]
     assert variables[verbs_shim.NCCL_VARIABLE] in loaded
 

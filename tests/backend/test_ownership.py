@@ -87,7 +87,7 @@ def _kernel_class(inode: int) -> int:
     """TOS or traffic class of a socket, read without the code under test setting anything."""
     sock = SocketTable().scan()[inode]
     with socket.socket(fileno=os.dup(sock.fd)) as duplicate:
-        if sock.sends_ipv6:
+        if sock.family == socket.AF_INET6 and ":" in sock.local[0]:
             return duplicate.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
         return duplicate.getsockopt(socket.IPPROTO_IP, socket.IP_TOS)
 

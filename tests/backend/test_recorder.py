@@ -177,9 +177,7 @@ CASES = {
         "reduce_scatter", lambda g: g.reduce_scatter([tensor()], [lists(SIZE)]), WHOLE
     ),
     "reduce_scatter_single": Case(
-        "reduce_scatter_single",
-        lambda g: g._reduce_scatter_base(tensor(), tensor(SIZE * 6)),
-        WHOLE,
+        "reduce_scatter_single", lambda g: g._reduce_scatter_base(tensor(), tensor(SIZE * 6)), WHOLE
     ),
     "reduce_scatter_tensor_coalesced": Case(
         "reduce_scatter_coalesced",

@@ -74,13 +74,12 @@ def test_an_ipv4_mapped_connection_is_written_as_ipv4():
             end = found[_inode(accepted)]
             assert end.family == socket.AF_INET6
             assert end.peer == client.getsockname()
-            assert not end.sends_ipv6
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="::1 can't be bound on this machine")
-def test_an_ipv6_connection_sends_ipv6():
+def test_an_ipv6_connection_is_found():
     with _connection("::1", socket.AF_INET6) as (_, client, _accepted):
-        assert SocketTable().scan()[_inode(client)].sends_ipv6
+        assert SocketTable().scan()[_inode(client)].local[0] == "::1"
 
 
 def test_a_socket_that_connects_later_is_found_then():

@@ -9,21 +9,15 @@ from typing import Any
 
 import pytest
 from dscp_maps import MARKED
+from findings import sound
 
 from crux_torch.apply import transport as transport_face
 from crux_torch.apply import verbs_shim
 from crux_torch.apply.transport import Transport, TransportError
 from crux_torch.apply.verbs_shim import VerbsShimError
 from crux_torch.cli.doctor import network, process
-from crux_torch.cli.doctor.finding import Check
 from crux_torch.host.interfaces import Gid, Limits, RdmaDevice, RdmaPort
 from crux_torch.settings import PortRange, Settings
-
-
-def sound(check: Check) -> Check:
-    """The finding, which says its cost and remedy where something is missing."""
-    assert (check.cost == "") == (check.remedy == "") == (check.state == "ok")
-    return check
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from dscp_maps import CLASS_SELECTORS
+from findings import by_part
 
 from crux_torch.agreement.problems import NO_NETWORK
 from crux_torch.cli import doctor
@@ -32,10 +33,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def found(**settings: object) -> dict[str, Check]:
-    checks = list(network.topology(Settings(dscp_map=CLASS_SELECTORS, **settings)))  # type: ignore[arg-type]
-    for check in checks:
-        assert (check.cost == "") == (check.remedy == "") == (check.state == "ok")
-    return {check.part: check for check in checks}
+    return by_part(network.topology(Settings(dscp_map=CLASS_SELECTORS, **settings)))  # type: ignore[arg-type]
 
 
 def test_a_host_that_is_in_the_topology_by_name_or_by_address(file: str) -> None:

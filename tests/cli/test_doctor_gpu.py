@@ -9,6 +9,7 @@ from typing import Any
 
 import pcie_layouts as layouts
 import pytest
+from findings import by_part
 
 from crux_torch.cli.doctor import gpu
 from crux_torch.cli.doctor.finding import Check
@@ -38,10 +39,7 @@ def findings(
     tree: PcieTree, report: NvmlReport, nics: Iterable[str] = (), acs: Any = lambda *_: ()
 ) -> dict[str, Check]:
     present = nics_at(nics or tree.of_kind("nic"))
-    checks = list(gpu.gpus(Settings(), report, tree, present, acs))
-    for check in checks:
-        assert (check.cost == "") == (check.remedy == "") == (check.state == "ok")
-    return {check.part: check for check in checks}
+    return by_part(gpu.gpus(Settings(), report, tree, present, acs))
 
 
 @pytest.fixture

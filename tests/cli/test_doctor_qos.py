@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dscp_maps import CLASS_SELECTORS, MARKED
+from findings import sound
 from networks import NETWORK
 
 from crux_torch.cli.doctor import network
@@ -150,10 +151,7 @@ def found(
         dscp_map=maps.get("tcp", ()),
         rdma_dscp_map=maps.get("rdma", ()),
     )
-    checks = list(network.of_interfaces(settings, said, hosts, DEVICES))
-    for check in checks:
-        assert (check.cost == "") == (check.remedy == "") == (check.state == "ok"), check
-    return checks
+    return list(map(sound, network.of_interfaces(settings, said, hosts, DEVICES)))
 
 
 def broken(*told: object, **maps: tuple[int, ...]) -> str:

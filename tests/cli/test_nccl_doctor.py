@@ -120,10 +120,7 @@ def test_a_variable_that_this_release_does_not_know_is_not_told() -> None:
         ),
         ((2, 28, 9), (*("NCCL_IB_TC, trafficClass, 0",), None, "NCCL_IB_TC, 0")),
         ((2, 30, 4), (None, None, "NCCL_IB_TC, ginTrafficClass, trafficClass, 0")),
-        (
-            (2, 30, 7),
-            (None, None, "NCCL_GIN_IB_TC, NCCL_IB_TC, ginTrafficClass, trafficClass, 0"),
-        ),
+        ((2, 30, 7), (None, None, "NCCL_GIN_IB_TC, NCCL_IB_TC, ginTrafficClass, trafficClass, 0")),
     ],
 )
 def test_the_order_of_each_release(version: nccl.Version, expected: tuple[str | None, ...]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from control_fakes import record, until
+from control_fakes import hosted_store, record
 from loopback import free_port
 
 from crux_torch.agreement.registry import Registry
@@ -21,7 +21,6 @@ from crux_torch.network.loaders import load_topology
 from crux_torch.network.probe.qos_probe import QosReport
 from crux_torch.network.probe.qos_verdicts import LevelVerdict, Queue
 from crux_torch.store.endpoint import open_store
-from crux_torch.store.host import StoreHost
 
 CLUSTER = """
 version: 1
@@ -96,17 +95,13 @@ def test_no_load_in_a_lossless_class(cluster: Path, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def store() -> Iterator[str]:
     """A store with a job on b0, and one whose name would move the cursor."""
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    host = StoreHost(endpoint, poll_s=0.05, linger_s=1.0)
-    host.start()
-    until(lambda: host.state == "hosting", what="the store")
-    client = open_store(endpoint, timeout_s=60.0)
-    registry = Registry(client, "default")
-    for name, hosts in (("gpt", ("a0", "b0")), ("\x1b[2J", ("b0",)), ("far", ("c0",))):
-        registry.publish_job(record(name, hosts=hosts), 60.0)
-    yield endpoint
-    client.close()
-    host.stop()
+    with hosted_store() as endpoint:
+        client = open_store(endpoint, timeout_s=60.0)
+        registry = Registry(client, "default")
+        for name, hosts in (("gpt", ("a0", "b0")), ("\x1b[2J", ("b0",)), ("far", ("c0",))):
+            registry.publish_job(record(name, hosts=hosts), 60.0)
+        yield endpoint
+        client.close()
 
 
 def test_load_beside_jobs_is_said(

@@ -16,8 +16,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from control_fakes import until
-from loopback import free_port
+from control_fakes import hosted_store, until
 from places import ROOT
 
 from crux_torch.agreement.audit import AuditEntry
@@ -26,7 +25,6 @@ from crux_torch.cli import results
 from crux_torch.network.probe.qos_probe import QosReport
 from crux_torch.report.explanation import Explanation
 from crux_torch.report.tables import json_text
-from crux_torch.store.host import StoreHost
 
 SCENARIO = ROOT / "examples" / "spines.json"
 PAGE = ROOT / "docs/operate/exit-codes.md"
@@ -136,12 +134,8 @@ def test_the_page_has_every_code_that_the_source_ends_with() -> None:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    host = StoreHost(endpoint, poll_s=0.05, linger_s=1.0)
-    host.start()
-    until(lambda: host.state == "hosting", what="the store")
-    yield endpoint
-    host.stop()
+    with hosted_store() as endpoint:
+        yield endpoint
 
 
 ARGV = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import heavy3
@@ -13,18 +13,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from places import SUPPORT
-from store_server import ServerThread
 from textual.pilot import Pilot
 
 from crux_torch.agreement.audit import AuditEntry
 from crux_torch.agreement.records import PathCounts
-from crux_torch.agreement.registry import Registry
 from crux_torch.cli.main import main
 from crux_torch.errors import StoreError
 from crux_torch.report.cluster_status import ClusterStatus
 from crux_torch.report.top_app import Rows, TopApp
 from crux_torch.report.top_rows import top_view
-from crux_torch.store.endpoint import open_store
 
 #: Each key waits until the screen is idle, which takes time on a busy machine.
 pytestmark = pytest.mark.slow
@@ -221,16 +218,6 @@ def test_without_a_plan_a_topology_or_jobs_there_is_a_view() -> None:
     assert (view.jobs, view.links) == ((), ())
     view = top_view(replace(status, plan_renewed=False), None, (), NOW_S)
     assert view.head[1] == "plan 3 by A, policy taccl, NOT renewed"
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with ServerThread() as server:
-        where = f"tcp://127.0.0.1:{server.port}"
-        store = open_store(where, "", timeout_s=10.0)
-        heavy3.fill(Registry(store, "lab"))
-        yield where
-        store.close()
 
 
 def crux(endpoint: str, *argv: str, **env: str) -> Result:

@@ -16,11 +16,7 @@ from faults.mix import CRUX, STEPS
 from lab import netns
 
 _OK, _REASON = netns.available()
-pytestmark = [
-    needs_etcd,
-    pytest.mark.full,
-    pytest.mark.skipif(not _OK, reason=_REASON),
-]
+pytestmark = [needs_etcd, pytest.mark.full, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 #: Of the job and of the store, in namespaces of their own with a cable between them.
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -21,11 +21,7 @@ NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILS
 
 WATCHDOG = "the_watchdog_ends_a_process_that_hangs"
 #: The parts with their variables.
-PARTS = {
-    "a_late_rank_times_out": BLOCKING,
-    "an_abort_comes_back": NO_WATCHDOG,
-    WATCHDOG: NO_DUMP,
-}
+PARTS = {"a_late_rank_times_out": BLOCKING, "an_abort_comes_back": NO_WATCHDOG, WATCHDOG: NO_DUMP}
 Both = dict[str, list[Outcome]]
 
 

@@ -24,13 +24,7 @@ MEASURE_SOON = {"CRUX_PROFILE_S": "20", "CRUX_TUNING": "profile_iterations=8"}
 @pytest.mark.parametrize("part", ["w_of_a_gpt", "w_of_a_resnet"])
 def test_w_is_what_arithmetic_gives(part: str, kind: Kind, report: Report, tmp_path: Path) -> None:
     job = Job(
-        kind,
-        ATTACHED,
-        ALONE,
-        (part,),
-        limit_s=300.0,
-        arguments=SHAPES[kind.name],
-        env=MEASURE_SOON,
+        kind, ATTACHED, ALONE, (part,), limit_s=300.0, arguments=SHAPES[kind.name], env=MEASURE_SOON
     )
     (outcome,) = job.run(tmp_path / "job")[part]
     assert outcome.kind == VALUE, outcome.value

@@ -312,9 +312,7 @@ def test_a_gpus_nic_is_one_that_it_reaches_best_and_gpus_share_them_evenly(
 
 
 @given(trees())
-def test_links_have_one_name_and_one_rate_each(
-    built: tuple[PcieTree, nx.Graph, list[str]],
-) -> None:
+def test_links_have_one_name_and_one_rate_each(built: tuple[PcieTree, nx.Graph, list[str]]) -> None:
     tree, graph, ends = built
     links = {link.name: link for link in tree.links()}
     assert len(links) == len(tree.links())

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from crux_torch.host.interfaces import Nic
-from crux_torch.host.lldp import of_interfaces, read_neighbours
-from crux_torch.host.seen import read_seen_host, seen_nics
+from crux_torch.host.seen import of_interfaces, read_neighbours, read_seen_host, seen_nics
 from crux_torch.network.discover.fragment import SeenNic
 from crux_torch.network.formats.lldp import Neighbour
 from crux_torch.network.topology import TopologyError

@@ -11,12 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from probe_fakes import Network, Router, leaf_and_spines
 
-from crux_torch.network.probe.discovery import (
-    Discovery,
-    Rules,
-    confidence_after,
-    draws_needed,
-)
+from crux_torch.network.probe.discovery import Discovery, Rules, confidence_after, draws_needed
 from crux_torch.network.probe.pacer import FLOOR_per_s, Pacer
 from crux_torch.network.probe.packets import Hops
 from crux_torch.network.probe.prober import PathMap

@@ -14,11 +14,7 @@ from lab import netns
 from lab.contest import NONE, Scenario, Seen, Turn
 
 _OK, _REASON = netns.available()
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.alone,
-    pytest.mark.skipif(not _OK, reason=_REASON),
-]
+pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 WINDOW_S = 10.0
 RATE_BPS = contest.SCENARIOS["pair"].rate_mbit * 1e6 / 8

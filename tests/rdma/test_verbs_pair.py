@@ -181,11 +181,7 @@ def test_every_queue_pair_of_nccl_sends_as_its_address_vector_says(
     peers = {one["peer"] for one in told["connected"]}
     assert peers == {packet.qpn for packet in packets}
     for one in told["connected"]:
-        assert one["asked"] == {
-            "traffic_class": of_nccl,
-            "service_level": of_nccl,
-            "flow_label": 0,
-        }
+        assert one["asked"] == {"traffic_class": of_nccl, "service_level": of_nccl, "flow_label": 0}
     wire = {(p.qpn, p.tos, p.source_port) for p in packets}
     if case == "plain":
         assert all(one["given"] == one["asked"] for one in told["connected"])

@@ -91,10 +91,7 @@ def test_two_jobs_are_seen_and_their_end_too(
     env = {**MARKED_ENV, "CRUX_STORE": f"tcp://127.0.0.1:{store}", "CRUX_LEASE_S": "2"}
     jobs = [
         Job("cruxrun", tmp_path / name, "--steps=100000", **{**env, "CRUX_JOB": name, **more})
-        for name, more in (
-            ("one", {"CRUX_METRICS": str(own), "SLURM_JOB_ID": "4711"}),
-            ("two", {}),
-        )
+        for name, more in (("one", {"CRUX_METRICS": str(own), "SLURM_JOB_ID": "4711"}), ("two", {}))
     ]
     try:
         running(

@@ -8,13 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
-from crux_torch.network.builders import (
-    BUILDERS,
-    GpuServer,
-    crux_testbed,
-    fat_tree,
-    two_layer_clos,
-)
+from crux_torch.network.builders import BUILDERS, GpuServer, crux_testbed, fat_tree, two_layer_clos
 from crux_torch.network.topology import Link, Topology, TopologyBuilder
 from crux_torch.report.topology_drawing import print_tree, to_svg
 

@@ -27,13 +27,7 @@ COMMUNICATOR_BYTES = "CUDA_RIG_COMMUNICATOR_BYTES"
 
 #: Faults with which the group has to keep its communicator.
 HANGS = "init hangs"
-KEEPS = (
-    HANGS,
-    "init fails",
-    "init is refused",
-    "little memory is left",
-    "NCCL gets no memory",
-)
+KEEPS = (HANGS, "init fails", "init is refused", "little memory is left", "NCCL gets no memory")
 #: Faults with which it has to switch all the same.
 SWITCHES = ("init is slow", "a capture is under way", "a free waits", "operations are slow")
 

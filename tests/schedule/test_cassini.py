@@ -15,13 +15,7 @@ from schedule_cases import clusters
 
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
-from crux_torch.schedule.papers.cassini import (
-    Meeting,
-    cassini,
-    loop_free,
-    time_shifts,
-    without,
-)
+from crux_torch.schedule.papers.cassini import Meeting, cassini, loop_free, time_shifts, without
 from crux_torch.schedule.papers.cassini_grid import (
     FAMILY_ANGLES,
     ROUNDING,
@@ -173,10 +167,7 @@ def test_the_order_of_meetings_that_differ_by_a_rounding_error_decides_nothing()
 
 def test_the_appendix_example() -> None:
     """Appendix A: Figure 8(b), j1 and j2 on l1, j2 and j3 on l2."""
-    graph = [
-        Meeting({0: 10, 1: 40}, 1.0, {0: 1, 1: 1}),
-        Meeting({1: 5, 2: 20}, 1.0, {1: 1, 2: 1}),
-    ]
+    graph = [Meeting({0: 10, 1: 40}, 1.0, {0: 1, 1: 1}), Meeting({1: 5, 2: 20}, 1.0, {1: 1, 2: 1})]
     assert time_shifts(graph, [1000] * 3) == [{0: 0, 1: -10 + 40, 2: -10 + 40 - 5 + 20}]
 
 

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from crux_torch import _schedule
 from crux_torch.schedule.papers import correction
-from crux_torch.schedule.papers.correction import (
-    K_MAX,
-    K_MIN,
-    GameJob,
-    correction_factors,
-)
+from crux_torch.schedule.papers.correction import K_MAX, K_MIN, GameJob, correction_factors
 from evaluation.variants import factor
 from evaluation.variants import play_game as play
 

@@ -17,11 +17,7 @@ from crux_torch.schedule.schedulers import SCHEDULERS
 
 FILE = SUPPORT / "golden_decisions.json"
 LINKS = tuple("uvwxyz")
-BURSTS = (
-    (Burst(1.0, 1.0),),
-    (Burst(0.5, 1.0),),
-    (Burst(0.25, 0.5), Burst(0.75, 0.5)),
-)
+BURSTS = ((Burst(1.0, 1.0),), (Burst(0.5, 1.0),), (Burst(0.25, 0.5), Burst(0.75, 0.5)))
 
 
 def cluster_of(seed: int) -> Cluster:

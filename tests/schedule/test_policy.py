@@ -311,8 +311,8 @@ def test_the_search_leaves_the_race_what_it_needs() -> None:
     assert busy(by_intensity) > 1.01 * busy(dict.fromkeys(by_intensity, 6))
 
 
-def test_the_search_leaves_its_starts_for_better_paths_and_levels() -> None:
-    # Both on x, and in the order that keeps fewer GPUs busy: y is free.
+def few_and_many() -> tuple[Rehearsal, Assignment]:
+    """Jobs of 1 and 64 GPUs, both on x though y is free, the small one ahead."""
     ways = (("x",), ("y",))
     jobs = tuple(
         Job(name, gpus, 1.0, 1.0, (Flow(1.0, ways),), (Burst(1.0, 1.0),))
@@ -320,19 +320,19 @@ def test_the_search_leaves_its_starts_for_better_paths_and_levels() -> None:
     )
     rehearsal = Rehearsal(Cluster({"x": 1.0, "y": 1.0}, jobs), BRIEF)
     start = Assignment(((0,), (0,)), (1, 0))
+    return rehearsal, start
+
+
+def test_the_search_leaves_its_starts_for_better_paths_and_levels() -> None:
+    # Both on x, and in the order that keeps fewer GPUs busy: y is free.
+    rehearsal, start = few_and_many()
     best = search(rehearsal, [start], moves_of_plans(rehearsal.jobs, 2), WORK)[0]
     assert best.path[0] != best.path[1]
     assert judge(rehearsal, [best])[best] > judge(rehearsal, [start])[start]
 
 
 def test_a_search_goes_on_from_better_plans_before_it_has_tried_all_moves_of_worse_ones() -> None:
-    ways = (("x",), ("y",))
-    jobs = tuple(
-        Job(name, gpus, 1.0, 1.0, (Flow(1.0, ways),), (Burst(1.0, 1.0),))
-        for name, gpus in (("few", 1), ("many", 64))
-    )
-    rehearsal = Rehearsal(Cluster({"x": 1.0, "y": 1.0}, jobs), BRIEF)
-    start = Assignment(((0,), (0,)), (1, 0))
+    rehearsal, start = few_and_many()
     all_moves = moves_of_plans(rehearsal.jobs, 3)
     asked: list[Assignment] = []
 

@@ -41,8 +41,7 @@ def in_12_s(first: str, *jobs: tuple[float, float, float]) -> dict[str, list[flo
 
 
 @pytest.mark.parametrize(
-    ("first", "utilization", "sent_s"),
-    [("1", 9 / 24, [6.0, 3.0]), ("2", 10 / 24, [4.0, 6.0])],
+    ("first", "utilization", "sent_s"), [("1", 9 / 24, [6.0, 3.0]), ("2", 10 / 24, [4.0, 6.0])]
 )
 def test_example_1_of_the_crux_paper(first, utilization, sent_s):
     """Figure 11: 37.5% with job 1 first, or 41.7%."""

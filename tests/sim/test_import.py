@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiled import moved
 
 from crux_torch.cli.sim import sim
 from crux_torch.measure import chrome_trace, traffic
@@ -65,14 +66,6 @@ def goal() -> str:
     return GOAL.replace("l3: calc 3000 cpu 1\n", "l3: calc 3000 cpu 1\nl4: recv 8b from 1 tag 7\n")
 
 
-def bytes_by_op(job: ImportedJob) -> dict[str, float]:
-    """Payload times runs times groups of each operation."""
-    total: dict[str, float] = {}
-    for one in job.collectives:
-        total[one.op] = total.get(one.op, 0.0) + one.bytes * one.count * len(one.groups)
-    return total
-
-
 # SimAI
 
 
@@ -109,7 +102,7 @@ def test_simai_reads_files_with_spaces_and_without_a_pipeline() -> None:
         "NONE   0      1 "
     )
     assert job.compute_s == pytest.approx(556002e-9)
-    assert bytes_by_op(job) == {"allreduce": 536870912}
+    assert moved(job) == {"allreduce": 536870912}
 
 
 # GOAL
@@ -396,7 +389,7 @@ def test_names_in_chakras_json_are_not_needed(name: bytes, mark: bytes) -> None:
     text = json.dumps({"version": "1"}) + "".join(map(json.dumps, nodes))
     files = {f"t.{r}.json": mark + text.encode().replace(b"NAME", name) for r in range(2)}
     assert format_of(files) == "chakra"
-    assert bytes_by_op(read_chakra(files)) == {"allreduce": 1000}
+    assert moved(read_chakra(files)) == {"allreduce": 1000}
 
 
 # Chrome
@@ -467,7 +460,7 @@ def test_a_kernel_is_told_by_the_host_that_launched_it_in_the_iteration_before()
         launch["args"] = kernel["args"] | {"External id": i}
         kernel["args"] = {"External id": i}
     job = read_chrome({"a": kineto(0, 2, *steps(0, 100, 200), *launches, *kernels)})
-    assert bytes_by_op(job) == {"allreduce": 1000}
+    assert moved(job) == {"allreduce": 1000}
 
 
 def test_all_kineto_traces_tell_each_collective_once() -> None:
@@ -577,7 +570,7 @@ def test_bursts_carry_all_bytes_and_start_no_earlier(bursts: int) -> None:
     job = read_simai(SIMAI)
     merged = in_bursts(job.collectives, bursts)
     assert len({one.at for one in merged}) <= bursts
-    assert bytes_by_op(ImportedJob(16, 1.0, merged)) == pytest.approx(bytes_by_op(job))
+    assert moved(ImportedJob(16, 1.0, merged)) == pytest.approx(moved(job))
     for one in merged:
         assert one.at >= min(
             other.at
@@ -642,9 +635,9 @@ def test_a_network_that_sprays_carries_the_same_bytes_more_evenly() -> None:
     def bytes_up(scenario: Scenario) -> list[float]:
         total: dict[str, float] = {}
         for burst in scenario.jobs["gpt"].sent:
-            for link, moved in burst.traffic.items():
-                total[link] = total.get(link, 0.0) + moved
-        return [moved for link, moved in total.items() if re.match(r"tor.*->agg", link)]
+            for link, size in burst.traffic.items():
+                total[link] = total.get(link, 0.0) + size
+        return [size for link, size in total.items() if re.match(r"tor.*->agg", link)]
 
     assert sum(bytes_up(spread)) == pytest.approx(sum(bytes_up(hashed)))
     assert max(bytes_up(spread)) < max(bytes_up(hashed))

@@ -23,6 +23,7 @@ from profiled import (
     collective,
     event,
     kineto,
+    moved,
     profiled,
 )
 
@@ -34,14 +35,6 @@ from crux_torch.sim.importers.chrome import read_chrome
 from crux_torch.sim.importers.workload import ImportedJob, ImportFailed, element_bytes
 
 CASES = ROOT.parent / "shared/cases/import"
-
-
-def moved(job: ImportedJob) -> dict[str, float]:
-    """Payload times runs times groups of each operation."""
-    total: dict[str, float] = {}
-    for one in job.collectives:
-        total[one.op] = total.get(one.op, 0.0) + one.bytes * one.count * len(one.groups)
-    return total
 
 
 def read(events: list[dict], **about: Any) -> ImportedJob:

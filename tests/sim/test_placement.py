@@ -160,11 +160,7 @@ def test_the_fullest_cells_come_first_and_of_equals_those_in_the_fullest_cells(h
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(1, 20), max_size=4),
-    st.integers(1, 30),
-    st.integers(0, 99),
-)
+@given(st.lists(st.integers(1, 20), max_size=4), st.integers(1, 30), st.integers(0, 99))
 def test_candidates_are_choices_as_near_as_hiveds_and_its_own_first(held, size, seed) -> None:
     allocation, rng = Allocation(CELLS), random.Random(seed)
     for i, gpus in enumerate(held):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from control_fakes import FakeClock
+from hostile import Page
 from hypothesis import given
 from hypothesis import strategies as st
 from store_server import ServerThread
@@ -41,15 +42,6 @@ from crux_torch.store.frames import (
 SECRET = b"0123456789abcdef"
 FAR_S = 1e9
 NONCE = bytes(32)
-
-
-class _AnyPage(msgspec.Struct, frozen=True, array_like=True, tag="changes"):
-    """A page without the bounds that ours have."""
-
-    revision: int
-    values: list[tuple[str, bytes | None]]
-    more: bool
-    anew: bool
 
 
 class Squatter:
@@ -160,16 +152,16 @@ def _fill(count: int, size: int = 0, start: int = 0) -> list[tuple[str, bytes | 
 
 
 #: Each answers a read with what no server of ours sends.
-UNFIT: dict[str, Callable[[Read], _AnyPage]] = {
-    "more without a page": lambda q: _AnyPage(q.since + 1, [], True, False),
-    "more of the same revision": lambda q: _AnyPage(q.since, _fill(1, PAGE_BYTES), True, False),
-    "a page of empty values": lambda q: _AnyPage(q.since + 1, _fill(70_000), True, False),
-    "a page of absent keys": lambda q: _AnyPage(
+UNFIT: dict[str, Callable[[Read], Page]] = {
+    "more without a page": lambda q: Page(q.since + 1, [], True, False),
+    "more of the same revision": lambda q: Page(q.since, _fill(1, PAGE_BYTES), True, False),
+    "a page of empty values": lambda q: Page(q.since + 1, _fill(70_000), True, False),
+    "a page of absent keys": lambda q: Page(
         q.since + 1, [(key, None) for key, _ in _fill(70_000)], True, False
     ),
-    "another prefix": lambda q: _AnyPage(q.since + 1, [("other", b"")], False, False),
-    "a wide key": lambda q: _AnyPage(q.since + 1, [("j/" + "\U0001f600" * 200, b"")], False, False),
-    "too long": lambda q: _AnyPage(q.since + 1, _fill(3, PAGE_BYTES), False, False),
+    "another prefix": lambda q: Page(q.since + 1, [("other", b"")], False, False),
+    "a wide key": lambda q: Page(q.since + 1, [("j/" + "\U0001f600" * 200, b"")], False, False),
+    "too long": lambda q: Page(q.since + 1, _fill(3, PAGE_BYTES), False, False),
 }
 
 
@@ -211,9 +203,7 @@ def test_what_a_squatter_sends_without_an_end_is_bounded() -> None:
     assert held <= MAX_STORE_KEYS
 
 
-def test_large_contents_are_refused_before_they_are_parsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_contents_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
 
     def counted(frame: bytes, *about: Any) -> Any:

@@ -80,13 +80,6 @@ def open_() -> Iterator[Open]:
         store.close()
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        wait_ready(etcd)
-        yield etcd
-
-
 @needs_etcd
 @pytest.mark.slow
 def test_clusters_have_their_prefixes(etcd: Etcd, open_: Open) -> None:

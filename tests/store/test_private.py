@@ -299,9 +299,7 @@ def test_a_client_tells_nothing_to_another_users_server(tmp_path: Path) -> None:
 
 
 @needs_other_users
-def test_a_server_answers_no_other_user_even_where_the_files_let_him(
-    open_place: Path,
-) -> None:
+def test_a_server_answers_no_other_user_even_where_the_files_let_him(open_place: Path) -> None:
     endpoint = f"unix://{open_place}/named"
     named = StoreHost(endpoint, poll_s=0.05, linger_s=0.5)
     named.start()

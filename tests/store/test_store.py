@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from control_fakes import FakeClock, MemoryStore, until
-from etcd_server import Etcd, needs_etcd, wait_ready
+from etcd_server import needs_etcd
 from loopback import free_port
 from store_server import ServerThread, works
 
@@ -24,13 +24,6 @@ from crux_torch.store.endpoint import open_store
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        wait_ready(etcd)
-        yield etcd
 
 
 @pytest.fixture(

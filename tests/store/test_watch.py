@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from control_fakes import until
-from etcd_server import Etcd, needs_etcd, wait_ready
+from etcd_server import Etcd, needs_etcd
 
 from crux_torch.errors import StoreError
 from crux_torch.store.client import StoreClient
@@ -20,13 +20,6 @@ pytestmark = [needs_etcd, pytest.mark.slow]
 RANGE = "/etcdserverpb.KV/Range"
 #: Seconds after which a lost change is made up for at the latest, on a busy machine.
 BOUND_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as etcd:
-        wait_ready(etcd)
-        yield etcd
 
 
 @pytest.fixture

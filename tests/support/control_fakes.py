@@ -8,7 +8,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from loopback import free_port
@@ -158,6 +159,19 @@ def until(condition: Callable[[], bool], seconds: float = 300.0, what: str = "co
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.02)
+
+
+@contextmanager
+def hosted_store() -> Iterator[str]:
+    """The endpoint of a store that this process hosts."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    host = StoreHost(endpoint, poll_s=0.05, linger_s=1.0)
+    host.start()
+    try:
+        until(lambda: host.state == "hosting", what="the store")
+        yield endpoint
+    finally:
+        host.stop()
 
 
 def _host_until_killed(endpoint: str, states: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from crux_torch.sim.importers.workload import ImportedJob
+
 #: An iteration on the device, in microseconds: how long it is, and how long it only communicates.
 STEP_US, EXPOSED_US = 100_000, 3_900
 #: Computation and payload of an iteration of 16 ranks, as :func:`profiled` has them.
@@ -111,3 +113,11 @@ def profiled(
             for begin, dur, stream in spans.get(seen, [])
         ]
     return recording.events
+
+
+def moved(job: ImportedJob) -> dict[str, float]:
+    """Payload times runs times groups of each operation."""
+    total: dict[str, float] = {}
+    for one in job.collectives:
+        total[one.op] = total.get(one.op, 0.0) + one.bytes * one.count * len(one.groups)
+    return total

@@ -37,11 +37,7 @@ def clusters(draw: st.DrawFn, max_jobs: int = 7) -> Cluster:
             flows=tuple(draw(st.lists(flow, max_size=4))),
             bursts=draw(
                 st.sampled_from(
-                    (
-                        (Burst(1.0, 1.0),),
-                        (Burst(0.5, 1.0),),
-                        (Burst(0.25, 0.5), Burst(0.75, 0.5)),
-                    )
+                    ((Burst(1.0, 1.0),), (Burst(0.5, 1.0),), (Burst(0.25, 0.5), Burst(0.75, 0.5)))
                 )
             ),
         )

@@ -22,7 +22,7 @@ import torch
 from crux_torch.backend import inner_backends, listener, torch_patches
 from crux_torch.backend.handover import device, rounds
 from crux_torch.backend.job_store import JobStore, Rendezvous
-from crux_torch.errors import CruxError, StoreError
+from crux_torch.errors import CruxError, StoreError, first_line
 from crux_torch.logs import WarnOnce
 
 _log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Attempt:
             self._handover.cancel()
         except Exception as error:
             self._handover.cancel()
-            reason = _reason(error)
+            reason = first_line(error)
             self._member.note(state="failed", error=reason)
             self._warn(
                 "handover", f"a process group keeps its connections, training goes on: {reason}"
@@ -273,7 +273,7 @@ class Attempt:
             late = "the old connections were not closed"
             device.within(limit_s * FREE, self._handover.release, self._device, late)
         except Exception as error:
-            self._warn("free", f"training goes on over new connections: {_reason(error)}")
+            self._warn("free", f"training goes on over new connections: {first_line(error)}")
 
     def _all_can(self, name: str, call: Callable[[], None], patience_s: float) -> None:
         """Raise CruxError unless ``call`` succeeds on all ranks."""
@@ -306,7 +306,7 @@ class Attempt:
             time.sleep(DRAIN_POLL_S)
 
     def _needed(self, words: list[rounds.Consent]) -> rounds.Verdict:
-        """Returns to go on unless the connections are of this generation already.
+        """Returns the verdict to go on unless the connections have this generation already.
 
         They are if every rank made the group after it knew of this generation, or has changed the
         live connections.
@@ -398,9 +398,5 @@ def _failure(call: Callable[[], None]) -> str:
         call()
     except Exception as error:
         _log.debug("details", exc_info=True)
-        return _reason(error)
+        return first_line(error)
     return ""
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0][: rounds.MAX_REASON] or type(error).__name__

@@ -108,7 +108,7 @@ def decide(holds: Sequence[Hold]) -> Verdict:
 
 
 def unanimous(words: Sequence[Consent]) -> Verdict:
-    """Returns to go on if no rank refuses."""
+    """Returns the verdict to go on if no rank refuses."""
     for rank, one in enumerate(words):
         if one.refusal:
             return Verdict(go=False, reason=f"rank {rank}: {one.refusal}")
@@ -135,11 +135,10 @@ class Agreement:
         size: int,
         *,
         ended: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._prefix = store, prefix
         self._rank, self._size = rank, size
-        self._ended, self._clock = ended, clock
+        self._ended = ended
         self._names: list[str] = []
 
     def round(
@@ -163,11 +162,11 @@ class Agreement:
             Unreachable: the store still fails after twice ``patience_s``; never with None.
             Ended: the group is over.
         """
-        began_s, poll_s, said = self._clock(), FIRST_POLL_S, False
+        began_s, poll_s, said = time.monotonic(), FIRST_POLL_S, False
         while True:
             if self._ended():
                 raise Ended("the process group has ended")
-            waited_s = self._clock() - began_s
+            waited_s = time.monotonic() - began_s
             late = patience_s is not None and waited_s >= patience_s
             try:
                 if not said:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from crux_torch.cli.discover.channel import Channel
+from crux_torch.cli.discover.channel import Channel, Superior
 from crux_torch.cli.discover.launch import (
     SSH,
     Launched,
@@ -24,8 +25,8 @@ from crux_torch.cli.discover.launch import (
 )
 from crux_torch.cli.discover.progress import progress
 from crux_torch.cli.discover.session import Met, State, meet, run
-from crux_torch.cli.discover.worker import hello, work_over, work_over_pipes
-from crux_torch.cli.results import json_option
+from crux_torch.cli.discover.worker import hello, work
+from crux_torch.cli.results import FILE, NEW_FILE, json_option
 from crux_torch.errors import CruxError
 from crux_torch.files import read_file
 from crux_torch.network.discover.fragment import SeenHost
@@ -39,11 +40,7 @@ STATE_SUFFIX = ".partial"
 
 @click.command("discover", context_settings={"show_default": True})
 @click.option("--hosts", metavar="H0,H1,...", help="Hosts to run on, over ssh.")
-@click.option(
-    "--hosts-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File with a host a line, in place of --hosts.",
-)
+@click.option("--hosts-file", type=FILE, help="File with a host a line, in place of --hosts.")
 @click.option(
     "--ssh", default=SSH, metavar="COMMAND", help="Runs a command on a host; {} is the host."
 )
@@ -54,12 +51,7 @@ STATE_SUFFIX = ".partial"
     metavar="HOST[:PORT]",
     help="Where rank 0 is, if the launcher does not say it.",
 )
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("cluster.yaml"),
-    help="Topology file to write.",
-)
+@click.option("--out", type=NEW_FILE, default=Path("cluster.yaml"), help="Topology file to write.")
 @click.option(
     "--confidence",
     type=click.FloatRange(0.0, 0.999999),
@@ -150,26 +142,25 @@ def discover(
     ports = HASH_PORTS if find_hashes else 1
     rules = PlanRules(confidence, rate_per_s, router_rate_per_s, time_limit_s, ipv6, ports)
     mine = name or os.environ.get("CRUX_HOST") or os.uname().nodename
-    try:
-        if worker is not None:
-            problem = work_over_pipes(hello(worker, mine, inside=inside))
-            raise SystemExit(1 if problem else 0)
-        given = _hosts(hosts, hosts_file)
-        job = None if given else launched(os.environ, meet)
-        if job is not None and job.rank:
-            connected, token = join_all(job, patience_s)
-            with connected:
-                problem = work_over(connected, hello(job.rank, mine, token, inside=inside))
-            raise SystemExit(1 if problem else 0)
-        if not given and job is None:
-            raise click.UsageError(
-                "say which hosts: --hosts H0,H1,... or --hosts-file, or start it on all of them "
-                "with cruxrun, srun or mpirun"
-            )
-        options = _Options(given, job, ssh, remote, inside, patience_s, interfaces)
-        _discover(options, rules, out, resume, json_path)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    if worker is not None:
+        pipes = Superior(sys.stdin.fileno(), sys.stdout.fileno())
+        problem = work(pipes, hello(worker, mine, inside=inside))
+        raise SystemExit(1 if problem else 0)
+    given = _hosts(hosts, hosts_file)
+    job = None if given else launched(os.environ, meet)
+    if job is not None and job.rank:
+        connected, token = join_all(job, patience_s)
+        with connected:
+            ends = Superior(connected.fileno(), connected.fileno())
+            problem = work(ends, hello(job.rank, mine, token, inside=inside))
+        raise SystemExit(1 if problem else 0)
+    if not given and job is None:
+        raise click.UsageError(
+            "say which hosts: --hosts H0,H1,... or --hosts-file, or start it on all of them "
+            "with cruxrun, srun or mpirun"
+        )
+    options = _Options(given, job, ssh, remote, inside, patience_s, interfaces)
+    _discover(options, rules, out, resume, json_path)
 
 
 class _Options(msgspec.Struct):

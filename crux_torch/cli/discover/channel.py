@@ -125,7 +125,7 @@ class Channel:
         return found
 
     def drop(self, process: Process, order: Order | None = None) -> None:
-        """Part with a process, after a last order."""
+        """Disconnect a process after a last order."""
         if process not in self.processes:
             return
         if order is not None:
@@ -141,7 +141,7 @@ class Channel:
                         pipe.close()
 
     def close(self, order: Order | None = None) -> None:
-        """Part with all, after a last order; those that don't end are ended."""
+        """Disconnect all processes after a last order, and kill those that don't end."""
         children = [p.child for p in self.processes if p.child is not None]
         for process in list(self.processes):
             self.drop(process, order)

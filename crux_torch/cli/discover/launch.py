@@ -19,7 +19,7 @@ from crux_torch.cli.discover.channel import Channel
 from crux_torch.network.discover.tasks import DiscoverError
 from crux_torch.network.formats.hostlist import expand
 
-#: Of the store that ranks meet over where the launcher gives none (srun, mpirun).
+#: Port of the store that ranks meet over where the launcher gives none (srun, mpirun).
 MEET_PORT = 29450
 #: Where launchers say a process's rank and the number of processes, in the order of their worth.
 RANKS = (
@@ -104,7 +104,8 @@ def host_all(channel: Channel, job: Launched, worker: Sequence[str], patience_s:
     Raises:
         DiscoverError: the launcher's store can't be reached.
     """
-    channel.spawn([*this_command(), *worker, "--worker", "0"], "")
+    again = [sys.executable, "-m", "crux_torch.cli", *COMMAND]
+    channel.spawn([*again, *worker, "--worker", "0"], "")
     if job.size == 1:
         return None
     token = secrets.token_hex(16)
@@ -172,11 +173,6 @@ def spawn_over_ssh(
             channel.spawn([*argv, *map(shlex.quote, there)], host)
         except OSError as error:
             raise DiscoverError(f"--ssh: {argv[0]}: {error.strerror}") from None
-
-
-def this_command() -> list[str]:
-    """Returns the words that call this command again."""
-    return [sys.executable, "-m", "crux_torch.cli", *COMMAND]
 
 
 def remote_command() -> str:

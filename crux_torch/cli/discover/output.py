@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from crux_torch.network.paths import ROCE_V2_PORT
 from crux_torch.network.topology import NETWORK_KINDS, Topology
 from crux_torch.report.hash_table import hashes_as_dict, render_hashes
 from crux_torch.report.tables import console, say
+from crux_torch.words import listed
 
 #: Owner of the one fragment that a discovery makes.
 OWNER = "discover"
@@ -138,7 +139,7 @@ def _of_links(found: Discovered) -> list[str]:
     sure, assumed = len(found.certain), found.assumed
     lines = [f"Certain: {sure} of {len(links)} links; both ends answered from addresses."]
     if unsure := sorted(links.keys() - found.certain):
-        lines.append(f"Not certain: {_listed(unsure)}.")
+        lines.append(f"Not certain: {listed(unsure, _NAMES)}.")
     kinds = Counter((found.topology.layer(name), links[name].capacity_Bps) for name in assumed)
     lines += [
         f"Assumed: {capacity_Bps * 8 / 1e9:g} Gbit/s for {count} links {layer}."
@@ -155,14 +156,9 @@ def _of_hosts(told: Sequence[Hello]) -> list[str]:
             hosts.setdefault(note, []).append(hello.host.name)
     everyone = len(told)
     return [
-        f"{'all hosts' if len(names) == everyone else _listed(names)}: {note}"
+        f"{'all hosts' if len(names) == everyone else listed(names, _NAMES)}: {note}"
         for note, names in hosts.items()
     ]
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(list(names)[:_NAMES]) + more
 
 
 def printable(text: str) -> str:

@@ -17,14 +17,8 @@ from crux_torch.cli.discover.channel import Channel, Process
 from crux_torch.files import read_file
 from crux_torch.network.discover.fragment import SeenHost
 from crux_torch.network.discover.plan import Plan, PlanRules
-from crux_torch.network.discover.tasks import (
-    DiscoverError,
-    Done,
-    Hello,
-    Leave,
-    Outcome,
-    Sounded,
-)
+from crux_torch.network.discover.tasks import DiscoverError, Done, Hello, Leave, Outcome, Sounded
+from crux_torch.words import listed
 
 #: Seconds beyond the limit of a task after which a silent host counts as gone.
 SILENCE_S = 60.0
@@ -94,16 +88,16 @@ def _missing(
     failed = [p for p in gone if p.label]
     said = next((f" ({p.label}: {p.last_words})" for p in failed if p.last_words), "")
     if failed or silent:
-        named = _listed([p.label for p in [*failed, *silent]])
+        named = listed([p.label for p in [*failed, *silent]], _NAMES)
         if not failed:
             return f"no answer from {named}: log in there by hand, or leave them out of --hosts"
-        labels = _listed([p.label for p in failed])
+        labels = listed([p.label for p in failed], _NAMES)
         return f"can't run on {labels}{said}: see that `ssh HOST crux --version` works there"
     local = next((p.last_words for p in gone if p.last_words), "")
     if local:
         return f"this host can't probe: {local}"
     ranks = {hello.rank for hello in came.values()}
-    absent = _listed([str(rank) for rank in range(size) if rank not in ranks])
+    absent = listed([str(rank) for rank in range(size) if rank not in ranks], _NAMES)
     return f"{len(came)} of {size} ranks came; missing: {absent}. Is --wait long enough?"
 
 
@@ -241,7 +235,6 @@ class State:
         ]
 
     def add(self, outcome: Outcome) -> None:
-        """Append an outcome."""
         self._write(msgspec.json.encode(_Line(outcome)))
 
     def remove(self) -> None:
@@ -251,7 +244,6 @@ class State:
             os.unlink(self.path)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -273,8 +265,3 @@ class State:
 
 def _addresses(hosts: Sequence[SeenHost]) -> set[tuple[str, str, tuple[str, ...]]]:
     return {(host.name, nic.name, nic.addresses) for host in hosts for nic in host.nics}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more

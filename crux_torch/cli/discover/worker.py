@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -60,13 +58,3 @@ def work(
             superior.report(Done())
     except OSError as error:
         return f"the process that plans is gone: {error}"
-
-
-def work_over_pipes(first: Hello) -> str:
-    """As :func:`work`, over standard input and output."""
-    return work(Superior(sys.stdin.fileno(), sys.stdout.fileno()), first)
-
-
-def work_over(connected: socket.socket, first: Hello) -> str:
-    """As :func:`work`, over a connection."""
-    return work(Superior(connected.fileno(), connected.fileno()), first)

@@ -25,6 +25,7 @@ from crux_torch.network.host_match import match_host
 from crux_torch.settings import SETTINGS, TUNING, Settings, misspelt_text
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.frames import read_secret
+from crux_torch.words import listed
 
 #: Settings of one host or one process. All others are to be equal in a job.
 LOCAL_SETTINGS = (
@@ -242,7 +243,7 @@ def _answers(by_rank: ByRank, silent: Mapping[int, str], patience_s: float) -> C
     each = [f"{rank}" + (f" (on {host})" if host else "") for rank, host in sorted(silent.items())]
     return part.broken(
         f"{len(silent)} of {len(by_rank) + len(silent)} did not answer in {patience_s:g} s: "
-        f"{_listed(each)}",
+        f"{listed(each, MAX_HOSTS)}",
         "look at what they print; they must reach MASTER_ADDR at MASTER_PORT",
     )
 
@@ -382,10 +383,8 @@ def _hosts(by_rank: ByRank, ranks: Mapping[int, object]) -> str:
     on: dict[str, list[str]] = {}
     for rank in sorted(ranks):
         on.setdefault(_host(by_rank, rank), []).append(str(rank))
-    named = [f"{host} (rank{'s' if len(at) > 1 else ''} {_listed(at)})" for host, at in on.items()]
-    return _listed(named)
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - MAX_HOSTS} more" if len(texts) > MAX_HOSTS else ""
-    return ", ".join(texts[:MAX_HOSTS]) + more
+    named = [
+        f"{host} (rank{'s' if len(at) > 1 else ''} {listed(at, MAX_HOSTS)})"
+        for host, at in on.items()
+    ]
+    return listed(named, MAX_HOSTS)

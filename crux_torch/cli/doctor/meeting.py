@@ -137,7 +137,7 @@ def _ask(store: Any, size: int, env: Mapping[str, str], patience_s: float) -> Me
     store.set("go", b"")
 
     def take_time(rank: int, raw: bytes) -> None:
-        # It was told after rank 0 began to ask, and before now: beyond that the clock is off.
+        # The rank read its clock after rank 0 began to ask, and before now: the rest is its offset.
         told_s, now_s = float(raw), time.time()
         met.ahead_s[rank] = max(told_s - now_s, 0.0) + min(told_s - began_s, 0.0)
 

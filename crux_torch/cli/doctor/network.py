@@ -185,10 +185,7 @@ def maps(settings: Settings) -> tuple[Settings, Qos | None, list[Check]]:
 def _named(settings: Settings) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yields for each map its name, its key in ``qos``, and the values that Crux may use."""
     marks = settings.marks
-    for key, name, values in (
-        ("tcp", "of TCP", marks.tcp),
-        ("rdma", "of queue pairs", marks.rdma),
-    ):
+    for key, name, values in (("tcp", "of TCP", marks.tcp), ("rdma", "of queue pairs", marks.rdma)):
         if values:
             yield f"{NAME} {name}", key, tuple(values[n] for n in marks.usable)
 

@@ -24,7 +24,7 @@ from crux_torch.schedule.default.search import Assignment, JobPaths
 from crux_torch.schedule.model import Cluster, Decision
 from crux_torch.schedule.papers.intensity import burst_times_s, solo_periods_s, transfer_times_s
 
-#: Steps of a fixed-point iteration that has not settled by then; the bound is then given up.
+#: Most steps of a fixed-point iteration; one that has not settled gives no bound.
 _STEPS = 24
 
 
@@ -125,7 +125,7 @@ class Sharing:
             return Bound(alone_s, alone_s, alone_s)
         higher = np.flatnonzero(meets & (level > level[j]))
         peers = np.flatnonzero(meets & (level == level[j]))
-        # Who moves least for its time goes first.
+        # The job that moves least for its time goes first.
         peers = peers[np.argsort(self.largest[peers] / self.alone_s[peers], kind="stable")]
         # Row k: the first k peers are ahead, the rest share the links with j.
         shared = hold[peers] / self.largest[peers, None] * self.largest[j]

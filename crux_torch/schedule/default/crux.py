@@ -315,7 +315,7 @@ def decide(component: Component, options: SchedulerOptions) -> tuple[Assignment,
 
 
 def _distinct(plans: Iterable[Assignment]) -> Iterator[Assignment]:
-    """Each plan once; none is made before it is asked for."""
+    """Yields each plan once, and makes none before the caller asks for it."""
     seen: set[Assignment] = set()
     for plan in plans:
         if plan not in seen:

@@ -117,7 +117,7 @@ class Rehearsal:
         self._engines: dict[Neighbours, list[_fluid.Engine]] = {}
 
     def anew(self, length: Length, seed: int) -> Rehearsal:
-        """One that has played nothing, of the same jobs on the same routes."""
+        """Returns a rehearsal of the same jobs and routes that has played nothing."""
         other = Rehearsal(self._cluster, length, seed=seed, threads=self._threads)
         other._routes, other._parts = self._routes, self._parts
         return other

@@ -71,7 +71,7 @@ class Run:
         self.work = sum(engine.work for engine in self._engines)
 
     def begin(self) -> None:
-        """Count from here."""
+        """Restart the counts."""
         self._begun = [engine.results() for engine in self._engines]
         self._span_s = -self._now_s
 
@@ -298,9 +298,7 @@ def _routes(rehearsal: Rehearsal, path: JobPaths) -> list[RoutedJob]:
 
 
 def _beam(
-    rehearsal: Rehearsal,
-    busy: Mapping[Assignment, float],
-    allowed: Callable[[Assignment], bool],
+    rehearsal: Rehearsal, busy: Mapping[Assignment, float], allowed: Callable[[Assignment], bool]
 ) -> list[Assignment]:
     """The best plans of different paths, the best first; of equals the one judged first."""
     known: set[frozenset[object]] = set()

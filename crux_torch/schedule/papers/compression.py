@@ -139,8 +139,7 @@ def _users(member: Any) -> dict[str, Any]:
 def edges_of(member: Any, weight: FloatArray) -> Edges:
     """The edges between jobs, in the order of rank, that use the links in their row."""
     used = sparse.csr_array(
-        (np.ones(len(member.indices), np.int32), member.indices, member.indptr),
-        shape=member.shape,
+        (np.ones(len(member.indices), np.int32), member.indices, member.indptr), shape=member.shape
     )
     pairs = (used @ used.T).tocoo()
     above, below = pairs.coords

@@ -268,11 +268,7 @@ class Alone(NamedTuple):
 
 
 def alone(
-    job: Job,
-    capacity_Bps: Mapping[Link, float],
-    *,
-    sweeps: int = 0,
-    reader: Reader | None = None,
+    job: Job, capacity_Bps: Mapping[Link, float], *, sweeps: int = 0, reader: Reader | None = None
 ) -> Alone:
     """``job`` on the paths that path selection gives it in an empty network.
 

@@ -24,7 +24,7 @@ SLOTS = 10
 SLOT_S = 0.06
 WINDOW_SLOTS = 4
 
-#: Growth of what foreign flows send for which room is left, so that they can reach their share.
+#: Growth of foreign flows for which room is left, so that they can reach their share.
 FOREIGN_GROWTH = 1.5
 #: Slots over which foreign flows are counted. Hosts read their counters at different times in a
 #: slot, so a count below this share of a link is an error of the counter.

@@ -96,12 +96,7 @@ def _depend(where: str, found: re.Match[str], labels: dict[str, int], schedule: 
 
 
 def _operation(
-    where: str,
-    line: str,
-    rank: int,
-    ranks: int,
-    labels: dict[str, int],
-    schedule: _Schedule,
+    where: str, line: str, rank: int, ranks: int, labels: dict[str, int], schedule: _Schedule
 ) -> None:
     found = _OPERATION.fullmatch(line)
     if not found:
