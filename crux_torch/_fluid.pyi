@@ -1,6 +1,6 @@
 """The fluid network simulator's engine (csrc/fluid, csrc/bindings/fluid_py.cpp)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypedDict
 
 import numpy as np
@@ -109,7 +109,14 @@ class Engine:
 
     def set_rate_limit(self, name: str, limit_Bps: float | None) -> None: ...
     def bytes_left(self, name: str) -> float | None: ...
-    def run_until(self, until_s: float) -> None: ...
+    def run_until(self, until_s: float, progress: Callable[[float], object] | None = None) -> None:
+        """Plays to until_s.
+
+        Args:
+            progress: called with the simulated time each 10,000 events, and at the end; it must not
+                use the engine.
+        """
+
     def run_until_end_of_any(self, until_s: float) -> list[str]:
         """Stops as soon as jobs have done all their iterations, and names them; [] at until_s."""
 

@@ -11,7 +11,8 @@ from msgspec import UNSET
 
 from crux_torch.agreement.bounds import holdings
 from crux_torch.agreement.operator import OperatorSettings
-from crux_torch.agreement.records import SCHEMA_VERSION, JobRecord, Plan, PlanEntry, TriedPlan
+from crux_torch.agreement.programs import SCHEMA_VERSION
+from crux_torch.agreement.records import JobRecord, Plan, PlanEntry, TriedPlan
 from crux_torch.agreement.seen_network import contradicted
 from crux_torch.logs import one_line
 from crux_torch.network.discover.seen_topology import SeenTopology

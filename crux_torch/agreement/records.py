@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from crux_torch.agreement.programs import SCHEMA_VERSION, Level
 from crux_torch.errors import CruxError
 from crux_torch.measure.profile import MAX_FLOWS, JobProfile, Name, NonNegative
 from crux_torch.network.discover.fragment import SeenPair
@@ -18,9 +19,6 @@ from crux_torch.schedule.default.guard import Sample
 from crux_torch.settings import Marks
 from crux_torch.store import MAX_VALUE_BYTES
 
-#: Goes up when a field changes its meaning. Readers ignore other versions, with a warning. A new
-#: field with a default does not change it: older readers leave out what they do not know.
-SCHEMA_VERSION = 2
 MAX_RECORD_BYTES = MAX_VALUE_BYTES
 MAX_JOBS = 50_000
 #: After the last epoch comes 1 again.
@@ -40,7 +38,6 @@ MAX_GRID_S = 60.0
 #: The most by which a plan's grid moves, in all.
 MAX_MOVED_S = 1e9
 
-Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 GridSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_GRID_S)]
 

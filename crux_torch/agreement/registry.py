@@ -13,10 +13,10 @@ import msgspec
 
 from crux_torch.agreement.audit import AuditEntry
 from crux_torch.agreement.operator import OperatorSettings
+from crux_torch.agreement.programs import SCHEMA_VERSION, ProgramRecord, programs_prefix
 from crux_torch.agreement.records import (
     MAX_JOBS,
     MAX_RECORD_BYTES,
-    SCHEMA_VERSION,
     JobRecord,
     Measured,
     PlanEntry,
@@ -138,12 +138,14 @@ class Registry:
         #: Who plans a cluster that is too large for every leader to compute all.
         self.seats_prefix = self.prefix + "seats/"
         #: What lies apart, so that a look does not read it: the entries that they write, what each
-        #: job follows, what jobs measure while a plan is tried, and what their steps take.
+        #: job follows, what jobs measure while a plan is tried, what their steps take, and
+        #: programs that are no jobs.
         apart = f"{APART}{quote(cluster, safe='')}/"
         self.parts_prefix = apart + "parts/"
         self.follows_prefix = apart + "follows/"
         self.measured_prefix = apart + "measured/"
         self.steps_prefix = apart + "steps/"
+        self.programs_prefix = programs_prefix(cluster)
         self.topology_key = self.prefix + "topology"
         self.fragments_prefix = self.prefix + "fragments/"
         self.operator_key = self.prefix + OPERATOR
@@ -330,6 +332,11 @@ class Registry:
     def steps(self) -> dict[str, StepTimes]:
         """Return the published step times, by job."""
         return self._by_job(StepTimes, self.steps_prefix, None, "what a job's steps take")
+
+    def programs(self) -> tuple[ProgramRecord, ...]:
+        """Return the programs that run under ``crux exec``, by name, host and process."""
+        found = self._by_job(ProgramRecord, self.programs_prefix, None, "a program of `crux exec`")
+        return tuple(sorted(found.values(), key=attrgetter("name", "host", "pid")))
 
     def swap_operator(
         self, before: bytes | None, after: OperatorSettings, lease_s: float = MAX_LEASE_S

@@ -246,7 +246,8 @@ def learn(hosts: HostOptions, file: Path) -> None:
     It replays what it learned before, so it can be called again and again.
     """
     try:
-        learner, cluster, found, replayed = learn_links(hosts, file)
+        with counted("epochs (it may stop early)") as trained:
+            learner, cluster, found, replayed = learn_links(hosts, file, trained)
     except CruxError as error:
         raise click.ClickException(str(error)) from None
     if not len(found):

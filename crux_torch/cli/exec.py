@@ -7,11 +7,14 @@ import signal
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
+from crux_torch.agreement.programs import ProgramRecord
 from crux_torch.apply import preload, verbs_shim
 from crux_torch.apply.program import Unreachable, find_program
+from crux_torch.cli.exec_row import keep_listed, user_name
 from crux_torch.errors import CruxError, SettingsError
 from crux_torch.host.interfaces import own_addresses, read_devices
 from crux_torch.network.host_match import match_host
@@ -81,14 +84,30 @@ def _routes(settings: Settings, topology: Topology | None, switch: str) -> tuple
     return routes_through(topology, host, switch)
 
 
-def variables(
+class Start(NamedTuple):
+    """The start of a program.
+
+    Attributes:
+        variables: that it starts with, beside its own; empty if nothing is marked.
+        said: one line about them.
+        settings: of the store that the program is listed in.
+        row: of `crux status`; None if nothing is marked.
+    """
+
+    variables: dict[str, str]
+    said: str
+    settings: Settings
+    row: ProgramRecord | None
+
+
+def start_of(
     env: Mapping[str, str],
     name: str,
     level: int | None,
     through: str | None,
     left_ports: Iterable[int],
-) -> tuple[dict[str, str], str]:
-    """Returns the variables that a program starts with, and one line that says what they do.
+) -> Start:
+    """Returns how the program starts.
 
     Raises:
         CruxError: the operator's settings don't allow it, or the library can't be loaded.
@@ -103,7 +122,7 @@ def variables(
     routes = _routes(settings, topology, through) if through else ()
     if settings.dry_run or settings.disable:
         switch = "CRUX_DISABLE" if settings.disable else "CRUX_DRY_RUN"
-        return {}, f"{name}: nothing is marked: {switch} is set"
+        return Start({}, f"{name}: nothing is marked: {switch} is set", settings, None)
     if not settings.transport:
         raise SettingsError("CRUX_TRANSPORT=0 switches the library off that marks connections")
     if obstacle := preload.obstacle():
@@ -121,12 +140,23 @@ def variables(
     }
     gets = [f"TCP DSCP {dscp}"] if dscp is not None else []
     # The shim for libibverbs is preloaded only where there are devices.
+    shimmed = qp_dscp is not None and read_devices() and verbs_shim.NCCL_VARIABLE in added
     if qp_dscp is not None and read_devices():
-        shimmed = verbs_shim.NCCL_VARIABLE in added
         gets.append(f"queue pairs DSCP {qp_dscp}" if shimmed else "queue pairs keep their class")
     path = f", through {through} to {len(routes)} hosts" if through else ""
     said = f"{name} at level {level}: {', '.join(gets) or 'no class'}{path}"
-    return added, f"{said}; left alone: loopback, UDP, ports {left or 'none'}"
+    row = ProgramRecord(
+        name=name,
+        host=settings.host or socket.gethostname(),
+        pid=os.getpid(),
+        user=user_name(),
+        level=level,
+        dscp=dscp,
+        qp_dscp=qp_dscp if shimmed else None,
+        through=through or "",
+    )
+    said = f"{said}; left alone: loopback, UDP, ports {left or 'none'}"
+    return Start(added, said, settings, row)
 
 
 def _ports(ctx: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
@@ -179,27 +209,33 @@ def exec_command(
     crux exec --name kv-cache -- python -m http.server
 
     CMD takes the place of this process: signals and the exit code are its own. The programs that
-    it starts are marked, too. Out of reach are statically linked programs, Go programs, programs
-    with privileges of their own (setuid), io_uring, and sockets of the kernel (NFS, NVMe over TCP).
+    it starts are marked, too. `crux status` lists it while it runs. Out of reach are statically
+    linked programs, Go programs, programs with privileges of their own (setuid), io_uring, and
+    sockets of the kernel (NFS, NVMe over TCP).
     """
     env = dict(os.environ)
     if topology is not None:
         env["CRUX_TOPOLOGY"] = str(topology)
     try:
-        added, said = variables(env, name, level, through, left_ports)
-        program = find_program(command[0], env) if added else command[0]
+        start = start_of(env, name, level, through, left_ports)
+        program = find_program(command[0], env) if start.variables else command[0]
     except Unreachable as error:
         click.echo(f"crux exec: {error}", err=True)
         raise SystemExit(NOT_FOUND if error.is_absent else CANNOT_RUN) from None
     except CruxError as error:
         raise click.ClickException(str(error)) from None
     if not quiet:
-        click.echo(f"crux exec: {said}", err=True)
+        click.echo(f"crux exec: {start.said}", err=True)
+    if start.row is not None:
+        try:
+            keep_listed(start.settings, start.row)
+        except (CruxError, OSError) as error:
+            click.echo(f"crux exec: `crux status` does not list {name}: {error}", err=True)
     # Python ignores them, and an ignored signal stays so in the next program.
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_DFL)
     try:
-        os.execvpe(program, command, env | added)
+        os.execvpe(program, command, env | start.variables)
     except OSError as error:
         click.echo(f"crux exec: {command[0]}: {error.strerror}", err=True)
         found = not isinstance(error, FileNotFoundError)

@@ -18,8 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-#: Seconds between two lines where there is no terminal.
-PERIOD_S = 5.0
+#: Seconds before the first line, and between two lines, where there is no terminal.
+FIRST_S, PERIOD_S = 2.0, 5.0
 
 T = TypeVar("T")
 
@@ -41,14 +41,15 @@ def counted(
             task = bar.add_task(what, total=total)
             yield lambda done, every: bar.update(task, completed=done, total=every or total)
         return
-    began_s = said_s = clock()
+    began_s = clock()
+    due_s = began_s + FIRST_S
 
     def say(done: int, every: int | None) -> None:
-        nonlocal said_s
+        nonlocal due_s
         now_s, of = clock(), every or total
-        if now_s - said_s < PERIOD_S or not of:
+        if now_s < due_s or not of:
             return
-        said_s = now_s
+        due_s = now_s + PERIOD_S
         left = f", {(now_s - began_s) / done * (of - done):.0f} s left" if done else ""
         click.echo(f"{what}: {done} of {of}{left}", err=True)
 

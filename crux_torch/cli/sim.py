@@ -24,6 +24,7 @@ from crux_torch.schedule.model import Decision, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
 from crux_torch.schedule.schedulers import LIVE, SCHEDULERS
 from crux_torch.sim.advice import JobAdvice, advise
+from crux_torch.sim.course import Watch
 from crux_torch.sim.play import JobReport, Report, play, run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioError, cluster_of, read_scenario
 
@@ -315,9 +316,13 @@ def run(
 ) -> None:
     """Play the scenario in FILE to its horizon."""
     scenario = _scenario(file)
-    with _named_errors(file):
+    horizon_s = scenario.horizon_s
+    with _named_errors(file), counted(f"% of {horizon_s:g} s", 100) as played:
         report = run_scenario(
-            scenario, skip_repeats=skip_repeats, repeat_tolerance=repeat_tolerance
+            scenario,
+            skip_repeats=skip_repeats,
+            repeat_tolerance=repeat_tolerance,
+            watch=Watch((), lambda now_s: played(int(100 * now_s / horizon_s), None)),
         )
     table = _sim_table(scenario, report)
     if plot_path is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -328,8 +328,13 @@ def _uplinks(hosts: HostOptions, known: Mapping[str, float]) -> Floats:
     return np.array(list(rates.values()))
 
 
-def learn_links(hosts: HostOptions, file: Path) -> tuple[Network, DispatchCluster, Samples, int]:
+def learn_links(
+    hosts: HostOptions, file: Path, progress: Callable[[int, int | None], None] | None = None
+) -> tuple[Network, DispatchCluster, Samples, int]:
     """Trains the network in ``file``, or a new one, with samples that it does not remember.
+
+    Args:
+        progress: see :meth:`Network.train`.
 
     Returns:
         the network, its hosts, the new samples, and how many earlier ones were replayed. Without a
@@ -355,7 +360,7 @@ def learn_links(hosts: HostOptions, file: Path) -> tuple[Network, DispatchCluste
     found = news(network, found)
     if network.memory is not None and not len(found):
         return network, cluster, found, 0
-    replayed = network.train(cluster, found)
+    replayed = network.train(cluster, found, progress=progress)
     save_network(file, network, [table.host for table in cluster.tables])
     return network, cluster, found, replayed
 

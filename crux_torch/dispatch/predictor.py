@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -217,7 +217,12 @@ class Network:
             self.module = _module()
 
     def train(
-        self, cluster: DispatchCluster, samples: Samples, epochs: int = 100, patience: int = 40
+        self,
+        cluster: DispatchCluster,
+        samples: Samples,
+        epochs: int = 100,
+        patience: int = 40,
+        progress: Callable[[int, int | None], None] | None = None,
     ) -> int:
         """Learn ``samples``, and again those of earlier calls, so that they are not forgotten.
 
@@ -226,6 +231,9 @@ class Network:
         at most: weights that forget more are not taken, and those of before the call are always at
         hand. A fifth of the samples tells of progress: it stops after ``patience`` epochs without
         any. (With large steps, at first, there may be none for many epochs.)
+
+        Args:
+            progress: called after each epoch with the number of those done, and of all.
 
         Returns:
             how many earlier samples stayed.
@@ -271,7 +279,7 @@ class Network:
             allowed = relative_error(old) + FORGOTTEN
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=2e-3, weight_decay=1e-4)
         plan = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-        for _ in range(epochs):
+        for epoch in range(epochs):
             self.module.train()
             rng.shuffle(learn)
             for rows in np.array_split(learn, max(1, len(learn) // 100)):
@@ -280,6 +288,8 @@ class Network:
                 error.abs().mean().backward()
                 optimizer.step()
             plan.step()
+            if progress is not None:
+                progress(epoch + 1, epochs)
             self.module.eval()
             loss = float(np.mean([float(errors(rows).mean()) for rows in checks]))
             if loss < best and (not known or relative_error(old) <= allowed):

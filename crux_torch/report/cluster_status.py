@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from crux_torch.agreement.audit import AuditEntry
     from crux_torch.agreement.bounds import ContestedHost
     from crux_torch.agreement.operator import OperatorSettings
-    from crux_torch.agreement.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
+    from crux_torch.agreement.programs import ProgramRecord
+    from crux_torch.agreement.records import (
+        JobRecord,
+        PathCounts,
+        Plan,
+        PlanEntry,
+        TriedPlan,
+    )
     from crux_torch.agreement.registry import StoredPlan
     from crux_torch.network.topology import Topology
     from crux_torch.settings import Settings
@@ -76,6 +83,7 @@ class ClusterStatus:
         left_out: reasons why the plan prioritises nothing, or chooses no paths.
         network: facts about the network that the plan is made for, and what contradicts them.
         history: the audit log, if it was asked for.
+        programs: those that run under ``crux exec``.
     """
 
     store: str
@@ -89,6 +97,7 @@ class ClusterStatus:
     left_out: tuple[str, ...] = ()
     network: tuple[str, ...] = ()
     history: tuple[AuditEntry, ...] = ()
+    programs: tuple[ProgramRecord, ...] = ()
 
 
 class ClusterReader:
@@ -156,6 +165,7 @@ class ClusterReader:
             steps_of(view.jobs, registry.steps()),
             _left_out(view.jobs, found, self.topology),
             _network(view.jobs, self.topology),
+            programs=registry.programs(),
         )
 
     def audit(self) -> tuple[AuditEntry, ...]:
@@ -232,9 +242,19 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
     say(to, first)
     for line in others:
         say(to, line, fold=True)
-    if not status.jobs:
+    if status.jobs:
+        _print_jobs(to, status, columns)
+    else:
         to.print("no jobs")
-        return
+    if status.programs:
+        rows = [_program_cells(program) for program in status.programs]
+        shown = [name for name in rows[0] if any(row[name] for row in rows)]
+        whole = [{name: row[name] for name in shown} for row in rows]
+        text = [name for name in shown if name not in ("level", "pid")]
+        Grid(whole, text=text, title="programs under crux exec").print(to)
+
+
+def _print_jobs(to: Console, status: ClusterStatus, columns: Sequence[str]) -> None:
     whole = table_rows(status, columns)
     full = [name for name in whole[0] if name == "job" or any(row[name] for row in whole)]
     shown = [name for name in columns or full if name in full or name not in SELDOM]
@@ -247,6 +267,20 @@ def render(status: ClusterStatus, columns: Sequence[str] = COLUMNS) -> None:
     for line in foot_lines(status):
         say(to, line)
     _print_legend(to, shown)
+
+
+def _program_cells(program: ProgramRecord) -> dict[str, str]:
+    tcp, rdma = program.dscp, program.qp_dscp
+    classes = ([] if tcp is None else [f"TCP {tcp}"]) + ([] if rdma is None else [f"RDMA {rdma}"])
+    return {
+        "program": safe(program.name),
+        "host": safe(program.host),
+        "level": str(program.level),
+        "DSCP": ", ".join(classes),
+        "through": safe(program.through),
+        "user": safe(program.user),
+        "pid": str(program.pid),
+    }
 
 
 def head_lines(status: ClusterStatus) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +39,14 @@ class Watch:
 
     Args:
         time_s: ascending; later than the end of the simulation has no measure.
+        progress: called with the simulated time on the way; it must not use the engine.
     """
 
-    def __init__(self, time_s: Sequence[float]) -> None:
+    def __init__(
+        self, time_s: Sequence[float], progress: Callable[[float], object] | None = None
+    ) -> None:
         self._time_s = tuple(time_s)
+        self._progress = progress
         self._jobs: list[dict[str, _fluid.JobResult]] = []
         self._links: list[dict[str, float]] = []
 
@@ -51,10 +55,10 @@ class Watch:
         for at_s in self._time_s[len(self._jobs) :]:
             if at_s > until_s:
                 break
-            engine.run_until(at_s)
+            engine.run_until(at_s, self._progress)
             self._jobs.append(engine.results())
             self._links.append(engine.link_bytes())
-        engine.run_until(until_s)
+        engine.run_until(until_s, self._progress)
 
     def course(self) -> Course:
         """Returns what was taken so far."""

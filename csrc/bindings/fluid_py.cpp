@@ -123,8 +123,8 @@ class NamedEngine {
     engine_.set_traffic(team, std::move(each));
   }
 
-  void run_until(double until_s) {
-    run([&] { return engine_.run_until(Seconds(until_s), kEventsPerLook); });
+  void run_until(double until_s, const std::optional<py::function>& progress) {
+    run([&] { return engine_.run_until(Seconds(until_s), kEventsPerLook); }, progress);
   }
 
   std::vector<std::string> run_until_end_of_any(double until_s) {
@@ -254,10 +254,11 @@ class NamedEngine {
 
   // Runs until step() is done; other Python threads run meanwhile and Ctrl-C gets through.
   template <class Step>
-  void run(const Step& step) {
+  void run(const Step& step, const std::optional<py::function>& progress = std::nullopt) {
     for (bool done = false; !done;) {
       done = unlocked(step);
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (progress) (*progress)(now_s());
     }
   }
 
@@ -344,7 +345,7 @@ PYBIND11_MODULE(_fluid, m) {
            "tolerance"_a)
       .def("set_rate_limit", &NamedEngine::set_rate_limit, "name"_a, "limit_Bps"_a)
       .def("bytes_left", &NamedEngine::bytes_left, "name"_a)
-      .def("run_until", &NamedEngine::run_until, "until_s"_a)
+      .def("run_until", &NamedEngine::run_until, "until_s"_a, "progress"_a = py::none())
       .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, "until_s"_a)
       .def("result", &NamedEngine::result, "name"_a)
       .def("results", &NamedEngine::results)

@@ -23,7 +23,7 @@ from crux_torch.logs import news, one_line, to_stderr
 from crux_torch.settings import SUMMARY_VARIABLE, Settings, misspelt_text
 from crux_torch.store.endpoint import OWN_TABLES
 from crux_torch.store.host import host_of
-from cruxrun import autoload, flags
+from cruxrun import autoload, completion, flags
 from cruxrun.devices import chosen_devices
 
 if TYPE_CHECKING:
@@ -60,7 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         ChildFailedError: when workers fail more often than ``--max-restarts`` allows.
     """
     run: Callable[[Namespace], None] = torchrun.run
-    args = get_args_parser().parse_args(argv)
+    parser = get_args_parser()
+    if instruction := os.environ.get(completion.VARIABLE):
+        try:
+            print(completion.script(parser, instruction), end="")
+        except ValueError as error:
+            _refuse(error)
+        return
+    args = parser.parse_args(argv)
     try:
         if flags.is_disabled(args, os.environ):
             with _environment({"CRUX_DISABLE": "1"}):
@@ -97,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(args)
 
 
-def _refuse(error: SettingsError) -> NoReturn:
+def _refuse(error: Exception) -> NoReturn:
     """End with what is wrong, without the hundred flags that there are."""
     print(f"{PROG}: error: {flags.with_flags(str(error))}", file=sys.stderr)
     raise SystemExit(2)

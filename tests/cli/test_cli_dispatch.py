@@ -15,6 +15,7 @@ from store_server import ServerThread
 
 from crux_torch.agreement.claims import DeviceClaim, DeviceClaims
 from crux_torch.agreement.registry import Registry
+from crux_torch.cli import progress
 from crux_torch.cli.main import main
 from crux_torch.dispatch.cluster import DispatchCluster, load, save, table_of
 from crux_torch.dispatch.predictor import across_hosts, sample_line
@@ -119,9 +120,10 @@ def test_beside_running_jobs_the_gpus_of_all_jobs_are_kept_busy(tables: list[str
 
 @pytest.mark.slow
 def test_a_network_learns_measured_choices_and_then_what_running_jobs_measured(
-    tables: list[str], tmp_path: Path
+    tables: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
+    monkeypatch.setattr(progress, "FIRST_S", 0.0)
     truth = DispatchCluster([load(Path(p)) for p in tables[1::2]], np.array([12e9, 30e9, 30e9]))
     choices = across_hosts(truth.sizes, 120, np.random.default_rng(0))
     rates = truth.weakest_link_Bps(choices)
@@ -133,7 +135,8 @@ def test_a_network_learns_measured_choices_and_then_what_running_jobs_measured(
     assert "0 samples of 3 hosts: expected 10" in too_few.output
     learned = crux(*learn, "--samples", str(samples))
     assert learned.exit_code == 0, learned.output
-    assert "120 samples learned, 0 replayed" in learned.output
+    assert "120 samples learned, 0 replayed" in learned.stdout
+    assert "epochs (it may stop early): 1 of 100" in learned.stderr
     assert "nothing new" in crux(*learn, "--samples", str(samples)).output
     # The order in which hosts are named makes no difference.
     turned = [part for i in (4, 2, 0) for part in tables[i : i + 2]]

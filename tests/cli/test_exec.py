@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pwd
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from click.testing import CliRunner
+from control_fakes import until
+from store_server import ServerThread
 
-from crux_torch.cli.exec import LEFT_PORTS, route_lines, routes_through, variables
+from crux_torch.agreement.registry import Registry
+from crux_torch.cli.exec import LEFT_PORTS, route_lines, routes_through, start_of
+from crux_torch.cli.main import main
 from crux_torch.errors import CruxError, SettingsError
 from crux_torch.network.loaders import parse_yaml
 from crux_torch.network.topology import TopologyError
@@ -53,7 +62,9 @@ def topology(programs: str) -> str:
     ("level", "dscp"), [(None, 40), (0, 0), (2, 16), (5, 40)], ids=["highest", "0", "2", "5"]
 )
 def test_a_name_may_have_the_levels_up_to_its_own(level: int | None, dscp: int) -> None:
-    added, said = variables(environment(), "kv", level, None, LEFT_PORTS)
+    added, said, _, row = start_of(environment(), "kv", level, None, LEFT_PORTS)
+    assert row is not None
+    assert (row.name, row.level, row.dscp, row.qp_dscp) == ("kv", dscp // 8, dscp, None)
     assert added["CRUX_TRANSPORT_ROUTE_LINES"] == f"* dscp {dscp}\n"
     assert added["CRUX_TRANSPORT_SKIP_PORTS"] == "22,53"
     assert f"TCP DSCP {dscp}; left alone: loopback" in said
@@ -76,21 +87,21 @@ def test_what_the_operator_does_not_allow_is_refused(
     name: str, level: int | None, env: dict[str, str], reason: str
 ) -> None:
     with pytest.raises(SettingsError, match=reason):
-        variables(environment(**env), name, level, None, ())
+        start_of(environment(**env), name, level, None, ())
 
 
 def test_a_topology_says_who_may(tmp_path: Path) -> None:
     file = tmp_path / "t.yaml"
     env = {**environment(), "CRUX_TOPOLOGY": str(file), "CRUX_DSCP_MAP": ""}
     file.write_text(topology("{kv: 1}"))
-    assert "level 1: TCP DSCP 10" in variables(env, "kv", None, None, ())[1]
+    assert "level 1: TCP DSCP 10" in start_of(env, "kv", None, None, ()).said
     with pytest.raises(SettingsError, match=r"qos\.programs gives 'kv' up to 1"):
-        variables(env, "kv", 2, None, ())
+        start_of(env, "kv", 2, None, ())
     with pytest.raises(SettingsError, match="allows kv, not 'web'"):
-        variables(env, "web", None, None, ())
+        start_of(env, "web", None, None, ())
     file.write_text(topology("{kv: 2}"))
     with pytest.raises(CruxError, match=r"qos\.programs\.kv: .*\(0, 1\), got 2"):
-        variables(env, "kv", None, None, ())
+        start_of(env, "kv", None, None, ())
 
 
 def test_queue_pairs_get_their_map_and_a_route_for_each_address() -> None:
@@ -117,6 +128,45 @@ def test_the_program_takes_the_place_of_crux() -> None:
     assert (absent.returncode, "not found" in absent.stderr) == (127, True)
     refused = run("--name", "db", "--", "true")
     assert (refused.returncode, "allows kv, web" in refused.stderr) == (1, True)
+
+
+def test_status_lists_the_program_while_it_runs() -> None:
+    with ServerThread() as server:
+        client = server.client()
+        registry = Registry(client, "default")
+        store = f"tcp://127.0.0.1:{server.port}"
+        # It ends when it has no child left, so whoever keeps the row must be none.
+        waits = (
+            "import os, sys; sys.stdin.read()\ntry: os.wait()\nexcept ChildProcessError: exit(5)"
+        )
+        program = subprocess.Popen(
+            [*CRUX, "--name", "kv", "--level", "2", "--", sys.executable, "-c", waits],
+            env=environment(CRUX_STORE=store, CRUX_HOST="node7"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        until(registry.programs, BOUND_S, "a row")
+        (row,) = registry.programs()
+        user = pwd.getpwuid(os.getuid()).pw_name
+        shown = CliRunner().invoke(main, ["status", "--store", store]).output
+        cells = [re.split(r" *│ *", line.strip("│ ")) for line in shown.splitlines()]
+        told = json.loads(CliRunner().invoke(main, ["status", "--store", store, "--json"]).output)
+        # Its pipes end with it, though the process that keeps the row lives on for a moment.
+        assert b"level 2" in program.communicate(timeout=BOUND_S)[1]
+        until(lambda: not registry.programs(), BOUND_S, "no row")
+        client.close()
+    assert program.returncode == 5
+    assert ["kv", "node7", "2", "TCP 16", user, str(program.pid)] in cells
+    assert told["programs"] == [json.loads(msgspec.json.encode(row))]
+
+
+def test_without_a_usable_store_the_program_runs_and_one_line_says_so() -> None:
+    done = run("--name", "kv", "--quiet", "--", "true", CRUX_STORE="tcp://127.0.0.1:1")
+    assert (done.returncode, done.stderr) == (0, "")
+    absent = run("--name", "kv", "--", "true", CRUX_STORE_SECRET="/no/such/file")
+    assert absent.returncode == 0
+    assert "`crux status` does not list kv: " in absent.stderr
 
 
 def test_what_can_not_be_marked_is_not_started(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -411,3 +412,35 @@ def test_others_who_may_use_the_store_are_named_in_one_line(
     launched(*(secret_file(tmp_path) if each == "FILE" else each for each in flags))
     words = ("any user of the host", "all users of group root")
     assert sum(any(word in line for word in words) for line in caplog.messages) == said
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("--crux-pol", ["--crux-policy"]),
+        ("--nproc-per-node 2 --standa", ["--standalone"]),
+        ("--crux-policy mlc", ["mlcc"]),
+        ("--start-method fork", ["fork", "forkserver"]),
+        ("tr", []),
+    ],
+)
+def test_bash_completes_flags_and_their_choices(typed, offered, monkeypatch, capsys):
+    monkeypatch.setenv("_CRUXRUN_COMPLETE", "bash_source")
+    cruxrun.main([])
+    ask = f"COMP_WORDS=(cruxrun {typed}) COMP_CWORD={len(typed.split())}\n_cruxrun\n"
+    ask += 'complete -p cruxrun\necho "${COMPREPLY[@]}"\n'
+    shell = ["bash", "-c", capsys.readouterr().out + ask]
+    said = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    # Where no word fits, the shell offers names of files.
+    assert said == f"complete -o default -F _cruxrun cruxrun\n{' '.join(offered)}\n"
+
+
+def test_another_shell_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("_CRUXRUN_COMPLETE", "fish_source")
+    with pytest.raises(SystemExit) as exit_:
+        cruxrun.main([])
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err == (
+        "cruxrun: error: _CRUXRUN_COMPLETE=fish_source: expected bash_source or zsh_source\n"
+    )
