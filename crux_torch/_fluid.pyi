@@ -10,6 +10,8 @@ import numpy.typing as npt
 Traffic: TypeAlias = dict[str, float] | tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]
 #: Of one burst, or a list of its parts.
 Sent: TypeAlias = Traffic | list[Traffic] | list[dict[str, float]]
+#: Of an iteration: at, traffic, and perhaps least_s.
+Burst: TypeAlias = tuple[float, Sent] | tuple[float, Sent, float]
 
 class SpecError(ValueError):
     """What was asked for can't be simulated: which job or link, and what was expected."""
@@ -60,7 +62,7 @@ class Engine:
         name: str,
         *,
         compute_s: float,
-        bursts: Iterable[tuple[float, Sent]],
+        bursts: Iterable[Burst],
         gpus: float = 1.0,
         level: int = 0,
         weight: float = 1.0,
@@ -73,7 +75,8 @@ class Engine:
             bursts: of each iteration, in order: the share of the compute after which it may start,
                 and its traffic. A list of such: parts that move on their own, and the next burst
                 begins when all have ended. What sets a rate limit of such a job, or asks for its
-                bytes left, raises SpecError.
+                bytes left, raises SpecError. Then the seconds that each part takes at least, if it
+                moves anything: its rate has a ceiling.
             level: a higher one goes first.
             weight: share within its level.
             iterations: after which it ends; None: never.

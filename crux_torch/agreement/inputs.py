@@ -305,12 +305,17 @@ def _moved(flow: HostFlow) -> float:
 
 
 def _bursts(profile: JobProfile) -> tuple[Burst, ...]:
-    """Return the profile's bursts in ascending order, with shares that sum to 1."""
+    """Return the profile's bursts in ascending order, with shares that sum to 1.
+
+    Together they take no longer than the iteration that they were measured in.
+    """
     total = math.fsum(b.share for b in profile.bursts)
     if total <= 0:
         return (Burst(1.0, 1.0),)
-    ordered = sorted(profile.bursts, key=lambda b: (b.at, b.share))
-    return tuple(Burst(b.at, b.share / total) for b in ordered)
+    ordered = sorted(profile.bursts, key=lambda b: (b.at, b.share, b.least_s))
+    claimed_s = math.fsum(b.least_s for b in ordered)
+    cut = min(1.0, min(profile.period_s, MAX_PERIOD_S) / claimed_s) if claimed_s else 0.0
+    return tuple(Burst(b.at, b.share / total, cut * b.least_s) for b in ordered)
 
 
 def _scaled(job: Job, capacity_Bps: Mapping[str, float], t_s: float, least_s: float) -> Job:

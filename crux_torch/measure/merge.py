@@ -14,7 +14,13 @@ import numpy as np
 
 from crux_torch.measure import timeline
 from crux_torch.measure.device import DeviceUse
-from crux_torch.measure.profile import MAX_FLOWS, FlopsSource, HostFlow, JobProfile
+from crux_torch.measure.profile import (
+    MAX_FLOWS,
+    FlopsSource,
+    HostFlow,
+    JobProfile,
+    ProfileBurst,
+)
 from crux_torch.measure.sample import RankSample
 from crux_torch.measure.traffic import PER_RANK_OPS, HostPair, add_flows, flows
 from crux_torch.network.topology import Topology
@@ -267,6 +273,10 @@ def merge(
         log.warning("%d records were dropped while measuring: bytes may be too few", lost)
     period_s = statistics.median(s.period_s for s in present)
     t_measured_s, line = transfers_without_waiting(present)
+    bursts = present[0].bursts if line is None else line.bursts
+    if not (measured_alone or quiet):
+        # Other jobs may have made them longer.
+        bursts = tuple(ProfileBurst(burst.at, burst.share) for burst in bursts)
     exposed_s = min(s.exposed_s for s in present)
     if line is not None:
         exposed_s = min(exposed_s, line.exposed_s)
@@ -296,7 +306,7 @@ def merge(
         gpus=world,
         flows=_largest(matrix),
         inside=_largest(shared),
-        bursts=present[0].bursts if line is None else line.bursts,
+        bursts=bursts,
         t_s=t_s,
         t_source=t_source,
         t_measured_s=t_measured_s,
@@ -433,12 +443,12 @@ def transfers_without_waiting(
     end_ns = np.array(rows.end, dtype=np.int64)
     seen_ns = np.array(rows.begin, dtype=np.int64)
     begin_ns = seen_ns.copy()
-    shared = 0
+    shared = np.zeros(len(end_ns), bool)
     for i, (group, sequence) in enumerate(zip(rows.group, rows.sequence, strict=True)):
         if group >= 0:
             key = (leader.groups[group].name, sequence)
             begin_ns[i] = max(begin_ns[i], end_ns[i] - shortest.get(key, 0))
-            shared += witnesses[key] > 1
+            shared[i] = witnesses[key] > 1
     order = np.argsort(begin_ns, kind="stable")
     size = np.array(rows.bytes, dtype=np.int64)[order]
     bounds = np.array(rows.bounds, dtype=np.int64)
@@ -446,10 +456,10 @@ def transfers_without_waiting(
     ready_ns = np.array(rows.ready, dtype=np.int64)
     ready_ns = np.where(ready_ns < seen_ns, ready_ns, begin_ns)
     reached = timeline.Reaches(ready_ns[order], np.array(rows.synchronous, dtype=bool)[order])
-    line = timeline.describe(begin_ns[order], end_ns[order], size, bounds, reached)
+    line = timeline.describe(begin_ns[order], end_ns[order], size, bounds, reached, shared[order])
     if line is None:
         return leader.comm_s, None
-    if len(present) > 1 and not shared:
+    if len(present) > 1 and not shared.any():
         log.warning("no collective was seen by two ranks: t includes waiting for stragglers")
     return line.comm_median_s, line
 

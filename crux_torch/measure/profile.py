@@ -26,11 +26,19 @@ class HostFlow(msgspec.Struct, frozen=True):
     bytes: NonNegative
 
 
-class ProfileBurst(msgspec.Struct, frozen=True):
-    """One burst of communication: its start in the compute, and its share of the bytes."""
+class ProfileBurst(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One burst of communication.
+
+    Attributes:
+        at: share of the compute that is done when it starts.
+        share: share of the bytes that it carries.
+        least_s: seconds that it takes on an idle network; 0 where that is not known. Left out then:
+            the record is that of releases which do not know it.
+    """
 
     at: Share
     share: Share
+    least_s: NonNegative = 0.0
 
 
 class JobProfile(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,8 @@ class Timeline:
     Attributes:
         comm_s: seconds with a collective in flight; ``comm_median_s`` is the median iteration's.
         exposed_s: seconds in which computation waits for communication.
-        bursts: where in the compute the bursts start, and their shares of the bytes.
+        bursts: where in the compute the bursts start, their shares of the bytes, and the shortest
+            time that each took in an iteration in which it waited for nobody.
     """
 
     iterations: int
@@ -171,13 +173,20 @@ def bounds_from_period(begin_ns: Ints, end_ns: Ints, period_s: float) -> Ints:
 
 
 def describe(
-    begin_ns: Ints, end_ns: Ints, bytes: Ints, bounds_ns: Ints, reached: Reaches
+    begin_ns: Ints,
+    end_ns: Ints,
+    bytes: Ints,
+    bounds_ns: Ints,
+    reached: Reaches,
+    transfers: NDArray[np.bool_] | None = None,
 ) -> Timeline | None:
     """The timeline of the iterations between ``bounds_ns``; None without a whole one.
 
     Args:
         begin_ns, end_ns, bytes, reached: of each collective, ascending in ``begin_ns``.
         bounds_ns: ascending ends of iterations, one more than there are iterations.
+        transfers: for each collective, True if it waits for nobody while it is in flight; None:
+            that is not known of any.
     """
     if len(bounds_ns) < 2:
         return None
@@ -189,7 +198,13 @@ def describe(
         comm_s=float(comm.mean()) / 1e9,
         comm_median_s=float(np.median(comm)) / 1e9,
         exposed_s=float(_within(*waits, bounds_ns).mean()) / 1e9,
-        bursts=_bursts(spans, waits, bytes, bounds_ns),
+        bursts=_bursts(
+            spans,
+            waits,
+            bytes,
+            bounds_ns,
+            np.zeros(len(bytes), bool) if transfers is None else transfers,
+        ),
     )
 
 
@@ -211,41 +226,52 @@ def _covered(begin_ns: Ints, end_ns: Ints, until_ns: Ints) -> NDArray[np.float64
 
 
 def _bursts(
-    spans: Stretches, waits: tuple[Ints, Ints], bytes: Ints, bounds_ns: Ints
+    spans: Stretches,
+    waits: tuple[Ints, Ints],
+    bytes: Ints,
+    bounds_ns: Ints,
+    transfers: NDArray[np.bool_],
 ) -> tuple[ProfileBurst, ...]:
     """The bursts of an iteration, means over the iterations with the usual number of them."""
     period_ns = float(bounds_ns[-1] - bounds_ns[0]) / (len(bounds_ns) - 1)
     if not len(spans.first):
         return (ProfileBurst(1.0, 1.0),)
     carried = np.add.reduceat(bytes.astype(float), spans.first)
+    moving = np.logical_and.reduceat(transfers, spans.first)
     waited = _covered(*waits, spans.end_ns) - _covered(*waits, spans.begin_ns)
-    found: list[list[tuple[float, float]]] = []
+    found: list[list[tuple[float, float, float]]] = []
     for begin, end in itertools.pairwise(bounds_ns.tolist()):
         inside = np.flatnonzero((spans.begin_ns >= begin) & (spans.begin_ns < end))
-        found.append(_bursts_in_one(spans, waited, carried, inside, begin, period_ns))
+        found.append(_bursts_in_one(spans, waited, carried, moving, inside, begin, period_ns))
     numbers = np.array([len(bursts) for bursts in found])
     numbers = numbers[numbers > 0]
     if not len(numbers):
         return (ProfileBurst(1.0, 1.0),)
     usual = int(np.bincount(numbers).argmax())
     kept = np.array([bursts for bursts in found if len(bursts) == usual])
-    elapsed, shares = kept.mean(axis=0).T
+    elapsed, shares = kept[:, :, :2].mean(axis=0).T
+    shortest_ns = kept[:, :, 2].min(axis=0)
+    least_s = np.where(np.isfinite(shortest_ns), shortest_ns, 0.0) / 1e9
     compute_ns = max(1.0, period_ns - _within(*waits, bounds_ns).mean())
     at = np.clip(elapsed / compute_ns, 0.0, 1.0)
     total = shares.sum()
     shares = np.minimum(shares / total if total > 0 else np.full(usual, 1.0 / usual), 1.0)
-    return tuple(map(ProfileBurst, at.tolist(), shares.tolist()))
+    return tuple(map(ProfileBurst, at.tolist(), shares.tolist(), least_s.tolist()))
 
 
 def _bursts_in_one(
     spans: Stretches,
     waited: NDArray[np.float64],
     carried: NDArray[np.float64],
+    moving: NDArray[np.bool_],
     inside: NDArray[np.int64],
     begin_ns: int,
     period_ns: float,
-) -> list[tuple[float, float]]:
-    """(compute done before it in ns, bytes) of each burst of one iteration."""
+) -> list[tuple[float, float, float]]:
+    """(compute done before it in ns, bytes, duration in ns) of each burst of one iteration.
+
+    The duration is infinite unless all of its stretches were ``moving`` data.
+    """
     if not len(inside):
         return []
     quiet = spans.begin_ns[inside[1:]] - spans.end_ns[inside[:-1]]
@@ -256,6 +282,8 @@ def _bursts_in_one(
     bursts, idle_ns = [], 0.0
     for part in parts:
         computed_ns = float(spans.begin_ns[part[0]] - begin_ns) - idle_ns
-        bursts.append((computed_ns, float(carried[part].sum())))
+        lasted_ns = float(spans.end_ns[part[-1]] - spans.begin_ns[part[0]])
+        lasted_ns = lasted_ns if moving[part].all() else math.inf
+        bursts.append((computed_ns, float(carried[part].sum()), lasted_ns))
         idle_ns += float(waited[part].sum())
     return bursts

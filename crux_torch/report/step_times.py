@@ -84,6 +84,6 @@ def _computed_s(profile: JobProfile) -> float:
     from crux_torch.schedule.papers.intensity import burst_times_s
 
     total = sum(burst.share for burst in profile.bursts) or 1.0
-    bursts = tuple(Burst(burst.at, burst.share / total) for burst in profile.bursts)
+    bursts = tuple(Burst(b.at, b.share / total, b.least_s) for b in profile.bursts)
     job = Job("", gpus=1, flops=0.0, compute_s=profile.compute_s, flows=(), bursts=bursts)
     return max(profile.compute_s, burst_times_s(job, profile.t_s)[-1][1])

@@ -33,10 +33,12 @@ class Burst:
     Attributes:
         at: share of the iteration's compute that is done when the burst may start, 0 to 1.
         share: share of the job's bytes that it carries; a job's bursts sum to 1.
+        least_s: seconds that it takes at least, if it moves anything: its rate has a ceiling.
     """
 
     at: float
     share: float
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

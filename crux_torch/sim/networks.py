@@ -111,10 +111,11 @@ class SharedNetwork:
         follows = _Followed(placed, grain, flows, placed.default_path, level)
         self._follows[job.name] = follows
         starts = [burst.at for burst in job.bursts]
+        least_s = [burst.least_s * grain.size for burst in job.bursts]
         self._engine.add_job(
             job.name,
             compute_s=job.compute_s * grain.size,
-            bursts=zip(starts, _traffic(follows), strict=True),
+            bursts=zip(starts, _traffic(follows), least_s, strict=True),
             gpus=job.gpus,
             level=level,
             iterations=grain.count,

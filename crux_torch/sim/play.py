@@ -26,6 +26,8 @@ from crux_torch.sim.scenario import Scenario, ScenarioError
 
 #: Bytes on each link of a transfer, or of each of its parts that move on their own.
 Moved = dict[str, float] | list[dict[str, float]]
+#: Of an iteration: the share of the compute after which it begins, its bytes, its least seconds.
+Sent = tuple[float, Moved, float]
 #: A burst is cut into no more pieces than this.
 MAX_PIECES = 64
 
@@ -34,7 +36,7 @@ MAX_PIECES = 64
 class JobReport:
     """Results of one job within the horizon; the mean is of the iterations that ended.
 
-    ``comm_s`` is the seconds that the data it sent would have taken alone.
+    ``comm_s`` is the seconds that the data it sent would have taken at its links' full rate.
     """
 
     completed: int
@@ -88,7 +90,8 @@ def run_scenario(
                 name,
                 compute_s=job.compute_s,
                 bursts=with_slack(
-                    [(burst.at, dict(burst.traffic)) for burst in job.sent], scenario.slack_bytes
+                    [(burst.at, dict(burst.traffic), burst.least_s) for burst in job.sent],
+                    scenario.slack_bytes,
                 ),
                 gpus=job.gpus,
                 level=job.level,
@@ -102,23 +105,21 @@ def run_scenario(
     return report_of(engine, scenario.horizon_s)
 
 
-def with_slack(
-    bursts: Sequence[tuple[float, Moved]], slack_bytes: float | None
-) -> list[tuple[float, Moved]]:
+def with_slack(bursts: Sequence[Sent], slack_bytes: float | None) -> list[Sent]:
     """The engine's bursts of a job whose links may be ahead of each other.
 
     Each link carries its bytes at its own pace, in pieces. A piece begins when all links have
     carried the one before it.
 
     Args:
-        bursts: after which share of the compute each begins, and its bytes on each link.
+        bursts: of a job. The pieces of one share its least time.
         slack_bytes: about what the busiest link may be ahead, so the size of a piece; None: all
             links of a burst, or of each of its parts, move together.
     """
     if slack_bytes is None:
         return list(bursts)
-    cut: list[tuple[float, Moved]] = []
-    for at, moved in bursts:
+    cut: list[Sent] = []
+    for at, moved, least_s in bursts:
         loads = [
             (link, amount)
             for traffic in (moved if isinstance(moved, list) else [moved])
@@ -128,7 +129,7 @@ def with_slack(
         busiest = max((amount for _, amount in loads), default=0.0)
         pieces = min(max(round(busiest / slack_bytes), 1), MAX_PIECES)
         part: Moved = [{link: amount / pieces} for link, amount in loads]
-        cut += [(at, part)] * pieces
+        cut += [(at, part, least_s / pieces)] * pieces
     return cut
 
 
@@ -169,7 +170,7 @@ def engine_of(
     Raises:
         SpecError: a job or link that can't be simulated.
     """
-    bursts: dict[str, list[tuple[float, Moved]]] = {}
+    bursts: dict[str, list[Sent]] = {}
     capacity_Bps: dict[str, float] = {}
     for job in cluster.jobs:
         # Names a link that the job has to itself.
@@ -214,12 +215,12 @@ def iteration_alone_s(
     return mean_s
 
 
-def _bursts(job: Job, parts: Sequence[dict[str, float]]) -> list[tuple[float, Moved]]:
+def _bursts(job: Job, parts: Sequence[dict[str, float]]) -> list[Sent]:
     """The engine's bursts of a job whose parts move so much on each link in an iteration."""
     of_parts = [burst_traffic(job, part) for part in parts]
     if len(of_parts) == 1:
         return list(of_parts[0])
-    return [(b.at, [of[i][1] for of in of_parts]) for i, b in enumerate(job.bursts)]
+    return [(b.at, [of[i][1] for of in of_parts], b.least_s) for i, b in enumerate(job.bursts)]
 
 
 def play(

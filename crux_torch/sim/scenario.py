@@ -45,11 +45,15 @@ class ScenarioLink(_Record, frozen=True):
     delay_s: NonNegative = 0.0
 
 
-class TrafficBurst(_Record, frozen=True):
-    """Bytes on each link that are sent from the share ``at`` of an iteration's compute on."""
+class TrafficBurst(_Record, frozen=True, omit_defaults=True):
+    """Bytes on each link that are sent from the share ``at`` of an iteration's compute on.
+
+    They take ``least_s`` seconds at least, however fast the links are.
+    """
 
     at: Share
     traffic: dict[str, float]
+    least_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
 
 
 class ScenarioJob(_Record, frozen=True, kw_only=True):
@@ -192,6 +196,10 @@ def _check(where: str, job: ScenarioJob, links: Mapping[str, ScenarioLink]) -> N
                 )
             last = burst.at
             _check_traffic(f"{at}.traffic", burst.traffic, links)
+            if burst.least_s and not any(burst.traffic.values()):
+                raise ScenarioError(
+                    f"{at}.least_s: got {burst.least_s}, expected 0 where the burst moves nothing"
+                )
     elif job.path is not None and job.path not in (job.paths or {}):
         known = ", ".join(sorted(job.paths or {})) or "none are given"
         raise ScenarioError(f"{where}.path: no path {job.path!r}, expected one of: {known}")
@@ -278,5 +286,5 @@ def _bursts(name: str, job: ScenarioJob) -> tuple[Burst, ...]:
                     f"jobs.{name}.bursts: expected each burst to carry the same share of every "
                     f"link's bytes; link {link!r} differs"
                 )
-        bursts.append(Burst(burst.at, share))
+        bursts.append(Burst(burst.at, share, burst.least_s))
     return tuple(bursts)

@@ -60,8 +60,13 @@ class NamedEngine {
     std::size_t widest = 1;
     std::vector<std::size_t> first;
     for (const py::handle item : bursts) {
-      const auto [at, traffic] = item.cast<std::pair<double, py::object>>();
-      spec.bursts.push_back({at, {}});
+      const auto burst = item.cast<py::tuple>();
+      if (burst.size() < 2 || burst.size() > 3) {
+        throw SpecError("job " + name + ": expected bursts of at, traffic and perhaps least_s");
+      }
+      const double least_s = burst.size() == 3 ? burst[2].cast<double>() : 0.0;
+      spec.bursts.push_back({burst[0].cast<double>(), {}, Seconds(least_s)});
+      const py::object traffic = burst[1];
       first.push_back(parts.size());
       for (std::vector<LoadSpec>& part : parts_of(traffic)) parts.push_back(std::move(part));
       widest = std::max(widest, parts.size() - first.back());

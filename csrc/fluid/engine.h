@@ -30,7 +30,7 @@ struct Options {
 struct JobResult {
   std::int64_t completed = 0;  // iterations ended
   double compute_s = 0.0;      // seconds in which it computed
-  double comm_s = 0.0;         // seconds its data would have taken alone
+  double comm_s = 0.0;         // seconds its data would have taken at the full rate of its links
   std::optional<double> mean_iteration_s;
   double start_s = 0.0;
   std::optional<double> end_s;  // when it ended or was removed

@@ -12,14 +12,14 @@ bool inside_iteration(Stage stage) {
 
 }  // namespace
 
-// Seconds alone of what the job has sent since it was last booked.
+// Seconds of its links that took what the job has sent since it was last booked.
 double Engine::comm_s(const Job& job) const {
-  double sum = static_cast<double>(job.completed - job.flushed) * job.program.alone_comm_s();
+  double sum = static_cast<double>(job.completed - job.flushed) * job.program.link_s();
   if (!inside_iteration(job.stage)) return sum;
   const std::vector<Burst>& bursts = job.program.bursts();
-  for (std::uint32_t b = 0; b < job.burst; ++b) sum += bursts[b].alone_s;
-  if (job.stage == Stage::kMoving) sum += progress_at(job, now_) * bursts[job.burst].alone_s;
-  if (job.stage == Stage::kSent) sum += bursts[job.burst].alone_s;
+  for (std::uint32_t b = 0; b < job.burst; ++b) sum += bursts[b].link_s;
+  if (job.stage == Stage::kMoving) sum += progress_at(job, now_) * bursts[job.burst].link_s;
+  if (job.stage == Stage::kSent) sum += bursts[job.burst].link_s;
   return sum;
 }
 

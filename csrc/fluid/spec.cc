@@ -45,6 +45,8 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
               const std::string& where) {
   require(std::isfinite(spec.at) && spec.at >= 0.0 && spec.at <= 1.0, where, "at", spec.at,
           "a share from 0 to 1");
+  require(non_negative(spec.least.value()), where, "least_s", spec.least.value(),
+          "a finite number, 0 or more");
   Burst burst;
   burst.at_s = spec.at * compute_s;
   std::vector<LoadSpec> loads = spec.traffic;
@@ -63,7 +65,7 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
     const double alone_s = load.bytes.value() / network.capacity(load.link).value();
     if (alone_s < kShortestTransfer_s) continue;
     burst.busiest_bytes = std::max(burst.busiest_bytes, load.bytes.value());
-    burst.alone_s = std::max(burst.alone_s, alone_s);
+    burst.link_s = std::max(burst.link_s, alone_s);
     burst.delay_s += network.delay(load.link).value();
     burst.crossings.push_back({load.link, load.bytes.value()});
   }
@@ -72,8 +74,9 @@ Burst compile(const BurstSpec& spec, double compute_s, const Network& network,
                                    [](const Crossing& one) { return one.share < kLeastShare; });
   burst.crossings.erase(idle, burst.crossings.end());
   if (!burst.crossings.empty()) {
-    require(std::isfinite(burst.alone_s), where, "transfer time alone", burst.alone_s,
+    require(std::isfinite(burst.link_s), where, "transfer time alone", burst.link_s,
             "a finite number of seconds");
+    burst.alone_s = std::max(burst.link_s, spec.least.value());
   }
   return burst;
 }
@@ -151,7 +154,7 @@ Program Program::validate(const JobSpec& spec, const Network& network) {
     if (!burst.crossings.empty()) {
       end_s = std::max(end_s, burst.at_s) + burst.delay_s + burst.alone_s;
     }
-    program.alone_comm_s_ += burst.alone_s;
+    program.link_s_ += burst.link_s;
     program.bursts_.push_back(std::move(burst));
   }
   program.alone_iteration_s_ = std::max(end_s, program.compute_s_);

@@ -47,6 +47,7 @@ struct LoadSpec {
 struct BurstSpec {
   double at = 1.0;  // share of the iteration's compute that is done when it may start
   std::vector<LoadSpec> traffic;
+  Seconds least{};  // on an empty network, if it moves anything: its rate has a ceiling
 };
 
 struct JobSpec {
@@ -84,7 +85,8 @@ struct Crossing {
 struct Burst {
   double at_s = 0.0;           // since the start of the iteration
   double delay_s = 0.0;        // of its path
-  double alone_s = 0.0;        // transfer time on an empty network, max_e M_e / B_e
+  double link_s = 0.0;         // transfer time at the full rate of its links, max_e M_e / B_e
+  double alone_s = 0.0;        // on an empty network: no less than link_s, nor than its least
   double busiest_bytes = 0.0;  // max_e M_e
   std::vector<Crossing> crossings;
 };
@@ -107,13 +109,14 @@ class Program {
   double compute_s() const { return compute_s_; }
   const std::vector<Burst>& bursts() const { return bursts_; }
   const std::vector<Footprint>& footprint() const { return footprint_; }
-  double alone_comm_s() const { return alone_comm_s_; }
+  // link_s of all bursts.
+  double link_s() const { return link_s_; }
   // Length of an iteration on an empty network.
   double alone_iteration_s() const { return alone_iteration_s_; }
 
  private:
   double compute_s_ = 0.0;
-  double alone_comm_s_ = 0.0;
+  double link_s_ = 0.0;
   double alone_iteration_s_ = 0.0;
   std::vector<Burst> bursts_;
   std::vector<Footprint> footprint_;

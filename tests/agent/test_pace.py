@@ -19,7 +19,6 @@ from crux_torch.agreement.planner import compute_entries
 from crux_torch.agreement.records import Grid, PlanEntry
 from crux_torch.errors import StoreError
 from crux_torch.measure.profile import HostFlow, ProfileBurst
-from crux_torch.schedule.papers.cassini import HEADROOM
 from crux_torch.schedule.papers.cassini_grid import (
     DRIFT,
     HELD_UP,
@@ -27,6 +26,7 @@ from crux_torch.schedule.papers.cassini_grid import (
     following_point,
     start_point,
 )
+from crux_torch.schedule.papers.cassini_parts import HEADROOM
 
 GRID_S = 0.4
 

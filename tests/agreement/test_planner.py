@@ -475,6 +475,8 @@ def test_the_fingerprint_covers_all_that_a_plan_follows_from(policy: str) -> Non
             for name, value in OTHER_PROFILE.items()
         ),
     ]
+    least = (ProfileBurst(0.5, 1.0, 0.3),)
+    assert of(msgspec.structs.replace(first, profile=profile(bursts=least)))[0] != before[0]
     for one in changed:
         after = of(one)
         assert after[1] == before[1] or after[0] != before[0], one
@@ -577,3 +579,44 @@ def test_the_topology_in_a_jobs_file_is_not_parsed_again_when_the_store_has_it(
     again = TopologyReader().read(raw)
     assert again is not None
     assert (again.hosts, again.edges) == (topology.hosts, topology.edges)
+
+
+def test_bursts_keep_their_least_times_within_the_iteration_that_was_measured() -> None:
+    def bursts(*least_s: float, period_s: float = 1.0) -> list[float]:
+        told = tuple(ProfileBurst(i / 8, 1 / len(least_s), s) for i, s in enumerate(least_s))
+        (job,) = plan_inputs(
+            [record("a", profile=profile(bursts=told, period_s=period_s))], None
+        ).jobs
+        return [burst.least_s for burst in job.bursts]
+
+    assert bursts(0.1, 0.0, 0.3) == [0.1, 0.0, 0.3]
+    assert bursts(1e30, 1e30) == pytest.approx([0.5, 0.5])
+    assert bursts(1e30, period_s=1e30) == pytest.approx([MAX_PERIOD_S])
+    assert bursts(5e-324, 0.0) == [5e-324, 0.0]
+    assert bursts(1.0, period_s=0.0) == [0.0]
+
+
+def test_records_have_least_times_only_where_they_are_known() -> None:
+    known = record("a", profile=profile(bursts=(ProfileBurst(0.5, 1.0, 0.25),)))
+    assert msgspec.json.decode(msgspec.json.encode(known), type=JobRecord) == known
+    raw = msgspec.json.encode(record("a"))
+    assert b"least_s" not in raw
+    assert msgspec.json.decode(raw, type=JobRecord) == record("a")
+    for bad in (-1.0, 1e31, "x"):
+        data = msgspec.to_builtins(known)
+        data["profile"]["bursts"][0]["least_s"] = bad
+        with pytest.raises(msgspec.ValidationError, match="least_s"):
+            msgspec.json.decode(msgspec.json.encode(data), type=JobRecord)
+
+
+def test_two_jobs_whose_bursts_fit_beside_each_other_are_no_rivals() -> None:
+    """Each needs 40% of the link for as long as it sends."""
+
+    def job(name: str, flops: float, least_s: float) -> JobRecord:
+        bursts = (ProfileBurst(0.5, 1.0, least_s),)
+        return record(name, profile=profile(flops=flops, t_s=0.2, bursts=bursts))
+
+    for least_s, differ in ((0.0, True), (0.5, False)):
+        records = [job("a", 1e15, least_s), job("b", 1e12, least_s)]
+        decision = LIVE["cassini"](plan_inputs(records, None), SchedulerOptions((0, 1, 2)))
+        assert bool(decision.shift_s) == differ

@@ -32,6 +32,7 @@ JobSpec draw_job(crux::Input& input, unsigned links, unsigned number, Seconds no
     for (unsigned n = input.up_to(2) + 1; n > 0; --n) {
       burst.traffic.push_back({input.up_to(links), Bytes(input.number() * 1e6)});
     }
+    if (input.up_to(1) == 1) burst.least = Seconds(input.number());
     spec.bursts.push_back(std::move(burst));
   }
   return spec;

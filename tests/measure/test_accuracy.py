@@ -201,3 +201,35 @@ def test_an_unequal_layout_counts_every_collective_once() -> None:
     profile = merge(samples)
     both_ways = dict.fromkeys((("h0", "h1"), ("h1", "h0")), 1.5 * 8 * MB)
     assert {(f.src, f.dst): f.bytes for f in profile.flows} == both_ways
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.2])
+@pytest.mark.parametrize("job", JOBS)
+def test_bursts_take_what_their_transfers_take(job: str, jitter: float) -> None:
+    stream = generate(JobSpec(JOBS[job], jitter=jitter, straggler={1: 1.3}), 3)
+    found = profile_of(stream)
+    assert all(burst.least_s > 0 for burst in found.bursts)
+    if job != "overlapped":
+        for burst in found.bursts:
+            assert burst.least_s == pytest.approx(burst.share * stream.truth.t_s, rel=1e-3)
+    else:
+        # Four buckets of 30 ms follow each other once the first is there.
+        assert found.bursts[0].least_s == pytest.approx(stream.truth.t_s, rel=0.01)
+
+
+def test_a_burst_that_computation_paces_is_slower_than_its_link() -> None:
+    """Six buckets of 3 ms, one each 5 ms: an arc of 28 ms."""
+    paced = (Burst(0.120, ()), Burst(0.030, (3 * MB,) * 6, True))
+    (burst,) = profile_of(generate(JobSpec(paced))).bursts
+    assert burst.least_s == pytest.approx(0.028, rel=0.01)
+
+
+def test_durations_that_others_may_have_lengthened_are_not_told() -> None:
+    samples = samples_of(generate(JobSpec(ONE_BURST)))
+    assert all(b.least_s == 0 for sample in samples for b in sample.bursts), "with its waiting"
+    assert all(b.least_s > 0 for b in merge(samples, measured_alone=False, quiet=True).bursts)
+    beside = merge(samples, measured_alone=False)
+    assert all(b.least_s == 0 for b in beside.bursts)
+    assert b"least_s" not in msgspec.json.encode(beside)
+    # One rank alone can't tell transfer from waiting.
+    assert all(b.least_s == 0 for b in merge(samples[:1]).bursts)

@@ -175,3 +175,23 @@ def test_an_iteration_has_no_more_bursts_than_a_profile_may_hold() -> None:
     begin = np.concatenate([start + np.cumsum(gaps) - gaps[0] for start in bounds[:6]])
     line = describe(ns(*begin), ns(*(begin + 1e-3)), ns(*[1] * len(begin)), ns(*bounds))
     assert timeline.MAX_BURSTS // 2 < len(line.bursts) <= timeline.MAX_BURSTS
+
+
+def test_a_burst_takes_the_shortest_of_its_times_in_which_nobody_waited() -> None:
+    # Three iterations of 10 s: a burst of two collectives with 0.1 s between them, and another.
+    begin = [10.0 * i + s for i in range(3) for s in (1.0, 2.1, 6.0)]
+    lasted = (1.0, 1.2, 0.5, 1.0, 1.0, 2.0, 1.0, 0.5, 1.0)
+    end = [b + d for b, d in zip(begin, lasted, strict=True)]
+    size, bounds = ns(*[1] * 9), ns(0, 10, 20, 30)
+    reached = timeline.Reaches(ns(*begin), np.zeros(9, bool))
+
+    def least_s(*waiting: int) -> list[float]:
+        moving = np.array([i not in waiting for i in range(9)])
+        line = timeline.describe(ns(*begin), ns(*end), size, bounds, reached, moving)
+        assert line is not None
+        return [burst.least_s for burst in line.bursts]
+
+    assert least_s() == pytest.approx([1.6, 0.5])
+    assert least_s(2, 6) == pytest.approx([2.1, 1.0])
+    assert least_s(2, 5, 8) == pytest.approx([1.6, 0.0])
+    assert [b.least_s for b in describe(ns(*begin), ns(*end), size, bounds).bursts] == [0.0, 0.0]

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import clusters
 
-from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
+from crux_torch.schedule.arrays import arrays_of, choice_of, traffic_matrix
+from crux_torch.schedule.model import Burst, Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
-from crux_torch.schedule.papers.cassini import Meeting, cassini, loop_free, time_shifts, without
+from crux_torch.schedule.papers.cassini import (
+    Candidate,
+    Meeting,
+    cassini,
+    compatibility,
+    loop_free,
+    time_shifts,
+    without,
+)
 from crux_torch.schedule.papers.cassini_grid import (
     FAMILY_ANGLES,
     ROUNDING,
@@ -25,6 +35,7 @@ from crux_torch.schedule.papers.cassini_grid import (
     families,
     perimeter,
 )
+from crux_torch.schedule.papers.cassini_parts import parts_of
 from crux_torch.sim.play import play
 
 
@@ -94,6 +105,77 @@ def test_two_jobs_get_the_best_rotation_of_all(jobs, background) -> None:
     assert achieved == pytest.approx(found.score, abs=1e-9)
     assert found.angles[0] == 0
     assert all(0 <= a < len(c) for a, c in zip(found.angles, circles, strict=True))
+
+
+#: Figures 1(d) and 6: six Up phases of a GPT-3 in hybrid parallelism, in Gbit/s of 50. The paper
+#: prints no numbers, so these are only like its drawing.
+HYBRID = ((0.10, 0.16, 15), (0.20, 0.26, 15), (0.34, 0.44, 15), (0.48, 0.58, 15), (0.62, 0.66, 10))
+HYBRID += ((0.70, 0.95, 35),)
+
+
+def hybrid(name: str, *links: str) -> Job:
+    """A job of an iteration of 1 s that computes all the time, on links of 50 Gbit/s."""
+    moved = [(end - start) * rate for start, end, rate in HYBRID]
+    bursts = tuple(
+        Burst(start, size / sum(moved), end - start)
+        for (start, end, _), size in zip(HYBRID, moved, strict=True)
+    )
+    return Job(name, 8, 1e12, 1.0, (Flow(sum(moved), (links or ("l",),)),), bursts)
+
+
+def test_six_up_phases_are_arcs_of_their_own_length_and_height() -> None:
+    """Figure 6."""
+    cluster = Cluster({"l": 50.0}, (hybrid("a"), hybrid("b")))
+    arrays = arrays_of(cluster)
+    ((_, part),) = parts_of(arrays, traffic_matrix(arrays, choice_of(arrays, None)))
+    assert part.period_s == pytest.approx((1.0, 1.0))
+    for entries, arcs in zip(part.entries, part.arcs, strict=True):
+        ((_, highest),) = entries
+        assert highest == pytest.approx(35 / 50)
+        found = [(arc.start_s, arc.end_s, highest * arc.height * 50) for arc in arcs]
+        assert found == [pytest.approx(up) for up in HYBRID]
+    circles = part.circles()
+    mean = sum((end - start) * rate for start, end, rate in HYBRID) / 50
+    assert float(circles.rate[0].mean()) * 35 / 50 == pytest.approx(mean)
+    assert float(circles.busy[0].mean()) == pytest.approx(sum(e - s for s, e, _ in HYBRID))
+
+
+def test_low_arcs_lie_over_high_ones() -> None:
+    """Two of Figure 6's jobs are Up for 61% of the time each, and the link has room for both."""
+    cluster = Cluster({"l": 50.0}, (hybrid("a"), hybrid("b")))
+    path = {job.name: (0,) for job in cluster.jobs}
+    assert compatibility(Candidate(cluster, path), "a").score == pytest.approx(1.0)
+    shifted = play(cluster, cassini(cluster, SchedulerOptions()), 200.0)
+    together = play(cluster, ecmp(cluster, SchedulerOptions()), 200.0)
+    for name in path:
+        assert shifted.jobs[name].mean_iteration_s == pytest.approx(1.0, rel=1e-3)
+        # Both send 35 of 50 Gbit/s at once.
+        assert together.jobs[name].mean_iteration_s == pytest.approx(0.7 + 0.25 * 70 / 50)
+
+
+def test_jobs_whose_ceilings_fit_beside_each_other_are_not_shifted() -> None:
+    at_once = tuple(
+        Job(n, 8, 1e12, 0.5, (Flow(0.2, (("l",),)),), (Burst(1.0, 1.0, 0.5),)) for n in "ab"
+    )
+    capped = Cluster({"l": 1.0}, at_once)
+    assert not cassini(capped, SchedulerOptions()).shift_s
+    full = tuple(replace(job, bursts=(Burst(1.0, 1.0),)) for job in at_once)
+    assert cassini(replace(capped, jobs=full), SchedulerOptions()).shift_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.1, 0.5), st.floats(0.1, 1.0)), min_size=2, max_size=3))
+def test_a_ceiling_shifts_jobs_like_a_narrow_link_of_their_own(jobs) -> None:
+    capped, narrow, capacity = [], [], {"l": 1.0}
+    for i, (up_s, height) in enumerate(jobs):
+        flow = Flow(up_s * height, (("l",),))
+        capped.append(Job(f"j{i}", 8, 1e12, 1 - up_s, (flow,), (Burst(1.0, 1.0, up_s),)))
+        narrow.append(job(f"j{i}", 1 - up_s, up_s * height, "l", f"nic{i}"))
+        capacity[f"nic{i}"] = height
+    found = cassini(Cluster({"l": 1.0}, tuple(capped)), SchedulerOptions())
+    expected = cassini(Cluster(capacity, tuple(narrow)), SchedulerOptions())
+    assert found.shift_s == pytest.approx(expected.shift_s)
+    assert found.grid_s == pytest.approx(expected.grid_s)
 
 
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=12))

@@ -115,7 +115,7 @@ def iteration_ends_s(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Cluster, Decision, dict[str, float]]:
+def plans(draw: st.DrawFn, ceilings: bool = False) -> tuple[Cluster, Decision, dict[str, float]]:
     """A cluster, levels of any kind, and phases."""
     cluster = draw(clusters(max_jobs=5))
     # The engine refuses iterations that take no time, whatever paths are chosen.
@@ -124,6 +124,12 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Decision, dict[str, float]]:
         for job in cluster.jobs
         if job.compute_s > 0 or any(f.bytes > 0 and all(f.candidates) for f in job.flows)
     )
+    if ceilings:
+        times_s = st.sampled_from((0.0, 0.5, 2.0)) | st.floats(0.0, 4.0, width=16)
+        jobs = tuple(
+            replace(job, bursts=tuple(replace(b, least_s=draw(times_s)) for b in job.bursts))
+            for job in jobs
+        )
     cluster = replace(cluster, jobs=jobs)
     number = st.floats(0.0, 12.0, width=16)
     decision = Decision(
@@ -133,7 +139,7 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Decision, dict[str, float]]:
     return cluster, decision, {job.name: draw(number) for job in jobs}
 
 
-@given(plans())
+@given(plans() | plans(ceilings=True))
 @settings(max_examples=150)
 def test_no_phase_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float]]) -> None:
     cluster, decision, start_s = plan
@@ -165,7 +171,7 @@ def assert_means_keep(
             assert report.jobs[name].completed >= least
 
 
-@given(plans())
+@given(plans() | plans(ceilings=True))
 @settings(max_examples=150)
 def test_no_mean_beats_the_bound(plan: tuple[Cluster, Decision, dict[str, float]]) -> None:
     cluster, decision, start_s = plan

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from schedule_cases import clusters
 
+from crux_torch import _fluid
 from crux_torch.schedule.arrays import ClusterError, arrays_of, choice_of, traffic_matrix
 from crux_torch.schedule.model import Burst, Cluster, Flow, Job
 from crux_torch.schedule.papers.crux import alone
 from crux_torch.schedule.papers.intensity import (
     burst_times_s,
+    burst_traffic,
     intensities,
     link_traffic,
     solo_periods_s,
@@ -113,3 +117,18 @@ def test_refuses_a_path_that_is_not_there(path) -> None:
     arrays = arrays_of(Cluster(CAPACITY, (job("j", Flow(1.0, TWO_WAYS)),)))
     with pytest.raises(ClusterError):
         choice_of(arrays, path)
+
+
+@given(st.lists(st.floats(0.0, 4.0), min_size=1, max_size=4), st.floats(0.0, 3.0), st.data())
+def test_an_iteration_alone_is_the_engines(least_s: list[float], t_s: float, data: Any) -> None:
+    ats = sorted(data.draw(st.lists(st.floats(0, 1), min_size=len(least_s), max_size=len(least_s))))
+    bursts = tuple(Burst(at, 1 / len(ats), s) for at, s in zip(ats, least_s, strict=True))
+    j = job("j", Flow(t_s, (("a",),)), bursts=bursts)
+    arrays = arrays_of(Cluster(CAPACITY, (j,)))
+    (period_s,) = solo_periods_s(arrays, np.array([t_s]))
+    engine = _fluid.Engine([("a", CAPACITY["a"], 0.0)])
+    engine.add_job(
+        "j", compute_s=j.compute_s, bursts=burst_traffic(j, {"a": 10.0 * t_s}), iterations=1
+    )
+    engine.run_until(100.0)
+    assert engine.result("j")["end_s"] == pytest.approx(period_s)

@@ -281,6 +281,9 @@ def numbered(links: list[int], moved: list[float]) -> tuple[Any, Any]:
         (lambda e: e.add_job("a", compute_s=math.nan, bursts=[]), "compute_s is nan"),
         (lambda e: e.add_job("a", compute_s=1, bursts=[(2, {"l": 1})]), "share from 0 to 1"),
         (lambda e: e.add_job("a", compute_s=1, bursts=[(1, {"x": 1})]), "no link x"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[(1, {"l": 1}, -1)]), "least_s is -1"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[(1, {"l": 1}, math.inf)]), "least_s is inf"),
+        (lambda e: e.add_job("a", compute_s=1, bursts=[(1,)]), "at, traffic and perhaps least_s"),
         (lambda e: e.add_job("a", compute_s=1, bursts=[], weight=0), "weight is 0"),
         (lambda e: e.add_job("a", compute_s=1, bursts=[], start_s=-1), "before the current time"),
         (lambda e: e.add_job("busy", compute_s=1, bursts=[]), "appears twice"),
@@ -413,3 +416,43 @@ def test_other_threads_run_while_the_engine_does():
         ticks += 1
     worker.join()
     assert ticks > 3
+
+
+def test_bursts_below_their_ceilings_leave_each_other_room() -> None:
+    """60% and 40% of a link: nobody waits. A third job has what the two leave."""
+    engine = Engine([("l", GB, 0.0)])
+    engine.add_job("a", compute_s=0.0, bursts=[(1.0, {"l": 0.6 * GB}, 1.0)])
+    engine.add_job("b", compute_s=0.0, bursts=[(1.0, {"l": 0.4 * GB}, 1.0)], level=1)
+    engine.run_until(10.0)
+    for name, share in (("a", 0.6), ("b", 0.4)):
+        result = engine.result(name)
+        assert result["mean_iteration_s"] == pytest.approx(1.0)
+        # The seconds that its links were its own.
+        assert result["comm_s"] == pytest.approx(10.0 * share)
+    engine.remove_job("b")
+    engine.add_job("c", compute_s=0.0, bursts=[(1.0, {"l": 0.4 * GB})], level=-1)
+    engine.run_until(20.0)
+    assert engine.result("c")["mean_iteration_s"] == pytest.approx(1.0)
+
+
+def test_a_ceiling_stays_when_the_traffic_changes_and_is_none_where_nothing_moves() -> None:
+    engine = Engine([("l", GB, 0.0), ("m", GB, 0.0)])
+    engine.add_job("a", compute_s=1.0, bursts=[(1.0, {"l": 0.1 * GB}, 0.5)])
+    engine.run_until(1.25)
+    assert engine.bytes_left("a") == pytest.approx(0.05 * GB)
+    engine.set_traffic("a", [{"m": 0.2 * GB}])
+    engine.run_until(1.5)
+    assert engine.result("a")["completed"] == 1
+    engine.set_traffic("a", [{}])
+    engine.run_until(4.5)
+    assert engine.result("a")["completed"] == 4
+
+
+def test_each_part_of_a_burst_takes_its_least_time() -> None:
+    engine = Engine([("l", GB, 0.0), ("m", GB, 0.0)])
+    parts = [{"l": 0.1 * GB}, {"m": 0.8 * GB}]
+    engine.add_job("a", compute_s=0.0, bursts=[(1.0, parts, 0.5)], iterations=1)
+    engine.run_until(0.25)
+    assert engine.link_bytes() == pytest.approx({"l": 0.05 * GB, "m": 0.25 * GB})
+    engine.run_until(2.0)
+    assert engine.result("a")["end_s"] == pytest.approx(0.8)

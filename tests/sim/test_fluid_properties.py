@@ -33,7 +33,9 @@ shares = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1)
 
 
 @st.composite
-def scenarios(draw: st.DrawFn, iterations: bool = True, paced: bool = False) -> tuple[Links, Jobs]:
+def scenarios(
+    draw: st.DrawFn, iterations: bool = True, paced: bool = False, ceilings: bool = False
+) -> tuple[Links, Jobs]:
     names = [f"l{i}" for i in range(draw(st.integers(1, 5)))]
     links = {n: (draw(capacities), draw(st.sampled_from([0.0, 0.0, 1e-3, 0.02]))) for n in names}
     jobs = {}
@@ -48,6 +50,11 @@ def scenarios(draw: st.DrawFn, iterations: bool = True, paced: bool = False) -> 
             "start_s": draw(st.sampled_from([0.0, 0.0, 0.3, 1.7])),
             "iterations": draw(st.sampled_from([None, 1, 3, 8])) if iterations else None,
         }
+        if ceilings:
+            jobs[f"j{i}"]["bursts"] = [
+                (at, moved, draw(st.sampled_from([0.0, 0.1, 0.5]) | st.floats(0.0, 1.0)))
+                for at, moved in jobs[f"j{i}"]["bursts"]
+            ]
         if paced and draw(st.booleans()):
             jobs[f"j{i}"]["pace"] = (
                 draw(st.sampled_from([0.0, 0.3]) | st.floats(-1.0, 1.0)),
@@ -97,13 +104,14 @@ def assert_agrees_with_the_reference(links: Links, jobs: Jobs, changes: Changes 
 
 
 @settings(SETTINGS, max_examples=120)
-@given(scenarios() | scenarios(paced=True))
+@given(scenarios() | scenarios(paced=True) | scenarios(ceilings=True))
 def test_agrees_with_the_reference(scenario):
     assert_agrees_with_the_reference(*scenario)
 
 
+@pytest.mark.parametrize("ceilings", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_agrees_with_the_reference_where_everything_is_crowded(seed):
+def test_agrees_with_the_reference_where_everything_is_crowded(seed, ceilings):
     """Many jobs, each across most links: an event's effects run through several bottlenecks."""
     rng = random.Random(seed)
     for _ in range(12):
@@ -111,9 +119,11 @@ def test_agrees_with_the_reference_where_everything_is_crowded(seed):
         jobs: Jobs = {}
         for i in range(9):
             across = rng.sample(sorted(links), rng.randint(2, 5))
+            moved = {e: rng.uniform(2e7, 5e8) for e in across}
+            least_s = (rng.choice([0.0, rng.uniform(0.0, 2.0)]),) if ceilings else ()
             jobs[f"j{i}"] = {
                 "compute_s": rng.uniform(0.05, 0.5),
-                "bursts": [(rng.random(), {e: rng.uniform(2e7, 5e8) for e in across})],
+                "bursts": [(rng.random(), moved, *least_s)],
                 "level": rng.choice([0, 0, 0, 1]),
                 "weight": rng.choice([1.0, 1.0, 2.0]),
             }
@@ -170,6 +180,60 @@ def test_links_by_number_are_those_by_name(seed):
     one, other = play(links, jobs, changes=changes), play(links, numbered, changes=moved)
     assert one.results() == other.results()
     assert one.link_bytes() == other.link_bytes()
+
+
+@SETTINGS
+@given(scenarios(ceilings=True))
+def test_no_burst_ends_before_its_least_time_has_passed(scenario):
+    links, jobs = scenario
+    for job in jobs.values():
+        job["iterations"] = 2
+    engine = play(links, jobs, until_s=500.0)
+    for name, job in jobs.items():
+        end_s = 0.0
+        for at, moved, least_s in job["bursts"]:
+            alone_s = max(m / links[link][0] for link, m in moved.items())
+            end_s = max(end_s, at * job["compute_s"]) + max(least_s, alone_s)
+        result = engine.result(name)
+        ran_s = result["end_s"] - result["start_s"]
+        assert ran_s >= 2 * max(job["compute_s"], end_s) * (1 - 1e-9)
+
+
+@SETTINGS
+@given(scenarios() | scenarios(paced=True))
+def test_bursts_without_a_least_time_run_as_they_always_did(scenario):
+    links, jobs = scenario
+    free = copy.deepcopy(jobs)
+    for job in free.values():
+        job["bursts"] = [(at, moved, 0.0) for at, moved in job["bursts"]]
+    one, other = play(links, jobs), play(links, free)
+    assert one.results() == other.results()
+    assert one.link_bytes() == other.link_bytes()
+
+
+@SETTINGS
+@given(scenarios(ceilings=True))
+def test_a_ceiling_is_a_slow_link_of_the_burst_alone(scenario):
+    links, jobs = scenario
+    links = {name: (capacity_Bps, 0.0) for name, (capacity_Bps, _) in links.items()}
+    slow, narrow = dict(links), copy.deepcopy(jobs)
+    for name, job in narrow.items():
+        bursts = []
+        for b, (at, moved, least_s) in enumerate(job["bursts"]):
+            most = max(moved.values())
+            if least_s > 1e-9:  # links have a finite capacity
+                slow[f"{name} {b}"] = most / least_s, 0.0
+                # As busy as the busiest, so that the weights mean the same.
+                moved = {**moved, f"{name} {b}": most}
+            bursts.append((at, moved))
+        job["bursts"] = bursts
+    capped, narrowed = play(links, jobs), play(slow, narrow)
+    for name, result in capped.results().items():
+        other = narrowed.result(name)
+        assert result["compute_s"] == pytest.approx(other["compute_s"], abs=1e-6)
+        assert result["completed"] == other["completed"]
+    expected = narrowed.link_bytes()
+    assert capped.link_bytes() == pytest.approx({e: expected[e] for e in links}, rel=1e-6, abs=100)
 
 
 @SETTINGS

@@ -37,7 +37,7 @@ def test_traffic_adds_up_over_flows_that_share_a_link() -> None:
     assert link_traffic(job, (0, 0, 0)) == {"x": 2.0, "z": 3.0}
     assert link_traffic(job, (1, 0, 0)) == {"y": 2.0, "z": 5.0}
     job = replace(job, bursts=(Burst(0.25, 0.25), Burst(0.5, 0.75)))
-    assert burst_traffic(job, {"x": 4.0}) == [(0.25, {"x": 1.0}), (0.5, {"x": 3.0})]
+    assert burst_traffic(job, {"x": 4.0}) == [(0.25, {"x": 1.0}, 0.0), (0.5, {"x": 3.0}, 0.0)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crux_torch.cli.sim import sim
-from crux_torch.sim.play import run_scenario
-from crux_torch.sim.scenario import ScenarioError, parse_scenario, read_scenario
+from crux_torch.schedule.model import Burst, Decision
+from crux_torch.sim.play import play, run_scenario
+from crux_torch.sim.scenario import ScenarioError, cluster_of, parse_scenario, read_scenario
 
 
 def example() -> dict[str, Any]:
@@ -37,6 +39,10 @@ def changed(path: str, value: Any) -> str:
 
 BARE = {"gpus": 8, "compute_s": 0}
 UNORDERED = [{"at": 0.8, "traffic": {}}, {"at": 0.2, "traffic": {}}]
+
+
+def least(least_s: Any, moved: float = 1e8) -> list[dict[str, Any]]:
+    return [{"at": 0.5, "traffic": {"l0": moved}, "least_s": least_s}]
 
 
 def test_reads_the_documented_example():
@@ -66,6 +72,20 @@ def test_the_path_in_use_or_the_bursts_replace_the_traffic() -> None:
     bursts = [{"at": 0.2, "traffic": {"l0": 1e8}}, {"at": 0.8, "traffic": {"l0": 2e8}}]
     data["jobs"]["a"] = {"gpus": 8, "compute_s": 0.5, "bursts": bursts}
     assert [b.at for b in parse_scenario(json.dumps(data)).jobs["a"].sent] == [0.2, 0.8]
+
+
+def test_a_burst_may_take_longer_than_its_links_need() -> None:
+    job = {"gpus": 8, "compute_s": 0.5, "bursts": least(0.75)}
+    scenario = parse_scenario(changed("jobs.a", job))
+    assert parse_scenario(msgspec.json.encode(scenario).decode()) == scenario
+    assert run_scenario(scenario).jobs["a"].mean_iteration_s == pytest.approx(1.0)
+    cluster, _ = cluster_of(scenario)
+    assert cluster.jobs[0].bursts == (Burst(0.5, 1.0, 0.75),)
+    decision = Decision(path={"a": (0,)}, level={"a": 0})
+    assert play(cluster, decision, 100.0).jobs == run_scenario(scenario).jobs
+    for slack_bytes in (1e6, 3e7):
+        cut = msgspec.structs.replace(scenario, slack_bytes=slack_bytes)
+        assert run_scenario(cut).jobs["a"].mean_iteration_s == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +133,13 @@ def test_says_what_is_wrong_and_where(path, value, message):
         ("[" * 100_000, "expected JSON"),
         (changed("jobs.a", {**BARE, "bursts": UNORDERED}), "bursts[1].at: got 0.2, expected no"),
         (changed("jobs.a", {**BARE, "bursts": []}), "an iteration takes no time"),
+        (changed("jobs.a", {**BARE, "bursts": least(-1.0)}), "jobs.a.bursts[0].least_s: "),
+        (changed("jobs.a", {**BARE, "bursts": least(1e10)}), "jobs.a.bursts[0].least_s: "),
+        (changed("jobs.a", {**BARE, "bursts": least("1 s")}), "jobs.a.bursts[0].least_s: "),
+        (
+            changed("jobs.a", {**BARE, "bursts": least(1.0, 0.0)}),
+            "expected 0 where the burst moves",
+        ),
         (changed("jobs.a", {**BARE, "paths": {"p": {}}}), "expected `path` to name the one in use"),
         (changed("horizon_s", 10**400), "Number out of range"),
     ],

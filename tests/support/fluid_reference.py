@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ Traffic = list[dict[str, float]]
 @dataclass
 class Job:
     compute_s: float
-    bursts: list[tuple[float, dict[str, float]]]
+    bursts: list[tuple[Any, ...]]  # at, traffic, and perhaps least_s
     gpus: float = 1.0
     level: int = 0
     weight: float = 1.0
@@ -39,11 +40,15 @@ class Job:
     def traffic(self) -> dict[str, float]:
         return {link: m for link, m in self.bursts[self.burst][1].items() if m > 0}
 
+    def ceiling_Bps(self) -> float:
+        least_s = sum(self.bursts[self.burst][2:])
+        return max(self.traffic().values()) / least_s if least_s else INF
+
 
 def water_fill(
-    capacity: dict[str, float], transfers: dict[str, tuple[int, float, dict[str, float]]]
+    capacity: dict[str, float], transfers: dict[str, tuple[int, float, dict[str, float], float]]
 ) -> dict[str, float]:
-    """Rates on the busiest links of ``name: (level, weight, bytes on each link)``."""
+    """Rates on the busiest links of ``name: (level, weight, bytes on each link, ceiling)``."""
     room = dict(capacity)
     rate: dict[str, float] = {}
     for level in sorted({t[0] for t in transfers.values()}, reverse=True):
@@ -61,14 +66,16 @@ def water_fill(
         left = np.array([room[e] for e in links])
         rising = np.ones(len(names), dtype=bool)
         water = np.zeros(len(names))
+        top = np.array([transfers[n][3] / transfers[n][1] for n in names])
         while rising.any():
             demand = use[rising].sum(axis=0)
             crossed = demand > 0
             step = np.min(np.maximum(left[crossed], 0) / demand[crossed])
+            step = min(step, np.min((top - water)[rising]))
             water[rising] += step
             left = left - step * demand
             full = crossed & (left <= 1e-12 * np.array([capacity[e] for e in links]))
-            rising &= ~(use[:, full] > 0).any(axis=1)
+            rising &= ~(use[:, full] > 0).any(axis=1) & (water < top * (1 - 1e-12))
         for i, n in enumerate(names):
             rate[n] = water[i] * transfers[n][1]
         for k, e in enumerate(links):
@@ -96,9 +103,9 @@ def simulate(
         while ahead and ahead[0][0] <= now:
             for n, traffic in ahead.pop(0)[1].items():
                 both = zip(jobs[n].bursts, traffic, strict=True)
-                jobs[n].bursts = [(at, new) for (at, _), new in both]
+                jobs[n].bursts = [(at, new, *least_s) for (at, _, *least_s), new in both]
         moving = {
-            n: (j.level, j.weight, j.traffic())
+            n: (j.level, j.weight, j.traffic(), j.ceiling_Bps())
             for n, j in jobs.items()
             if j.delay_left_s is not None and j.delay_left_s <= eps and not j.ended
         }

@@ -22,7 +22,12 @@ from crux_torch.schedule.arrays import (
 )
 from crux_torch.schedule.default.search import Assignment, JobPaths
 from crux_torch.schedule.model import Cluster, Decision
-from crux_torch.schedule.papers.intensity import burst_times_s, solo_periods_s, transfer_times_s
+from crux_torch.schedule.papers.intensity import (
+    burst_times_s,
+    least_s,
+    solo_periods_s,
+    transfer_times_s,
+)
 
 #: Most steps of a fixed-point iteration; one that has not settled gives no bound.
 _STEPS = 24
@@ -88,6 +93,7 @@ class Sharing:
             copies of its first burst.
         share: share of each burst; 0 where padded.
         start_s: start of each burst alone.
+        least_s: seconds that each burst takes at least.
     """
 
     def __init__(self, arrays: Arrays, traffic: Any) -> None:
@@ -100,13 +106,17 @@ class Sharing:
         self.alone_s = solo_periods_s(arrays, self.transfer_s)
         self.compute_s = np.array([job.compute_s for job in arrays.jobs])
         width = max((len(job.bursts) for job in arrays.jobs), default=1)
-        self.at_s, self.share, self.start_s = np.zeros((3, len(arrays.jobs), width))
+        shape = 4, len(arrays.jobs), width
+        self.at_s, self.share, self.start_s, self.least_s = np.zeros(shape)
         for j, job in enumerate(arrays.jobs):
-            times_s = burst_times_s(job, float(self.transfer_s[j]))
+            t_s = float(self.transfer_s[j])
+            times_s = burst_times_s(job, t_s)
             for b, (burst, (start, _)) in enumerate(zip(job.bursts, times_s, strict=True)):
                 self.at_s[j, b], self.share[j, b] = burst.at * job.compute_s, burst.share
-                self.start_s[j, b] = start
+                self.start_s[j, b], self.least_s[j, b] = start, least_s(burst, t_s)
             self.at_s[j, len(job.bursts) :] = self.start_s[j, len(job.bursts) :] = self.at_s[j, 0]
+        self._left = np.cumsum(self.share[:, ::-1], axis=1)[:, ::-1]
+        self._has_ceiling: Any = self.least_s.any(axis=1)
 
     def meeting(self, j: int) -> list[int]:
         """j and the jobs that share a link with it."""
@@ -153,11 +163,15 @@ class Sharing:
 
     def _end_s(self, j: int, transfer_s: float) -> float:
         """End of the last burst of that iteration."""
-        return float((self.at_s[j] + self._from_here(j) * transfer_s).max())
+        return float((self.at_s[j] + self._from_here_s(j, transfer_s)).max())
 
-    def _from_here(self, j: int) -> FloatArray:
-        """Share of the bytes that each burst and those after it carry."""
-        return np.asarray(np.cumsum(self.share[j][::-1])[::-1])
+    def _from_here_s(self, j: int, transfer_s: float) -> FloatArray:
+        """Seconds of each burst and those after it if the whole transfer took ``transfer_s``."""
+        need_s: FloatArray = self._left[j] * transfer_s
+        if self._has_ceiling[j]:
+            longer_s = np.maximum(self.least_s[j] - self.share[j] * transfer_s, 0.0)
+            need_s += np.cumsum(longer_s[::-1])[::-1]
+        return need_s
 
     def _bound(
         self, j: int, stretched_s: float, who: IntArray, hold_s: FloatArray
@@ -171,8 +185,8 @@ class Sharing:
         )
         busy = float((ahead.hold_s / ahead.period_s).sum())
         windows_s = [
-            _window_s(x * stretched_s, ahead) if busy < 1.0 else math.inf
-            for x in self._from_here(j).tolist()
+            _window_s(need_s, ahead) if busy < 1.0 else math.inf
+            for need_s in self._from_here_s(j, stretched_s).tolist()
         ]
         longest_s = max(float(self.compute_s[j]), float((self.at_s[j] + windows_s).max()))
         period_s = self._period_s(j, stretched_s)

@@ -271,7 +271,8 @@ def _name_of(component: Component, plan: Assignment) -> str:
         taken = [(f.bytes, f.candidates[a], f.candidates[b]) for f, a, b in both]
         links = sorted({link for _, *paths in taken for way in paths for link in way})
         of_links = [(link, capacity_Bps[link]) for link in links]
-        bursts = [(burst.at, burst.share) for burst in job.bursts]
+        # Without a least time the name is that of releases which know none.
+        bursts = [(b.at, b.share, *([b.least_s] if b.least_s else ())) for b in job.bursts]
         timing = job.gpus, job.flops, job.compute_s, job.period_s, bursts
         rows.append((job.name, level, timing, taken, of_links))
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:NAME_DIGITS]

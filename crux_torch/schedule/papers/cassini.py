@@ -14,14 +14,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import sparse
 
 from crux_torch.schedule.arrays import (
-    Arrays,
     FloatArray,
     IntArray,
     arrays_of,
@@ -34,16 +31,11 @@ from crux_torch.schedule.papers.cassini_grid import (
     FAMILY_ANGLES,
     Circles,
     best_rotation,
-    circles_of,
     mean_score,
     perimeter,
 )
-from crux_torch.schedule.papers.compression import components_of
-from crux_torch.schedule.papers.intensity import burst_times_s, solo_periods_s, transfer_times_s
+from crux_torch.schedule.papers.cassini_parts import Part, groups, parts_of
 
-#: Share that a measured iteration time gets added, so that a job that came late catches up before
-#: it is late again.
-HEADROOM = 0.05
 #: Share by which a grid is longer than it must be where bursts touch. A job that is held up there
 #: holds up the next one in turn; without room, none of them would ever catch up.
 ROOM = 0.005
@@ -63,73 +55,12 @@ def cassini(cluster: Cluster, options: SchedulerOptions) -> Decision:
     traffic = traffic_matrix(arrays, choice_of(arrays, options.default_path))
     shift_s: dict[str, float] = {}
     grid_s: dict[str, float] = {}
-    for jobs, part in _parts(arrays, traffic):
+    for jobs, part in parts_of(arrays, traffic):
         shifts = options.memory.recall(("shifts", part), partial(_part_shifts, part))
         for j, shifted in shifts.items():
             name = arrays.jobs[jobs[j]].name
             shift_s[name], grid_s[name] = shifted
     return replace(ecmp(cluster, options), shift_s=shift_s, grid_s=grid_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Jobs that a chain of contended links joins: all that their shifts depend on.
-
-    ``entries`` has for each job its links, and the share of their capacity that it asks for while
-    it sends; ``busy_s`` are its (start, end) of sending in an iteration.
-    """
-
-    entries: tuple[tuple[tuple[int, float], ...], ...]
-    busy_s: tuple[tuple[tuple[float, float], ...], ...]
-    period_s: tuple[float, ...]
-
-    def matrix(self) -> Any:
-        """``entries`` as a sparse matrix."""
-        start = np.cumsum([0, *(len(row) for row in self.entries)])
-        links = [link for row in self.entries for link, _ in row]
-        shares = [share for row in self.entries for _, share in row]
-        return sparse.csr_array((shares, links, start), shape=(len(start) - 1, max(links) + 1))
-
-    def duty(self) -> FloatArray:
-        """Share of its iteration in which each job sends."""
-        sending_s = [sum(end - start for start, end in busy) for busy in self.busy_s]
-        return np.array(sending_s, np.float64) / np.array(self.period_s, np.float64)
-
-    def circles(self, stretch: float = 1.0) -> Circles:
-        """The jobs' circles, on grids stretched this much."""
-        return circles_of(self.busy_s, np.array(self.period_s), stretch)
-
-
-def _parts(arrays: Arrays, traffic: Any) -> list[tuple[list[int], Part]]:
-    """The jobs that meet on links which they can overfill together, component by component."""
-    t_s = transfer_times_s(arrays, traffic)
-    measured_s = np.array([job.period_s for job in arrays.jobs], np.float64)
-    period_s = np.maximum(solo_periods_s(arrays, t_s), (1.0 + HEADROOM) * measured_s)
-    rows = np.repeat(np.arange(traffic.shape[0]), np.diff(traffic.indptr))
-    share = traffic.data / (t_s[rows] * arrays.capacity_Bps[traffic.indices])
-    peak = np.bincount(traffic.indices, share, traffic.shape[1])
-    # On other links no rotation matters; they would only close loops.
-    counts = peak[traffic.indices] > 1 + 1e-9
-    if not counts.any():
-        return []
-    places = (rows[counts], traffic.indices[counts])
-    demand = sparse.csr_array((share[counts], places), shape=traffic.shape)
-    demand.sort_indices()
-    parts = []
-    for jobs in _groups(components_of(demand)):
-        if len(jobs) < 2:
-            continue
-        mine = demand[jobs]
-        _, links = np.unique(mine.indices, return_inverse=True)
-        entries = list(zip(links.tolist(), mine.data.tolist(), strict=True))
-        start = mine.indptr.tolist()
-        part = Part(
-            entries=tuple(tuple(entries[a:b]) for a, b in pairwise(start)),
-            busy_s=tuple(tuple(burst_times_s(arrays.jobs[j], t_s[j])) for j in jobs.tolist()),
-            period_s=tuple(period_s[jobs].tolist()),
-        )
-        parts.append((jobs.tolist(), part))
-    return parts
 
 
 def _part_shifts(part: Part) -> dict[int, tuple[float, float]]:
@@ -165,12 +96,6 @@ def _part_shifts(part: Part) -> dict[int, tuple[float, float]]:
     return decided
 
 
-def _groups(number: IntArray) -> list[IntArray]:
-    """The indices of each number, ascending."""
-    order = np.argsort(number, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
-
-
 def _links(part: Part) -> Iterator[tuple[IntArray, FloatArray]]:
     """Jobs on each link, ascending, and the share of its capacity that each asks for."""
     on_link = part.matrix().tocsc()
@@ -185,14 +110,14 @@ def _meetings(part: Part, circles: Circles, duty: FloatArray) -> list[Meeting]:
     seen: dict[tuple[tuple[int, ...], bytes, float], None] = {}
     for jobs, demand in _links(part):
         mean = demand * duty[jobs]
-        for members in _groups(circles.family[jobs]):
+        for members in groups(circles.family[jobs]):
             if len(members) > 1:
                 background = round(float(mean.sum() - mean[members].sum()), 9)
                 seen[tuple(jobs[members].tolist()), demand[members].tobytes(), background] = None
     meetings = []
     for jobs_here, raw, background in seen:
         demands = np.frombuffer(raw)
-        own = [circles.busy[j] * d for j, d in zip(jobs_here, demands, strict=True)]
+        own = [circles.rate[j] * d for j, d in zip(jobs_here, demands, strict=True)]
         rotation = best_rotation(own, background)
         gain = rotation.score - mean_score(own, background)
         if gain > 0:
@@ -318,8 +243,9 @@ class _Tree:
         self._demand = everyone[jobs]
         self._link = self._demand.indices
         self._angles = np.array([circles.angles[j] for j in jobs])
-        self._busy = np.zeros((len(jobs), int(self._angles.max())))
+        self._rate, self._busy = np.zeros((2, len(jobs), int(self._angles.max())))
         for row, j in enumerate(jobs):
+            self._rate[row, : circles.angles[j]] = circles.rate[j]
             self._busy[row, : circles.angles[j]] = circles.busy[j]
         self._alone = np.array(part.period_s)[jobs] / circles.angle_s[jobs]
 
@@ -339,10 +265,12 @@ class _Tree:
         worst = np.minimum(self._waiting(turn, self._peak)[0][0], steady + self._others)
         needed: FloatArray = (self._alone + np.maximum(worst, steady)) / self._angles
         # Bursts that end and begin within one angle touch, whatever that angle's mean demand is.
-        touched = self._waiting(turn, self._mean, np.ceil(self._busy - _SLIVER))[0][0] > _SLIVER
+        whole = np.ceil(self._busy - _SLIVER)
+        height = np.divide(self._rate, self._busy, out=np.zeros_like(whole), where=whole > 0)
+        touched = self._waiting(turn, self._mean, (whole * height, whole))[0][0] > _SLIVER
         needed = np.where(touched, (1 + ROOM) * needed, needed)
         # The mean demand on each job's busiest link, as a share of what others leave of it.
-        mean = self._busy.sum(axis=1) / self._angles
+        mean = self._rate.sum(axis=1) / self._angles
         inside = (self._demand.T @ mean)[self._link]
         left = np.maximum(1.0 - self._mean, 1e-9)
         load = np.maximum.reduceat(inside / left, self._demand.indptr[:-1])
@@ -356,32 +284,37 @@ class _Tree:
         return bool(gain.sum() > 1e-9 * len(self.jobs))
 
     def _waiting(
-        self, turns: IntArray, outside: FloatArray, busy: FloatArray | None = None
+        self,
+        turns: IntArray,
+        outside: FloatArray,
+        sent: tuple[FloatArray, FloatArray] | None = None,
     ) -> tuple[FloatArray, FloatArray]:
         """Angles that each job waits in the longest of its iterations, and on average.
 
         ``turns`` has a row for each try; ``outside`` says for each entry of the demand what others
-        that the job waits for ask for; ``busy`` is in the place of the jobs' own.
+        that the job waits for ask for; ``sent`` has the jobs' rate and busy shares, if not as they
+        are.
         """
-        busy = self._busy if busy is None else busy
+        rate, busy = sent or (self._rate, self._busy)
         tries = max(1, _AT_ONCE // (FAMILY_ANGLES * len(self._link)))
         parts = [
-            self._waiting_of(turns[first : first + tries], outside, busy)
+            self._waiting_of(turns[first : first + tries], outside, rate, busy)
             for first in range(0, len(turns), tries)
         ]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
     def _waiting_of(
-        self, turns: IntArray, outside: FloatArray, busy: FloatArray
+        self, turns: IntArray, outside: FloatArray, rate: FloatArray, busy: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         jobs, tries = len(self.jobs), len(turns)
         turn = turns.T[:, :, None]
         angle = np.arange(FAMILY_ANGLES)
         own = (angle - turn) % self._angles[:, None, None]
-        around = np.take_along_axis(busy, own.reshape(jobs, -1), axis=1)
-        demand = self._demand.T @ around
+        own = own.reshape(jobs, -1)
+        demand = self._demand.T @ np.take_along_axis(rate, own, axis=1)
         total = demand[self._link] + (outside - 1.0)[:, None]
         wait = np.maximum.reduceat(total, self._demand.indptr[:-1], axis=0)
+        around = np.take_along_axis(busy, own, axis=1)
         wait = (around * np.clip(wait, 0.0, None)).reshape(jobs, tries, FAMILY_ANGLES)
         # From the start of one of the job's iterations, so that each is in one piece.
         wait = np.take_along_axis(wait, (angle + turn) % FAMILY_ANGLES, axis=2)
@@ -437,7 +370,7 @@ def compatibility(candidate: Candidate, job: str, memory: Memory | None = None) 
     arrays = arrays_of(candidate.cluster, memory)
     traffic = traffic_matrix(arrays, choice_of(arrays, candidate.default_path))
     total, links, loop = 0.0, 0, False
-    for jobs, part in _parts(arrays, traffic):
+    for jobs, part in parts_of(arrays, traffic):
         scores, looped = memory.recall(("scores", part), partial(_scores, part))
         total, links = total + sum(scores), links + len(scores)
         names = [arrays.jobs[j].name for j in jobs]
@@ -453,7 +386,7 @@ def _scores(part: Part) -> tuple[tuple[float, ...], frozenset[int]]:
     for jobs, demand in _links(part):
         if len(jobs) < 2:
             continue
-        families = _groups(circles.family[jobs])
+        families = groups(circles.family[jobs])
         scores.append(_score(circles, [(jobs[f].tolist(), demand[f]) for f in families]))
         for members in families:
             if len(members) > 1:
@@ -466,7 +399,7 @@ def _score(circles: Circles, families: Sequence[tuple[list[int], FloatArray]]) -
     """Equation 2 with each family at its best rotation, and families at random to each other."""
     together = []
     for members, demands in families:
-        own = [circles.busy[j] * d for j, d in zip(members, demands, strict=True)]
+        own = [circles.rate[j] * d for j, d in zip(members, demands, strict=True)]
         around = perimeter(own)
         turned = zip(own, best_rotation(own).angles, strict=True)
         together.append(

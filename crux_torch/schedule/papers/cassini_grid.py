@@ -15,7 +15,7 @@ exceeds ``FAMILY_ANGLES``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -87,34 +87,51 @@ def _window(period_s: FloatArray | float) -> tuple[FloatArray | float, FloatArra
     return period_s / (1 + ROUNDING), period_s * (1 + 1e-12)
 
 
-def circle(busy_s: Sequence[tuple[float, float]], period_s: float, angles: int) -> FloatArray:
-    """The share of each of ``angles`` equal arcs of one iteration that is busy."""
+class Arc(NamedTuple):
+    """An Up phase: its time in the iteration, and its rate as a share of the job's highest."""
+
+    start_s: float
+    end_s: float
+    height: float = 1.0
+
+
+def circle(arcs: Iterable[tuple[float, float] | Arc], period_s: float, angles: int) -> FloatArray:
+    """The mean height over each of ``angles`` equal arcs of one iteration."""
     edge = np.arange(angles + 1) * (period_s / angles)
     covered = np.zeros(angles + 1)
-    for start, end in busy_s:
-        covered += np.clip(edge - start, 0.0, end - start)
+    for start, end, height in (Arc(*arc) for arc in arcs):
+        covered += height * np.clip(edge - start, 0.0, end - start)
     return np.diff(covered) * (angles / period_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Circles:
-    """Every job on its family's grid; ``busy`` is the share of each angle in which it sends."""
+    """Every job on its family's grid.
+
+    Attributes:
+        rate: mean of each angle, as a share of the job's highest.
+        busy: share of each angle in which the job sends, at whatever rate.
+    """
 
     family: IntArray
     angles: list[int]
     angle_s: FloatArray
+    rate: list[FloatArray]
     busy: list[FloatArray]
 
 
 def circles_of(
-    busy_s: Sequence[Sequence[tuple[float, float]]], period_s: FloatArray, stretch: float = 1.0
+    arcs: Sequence[Sequence[Arc]], period_s: FloatArray, stretch: float = 1.0
 ) -> Circles:
-    """The circles of jobs that send at these times of their iterations, on a stretched grid."""
+    """The circles of jobs with these Up phases, on a stretched grid."""
     grid = families(period_s)
     angles = (grid.units * ANGLES_PER_UNIT).tolist()
     angle_s = grid.unit_s * (stretch / ANGLES_PER_UNIT)
-    busy = [circle(b, n * s, n) for b, n, s in zip(busy_s, angles, angle_s.tolist(), strict=True)]
-    return Circles(grid.number, angles, angle_s, busy)
+    whole_s = [n * s for n, s in zip(angles, angle_s.tolist(), strict=True)]
+    rate = [circle(own, s, n) for own, s, n in zip(arcs, whole_s, angles, strict=True)]
+    ends = [[(arc.start_s, arc.end_s) for arc in own] for own in arcs]
+    busy = [circle(own, s, n) for own, s, n in zip(ends, whole_s, angles, strict=True)]
+    return Circles(grid.number, angles, angle_s, rate, busy)
 
 
 def perimeter(circles: Sequence[FloatArray]) -> int:

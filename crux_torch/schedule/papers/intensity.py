@@ -10,7 +10,10 @@ import numpy as np
 
 from crux_torch import _schedule
 from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
-from crux_torch.schedule.model import Flow, Job, Link
+from crux_torch.schedule.model import Burst, Flow, Job, Link
+
+#: The engine takes a shorter transfer for none.
+SHORTEST_S = 1e-18
 
 
 def link_traffic(job: Job, path: Sequence[int]) -> dict[Link, float]:
@@ -37,9 +40,13 @@ def part_traffic(job: Job, path: Sequence[int]) -> list[dict[Link, float]]:
     return [traffic for traffic in moved if traffic] or [{}]
 
 
-def burst_traffic(job: Job, traffic: Mapping[Link, float]) -> list[tuple[float, dict[Link, float]]]:
+def burst_traffic(
+    job: Job, traffic: Mapping[Link, float]
+) -> list[tuple[float, dict[Link, float], float]]:
     """The fluid engine's bursts of a job that moves ``traffic`` in an iteration."""
-    return [(b.at, {link: b.share * m for link, m in traffic.items()}) for b in job.bursts]
+    return [
+        (b.at, {link: b.share * m for link, m in traffic.items()}, b.least_s) for b in job.bursts
+    ]
 
 
 def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:
@@ -93,9 +100,19 @@ def burst_times_s(job: Job, t_s: float) -> list[tuple[float, float]]:
     end = 0.0
     for burst in job.bursts:
         start = max(end, burst.at * job.compute_s)
-        end = start + burst.share * t_s
+        end = start + burst_s(burst, t_s)
         times.append((start, end))
     return times
+
+
+def burst_s(burst: Burst, t_s: float) -> float:
+    """Seconds that a burst takes if its job meets no other."""
+    return max(burst.share * t_s, least_s(burst, t_s))
+
+
+def least_s(burst: Burst, t_s: float) -> float:
+    """Seconds that a burst takes at least: none if it moves nothing."""
+    return burst.least_s if burst.share * t_s >= SHORTEST_S else 0.0
 
 
 def per_second(amount: FloatArray, period_s: FloatArray) -> FloatArray:
