@@ -11,7 +11,14 @@ import numpy.typing as npt
 
 from crux_torch.network.addresses import address_order
 from crux_torch.network.discover.capacities import Capacities
-from crux_torch.network.discover.evidence import Evidence, Nic, Witness, canonical, combined
+from crux_torch.network.discover.evidence import (
+    Evidence,
+    Nic,
+    Witness,
+    canonical,
+    combined,
+    witnesses,
+)
 from crux_torch.network.discover.fragment import MAX_HOPS
 from crux_torch.network.discover.routers import Routers
 from crux_torch.network.discover.silent import Through
@@ -104,9 +111,10 @@ class Assembly:
             for second, witness in seconds.items():
                 ends = routers.router(first), routers.router(second)
                 first_links[ends] = combined(first_links.get(ends, witness), witness)
-        one_way = self._one_way()
+        # Cables have two directions.
+        one_way = {(routers.router(first), number) for first, number in evidence.one_way}
         firsts: dict[str, list[str]] = {}
-        for first in evidence.seen:
+        for first in evidence.leads:
             firsts.setdefault(routers.router(first), []).append(first)
         for (first, number), nodes in self._through.items():
             witness = evidence.tail_witness[number]
@@ -122,20 +130,9 @@ class Assembly:
             if (first, number) in one_way:
                 self._add(nodes[::-1], witnesses[::-1], sure)
 
-    def _one_way(self) -> set[tuple[str, int]]:
-        """Paths of pairs of which the way back was not seen: cables have two directions."""
-        pairs, router = self._evidence.pairs, self._routers.router
-        return {
-            (router(first), number)
-            for (src, dst), paths in pairs.items()
-            if (dst, src) not in pairs
-            for first, numbers in paths
-            for number in numbers
-        }
-
     def _seen_by(self, firsts: Sequence[str], number: int) -> Witness:
-        seen = self._evidence.seen
-        owners = {owner for first in firsts for owner, numbers in seen[first] if number in numbers}
+        leads = self._evidence.leads
+        owners = {leads[first][number] for first in firsts if number in leads[first]}
         return owners.pop() if len(owners) == 1 else None
 
     def _add(self, nodes: Sequence[str], witnesses: Sequence[Witness], sure: bool) -> None:
@@ -156,25 +153,32 @@ class Assembly:
         A link that only one owner saw may be forged. It stays out if it would be on a path between
         two leaves that two owners are sure of, or make one shorter.
         """
-        owners: dict[tuple[str, str, int], Witness] = {}
-        for src, dst, owner, length in self._evidence.sure:
-            if src in self._beside and dst in self._beside:
-                pair = self._beside[src][0], self._beside[dst][0], length
-                owners[pair] = combined(owners.get(pair, owner), owner)
-        settled = [pair for pair, owner in owners.items() if owner is None]
-        suspects = sorted(ends for ends, witness in self._links.items() if witness is not None)
-        if not settled or not suspects:
-            return
-        leaves = sorted({leaf for s, t, _ in settled for leaf in (s, t)})
         number = {key: n for n, key in enumerate(self._height)}
-        row = {leaf: n for n, leaf in enumerate(leaves)}
-        away = _distances(leaves, self._links, number)
-        back = _distances(leaves, [(b, a) for a, b in self._links], number)
-        starts = [row[s] for s, _, _ in settled]
-        ends = [row[t] for _, t, _ in settled]
-        lengths = np.array([length for *_, length in settled]) - 1
+        leaf = np.array(
+            [
+                number[self._beside[nic][0]] if nic in self._beside else -1
+                for nic in self._evidence.numbered
+            ],
+            dtype=np.int64,
+        )
+        sure = self._evidence.sure
+        src, dst = leaf[sure.src], leaf[sure.dst]
+        known = (src >= 0) & (dst >= 0)
+        keys = (src * len(number) + dst) * (MAX_HOPS + 1) + sure.fewest
+        pairs, witness = witnesses(keys[known], sure.owner[known], sure.owners)
+        pairs, lengths = np.divmod(pairs[witness < 0], MAX_HOPS + 1)
+        suspects = sorted(ends for ends, witness in self._links.items() if witness is not None)
+        if not len(pairs) or not suspects:
+            return
+        src, dst = np.divmod(pairs, len(number))
+        leaves, rows = np.unique(np.concatenate((src, dst)), return_inverse=True)
+        starts, ends = rows[: len(src)], rows[len(src) :]
+        keyed = list(number)
+        named = [keyed[n] for n in leaves.tolist()]
+        away = _distances(named, self._links, number)
+        back = _distances(named, [(b, a) for a, b in self._links], number)
         for a, b in suspects:
-            if np.any(away[starts, number[a]] + 1 + back[ends, number[b]] <= lengths):
+            if np.any(away[starts, number[a]] + 1 + back[ends, number[b]] < lengths):
                 del self._links[a, b]
                 names = f"{self.name[a]} to {self.name[b]}"
                 self._evidence.notes.add("refused, only one of several that should saw it", names)

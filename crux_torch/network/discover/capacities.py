@@ -82,8 +82,8 @@ class Capacities:
 
 def claimed_Bps(nic: SeenNic) -> float:
     """Returns an interface's speed as one owner tells it; 0: unknown."""
-    told = [speed for speed in (nic.speed_Bps, nic.switch_speed_Bps) if speed > 0]
-    return min(told, default=0.0)
+    ends = nic.speed_Bps, nic.switch_speed_Bps
+    return min(ends) or max(ends)
 
 
 def elected(votes: Iterable[_Value]) -> _Value:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crux_torch.network.discover.assembly import Assembly
-from crux_torch.network.discover.evidence import Nic, Tail, canonical, read, split
+from crux_torch.network.discover.evidence import Nic, Tail, canonical, split
 from crux_torch.network.discover.fragment import Fragment
+from crux_torch.network.discover.reading import read
 from crux_torch.network.discover.routers import Routers
 from crux_torch.network.discover.silent import routers_on
 from crux_torch.network.topology import Path, Topology
@@ -76,7 +77,7 @@ def join(fragments: Mapping[str, Fragment]) -> Discovered:
         assembly.assumed(topology),
         evidence.notes.lines(),
         assembly.node_of,
-        {key: router(key) for key in evidence.owners if key is not None and routers.knows(key)},
+        {key: router(key) for key in evidence.owners if routers.knows(key)},
         {
             (first, ended[number]): tuple([name[key] for key in nodes])
             for (first, number), nodes in through.items()

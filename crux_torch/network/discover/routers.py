@@ -100,8 +100,7 @@ class Routers:
             for key in tail:
                 if key is not None:
                     self._within.setdefault(key, set()).add(number)
-        for first, seen in evidence.seen.items():
-            self._leads[first] = _witnesses(seen)
+        self._leads = {first: dict(tails) for first, tails in evidence.leads.items()}
         self._parent = {key: key for key in (*self._within, *self._leads)}
         for key in self._parent:
             self._members[key] = [key]
@@ -118,8 +117,7 @@ class Routers:
                     pair = min(key, strongest), max(key, strongest)
                     suspects = _only(witness, keys[strongest])
                     # Two owners that say the same by themselves are no suspects.
-                    before = pairs.get(pair, suspects)
-                    pairs[pair] = suspects if suspects == before else frozenset()
+                    pairs[pair] = pairs.get(pair, suspects) & suspects
         self._unite_pairs(pairs)
         self._unite_pairs(self._equal_first_hops())
         self._find_loopbacks()
@@ -137,7 +135,7 @@ class Routers:
         for key, addresses in self._evidence.first_address.items():
             for address, witness in addresses.items():
                 at.setdefault(address, {})[key] = witness
-        pairs = {}
+        pairs: dict[tuple[str, str], frozenset[str]] = {}
         for address, keys in at.items():
             centre = min(keys, key=lambda key: (keys[key] is not None, key))
             of_centre = keys[centre]
@@ -145,7 +143,8 @@ class Routers:
                 centre, of_centre = address, None
             for key, witness in keys.items():
                 if key != centre:
-                    pairs[key, centre] = _only(witness, of_centre)
+                    suspects = _only(witness, of_centre)
+                    pairs[key, centre] = pairs.get((key, centre), suspects) & suspects
         return pairs
 
     def _find_loopbacks(self) -> None:
@@ -250,7 +249,7 @@ class Routers:
 
     def _mates(self) -> dict[str, str]:
         nics = (nic for claims in self._evidence.nics.values() for nic in claims.values())
-        return cable_mates([*self._parent, *(address for nic in nics for address in nic.addresses)])
+        return cable_mates(self._parent.keys() | {a for nic in nics for a in nic.addresses})
 
     def _unite_cables(self, edges_before: list[_Edges], mates: dict[str, str]) -> None:
         before = dict(edges_before)
@@ -285,29 +284,14 @@ class Routers:
         self._within[a] |= self._within.pop(b)
         leads = self._leads[a]
         for number, witness in self._leads.pop(b).items():
-            leads[number] = combined(leads.get(number, witness), witness)
+            if leads.setdefault(number, witness) != witness:
+                leads[number] = None
         return True
 
     def _others_know(self, router: str, suspects: frozenset[str]) -> bool:
         """True if two owners besides the suspects saw one address of a router."""
         owners = self._evidence.owners
         return any(len(set(owners[k]) - suspects) > 1 for k in self._members[router])
-
-
-def _witnesses(seen: Iterable[tuple[str, set[int]]]) -> dict[int, Witness]:
-    """The witness of each tail that owners saw."""
-    of_owner: dict[str, set[int]] = {}
-    for owner, numbers in seen:
-        of_owner[owner] = of_owner[owner] | numbers if owner in of_owner else numbers
-    once: set[int] = set()
-    several: set[int] = set()
-    for numbers in of_owner.values():
-        several |= once & numbers
-        once |= numbers
-    found: dict[int, Witness] = dict.fromkeys(several)
-    for owner, numbers in of_owner.items():
-        found.update(dict.fromkeys(numbers - several, owner))
-    return found
 
 
 def _by_several(before: list[_Edges]) -> list[_Edges]:

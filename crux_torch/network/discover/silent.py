@@ -18,8 +18,8 @@ def routers_on(evidence: Evidence, routers: Routers) -> Through:
     it can't be told, flows share. Paths on which a router is twice are left out.
     """
     tails: dict[str, set[int]] = {}
-    for first, seen in evidence.seen.items():
-        tails.setdefault(routers.router(first), set()).update(*[numbers for _, numbers in seen])
+    for first, seen in evidence.leads.items():
+        tails.setdefault(routers.router(first), set()).update(seen)
     known = [
         tuple([key and routers.router(key) for key in tail]) if None in tail else None
         for tail in evidence.tails

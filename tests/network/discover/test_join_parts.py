@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import msgspec
 import pytest
 
 from crux_torch.network.addresses import cable_mates
@@ -139,6 +144,40 @@ def test_parts_that_no_path_joins_are_joined_by_what_nobody_saw() -> None:
     assert found.topology.candidate_paths("h1", "h5")
     assert any(UNSEEN in note for note in found.notes)
     assert any("no path seen: h5" in note for note in found.notes)
+
+
+JOINED = """
+import sys, msgspec
+from crux_torch.network.discover.fragment import Fragment
+from crux_torch.network.discover.join import join
+from crux_torch.network.loaders import dump_yaml
+fragments = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, Fragment])
+print(dump_yaml(join(fragments).topology))
+"""
+
+
+def test_processes_with_other_hash_seeds_have_the_same_network() -> None:
+    """The fragments have one first router that answers from several addresses."""
+    over: Hops = ("10.0.0.4", None, "10.1.0.8")
+    other: Hops = ("10.0.4.4", "10.1.0.11", None)
+    fragments = {
+        "a": fragment(pair("h0", "h1", ("10.0.0.4", None, "10.1.0.12"), (), other)),
+        "b": fragment(pair("h0", "h1", ()), pair("h2", "h0", ("10.0.0.4", "10.1.0.3", None))),
+        "c": fragment(
+            pair("h0", "h1", (), over), pair("h2", "h0", (), other), pair("h2", "h1", over)
+        ),
+    }
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", JOINED],
+            input=msgspec.json.encode(fragments),
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in range(6)
+    }
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(
