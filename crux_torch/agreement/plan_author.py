@@ -10,9 +10,9 @@ import msgspec
 
 from crux_torch.agreement.audit import Basis, of_plan
 from crux_torch.agreement.planner import PlanComputer
-from crux_torch.agreement.planner_role import FORBIDDEN_S, PlannerRole, PlanParts
+from crux_torch.agreement.planner_role import PlannerRole, PlanParts
 from crux_torch.agreement.records import Plan, PlanEntry, PlanHead, digest_of, parts_of
-from crux_torch.agreement.registry import PlanState, Registry, StoredPlan
+from crux_torch.agreement.registry import FORBIDDEN_S, PlanState, Registry, StoredPlan
 from crux_torch.agreement.snapshot import AdoptedPlan, Snapshot
 from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.logs import WarnOnce

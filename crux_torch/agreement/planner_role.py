@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from crux_torch.agreement.records import JobRecord, Plan
-from crux_torch.agreement.registry import Registry, StoredEntry
+from crux_torch.agreement.registry import FORBIDDEN_S, Registry, StoredEntry
 from crux_torch.agreement.snapshot import size_of
 from crux_torch.errors import StoreForbidden
 from crux_torch.store import MAX_LEASE_S
@@ -24,8 +24,6 @@ _log = logging.getLogger(__name__)
 SEATS = 3
 #: The value of a seat that its holder left. It is not deleted: that could hit its next holder.
 FREE = b"{}"
-#: Seconds for which a leader whose role may not write something does not try again.
-FORBIDDEN_S = 60.0
 #: Entries that a planner writes in one tick.
 PARTS_A_TICK = 64
 #: Jobs and flows up to which each leader computes the plan that it adopts.

@@ -12,7 +12,7 @@ import numpy as np
 
 from crux_torch.agreement.operator import OperatorSettings
 from crux_torch.agreement.records import Plan, StepTimes
-from crux_torch.agreement.registry import Registry, StoredEntry, View
+from crux_torch.agreement.registry import FORBIDDEN_S, Registry, StoredEntry, View
 from crux_torch.agreement.trials import IterationEnds
 from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.logs import WarnOnce
@@ -22,8 +22,6 @@ from crux_torch.store import MAX_LEASE_S
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for which a job whose role may not write something does not try again.
-FORBIDDEN_S = 60.0
 #: Seconds of which the iterations count, and how many do at least, as far as they are known.
 WINDOW_S, MIN_ITERATIONS = 30.0, 5
 #: Step times are written again after a third of their lease, which is so many of a job's.

@@ -31,6 +31,9 @@ from crux_torch.store import APART, AUDIT, MAX_LEASE_S, OPERATOR, PLAN, SharedSt
 
 _log = logging.getLogger(__name__)
 
+#: Seconds for which a job whose role may not write something does not try again.
+FORBIDDEN_S = 60.0
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 

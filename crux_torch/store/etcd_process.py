@@ -14,8 +14,6 @@ import secrets
 import socket
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from crux_torch.errors import SettingsError
 from crux_torch.store.endpoint import parse_etcd
 from crux_torch.store.frames import (
@@ -27,10 +25,10 @@ from crux_torch.store.frames import (
     Challenge,
     ChildSocket,
     Handshake,
-    Hello,
-    Proof,
     Welcome,
+    hello_decoder,
     pack,
+    proof_decoder,
     request_decoder,
     unpack,
     unpack_request,
@@ -42,19 +40,16 @@ if TYPE_CHECKING:
 #: Seconds that one frame may take.
 FRAME_S = 10.0
 
-_hello = msgspec.msgpack.Decoder(Hello)
-_proof = msgspec.msgpack.Decoder(Proof)
-
 
 def serve(connected: socket.socket, contents: EtcdContents, parent: int) -> None:
     """Answer until the other side is gone."""
     frames = ChildSocket(connected, parent, FRAME_S)
-    hello = unpack(frames.next_frame(MAX_GREETING_BYTES), _hello)
+    hello = unpack(frames.next_frame(MAX_GREETING_BYTES), hello_decoder)
     nonce = secrets.token_bytes(NONCE_BYTES)
     challenge, life = Challenge(PROTOCOL_VERSION, nonce, False), secrets.token_hex(8)
     handshake = Handshake(b"", hello, challenge)
     frames.answer(pack(challenge))
-    unpack(frames.next_frame(MAX_GREETING_BYTES), _proof)
+    unpack(frames.next_frame(MAX_GREETING_BYTES), proof_decoder)
     welcome = Welcome(handshake.digest("server", life), life)
     frames.answer(pack(welcome))
     while True:

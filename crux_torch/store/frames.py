@@ -169,6 +169,8 @@ class Refused(Message, frozen=True, tag="refused"):
 
 Request = Read | Put | Swap | Delete | Count | Clock | Origin
 Answer = Changes | Done | Writer | Refused
+hello_decoder = msgspec.msgpack.Decoder(Hello)
+proof_decoder = msgspec.msgpack.Decoder(Proof)
 request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _encoder = msgspec.msgpack.Encoder()

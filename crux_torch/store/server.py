@@ -35,12 +35,12 @@ from crux_torch.store.frames import (
     Count,
     Done,
     Handshake,
-    Hello,
-    Proof,
     Refused,
     Sealer,
     Welcome,
+    hello_decoder,
     pack,
+    proof_decoder,
     read_secret,
     unpack,
     unpack_request,
@@ -75,9 +75,6 @@ SWEEP_S = 0.1
 SESSIONS_S = 1.0
 #: The most by which one sweep may move the clock of the leases.
 MAX_STEP_S = 0.5
-
-_hello = msgspec.msgpack.Decoder(Hello)
-_proof = msgspec.msgpack.Decoder(Proof)
 
 
 class Service(Protocol):
@@ -244,7 +241,7 @@ class Session(asyncio.Protocol):
                 if pause_s > 0:
                     self._later(pause_s)
         elif self._handshake is None:
-            hello = unpack(frame, _hello)
+            hello = unpack(frame, hello_decoder)
             secret, nonce = self._server.secret, secrets.token_bytes(NONCE_BYTES)
             challenge = Challenge(PROTOCOL_VERSION, nonce, bool(secret))
             self._handshake = Handshake(secret, hello, challenge)
@@ -253,7 +250,7 @@ class Session(asyncio.Protocol):
                 raise ValueError("another version")
         else:
             handshake = self._handshake
-            if not handshake.proves("client", unpack(frame, _proof).digest):
+            if not handshake.proves("client", unpack(frame, proof_decoder).digest):
                 raise ValueError("a wrong proof")
             self._opener, self._sealer = handshake.sealer("client"), handshake.sealer("server")
             where = peer_of(self._transport.get_extra_info("socket"))

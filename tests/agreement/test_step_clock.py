@@ -10,9 +10,9 @@ import pytest
 from control_fakes import FakeClock, MemoryStore, by_name, profile, record
 
 from crux_torch.agreement.leader import Leader
-from crux_torch.agreement.publish import FORBIDDEN_S, StepClock
+from crux_torch.agreement.publish import StepClock
 from crux_torch.agreement.records import JobRecord, StepTimes
-from crux_torch.agreement.registry import Registry
+from crux_torch.agreement.registry import FORBIDDEN_S, Registry
 from crux_torch.errors import StoreForbidden
 from crux_torch.report.step_times import JobSteps, steps_of
 
