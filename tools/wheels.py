@@ -88,6 +88,7 @@ def build(sdist: Path, torch: str) -> Path:
     (wheel,) = folder.glob("*.whl")
     # pip installs an sdist by way of this wheel.
     install(python, torch, f"{wheel}[live]")
+    train(python)
     use(python)
     return wheel
 
@@ -114,11 +115,15 @@ def audited(wheel: Path) -> Path:
     return tagged
 
 
-def use(python: Path) -> None:
-    """Train with the crux_torch that ``python`` has: one process, and two under ``cruxrun``."""
-    print(run(python, "-c", TRIAL), flush=True)
+def train(python: Path) -> None:
+    """Train two processes under the ``cruxrun`` beside ``python``."""
     cruxrun, script = python.parent / "cruxrun", ROOT / "examples/train_mlp.py"
     print(run(cruxrun, "--nproc-per-node", "2", script, "--steps", "20"), flush=True)
+
+
+def use(python: Path) -> None:
+    """Train one process with the crux_torch that ``python`` has, and look what it lacks."""
+    print(run(python, "-c", TRIAL), flush=True)
     run(python.parent / "crux", "doctor")
 
 
@@ -131,7 +136,12 @@ def try_out(wheel: Path, torches: list[str]) -> None:
     run(crux, "sim", "run", scenario)
     print("without torch: crux sim runs", flush=True)
     for torch in torches:
+        install(python, torch)
+        begun_s = time.monotonic()
         install(python, torch, f"{wheel}[live]")
+        train(python)
+        took_s = time.monotonic() - begun_s
+        print(f"torch {torch}: installed, and a job done under Crux, in {took_s:.0f} s", flush=True)
         use(python)
         run(crux, "sim", "run", scenario)
 
