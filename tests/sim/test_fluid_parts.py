@@ -174,11 +174,12 @@ def test_one_part_is_a_plain_burst(specs: list[dict]) -> None:
     st.floats(1.0, 1e9) | st.just(math.inf),
 )
 def test_slack_moves_the_same_bytes(traffic: dict[str, float], slack_bytes: float) -> None:
-    cut = with_slack([(0.5, traffic)], slack_bytes)
+    cut = with_slack([(0.5, traffic, 3.0)], slack_bytes)
     assert 1 <= len(cut) <= MAX_PIECES
-    assert {at for at, _ in cut} == {0.5}
+    assert {at for at, _, _ in cut} == {0.5}
+    assert math.fsum(least_s for _, _, least_s in cut) == pytest.approx(3.0)
     for link, amount in traffic.items():
-        of = [part[link] for _, parts in cut for part in parts if link in part]
+        of = [part[link] for _, parts, _ in cut for part in parts if link in part]
         assert math.fsum(of) == pytest.approx(amount)
         if len(cut) < MAX_PIECES:
             assert max(of) <= 2 * slack_bytes
