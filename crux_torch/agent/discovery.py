@@ -27,6 +27,7 @@ from crux_torch.network.discover.fragment import (
     MAX_RATE_Bps,
     SeenHost,
     SeenPair,
+    SeenPath,
 )
 from crux_torch.network.discover.survey import searched
 from crux_torch.network.discover.tasks import Peer, Search, Searched
@@ -340,16 +341,20 @@ class JobDiscovery:
 
 
 def with_live(found: SeenPair, live: SeenPair | None) -> SeenPair:
-    """Returns the pair with the paths added that live connections take and the search missed."""
+    """Returns the pair with the paths added that live connections take and the search missed.
+
+    The ports of paths are left out: no plan asks for them, and all jobs share the store.
+    """
+    of_search = tuple(SeenPath(path.hops) for path in found.paths)
     if live is None or found.sprays:
-        return found
+        return msgspec.structs.replace(found, paths=of_search)
     known = {path.hops for path in found.paths}
     missed = tuple(
         msgspec.structs.replace(path, connections=0)
         for path in live.paths
         if path.hops and None not in path.hops and path.hops not in known
     )
-    return msgspec.structs.replace(found, paths=(*found.paths, *missed)[:MAX_PATHS])
+    return msgspec.structs.replace(found, paths=(*of_search, *missed)[:MAX_PATHS])
 
 
 def surer(search: Search) -> Search:

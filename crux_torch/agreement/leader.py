@@ -327,6 +327,8 @@ class Leader:
         topology = view.topology
         if topology is None:
             topology = self._seen_network.bytes_of(view.fragments, view.jobs)
+            if self.record.job in self._seen_network.left_out:
+                self._warn("seen", "jobs saw more of the network than fits: this job has no paths")
         if not whole:
             self._snapshot.narrow(view.jobs, topology, view.operator)
         elif self._snapshot.update(view.jobs, topology, view.operator, now):

@@ -5,6 +5,7 @@ The bytes stand in for those of a topology file: they are hashed, parsed and pla
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -18,8 +19,9 @@ from crux_torch.network.topology import Topology
 
 #: Begins the bytes of a network that was seen; no YAML file does.
 MAGIC = b"\0crux-seen\0"
-#: Bytes of all fragments together that count, those of the smallest first.
-MAX_BYTES = 16 << 20
+#: Bytes of all fragments together that count, those of the smallest first: of 5,000 jobs on 1,024
+#: hosts and three layers, with room. One job has ``MAX_RECORD_BYTES`` at most.
+MAX_BYTES = 64 << 20
 
 _fragment = msgspec.json.Decoder(Fragment)
 _fragments = msgspec.json.Decoder(tuple[tuple[str, Fragment], ...])
@@ -29,9 +31,13 @@ class SeenNetwork:
     """Makes the bytes of the network that the jobs' fragments describe.
 
     What has not changed is not computed again.
+
+    Attributes:
+        left_out: jobs whose fragments do not fit beside the smaller ones of the others.
     """
 
     def __init__(self) -> None:
+        self.left_out: tuple[str, ...] = ()
         self._known: dict[str, tuple[bytes, Fragment | None]] = {}
         self._of: object = None
         self._bytes: bytes | None = None
@@ -49,6 +55,7 @@ class SeenNetwork:
             records: live, no two of one name.
         """
         if not fragments:
+            self.left_out = ()
             return None
         claims = [(r.job, r.hosts, r.gpus, r.profile is None) for r in records]
         if (fragments, claims) == self._of:
@@ -60,7 +67,10 @@ class SeenNetwork:
             same = before is not None and before[0] == raw
             self._known[job] = before if before is not None and same else (raw, decoded(raw))
         found = {job: one for job, (_, one) in self._known.items() if one is not None}
-        self._bytes = encoded(counted(found, records))
+        count = counted(found, records)
+        kept = fitting(count)
+        self.left_out = tuple(job for job in count if job not in kept)
+        self._bytes = _joined(kept)
         return self._bytes
 
 
@@ -103,16 +113,23 @@ def counted(fragments: Mapping[str, Fragment], records: Sequence[JobRecord]) -> 
 
 def encoded(fragments: Mapping[str, Fragment]) -> bytes | None:
     """Return the bytes of ``fragments``, as :func:`network_in` reads them; None without any."""
-    each = [msgspec.json.encode(fragment) for fragment in fragments.items()]
-    size, kept = 0, []
-    for number in sorted(range(len(each)), key=lambda n: (len(each[n]), n)):
-        size += len(each[number])
-        if size > MAX_BYTES:
-            break
-        kept.append(number)
-    if not kept:
-        return None
-    return MAGIC + b"[" + b",".join(each[number] for number in sorted(kept)) + b"]"
+    return _joined(fitting(fragments))
+
+
+def fitting(fragments: Mapping[str, Fragment]) -> dict[str, bytes]:
+    """Return the fragments that fit into ``MAX_BYTES``, encoded, in their order.
+
+    The smallest come first. So a job with a large one leaves out itself, and nobody else.
+    """
+    each = {item[0]: msgspec.json.encode(item) for item in fragments.items()}
+    sizes = sorted((len(raw), job) for job, raw in each.items())
+    totals = itertools.accumulate(size for size, _ in sizes)
+    kept = {job for (_, job), total in zip(sizes, totals, strict=True) if total <= MAX_BYTES}
+    return {job: raw for job, raw in each.items() if job in kept}
+
+
+def _joined(each: Mapping[str, bytes]) -> bytes | None:
+    return MAGIC + b"[" + b",".join(each.values()) + b"]" if each else None
 
 
 def is_seen(raw: bytes | None) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
+from crux_torch.files import size_text
 from crux_torch.report.step_times import JobSteps, steps_of
 from crux_torch.report.tables import Grid, console, json_text, say
 from crux_torch.words import age, safe, seconds, si
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 #: Seconds for which a command waits for an answer: a busy store takes some.
 TIMEOUT_S = 10.0
 HOSTS_SHOWN = 2
+#: Jobs that are named whose view of the network does not count.
+MAX_BEYOND = 8
 #: Columns of text; the others are numbers.
 TEXT = ("job", "hosts", "state", "trial", "operator")
 #: Columns that are left out where no job has anything in them.
@@ -149,9 +152,10 @@ class ClusterReader:
             follows = registry.follows(stored.plan)
             entries = (follows[job.job] for job in view.jobs if job.job in follows)
             found = plan_of(stored.plan, tuple(entries))
-        raw = view.topology
+        raw, beyond = view.topology, tuple[str, ...]()
         if raw is None:
             raw = self._seen_network.bytes_of(view.fragments, view.jobs)
+            beyond = self._seen_network.left_out
         self.topology = self._topologies.read(raw)
         contested, _ = holdings(view.jobs, self.topology)
         return ClusterStatus(
@@ -164,7 +168,7 @@ class ClusterReader:
             contested,
             steps_of(view.jobs, registry.steps()),
             _left_out(view.jobs, found, self.topology),
-            _network(view.jobs, self.topology),
+            _network(view.jobs, self.topology, beyond),
             programs=registry.programs(),
         )
 
@@ -203,8 +207,10 @@ def _left_out(
     return left_out_of_plan(plan.policy, levels.levels, levels.why, network_of(topology))
 
 
-def _network(jobs: Sequence[JobRecord], topology: Topology | None) -> tuple[str, ...]:
-    from crux_torch.agreement.seen_network import contradicted
+def _network(
+    jobs: Sequence[JobRecord], topology: Topology | None, beyond: Sequence[str]
+) -> tuple[str, ...]:
+    from crux_torch.agreement.seen_network import MAX_BYTES, contradicted
     from crux_torch.network.discover.seen_topology import SeenTopology
 
     if not isinstance(topology, SeenTopology):
@@ -220,7 +226,13 @@ def _network(jobs: Sequence[JobRecord], topology: Topology | None) -> tuple[str,
     unseen = sum(not topology.as_seen_by(job).sees(src, dst) for job, src, dst in pairs)
     links = f"{len(topology.links)} links"
     rest = f", without the paths of {unseen} of {len(pairs)} pairs of hosts" if unseen else ""
-    return (f"nobody gives a topology: the network is as its jobs saw it, {links}{rest}",)
+    lines = [f"nobody gives a topology: the network is as its jobs saw it, {links}{rest}"]
+    if beyond:
+        more = len(beyond) - MAX_BEYOND
+        named = ", ".join(beyond[:MAX_BEYOND]) + (f" and {more} more" if more > 0 else "")
+        fits = f"what jobs saw is over {size_text(MAX_BYTES)}"
+        lines.append(f"{fits}: the largest parts do not count, so these have no paths: {named}")
+    return tuple(lines)
 
 
 def as_json_text(status: ClusterStatus) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import permutations
 
 import msgspec
 import pytest
+from answering import AnsweringNetwork, clos3
 from control_fakes import FakeClock, MemoryStore, record
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from leaders import run
 from networks import LEAF_SPINE
 from seen_fabric import Host, LINK_Bps, fragment, hops, host, ring, seen
 
+from crux_torch.agent.discovery import with_live
 from crux_torch.agreement.inputs import UNLOCATED, TopologyReader, paths_taken, plan_inputs
 from crux_torch.agreement.leader import Leader
 from crux_torch.agreement.planner import compute_entries
@@ -306,6 +310,34 @@ def test_fragments_are_bounded_the_smallest_first_and_have_one_form() -> None:
         (sorted(raws.items()), 1), (sorted(raws.items(), reverse=True), -1)
     )}  # fmt: skip
     assert len(forms) == 1
+
+
+def test_who_does_not_fit_is_named_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = {**MINE, "b": fragment(B, range(8))}
+    raws = {job: msgspec.json.encode(one) for job, one in wide.items()}
+    network = SeenNetwork()
+    alone = SeenNetwork().bytes_of({"a": raws["a"]}, RECORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr("crux_torch.agreement.seen_network.MAX_BYTES", len(raws["b"]))
+        assert network.bytes_of(raws, RECORDS) == alone
+        assert network.left_out == ("b",)
+        assert network.bytes_of({}, RECORDS) is None
+        assert network.left_out == ()
+    network.bytes_of(raws, RECORDS)
+    assert network.left_out == ()
+
+
+def test_what_5_000_jobs_see_in_three_layers_fits() -> None:
+    network = AnsweringNetwork(clos3(8, 4, 4, 4, 32))
+    chance = random.Random(1)
+    size = 0
+    for _ in range(10):
+        ring = chance.sample(list(network.address.values()), 4)
+        pairs = [(a, b) for a, b in permutations(ring, 2)][:8]
+        found = network.fragment(pairs, range(50000, 50024))
+        kept = [with_live(pair, None) for pair in found.pairs]
+        size += len(msgspec.json.encode(Fragment(hosts=found.hosts, pairs=tuple(kept))))
+    assert size / 10 * 5000 <= MAX_BYTES
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,20 @@ def test_status_says_how_much_of_a_network_that_nobody_gave_was_seen(crux, clust
         assert "nobody gives a topology" in crux(*argv).output
 
 
+def test_status_names_jobs_whose_view_of_the_network_does_not_fit(crux, cluster, monkeypatch):
+    endpoint, registry = cluster
+    hosts = {"gpt": [Host(0, 0), Host(1, 0)], "vit": [Host(0, 1), Host(1, 1)]}
+    for job, spines in (("gpt", (0, 1)), ("vit", range(8))):
+        registry.publish_job(ring(job, hosts[job]), 60.0)
+        registry.publish_fragment(job, raw := msgspec.json.encode(fragment(hosts[job], spines)))
+    monkeypatch.setattr("crux_torch.agreement.seen_network.MAX_BYTES", len(raw))
+    argv = ("status", "--store", endpoint, "--cluster", "lab")
+    _, said = json.loads(crux(*argv, "--json").output)["network"]
+    assert said.startswith("what jobs saw is over ")
+    assert said.endswith(": the largest parts do not count, so these have no paths: vit")
+    assert said in " ".join(crux(*argv).output.split())
+
+
 def test_status_of_another_cluster_is_empty(crux, cluster):
     endpoint, _ = cluster
     result = crux("status", "--store", endpoint, "--cluster", "other")

@@ -36,7 +36,10 @@ class Routers:
         self._within: dict[str, set[int]] = {}
         self._leads: dict[str, dict[int, Witness]] = {}
         self.loopbacks: set[str] = set()
-        self._sure_loopbacks: set[str] = set()
+        # Routers with a loopback address; and those of which two owners know one.
+        self._looped: dict[bool, set[str]] = {False: set(), True: set()}
+        # By router: the owners of each of its addresses that has several.
+        self._known_to: dict[str, set[frozenset[str]]] = {}
         self._index()
         self._unite_leaves()
         self._before = self._edges()
@@ -106,6 +109,8 @@ class Routers:
             self._members[key] = [key]
             self._within.setdefault(key, set())
             self._leads.setdefault(key, {})
+            owners = frozenset(evidence.owners[key])
+            self._known_to[key] = {owners} if len(owners) > 1 else set()
 
     def _unite_leaves(self) -> None:
         evidence = self._evidence
@@ -160,10 +165,9 @@ class Routers:
                 first[address] = combined(first.get(address, witness), witness)
         for key in first.keys() & last.keys():
             # One owner alone can't make it seem so where two know better.
-            if first[key] is last[key] is None:
-                self._sure_loopbacks.add(key)
-            if key in self._sure_loopbacks or len(evidence.owners[key]) < 3:
-                self.loopbacks.add(key)
+            sure = first[key] is last[key] is None
+            if sure or len(evidence.owners[key]) < 3:
+                self._add_loopback(key, sure)
 
     def _edges(self) -> list[_Edges]:
         """The hops that came just before each address; addresses far from hosts come last."""
@@ -209,15 +213,18 @@ class Routers:
             return False
         certain = sorted(r for r, witness in routers.items() if witness is None)
         if self._are_several(certain or sorted(routers), sure or bool(certain)):
-            self.loopbacks.add(key)
-            if certain:
-                self._sure_loopbacks.add(key)
+            self._add_loopback(key, bool(certain))
             return True
         centre, *others = sorted(routers, key=lambda r: (routers[r] is not None, r))
         changed = False
         for other in others:
             changed |= self._unite(centre, other, _only(routers[centre], routers[other]))
         return changed
+
+    def _add_loopback(self, key: str, sure: bool) -> None:
+        self.loopbacks.add(key)
+        for kind in {False, sure}:
+            self._looped[kind].add(self.router(key))
 
     def _are_several(self, routers: Iterable[str], sure: bool = False) -> bool:
         """True if two of the routers are different: they are on one path.
@@ -234,12 +241,14 @@ class Routers:
 
     def _are_two(self, a: str, b: str, sure: bool) -> bool:
         within, leads = self._within, self._leads
-        loopbacks = self._sure_loopbacks if sure else self.loopbacks
-        if not any(loopbacks.isdisjoint(self._members[router]) for router in (a, b)):
+        if self._looped[sure].issuperset((a, b)):
             return True
         if not sure:
             together = not within[a].isdisjoint(within[b])
-            return together or any(not within[y].isdisjoint(leads[x]) for x, y in ((a, b), (b, a)))
+            # By its keys: then the smaller side is walked, as a forger may make the other one huge.
+            return together or any(
+                not leads[x].keys().isdisjoint(within[y]) for x, y in ((a, b), (b, a))
+            )
         witnesses = self._evidence.tail_witness
         return any(witnesses[number] is None for number in within[a] & within[b]) or any(
             leads[x][number] is None
@@ -282,6 +291,10 @@ class Routers:
         self._parent[b] = a
         self._members[a] += self._members.pop(b)
         self._within[a] |= self._within.pop(b)
+        self._known_to[a] |= self._known_to.pop(b)
+        for looped in self._looped.values():
+            if b in looped:
+                looped.add(a)
         leads = self._leads[a]
         for number, witness in self._leads.pop(b).items():
             if leads.setdefault(number, witness) != witness:
@@ -290,8 +303,7 @@ class Routers:
 
     def _others_know(self, router: str, suspects: frozenset[str]) -> bool:
         """True if two owners besides the suspects saw one address of a router."""
-        owners = self._evidence.owners
-        return any(len(set(owners[k]) - suspects) > 1 for k in self._members[router])
+        return any(len(owners - suspects) > 1 for owners in self._known_to[router])
 
 
 def _by_several(before: list[_Edges]) -> list[_Edges]:
