@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 from tiers import MARKED, MARKS
 
 HERE = Path(__file__).parent
@@ -24,7 +25,11 @@ collect_ignore = [] if "CUDA_RIG_OPERATORS" in os.environ else ["on_rig"]
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, derandomize=True, max_examples=500)
 hypothesis.settings.register_profile("new", deadline=None, max_examples=1000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+_profile = os.environ.get("HYPOTHESIS_PROFILE", "same")
+hypothesis.settings.load_profile(_profile)
+if _profile != "new":
+    # Hypothesis also draws constants of the modules that are loaded, which differ by worker.
+    providers.is_local_module_file = lambda _: False
 
 #: The fixture of an emulated machine, which the tests that use it share.
 EMULATED = "guest"
