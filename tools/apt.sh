@@ -29,6 +29,8 @@ missing() {
   have srun || echo slurm-client
   have munged || echo munge
   have mpirun || echo openmpi-bin
+  have buildah || echo buildah
+  have debootstrap || echo debootstrap
   have sshd || echo openssh-server
   have ssh || echo openssh-client
   set -- /usr/lib/*/libibverbs/librxe-rdmav*.so
@@ -66,6 +68,7 @@ for package in $wanted; do
     prometheus) cost="tests of alert rules, and of the exporter with a Prometheus, skip" ;;
     slurm* | munge) cost="tests of jobs that Slurm starts skip" ;;
     openmpi-bin) cost="a test of jobs that mpirun starts skips" ;;
+    buildah | debootstrap) cost="a test of the exporter's image skips" ;;
     openssh-*) cost="tests of discovery over ssh skip" ;;
     nftables) cost="tests of marks that change on the way skip" ;;
     python3-pyverbs) cost="the lab does not test the limits of RDMA devices" ;;

@@ -62,6 +62,9 @@ class Screen:
     async def text(self) -> str:
         await self.app.workers.wait_for_complete()
         await self.pilot.pause()
+        # The footer asks for its keys after it was shown, which a busy machine does late.
+        while any(not footer.children for footer in self.app.screen.query("Footer")):
+            await self.pilot.pause()
         strips = self.app.screen._compositor.render_strips()
         return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
 
