@@ -213,7 +213,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     costs = [row for row in rows if row["rival"]]
     for row in costs:
         keys = ("step_s", "costs_s", "resolution_s", "told_costs_s", "compute_s")
-        ms = (f"{1e3 * row[key]:.1f} ms" for key in keys)
+        # The sum has no minus before a zero.
+        ms = (f"{round(1e3 * row[key], 1) + 0.0:.1f} ms" for key in keys)
         lines.append(COLUMNS.format(row["policy"], row["job"], row["rival"], *ms, row["found"]))
     count = {found: sum(row["found"] == found for row in costs) for found in ("yes", "below", "no")}
     error = statistics.median(abs(row["told_costs_s"] - row["costs_s"]) for row in costs)
