@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from fake_nvml import FakeGpu, FakeNvml
 
 from crux_torch.cli import host as host_cli
+from crux_torch.cli.main import main
 from crux_torch.host import nvml
 from crux_torch.host.interfaces import Nic
 from crux_torch.host.machine import Host, Inside, as_entries, inside_of, join
@@ -212,7 +213,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PcieTree:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(host_cli.host, [*arguments, "--name", "h0"])
+    return CliRunner().invoke(main, ["host", *arguments, "--name", "h0"])
 
 
 def test_the_table(machine: PcieTree) -> None:
