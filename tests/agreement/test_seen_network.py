@@ -17,7 +17,6 @@ from leaders import run
 from networks import LEAF_SPINE
 from seen_fabric import Host, LINK_Bps, fragment, hops, host, ring, seen
 
-from crux_torch.agent.discovery import with_live
 from crux_torch.agreement.inputs import UNLOCATED, TopologyReader, paths_taken, plan_inputs
 from crux_torch.agreement.leader import Leader
 from crux_torch.agreement.planner import compute_entries
@@ -328,6 +327,8 @@ def test_who_does_not_fit_is_named_until_it_does(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_5_000_jobs_see_in_three_layers_fits() -> None:
+    # The ranks' side takes torch.
+    discovery = pytest.importorskip("crux_torch.agent.discovery", exc_type=ImportError)
     network = AnsweringNetwork(clos3(8, 4, 4, 4, 32))
     chance = random.Random(1)
     size = 0
@@ -335,7 +336,7 @@ def test_what_5_000_jobs_see_in_three_layers_fits() -> None:
         ring = chance.sample(list(network.address.values()), 4)
         pairs = [(a, b) for a, b in permutations(ring, 2)][:8]
         found = network.fragment(pairs, range(50000, 50024))
-        kept = [with_live(pair, None) for pair in found.pairs]
+        kept = [discovery.with_live(pair, None) for pair in found.pairs]
         size += len(msgspec.json.encode(Fragment(hosts=found.hosts, pairs=tuple(kept))))
     assert size / 10 * 5000 <= MAX_BYTES
 
