@@ -64,7 +64,7 @@ void bind_backends(py::module_& module) {
         return py::module_::import("crux_torch.backend.inner_backends")
             .attr("attribute")(self, attribute);
       });
-#ifdef C10D_BACKEND_HAS_HOOKS
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
   py::class_<HookedGroup, std::shared_ptr<HookedGroup>>(module, "HookedGroup")
       .def_static(
           "suffices",

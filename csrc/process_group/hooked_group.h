@@ -5,7 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
-#ifdef C10D_BACKEND_HAS_HOOKS
+#ifdef CRUX_C10D_HAS_SUPPORTSCOMPLETIONHOOKS
 #include <cstdint>
 #include <memory>
 

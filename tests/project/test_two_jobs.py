@@ -15,7 +15,9 @@ from places import ROOT
 PAGE = (ROOT / "docs/start/two-jobs.md").read_text("utf-8")
 
 
+# Beside other work on the machine a job computes for so long that the two hardly meet.
 @pytest.mark.full
+@pytest.mark.flaky(reruns=2)
 def test_the_pages_commands_say_what_the_jobs_cost_each_other(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     commands, fabric = re.findall(r"```(?:yaml)?\n(.*?)```", PAGE, re.S)[:2]
