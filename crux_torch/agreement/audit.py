@@ -9,9 +9,9 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET
 
+from crux_torch.agreement import SCHEMA_VERSION
 from crux_torch.agreement.bounds import holdings
 from crux_torch.agreement.operator import OperatorSettings
-from crux_torch.agreement.programs import SCHEMA_VERSION
 from crux_torch.agreement.records import JobRecord, Plan, PlanEntry, TriedPlan
 from crux_torch.agreement.seen_network import contradicted
 from crux_torch.logs import one_line

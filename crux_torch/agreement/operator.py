@@ -9,8 +9,8 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from crux_torch.agreement import SCHEMA_VERSION, Level
 from crux_torch.agreement.inputs import Agreed
-from crux_torch.agreement.programs import SCHEMA_VERSION, Level
 from crux_torch.agreement.records import MAX_JOBS, JobRecord, PlanEntry
 from crux_torch.measure.profile import Name
 from crux_torch.network.topology import Topology

@@ -7,14 +7,9 @@ from urllib.parse import quote
 
 import msgspec
 
+from crux_torch.agreement import SCHEMA_VERSION, Level
 from crux_torch.measure.profile import Name
 from crux_torch.store import APART
-
-#: Goes up when a field changes its meaning. Readers ignore other versions, with a warning. A new
-#: field with a default does not change it: older readers leave out what they do not know.
-SCHEMA_VERSION = 2
-
-Level = Annotated[int, msgspec.Meta(ge=0, le=63)]
 
 
 class ProgramRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from crux_torch.agreement.programs import SCHEMA_VERSION, Level
+from crux_torch.agreement import SCHEMA_VERSION, Level
 from crux_torch.errors import CruxError
 from crux_torch.measure.profile import MAX_FLOWS, JobProfile, Name, NonNegative
 from crux_torch.network.discover.fragment import SeenPair

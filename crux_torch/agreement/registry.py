@@ -11,9 +11,10 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from crux_torch.agreement import SCHEMA_VERSION
 from crux_torch.agreement.audit import AuditEntry
 from crux_torch.agreement.operator import OperatorSettings
-from crux_torch.agreement.programs import SCHEMA_VERSION, ProgramRecord, programs_prefix
+from crux_torch.agreement.programs import ProgramRecord, programs_prefix
 from crux_torch.agreement.records import (
     MAX_JOBS,
     MAX_RECORD_BYTES,

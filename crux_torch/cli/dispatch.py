@@ -138,11 +138,8 @@ def dispatch(
         raise click.UsageError("say how many GPUs with --gpus, or call `crux dispatch measure`")
     if nodelist and json_path == STDOUT:
         raise click.UsageError("--nodelist and --json exclude each other, unless --json has a FILE")
-    try:
-        asked = dispatcher_of(hosts)
-        found = list(islice(asked.choices(k), top))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    asked = dispatcher_of(hosts)
+    found = list(islice(asked.choices(k), top))
     if put_json(json_path, json_text([asked.plain(one) for one in found])):
         return
     if nodelist:
@@ -184,12 +181,9 @@ def measure(**method: Any) -> None:
     from crux_torch.dispatch.measure import measure as measure_sets
 
     plan = Method(**method)
-    try:
-        _, lacking = sets_to_measure(plan)
-        with counted(f"sets of {plan.devices} devices", len(lacking)) as say_done:
-            measure_sets(plan, lambda done: say_done(done, None))
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    _, lacking = sets_to_measure(plan)
+    with counted(f"sets of {plan.devices} devices", len(lacking)) as say_done:
+        measure_sets(plan, lambda done: say_done(done, None))
     _, lacking = sets_to_measure(plan)
     click.echo(
         f"{plan.out}: {f'{len(lacking)} sets lack a measurement' if lacking else 'complete'}"
@@ -245,11 +239,8 @@ def learn(hosts: HostOptions, file: Path) -> None:
 
     It replays what it learned before, so it can be called again and again.
     """
-    try:
-        with counted("epochs (it may stop early)") as trained:
-            learner, cluster, found, replayed = learn_links(hosts, file, trained)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    with counted("epochs (it may stop early)") as trained:
+        learner, cluster, found, replayed = learn_links(hosts, file, trained)
     if not len(found):
         click.echo(f"{file}: nothing new")
         return
@@ -288,10 +279,7 @@ def serve(hosts: HostOptions, listen: str, port: int) -> None:
 @json_option
 def labels(hosts: HostOptions, json_path: Path | None) -> None:
     """Print commands that label the hosts' Kubernetes nodes with their bandwidths."""
-    try:
-        found = labels_of(dispatcher_of(hosts).cluster)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    found = labels_of(dispatcher_of(hosts).cluster)
     if put_json(json_path, json_text(found)):
         return
     for host, pairs in found.items():

@@ -222,8 +222,6 @@ def exec_command(
     except Unreachable as error:
         click.echo(f"crux exec: {error}", err=True)
         raise SystemExit(NOT_FOUND if error.is_absent else CANNOT_RUN) from None
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
     if not quiet:
         click.echo(f"crux exec: {start.said}", err=True)
     if start.row is not None:

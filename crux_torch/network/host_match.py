@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
 
 from crux_torch.network.topology import Topology, TopologyError
+from crux_torch.words import listed
 
 #: Names that a message lists.
 MAX_NAMES = 3
@@ -95,5 +96,4 @@ def _remedy(name: str, hosts: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str], quoted: bool = True) -> str:
-    shown = ", ".join(repr(n) if quoted else n for n in names[:MAX_NAMES])
-    return shown + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    return listed([repr(n) if quoted else n for n in names], MAX_NAMES)

@@ -13,20 +13,14 @@ from rich.console import Console
 from crux_torch.files import size_text
 from crux_torch.report.step_times import JobSteps, steps_of
 from crux_torch.report.tables import Grid, console, json_text, say
-from crux_torch.words import age, safe, seconds, si
+from crux_torch.words import age, listed, safe, seconds, si
 
 if TYPE_CHECKING:
     from crux_torch.agreement.audit import AuditEntry
     from crux_torch.agreement.bounds import ContestedHost
     from crux_torch.agreement.operator import OperatorSettings
     from crux_torch.agreement.programs import ProgramRecord
-    from crux_torch.agreement.records import (
-        JobRecord,
-        PathCounts,
-        Plan,
-        PlanEntry,
-        TriedPlan,
-    )
+    from crux_torch.agreement.records import JobRecord, PathCounts, Plan, PlanEntry, TriedPlan
     from crux_torch.agreement.registry import StoredPlan
     from crux_torch.network.topology import Topology
     from crux_torch.settings import Settings
@@ -228,10 +222,10 @@ def _network(
     rest = f", without the paths of {unseen} of {len(pairs)} pairs of hosts" if unseen else ""
     lines = [f"nobody gives a topology: the network is as its jobs saw it, {links}{rest}"]
     if beyond:
-        more = len(beyond) - MAX_BEYOND
-        named = ", ".join(beyond[:MAX_BEYOND]) + (f" and {more} more" if more > 0 else "")
-        fits = f"what jobs saw is over {size_text(MAX_BYTES)}"
-        lines.append(f"{fits}: the largest parts do not count, so these have no paths: {named}")
+        lines.append(
+            f"what jobs saw is over {size_text(MAX_BYTES)}: the largest parts do not count, so "
+            f"these have no paths: {listed(beyond, MAX_BEYOND)}"
+        )
     return tuple(lines)
 
 

@@ -67,7 +67,10 @@ def _is_whole(lines: list[str]) -> bool:
 
 
 def pattern(line: str) -> str:
-    """What a line of the page stands for: ``...`` for anything, figures and names for others."""
+    """Returns the expression that a line of the page stands for.
+
+    ``...`` stands for anything, figures and names for other ones.
+    """
     found, at = "", 0
     for match in re.finditer("|".join(f"(?:{kind})" for kind in KINDS), line):
         stands = next(to for kind, to in KINDS.items() if re.fullmatch(kind, match[0]))

@@ -1,4 +1,4 @@
-"""What fragments say, as the join needs it: interfaces, and traces with their witnesses.
+"""Evidence that fragments give the join: interfaces, and traces with their witnesses.
 
 One owner is one witness. A claim about routers that other owners saw counts only if two owners make
 it, or if nobody else's paths change by it (docs/understand/discovery.md).
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crux_torch.network.discover.fragment import SeenNic
+from crux_torch.words import listed
 
 #: Owner of a claim that only one owner makes; None: two owners or more make it.
 Witness = str | None
@@ -107,9 +108,7 @@ class Notes:
         found = []
         for kind in sorted(self._of):
             examples = sorted(self._of[kind])
-            more = len(examples) - MAX_NOTES
-            listed = ", ".join(examples[:MAX_NOTES]) + (f" and {more} more" if more > 0 else "")
-            found.append(f"{kind}: {listed}")
+            found.append(f"{kind}: {listed(examples, MAX_NOTES)}")
         return tuple(found)
 
 

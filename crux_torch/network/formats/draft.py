@@ -16,6 +16,7 @@ from crux_torch.network.topology import (
     TopologyError,
     check_size,
 )
+from crux_torch.words import listed
 
 #: Kinds of switches by their distance from the hosts; above the third they are cores, too.
 KIND_OF_HEIGHT = ("host", "tor", "aggregation", "core")
@@ -317,9 +318,7 @@ def parse_rate(text: str) -> float:
 
 def some(names: Iterable[str]) -> str:
     """Returns the first few names and the number of the others."""
-    listed = list(names)
-    more = f" and {len(listed) - LISTED} more" if len(listed) > LISTED else ""
-    return ", ".join(listed[:LISTED]) + more
+    return listed(list(names), LISTED)
 
 
 def _unused(name: str, taken: set[str]) -> str:
