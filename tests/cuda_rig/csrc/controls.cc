@@ -87,7 +87,8 @@ Fault take_fault(const std::string& op, bool on_device) {
   auto& all = controls().faults;
   for (auto it = all.begin(); it != all.end(); ++it) {
     if ((!it->op.empty() && it->op != op) || (it->fault.kind != "refuse") != on_device) continue;
-    const Fault found = it->fault;
+    Fault found = it->fault;
+    found.releases = controls().releases;
     if (--it->count == 0) all.erase(it);
     return found;
   }
@@ -110,10 +111,11 @@ void take_time(double seconds) {
   --*all;
 }
 
-void hold(const std::atomic<bool>& aborted) {
+void hold(const Fault& fault, const std::atomic<bool>& aborted) {
   std::unique_lock<std::mutex> lock(controls().mutex);
-  const uint64_t before = controls().releases;
-  while (controls().releases == before && !aborted) controls().released.wait_for(lock, kLook);
+  while (controls().releases == fault.releases && !aborted) {
+    controls().released.wait_for(lock, kLook);
+  }
 }
 
 }  // namespace cuda_rig
@@ -125,7 +127,7 @@ extern "C" {
 
 void rig_inject(const char* kind, const char* op, double seconds, int64_t count) {
   const std::lock_guard<std::mutex> lock(controls().mutex);
-  controls().faults.push_back({{kind, seconds}, op, count});
+  controls().faults.push_back({{kind, seconds, 0}, op, count});
 }
 
 void rig_release() {

@@ -28,12 +28,14 @@ void log_ran(uint64_t number, int64_t start_ns, int64_t end_ns);
 struct Fault {
   std::string kind;
   double seconds = 0;
+  // Releases before it was taken.
+  uint64_t releases = 0;
 };
 // Takes one fault for `op`; its kind is empty where there is none.
 Fault take_fault(const std::string& op, bool on_device);
 // What a delay takes: alone, or more while others on this process's link take time too.
 void take_time(double seconds);
-// Blocks until release(), or until `aborted`.
-void hold(const std::atomic<bool>& aborted);
+// Blocks until the first release() after `fault` was taken, or until `aborted`.
+void hold(const Fault& fault, const std::atomic<bool>& aborted);
 
 }  // namespace cuda_rig

@@ -172,7 +172,7 @@ ncclResult_t initialize(ncclComm& of, const Address& meeting) {
   if (fault.kind == "error") return ncclSystemError;
   if (fault.kind == "delay")
     std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds));
-  if (fault.kind == "hold") hold(of.aborted);
+  if (fault.kind == "hold") hold(fault, of.aborted);
   const auto allocated = relaxed([&] { return cudaMalloc(&of.memory, communicator_bytes()); });
   if (allocated != cudaSuccess) {
     cudaGetLastError();
@@ -270,7 +270,7 @@ void kernel(ncclComm& comm, const std::vector<Operation>& all, const std::vector
   for (const Operation& each : all) {
     const Fault fault = take_fault(each.issued->op, true);
     if (fault.kind == "delay") take_time(fault.seconds);
-    if (fault.kind == "hold") hold(comm.aborted);
+    if (fault.kind == "hold") hold(fault, comm.aborted);
     whole &= fault.kind != "error";
   }
   if (!whole || !run_all(all)) {
