@@ -246,7 +246,8 @@ def _remedies(found: Explanation) -> Iterator[str]:
         names = ", ".join(remedy.scheduler for remedy in remedies)
         yield f"No other policy makes this job's steps shorter (simulated: {names})."
         return
-    if busy is not None and all(remedy.busy < busy for remedy in useful):
+    # As many digits as the sentences above show.
+    if busy is not None and all(round(remedy.busy, 3) < round(busy, 3) for remedy in useful):
         yield "Each of these costs the other jobs more than it gives this job."
     yield "The policy is set when jobs start: cruxrun --crux-policy, the same for all jobs."
 

@@ -104,6 +104,10 @@ def test_sentences_give_the_numbers(crowd) -> None:
     assert best.change < -0.2
     assert best.busy > found.busy
     assert f"Under crux a step would take {1e3 * best.step_s:.3g} ms" in text
+    for busy, costs in ((0.49, True), (0.4998, False)):
+        dearer = [replace(remedy, busy=busy) for remedy in found.remedies]
+        shown = text_of(replace(found, busy=0.5, remedies=dearer))
+        assert ("costs the other jobs more" in shown) == costs
     status, topology = crowd
     again = replace(status, plan=msgspec.structs.replace(status.plan, policy="crux"))
     text = text_of(explain(again, topology, (), "A", schedulers=("crux", "sincronia")))
