@@ -186,7 +186,7 @@ class FollowedEntry:
 
 
 class StepClock:
-    """Publishes a job's step time for status commands: one small write in each lease.
+    """Publishes a job's step time for status commands: one small write in each lease, or profile.
 
     It lies apart from the job's record. So it is read by nobody who plans, and changes no plan.
 
@@ -216,12 +216,13 @@ class StepClock:
         """
         if profile is not self._profile:
             self._profile, self._profiled_at_s, self._fastest_s = profile, now_s, None
+            self._due_at_s = now_s
         if now_s < self._due_at_s:
             return
-        self._due_at_s = now_s + self._lease_s
         steps = self._steps(now_s)
         if steps is None:
             return
+        self._due_at_s = now_s + self._lease_s
         try:
             lease_s = min(LEASES * self._lease_s, MAX_LEASE_S)
             self._registry.publish_steps(self._job, steps, lease_s)

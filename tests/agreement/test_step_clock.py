@@ -164,6 +164,22 @@ def test_slow_steps_count_however_long_they_take(clock: FakeClock, store: Counte
     assert told(clock, store).iterations == 5
 
 
+def test_a_profile_is_published_with_the_steps_of_its_time(
+    clock: FakeClock, store: Counted
+) -> None:
+    steps = clock_of(store, Training(clock, 0.5).ends_ns)
+    steps.publish(clock(), None)
+    clock.advance(0.6 * LEASE_S)
+    steps.publish(clock(), None)
+    assert told(clock, store).profile_age_s is None
+    measured = profile(period_s=0.5)
+    for _ in range(3):
+        clock.advance(0.01)
+        steps.publish(clock(), measured)
+    assert told(clock, store).profile_age_s == 0.0
+    assert len(store.puts) == 2
+
+
 def test_a_role_that_may_not_tell_is_not_asked_all_the_time(
     clock: FakeClock, store: Counted
 ) -> None:
