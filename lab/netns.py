@@ -17,6 +17,8 @@ from pathlib import Path
 
 NAMESPACES = Path("/run/netns")
 USER_NAMESPACE_ENV = "CRUX_DEMO_USER_NAMESPACE"
+#: A killed process is gone at once, but on a busy machine waits for a core to end on.
+KILLED_WITHIN_S = 30.0
 
 #: Everything that a fabric needs from the kernel, tried once on a throwaway pair of interfaces.
 _TRIAL = """
@@ -93,7 +95,7 @@ def remove(names: Iterable[str], grace_s: float = 3.0) -> None:
     names = list(names)
     if not names:
         return
-    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 1.0)):
+    for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILLED_WITHIN_S)):
         running = processes_in(names)
         for pid in running:
             with contextlib.suppress(ProcessLookupError):

@@ -21,6 +21,7 @@ from loopback import free_port
 from networks import LEAF_SPINE
 from seen_fabric import Host, fragment
 from store_server import ServerThread
+from training_job import alive
 
 from crux_torch.agreement import registry
 from crux_torch.agreement.bounded_leader import (
@@ -275,7 +276,7 @@ def test_a_process_that_dies_is_started_again_and_one_that_stops_is_ended(
             # Only for the one that does not go on: on a busy machine another one takes long.
             patch.setattr("crux_torch.agreement.leader_process.BUDGET_S", 3.0)
             rank.ticks_until(lambda b=before: rank.pid not in (None, b), "another process")
-        assert not Path(f"/proc/{before}").exists()
+        assert not alive(before)
         rank.ticks_until(lambda: rank.leader.store_state == "ok", "its answer")
 
 
@@ -335,7 +336,7 @@ def test_the_process_ends_with_its_rank() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(lambda: not Path(f"/proc/{pid}").exists(), what="its end")
+    until(lambda: not alive(pid), what="its end")
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 from places import ROOT
+from training_job import alive
 
 from lab import netns
 from lab.fabric import Fabric, FabricSpec, Host
@@ -77,13 +77,6 @@ def _transfer(
     return {int(port): count for port, count in json.loads(out).items()}
 
 
-def _ended(pid: int) -> bool:
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
-
-
 @needs_netns
 def test_builds_what_the_spec_says_and_leaves_nothing() -> None:
     spec = FabricSpec(leaves=3, spines=2, hosts_per_leaf=2)
@@ -148,7 +141,7 @@ def test_the_next_fabric_removes_what_a_killed_owner_left() -> None:
     [sleeper] = netns.processes_in(left)
     with Fabric():
         assert netns.named(prefix) == []
-    assert _ended(sleeper)
+    assert not alive(sleeper)
 
 
 @needs_netns

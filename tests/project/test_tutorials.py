@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from training_job import environment
+from training_job import alive, environment
 from tutorial import Step, follow, steps
 
 from lab import netns
@@ -83,4 +83,4 @@ def test_a_job_of_a_page_that_fails_is_ended(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(AssertionError, match="gone"):
         follow("```\n$ sleep 1000 &\n$ echo $! > job\n$ echo here\ngone\n```\n", folder)
-    assert not Path("/proc", (folder / "job").read_text().strip()).exists()
+    assert not alive(int((folder / "job").read_text()))

@@ -19,6 +19,7 @@ from etcd_server import Etcd, certificates, needs_etcd, wait_ready
 from loopback import free_port
 from places import SUPPORT
 from store_server import works
+from training_job import alive
 
 from crux_torch.errors import Cause, SettingsError, StoreError
 from crux_torch.store.client import StoreClient
@@ -141,7 +142,7 @@ def test_the_store_process_has_no_torch_and_ends_with_whoever_started_it(etcd: E
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(lambda: not Path(f"/proc/{pid}").exists(), what="its end")
+    until(lambda: not alive(pid), what="its end")
 
 
 @needs_etcd
