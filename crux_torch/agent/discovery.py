@@ -17,6 +17,7 @@ from typing import Annotated
 
 import msgspec
 
+from crux_torch.agent.orders import joined
 from crux_torch.agreement.job_channel import MAX_FOUND_BYTES, JobChannel
 from crux_torch.agreement.records import MAX_RECORD_BYTES
 from crux_torch.logs import WarnOnce
@@ -29,6 +30,7 @@ from crux_torch.network.discover.fragment import (
     SeenPair,
     SeenPath,
 )
+from crux_torch.network.discover.seen_paths import links_in
 from crux_torch.network.discover.survey import searched
 from crux_torch.network.discover.tasks import Peer, Search, Searched
 
@@ -53,6 +55,7 @@ AGAIN_S, MAX_AGAIN_S = 20.0, 1280.0
 
 Turn = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 Addresses = tuple[str, str]
+Hops = tuple[str | None, ...]
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
@@ -172,7 +175,8 @@ class RankSearches:
 class JobDiscovery:
     """The leader's half: says who searches what, and joins what they have found.
 
-    A search is made again when live connections are seen on another path than it found.
+    A search is made again when live connections are seen on another path than it found, and when
+    another job no longer sees a link that it found.
 
     Thread safety: the leading rank's background thread owns it.
     """
@@ -190,9 +194,11 @@ class JobDiscovery:
         self._told: dict[int, bytes] = {}
         self._found: dict[Addresses, Found] = {}
         self._hosts: dict[str, SeenHost] = {}
-        #: Searches in a row that found nothing new, and the live paths that one was doubted for.
+        #: Searches in a row that found nothing new, and what was known when one was asked again:
+        #: the paths of connections, and the links that others had lost.
         self._vain: dict[Addresses, int] = {}
-        self._doubts: dict[Addresses, SeenPair] = {}
+        self._doubts: dict[Addresses, frozenset[Hops]] = {}
+        self._checked: dict[Addresses, frozenset[tuple[str, ...]]] = {}
         self._gather_at_s = self._publish_at_s = float("-inf")
         self._fragment: bytes | None = None
 
@@ -202,7 +208,9 @@ class JobDiscovery:
         profile: JobProfile | None,
         host_at: Mapping[str, str],
         *,
+        steered: Set[tuple[str, str]] = frozenset(),
         astray: bool = False,
+        lost: Set[tuple[str, ...]] = frozenset(),
     ) -> bytes | None:
         """Does what is due; returns the job's fragment, or None before there is one.
 
@@ -211,21 +219,31 @@ class JobDiscovery:
                 to take. In place of the name of the far host an address.
             profile: of the job; nothing is searched before there is one.
             host_at: the job's hosts by their addresses.
+            steered: hosts and the addresses to which a plan gives them the path. What was seen on
+                the way is from before.
             astray: True if connections are not on the paths that a plan gives them.
+            lost: links that other jobs see no longer, as :func:`links_in` gives them.
         """
         now = self._clock()
         if profile is None or now < self._gather_at_s:
             return self._fragment
         self._gather_at_s = now + GATHER_S
-        live = [pair for seen in pairs.values() for pair in seen]
+        every = (pair for seen in pairs.values() for pair in seen)
+        live = {(pair.src_address, pair.dst_address): pair for pair in joined(every, host_at)}
         self._assign(pairs, profile, host_at, now)
         self._gather(host_at)
-        self._doubt(live, astray, now)
+        self._doubt(live, astray, lost, now)
         self._tell()
         searching = any(self._is_open(addresses) for addresses in self._wanted)
         if self._found and (not searching or now >= self._publish_at_s):
             self._publish_at_s = now + PUBLISH_S
-            self._fragment = self._made(live, profile) or self._fragment
+            fresh = {
+                addresses: pair
+                for addresses, pair in live.items()
+                if (pair.src, pair.dst_address) not in steered
+                or self._doubts.get(addresses) != _hops(pair)
+            }
+            self._fragment = self._made(fresh, profile) or self._fragment
         return self._fragment
 
     @property
@@ -286,22 +304,32 @@ class JobDiscovery:
                     if wanted is None or found.turn != wanted.turn or not self._is_open(addresses):
                         continue
                     before = self._found.get(addresses)
-                    same = before is not None and _paths(before) == _paths(found)
+                    same = before is not None and _hops(before.pair) == _hops(found.pair)
                     self._vain[addresses] = self._vain.get(addresses, 0) + 1 if same else 0
                     self._found[addresses] = found
 
-    def _doubt(self, live_pairs: Iterable[SeenPair], astray: bool, now: float) -> None:
-        """Repeat searches that found nothing, or whose paths live connections contradict."""
-        doubts = dict(self._doubts)
-        doubted = {a for a, found in self._found.items() if astray or found.pair is None}
-        for live in live_pairs:
-            addresses = live.src_address, live.dst_address
-            found = self._found.get(addresses)
-            if found is None or found.pair is None or agree(live, found.pair):
-                continue
-            # The next search would not explain it either: a plan may steer the pair now.
-            if doubts.get(addresses) != live:
-                doubts[addresses] = live
+    def _doubt(
+        self,
+        live: Mapping[Addresses, SeenPair],
+        astray: bool,
+        lost: Set[tuple[str, ...]],
+        now: float,
+    ) -> None:
+        """Repeat searches that found nothing, or whose paths others contradict."""
+        doubted = set()
+        for addresses, found in self._found.items():
+            checked = self._checked[addresses] = self._checked.get(addresses, frozenset()) & lost
+            if (
+                astray
+                or found.pair is None
+                or not lost & links_in(found.pair) <= checked
+                # The next search would not explain again what the last one did not.
+                or (
+                    addresses in live
+                    and not agree(live[addresses], found.pair)
+                    and self._doubts.get(addresses) != _hops(live[addresses])
+                )
+            ):
                 doubted.add(addresses)
         for addresses in doubted:
             wanted = self._wanted[addresses]
@@ -309,8 +337,9 @@ class JobDiscovery:
             if not self._is_open(addresses) and now >= self._asked_at_s[addresses] + pause_s:
                 self._wanted[addresses] = Wanted(wanted.turn + 1, surer(wanted.search))
                 self._asked_at_s[addresses] = now
-                if addresses in doubts:
-                    self._doubts[addresses] = doubts[addresses]
+                self._checked[addresses] = frozenset(lost)
+                if addresses in live:
+                    self._doubts[addresses] = _hops(live[addresses])
 
     def _tell(self) -> None:
         of_rank: dict[int, list[Wanted]] = {}
@@ -321,10 +350,9 @@ class JobDiscovery:
             if self._told.get(rank) != raw and self._channel.put_searches(rank, raw):
                 self._told[rank] = raw
 
-    def _made(self, live: Iterable[SeenPair], profile: JobProfile) -> bytes | None:
-        at = {(pair.src_address, pair.dst_address): pair for pair in live}
+    def _made(self, live: Mapping[Addresses, SeenPair], profile: JobProfile) -> bytes | None:
         pairs = [
-            with_live(found.pair, at.get(addresses))
+            with_live(found.pair, live.get(addresses))
             for addresses, found in sorted(self._found.items())
             if found.pair is not None
         ]
@@ -392,8 +420,8 @@ def _two_digits(value: float) -> float:
     return math.floor(value / unit) * unit
 
 
-def _paths(found: Found) -> frozenset[tuple[str | None, ...]]:
-    return frozenset(path.hops for path in found.pair.paths) if found.pair else frozenset()
+def _hops(pair: SeenPair | None) -> frozenset[Hops]:
+    return frozenset(path.hops for path in pair.paths) if pair is not None else frozenset()
 
 
 def agree(live: SeenPair, found: SeenPair) -> bool:

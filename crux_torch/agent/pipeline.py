@@ -252,13 +252,19 @@ class Pipeline:
             self._metrics.look()
         if controller.leader is not None:
             followed = self._follower.order
-            planned = followed is not None and bool(followed.routes)
+            routes = followed.routes if followed is not None else ()
             host_at = self._roll_call.host_at
-            report = self._path_reports.gather(planned, host_at)
+            report = self._path_reports.gather(bool(routes), host_at)
             if self._discovery is not None and not controller.has_topology:
                 astray = report.counts is not None and report.counts.elsewhere > 0
-                seen = self._path_reports.by_rank
-                fragment = self._discovery.step(seen, controller.profile, host_at, astray=astray)
+                fragment = self._discovery.step(
+                    self._path_reports.by_rank,
+                    controller.profile,
+                    host_at,
+                    steered={(route.src, to) for route in routes for to in route.destinations},
+                    astray=astray,
+                    lost=controller.leader.outcome.lost,
+                )
                 controller.leader.tell_network(fragment)
             controller.leader.update(
                 paths=report.counts,

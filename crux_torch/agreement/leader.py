@@ -133,7 +133,7 @@ class Leader:
             self._step_clock = StepClock(registry, record.job, lease_s, iteration_ends)
             self._trials = Trials(registry, record.job, max_slowdown, iteration_ends)
 
-        self._seen_network = SeenNetwork()
+        self._seen_network = SeenNetwork(record.job)
         self._snapshot = Snapshot()
         #: The cluster's topology as it was parsed last; None without one. It is that of the store,
         #: or what jobs saw, if ``topology_is_known``: False while that is being parsed.
@@ -179,7 +179,8 @@ class Leader:
         )
         network = outcome.network._replace(seen=is_seen(self._topology_raw))
         routed = outcome.routed if self.topology_is_known else None
-        return msgspec.structs.replace(outcome, network=network, routed=routed)
+        lost = self._seen_network.lost
+        return msgspec.structs.replace(outcome, network=network, routed=routed, lost=lost)
 
     @property
     def is_alone(self) -> bool:

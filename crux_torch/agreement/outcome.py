@@ -51,6 +51,7 @@ class Outcome(msgspec.Struct, frozen=True):
         routed: of the entry's paths; None: not known while the topology is being parsed.
         booked: of the job's flows, where the policy paces them.
         author, jobs: job that wrote the plan, and the number of its jobs.
+        lost: links of the network as this job saw it that others see no longer.
     """
 
     epoch: int = 0
@@ -64,6 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
     booked: Booked = Booked()
     author: str = ""
     jobs: int = 0
+    lost: frozenset[tuple[str, ...]] = frozenset()
 
 
 class Outcomes:

@@ -6,14 +6,14 @@ The bytes stand in for those of a topology file: they are hashed, parsed and pla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from crux_torch.agreement.bounds import holdings
 from crux_torch.agreement.records import JobRecord
-from crux_torch.network.discover.fragment import FRAGMENT_VERSION, Fragment, SeenHost
-from crux_torch.network.discover.seen_paths import contradictions
+from crux_torch.network.discover.fragment import FRAGMENT_VERSION, Fragment, SeenHost, SeenPair
+from crux_torch.network.discover.seen_paths import contradictions, links_in
 from crux_torch.network.discover.seen_topology import SeenTopology
 from crux_torch.network.topology import Topology
 
@@ -32,12 +32,19 @@ class SeenNetwork:
 
     What has not changed is not computed again.
 
+    Args:
+        own: job that wants to hear what others see no longer; empty: nobody does.
+
     Attributes:
         left_out: jobs whose fragments do not fit beside the smaller ones of the others.
+        lost: links in the fragment of ``own``, as :func:`links_in` gives them, that another job saw
+            on the way between two addresses and sees there no longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: str = "") -> None:
         self.left_out: tuple[str, ...] = ()
+        self.lost: frozenset[tuple[str, ...]] = frozenset()
+        self._own = own
         self._known: dict[str, tuple[bytes, Fragment | None]] = {}
         self._of: object = None
         self._bytes: bytes | None = None
@@ -66,12 +73,34 @@ class SeenNetwork:
             before = known.get(job)
             same = before is not None and before[0] == raw
             self._known[job] = before if before is not None and same else (raw, decoded(raw))
+        self.lost = self._lost_since(known)
         found = {job: one for job, (_, one) in self._known.items() if one is not None}
         count = counted(found, records)
         kept = fitting(count)
         self.left_out = tuple(job for job in count if job not in kept)
         self._bytes = _joined(kept)
         return self._bytes
+
+    def _lost_since(
+        self, known: Mapping[str, tuple[bytes, Fragment | None]]
+    ) -> frozenset[tuple[str, ...]]:
+        own = self._known.get(self._own, (b"", None))[1]
+        if own is None:
+            return frozenset()
+        lost = set(self.lost)
+        for job, (_, now) in self._known.items():
+            before = known.get(job, (b"", None))[1]
+            if job == self._own or before is now or before is None or now is None:
+                continue
+            there = {(pair.src_address, pair.dst_address) for pair in now.pairs}
+            seen = _links(now.pairs)
+            again = (p for p in before.pairs if (p.src_address, p.dst_address) in there)
+            lost = (lost | _links(again)) - seen
+        return _links(own.pairs) & lost
+
+
+def _links(pairs: Iterable[SeenPair]) -> frozenset[tuple[str, ...]]:
+    return frozenset().union(*map(links_in, pairs))
 
 
 def decoded(raw: bytes) -> Fragment | None:

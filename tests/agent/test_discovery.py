@@ -168,6 +168,44 @@ def test_a_path_that_vanished_is_out_of_the_fragment_within_a_minute(ranks: Rank
     assert len(ranks.asked) == 3
 
 
+def test_a_steered_connection_does_not_keep_a_path_that_later_searches_miss(ranks: Ranks) -> None:
+    vanished, other = ranks.hops[ADDRESSES[0], ADDRESSES[1]]
+    ranks.seen[0] = [live(0, 1, *vanished)]
+    ranks.run(6 * GATHER_S)
+    steered = {("h0", ADDRESSES[1]), ("h1", ADDRESSES[0])}
+    ranks.run(60.0, steered=steered)
+    ranks.hops[ADDRESSES[0], ADDRESSES[1]] = (other,)
+    # Nobody looks at steered connections again, so that the report stays as it was.
+    fragment = ranks.run(AGAIN_S + 3 * GATHER_S, steered=steered, astray=True)
+    assert fragment is not None
+    (pair,) = (pair for pair in fragment.pairs if pair.src == "h0")
+    assert [path.hops for path in pair.paths] == [other]
+    asked = len(ranks.asked)
+    ranks.run(600.0, steered=steered)
+    assert len(ranks.asked) == asked
+
+
+def test_a_link_that_another_job_lost_is_searched_once_more(ranks: Ranks) -> None:
+    vanished, other = ranks.hops[ADDRESSES[0], ADDRESSES[1]]
+    ranks.seen[0] = [live(0, 1, *other)]
+    ranks.run(6 * GATHER_S)
+    ranks.run(60.0, lost={("10.9.77.1",)})
+    assert len(ranks.asked) == 2, "a link of others"
+    ranks.hops[ADDRESSES[0], ADDRESSES[1]] = (other,)
+    lost = {(vanished[1],), vanished}
+    fragment = ranks.run(AGAIN_S + 3 * GATHER_S, lost=lost)
+    assert fragment is not None
+    (pair,) = (pair for pair in fragment.pairs if pair.src == "h0")
+    assert [path.hops for path in pair.paths] == [other]
+    assert len(ranks.asked) == 3
+    # This job still sees one: it is asked once, and again when it was there and is lost again.
+    still = {(other[1],)}
+    for _ in range(2):
+        ranks.run(600.0, lost=still)
+        ranks.run(GATHER_S)
+    assert len(ranks.asked) == 5
+
+
 def test_a_path_that_only_a_connection_showed_is_in_the_fragment(ranks: Ranks) -> None:
     ranks.run(6 * GATHER_S)
     missed = ("10.9.0.1", "10.9.8.1")

@@ -273,6 +273,43 @@ def test_a_link_that_vanishes_is_named_in_the_audit_log_and_no_plan_uses_it() ->
     assert any(line.startswith("jobs saw another network: gone: ") for line in lines), lines
 
 
+def test_links_that_another_job_lost_are_told_until_one_sees_them_again() -> None:
+    network = SeenNetwork("a")
+
+    def lost(**fragments: Fragment) -> set[tuple[str, ...]]:
+        raws = {job: msgspec.json.encode(one) for job, one in fragments.items()}
+        network.bytes_of(raws, RECORDS)
+        return set(network.lost)
+
+    own, both, one = MINE["a"], fragment(B), fragment(B, [1])
+    ways = hops(*A, 0), hops(*reversed(A), 0)
+    # Each job has first routers of its own.
+    vanished = {link for way in ways for link in ((way[1],), (way[2],), way[1:])}
+    assert lost(a=own, b=both) == set()
+    assert lost(a=own, b=one) == vanished
+    assert lost(a=own, b=one, c=fragment(C)) == vanished
+    assert lost(a=own, b=both, c=fragment(C)) == set()
+    # A job that has ended, or that goes on between other hosts, has lost nothing.
+    assert lost(a=own, c=fragment(C)) == set()
+    assert lost(a=own, c=one) == set()
+    # Of links that this job does not see it hears nothing.
+    assert lost(a=fragment(A, [1]), b=both) == set()
+    assert lost(a=fragment(A, [1]), b=one) == set()
+
+
+def test_a_leader_hears_what_another_one_lost() -> None:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    leaders = [leader(store, clock, own) for own in RECORDS]
+    for one, seen_by in zip(leaders, MINE.values(), strict=True):
+        one.tell_network(msgspec.json.encode(seen_by))
+    run(leaders, clock, 5.0)
+    leaders[1].tell_network(msgspec.json.encode(fragment(B, [0])))
+    run(leaders, clock, 8.0)
+    assert hops(*A, 1)[1:] in leaders[0].outcome.lost
+    assert leaders[1].outcome.lost == frozenset()
+
+
 def test_a_fragment_counts_for_the_hosts_and_pairs_that_its_record_claims() -> None:
     everything = of_others()
     (kept,) = counted({"evil": everything}, [EVIL]).values()

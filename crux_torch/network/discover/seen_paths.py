@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,6 +24,21 @@ class _Ends(NamedTuple):
     dst: str
     src_address: str
     dst_address: str
+
+
+def links_in(pair: SeenPair) -> frozenset[tuple[str, ...]]:
+    """Returns the links of a pair's paths: addresses that answered, and each two in a row.
+
+    Most routers answer with an address for each link. Those that answer with one for all links are
+    told by the router before.
+    """
+    found: set[tuple[str, ...]] = set()
+    for path in pair.paths:
+        found.update((hop,) for hop in path.hops if hop is not None)
+        for hop, following in itertools.pairwise(path.hops):
+            if hop is not None and following is not None:
+                found.add((hop, following))
+    return frozenset(found)
 
 
 def taken_candidate(
