@@ -55,7 +55,7 @@ class Job:
             period follows from the other fields.
         parts: for each flow the number of the part of a burst that it belongs to. All flows of a
             part move together; each part moves on its own, and the burst ends with the last. Empty:
-            all flows are one part. Schedulers take them as one.
+            all flows are one part. Only the policy ``crux``, as it plays plans, tells them apart.
     """
 
     name: str

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from crux_torch import _fluid
+from crux_torch.schedule.default.rehearsal import played_alone_s
 from crux_torch.schedule.model import Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.papers.cassini_grid import DRIFT
-from crux_torch.schedule.papers.intensity import burst_traffic, link_traffic, part_traffic
+from crux_torch.schedule.papers.intensity import bursts_of_parts, link_traffic, part_traffic
 from crux_torch.schedule.papers.mlcc import (
     SLOTS,
     LinkLoad,
@@ -181,7 +182,7 @@ def engine_of(
         parts = [link_traffic(job, path)] if whole else part_traffic(job, path)
         capacity_Bps |= {link + own: cluster.capacity_Bps[link] for part in parts for link in part}
         named = [{link + own: amount for link, amount in part.items()} for part in parts]
-        bursts[job.name] = with_slack(_bursts(job, named), slack_bytes)
+        bursts[job.name] = with_slack(bursts_of_parts(job, named), slack_bytes)
     engine = _fluid.Engine([(link, c, 0.0) for link, c in sorted(capacity_Bps.items())])
     for job in cluster.jobs:
         shift_s = decision.shift_s.get(job.name, 0.0)
@@ -204,23 +205,10 @@ def iteration_alone_s(
 ) -> float:
     """Seconds of an iteration of a job that meets nobody, each of its parts on its own.
 
-    Parts that share a link in equal shares may take longer than one transfer, ``least_s``, would.
+    One transfer would take ``least_s``.
     """
     decision = Decision(path={job.name: path}, level={job.name: 0})
-    engine = engine_of(Cluster(capacity_Bps, (job,)), decision)
-    mean_s = None
-    while mean_s is None:
-        engine.run_until(2.0 * max(engine.now_s, least_s))
-        mean_s = engine.result(job.name)["mean_iteration_s"]
-    return mean_s
-
-
-def _bursts(job: Job, parts: Sequence[dict[str, float]]) -> list[Sent]:
-    """The engine's bursts of a job whose parts move so much on each link in an iteration."""
-    of_parts = [burst_traffic(job, part) for part in parts]
-    if len(of_parts) == 1:
-        return list(of_parts[0])
-    return [(b.at, [of[i][1] for of in of_parts], b.least_s) for i, b in enumerate(job.bursts)]
+    return played_alone_s(engine_of(Cluster(capacity_Bps, (job,)), decision), job.name, least_s)
 
 
 def play(

@@ -273,7 +273,9 @@ def _name_of(component: Component, plan: Assignment) -> str:
         of_links = [(link, capacity_Bps[link]) for link in links]
         # Without a least time the name is that of releases which know none.
         bursts = [(b.at, b.share, *([b.least_s] if b.least_s else ())) for b in job.bursts]
-        timing = job.gpus, job.flops, job.compute_s, job.period_s, bursts
+        # So it is without parts.
+        own_parts = (job.parts,) if job.parts else ()
+        timing = job.gpus, job.flops, job.compute_s, job.period_s, bursts, *own_parts
         rows.append((job.name, level, timing, taken, of_links))
     return hashlib.sha256(msgspec.json.encode(rows)).hexdigest()[:NAME_DIGITS]
 

@@ -8,6 +8,9 @@ by itself. Within a part only who goes before whom on a common link matters, not
 numbers: plans that agree in that are one, and are played once. A job that meets nobody is not
 played at all; how it runs is known in closed form.
 
+A job's rings are parts of another kind (``Job.parts``): each moves on its own, as on a network. A
+job whose rings meet each other is played once alone, to know its iteration.
+
 **Phases.** The phases at which jobs meet decide how they fall into step. So every play is repeated
 from ``phases`` sets of start times, the same ones for all plans, and the results are averaged.
 """
@@ -18,14 +21,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.schedule.arrays import FloatArray, IntArray
 from crux_torch.schedule.model import Cluster, Job, Link
-from crux_torch.schedule.papers.intensity import burst_times_s, burst_traffic, link_traffic
+from crux_torch.schedule.papers.intensity import burst_times_s, bursts_of_parts, part_traffic
 
 #: Bounds what a play costs where jobs' iterations differ by orders of magnitude.
 _LONGEST = 40
@@ -53,11 +56,19 @@ class Length:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedJob:
-    """A job (by index) on one choice of paths: bytes an iteration on each link, period alone."""
+    """A job (by index) on one choice of paths: bytes an iteration on each link, period alone.
+
+    ``traffic`` has them of each part that moves on its own.
+    """
 
     job: int
-    traffic: Mapping[Link, float]
+    traffic: tuple[Mapping[Link, float], ...]
     period_s: float
+
+    @property
+    def links(self) -> set[Link]:
+        """Links that any of its parts crosses."""
+        return set[Link]().union(*self.traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +137,27 @@ class Rehearsal:
         """Job ``job`` when flow i takes its candidate ``path[i]``."""
         known = self._routes.get((job, path))
         if known is None:
-            spec = self.jobs[job]
-            traffic = {
-                link: moved
-                for link, moved in link_traffic(spec, path).items()
-                if np.isfinite(self._capacity_Bps[link])
-            }
-            t_s = max((m / self._capacity_Bps[e] for e, m in traffic.items()), default=0.0)
-            times_s = burst_times_s(spec, t_s)
-            period_s = max(spec.compute_s, times_s[-1][1] if times_s else 0.0)
-            known = self._routes[job, path] = RoutedJob(job, traffic, period_s)
+            found = (
+                {e: moved for e, moved in part.items() if np.isfinite(self._capacity_Bps[e])}
+                for part in part_traffic(self.jobs[job], path)
+            )
+            traffic = tuple(part for part in found if part) or ({},)
+            known = RoutedJob(job, traffic, self._alone_s(job, traffic))
+            self._routes[job, path] = known
         return known
+
+    def _alone_s(self, job: int, traffic: tuple[Mapping[Link, float], ...]) -> float:
+        """Seconds of an iteration that meets no other job; its parts may meet each other."""
+        spec = self.jobs[job]
+        loads_s = [[m / self._capacity_Bps[e] for e, m in part.items()] for part in traffic]
+        times_s = burst_times_s(spec, max(chain.from_iterable(loads_s), default=0.0))
+        least_s = max(spec.compute_s, times_s[-1][1] if times_s else 0.0)
+        if sum(map(len, traffic)) == len(set().union(*traffic)):
+            return least_s
+        engine = self._engine_of([RoutedJob(job, traffic, least_s)], [0.0])
+        played_s = played_alone_s(engine, spec.name, least_s)
+        self.work += engine.work
+        return played_s
 
     def busy_gpus(self, plans: Iterable[tuple[Sequence[RoutedJob], IntArray]]) -> list[FloatArray]:
         """Mean number of GPUs that compute, for each choice of paths and row of its levels.
@@ -204,14 +225,18 @@ class Rehearsal:
         shape = []
         for route in routes:
             crossed = tuple(
-                (number.setdefault(link, len(number)), self._capacity_Bps[link], moved)
-                for link, moved in route.traffic.items()
+                tuple(
+                    (number.setdefault(link, len(number)), self._capacity_Bps[link], moved)
+                    for link, moved in part.items()
+                )
+                for part in route.traffic
             )
             shape.append((route.job, crossed))
+        links = [route.links for route in routes]
         pairs = tuple(
             (i, k)
-            for (i, one), (k, other) in combinations(enumerate(routes), 2)
-            if not one.traffic.keys().isdisjoint(other.traffic)
+            for (i, one), (k, other) in combinations(enumerate(links), 2)
+            if not one.isdisjoint(other)
         )
         return Neighbours(tuple(routes), pairs, tuple(shape))
 
@@ -275,16 +300,20 @@ class Rehearsal:
         return engine
 
     def _on_one_level(self, part: Neighbours, phase: int) -> _fluid.Engine:
-        links = {link: self._capacity_Bps[link] for r in part.routes for link in r.traffic}
-        engine = _fluid.Engine([(link, capacity, 0.0) for link, capacity in links.items()])
-        for route in part.routes:
+        start_s = [float(self._start[phase, r.job]) * r.period_s for r in part.routes]
+        return self._engine_of(part.routes, start_s)
+
+    def _engine_of(self, routes: Sequence[RoutedJob], start_s: Sequence[float]) -> _fluid.Engine:
+        crossed = dict.fromkeys(link for r in routes for part in r.traffic for link in part)
+        engine = _fluid.Engine([(link, self._capacity_Bps[link], 0.0) for link in crossed])
+        for route, begin_s in zip(routes, start_s, strict=True):
             job = self.jobs[route.job]
             engine.add_job(
                 job.name,
                 compute_s=job.compute_s,
-                bursts=burst_traffic(job, route.traffic),
+                bursts=bursts_of_parts(job, route.traffic),
                 gpus=job.gpus,
-                start_s=float(self._start[phase, route.job]) * route.period_s,
+                start_s=begin_s,
             )
         return engine
 
@@ -292,24 +321,40 @@ class Rehearsal:
 def _distinct_links(
     routes: Sequence[RoutedJob], capacity_Bps: Mapping[Link, float]
 ) -> list[RoutedJob]:
-    """``routes`` without the links that slow the same jobs as much as another link does.
+    """``routes`` without the links that slow the same parts as much as another link does.
 
-    Of those the one of the largest capacity stays: a job's share follows its busiest link.
+    Of those the one of the largest capacity stays: a part's share follows its busiest link.
     """
-    held: dict[Link, list[tuple[int, float]]] = {}
+    held: dict[Link, list[tuple[int, int, float]]] = {}
     for i, route in enumerate(routes):
-        for link, moved in route.traffic.items():
-            held.setdefault(link, []).append((i, moved / capacity_Bps[link]))
-    kept: dict[tuple[tuple[int, float], ...], Link] = {}
+        for k, part in enumerate(route.traffic):
+            for link, moved in part.items():
+                held.setdefault(link, []).append((i, k, moved / capacity_Bps[link]))
+    kept: dict[tuple[tuple[int, int, float], ...], Link] = {}
     for link, column in held.items():
         alike = tuple(column)
         if alike not in kept or capacity_Bps[link] > capacity_Bps[kept[alike]]:
             kept[alike] = link
     stay = set(kept.values())
     return [
-        replace(route, traffic={e: m for e, m in route.traffic.items() if e in stay})
+        replace(
+            route,
+            traffic=tuple({e: m for e, m in part.items() if e in stay} for part in route.traffic),
+        )
         for route in routes
     ]
+
+
+def played_alone_s(engine: _fluid.Engine, job: str, least_s: float) -> float:
+    """Seconds of an iteration of a job that meets nobody in ``engine``, by playing it.
+
+    Parts that share a link in equal shares may take longer than one transfer, ``least_s``, would.
+    """
+    mean_s = None
+    while mean_s is None:
+        engine.run_until(2.0 * max(engine.now_s, least_s))
+        mean_s = engine.result(job)["mean_iteration_s"]
+    return mean_s
 
 
 def share_computing(
@@ -332,10 +377,11 @@ def _components(routes: Sequence[RoutedJob]) -> list[list[RoutedJob]]:
     """``routes`` grouped by whether a chain of common links joins them, each in order."""
     groups: list[tuple[set[Link], list[RoutedJob]]] = []
     for route in routes:
-        links, members = set(route.traffic), [route]
+        own = route.links
+        links, members = set(own), [route]
         apart = []
         for group in groups:
-            if group[0].isdisjoint(route.traffic):
+            if group[0].isdisjoint(own):
                 apart.append(group)
             else:
                 links |= group[0]

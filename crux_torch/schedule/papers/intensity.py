@@ -49,6 +49,21 @@ def burst_traffic(
     ]
 
 
+def bursts_of_parts(
+    job: Job, parts: Sequence[Mapping[Link, float]]
+) -> (
+    list[tuple[float, dict[Link, float], float]]
+    | list[tuple[float, list[dict[Link, float]], float]]
+):
+    """:func:`burst_traffic` of a job whose parts, at least one, move so much in an iteration."""
+    if len(parts) == 1:
+        return burst_traffic(job, parts[0])
+    return [
+        (b.at, [{link: b.share * m for link, m in part.items()} for part in parts], b.least_s)
+        for b in job.bursts
+    ]
+
+
 def transfer_times_s(arrays: Arrays, traffic: Any) -> FloatArray:
     """t_j = max_e M_{j,e} / B_e of every job in seconds (Definition 2); 0 without traffic.
 
