@@ -178,6 +178,7 @@ def plan_inputs(
       priority. Of hosts that records claim beyond their devices, what
       :func:`~crux_torch.agreement.bounds.holdings` gives to each counts.
     - Flows beyond ``MAX_PLANNED_FLOWS`` count as one over ``unlocated`` for each job.
+    - A job has the parts of its profile if all its paths are known; otherwise its traffic is one.
 
     Args:
         records: live, in any order, no two of one name.
@@ -203,12 +204,15 @@ def plan_inputs(
         profile = record.profile
         if profile is None:
             continue
+        inside = _inside_flows(profile, topology)
         flows: tuple[Flow, ...] = (
             *(Flow(_moved(f), between(f.src, f.dst, record.job)) for f in profile.flows),
-            *_inside_flows(profile, topology),
+            *(flow for flow, _ in inside),
         )
+        parts = (*(f.part for f in profile.flows), *(part for _, part in inside))
         if record.job not in planned:
             flows = (Flow(math.fsum(map(_moved, profile.flows)), ((UNLOCATED,),)),)
+        placed = record.job in planned and all(flow.candidates != ((UNLOCATED,),) for flow in flows)
         job = Job(
             name=record.job,
             gpus=claimed_devices(record, topology, held.get(record.job)),
@@ -218,8 +222,8 @@ def plan_inputs(
             flows=flows,
             bursts=_bursts(profile),
             period_s=min(profile.period_s, MAX_PERIOD_S),
+            parts=parts if placed and len(set(parts)) > 1 else (),
         )
-        placed = record.job in planned and all(flow.candidates != ((UNLOCATED,),) for flow in flows)
         measured = profile.t_source == "measured" or topology is None or not placed
         told_s = profile.t_s if measured else 0.0
         jobs.append(_scaled(job, capacity_Bps, told_s, least_transfer_s(profile)))
@@ -287,12 +291,12 @@ def _planned(records: Sequence[JobRecord]) -> frozenset[str]:
     return frozenset(job for (_, job), so_far in within if so_far <= MAX_PLANNED_FLOWS)
 
 
-def _inside_flows(profile: JobProfile, topology: Topology | None) -> list[Flow]:
-    """Return the flows within hosts, each on the one path that it can take."""
+def _inside_flows(profile: JobProfile, topology: Topology | None) -> list[tuple[Flow, int]]:
+    """Return the flows within hosts, each on the one path that it can take, and their parts."""
     if topology is None:
         return []
     return [
-        Flow(_moved(flow), topology.candidate_paths(flow.src, flow.dst)[:1])
+        (Flow(_moved(flow), topology.candidate_paths(flow.src, flow.dst)[:1]), flow.part)
         for flow in profile.inside
         if topology.nodes.keys() >= {flow.src, flow.dst}
         and topology.host_of(flow.src) is not None

@@ -16,13 +16,22 @@ from crux_torch.measure import timeline
 from crux_torch.measure.device import DeviceUse
 from crux_torch.measure.profile import (
     MAX_FLOWS,
+    MAX_PARTS,
     FlopsSource,
     HostFlow,
     JobProfile,
     ProfileBurst,
 )
 from crux_torch.measure.sample import RankSample
-from crux_torch.measure.traffic import PER_RANK_OPS, HostPair, add_flows, flows
+from crux_torch.measure.traffic import (
+    PER_RANK_OPS,
+    HostPair,
+    Mover,
+    add_flows,
+    flows,
+    parts_at_hosts,
+    parts_of,
+)
 from crux_torch.network.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -282,10 +291,16 @@ def merge(
         exposed_s = min(exposed_s, line.exposed_s)
     compute_s = max(0.0, period_s - exposed_s)
     done = work(present, period_s=period_s, compute_s=compute_s, device_flops=device_flops)
-    matrix = traffic_matrix(present)
-    t_s, shared = t_measured_s, {}
+    moved = traffic_by_mover(present)
+    matrix: dict[HostPair, float] = {}
+    for of_one in moved.values():
+        add_flows(matrix, of_one)
+    part = parts_of(moved, MAX_PARTS)
+    t_s, shared, part_inside = t_measured_s, {}, {}
     if topology is not None:
         shared = inside_flows(matrix, present, topology, whole_hosts=False)
+        at = parts_at_hosts(matrix, part)
+        part_inside = {pair: at[topology.host_of(pair[0]) or ""] for pair in shared}
     t_source: Literal["topology", "measured"] = "measured"
     if topology is not None and link_time_s is not None:
         t_source = "topology"
@@ -304,8 +319,8 @@ def merge(
         **done._asdict(),
         uncounted_ops=tuple(sorted({op for s in present for op in s.uncounted_ops}))[:64],
         gpus=world,
-        flows=_largest(matrix),
-        inside=_largest(shared),
+        flows=_largest(matrix, part),
+        inside=_largest(shared, part_inside),
         bursts=bursts,
         t_s=t_s,
         t_source=t_source,
@@ -328,8 +343,8 @@ def _t_note(from_capacities: bool, quiet: bool) -> str:
     return f"{found}: {beside}{'' if quiet else ', so that t may be too long'}"
 
 
-def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
-    """Bytes of one iteration from host to host, every collective counted once.
+def traffic_by_mover(present: Sequence[RankSample]) -> dict[Mover, dict[HostPair, float]]:
+    """Bytes of one iteration from host to host of each mover, every collective counted once.
 
     Every rank of a group lists its collectives; those of the lowest group rank count. All-to-alls
     and sends count from every rank, as its own row holds the bytes that it sends.
@@ -339,7 +354,7 @@ def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
     for sample in present:
         for group in sample.groups:
             witness[group.name] = min(witness.get(group.name, group.my_rank), group.my_rank)
-    total: dict[HostPair, float] = {}
+    total: dict[Mover, dict[HostPair, float]] = {}
     unplaced = 0
     for sample in present:
         for row in sample.traffic:
@@ -348,11 +363,15 @@ def traffic_matrix(present: Sequence[RankSample]) -> dict[HostPair, float]:
                 continue
             ends = {"peer": row.peer, "my_rank": group.my_rank}
             try:
-                part = flows(row.op, row.bytes, group.ranks, placement, **ends)
+                found = flows(row.op, row.bytes, group.ranks, placement, **ends)
             except (KeyError, ValueError):
                 unplaced += 1
-            else:
-                add_flows(total, part, 1.0 / sample.iterations)
+                continue
+            # Each send of a pipeline moves on its own.
+            pairs = {(group.name, *pair): {pair: size} for pair, size in found.items()}
+            movers = pairs if row.op == "send" else {(group.name,): found}
+            for mover, part in movers.items():
+                add_flows(total.setdefault(mover, {}), part, 1.0 / sample.iterations)
     if unplaced:
         log.warning("%d kinds of collectives have no known flows and are left out", unplaced)
     return total
@@ -464,8 +483,10 @@ def transfers_without_waiting(
     return line.comm_median_s, line
 
 
-def _largest(matrix: Mapping[HostPair, float]) -> tuple[HostFlow, ...]:
+def _largest(
+    matrix: Mapping[HostPair, float], part: Mapping[HostPair, int]
+) -> tuple[HostFlow, ...]:
     if len(matrix) > MAX_FLOWS:
         log.warning("%d flows: only the %d largest are in the profile", len(matrix), MAX_FLOWS)
     ranked = sorted(matrix.items(), key=lambda item: (-item[1], item[0]))[:MAX_FLOWS]
-    return tuple(HostFlow(src, dst, moved) for (src, dst), moved in sorted(ranked))
+    return tuple(HostFlow(*pair, moved, part[pair]) for pair, moved in sorted(ranked))

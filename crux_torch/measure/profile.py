@@ -16,14 +16,22 @@ FlopsSource = Literal["counted", "told", "time"]
 #: Bounds of the schema: a record from another tenant is never larger than this.
 MAX_FLOWS = 4096
 MAX_BURSTS = 64
+#: Parts of a job's traffic that a plan tells apart.
+MAX_PARTS = 64
 
 
-class HostFlow(msgspec.Struct, frozen=True):
-    """Bytes of one iteration from one host, or one part of a host, to another."""
+class HostFlow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Bytes of one iteration from one host, or one part of a host, to another.
+
+    ``part`` is the number of the ring, or of the other collective, that moves most of them: flows
+    of one part move together, those of others on their own. Without parts, as in the records of
+    releases that do not know them, all flows are of one.
+    """
 
     src: Name
     dst: Name
     bytes: NonNegative
+    part: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)] = 0
 
 
 class ProfileBurst(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 HostPair = tuple[str, str]
+#: A process group by its name, or a send of it with its two hosts.
+Mover = tuple[str, ...]
 
 #: How often the payload goes round the ring that these operations are assumed to run as. NCCL and
 #: gloo run large payloads so; NCCL takes trees for small and for very wide all-reduces, whose total
@@ -81,6 +83,42 @@ def add_flows(
     """Add ``part`` times ``factor`` to ``total``, in place."""
     for pair, moved in part.items():
         total[pair] = total.get(pair, 0.0) + moved * factor
+
+
+def parts_of(moved: Mapping[Mover, Mapping[HostPair, float]], most: int) -> dict[HostPair, int]:
+    """Number of the part that each pair of hosts belongs to: the mover of most of its bytes.
+
+    Parts are numbered by their bytes, the largest first; those beyond ``most`` are one, the last.
+    So groups that run in the same ring of hosts, such as one for each GPU of a host, are one.
+
+    Args:
+        moved: bytes of each mover from host to host.
+        most: number of parts at most.
+    """
+    largest: dict[HostPair, tuple[float, Mover]] = {}
+    for mover in sorted(moved):
+        for pair, size in moved[mover].items():
+            if pair not in largest or size > largest[pair][0]:
+                largest[pair] = size, mover
+    total: dict[Mover, float] = {}
+    for size, mover in largest.values():
+        total[mover] = total.get(mover, 0.0) + size
+    ranked = sorted(total, key=lambda mover: (-total[mover], mover))
+    number = {mover: min(i, most - 1) for i, mover in enumerate(ranked)}
+    return {pair: number[mover] for pair, (_, mover) in largest.items()}
+
+
+def parts_at_hosts(
+    matrix: Mapping[HostPair, float], part: Mapping[HostPair, int]
+) -> dict[str, int]:
+    """The part that moves most of the bytes that leave and enter each host."""
+    at: dict[tuple[str, int], float] = {}
+    for pair, moved in matrix.items():
+        for host in pair:
+            at[host, part[pair]] = at.get((host, part[pair]), 0.0) + moved
+    # Of equal ones the first part: it comes last and stays.
+    ranked = sorted(at, key=lambda place: (at[place], -place[1]))
+    return dict(ranked)
 
 
 def _by_host(

@@ -32,7 +32,7 @@ from crux_torch.agreement.records import (
 )
 from crux_torch.agreement.registry import Registry, StoredEntry, StoredPlan, decode
 from crux_torch.agreement.snapshot import fingerprint
-from crux_torch.measure.profile import HostFlow, ProfileBurst
+from crux_torch.measure.profile import MAX_PARTS, HostFlow, ProfileBurst
 from crux_torch.network.loaders import parse_yaml
 from crux_torch.schedule.arrays import arrays_of
 from crux_torch.schedule.default.guard import Sample
@@ -106,7 +106,8 @@ def test_a_damaged_value_is_refused_by_name_or_is_one_that_can_be_written(
 
 EXTREMES = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 0.1, 1.0, 1e9, 1e30]) | st.floats(0, 1e30)
 HOSTS = st.sampled_from(["h0", "h1", "h2", "h3", "nobody's", "\x1b[2J", "\u202e"])
-FLOWS = st.lists(st.builds(HostFlow, HOSTS, HOSTS, EXTREMES), max_size=6).map(tuple)
+PARTS = st.integers(0, MAX_PARTS - 1)
+FLOWS = st.lists(st.builds(HostFlow, HOSTS, HOSTS, EXTREMES, PARTS), max_size=6).map(tuple)
 BURSTS = st.lists(
     st.builds(
         ProfileBurst, st.sampled_from([0.0, 5e-324, 0.3, 1.0]), st.sampled_from([0.0, 1e-300, 1.0])

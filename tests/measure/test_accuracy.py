@@ -132,11 +132,12 @@ def test_only_the_largest_flows_are_in_the_profile_and_the_log_says_so(
 ) -> None:
     many = {(f"h{n}", "h"): float(n) for n in range(MAX_FLOWS + 2)}
     with caplog.at_level(logging.WARNING):
-        kept = _largest(many)
+        kept = _largest(many, dict.fromkeys(many, 1))
     assert f"{MAX_FLOWS + 2} flows: only" in caplog.text
     assert {flow.bytes for flow in kept} == set(map(float, range(2, MAX_FLOWS + 2)))
+    assert {flow.part for flow in kept} == {1}
     caplog.clear()
-    assert len(_largest(dict(list(many.items())[:MAX_FLOWS]))) == MAX_FLOWS
+    assert len(_largest(dict(list(many.items())[:MAX_FLOWS]), dict.fromkeys(many, 0))) == MAX_FLOWS
     assert not caplog.records
 
 
