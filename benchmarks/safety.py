@@ -18,9 +18,9 @@ named after. Policies with ``-blind`` know no topology, as in a cluster without 
 jobs on one link, each with its transfer time, and the network's hash chooses the paths.
 
 With ``--rings-apart`` the rings and groups of a job move each on its own while a cluster is played.
-Schedulers still take a job for one transfer, so the default policy then rehearses another network
-than the one that judges it. Of the seeds only the kinds with several rings a job are played, both
-ways; *from rings together* is how far the utilisation is from that of rings that move together.
+The default policy's rehearsal lets them, too; other schedulers take a job for one transfer. Of the
+seeds only the kinds with several rings a job are played, both ways; *from rings together* is how
+far the utilisation is from that of rings that move together.
 
 The kinds are: ``small`` (five jobs, §4.4 of Crux), ``testbed`` (eight jobs on Crux's), ``clos``
 and ``double-sided`` (twelve jobs), ``torus`` (4 by 4 hosts), ``periods`` (two to six jobs of few

@@ -261,6 +261,23 @@ def test_disabled_it_does_nothing(start, store):
     assert job_keys(store) == []
 
 
+@pytest.mark.parametrize("how", [("--backend=gloo", "--attach"), ("--backend=crux",)])
+# torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
+@pytest.mark.flaky(reruns=1)
+def test_two_groups_on_hosts_of_their_own_are_two_parts_of_the_job(how, start, store):
+    job = start("job", "--pairs", *how, world=4, CRUX_STORE=store)
+    until(lambda: job.every(lambda s: s["profile"]), BOUND_S, "a profile on every rank")
+    job.stop()
+    (during, *_) = [end["rounds"][0]["during"] for end in job.end()]
+    flows = during["status"]["profile"]["flows"]
+    least = during["gradient_bytes"]
+    part = {f"{f['src'][-1]}{f['dst'][-1]}": f.get("part", 0) for f in flows if f["bytes"] >= least}
+    assert part.keys() == {"01", "10", "23", "32"}
+    assert part["01"] == part["10"] != part["23"] == part["32"]
+    # The flag that all ranks look at goes round another ring.
+    assert {f.get("part", 0) for f in flows if f["bytes"] < least} == {2}
+
+
 # torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
 @pytest.mark.flaky(reruns=1)
 def test_without_a_store_the_job_is_measured_and_keeps_its_class(start):

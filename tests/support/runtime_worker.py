@@ -64,7 +64,11 @@ def until(condition: Any, seconds: float) -> None:
 def train(args: argparse.Namespace, rank: int, round_: int) -> dict[str, Any]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8))
-    model = DistributedDataParallel(net)
+    group = None
+    if args.pairs:
+        pairs = [dist.new_group([r, r + 1]) for r in range(0, dist.get_world_size(), 2)]
+        group = pairs[rank // 2]
+    model = DistributedDataParallel(net, process_group=group)
     hooks_before = sum(len(m._forward_pre_hooks) for m in model.modules())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(rank)
@@ -90,13 +94,13 @@ def train(args: argparse.Namespace, rank: int, round_: int) -> dict[str, Any]:
         "in_time": stop.exists(),
     }
     # A rank may have ended its world before: what follows is about this one alone.
-    group = dist.distributed_c10d._get_default_group()
+    world = dist.distributed_c10d._get_default_group()
     dist.barrier()
     dist.destroy_process_group()
     until(lambda: not crux_torch.status()["active"], 5.0)
     after = traces()
     after["module_hooks"] = sum(len(m._forward_pre_hooks) for m in model.modules()) - hooks_before
-    del group
+    del world, group
     return {"during": during, "after": after}
 
 
@@ -105,6 +109,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--backend", default="crux")
     parser.add_argument("--attach", action="store_true")
+    parser.add_argument("--pairs", action="store_true", help="two ranks have a model of their own")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sleep-s", type=float, default=0.03)
     parser.add_argument("--limit-s", type=float, default=45.0)
