@@ -105,7 +105,9 @@ def import_command(
             "ranks": job.ranks,
             "compute_s": job.compute_s,
             "bursts": len(scenario.jobs[name].sent),
-            "bytes": sum(sum(burst.traffic.values()) for burst in scenario.jobs[name].sent),
+            "bytes": sum(
+                sum(part.values()) for burst in scenario.jobs[name].sent for part in burst.parts
+            ),
             "notes": job.notes,
         }
         for name, job in found.items()

@@ -91,7 +91,7 @@ def run_scenario(
                 name,
                 compute_s=job.compute_s,
                 bursts=with_slack(
-                    [(burst.at, dict(burst.traffic), burst.least_s) for burst in job.sent],
+                    [(burst.at, burst.traffic, burst.least_s) for burst in job.sent],
                     scenario.slack_bytes,
                 ),
                 gpus=job.gpus,

@@ -48,12 +48,23 @@ class ScenarioLink(_Record, frozen=True):
 class TrafficBurst(_Record, frozen=True, omit_defaults=True):
     """Bytes on each link that are sent from the share ``at`` of an iteration's compute on.
 
-    They take ``least_s`` seconds at least, however fast the links are.
+    A list has them of each part, such as a ring, that moves on its own; the burst ends with the
+    last. They take ``least_s`` seconds at least, however fast the links are.
     """
 
     at: Share
-    traffic: dict[str, float]
+    traffic: dict[str, float] | Annotated[list[dict[str, float]], Meta(min_length=1)]
     least_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+
+    @property
+    def parts(self) -> list[dict[str, float]]:
+        """Bytes on each link of each part."""
+        return self.traffic if isinstance(self.traffic, list) else [self.traffic]
+
+    @property
+    def moves(self) -> bool:
+        """True if any part moves anything."""
+        return any(moved > 0.0 for part in self.parts for moved in part.values())
 
 
 class ScenarioJob(_Record, frozen=True, kw_only=True):
@@ -195,8 +206,10 @@ def _check(where: str, job: ScenarioJob, links: Mapping[str, ScenarioLink]) -> N
                     f"{at}.at: got {burst.at}, expected no less than the one before"
                 )
             last = burst.at
-            _check_traffic(f"{at}.traffic", burst.traffic, links)
-            if burst.least_s and not any(burst.traffic.values()):
+            for k, part in enumerate(burst.parts):
+                of_part = f"[{k}]" if part is not burst.traffic else ""
+                _check_traffic(f"{at}.traffic{of_part}", part, links)
+            if burst.least_s and not burst.moves:
                 raise ScenarioError(
                     f"{at}.least_s: got {burst.least_s}, expected 0 where the burst moves nothing"
                 )
@@ -206,7 +219,7 @@ def _check(where: str, job: ScenarioJob, links: Mapping[str, ScenarioLink]) -> N
     elif job.path is None and job.paths and job.traffic is None:
         raise ScenarioError(f"{where}: has paths, expected `path` to name the one in use")
     _check_traffic(f"{where}.traffic", job.traffic or {}, links)
-    if job.compute_s == 0.0 and not any(m > 0.0 for b in job.sent for m in b.traffic.values()):
+    if job.compute_s == 0.0 and not any(burst.moves for burst in job.sent):
         raise ScenarioError(
             f"{where}: an iteration takes no time, expected compute_s above 0 or some traffic"
         )
@@ -223,9 +236,9 @@ def _check_traffic(where: str, traffic: Traffic, links: Mapping[str, ScenarioLin
 def cluster_of(scenario: Scenario) -> tuple[Cluster, dict[str, tuple[int, ...]]]:
     """The scenario's jobs and links, and the paths in use as ``SchedulerOptions.default_path``.
 
-    A job without alternatives gets one flow for each link, so that its bytes may differ from link
-    to link. A job with alternatives gets one flow that takes one of them, which needs the same
-    bytes on every link of every alternative.
+    A job without alternatives gets one flow for each link of each part, so that its bytes may
+    differ from link to link. A job with alternatives gets one flow that takes one of them, which
+    needs the same bytes on every link of every alternative.
 
     Raises:
         ScenarioError: what a cluster can't hold: delays, jobs that end, bursts that spread over
@@ -238,7 +251,7 @@ def cluster_of(scenario: Scenario) -> tuple[Cluster, dict[str, tuple[int, ...]]]
     for name, job in scenario.jobs.items():
         if job.iterations is not None:
             raise ScenarioError(f"jobs.{name}.iterations: expected jobs that run to the horizon")
-        flows, chosen = _flows(name, job)
+        flows, parts, chosen = _flows(name, job)
         default[name] = chosen
         jobs.append(
             Job(
@@ -248,20 +261,21 @@ def cluster_of(scenario: Scenario) -> tuple[Cluster, dict[str, tuple[int, ...]]]
                 compute_s=job.compute_s,
                 flows=flows,
                 bursts=_bursts(name, job),
+                parts=parts if len(set(parts)) > 1 else (),
             )
         )
     capacity_Bps = {name: link.capacity_Bps for name, link in scenario.links.items()}
     return Cluster(capacity_Bps, tuple(jobs)), default
 
 
-def _flows(name: str, job: ScenarioJob) -> tuple[tuple[Flow, ...], tuple[int, ...]]:
+def _flows(
+    name: str, job: ScenarioJob
+) -> tuple[tuple[Flow, ...], tuple[int, ...], tuple[int, ...]]:
+    """The flows, the part of each, and the candidate that each takes."""
     if not job.paths or len(job.paths) < 2:
-        total: dict[str, float] = {}
-        for burst in job.sent:
-            for link, moved in burst.traffic.items():
-                total[link] = total.get(link, 0.0) + moved
-        flows = tuple(Flow(moved, ((link,),)) for link, moved in total.items() if moved > 0)
-        return flows, (0,) * len(flows)
+        sent = {key: moved for key, moved in _sum_of_bursts(job).items() if moved > 0}
+        flows = tuple(Flow(moved, ((link,),)) for (_, link), moved in sent.items())
+        return flows, tuple(part for part, _ in sent), (0,) * len(flows)
     sizes = {moved for traffic in job.paths.values() for moved in traffic.values()}
     if len(sizes) > 1 or job.path is None:
         raise ScenarioError(
@@ -269,19 +283,30 @@ def _flows(name: str, job: ScenarioJob) -> tuple[tuple[Flow, ...], tuple[int, ..
             "`path` to name the one in use"
         )
     flow = Flow(max(sizes, default=0.0), tuple(tuple(traffic) for traffic in job.paths.values()))
-    return (flow,), (list(job.paths).index(job.path),)
+    return (flow,), (0,), (list(job.paths).index(job.path),)
+
+
+def _sum_of_bursts(job: ScenarioJob) -> dict[tuple[int, str], float]:
+    """Bytes of an iteration of each part on each link."""
+    total: dict[tuple[int, str], float] = {}
+    for burst in job.sent:
+        for number, part in enumerate(burst.parts):
+            for link, moved in part.items():
+                total[number, link] = total.get((number, link), 0.0) + moved
+    return total
 
 
 def _bursts(name: str, job: ScenarioJob) -> tuple[Burst, ...]:
-    total = sum(sum(burst.traffic.values()) for burst in job.sent)
+    sums = _sum_of_bursts(job)
+    total = sum(sums.values())
     if total <= 0:
         return (Burst(1.0, 1.0),)
     bursts = []
     for burst in job.sent:
-        share = sum(burst.traffic.values()) / total
-        for link in {link for other in job.sent for link in other.traffic}:
-            whole = sum(other.traffic.get(link, 0.0) for other in job.sent)
-            if abs(burst.traffic.get(link, 0.0) - share * whole) > 1e-9 * whole:
+        share = sum(sum(part.values()) for part in burst.parts) / total
+        for (number, link), whole in sums.items():
+            part = burst.parts[number] if number < len(burst.parts) else {}
+            if abs(part.get(link, 0.0) - share * whole) > 1e-9 * whole:
                 raise ScenarioError(
                     f"jobs.{name}.bursts: expected each burst to carry the same share of every "
                     f"link's bytes; link {link!r} differs"

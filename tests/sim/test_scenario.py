@@ -41,6 +41,10 @@ BARE = {"gpus": 8, "compute_s": 0}
 UNORDERED = [{"at": 0.8, "traffic": {}}, {"at": 0.2, "traffic": {}}]
 
 
+def rings(*traffic: dict[str, float]) -> list[dict]:
+    return [{"at": 0.5, "traffic": list(traffic)}]
+
+
 def least(least_s: Any, moved: float = 1e8) -> list[dict[str, Any]]:
     return [{"at": 0.5, "traffic": {"l0": moved}, "least_s": least_s}]
 
@@ -88,6 +92,41 @@ def test_a_burst_may_take_longer_than_its_links_need() -> None:
         assert run_scenario(cut).jobs["a"].mean_iteration_s == pytest.approx(1.0)
 
 
+def test_parts_of_a_burst_move_on_their_own() -> None:
+    """A ring on l0 waits for a job above it; the ring on l1 goes on."""
+    data = example()
+    data["links"] = {"l0": {"capacity_Bps": 1e9}, "l1": {"capacity_Bps": 1e9}}
+    rings = [{"l0": 1e9}, {"l1": 1.5e9}]
+    above = {"gpus": 8, "compute_s": 1.0, "traffic": {"l0": 1e9}, "level": 1}
+    data["jobs"] = {
+        "a": {"gpus": 8, "compute_s": 1.0, "bursts": [{"at": 0.0, "traffic": rings}]},
+        "b": {**above, "comm_start": 0.0, "iterations": 1},
+    }
+    scenario = parse_scenario(json.dumps({**data, "horizon_s": 2.0}))
+    assert parse_scenario(msgspec.json.encode(scenario).decode()) == scenario
+    # l0 is free after a second: its ring ends at 2 s, the other one at 1.5 s.
+    assert run_scenario(scenario).jobs["a"].mean_iteration_s == pytest.approx(2.0)
+    together = {"l0": 1e9, "l1": 1.5e9}
+    data["jobs"]["a"]["bursts"][0]["traffic"] = together
+    as_one = parse_scenario(json.dumps({**data, "horizon_s": 2.5}))
+    assert run_scenario(as_one).jobs["a"].mean_iteration_s == pytest.approx(2.5)
+
+    del data["jobs"]["b"]["iterations"]
+    data["jobs"]["a"]["bursts"] = [
+        {"at": at, "traffic": [{"l0": share * 1e9}, {"l1": share * 1.5e9}]}
+        for at, share in ((0.2, 0.25), (0.6, 0.75))
+    ]
+    scenario = parse_scenario(json.dumps(data))
+    cluster, path = cluster_of(scenario)
+    assert [job.parts for job in cluster.jobs] == [(0, 1), ()]
+    decision = Decision(path, level={"a": 0, "b": 1})
+    played = play(cluster, decision, scenario.horizon_s)
+    assert played.jobs == run_scenario(scenario).jobs
+    data["jobs"]["a"]["bursts"][1]["traffic"][1]["l1"] = 1.0
+    with pytest.raises(ScenarioError, match="the same share of every link's bytes"):
+        cluster_of(parse_scenario(json.dumps(data)))
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -133,6 +172,10 @@ def test_says_what_is_wrong_and_where(path, value, message):
         ("[" * 100_000, "expected JSON"),
         (changed("jobs.a", {**BARE, "bursts": UNORDERED}), "bursts[1].at: got 0.2, expected no"),
         (changed("jobs.a", {**BARE, "bursts": []}), "an iteration takes no time"),
+        (changed("jobs.a", {**BARE, "bursts": rings({"l0": 1}, {"l9": 1})}), "traffic[1]: no link"),
+        (changed("jobs.a", {**BARE, "bursts": rings({"l0": -1})}), "traffic[0].l0: got -1"),
+        (changed("jobs.a", {**BARE, "bursts": rings()}), "jobs.a.bursts[0].traffic: "),
+        (changed("jobs.a", {**BARE, "bursts": rings({}, {"l0": 0})}), "takes no time"),
         (changed("jobs.a", {**BARE, "bursts": least(-1.0)}), "jobs.a.bursts[0].least_s: "),
         (changed("jobs.a", {**BARE, "bursts": least(1e10)}), "jobs.a.bursts[0].least_s: "),
         (changed("jobs.a", {**BARE, "bursts": least("1 s")}), "jobs.a.bursts[0].least_s: "),

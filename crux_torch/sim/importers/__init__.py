@@ -151,6 +151,14 @@ def scenario_of(
                 if share
             ],
         )
-    used = sorted({link for job in placed.values() for burst in job.sent for link in burst.traffic})
+    used = sorted(
+        {
+            link
+            for job in placed.values()
+            for burst in job.sent
+            for part in burst.parts
+            for link in part
+        }
+    )
     links = {link: ScenarioLink(capacity_Bps=topology.capacity_Bps[link]) for link in used}
     return Scenario(links=links, jobs=placed, horizon_s=horizon_s)
