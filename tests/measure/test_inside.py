@@ -140,3 +140,23 @@ def test_parts_that_a_topology_does_not_know_count_for_nothing(topology: Topolog
     assert len(job.flows) == len(found.flows)
     (job,) = plan_inputs([record("a", profile=found)], None).jobs
     assert len(job.flows) == len(found.flows)
+
+
+def test_flows_inside_a_host_have_the_part_that_moves_most_there(topology: Topology) -> None:
+    def sent(rank: int, size: int) -> RankSample:
+        return plain_sample(
+            rank,
+            2,
+            host=f"h{rank}",
+            groups=(GroupRow("world", rank, (0, 2, 1)),),
+            traffic=(TrafficRow(0, "send", 1 - rank, 10 * size),),
+            device=DeviceUse(name="NVIDIA A100", gpu=0),
+        )
+
+    found = merge([sent(0, 1_000), sent(1, 3_000)], topology=topology)
+    assert {flow.src: flow.part for flow in found.flows} == {"h0": 1, "h1": 0}
+    assert [flow.part for flow in found.inside] == [0] * 4
+    inside = (*found.inside[:1], HostFlow("h0/gpu1", "h0/mlx5_1", 1e9, 2))
+    told = profile_of(flows=found.flows, inside=inside, t_source="topology")
+    (job,) = plan_inputs([record("j", hosts=("h0", "h1"), profile=told)], topology).jobs
+    assert job.parts == (1, 0, 0, 2)
