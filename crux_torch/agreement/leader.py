@@ -328,8 +328,7 @@ class Leader:
         topology = view.topology
         if topology is None:
             topology = self._seen_network.bytes_of(view.fragments, view.jobs)
-            if self.record.job in self._seen_network.left_out:
-                self._warn("seen", "jobs saw more of the network than fits: this job has no paths")
+            self._warn_if_left_out(self._seen_network.left_out)
         if not whole:
             self._snapshot.narrow(view.jobs, topology, view.operator)
         elif self._snapshot.update(view.jobs, topology, view.operator, now):
@@ -352,6 +351,11 @@ class Leader:
             self.topology_is_known, topology = self._computer.topology(raw)
             if self.topology_is_known:
                 self.topology = topology
+                self._warn_if_left_out(topology.left_out if topology is not None else ())
+
+    def _warn_if_left_out(self, jobs: Collection[str]) -> None:
+        if self.record.job in jobs:
+            self._warn("seen", "jobs saw more of the network than fits: this job has no paths")
 
     def _warn_of_claims(self) -> None:
         """Log claims that count for less, with a warning if they are this job's."""

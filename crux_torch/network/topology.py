@@ -95,6 +95,8 @@ class Topology:
 
     #: False for a network that jobs saw: its hosts have the names that the jobs use.
     is_given = True
+    #: Jobs that saw more of such a network than fits, whose part does not count.
+    left_out: tuple[str, ...] = ()
 
     def __init__(
         self,

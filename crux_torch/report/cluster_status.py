@@ -226,6 +226,11 @@ def _network(
             f"what jobs saw is over {size_text(MAX_BYTES)}: the largest parts do not count, so "
             f"these have no paths: {listed(beyond, MAX_BEYOND)}"
         )
+    if topology.left_out:
+        lines.append(
+            "what jobs saw has more links than a network may have: the parts of most links do not "
+            f"count, so these have no paths: {listed(topology.left_out, MAX_BEYOND)}"
+        )
     return tuple(lines)
 
 

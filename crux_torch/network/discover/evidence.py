@@ -118,9 +118,12 @@ def split(hops: Sequence[str | None], src: Nic, dst: Nic, sprays: bool = False) 
         return f"={min(src, dst)}", ()
     if len(hops) == 1:
         return f"?{src}", ()
-    # Each packet of a sprayed pair takes a way of its own: only the ends are the same.
-    middle = [None] * (len(hops) - 2) if sprays else hops[1:-1]
-    return f"?{src}", (*middle, hops[-1] or f"?{dst}")
+    return f"?{src}", (*(sprayed(hops) if sprays else hops)[1:-1], hops[-1] or f"?{dst}")
+
+
+def sprayed(hops: Sequence[str | None]) -> Sequence[str | None]:
+    """Returns the ends of a path, as each packet of a sprayed pair takes a way of its own."""
+    return (*hops[:1], *[None] * (len(hops) - 2), *hops[1:][-1:])
 
 
 def combined(before: Witness, owner: Witness) -> Witness:

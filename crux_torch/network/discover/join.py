@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from crux_torch.network.discover import shares
 from crux_torch.network.discover.assembly import Assembly
-from crux_torch.network.discover.evidence import Nic, Tail, canonical, split
+from crux_torch.network.discover.evidence import Evidence, Nic, Tail, canonical, split
 from crux_torch.network.discover.fragment import Fragment
 from crux_torch.network.discover.reading import read
 from crux_torch.network.discover.routers import Routers
 from crux_torch.network.discover.silent import routers_on
-from crux_torch.network.topology import Path, Topology
+from crux_torch.network.topology import Path, Topology, TopologyError
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Discovered:
         assumed: links whose capacity nobody told.
         notes: what is assumed, silent, hidden or refused, a line for each kind.
         node_of: node of each interface that paths use.
+        left_out: owners whose fragments cost too much beside those of the others
+            (:mod:`~crux_torch.network.discover.shares`).
     """
 
     topology: Topology
@@ -33,6 +36,7 @@ class Discovered:
     assumed: frozenset[str]
     notes: tuple[str, ...]
     node_of: Mapping[Nic, str]
+    left_out: tuple[str, ...]
     _router: Mapping[str, str]
     _through: Mapping[tuple[str, Tail], tuple[str, ...]]
 
@@ -62,9 +66,19 @@ def join(fragments: Mapping[str, Fragment]) -> Discovered:
         fragments: by owner: the job, or the run of discovery, that saw it. One owner has one voice.
 
     Raises:
-        TopologyError: no fragment has a host, or the network is larger than a topology may be.
+        TopologyError: no fragment has a host, or one owner alone saw a larger network than a
+            topology may be.
     """
-    evidence = read(fragments)
+    if len(fragments) > 1:
+        try:
+            return _joined(read(fragments, shares.MAX_COST))
+        except TopologyError:
+            kept = shares.within(fragments)
+            return _joined(read(kept), tuple(sorted(fragments.keys() - kept.keys())))
+    return _joined(read(fragments))
+
+
+def _joined(evidence: Evidence, left_out: tuple[str, ...] = ()) -> Discovered:
     routers = Routers(evidence)
     through = routers_on(evidence, routers)
     assembly = Assembly(evidence, routers, through)
@@ -77,6 +91,7 @@ def join(fragments: Mapping[str, Fragment]) -> Discovered:
         assembly.assumed(topology),
         evidence.notes.lines(),
         assembly.node_of,
+        left_out,
         {key: router(key) for key in evidence.owners if routers.knows(key)},
         {
             (first, ended[number]): tuple([name[key] for key in nodes])

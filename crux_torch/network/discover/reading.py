@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 
@@ -22,6 +23,8 @@ from crux_torch.network.discover.evidence import (
     witnesses,
 )
 from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenNic
+from crux_torch.network.discover.shares import cost
+from crux_torch.network.topology import TopologyError
 
 #: Paths of one owner that are read.
 MAX_OWN_PATHS = 1 << 16
@@ -32,7 +35,7 @@ _Hops = tuple["str | None", ...]
 _FIRST, _AFTER = itemgetter(0), itemgetter(slice(1, None))
 
 
-def read(fragments: Mapping[str, Fragment]) -> Evidence:
+def read(fragments: Mapping[str, Fragment], most: float = math.inf) -> Evidence:
     """Returns what the fragments say, by the name of their owner (a job, or a run of discovery).
 
     Paths count only if they lead from an interface of the fragment's own hosts to another one.
@@ -40,11 +43,16 @@ def read(fragments: Mapping[str, Fragment]) -> Evidence:
     Two kinds of stand-ins are no addresses: ``?`` and an interface is the first router from there,
     and the last one toward it if that does not answer; ``=`` and an interface is a bridge, or a
     tunnel, where no router is between two hosts.
+
+    Raises:
+        TopologyError: the interfaces and routers cost more than ``most``.
     """
     owners = sorted(fragments)
     reader = _Reader()
     for number, owner in enumerate(owners):
         reader.read(number, owner, fragments[owner])
+        if reader.cost > most:
+            raise TopologyError("jobs saw a larger network than there may be")
     return reader.evidence(owners)
 
 
@@ -94,6 +102,9 @@ class _Reader:
         # The hops of one tail after the other; -1 where nobody answered.
         self._hops: list[int] = []
         self._in_tails: set[int] = set()
+        # Of the fragment that is read: interface of each address; True if one is in a tail.
+        self._nic_at: dict[int, int] = {}
+        self._crossed = False
         self._circular: set[int] = set()
         # Of each group: owner, both interfaces, first router, count of rows.
         self._groups: list[int] = []
@@ -107,7 +118,8 @@ class _Reader:
 
     def read(self, owner: int, name: str, fragment: Fragment) -> None:
         """Reads what the owner of this name says."""
-        nic_at = self._interfaces(name, fragment.hosts)
+        self._nic_at = nic_at = self._interfaces(name, fragment.hosts)
+        self._crossed = not self._in_tails.isdisjoint(nic_at)
         keys, nics, left = self._keys, self._nics, MAX_OWN_PATHS
         for pair in fragment.pairs:
             src = nic_at.get(keys[pair.src_address], -1)
@@ -125,8 +137,13 @@ class _Reader:
                     self._sure += src, dst, min(map(len, paths)), owner
                 if len(paths) > left:
                     self._notes.add(f"more than {MAX_OWN_PATHS} paths, the rest ignored", name)
-                self._read_pair(owner, src, dst, paths[:left], pair.sprays, nic_at)
+                self._read_pair(owner, src, dst, paths[:left], pair.sprays)
                 left = max(0, left - len(paths))
+
+    @property
+    def cost(self) -> int:
+        """See :func:`~crux_torch.network.discover.shares.cost`; links are not counted yet."""
+        return cost(len(self._nics) + len(self._in_tails), len(self._tails))
 
     def evidence(self, owners: Sequence[str]) -> Evidence:
         """Returns what all fragments say; ``owners`` are their names."""
@@ -209,7 +226,6 @@ class _Reader:
         dst: int,
         paths: Sequence[_Hops],
         sprays: bool,
-        nic_at: Mapping[int, int],
     ) -> None:
         # This runs for every path of every job: most tails are known already.
         numbers = list(map(self._known.get, map(_AFTER, paths)))
@@ -224,13 +240,13 @@ class _Reader:
                 else:
                     found.append(known)
             for first, empty in bridged.items():
-                self._add(owner, src, dst, first, set(), empty, nic_at)
+                self._add(owner, src, dst, first, set(), empty)
             paths = [hops for hops in paths if hops]
         if found:
             # Of strings a set has another order in each process, and numbers must not.
             addresses = {self._keys[spelled] for spelled in dict.fromkeys(map(_FIRST, paths))}
             addresses.discard(-1)
-            self._add(owner, src, dst, self._first[src], addresses, found, nic_at)
+            self._add(owner, src, dst, self._first[src], addresses, found)
 
     def _new(self, hops: _Hops, src: int, dst: int, sprays: bool) -> tuple[int, int]:
         """Returns the first router of a path, and its tail."""
@@ -243,6 +259,7 @@ class _Reader:
             self._hops += keys
             answered = [key for key in keys if key >= 0]
             self._in_tails.update(answered)
+            self._crossed |= not self._nic_at.keys().isdisjoint(answered)
             if len(set(answered)) < len(answered):
                 self._circular.add(number)
         if hops and hops[-1] is not None and tail[-1:] != (f"?{ends[1]}",) and not sprays:
@@ -257,12 +274,11 @@ class _Reader:
         first: int,
         addresses: set[int],
         numbers: Sequence[int],
-        nic_at: Mapping[int, int],
     ) -> None:
-        answers, in_tails = self._answers, self._in_tails
-        clean = in_tails.isdisjoint(addresses) and in_tails.isdisjoint(nic_at)
-        if self._circular or not (clean and nic_at.keys().isdisjoint(addresses)):
-            possible = self._possible(addresses, numbers, nic_at)
+        answers, own = self._answers, self._nic_at.keys()
+        clean = self._in_tails.isdisjoint(addresses) and own.isdisjoint(addresses)
+        if not clean or self._crossed or self._circular:
+            possible = self._possible(addresses, numbers)
             if not possible.issuperset(numbers):
                 where = f"{self._nics[src].host} to {self._nics[dst].host}"
                 self._notes.add("refused, a router is there twice, or is a host", where)
@@ -274,15 +290,17 @@ class _Reader:
         self._groups += owner, src, dst, first, len(numbers)
         self._rows += numbers
 
-    def _possible(
-        self, addresses: set[int], numbers: Sequence[int], nic_at: Mapping[int, int]
-    ) -> set[int]:
+    def _possible(self, addresses: set[int], numbers: Sequence[int]) -> set[int]:
         """Returns the tails that lead neither twice to a router nor through an owner's host."""
-        if not nic_at.keys().isdisjoint(addresses):
+        own, key_of = self._nic_at.keys(), self._keys.number
+        if not own.isdisjoint(addresses):
             return set()
-        once = {self._keys.names[key] for key in (*addresses, *nic_at)}
-        possible = set(numbers) - self._circular
-        return {number for number in possible if once.isdisjoint(self._tails[number])}
+        possible = set()
+        for number in set(numbers) - self._circular:
+            keys = {key_of(name) for name in self._tails[number] if name is not None}
+            if keys.isdisjoint(addresses) and own.isdisjoint(keys):
+                possible.add(number)
+        return possible
 
     def _layout(self) -> tuple[Numbers, Numbers, Numbers]:
         """Returns the hops of all tails, where each tail begins in them, and its length."""

@@ -31,7 +31,8 @@ class SeenTopology(Topology):
     def __init__(self, fragments: Mapping[str, Fragment]) -> None:
         self._joined: Discovered = join(fragments)
         self.__dict__.update(self._joined.topology.__dict__)
-        self._fragments = fragments
+        self.left_out = self._joined.left_out
+        self._fragments = {job: f for job, f in fragments.items() if job not in self.left_out}
         self._addresses, self._node_at = dict(self.addresses), dict(self.node_at)
         self._own: dict[Hosts, tuple[Path, ...]] = {}
         self._views: dict[str, SeenTopology] = {}

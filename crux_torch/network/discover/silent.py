@@ -27,7 +27,7 @@ def routers_on(evidence: Evidence, routers: Routers) -> Through:
     answered = [
         tuple([routers.router(key) for key in tail if key is not None]) for tail in evidence.tails
     ]
-    silent = _Silent()
+    silent = Silent()
     found: dict[tuple[str, int], tuple[str, ...]] = {}
     for first in sorted(tails):
         for number in tails[first]:
@@ -39,7 +39,13 @@ def routers_on(evidence: Evidence, routers: Routers) -> Through:
     return {at: nodes for at, nodes in found.items() if len(set(nodes)) == len(nodes)}
 
 
-class _Silent:
+class Silent:
+    """Silent routers; those that are one have one root.
+
+    Attributes:
+        parent: of names that are not their own root.
+    """
+
     def __init__(self) -> None:
         self.parent: dict[str, str] = {}
 
@@ -57,6 +63,7 @@ class _Silent:
         return tuple(nodes)
 
     def root(self, key: str) -> str:
+        """Returns the name of the router that ``key`` is."""
         while (parent := self.parent.get(key, key)) != key:
             key = parent
         return key
