@@ -28,6 +28,8 @@ from crux_torch.network.topology import Link, Topology, TopologyBuilder
 UNSEEN = "unseen"
 #: Cost of a link to it: paths that were seen always cost less.
 UNSEEN_COST = 1 << 10
+#: Leaves times links between routers that are compared with what owners are sure of.
+MAX_COMPARED = 1 << 23
 _FAR = 1 << 20
 #: Kind of a router by its distance from the nearest host.
 _KINDS = ("tor", "aggregation", "core")
@@ -153,7 +155,8 @@ class Assembly:
         A link that only one owner saw may be forged. It stays out if it would be on a path between
         two leaves that two owners are sure of, or make one shorter.
         """
-        number = {key: n for n, key in enumerate(self._height)}
+        notes, keyed = self._evidence.notes, list(self._height)
+        number = {key: n for n, key in enumerate(keyed)}
         leaf = np.array(
             [
                 number[self._beside[nic][0]] if nic in self._beside else -1
@@ -164,6 +167,16 @@ class Assembly:
         sure = self._evidence.sure
         src, dst = leaf[sure.src], leaf[sure.dst]
         known = (src >= 0) & (dst >= 0)
+        most = MAX_COMPARED // max(len(self._links), 1)
+        ends, owners = np.append(src[known], dst[known]), np.tile(sure.owner[known], 2)
+        claims = np.unique(ends * sure.owners + owners) // max(sure.owners, 1)
+        leaves, count = np.unique(claims, return_counts=True)
+        if len(leaves) > most:
+            # Those that most owners are sure of: two that agree must not crowd others out.
+            by_count = leaves[np.argsort(-count, kind="stable")]
+            known &= np.isin(src, by_count[:most]) & np.isin(dst, by_count[:most])
+            for n in by_count[most:].tolist():
+                notes.add("too many leaves to compare links between them", self.name[keyed[n]])
         keys = (src * len(number) + dst) * (MAX_HOPS + 1) + sure.fewest
         pairs, witness = witnesses(keys[known], sure.owner[known], sure.owners)
         pairs, lengths = np.divmod(pairs[witness < 0], MAX_HOPS + 1)
@@ -173,7 +186,6 @@ class Assembly:
         src, dst = np.divmod(pairs, len(number))
         leaves, rows = np.unique(np.concatenate((src, dst)), return_inverse=True)
         starts, ends = rows[: len(src)], rows[len(src) :]
-        keyed = list(number)
         named = [keyed[n] for n in leaves.tolist()]
         away = _distances(named, self._links, number)
         back = _distances(named, [(b, a) for a, b in self._links], number)
@@ -181,7 +193,7 @@ class Assembly:
             if np.any(away[starts, number[a]] + 1 + back[ends, number[b]] < lengths):
                 del self._links[a, b]
                 names = f"{self.name[a]} to {self.name[b]}"
-                self._evidence.notes.add("refused, only one of several that should saw it", names)
+                notes.add("refused, only one of several that should saw it", names)
 
     def _kind(self, key: str) -> str:
         height = self._height[key]

@@ -14,7 +14,7 @@ from seen_fabric import Host
 from seen_fabric import fragment as seen_by
 from test_join_hostile import NETWORKS, OWN, forged_fragments, honest_map, played, view
 
-from crux_torch.network.discover import shares
+from crux_torch.network.discover import assembly, shares
 from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenNic, SeenPair, SeenPath
 from crux_torch.network.discover.join import join
 from crux_torch.network.discover.seen_topology import SeenTopology
@@ -158,6 +158,27 @@ def test_one_alone_is_bounded_by_the_topology_only(monkeypatch: pytest.MonkeyPat
     assert join({"run": HONEST["job0"]}).left_out == ()
     with pytest.raises(TopologyError, match="no host"):
         join(HONEST)
+
+
+def test_leaves_that_two_agree_on_crowd_out_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = {**HONEST, "job2": seen_by([Host(0, 2), Host(1, 2)])}
+    a, b = Host(0, 8), Host(1, 8)
+    true = seen_by([a, b])
+    past_spines = SeenPath((f"10.0.{a.k}.1", "10.100.16.1"))
+    short = SeenPair(a.name, a.address, b.name, b.address, (past_spines,), 0.99)
+    forged = Fragment(hosts=true.hosts, pairs=(*true.pairs, short))
+    hosts = [SeenHost(f"a{n}", (SeenNic("e", (f"10.9.{n}.2",)),)) for n in range(40)]
+    pairs = [
+        between([src, dst], [(f"20.0.{n}.1", f"21.0.{n}.1", f"22.0.{n}.1")])[0]
+        for n, (src, dst) in enumerate(itertools.pairwise(hosts))
+    ]
+    agreed = Fragment(hosts=tuple(hosts), pairs=tuple(pairs))
+    before = view(honest, join({**honest, "a": agreed, "aa": agreed}))
+    monkeypatch.setattr(assembly, "MAX_COMPARED", 1000)
+    found = join({**honest, "a": agreed, "aa": agreed, "aaa": forged})
+    assert view(honest, found) == before
+    assert any("too many leaves" in note for note in found.notes)
+    assert any("only one of several" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("case", NETWORKS)
