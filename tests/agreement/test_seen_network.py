@@ -237,6 +237,23 @@ def test_leaders_tell_what_their_jobs_saw_and_agree_on_paths() -> None:
     assert list(Registry(store, "c").look().fragments) == ["b"]
 
 
+def test_a_leader_warns_if_its_job_claims_too_large_a_network(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("crux_torch.network.discover.shares.MAX_COST", 100)
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    leaders = [leader(store, clock, own) for own in RECORDS]
+    for one, seen_by in zip(leaders, (MINE["a"], fragment(B, range(8))), strict=True):
+        one.tell_network(msgspec.json.encode(seen_by))
+    run(leaders, clock, 5.0)
+    said = [line for line in caplog.messages if line.endswith("this job has no paths")]
+    assert len(said) == 1
+    topology = leaders[0].topology
+    assert topology is not None
+    assert topology.left_out == ("b",)
+
+
 def test_a_given_topology_counts_and_what_contradicts_it_is_in_the_audit_log() -> None:
     clock = FakeClock()
     store = MemoryStore(clock)
@@ -431,6 +448,32 @@ hostile = st.builds(
         max_size=4,
     ).map(tuple),
 )
+
+
+def test_liars_that_fill_the_network_leave_others_their_levels_and_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = [ring("a", A, 4e6), ring("b", B, 8e6)]
+    before = plan(MINE, records)
+    liars = {}
+    for n in range(8):
+        hosts = [Host(20 + n, 0), Host(40 + n, 0)]
+        paths = tuple(
+            SeenPath(tuple(f"30.{n}.{i}.{place}" for place in range(3))) for i in range(200)
+        )
+        ends = hosts[0].name, hosts[0].address, hosts[1].name, hosts[1].address
+        pairs = (SeenPair(*ends, paths, 0.99),)
+        liars[f"{'_z'[n % 2]}{n}"] = Fragment(hosts=tuple(map(host, hosts)), pairs=pairs)
+        records.append(ring(f"{'_z'[n % 2]}{n}", hosts))
+    monkeypatch.setattr("crux_torch.network.discover.shares.MAX_COST", 5000)
+    monkeypatch.setattr("crux_torch.network.topology.MAX_LINKS", 5000)
+    network = network_of({**MINE, **liars}, records)
+    assert network is not None
+    assert len(network.left_out) > 4
+    after = {entry.job: entry for entry in plan({**MINE, **liars}, records)}
+    for entry in before:
+        assert after[entry.job].level == entry.level
+        assert after[entry.job].paths == entry.paths
 
 
 @settings(max_examples=60)

@@ -400,6 +400,21 @@ def test_status_names_jobs_whose_view_of_the_network_does_not_fit(crux, cluster,
     assert said in " ".join(crux(*argv).output.split())
 
 
+def test_status_names_jobs_that_claim_too_large_a_network(crux, cluster, monkeypatch):
+    endpoint, registry = cluster
+    hosts = {"gpt": [Host(0, 0), Host(1, 0)], "vit": [Host(0, 1), Host(1, 1)]}
+    for job, spines in (("gpt", (0, 1)), ("vit", range(8))):
+        registry.publish_job(ring(job, hosts[job]), 60.0)
+        registry.publish_fragment(job, msgspec.json.encode(fragment(hosts[job], spines)))
+    # As much as the two spines of gpt cost, and less than eight do.
+    monkeypatch.setattr("crux_torch.network.discover.shares.MAX_COST", 100)
+    argv = ("status", "--store", endpoint, "--cluster", "lab")
+    _, said = json.loads(crux(*argv, "--json").output)["network"]
+    assert said.startswith("what jobs saw has more links than a network may have: ")
+    assert said.endswith(", so these have no paths: vit")
+    assert said in " ".join(crux(*argv).output.split())
+
+
 def test_status_of_another_cluster_is_empty(crux, cluster):
     endpoint, _ = cluster
     result = crux("status", "--store", endpoint, "--cluster", "other")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -125,6 +126,32 @@ def test_full_fragments_leave_others_their_map(kind: str, monkeypatch: pytest.Mo
     found = join({**HONEST, **liars})
     assert view(HONEST, found) == before
     assert liars.keys() >= set(found.left_out)
+
+
+def test_addresses_of_its_own_take_time_by_their_number_not_by_its_square() -> None:
+    def cpu_s(count: int) -> float:
+        hosts = [
+            SeenHost(
+                f"x{n}",
+                tuple(
+                    SeenNic(f"{i}", tuple(f"10.{n}.{i}.{j}" for j in range(64)))
+                    for i in range(count)
+                ),
+            )
+            for n in range(2)
+        ]
+        # A router that is there twice: each pair is looked at closely.
+        paths: list[Hops] = [("30.0.0.1", "31.0.0.1", "31.0.0.1"), ("30.0.0.1", "31.0.0.2")]
+        pairs = between(hosts, paths) + 16 * count * between(hosts, paths[1:])
+        fragments = {"run": Fragment(hosts=tuple(hosts), pairs=pairs)}
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            join(fragments)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    assert cpu_s(80) < 9 * cpu_s(20)
 
 
 def test_of_forty_liars_most_are_left_out_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
