@@ -79,6 +79,9 @@ DscpMap = Annotated[
     Meta(min_length=1, title="DSCP values (0 to 63) from level 0 upwards, separated by commas"),
 ]
 _PROGRAM = r"\A[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}:\d{1,2}\Z"
+Ranks = Annotated[
+    tuple[Annotated[int, Meta(ge=0)], ...], Meta(title="ranks (0 or more) separated by commas")
+]
 Programs = Annotated[
     tuple[Annotated[str, Meta(pattern=_PROGRAM)], ...],
     Meta(title="NAME:LEVEL,NAME:LEVEL,...: names without colons, and the highest level of each"),
@@ -225,6 +228,11 @@ class Settings:
         True,
         "with the policy crux, try levels out: a component's jobs are measured before, and a plan "
         "that does worse is taken back",
+    )
+    servers: Ranks = _setting(
+        (),
+        "with the policy mlcc, the job's ranks that are parameter servers, separated by commas; "
+        "without it, its flows form rings",
     )
     topology: str = _setting(
         "",

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.accelerator import Accelerator
+from lab.servers import Remote, Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import stdlib_text
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=batch, help="rows of each rank")
     parser.add_argument("--lr", type=float, default=lr, help="learning rate")
     parser.add_argument("--accelerator-ms", type=float, default=0.0, help="see lab.accelerator")
+    parser.add_argument("--servers", type=int, default=0, help="ranks at the end that only serve")
     parser.add_argument("--log-file", type=Path, help="gets one JSON line for each step of rank 0")
     parser.add_argument("--control", type=Path, help="see Control")
     for name, parameter in inspect.signature(model).parameters.items():
@@ -71,11 +73,20 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     model_type = MODELS[args.model][0]
     names = inspect.signature(model_type).parameters
     model = model_type(**{name: getattr(args, name) for name in names}).to(device)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1.0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=args.lr, momentum=0.9)
+    workers = dist.get_world_size() - args.servers
+    if args.servers:
+        ddp: torch.nn.Module = model
+        servers = range(workers, dist.get_world_size())
+        optimizer: torch.optim.Optimizer = Remote(list(model.parameters()), servers)
+    else:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1.0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=args.lr, momentum=0.9)
     accelerator = Accelerator(args.accelerator_ms, list(model.layers))
     computed = GradientClock(model, device)
     control = Control(args.control, device)
+    if dist.get_rank() >= workers:
+        serve(args, model, control, workers)
+        return
     text = stdlib_text.load()
     generator = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
     log = args.log_file if dist.get_rank() == 0 else None
@@ -96,6 +107,17 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             done = begin + computed.read()
             record = {"step": step, "start": begin, "computed": done, "end": time.monotonic()}
             lines.write(json.dumps(record | {"loss": float.hex(loss.item())}) + "\n")
+
+
+def serve(args: argparse.Namespace, model: torch.nn.Module, control: Control, workers: int) -> None:
+    """Serves the parameters of ``model`` to the ranks below ``workers``."""
+    place = dist.get_rank() - workers
+    parameters = list(model.parameters())
+    server = Server(parameters, range(workers), place, args.servers, lr=args.lr, momentum=0.9)
+    for step in range(args.steps):
+        if not control.proceed(step):
+            break
+        server.step()
 
 
 class Control:

@@ -8,15 +8,13 @@ other thread ends them after ``SILENT_S``.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from crux_torch.agent.flow_progress import FlowProgress, Role
 from crux_torch.agreement.load_tables import TIMEOUT_S, Feedback, TablesClient, UpdateSchedule
 from crux_torch.apply.transport import Connection
 from crux_torch.apply.wire import Key, Wire
@@ -26,12 +24,10 @@ from crux_torch.logs import WarnOnce
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.network.routes import HostFlowLinks
 from crux_torch.schedule.papers.mlcc import (
-    WINDOW_SLOTS,
     LinkLoad,
     allocate,
     applied_Bps,
     ceiling_Bps,
-    ring_change_bytes,
     room_Bps,
 )
 from crux_torch.settings import Settings
@@ -40,12 +36,6 @@ from crux_torch.store.frames import read_secret
 
 _log = logging.getLogger(__name__)
 
-#: Iterations that tell how many bytes one has.
-ITERATIONS = 5
-#: Share of the volume below which bytes that are left, or have moved, do not count.
-REST = 0.01
-#: Share by which the bytes that a ring's worker sends and receives in an iteration may differ.
-RING_TOLERANCE = 0.1
 #: How often in a slot a rank looks at its counters; flows that wait look at the tables as often.
 LOOKS = 6
 #: Seconds without a look after which limits end: more than a look may take.
@@ -67,98 +57,6 @@ LEAST_BURSTS = 2
 ATTEMPTS = 3
 
 
-class FlowProgress:
-    """Progress of one process's flow to one host within an iteration, by its byte counters.
-
-    The volume of an iteration is the median of the last ones. So there is none in the first.
-
-    Args:
-        hosts: of the job. A ring's worker sends its own share before it has received anything.
-    """
-
-    def __init__(self, hosts: int) -> None:
-        self._lead = 1.0 / max(1, 2 * (hosts - 1))
-        self.sent = self.received = 0
-        self._mark: int | None = None
-        self._base_sent = self._base_received = 0
-        self._volumes: deque[int] = deque(maxlen=ITERATIONS)
-        self._volumes_in: deque[int] = deque(maxlen=ITERATIONS)
-        self._moved_at_s = float("-inf")
-        self._readings: deque[tuple[float, int, int]] = deque(maxlen=WINDOW_SLOTS + 1)
-        #: Whether this iteration has begun to send, and has more to send.
-        self.begun = False
-
-    @property
-    def volume_bytes(self) -> int:
-        """Bytes that an iteration sends; 0 while that is not known."""
-        return statistics.median_low(self._volumes) if self._volumes else 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes that this iteration has left to send."""
-        return max(0, self.volume_bytes - (self.sent - self._base_sent))
-
-    def read(self, mark: int, sent: int, received: int, now_s: float) -> None:
-        """Takes in the counters.
-
-        Args:
-            mark: number of iterations that have ended.
-            sent, received: bytes of all its connections so far.
-        """
-        if sent < self.sent or received < self.received:
-            # Connections were closed, and their counts went with them.
-            self._mark = None
-            self._readings.clear()
-        moved = sent > self.sent
-        self.sent, self.received = sent, received
-        if mark != self._mark:
-            if self._mark is not None:
-                self._volumes.append(sent - self._base_sent)
-                self._volumes_in.append(received - self._base_received)
-            self._mark, self._base_sent, self._base_received = mark, sent, received
-            self.begun = False
-            return
-        if moved:
-            self._moved_at_s = now_s
-        rest = REST * self.volume_bytes
-        if self.left_bytes <= rest:
-            self.begun = False
-        elif moved and sent - self._base_sent > rest:
-            self.begun = True
-
-    def is_idle(self, now_s: float, patience_s: float) -> bool:
-        """Returns True if nothing was sent for ``patience_s`` seconds."""
-        return now_s - self._moved_at_s > patience_s
-
-    def end_slot(self, now_s: float) -> None:
-        """Notes the counters at the end of a slot."""
-        self._readings.append((now_s, self.sent, self.received))
-
-    @property
-    def sent_Bps(self) -> tuple[float, ...]:
-        """The rate of each of the last slots."""
-        return self._rates(1)
-
-    def change_bytes(self, planned_bytes: float, left_s: float) -> float:
-        """Returns the bytes that the ring adds to those planned for the rest of the slot, or takes.
-
-        The preceding flow is expected to go on at its last rate. 0 if the flows form no ring: a
-        worker of one sends in an iteration as much as it receives.
-        """
-        volume, volume_in = self.volume_bytes, statistics.median_low(self._volumes_in or (0,))
-        if abs(volume - volume_in) > RING_TOLERANCE * volume:
-            return 0.0
-        before_Bps = max(self._rates(2)[-1:], default=0.0)
-        own = self.sent - self._base_sent + planned_bytes
-        precedent = self.received - self._base_received + before_Bps * left_s
-        return ring_change_bytes(own, precedent, self._lead * volume)
-
-    def _rates(self, column: int) -> tuple[float, ...]:
-        readings = list(self._readings)
-        pairs = itertools.pairwise(readings)
-        return tuple((b[column] - a[column]) / max(1e-3, b[0] - a[0]) for a, b in pairs)
-
-
 class _Flow:
     """A flow that this rank paces.
 
@@ -167,16 +65,17 @@ class _Flow:
         local: True if its host keeps the tables, which are then those of the link that leaves it.
         hosts: of the job.
         enters: the link that enters the rank's host; empty if no flow of the job ends there.
+        role: of the rank.
     """
 
     def __init__(
-        self, name: str, booked: HostFlowLinks, *, local: bool, hosts: int, enters: str
+        self, name: str, booked: HostFlowLinks, *, local: bool, hosts: int, enters: str, role: Role
     ) -> None:
         self.name, self.endpoints, self.enters = name, booked, enters
         self.links = booked.links
         if local:
             self.links = {booked.leaves: booked.links[booked.leaves]} if booked.leaves else {}
-        self.progress = FlowProgress(hosts)
+        self.progress = FlowProgress(hosts, role)
         self.connections: list[Connection] = []
         self.booked = False
         self.waits = False
@@ -199,6 +98,7 @@ class RateScheduler:
         host: where it runs, as the topology calls it.
         connect: gives a client of the tables at an endpoint.
         slot_s: seconds of a slot, until the tables say otherwise.
+        role: of the rank in its job.
     """
 
     def __init__(
@@ -211,11 +111,12 @@ class RateScheduler:
         connect: Callable[[str], TablesClient],
         *,
         slot_s: float,
+        role: Role = "ring",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job, self._name, self._host = job, f"{job}/{rank}", host
         self._marks, self._wire, self._connect = marks, wire, connect
-        self._slot_s, self._clock = slot_s, clock
+        self._slot_s, self._role, self._clock = slot_s, role, clock
         self._warn = WarnOnce(_log)
         self._lock = threading.Lock()
         self._followed: tuple[Sequence[HostFlowLinks], str | None] = (), None
@@ -223,7 +124,7 @@ class RateScheduler:
         self._looked_s = float("-inf")
         self._limits: dict[Key, int] = {}
         self._problem = self._unlimited = ""
-        self._rounds = self._refused = self._changes = 0
+        self._rounds = self._refused = self._changes = self._depended = 0
         self._flows: list[_Flow] = []
 
     @classmethod
@@ -237,8 +138,11 @@ class RateScheduler:
             secret = read_secret(settings.store_secret)
             return TablesClient(connector, secret, dscp=settings.control_dscp)
 
-        job = f"{settings.cluster}/{settings.job}"
-        return cls(job, rank, host, marks, wire, connect, slot_s=settings.slot_ms / 1e3)
+        job, slot_s = f"{settings.cluster}/{settings.job}", settings.slot_ms / 1e3
+        role: Role = "ring"
+        if settings.servers:
+            role = "server" if rank in settings.servers else "worker"
+        return cls(job, rank, host, marks, wire, connect, slot_s=slot_s, role=role)
 
     def follow(self, flows: Sequence[HostFlowLinks], tables: str) -> None:
         """Paces ``flows`` of the job by the tables at ``tables``; none: paces nothing.
@@ -260,8 +164,9 @@ class RateScheduler:
         hosts = len({end for flow in flows for end in (flow.src, flow.dst)})
         entering = {flow.enters for flow in flows if flow.dst == self._host} - {""}
         enters = min(entering, default="")
+        more: Any = {"local": not tables, "hosts": hosts, "enters": enters, "role": self._role}
         mine = [
-            _Flow(f"{self._name}>{flow.dst}", flow, local=not tables, hosts=hosts, enters=enters)
+            _Flow(f"{self._name}>{flow.dst}", flow, **more)
             for flow in flows
             if flow.src == self._host
         ]
@@ -291,9 +196,11 @@ class RateScheduler:
     def status(self) -> dict[str, Any]:
         """Returns plain values for :func:`crux_torch.status`."""
         return {
+            "role": self._role,
             "paced": len(self._limits),
             "changes": self._changes,
             "rounds": self._rounds,
+            "depended": self._depended,
             "forestalled": self._refused,
             "why_not": self._problem or None,
             "unlimited": self._unlimited or None,
@@ -339,8 +246,9 @@ class RateScheduler:
                 if progress.is_idle(now_s, patience * self._slot_s):
                     if due or flow.limit_Bps is not None:
                         self._keep_place(flow, tables)
-                elif due or flow.waits or flow.limit_Bps is None:
-                    self._book(flow, tables)
+                elif due or flow.waits or flow.limit_Bps is None or self._role == "server":
+                    # A server learns at every look what a worker's change takes from its flows.
+                    self._book(flow, flows, tables)
             elif flow.booked:
                 seen = self._fetch(flow, tables)
                 tables.update_schedule(self._schedule(flow, seen.slot, ()))
@@ -349,7 +257,8 @@ class RateScheduler:
         self._looked_s = self._clock()
 
     def _fetch(self, flow: _Flow, tables: TablesClient) -> Feedback:
-        seen = tables.fetch_feedback(flow.name, flow.links)
+        ends = () if self._role == "ring" else (self._job, self._host, flow.endpoints.dst)
+        seen = tables.fetch_feedback(flow.name, flow.links, *ends)
         # Cleared only here: a look without flows under way does not ask the tables.
         self._problem = ""
         return seen
@@ -367,12 +276,14 @@ class RateScheduler:
         for flow in flows:
             flow.connections = [c for c in connections if c.peer in flow.endpoints.destinations]
         # A ring's worker sends to one host what it has received from another.
-        received = sum(c.bytes_received for flow in flows for c in flow.connections)
+        all_in = sum(c.bytes_received for flow in flows for c in flow.connections)
         for flow in flows:
             sent = sum(c.bytes_sent for c in flow.connections)
+            mine_in = sum(c.bytes_received for c in flow.connections)
+            received = all_in if self._role == "ring" else mine_in
             flow.progress.read(self._marks.total, sent, received, now_s)
 
-    def _book(self, flow: _Flow, tables: TablesClient) -> None:
+    def _book(self, flow: _Flow, flows: list[_Flow], tables: TablesClient) -> None:
         """One round of the control protocol: feedback, Algorithm 2, schedule."""
         progress = flow.progress
         if self._clock() >= flow.due_s:
@@ -388,12 +299,15 @@ class RateScheduler:
             left_s = seen.slot_s * (1.0 - seen.gone)
             volume = float(progress.left_bytes)
             plan = allocate(path, volume, seen.slot_s, 0.0, 0.0, gone=seen.gone)
-            change = progress.change_bytes(plan[0] * left_s, left_s) / max(left_s, 1e-3)
+            others = self._others(flow, flows, seen, left_s)
+            change = progress.change_bytes(plan[0] * left_s, left_s, others) / max(left_s, 1e-3)
+            self._depended += change != 0.0
             most_Bps = ceiling_Bps(progress.sent_Bps, room_Bps(path)[0])
             rates = allocate(path, volume, seen.slot_s, change, most_Bps, gone=seen.gone)
             # A raise beyond the room is not booked: it uses what others leave.
             booked = [min(rate, most) for rate, most in zip(rates, room_Bps(path), strict=True)]
-            if tables.update_schedule(self._schedule(flow, seen.slot, booked)):
+            by_end = progress.moved_bytes + booked[0] * left_s
+            if tables.update_schedule(self._schedule(flow, seen.slot, booked, by_end)):
                 break
             self._refused += 1
         else:
@@ -403,7 +317,27 @@ class RateScheduler:
         flow.waits = flow.limit_Bps < 0.99 * max(rates) or not any(rates)
         flow.due_s = self._clock() + left_s
 
-    def _schedule(self, flow: _Flow, slot: int, rates_Bps: Sequence[float]) -> UpdateSchedule:
+    def _others(
+        self, flow: _Flow, flows: list[_Flow], seen: Feedback, left_s: float
+    ) -> list[float]:
+        """Returns F of the flows that ``flow`` depends on, where there are parameter servers.
+
+        The tables know those under way that are booked there. Of the others it is what this rank
+        will have received.
+        """
+        if self._role == "worker":
+            return [*seen.out.values(), flow.progress.received_bytes(left_s)]
+        if self._role == "server":
+            return [
+                seen.into.get(f.endpoints.dst, f.progress.received_bytes(left_s)) for f in flows
+            ]
+        return []
+
+    def _schedule(
+        self, flow: _Flow, slot: int, rates_Bps: Sequence[float], by_end: float | None = None
+    ) -> UpdateSchedule:
+        """Returns the message that books; ``by_end``: F, if more than was sent so far."""
+        told = float(flow.progress.moved_bytes) if by_end is None else by_end
         return UpdateSchedule(
             flow.name,
             dict(flow.links),
@@ -412,6 +346,7 @@ class RateScheduler:
             flow.progress.sent,
             self._job,
             self._counters(flow),
+            *(() if self._role == "ring" else (self._host, flow.endpoints.dst, told)),
         )
 
     def _counters(self, flow: _Flow) -> dict[str, float]:

@@ -17,7 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from crux_torch.errors import Cause, StoreError
-from crux_torch.schedule.papers.mlcc import SLOT_S, SLOTS, LoadTables
+from crux_torch.schedule.papers.mlcc import SLOT_S, SLOTS
+from crux_torch.schedule.papers.mlcc_tables import LoadTables
 from crux_torch.store.client import Connection, Connector, cause_of
 from crux_torch.store.contents import Client
 from crux_torch.store.frames import Count, Done, Message, Refused, mark
@@ -27,11 +28,13 @@ from crux_torch.store.server import arguments, serve
 MAX_LINKS = 32
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Host = Annotated[str, Meta(max_length=512)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
 Capacity = Annotated[float, Meta(gt=0.0, le=1e18)]
 Slot = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Links = Annotated[dict[Name, Capacity], Meta(min_length=1, max_length=MAX_LINKS)]
 Rates = Annotated[tuple[Amount, ...], Meta(max_length=SLOTS)]
+ByHost = Annotated[dict[Host, Amount], Meta(max_length=4096)]
 
 
 class FetchFeedback(Message, frozen=True, tag="fetch"):
@@ -39,10 +42,14 @@ class FetchFeedback(Message, frozen=True, tag="fetch"):
 
     Attributes:
         links: the capacity of each, in bytes per second.
+        job, src, dst: its job and hosts, where it depends on the job's other flows; else empty.
     """
 
     flow: Name
     links: Links
+    job: Host = ""
+    src: Host = ""
+    dst: Host = ""
 
 
 class Feedback(Message, frozen=True, tag="feedback"):
@@ -53,12 +60,15 @@ class Feedback(Message, frozen=True, tag="feedback"):
         gone: share of it that has passed.
         slot_s: seconds of a slot.
         loads_Bps: of each link in the order asked, what others have booked in each slot.
+        into, out: as ``LoadTables.neighbours`` gives them; empty where not asked for.
     """
 
     slot: Slot
     gone: Annotated[float, Meta(ge=0.0, le=1.0)]
     slot_s: Annotated[float, Meta(gt=0.0, le=10.0)]
     loads_Bps: Annotated[tuple[Rates, ...], Meta(max_length=MAX_LINKS)]
+    into: ByHost = msgspec.field(default_factory=dict)
+    out: ByHost = msgspec.field(default_factory=dict)
 
 
 class UpdateSchedule(Message, frozen=True, tag="update"):
@@ -67,6 +77,8 @@ class UpdateSchedule(Message, frozen=True, tag="update"):
     Attributes:
         sent: bytes that the flow has sent so far.
         counters: bytes that went over links so far, foreign flows' included, by an interface.
+        src, dst: its hosts, where other flows of the job depend on it; else empty.
+        by_end: F_i, bytes of the iteration that it will have sent by the end of the slot.
     """
 
     flow: Name
@@ -76,6 +88,9 @@ class UpdateSchedule(Message, frozen=True, tag="update"):
     sent: Amount
     job: Name
     counters: Annotated[dict[Name, Amount], Meta(max_length=MAX_LINKS)]
+    src: Host = ""
+    dst: Host = ""
+    by_end: Amount = 0.0
 
 
 Request = FetchFeedback | UpdateSchedule | Count
@@ -109,9 +124,11 @@ class TablesClient:
         self._connection: Connection | None = None
         self._retry_at_s = float("-inf")
 
-    def fetch_feedback(self, flow: str, links: Mapping[str, float]) -> Feedback:
-        """Return the load of the path of ``flow``; ``links``: capacities in bytes per second."""
-        answer = self._ask(FetchFeedback(flow, dict(links)), Feedback)
+    def fetch_feedback(
+        self, flow: str, links: Mapping[str, float], job: str = "", src: str = "", dst: str = ""
+    ) -> Feedback:
+        """Return the load of the path of ``flow``, as :class:`FetchFeedback` asks for it."""
+        answer = self._ask(FetchFeedback(flow, dict(links), job, src, dst), Feedback)
         if len(answer.loads_Bps) != len(links) or not all(answer.loads_Bps):
             raise self._failed("an answer about another path", Cause.STRANGER)
         return answer
@@ -180,9 +197,14 @@ class TablesService:
         slot, gone = divmod(self._clock() / self._tables.slot_s, 1.0)
         now = int(slot)
         if isinstance(request, FetchFeedback):
-            path = self._tables.feedback(request.flow, request.links, now)
+            family = request.job if request.src else ""
+            path = self._tables.feedback(request.flow, request.links, now, family)
             loads = tuple(link.load_Bps for link in path)
-            return Feedback(now, gone, self._tables.slot_s, loads)
+            answer = Feedback(now, gone, self._tables.slot_s, loads)
+            if not request.src:
+                return answer
+            into, out = self._tables.neighbours(request.job, request.src, request.dst)
+            return msgspec.structs.replace(answer, into=into, out=out)
         if not isinstance(request, UpdateSchedule):
             return Refused("not kept here")
         if not now - SLOTS < request.slot <= now:
@@ -193,7 +215,7 @@ class TablesService:
             self._tables.count(link, now, moved)
         booked = self._tables.book(
             request.flow, request.links, request.slot, request.rates_Bps, request.sent,
-            job=request.job,
+            job=request.job, ends=(request.src, request.dst), by_end=request.by_end,
         )  # fmt: skip
         return Done(int(booked))
 

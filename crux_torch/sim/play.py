@@ -18,10 +18,10 @@ from crux_torch.schedule.papers.intensity import bursts_of_parts, link_traffic, 
 from crux_torch.schedule.papers.mlcc import (
     SLOTS,
     LinkLoad,
-    LoadTables,
     applied_Bps,
     initial_schedule,
 )
+from crux_torch.schedule.papers.mlcc_tables import LoadTables
 from crux_torch.sim.course import Watch
 from crux_torch.sim.scenario import Scenario, ScenarioError
 

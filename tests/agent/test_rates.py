@@ -10,13 +10,15 @@ import pytest
 from control_fakes import until
 from steered_rank import connection
 
-from crux_torch.agent.rates import BURST_BYTES, SILENT_S, FlowProgress, RateScheduler
+from crux_torch.agent.flow_progress import FlowProgress
+from crux_torch.agent.rates import BURST_BYTES, SILENT_S, RateScheduler
 from crux_torch.agreement.load_tables import Feedback, UpdateSchedule
 from crux_torch.apply.transport import Connection
 from crux_torch.errors import StoreError
 from crux_torch.network.loaders import parse_yaml
 from crux_torch.network.routes import HostFlowLinks, flow_links
 from crux_torch.schedule.papers.mlcc import LEAST_SHARE, SLOTS
+from crux_torch.settings import Settings
 
 MB = 1_000_000
 CAPACITY_Bps = 10.0 * MB
@@ -85,6 +87,24 @@ def test_a_ring_follows_what_it_receives() -> None:
     assert other.change_bytes(9 * MB, 0.1) == 0.0
 
 
+def test_a_servers_iteration_ends_with_the_last_byte_that_the_network_carries() -> None:
+    flow = FlowProgress(hosts=3, role="server")
+    flow.read(0, 0, 0, 0.0)
+    flow.read(0, 10 * MB, 10 * MB, 0.1)
+    flow.read(1, 10 * MB, 10 * MB, 0.2)
+    flow.read(1, 17 * MB, 20 * MB, 0.3)
+    # Its step has ended, and 3 MB are still in a socket.
+    flow.read(2, 17 * MB, 20 * MB, 0.4)
+    assert (flow.left_bytes, flow.begun) == (3 * MB, True)
+    flow.read(2, 20 * MB, 20 * MB, 0.5)
+    assert (flow.left_bytes, flow.moved_bytes, flow.begun) == (10 * MB, 0, False)
+    assert flow.volume_bytes == 10 * MB
+    # A second step ends the iteration in any case.
+    flow.read(2, 25 * MB, 30 * MB, 0.6)
+    flow.read(4, 25 * MB, 30 * MB, 0.7)
+    assert flow.moved_bytes == 0
+
+
 # ---------------------------------------------------------------- booking and limits
 
 CONNECTION = connection(7, peer="10.0.0.2")
@@ -110,15 +130,21 @@ class FakeTables:
     def __init__(self) -> None:
         self.load = (0.0,) * SLOTS
         self.booked: list[tuple[float, ...]] = []
+        self.schedules: list[UpdateSchedule] = []
         self.silent = False
+        self.into: dict[str, float] = {}
+        self.out: dict[str, float] = {}
+        self.asked: tuple[str, ...] = ()
 
-    def fetch_feedback(self, flow: str, links: Mapping[str, float]) -> Feedback:
+    def fetch_feedback(self, flow: str, links: Mapping[str, float], *ends: str) -> Feedback:
         if self.silent:
             raise StoreError("no answer")
-        return Feedback(1, 0.0, SLOT_S, (self.load,))
+        self.asked = ends
+        return Feedback(1, 0.0, SLOT_S, (self.load,), self.into, self.out)
 
     def update_schedule(self, schedule: UpdateSchedule) -> bool:
         self.booked.append(schedule.rates_Bps)
+        self.schedules.append(schedule)
         return True
 
     def close(self) -> None:
@@ -126,12 +152,11 @@ class FakeTables:
 
 
 @pytest.fixture
-def rig():
+def rig(request: pytest.FixtureRequest):
     wire, tables, marks = FakeWire(), FakeTables(), SimpleNamespace(total=0)
     now = SimpleNamespace(s=0.0)
-    scheduler = RateScheduler(
-        "job", 0, "a", marks, wire, lambda endpoint: tables, slot_s=SLOT_S, clock=lambda: now.s
-    )
+    more = {"slot_s": SLOT_S, "role": getattr(request, "param", "ring"), "clock": lambda: now.s}
+    scheduler = RateScheduler("job", 0, "a", marks, wire, lambda endpoint: tables, **more)
     yield SimpleNamespace(wire=wire, tables=tables, marks=marks, now=now, scheduler=scheduler)
     scheduler.revert()
 
@@ -230,3 +255,59 @@ def test_an_order_without_flows_ends_all_limits(rig) -> None:
     rig.scheduler.follow((), "")
     assert rig.wire.limits[-1] == {}
     assert rig.scheduler.status()["flows"] == []
+
+
+# ---------------------------------------------------------------- parameter servers
+
+
+@pytest.mark.parametrize("rig", ["server"], indirect=True)
+def test_a_server_gives_back_what_the_slowest_worker_has_not_brought(rig) -> None:
+    # Algorithm 2, lines 13 to 16: 0.1 MB are sent, and 0.5 MB will have come by the slot's end.
+    rig.tables.into = {"b": 0.5 * MB}
+    begin(rig)
+    until(lambda: rig.wire.limits, 30, "a limit")
+    assert rig.tables.asked == ("job", "a", "b")
+    (booked,) = {s.rates_Bps for s in rig.tables.schedules if any(s.rates_Bps)}
+    assert booked[0] == pytest.approx(4 * MB)
+    assert booked[1] == CAPACITY_Bps
+    assert sum(booked) * SLOT_S == pytest.approx(4.9 * MB)
+    last = rig.tables.schedules[-1]
+    assert (last.src, last.dst) == ("a", "b")
+    assert last.by_end == pytest.approx(0.5 * MB)
+    assert rig.wire.limits[-1] == {("tcp", 7): 4 * MB}
+
+
+@pytest.mark.parametrize("rig", ["server"], indirect=True)
+def test_a_worker_that_tells_nothing_counts_as_far_as_its_bytes(rig) -> None:
+    begin(rig)
+    until(lambda: rig.wire.limits, 30, "a limit")
+    # As much has come as was sent, so nothing is booked in this slot.
+    assert rig.tables.schedules[-1].by_end == pytest.approx(0.1 * MB)
+
+
+@pytest.mark.parametrize("rig", ["worker"], indirect=True)
+def test_a_worker_follows_the_servers_fastest_broadcast(rig) -> None:
+    # Others leave 2 MB/s of each slot, and the server's fastest broadcast is far ahead.
+    rig.tables.load = (CAPACITY_Bps - 2 * MB,) * SLOTS
+    rig.tables.out = {"b": 0.2 * MB, "c": 2.5 * MB}
+    begin(rig)
+    until(lambda: rig.wire.limits, 30, "a limit")
+    # It had no rate before, so no raise goes beyond the room.
+    assert rig.wire.limits[-1] == {("tcp", 7): 2 * MB}
+    rig.wire.sent += 4 * MB // 10
+    looks(rig)
+    # Now it goes up to what it has just reached.
+    until(lambda: rig.wire.limits[-1] == {("tcp", 7): 4 * MB}, 30, "a raise")
+    assert rig.scheduler.status()["depended"] > 0
+    # What goes beyond the room is not booked.
+    assert all(s.rates_Bps[0] <= 2 * MB for s in rig.tables.schedules if s.rates_Bps)
+
+
+@pytest.mark.parametrize(
+    ("servers", "rank", "role"), [("", 0, "ring"), ("1,2", 0, "worker"), ("1,2", 2, "server")]
+)
+def test_the_jobs_owner_says_who_serves(servers: str, rank: int, role: str) -> None:
+    settings = Settings.from_env({"CRUX_SERVERS": servers})
+    marks = SimpleNamespace(total=0)
+    scheduler = RateScheduler.from_settings(settings, rank, "a", marks, FakeWire())
+    assert scheduler.status()["role"] == role

@@ -49,6 +49,22 @@ def ask(service: TablesService, request: object) -> object:
     return service.answer(request, Client(0.0))  # type: ignore[arg-type]
 
 
+def test_flows_that_depend_on_each_other_are_told(service: TablesService) -> None:
+    push = UpdateSchedule("w>s", {"l": 10.0}, 100, (4.0,), 0.0, "j", {}, "w", "s", 7.0)
+    assert ask(service, push) == Done(1)
+    told = ask(service, FetchFeedback("s>w", {"m": 5.0}, "j", "s", "w"))
+    assert isinstance(told, Feedback)
+    assert (told.into, told.out) == ({"w": 7.0}, {"s": 7.0})
+    # Another worker's push shares the link with the first one; another job's finds it booked.
+    for asked, load_Bps in (("j", 5.0), ("k", 4.0)):
+        other = ask(service, FetchFeedback("v>s", {"l": 10.0}, asked, "v", "s"))
+        assert isinstance(other, Feedback)
+        assert other.loads_Bps[0][0] == load_Bps
+    assert ask(service, FetchFeedback("s>w", {"m": 5.0})) == Feedback(
+        100, 0.0, 1.0, ((0.0,) * SLOTS,)
+    )
+
+
 def test_what_one_books_another_is_told(service: TablesService) -> None:
     assert ask(service, UpdateSchedule("a", LINKS, 100, (4.0, 1.0), 0.0, "a", {})) == Done(1)
     service._clock.now = 101.25

@@ -14,7 +14,6 @@ from crux_torch.schedule.papers.mlcc import (
     SLOT_S,
     SLOTS,
     LinkLoad,
-    LoadTables,
     aggregation_change_bytes,
     allocate,
     broadcast_change_bytes,
@@ -25,6 +24,7 @@ from crux_torch.schedule.papers.mlcc import (
     ring_change_bytes,
     room_Bps,
 )
+from crux_torch.schedule.papers.mlcc_tables import LoadTables
 
 
 def link(*load_Bps: float, capacity_Bps: float = 10.0) -> LinkLoad:
@@ -249,3 +249,48 @@ def test_foreign_flows_that_ended_are_forgotten_within_half_the_window() -> None
     assert tables.cross_Bps("l", 29) == 0.0
     tables.expire(40)
     assert tables.cross_Bps("l", 40) == 0.0
+
+
+# ---------------------------------------------------------------- parameter servers
+
+
+def test_a_flow_is_told_how_far_those_into_its_source_and_out_of_its_end_will_be() -> None:
+    # Figure 6(a): f1, f2 aggregate at a server, and f3, f4 are its broadcasts.
+    tables, links = LoadTables(4, 1.0), {"l": 10.0}
+    for flow, src, dst, by_end in (
+        ("f1", "w1", "s", 3.0), ("f2", "w2", "s", 5.0), ("f3", "s", "w1", 4.0),
+        ("f4", "s", "w2", 2.0),
+    ):  # fmt: skip
+        tables.book(flow, links, 0, (1.0,), 0.0, job="j", ends=(src, dst), by_end=by_end)
+    tables.book("other", links, 0, (1.0,), 0.0, job="k", ends=("w3", "s"), by_end=1.0)
+    broadcasts = tables.neighbours("j", "w1", "s").out
+    assert broadcasts == {"w1": 4.0, "w2": 2.0}
+    assert aggregation_change_bytes(3.0, [*broadcasts.values()]) == 1.0
+    aggregations = tables.neighbours("j", "s", "w2").into
+    assert aggregations == {"w1": 3.0, "w2": 5.0}
+    # Lines 13 to 16: f3 is to give back what f1 has not brought.
+    assert broadcast_change_bytes(4.0, [*aggregations.values()]) == -1.0
+    # One that has ended tells nothing, since its next iteration begins at 0.
+    tables.book("f1", links, 0, (), 0.0, job="j", ends=("w1", "s"), by_end=9.0)
+    assert tables.neighbours("j", "s", "w2").into == {"w2": 5.0}
+
+
+def test_flows_with_a_server_share_their_jobs_room_and_others_wait_for_all_of_them() -> None:
+    tables, links = LoadTables(4, 1.0), {"l": 10.0}
+    for flow, src in (("f1", "w1"), ("f2", "w2")):
+        seen = tables.feedback(flow, links, 0, "j")
+        rates = initial_schedule(seen, 12.0, 1.0)
+        assert tables.book(flow, links, 0, rates, 0.0, job="j", ends=(src, "s"))
+    # The first had the link to itself when it booked. From its next look on each has a half.
+    again = initial_schedule(tables.feedback("f1", links, 0, "j"), 12.0, 1.0)
+    assert again == (5.0, 5.0, 2.0, 0.0)
+    assert tables.book("f1", links, 0, again, 0.0, job="j", ends=("w1", "s"))
+    assert tables.feedback("k", links, 0)[0].load_Bps == (10.0, 10.0, 4.0, 0.0)
+    # Behind another job, both halve what it leaves.
+    tables = LoadTables(4, 1.0)
+    tables.book("k", links, 0, (4.0, 10.0), 0.0)
+    tables.book("f2", links, 0, (1.0,), 0.0, job="j", ends=("w2", "s"))
+    seen = tables.feedback("f1", links, 0, "j")
+    assert room_Bps(seen) == (3.0, 0.0, 5.0, 5.0)
+    assert not tables.book("f1", links, 0, (7.0,), 0.0, job="j", ends=("w1", "s"))
+    assert tables.book("f1", links, 0, (3.0,), 0.0, job="j", ends=("w1", "s"))
