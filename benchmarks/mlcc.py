@@ -40,19 +40,13 @@ from crux_torch.store.endpoint import TcpConnector
 from crux_torch.store.host import StoreHost
 from lab import netns
 from lab.job import JobError
-from lab.mlcc import MLCC, MLCC_BBR, MLCC_HOSTS, MLCC_STILL, PLAIN, Mix, SideBySide, offered
+from lab.mlcc import SideBySide, offered
+from lab.mlcc_mixes import LIVE, MLCC, MLCC_HOSTS, PLAIN, SHAPES, Mix
+from lab.mlcc_served import RULES, with_servers
 
 #: Seconds that a commanded rate lasts (Figure 7a).
 COMMAND_S = 0.05
 ROUNDS = 3
-#: §VI-A's models on links of 10 Gbit/s: seconds of computation (as on its GPUs, estimated), and of
-#: transfer alone, from the models' sizes.
-SHAPES = {
-    "vgg19": (0.40, 0.44),
-    "vgg16": (0.40, 0.42),
-    "gpt2": (0.90, 0.96),
-    "resnet50": (0.25, 0.08),
-}
 MIXES = (
     ("vgg19", "vgg16"),
     ("vgg19", "gpt2"),
@@ -60,30 +54,6 @@ MIXES = (
     ("vgg19", "vgg16", "gpt2", "resnet50"),
 )
 SLOTS_MS = (20, 40, 60, 80, 100, 150)
-_VGG = ("vgg19", "vgg16")
-#: The mixes that train; the paper's models at its 10 and 20 Gbit/s.
-LIVE = {
-    m.name: m
-    for m in (
-        Mix("vgg", "two alike", _VGG),
-        Mix(
-            "vgg-15", "two alike, on links half as fast again", _VGG,
-            (*PLAIN, MLCC, MLCC_HOSTS, MLCC_STILL), gbit=15.0,
-        ),
-        Mix("vgg-20", "two alike, on links twice as fast", _VGG, gbit=20.0),
-        Mix("gpt2", "a short and a long iteration", ("vgg19", "gpt2")),
-        Mix("resnet", "a large and a small burst", ("vgg19", "resnet50")),
-        Mix("four", "all four", tuple(SHAPES), ("cubic", MLCC), gbit=20.0),
-        Mix(
-            "loss", "a packet in 500 is lost (Figure 10)", _VGG,
-            ("cubic", "reno", "bbr", MLCC, MLCC_BBR), gbit=20.0, loss=0.002,
-        ),
-        Mix(
-            "cross", "foreign flows of 0.2 to 2 s, one every 2 s each way (§VI-A)", _VGG,
-            ("cubic", "bbr", MLCC, MLCC_HOSTS), gbit=20.0, cross=True,
-        ),
-    )
-}  # fmt: skip
 #: What no turn can be below.
 BOUND = "bound"
 #: What the paper says of a turn's JCT over TCP's: "at least 15% reduction", and 8.5% (§VI-C, -H).
@@ -225,6 +195,7 @@ def simulated() -> dict[str, Any]:
         ratios = [mean_s(c, float(slot_ms)) / mean_s(c, None) for c in pair]
         found["slots_ms"][str(slot_ms)] = spread(ratios)
     found["foreign_share"] = foreign_share()
+    found["servers"] = with_servers()
     return found
 
 
@@ -378,6 +349,10 @@ def own_table(found: Mapping[str, Any]) -> str:
         ),
         ("  a foreign flow that always sends", f"{sim['foreign_share']:.3f}", "Figure 11"),
     ]
+    lines.append(("  with servers: start-after, Algorithm 1, 2", "", "MCS 1.51 x mlcc (Figure 15)"))
+    for case, times in sim["servers"].items():
+        shown = "  ".join(f"{times[rule]:.3f}" for rule in RULES)
+        lines.append((f"    {case}", shown, ""))
     return "".join(f"{a:<48}{b:<34}{c}\n" for a, b, c in lines)
 
 

@@ -28,27 +28,21 @@ from typing import Any
 from lab import sockets
 from lab.contest import LOOK_S, PLAN_S, START_S, STORE_PORT, Seen
 from lab.cross_traffic import EVERY_S
-from lab.fabric import MARKS, Fabric, FabricSpec, Host
+from lab.fabric import MARKS, Fabric, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.measurement import losses_equal
+from lab.mlcc_mixes import (
+    MLCC,
+    MLCC_BBR,
+    MLCC_HOSTS,
+    MLCC_STILL,
+    MODELS,
+    PLAIN,
+    SERVED,
+    Mix,
+)
 from lab.phases import Phase, Window, durations, measure
 
-#: The paper's models on links a hundredth as fast, so that a transfer takes as long: width of the
-#: MLP that has a hundredth of the model's bytes (549, 528, 98 and 1,200 MB), milliseconds of
-#: computation, estimated.
-MODELS = {
-    "vgg19": (768, 400),
-    "vgg16": (736, 400),
-    "resnet50": (192, 250),
-    "gpt2": (1296, 900),
-}
-#: What the paper calls 1 Gbit/s, in Mbit/s.
-SCALE_MBIT = 10.0
-#: Turns: the kernel's congestion controls without Crux, mlcc over cubic with one host that keeps
-#: all tables, the same while that host's service stands still, the same over BBR, and with hosts
-#: that keep their own (§VI-H).
-PLAIN = ("cubic", "reno", "bbr", "dctcp")
-MLCC, MLCC_STILL, MLCC_BBR, MLCC_HOSTS = "mlcc", "mlcc-still", "mlcc-bbr", "mlcc-hosts"
 #: Seconds in which jobs end their steps, and again before a window; seconds by which one job begins
 #: after another at most; and steps of a job that is measured alone.
 SETTLE_S, LATER_S, ALONE_STEPS = 2.0, 1.0, 8
@@ -62,37 +56,6 @@ _PACING, _NO_LIMIT = 47, (1 << 32) - 1
 def offered() -> tuple[str, ...]:
     """The congestion controls of this kernel."""
     return tuple(Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split())
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Jobs that share a link.
-
-    Attributes:
-        name, about: of the mix.
-        jobs: names of :data:`MODELS`.
-        turns: in their order, in each round.
-        gbit: of the paper's links, which are a hundred times as fast.
-        loss: share of packets that the link loses at random.
-        cross: whether foreign flows cross the link, in both directions.
-    """
-
-    name: str
-    about: str
-    jobs: tuple[str, ...]
-    turns: tuple[str, ...] = (*PLAIN, MLCC, MLCC_HOSTS)
-    gbit: float = 10.0
-    loss: float = 0.0
-    cross: bool = False
-
-    @property
-    def rate_Bps(self) -> float:
-        return self.gbit * SCALE_MBIT * 1e6 / 8
-
-    def fabric(self) -> Fabric:
-        """Its network: two hosts and one link between their switches."""
-        rate_mbit = self.gbit * SCALE_MBIT
-        return Fabric(FabricSpec(hosts_per_leaf=1, rate_mbit=rate_mbit, loss=self.loss))
 
 
 @dataclass
@@ -139,7 +102,8 @@ class SideBySide:
     ) -> None:
         self._mix, self._fabric, self._folder = mix, fabric, folder
         self._turns, self._say, self._slot_ms = turns, say, slot_ms
-        self._hosts: tuple[Host, ...] = fabric.hosts
+        #: The ends of the link, for jobs without a server.
+        self._hosts: tuple[Host, ...] = (fabric.host(0, 0), fabric.host(1, 0))
         #: BBR paces a socket ever after, so the sockets of its turns are no one else's.
         self._sets: dict[str, dict[str, Job]] = {}
         shared = {**dict.fromkeys(PLAIN, "cubic"), "bbr": "bbr", MLCC_STILL: MLCC}
@@ -240,7 +204,7 @@ class SideBySide:
             more |= {"window_s": measured.window.length_s}
             rows.append({**about, **more, **self._foreign_rate(measured.window)})
             for job in self._mix.jobs:
-                times = seen.step_s(job)
+                times, senders = seen.step_s(job), self._mix.senders(job)
                 equal, compared = losses_equal(stock[job], mine[job])
                 rows.append(
                     {
@@ -248,7 +212,7 @@ class SideBySide:
                         "job": job,
                         "step_s": statistics.fmean(times) if times else None,
                         "steps": len(times),
-                        "step_bytes": _step_bytes(measured.sent[job], times),
+                        "step_bytes": _step_bytes(measured.sent[job], times, senders),
                         "alone_s": self._alone_s(stock[job], job),
                         "paced": measured.paced.get(job),
                         "losses_equal": equal,
@@ -313,15 +277,21 @@ class SideBySide:
     ) -> Job:
         width, ms = MODELS[job]
         flags = ["--steps", "1000000", "--accelerator-ms", str(ms), "--width", str(width)]
+        hosts, named = self._hosts, [*launcher]
+        if launcher != TORCHRUN:
+            named += ["--crux-job", job]
+        if job in SERVED:
+            hosts = (*self._fabric.hosts[:2], self._hosts[1])
+            flags += ["--servers", "1"]
+            named += ["--crux-servers", "2"] if launcher != TORCHRUN else []
         spec = JobSpec(job, "mlp", (*flags, "--seed", str(number)), port)
-        named = (*launcher, "--crux-job", job) if launcher != TORCHRUN else launcher
         settings = {
             **MARKS,
             "CRUX_PROFILE_S": "8",
             "CRUX_TUNING": f"profile_iterations=8,warmup_iterations=2,slot_ms={self._slot_ms}",
         }
         environment = settings if launcher != TORCHRUN else {}
-        return Job(spec, folder, named, self._fabric, self._hosts, environment)
+        return Job(spec, folder, named, self._fabric, hosts, environment)
 
     def _everyone(self) -> dict[str, Job]:
         sets = self._sets.items()
@@ -427,12 +397,14 @@ class SideBySide:
         threading.Thread(target=read, name="watch", daemon=True).start()
 
 
-def _step_bytes(sent: Sequence[tuple[float, int]], times: Sequence[float]) -> float | None:
-    """What a rank sends in a step, on average."""
+def _step_bytes(
+    sent: Sequence[tuple[float, int]], times: Sequence[float], senders: int
+) -> float | None:
+    """What so many ranks send in a step, on average, if each sends as much as this one."""
     if len(sent) < 2 or not times:
         return None
     (began_s, before), (ended_s, after) = sent[0], sent[-1]
-    return (after - before) / (ended_s - began_s) * statistics.fmean(times)
+    return senders * (after - before) / (ended_s - began_s) * statistics.fmean(times)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class FlowProgress:
     The volume of an iteration is the median of the last ones. So there is none in the first.
 
     A server has handed over its last bytes before the network has carried them. So its iteration
-    ends with these.
+    ends with these, or at the latest when workers send it those of the next.
 
     Args:
         hosts: of the job. A ring's worker sends its own share before it has received anything.
@@ -46,6 +46,8 @@ class FlowProgress:
     def __init__(self, hosts: int, role: Role = "ring") -> None:
         self._lead = 1.0 / max(1, 2 * (hosts - 1))
         self._role = role
+        #: What had been received when a mark came amid a server's last bytes.
+        self._noticed: int | None = None
         self.sent = self.received = 0
         self._mark: int | None = None
         self._base_sent = self._base_received = 0
@@ -75,19 +77,18 @@ class FlowProgress:
         """
         if sent < self.sent or received < self.received:
             # Connections were closed, and their counts went with them.
-            self._mark = None
+            self._mark = self._noticed = None
             self._readings.clear()
         moved = sent > self.sent
         self.sent, self.received = sent, received
         rest = REST * self.volume_bytes
-        is_next = self._mark is not None and mark == self._mark + 1
-        late = self._role == "server" and is_next and self.left_bytes > rest
-        if mark != self._mark and not late:
+        if mark != self._mark and not self._is_late(received, rest):
+            came = received if self._noticed is None else self._noticed
             if self._mark is not None:
                 self._volumes.append(sent - self._base_sent)
-                self._volumes_in.append(received - self._base_received)
-            self._mark, self._base_sent, self._base_received = mark, sent, received
-            self.begun = False
+                self._volumes_in.append(came - self._base_received)
+            self._mark, self._base_sent, self._base_received = mark, sent, came
+            self._noticed, self.begun = None, False
             return
         if moved:
             self._moved_at_s = now_s
@@ -95,6 +96,14 @@ class FlowProgress:
             self.begun = False
         elif moved and sent - self._base_sent > rest:
             self.begun = True
+
+    def _is_late(self, received: int, rest: float) -> bool:
+        """Returns True if a server's bytes of the iteration that ended are still on their way."""
+        if self._role != "server" or self._mark is None or self.left_bytes <= rest:
+            return False
+        if self._noticed is None:
+            self._noticed = received
+        return received - self._noticed <= rest
 
     def is_idle(self, now_s: float, patience_s: float) -> bool:
         """Returns True if nothing was sent for ``patience_s`` seconds."""

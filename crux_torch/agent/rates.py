@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from crux_torch.agent.flow_progress import FlowProgress, Role
+from crux_torch.agent.flow_progress import REST, FlowProgress, Role
 from crux_torch.agreement.load_tables import TIMEOUT_S, Feedback, TablesClient, UpdateSchedule
 from crux_torch.apply.transport import Connection
 from crux_torch.apply.wire import Key, Wire
@@ -328,8 +328,11 @@ class RateScheduler:
         if self._role == "worker":
             return [*seen.out.values(), flow.progress.received_bytes(left_s)]
         if self._role == "server":
+            least = REST * flow.progress.volume_bytes
             return [
-                seen.into.get(f.endpoints.dst, f.progress.received_bytes(left_s)) for f in flows
+                seen.into.get(f.endpoints.dst, f.progress.received_bytes(left_s))
+                for f in flows
+                if f.progress.volume_bytes > least
             ]
         return []
 

@@ -106,7 +106,7 @@ def iteration_s(
     played = _Play(capacity_Bps, jobs, rule, slot_s)
     while played.now_s < horizon_s:
         played.step()
-    return {name: sum(t) / len(t) if (t := times) else None for name, times in played.times.items()}
+    return {name: sum(s) / len(s) if s else None for name, s in played.times.items()}
 
 
 class _Play:
@@ -217,8 +217,9 @@ class _Play:
             flow: min(flow.limit_Bps, min(flow.left, self._ready(flow) - flow.sent) / step_s)
             for flow in moving
         }
-        for flow in self._flows_of_all():
-            flow.rate_Bps = 0.0
+        for flows in self._flows.values():
+            for flow in flows:
+                flow.rate_Bps = 0.0
         while most_Bps:
             count = dict.fromkeys(left_Bps, 0)
             for flow in most_Bps:
@@ -234,9 +235,6 @@ class _Play:
                 for link in flow.links:
                     left_Bps[link] -= least_Bps
                 del most_Bps[flow]
-
-    def _flows_of_all(self) -> list[_Flow]:
-        return [flow for flows in self._flows.values() for flow in flows]
 
     def _end(self, name: str, slot: int) -> None:
         """End flows that have sent everything, and the iteration with the last."""

@@ -99,10 +99,13 @@ def test_a_servers_iteration_ends_with_the_last_byte_that_the_network_carries() 
     flow.read(2, 20 * MB, 20 * MB, 0.5)
     assert (flow.left_bytes, flow.moved_bytes, flow.begun) == (10 * MB, 0, False)
     assert flow.volume_bytes == 10 * MB
-    # A second step ends the iteration in any case.
-    flow.read(2, 25 * MB, 30 * MB, 0.6)
-    flow.read(4, 25 * MB, 30 * MB, 0.7)
+    # If less was to come than before, the workers' next bytes end the iteration.
+    flow.read(2, 25 * MB, 26 * MB, 0.6)
+    flow.read(3, 25 * MB, 26 * MB, 0.7)
+    assert flow.moved_bytes == 5 * MB
+    flow.read(3, 25 * MB, 27 * MB, 0.8)
     assert flow.moved_bytes == 0
+    assert flow.received_bytes(0.0) == MB
 
 
 # ---------------------------------------------------------------- booking and limits
@@ -168,9 +171,9 @@ def looks(rig) -> None:
     until(lambda: rig.scheduler._looked_s >= at or rig.scheduler.status()["why_not"], 30)
 
 
-def begin(rig) -> None:
-    """Two iterations of 5 MB, and a third under way."""
-    rig.scheduler.follow((FLOW, replace_ends(FLOW)), "")
+def begin(rig, *more: HostFlowLinks) -> None:
+    """Two iterations of 5 MB, and a third under way; ``more`` flows carry nothing."""
+    rig.scheduler.follow((FLOW, replace_ends(FLOW), *more), "")
     looks(rig)
     for mark in (1, 2):
         rig.wire.sent += 5 * MB
@@ -279,9 +282,11 @@ def test_a_server_gives_back_what_the_slowest_worker_has_not_brought(rig) -> Non
 
 @pytest.mark.parametrize("rig", ["server"], indirect=True)
 def test_a_worker_that_tells_nothing_counts_as_far_as_its_bytes(rig) -> None:
-    begin(rig)
+    # The other host has another server: that it sends nothing holds nobody up.
+    begin(rig, HostFlowLinks("a", "c", ("10.0.0.3",), {"n": CAPACITY_Bps}))
     until(lambda: rig.wire.limits, 30, "a limit")
     # As much has come as was sent, so nothing is booked in this slot.
+    assert rig.scheduler.status()["depended"] > 0
     assert rig.tables.schedules[-1].by_end == pytest.approx(0.1 * MB)
 
 
