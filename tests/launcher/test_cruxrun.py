@@ -27,6 +27,7 @@ GOOD = {
     "job": "gpt-7",
     "levels": "4",
     "reserved_levels": "0,3",
+    "servers": "2,3",
     "dscp_map": "0,8,16,24,32,40,48,46",
     "rdma_dscp_map": "10,12,14,18,20,22,28,30",
     "policy": "crux",
