@@ -130,10 +130,10 @@ coverage: setup
 	$(BIN)/coverage run -m $(subst $(BIN)/python -m ,,$(PYTEST)) $(or $(PYTEST_ARGS),-m "not full"); \
 	passed=$$?; $(BIN)/coverage combine --quiet; $(BIN)/python tools/coverage_by_package.py; exit $$passed
 
-# The recipe with Ray, which is too large for every run of the tests.
+# What needs Ray, which is too large for every run of the tests.
 recipes: setup
 	$(PIP_INSTALL) $(addprefix -c ,$(CONSTRAINTS)) -r requirements-recipes.txt
-	$(BIN)/python -m pytest tests/launcher/test_ray.py -s $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/launcher/test_ray.py tests/sim/test_workers.py -s $(PYTEST_ARGS)
 
 # The Soft-RoCE lab alone.
 test-rdma: apt-lab setup
@@ -224,21 +224,21 @@ contest: setup
 
 # The paper's evaluation in the simulator, and beyond; DATA is a folder with traces (docs/research/simulator.md).
 evaluation: setup
-	$(EVALUATE) optimality --seed 10000 --threads 2 --out $(RESULTS)
+	$(EVALUATE) optimality --seed 10000 --workers 2 --out $(RESULTS)
 	$(EVALUATE) testbed --schedulers all --out $(RESULTS)
 	$(EVALUATE) testbed --sensitivity --draws 50 --horizon 60 --out $(RESULTS)
 	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --placement hived,muri \
-	  --schedulers $(TRACED) --threads 2 --out $(RESULTS)
-	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
+	  --schedulers $(TRACED) --workers 2 --out $(RESULTS)
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --workers 2 \
 	  --topology clos,double-sided,non-blocking --schedulers $(TRACED),crux \
 	  --name trace_random --out $(RESULTS)
-	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --threads 2 \
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 500 --workers 2 \
 	  --topology clos,double-sided --schedulers crux-paper --levels 1 --name trace_one_level --out $(RESULTS)
-	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 120 --days 3 --threads 2 \
+	$(EVALUATE) trace $(if $(DATA),--data $(DATA)) --jobs 120 --days 3 --workers 2 \
 	  --topology clos,double-sided --schedulers ecmp,taccl,crux-paper,crux,ideal \
 	  --name trace_default --out $(RESULTS)
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
-	$(EVALUATE) saturated $(if $(DATA),--data $(DATA)) --threads 2 --out $(RESULTS)
+	$(EVALUATE) saturated $(if $(DATA),--data $(DATA)) --workers 2 --out $(RESULTS)
 	$(EVALUATE) snapshots --out $(RESULTS)
 	$(EVALUATE) precision --out $(RESULTS)
 	$(EVALUATE) spraying --out $(RESULTS)

@@ -31,7 +31,6 @@ are asked for up to twice what they carry).
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -46,7 +45,8 @@ import click
 import numpy as np
 
 from crux_torch import _fluid
-from crux_torch.cli.results import Result, publish
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, publish, workers_option
 from crux_torch.network.builders import GBPS, crux_testbed, double_sided, two_layer_clos
 from crux_torch.schedule.arrays import arrays_of, choice_of, paths_of, traffic_matrix
 from crux_torch.schedule.default.crux import crux
@@ -64,6 +64,7 @@ from crux_torch.schedule.papers.crux import crux_paper
 from crux_torch.schedule.papers.intensity import solo_periods_s, transfer_times_s
 from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.play import engine_of
+from crux_torch.sim.workers import Workers, mapped
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from evaluation.beyond import place_models
@@ -414,7 +415,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 @click.option("--phases", default=6, help="Sets of start times that each is played from.")
 @click.option("--policies", default=",".join(POLICIES), help="With commas.")
 @click.option("--rings-apart", is_flag=True, help="Rings of a job move on their own.")
-@click.option("--processes", default=os.cpu_count() or 1, help="Clusters at a time.")
+@workers_option
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write this file.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/NAME.{json,txt}.")
 @click.option("--name", default="safety", help="Name of the result.")
@@ -425,7 +426,7 @@ def main(
     phases: int,
     policies: str,
     rings_apart: bool,
-    processes: int,
+    workers: Workers,
     json_path: Path | None,
     out: Path | None,
     name: str,
@@ -441,8 +442,8 @@ def main(
         if not rings_apart or TURNS[seed % len(TURNS)] in OF_RINGS
     ]
     tasks = [(seed, names, phases, rings_apart) for seed in seeds]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        rows = [row for part in pool.imap(row_of, tasks) for row in part]
+    found = tracked(mapped(row_of, [(task,) for task in tasks], workers), "clusters", len(tasks))
+    rows = [row for part in found for row in part]
     settings = {"phases": phases, "cap": CAP} | ({"rings_apart": True} if rings_apart else {})
     if append and out is not None and (out / f"{name}.json").exists():
         before = json.loads((out / f"{name}.json").read_text())

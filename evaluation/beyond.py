@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crux_torch.cli.progress import tracked
-from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.results import Result, json_option, publish, workers_option
 from crux_torch.network.builders import crux_testbed, two_layer_clos
 from crux_torch.network.topology import Topology
 from crux_torch.schedule.arrays import FloatArray, arrays_of
@@ -30,6 +30,7 @@ from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.collectives import build_job, hashed_paths
 from crux_torch.sim.placement import Allocation, Request, cells, place_random
 from crux_torch.sim.play import play
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.small_case import PAPER_MODELS, draw_case
 
 #: Caps of the frontier.
@@ -172,6 +173,10 @@ def plans() -> tuple[Plan, ...]:
 def capped_name(limit: float) -> str:
     """Name of the default policy with this cap in the results."""
     return f"crux {'uncapped' if limit == math.inf else limit}"
+
+
+def _measured(kind: str, seed: int, horizon_s: float) -> list[dict[str, Any]]:
+    return list(measure(KINDS[kind](seed), horizon_s))
 
 
 def measure(case: Case, horizon_s: float) -> Iterator[dict[str, Any]]:
@@ -318,6 +323,7 @@ def _single(job: Job, t_s: float, period_s: float) -> Job:
 @click.option(
     "--horizon", "horizon_s", type=click.FloatRange(10.0), default=120.0, show_default=True
 )
+@workers_option
 @json_option
 @click.option(
     "--out",
@@ -330,15 +336,17 @@ def beyond(
     closes: int,
     seed: int,
     horizon_s: float,
+    workers: Workers,
     json_path: Path | None,
     out: Path | None,
 ) -> None:
     """Compare extensions of Crux with Crux-full: GPU utilisation and worst slowdown."""
     counts = {"small": smalls, "testbed": testbeds, "clos": closes}
-    rows = []
-    for kind, count in counts.items():
-        for s in tracked(range(seed, seed + count), kind):
-            rows.extend(measure(KINDS[kind](s), horizon_s))
+    tasks = [
+        (kind, s, horizon_s) for kind, count in counts.items() for s in range(seed, seed + count)
+    ]
+    found = tracked(mapped(_measured, tasks, workers), "clusters", len(tasks))
+    rows = [row for of_cluster in found for row in of_cluster]
     settings = {
         "cases": counts,
         "seed": seed,
@@ -347,13 +355,13 @@ def beyond(
         "paper_worst_slowdown": PAPER_WORST,
     }
     result = Result("beyond", settings, rows)
-    found = summaries(rows)
-    text = table(found)
+    shown = summaries(rows)
+    text = table(shown)
     publish(result, text, json_path, out)
     if out is not None:
         from evaluation.figures.optimality import draw_beyond
 
-        draw_beyond(found).savefig(out / "beyond.png", dpi=120)
+        draw_beyond(shown).savefig(out / "beyond.png", dpi=120)
 
 
 def table(found: Sequence[Summary]) -> str:

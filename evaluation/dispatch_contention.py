@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -24,7 +24,8 @@ import numpy as np
 
 from crux_torch.agreement.inputs import plan_inputs
 from crux_torch.agreement.records import JobRecord
-from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, json_option, publish, workers_option
 from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
 from crux_torch.dispatch.contention import Contention, Newcomer, like, uplinks_Bps
 from crux_torch.dispatch.search import strongest
@@ -37,6 +38,7 @@ from crux_torch.schedule.model import Burst, Cluster, Job, Link, SchedulerOption
 from crux_torch.schedule.papers.crux import alone
 from crux_torch.sim.catalogue import MODELS
 from crux_torch.sim.placement import Allocation, Request, cells, place_hived
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.dispatch import MIXED
 from evaluation.litegd import at_random, host_table
 
@@ -190,25 +192,20 @@ def judged(one: Scene, choice: Ints, length: Length = JUDGED) -> float:
     return float(busy[0]) / sum(j.gpus for j in cluster.jobs)
 
 
-def contention_rows(seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """Utilisation of each seeded cluster by each rule."""
-    rows = []
-    for seed in seeds:
-        one = scene(seed)
-        begin_s = time.perf_counter()
-        chosen = choices(one, seed)
-        took_s = time.perf_counter() - begin_s
-        rows.append(
-            {
-                "seed": seed,
-                "jobs": len(one.jobs),
-                "gpus": one.k,
-                "hosts": {n: int(np.count_nonzero(choice)) for n, choice in chosen.items()},
-                "utilisation": {name: judged(one, choice) for name, choice in chosen.items()},
-                "took_s": took_s,
-            }
-        )
-    return rows
+def contention_row(seed: int) -> dict[str, Any]:
+    """Utilisation of a seeded cluster by each rule."""
+    one = scene(seed)
+    begin_s = time.perf_counter()
+    chosen = choices(one, seed)
+    took_s = time.perf_counter() - begin_s
+    return {
+        "seed": seed,
+        "jobs": len(one.jobs),
+        "gpus": one.k,
+        "hosts": {n: int(np.count_nonzero(choice)) for n, choice in chosen.items()},
+        "utilisation": {name: judged(one, choice) for name, choice in chosen.items()},
+        "took_s": took_s,
+    }
 
 
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
@@ -238,12 +235,16 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
 
 @click.command()
 @click.option("--seeds", default=20, show_default=True, help="Clusters.")
+@workers_option
 @json_option
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Write DIR/dispatch_contention.{json,txt}."
 )
-def dispatch_contention(seeds: int, json_path: Path | None, out: Path | None) -> None:
+def dispatch_contention(
+    seeds: int, workers: Workers, json_path: Path | None, out: Path | None
+) -> None:
     """Places a newcomer beside running jobs by bandwidth, compactness, chance and utilisation."""
-    rows = contention_rows(range(seeds))
+    found = mapped(contention_row, [(seed,) for seed in range(seeds)], workers)
+    rows = list(tracked(found, "clusters", seeds))
     result = Result("dispatch_contention", {"seeds": seeds}, rows)
     publish(result, text_of(rows), json_path, out)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice, starmap
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 import numpy as np
 
-from crux_torch.cli.results import Result, json_option, publish, threads_option
+from crux_torch.cli.results import Result, json_option, publish, workers_option
 from crux_torch.dispatch.cluster import DispatchCluster
 from crux_torch.dispatch.predictor import Network
 from crux_torch.dispatch.search import strongest
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.dispatch import (
     LINKS,
     MIXED,
@@ -35,24 +34,35 @@ from evaluation.dispatch import (
 )
 from evaluation.litegd import MODELS, bidirectional, host_table
 
+T = TypeVar("T")
+
 #: Clusters of the studies of what learns, beside Table 1.
 FEW_SEEDS = 1
 #: Numbers of GPUs that Figures 9 and 12 are printed for.
 KS = (2, 4, 8, 12, 16, 24, 32, 40, 48)
 
 
-#: Calls a function on each of some tuples of arguments, in order; may do several at once.
-Mapped = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], Iterable[Any]]
+def _mapped(
+    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: Workers
+) -> Iterator[T]:
+    return mapped(_in_one_thread, [(function, *task) for task in tasks], workers)
 
 
-def one_by_one(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterable[Any]:
-    """Without another process."""
-    return starmap(function, arguments)
+def _in_one_thread(function: Callable[..., T], *task: Any) -> T:
+    """Equal results on any machine, whatever its number of processors."""
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            return function(*task)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def efficacy_rows(
-    seeds: int, network_seeds: int, mapped: Mapped = one_by_one
-) -> list[dict[str, Any]]:
+def efficacy_rows(seeds: int, network_seeds: int, workers: Workers = 1) -> list[dict[str, Any]]:
     """Table 1's clusters, and Figure 10's links with the mixed one: GBE of every method.
 
     The network is trained for Table 1's.
@@ -60,13 +70,14 @@ def efficacy_rows(
     cells = [(kinds, "20 to 40") for kinds in TABLE_1]
     cells += [(MIXED, links) for links in LINKS if links != "20 to 40"]
     played = iter(
-        mapped(
+        _mapped(
             _efficacy,
             [
                 (kinds, links, seed, seed < network_seeds and links == "20 to 40")
                 for kinds, links in cells
                 for seed in range(seeds)
             ],
+            workers,
         )
     )
     rows = []
@@ -113,11 +124,10 @@ def _efficacy(
     return [(training[0], training[1])] if training else [], found, took
 
 
-def error_rows(
-    sizes: Sequence[int], seeds: int, mapped: Mapped = one_by_one
-) -> list[dict[str, Any]]:
+def error_rows(sizes: Sequence[int], seeds: int, workers: Workers = 1) -> list[dict[str, Any]]:
     """Prediction error by number of samples, on the mixed cluster."""
-    found = iter(mapped(_errors, [(size, seed) for size in sizes for seed in range(seeds)]))
+    tasks = [(size, seed) for size in sizes for seed in range(seeds)]
+    found = iter(_mapped(_errors, tasks, workers))
     return [
         {"study": "error", "samples": n, "error_GBps": _by_name(list(islice(found, seeds)))}
         for n in sizes
@@ -129,9 +139,11 @@ def _errors(size: int, seed: int) -> dict[str, float]:
     return errors_GBps(one.cluster, one.samples.part(np.arange(size)), seed)
 
 
-def unseen_rows(seeds: int, mapped: Mapped = one_by_one) -> list[dict[str, Any]]:
+def unseen_rows(seeds: int, workers: Workers = 1) -> list[dict[str, Any]]:
     """Leave one type of host out of the training: error and GBE where it is there."""
-    found = iter(mapped(unseen, [(kind, seed) for kind in MIXED for seed in range(seeds)]))
+    found = iter(
+        _mapped(unseen, [(kind, seed) for kind in MIXED for seed in range(seeds)], workers)
+    )
     rows = []
     for kind in MIXED:
         errors, gbe = zip(*islice(found, seeds), strict=True)
@@ -141,11 +153,9 @@ def unseen_rows(seeds: int, mapped: Mapped = one_by_one) -> list[dict[str, Any]]
     return rows
 
 
-def update_rows(
-    steps: Sequence[int], seeds: int, mapped: Mapped = one_by_one
-) -> list[dict[str, Any]]:
+def update_rows(steps: Sequence[int], seeds: int, workers: Workers = 1) -> list[dict[str, Any]]:
     """Continual updates after a link became three times as fast."""
-    found = list(mapped(_updates, [(seed, steps) for seed in range(seeds)]))
+    found = list(_mapped(_updates, [(seed, steps) for seed in range(seeds)], workers))
     return [
         {"study": "update", "new_samples": samples, "error_GBps": _by_name([f[i] for f in found])}
         for i, samples in enumerate((0, *steps))
@@ -278,38 +288,20 @@ def _of(rows: Sequence[dict[str, Any]], study: str) -> list[dict[str, Any]]:
 @click.command()
 @click.option("--seeds", default=5, show_default=True, help="Clusters of each kind.")
 @click.option("--network-seeds", default=1, show_default=True, help="Of these with the network.")
-@threads_option
+@workers_option
 @json_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/dispatch.{json,txt}.")
 def dispatch(
-    seeds: int, network_seeds: int, threads: int, json_path: Path | None, out: Path | None
+    seeds: int, network_seeds: int, workers: Workers, json_path: Path | None, out: Path | None
 ) -> None:
     """Chooses GPUs with LiteGD, the exact search and the baselines."""
     # Times are of this process while no other of ours runs.
     rows = [*time_rows((8, 32, 128)), storage_row()]
-    # Not forked: torch has threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(threads, context, initializer=_one_thread) as pool:
-
-        def mapped(
-            function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
-        ) -> Iterable[Any]:
-            return pool.map(function, *zip(*arguments, strict=True))
-
-        rows += efficacy_rows(seeds, network_seeds, mapped)
-        if network_seeds:
-            few = min(network_seeds, FEW_SEEDS)
-            rows += error_rows((50, 100, 250, 500, 1000), few, mapped)
-            rows += unseen_rows(few, mapped)
-            rows += update_rows((50, 100, 200), few, mapped)
+    rows += efficacy_rows(seeds, network_seeds, workers)
+    if network_seeds:
+        few = min(network_seeds, FEW_SEEDS)
+        rows += error_rows((50, 100, 250, 500, 1000), few, workers)
+        rows += unseen_rows(few, workers)
+        rows += update_rows((50, 100, 200), few, workers)
     settings = {"seeds": seeds, "network_seeds": network_seeds}
     publish(Result("dispatch", settings, rows), text_of(rows), json_path, out)
-
-
-def _one_thread() -> None:
-    """Equal results on any machine, whatever its number of processors."""
-    import torch
-    from threadpoolctl import threadpool_limits
-
-    torch.set_num_threads(1)
-    threadpool_limits(1)

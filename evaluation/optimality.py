@@ -21,7 +21,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import permutations, product
 from pathlib import Path
 from time import perf_counter, process_time
@@ -33,7 +33,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from crux_torch.cli.progress import tracked
-from crux_torch.cli.results import Result, json_option, publish, threads_option
+from crux_torch.cli.results import Result, json_option, publish, workers_option
 from crux_torch.report.tables import Grid
 from crux_torch.schedule.arrays import (
     FloatArray,
@@ -59,6 +59,7 @@ from crux_torch.schedule.papers.baselines import (
 )
 from crux_torch.schedule.papers.crux import compress_priorities, crux_pa, crux_ps_pa
 from crux_torch.schedule.papers.intensity import by_descending
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.small_case import AGGREGATIONS, HOSTS, JOBS, RING_MODELS, TORS, SmallCase, draw_case
 
 LEVELS = (0, 1, 2)
@@ -91,14 +92,11 @@ class Table:
         cluster: jobs of few flows: all choices of their candidates are enumerated.
         levels: how many there are.
         length: of the plays that judge.
-        threads: plays at a time.
     """
 
-    def __init__(
-        self, cluster: Cluster, levels: int = 3, length: Length = JUDGED, *, threads: int = 1
-    ) -> None:
-        self._rehearsal = Rehearsal(cluster, length, seed=_JUDGE_SEED, threads=threads)
-        screen = Rehearsal(cluster, SCREENED, seed=_JUDGE_SEED, threads=threads)
+    def __init__(self, cluster: Cluster, levels: int = 3, length: Length = JUDGED) -> None:
+        self._rehearsal = Rehearsal(cluster, length, seed=_JUDGE_SEED)
+        screen = Rehearsal(cluster, SCREENED, seed=_JUDGE_SEED)
         jobs = self._rehearsal.jobs
         self.names = tuple(job.name for job in jobs)
         self._gpus = sum(job.gpus for job in jobs)
@@ -241,9 +239,9 @@ class Outcome:
     verdicts: dict[tuple[str, str], Verdict]
 
 
-def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outcome:
+def judge(case: SmallCase, *, length: Length = JUDGED) -> Outcome:
     """Every scheduler's share of the optimum in ``case``, for each mechanism."""
-    table = Table(case.cluster, len(LEVELS), length, threads=threads)
+    table = Table(case.cluster, len(LEVELS), length)
     reached: dict[tuple[str, str], tuple[float, float, float]] = {}
 
     def add(mechanism: str, scheduler: str, decide: Callable[[], Any], worth: Any) -> Any:
@@ -279,6 +277,18 @@ def judge(case: SmallCase, *, length: Length = JUDGED, threads: int = 1) -> Outc
         for (mechanism, name), (utilization, taken_s, cpu_s) in reached.items()
     }
     return Outcome(case.seed, optimum, table.plays, verdicts)
+
+
+@cache
+def _warmed_up() -> None:
+    """A process's first case would pay for what is loaded or made on first use."""
+    judge(draw_case(0))
+
+
+def judge_seed(seed: int) -> Outcome:
+    """As :func:`judge`, of the case of a seed, in any process."""
+    _warmed_up()
+    return judge(draw_case(seed))
 
 
 def summarise(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -408,7 +418,7 @@ TITLES = {
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of case 1."
 )
-@threads_option
+@workers_option
 @json_option
 @click.option(
     "--out",
@@ -417,13 +427,11 @@ TITLES = {
 )
 @click.option("--name", default="optimality", show_default=True, help="Name of the result.")
 def optimality(
-    cases: int, seed: int, threads: int, json_path: Path | None, out: Path | None, name: str
+    cases: int, seed: int, workers: Workers, json_path: Path | None, out: Path | None, name: str
 ) -> None:
     """Small cases whose optimum is enumerated, as in the paper's §4.4 and Figure 16."""
-    # The first case would pay for what is loaded or made on first use.
-    judge(draw_case(seed), threads=threads)
-    seeds = tracked(range(seed, seed + cases), "cases")
-    outcomes = [judge(draw_case(s), threads=threads) for s in seeds]
+    found = mapped(judge_seed, [(s,) for s in range(seed, seed + cases)], workers)
+    outcomes = list(tracked(found, "cases", cases))
     result = Result(name, _settings(cases, seed, outcomes), summarise(outcomes))
     text = _text(result)
     publish(result, text, json_path, out)

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from joblib import Parallel, delayed
 
 from crux_torch.cli.progress import tracked
-from crux_torch.cli.results import Result, json_option, names_option, publish, threads_option
+from crux_torch.cli.results import Result, json_option, names_option, publish, workers_option
 from crux_torch.network.builders import double_sided, two_layer_clos
 from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Cluster, SchedulerOptions
@@ -34,6 +33,7 @@ from crux_torch.schedule.schedulers import IN_TRACES
 from crux_torch.sim.placement import PLACEMENTS, Allocation, PlacedJob, Placer, Request
 from crux_torch.sim.play import play
 from crux_torch.sim.traces import Workload
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.trace import PAPER
 
 NETWORKS: dict[str, Callable[..., Topology]] = {
@@ -236,7 +236,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     show_default=True,
     help="Seconds played.",
 )
-@threads_option
+@workers_option
 @json_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/saturated.{json,txt}.")
 def saturated(
@@ -246,18 +246,20 @@ def saturated(
     schedulers: Sequence[str],
     seeds: int,
     horizon_s: float,
-    threads: int,
+    workers: Workers,
     json_path: Path | None,
     out: Path | None,
 ) -> None:
     """Plays jobs that hold all GPUs: which assumptions give the order of Figures 23 and 25."""
     workload = Workload("hybrid", data) if data else Workload("generated")
-    cells = list(product(networks, placements, OVERSUBSCRIPTION, range(seeds)))
-    found = Parallel(n_jobs=threads, return_as="generator")(
-        delayed(cell)(network, ratio, placement, seed, workload, schedulers, horizon_s)
-        for network, placement, ratio, seed in cells
-    )
-    rows = [row for of_cell in tracked(found, "snapshots", len(cells)) for row in of_cell]
+    cells = [
+        (network, ratio, placement, seed, workload, schedulers, horizon_s)
+        for network, placement, ratio, seed in product(
+            networks, placements, OVERSUBSCRIPTION, range(seeds)
+        )
+    ]
+    found = tracked(mapped(cell, cells, workers), "snapshots", len(cells))
+    rows = [row for of_cell in found for row in of_cell]
     settings = {"trace": workload.kind, "seeds": seeds, "horizon_s": horizon_s, "held": HELD}
     settings["connections"] = CONNECTIONS
     publish(Result("saturated", settings, rows), table(rows), json_path, out)

@@ -10,16 +10,19 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 
-from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, json_option, publish, workers_option
 from crux_torch.network.builders import two_layer_clos
 from crux_torch.schedule.model import SchedulerOptions
 from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.play import play, sprayed
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.beyond import place_models
 from evaluation.testbed_runs import paths_only
 
@@ -35,38 +38,43 @@ PLAYED = {
 STARTS_S = 10.0
 
 
-def rows_of(seeds: int, horizon_s: float) -> Iterator[dict[str, Any]]:
+def rows_of(seeds: int, horizon_s: float, workers: Workers = 1) -> Iterator[dict[str, Any]]:
     """A row for each network, way of balancing and scheduler: utilisation of each seed."""
+    tasks = [(ratio, seed, horizon_s) for ratio in OVERSUBSCRIPTION for seed in range(seeds)]
+    found = tracked(mapped(_played, tasks, workers), "clusters", len(tasks))
     for ratio in OVERSUBSCRIPTION:
-        topology = two_layer_clos(hosts=24, tors=12, aggregations=8, oversubscription=ratio)
-        found: dict[tuple[str, str], list[float]] = {}
-        worst: dict[tuple[str, str], list[float]] = {}
-        for seed in range(seeds):
-            cluster, hashed = place_models("spraying", seed, topology, SIZES)
-            rng = random.Random(f"spraying start {seed}")
-            start_s = {job.name: rng.uniform(0.0, STARTS_S) for job in cluster.jobs}
-            options = SchedulerOptions(seed=seed, default_path=hashed)
-            spread = sprayed(cluster)
-            alone_s = _times_s(spread, "ideal", replace(options, default_path=None), horizon_s)[1]
-            for balancing, names in PLAYED.items():
-                here = cluster if balancing == "hashed" else spread
-                given = options if balancing == "hashed" else replace(options, default_path=None)
-                for name in names:
-                    used, times_s = _times_s(here, name, given, horizon_s, start_s)
-                    found.setdefault((balancing, name), []).append(used)
-                    slowdown = max(
-                        (times_s[j] or float("inf")) / (alone_s[j] or float("inf")) for j in times_s
-                    )
-                    worst.setdefault((balancing, name), []).append(slowdown)
-        for (balancing, name), used_of in found.items():
-            slowdowns = [s if s < float("inf") else None for s in worst[balancing, name]]
+        of_seed = list(islice(found, seeds))
+        for balancing, name in of_seed[0]:
+            used, worst = zip(*(each[balancing, name] for each in of_seed), strict=True)
             yield {
                 "oversubscription": ratio,
                 "balancing": balancing,
                 "scheduler": name,
-                "gpu_utilization": used_of,
-                "worst_slowdown": slowdowns,
+                "gpu_utilization": list(used),
+                "worst_slowdown": [s if s < float("inf") else None for s in worst],
             }
+
+
+def _played(ratio: int, seed: int, horizon_s: float) -> dict[tuple[str, str], tuple[float, float]]:
+    """Utilisation and worst slowdown, by way of balancing and scheduler."""
+    topology = two_layer_clos(hosts=24, tors=12, aggregations=8, oversubscription=ratio)
+    cluster, hashed = place_models("spraying", seed, topology, SIZES)
+    rng = random.Random(f"spraying start {seed}")
+    start_s = {job.name: rng.uniform(0.0, STARTS_S) for job in cluster.jobs}
+    options = SchedulerOptions(seed=seed, default_path=hashed)
+    spread = sprayed(cluster)
+    alone_s = _times_s(spread, "ideal", replace(options, default_path=None), horizon_s)[1]
+    found = {}
+    for balancing, names in PLAYED.items():
+        here = cluster if balancing == "hashed" else spread
+        given = options if balancing == "hashed" else replace(options, default_path=None)
+        for name in names:
+            used, times_s = _times_s(here, name, given, horizon_s, start_s)
+            found[balancing, name] = (
+                used,
+                max((times_s[j] or float("inf")) / (alone_s[j] or float("inf")) for j in times_s),
+            )
+    return found
 
 
 def _times_s(
@@ -122,10 +130,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     show_default=True,
     help="Seconds played.",
 )
+@workers_option
 @json_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/spraying.{json,txt}.")
-def spraying(seeds: int, horizon_s: float, json_path: Path | None, out: Path | None) -> None:
+def spraying(
+    seeds: int, horizon_s: float, workers: Workers, json_path: Path | None, out: Path | None
+) -> None:
     """Plays random jobs on Clos networks that hash flows, and on those that spray packets."""
-    rows = list(rows_of(seeds, horizon_s))
+    rows = list(rows_of(seeds, horizon_s, workers))
     settings = {"seeds": seeds, "horizon_s": horizon_s, "job_gpus": list(SIZES)}
     publish(Result("spraying", settings, rows), table(rows), json_path, out)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from crux_torch import _fluid
-from crux_torch.cli.progress import counted, tracked
-from crux_torch.cli.results import Result, json_option, names_option, publish, threads_option
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, json_option, names_option, publish, workers_option
 from crux_torch.schedule.model import Cluster, Decision, Scheduler, SchedulerOptions
 from crux_torch.schedule.papers.crux import alone as without_others
 from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.catalogue import A100_FLOPS
 from crux_torch.sim.collectives import hashed_paths
 from crux_torch.sim.play import Report, engine_of, report_of
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.testbed import CASES, RECIPES, Case, Setup, cluster_of, jobs_of
 
 #: What the others are compared with: "without Crux".
@@ -71,13 +71,11 @@ class Draws:
         count: draws of ECMP's hash and of the jobs' start phases.
         seed: of the first draw.
         horizon_s: seconds simulated of each.
-        threads: draws played at a time.
     """
 
     count: int = 100
     seed: int = 0
     horizon_s: float = 120.0
-    threads: int = 1
 
 
 def scheduler(name: str) -> Scheduler:
@@ -136,38 +134,42 @@ def communication_share(case: Case, setup: Setup | None = None) -> dict[str, flo
     return found
 
 
-def sensitivity(
-    draws: Draws, progress: Callable[[], None] = lambda: None
-) -> Iterator[dict[str, Any]]:
+def changes() -> list[tuple[str, Any, Case]]:
+    """Every figure of the setup, each of its values, and every case that is played with it."""
+    cases = [c for c in CASES if c.name in SENSITIVE_CASES]
+    return [
+        (changed, value, case)
+        for changed, values in SENSITIVITY
+        for value in values
+        for case in cases
+    ]
+
+
+def sensitivity(changed: str, value: Any, case: Case, draws: Draws) -> dict[str, Any]:
     """Gain of Crux over ECMP when one figure of the setup is another, everything else equal.
 
     Args:
-        draws: of each.
-        progress: called after every case of every setup.
+        changed: the figure's name in ``Setup``.
+        value: the other value.
+        case: what runs.
+        draws: of it.
     """
-    cases = [c for c in CASES if c.name in SENSITIVE_CASES]
-    for changed, values in SENSITIVITY:
-        for value in values:
-            setup = replace(Setup(), **{changed: value})
-            for case in cases:
-                rows = evaluate(case, ("crux-paper", "paths-only"), draws, setup)
-                row, paths = (
-                    {r["scheduler"]: r for r in rows}[n] for n in ("crux-paper", "paths-only")
-                )
-                largest = max(case.parts, key=lambda part: part.gpus).kind
-                yield {
-                    "changed": changed,
-                    "value": value,
-                    "setup": asdict(setup),
-                    "figure": case.figure,
-                    "case": case.name,
-                    "largest_job": largest,
-                    "communication_share": communication_share(case, setup)[largest],
-                    "gain_pct": row["gain_pct"],
-                    "paths_only_gain_pct": paths["gain_pct"],
-                    "jct_pct": {kind: job["jct_pct"] for kind, job in row["jobs"].items()},
-                }
-                progress()
+    setup = replace(Setup(), **{changed: value})
+    rows = evaluate(case, ("crux-paper", "paths-only"), draws, setup)
+    row, paths = ({r["scheduler"]: r for r in rows}[n] for n in ("crux-paper", "paths-only"))
+    largest = max(case.parts, key=lambda part: part.gpus).kind
+    return {
+        "changed": changed,
+        "value": value,
+        "setup": asdict(setup),
+        "figure": case.figure,
+        "case": case.name,
+        "largest_job": largest,
+        "communication_share": communication_share(case, setup)[largest],
+        "gain_pct": row["gain_pct"],
+        "paths_only_gain_pct": paths["gain_pct"],
+        "jct_pct": {kind: job["jct_pct"] for kind, job in row["jobs"].items()},
+    }
 
 
 def _phases(cluster: Cluster, seed: int) -> dict[str, float]:
@@ -183,7 +185,7 @@ def _play(
     draws: Draws,
 ) -> list[Report]:
     engines = [engine_of(cluster, d, start_s=s) for d, s in zip(decisions, starts, strict=True)]
-    _fluid.run_all(engines, [draws.horizon_s] * len(engines), threads=draws.threads)
+    _fluid.run_all(engines, [draws.horizon_s] * len(engines))
     return [report_of(engine, draws.horizon_s) for engine in engines]
 
 
@@ -264,7 +266,7 @@ SHOWN = ("ecmp", "crux-paper", "paths-only", "crux-pa", "alone", "ideal")
     show_default=True,
     help="Seconds simulated of each draw.",
 )
-@threads_option
+@workers_option
 @click.option(
     "--sensitivity",
     "vary",
@@ -283,13 +285,13 @@ def testbed(
     draws: int,
     seed: int,
     horizon_s: float,
-    threads: int,
+    workers: Workers,
     vary: bool,
     json_path: Path | None,
     out: Path | None,
 ) -> None:
     """The paper's testbed (Figure 18) with the jobs of Figures 19 to 22."""
-    times = Draws(draws, seed, horizon_s, threads)
+    times = Draws(draws, seed, horizon_s)
     settings: dict[str, Any] = {
         "draws": draws,
         "seed": seed,
@@ -299,19 +301,17 @@ def testbed(
         "peak_flops": A100_FLOPS,
     }
     if vary:
-        size = len(SENSITIVE_CASES) * sum(len(values) for _, values in SENSITIVITY)
-        done = count(1)
-        with counted("cases", size) as say:
-            rows = list(sensitivity(times, lambda: say(next(done), None)))
+        tasks = [(*change, times) for change in changes()]
+        rows = list(tracked(mapped(sensitivity, tasks, workers), "cases", len(tasks)))
         result = Result("testbed_sensitivity", settings, rows)
         tables: Iterable[Table] = [sensitivity_table(rows)]
     else:
         chosen = [c for c in CASES if not figures or str(c.figure) in figures]
         rows = []
-        for case in tracked(chosen, "cases"):
+        found = mapped(evaluate, [(case, schedulers, times) for case in chosen], workers)
+        for case, played in zip(chosen, tracked(found, "cases", len(chosen)), strict=True):
             share = communication_share(case)
-            for row in evaluate(case, schedulers, times):
-                rows.append({**row, "communication_share": share})
+            rows += [{**row, "communication_share": share} for row in played]
         result = Result("testbed", {**settings, "schedulers": schedulers}, rows)
         tables = [figure_table(rows, f) for f in FIGURES if any(r["figure"] == f for r in rows)]
     text = _text(tables)

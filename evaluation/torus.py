@@ -23,16 +23,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-from rich.console import Console
-from rich.progress import track
 
-from crux_torch.cli.results import Result, chosen, json_option, publish
+from crux_torch.cli.progress import tracked
+from crux_torch.cli.results import Result, chosen, json_option, publish, workers_option
 from crux_torch.network.builders import GBPS
 from crux_torch.network.builders import torus as torus_topology
 from crux_torch.network.topology import Path as LinkPath
@@ -45,6 +44,7 @@ from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.catalogue import WorkloadError
 from crux_torch.sim.collectives import build_job, hashed_paths
 from crux_torch.sim.play import play
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.small_case import PAPER_MODELS
 
 Placement = Literal["scattered", "packed"]
@@ -247,41 +247,49 @@ PLACEMENTS: tuple[Placement, ...] = ("scattered", "packed")
 
 
 def rows_of(
-    schedulers: Sequence[str], seeds: int, horizon_s: float, progress: bool
+    schedulers: Sequence[str], seeds: int, horizon_s: float, workers: Workers
 ) -> list[dict[str, Any]]:
     """One row for every torus, rate, placement and scheduler; values of all seeds in order."""
+    cells = list(product(SHAPES, LINK_GBPS, PLACEMENTS))
+    tasks = [(*cell, seed, horizon_s, schedulers) for cell in cells for seed in range(seeds)]
+    found = tracked(mapped(_outcomes, tasks, workers), "cases", len(tasks))
     rows = []
-    console = Console(stderr=True)
-    for shape in SHAPES:
-        for gbps in LINK_GBPS:
-            topology = torus_topology(shape, link_Bps=gbps * GBPS)
-            for placement in PLACEMENTS:
-                words = f"{'x'.join(map(str, shape))} {gbps} Gb/s {placement}"
-                played = [
-                    outcomes(
-                        torus_case(shape, placement, seed, topology=topology), horizon_s, schedulers
-                    )
-                    for seed in track(range(seeds), words, console=console, disable=not progress)
-                ]
-                for scheduler in schedulers:
-                    mine = [found[scheduler] for found in played]
-                    best = [found["ideal"].gpu_utilization for found in played]
-                    rows.append(
-                        {
-                            "shape": shape,
-                            "link_Gbps": gbps,
-                            "placement": placement,
-                            "scheduler": scheduler,
-                            "gpu_utilization": [o.gpu_utilization for o in mine],
-                            "of_ideal": [
-                                o.gpu_utilization / b for o, b in zip(mine, best, strict=True)
-                            ],
-                            "busiest_link": [o.busiest for o in mine],
-                            "slowdown": [o.slowdown for o in mine],
-                            "decision_s": [o.decision_s for o in mine],
-                        }
-                    )
+    for shape, gbps, placement in cells:
+        played = list(islice(found, seeds))
+        best = [of["ideal"].gpu_utilization for of in played]
+        for scheduler in schedulers:
+            mine = [of[scheduler] for of in played]
+            rows.append(
+                {
+                    "shape": shape,
+                    "link_Gbps": gbps,
+                    "placement": placement,
+                    "scheduler": scheduler,
+                    "gpu_utilization": [o.gpu_utilization for o in mine],
+                    "of_ideal": [o.gpu_utilization / b for o, b in zip(mine, best, strict=True)],
+                    "busiest_link": [o.busiest for o in mine],
+                    "slowdown": [o.slowdown for o in mine],
+                    "decision_s": [o.decision_s for o in mine],
+                }
+            )
     return rows
+
+
+def _outcomes(
+    shape: tuple[int, ...],
+    gbps: int,
+    placement: Placement,
+    seed: int,
+    horizon_s: float,
+    schedulers: Sequence[str],
+) -> dict[str, Outcome]:
+    case = torus_case(shape, placement, seed, topology=_topology(shape, gbps))
+    return outcomes(case, horizon_s, schedulers)
+
+
+@cache
+def _topology(shape: tuple[int, ...], gbps: int) -> Topology:
+    return torus_topology(shape, link_Bps=gbps * GBPS)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -334,15 +342,21 @@ def spread(values: Sequence[float]) -> str:
     show_default=True,
     help="Seconds played.",
 )
+@workers_option
 @json_option
 @click.option("--out", type=click.Path(path_type=Path), help="Write DIR/torus.{json,txt}.")
 def torus(
-    schedulers: str, seeds: int, horizon_s: float, json_path: Path | None, out: Path | None
+    schedulers: str,
+    seeds: int,
+    horizon_s: float,
+    workers: Workers,
+    json_path: Path | None,
+    out: Path | None,
 ) -> None:
     """Plays random jobs on tori under every scheduler."""
     wanted = {*chosen(schedulers, list(SCHEDULERS_PLAYED)), "ecmp", "ideal"}
     played = [scheduler for scheduler in SCHEDULERS_PLAYED if scheduler in wanted]
-    rows = rows_of(played, seeds, horizon_s, progress=Console(stderr=True).is_terminal)
+    rows = rows_of(played, seeds, horizon_s, workers)
     text = table(rows)
     settings = {"seeds": seeds, "horizon_s": horizon_s, "levels": len(LEVELS), "sweeps": SWEEPS}
     result = Result("torus", settings, rows)

@@ -18,13 +18,14 @@ import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.cli.progress import tracked
-from crux_torch.cli.results import Result, json_option, publish
+from crux_torch.cli.results import Result, json_option, publish, workers_option
 from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, arrays_of
 from crux_torch.schedule.model import Memory
 from crux_torch.schedule.papers import correction, crux
 from crux_torch.schedule.papers.compression import Edges
 from crux_torch.schedule.papers.correction import GameJob, bounded_factors
 from crux_torch.sim.play import play
+from crux_torch.sim.workers import Workers, mapped
 from evaluation.beyond import KINDS, Case, single_bursts
 
 
@@ -121,6 +122,10 @@ VARIANTS: Mapping[str, Sequence[tuple[object, str, object]]] = {
 }
 
 
+def _measured(kind: str, seed: int, horizon_s: float) -> list[dict[str, Any]]:
+    return list(measure(KINDS[kind](seed), horizon_s))
+
+
 def measure(case: Case, horizon_s: float) -> Iterator[dict[str, Any]]:
     """One row for each variant: GPU utilisation over that of Crux as it is."""
     base = _utilization(case, horizon_s, [])
@@ -165,6 +170,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 @click.option("--testbed", type=click.IntRange(0), default=20, show_default=True)
 @click.option("--clos", type=click.IntRange(0), default=3, show_default=True)
 @click.option("--horizon", "horizon_s", type=click.FloatRange(1.0), default=120.0)
+@workers_option
 @json_option
 @click.option(
     "--out",
@@ -172,13 +178,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     help="Write variants.json and variants.txt to this folder.",
 )
 def variants(
-    small: int, testbed: int, clos: int, horizon_s: float, json_path: Path | None, out: Path | None
+    small: int,
+    testbed: int,
+    clos: int,
+    horizon_s: float,
+    workers: Workers,
+    json_path: Path | None,
+    out: Path | None,
 ) -> None:
     """Take one decision at a time as the paper words it, and compare GPU utilisation."""
     counts = {"small": small, "testbed": testbed, "clos": clos}
-    rows = []
-    for kind, count in counts.items():
-        for seed in tracked(range(count), kind):
-            rows.extend(measure(KINDS[kind](seed), horizon_s))
+    tasks = [(kind, seed, horizon_s) for kind, count in counts.items() for seed in range(count)]
+    found = tracked(mapped(_measured, tasks, workers), "clusters", len(tasks))
+    rows = [row for of_cluster in found for row in of_cluster]
     result = Result("variants", {"cases": counts, "horizon_s": horizon_s}, rows)
     publish(result, table(rows), json_path, out)

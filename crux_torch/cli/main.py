@@ -41,7 +41,13 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "dispatch": ("crux_torch.cli.dispatch:dispatch", "Choose which GPUs to give to a job."),
 }
 #: The extra of crux-torch that installs a module.
-EXTRAS = {"prometheus_client": "metrics", "scipy": "sim", "textual": "top", "torch": "live"}
+EXTRAS = {
+    "joblib": "sim",
+    "prometheus_client": "metrics",
+    "scipy": "sim",
+    "textual": "top",
+    "torch": "live",
+}
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> click.ClickException:

@@ -15,6 +15,7 @@ import click
 
 from crux_torch.files import write_file
 from crux_torch.report.tables import bounded
+from crux_torch.sim.workers import ADDRESS, Workers
 
 #: Types of a file that must be there, and of one that is written.
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -100,12 +101,24 @@ def publish(result: Result, text: str, json_path: Path | None, folder: Path | No
 
 
 scenario_argument = click.argument("file", type=FILE)
-threads_option = click.option(
-    "--threads",
-    type=click.IntRange(1),
-    default=1,
+
+
+def _workers(_context: click.Context, _option: click.Parameter, value: str) -> Workers:
+    if value.isdecimal() and int(value):
+        return int(value)
+    if not ADDRESS.fullmatch(value):
+        expected = "a number of processes, dask://HOST:PORT or ray://HOST:PORT"
+        raise click.BadParameter(f"{value!r} is unknown; expected {expected}")
+    return value
+
+
+workers_option = click.option(
+    "--workers",
+    metavar="N|ADDRESS",
+    callback=_workers,
+    default="1",
     show_default=True,
-    help="Runs that are played at the same time.",
+    help="Runs at a time, in as many processes; or dask://HOST:PORT or ray://HOST:PORT, a cluster.",
 )
 
 

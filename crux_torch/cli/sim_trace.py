@@ -13,13 +13,14 @@ import click
 
 from crux_torch.cli.plots import plot_option, put_plot
 from crux_torch.cli.progress import tracked
-from crux_torch.cli.results import STDOUT, Result, json_option, names_option, threads_option
+from crux_torch.cli.results import STDOUT, Result, json_option, names_option, workers_option
 from crux_torch.errors import CruxError
 from crux_torch.report.tables import Grid, console
 from crux_torch.schedule.schedulers import IN_TRACES
 from crux_torch.sim.placement import PLACEMENTS, RANKED
 from crux_torch.sim.replay import TOPOLOGIES, ReplayOptions, Run, run_rows, settings_of, topology_of
 from crux_torch.sim.traces import Workload
+from crux_torch.sim.workers import Workers
 
 #: Letters in a line of the file of tables.
 FILE_WIDTH = 132
@@ -93,7 +94,7 @@ Row = dict[str, Any]
     default=60.0,
     help="Seconds between two plans, at least.",
 )
-@threads_option
+@workers_option
 @json_option
 @plot_option
 @click.option(
@@ -127,7 +128,7 @@ def play_rows(
     rings_together: bool,
     fixed_durations: bool,
     replan_s: float,
-    threads: int,
+    workers: Workers,
     json_path: Path | None,
     out: Path | None,
     name: str,
@@ -171,7 +172,7 @@ def play_rows(
         settings = settings_of(workload, options, loaded)
         for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
             topology_of(topology)
-        for row in tracked(run_rows(runs, threads), "rows", len(runs)):
+        for row in tracked(run_rows(runs, workers), "rows", len(runs)):
             rows.append(row_of(row))
             result = Result(name, settings, rows)
             result.write(_text(settings, rows, columns or {}, FILE_WIDTH), json_path, out)

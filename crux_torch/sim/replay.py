@@ -6,10 +6,10 @@ table.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import heapq
 import math
-import multiprocessing
 import os
 import random
 import resource
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from crux_torch.sim.placement import (
     candidates,
 )
 from crux_torch.sim.traces import Trace, TraceJob, Workload
+from crux_torch.sim.workers import Workers, mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +317,7 @@ def run_row(run: Run) -> dict[str, Any]:
         WorkloadError, TopologyError: as the parts do.
     """
     trace = run.workload.load()
+    _forget_peak()
     wall, cpu = time.perf_counter(), time.process_time()
     # Python's cycle collector would walk the many paths of a row in vain.
     collecting = gc.isenabled()
@@ -349,11 +352,16 @@ def run_row(run: Run) -> dict[str, Any]:
     }
 
 
-def run_rows(runs: Sequence[Run], threads: int = 1) -> Iterator[dict[str, Any]]:
-    """Plays rows, each in a process of its own, so that its memory is its own; in their order."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(threads, len(runs)) or 1, maxtasksperchild=1) as pool:
-        yield from pool.imap(run_row, runs)
+def _forget_peak() -> None:
+    """From here on, the peak of this process's memory is not that of earlier rows."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def run_rows(runs: Sequence[Run], workers: Workers = 1) -> Iterator[dict[str, Any]]:
+    """Plays rows, ``workers`` of :func:`crux_torch.sim.workers.mapped` at a time; in order."""
+    return mapped(run_row, [(run,) for run in runs], workers)
 
 
 def settings_of(workload: Workload, options: ReplayOptions, trace: Trace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
 from crux_torch.dispatch.predictor import predicted_links
 from crux_torch.dispatch.search import strongest
 from evaluation.dispatch import MIXED, case, efficacy, measured, methods, remembered, search_cpu_s
-from evaluation.dispatch_contention import HELD, HOSTS, RULES, compact, contention_rows, scene
+from evaluation.dispatch_contention import HELD, HOSTS, RULES, compact, contention_row, scene
 from evaluation.dispatch_contention import text_of as contention_text
 from evaluation.dispatch_tables import efficacy_rows, storage_row, text_of, time_rows
 from evaluation.litegd import MODELS, Trees, bidirectional, by_topology, connection, host_table
@@ -164,7 +164,7 @@ def test_compact_takes_few_hosts() -> None:
 
 @pytest.mark.slow
 def test_beside_running_jobs_the_aware_choice_is_the_best() -> None:
-    rows = contention_rows(range(1, 4))
+    rows = [contention_row(seed) for seed in range(1, 4)]
     for row in rows:
         utilisation = row["utilisation"]
         assert utilisation["contention-aware"] >= max(utilisation[r] for r in RULES) - 1e-9

@@ -150,13 +150,6 @@ def test_nothing_is_better_than_the_optimum_and_verdicts_repeat() -> None:
         assert outcome.optimum == again.optimum
 
 
-def test_threads_do_not_change_the_optimum() -> None:
-    cluster = draw_case(1).cluster
-    one, two = (Table(cluster, len(LEVELS), SHORT, threads=n) for n in (1, 2))
-    assert np.array_equal(one.screened, two.screened)
-    assert one.optimum == two.optimum
-
-
 @pytest.mark.slow
 def test_the_papers_crux_and_the_default_reach_what_they_are_held_to() -> None:
     """Of 20 cases; the benchmark judges 1,500 by longer plays."""
@@ -172,7 +165,7 @@ def test_the_papers_crux_and_the_default_reach_what_they_are_held_to() -> None:
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        evaluation, ["optimality", "--cases", "2", "--threads", "2", "--out", str(tmp_path)]
+        evaluation, ["optimality", "--cases", "2", "--workers", "2", "--out", str(tmp_path)]
     )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "optimality.txt").read_text() in result.output

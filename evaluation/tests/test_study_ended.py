@@ -48,14 +48,23 @@ def until(true: Callable[[], bool]) -> None:
     [("trace", "--jobs", "2000", "--schedulers", "crux-paper,ecmp"), ("saturated", "--seeds", "2")],
     ids=lambda study: study[0],
 )
-def test_a_study_that_is_ended_leaves_no_worker(study: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "evaluation", *study, "--threads", "2"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as program:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
+def test_a_study_that_is_ended_leaves_no_worker(
+    study: tuple[str, ...], number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "evaluation", *study, "--workers", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as program:
         try:
             until(lambda: sum(cpu_s(pid) > COMPUTES_S for pid in below(program.pid)) >= 2)
             started = below(program.pid)
-            program.send_signal(signal.SIGTERM)
-            assert program.wait(BOUND_S) == 128 + signal.SIGTERM
+            if number == signal.SIGINT:
+                # As a terminal does: the workers get it, too.
+                os.killpg(program.pid, number)
+            else:
+                program.send_signal(number)
+            assert program.wait(BOUND_S) == 128 + number
         finally:
             program.kill()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))

@@ -103,14 +103,12 @@ _Missing = dict[tuple[object, bytes], tuple[Neighbours, IntArray]]
 
 
 class Rehearsal:
-    """Plays plans of one cluster, ``threads`` at a time, and remembers what it has played.
+    """Plays plans of one cluster, and remembers what it has played.
 
     Jobs are numbered in the order of their names; ``seed`` is that of the start times.
     """
 
-    def __init__(
-        self, cluster: Cluster, length: Length, *, seed: int = 0, threads: int = 1
-    ) -> None:
+    def __init__(self, cluster: Cluster, length: Length, *, seed: int = 0) -> None:
         self.jobs: tuple[Job, ...] = tuple(sorted(cluster.jobs, key=lambda job: job.name))
         #: Engines that have been run; a new plan of a part takes ``phases`` of them.
         self.plays = 0
@@ -119,7 +117,6 @@ class Rehearsal:
         self._cluster = cluster
         self._capacity_Bps = cluster.capacity_Bps
         self._length = length
-        self._threads = threads
         self.phases = self._length.phases
         self._start = np.random.default_rng(seed).random((self._length.phases, len(self.jobs)))
         self._routes: dict[tuple[int, tuple[int, ...]], RoutedJob] = {}
@@ -129,7 +126,7 @@ class Rehearsal:
 
     def anew(self, length: Length, seed: int) -> Rehearsal:
         """Returns a rehearsal of the same jobs and routes that has played nothing."""
-        other = Rehearsal(self._cluster, length, seed=seed, threads=self._threads)
+        other = Rehearsal(self._cluster, length, seed=seed)
         other._routes, other._parts = self._routes, self._parts
         return other
 
@@ -277,7 +274,7 @@ class Rehearsal:
                 s if share == 1.0 else a + share * (s - a)
                 for a, s in zip(begun_s, until_s, strict=True)
             ]
-            _fluid.run_all(engines, stop_s, threads=self._threads)
+            _fluid.run_all(engines, stop_s)
             if sum(engine.work for engine in engines) > most_work:
                 self.plays += len(engines)
                 self.work += sum(engine.work for engine in engines)
