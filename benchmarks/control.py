@@ -20,7 +20,8 @@ two of them there is a pause, so that no delay is that of the limit on plans a m
 iterations, of half a second, all the time.
 
 Segments and bytes are those of the server's TCP connections, with 66 bytes of headers for each
-segment, as the kernel counts them.
+segment, as the kernel counts them. *% of the server's NIC* is the direction of more bytes, all
+leaders together, as a share of one NIC of the paper's testbed (200 Gbit/s).
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ from crux_torch.store.host import StoreHost
 DEFAULT_RUNS = "embedded:10,100,300", "etcd:10,100,300,1000"
 #: Of Ethernet, IPv4 and TCP with timestamps, in each segment.
 HEADER_BYTES = 66
+#: The NICs of the paper's testbed (Figure 18), one direction.
+NIC_Bps = 25e9
 NOTHING = 0, 0, 0
 PROCESSES = 2
 TICK_S = 0.05
@@ -436,6 +439,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
         }
         for row in rows
     ]
+    for row in flat:
+        for part in ("rest", "churn"):
+            ways = [f"{part} {way} Bps a leader" for way in ("sent", "received")]
+            if ways[0] in row:
+                most_Bps = row["leaders "] * max(row[way] for way in ways)
+                row[f"{part} % of the server's NIC"] = 100.0 * most_Bps / NIC_Bps
     table.add_column("")
     for row in flat:
         table.add_column(f"{row.pop('store ')}\n{row.pop('leaders ')} leaders", justify="right")
