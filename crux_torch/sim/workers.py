@@ -14,7 +14,7 @@ from crux_torch.errors import CruxError, first_line
 Workers = int | str
 ADDRESS = re.compile(r"(?P<kind>dask|ray)://(?P<at>\S+:\d+)")
 #: Seconds that a cluster may take to answer, and to have a worker.
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 T = TypeVar("T")
 

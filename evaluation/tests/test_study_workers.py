@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from dask_cluster import BOUND_S, DaskCluster
 
 from evaluation.__main__ import evaluation
 
 
 @pytest.mark.slow
-def test_a_study_has_the_same_rows_wherever_it_runs() -> None:
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
+def test_a_study_has_the_same_rows_wherever_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crux_torch.sim.workers.LIMIT_S", BOUND_S)
     few = ["variants", "--small", "3", "--testbed", "0", "--clos", "0", "--horizon", "5"]
 
     def rows(workers: str) -> list[object]:
@@ -20,8 +24,6 @@ def test_a_study_has_the_same_rows_wherever_it_runs() -> None:
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)["rows"]
 
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=":0"
-    ) as cluster:
-        found = rows(cluster.scheduler_address.replace("tcp://", "dask://"))
+    with DaskCluster(tmp_path) as cluster:
+        found = rows(cluster.address)
     assert found == rows("2") == rows("1")

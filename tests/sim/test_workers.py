@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from control_fakes import until
+from dask_cluster import BOUND_S, DaskCluster
 from loopback import free_port
 from places import ROOT
 
@@ -44,17 +45,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def dask() -> Iterator[Any]:
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, dashboard_address=":0"
-    ) as cluster:
+def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskCluster]:
+    with DaskCluster(tmp_path_factory.mktemp("dask")) as cluster:
         yield cluster
 
 
-@pytest.fixture
-def address(dask: Any) -> str:
-    return dask.scheduler_address.replace("tcp://", "dask://")
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may answer late."""
+    monkeypatch.setattr(workers, "LIMIT_S", BOUND_S)
 
 
 @pytest.fixture(scope="module")
@@ -90,48 +89,41 @@ def test_processes_give_the_rows_of_this_one(
 
 @pytest.mark.slow
 def test_two_workers_of_dask_give_the_rows_of_this_process(
-    runs: list[Run], address: str, played_here: list[dict[str, Any]]
+    runs: list[Run], dask: DaskCluster, played_here: list[dict[str, Any]]
 ) -> None:
-    assert results(runs, address) == played_here
+    assert results(runs, dask.address) == played_here
 
 
 @pytest.mark.slow
-def test_tasks_run_on_both_workers_and_keep_their_order(dask: Any, address: str) -> None:
-    found = list(mapped(who, [(number,) for number in range(40)], address))
+def test_tasks_run_on_both_workers_and_keep_their_order(dask: DaskCluster) -> None:
+    found = list(mapped(who, [(number,) for number in range(40)], dask.address))
     assert [number for number, _ in found] == list(range(40))
-    assert {pid for _, pid in found} == {worker.pid for worker in dask.workers.values()}
+    assert {pid for _, pid in found} == dask.pids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("here", [True, False], ids=["processes", "dask"])
 def test_an_error_of_a_task_is_raised_here(here: bool, request: pytest.FixtureRequest) -> None:
-    where = 2 if here else request.getfixturevalue("address")
+    where = 2 if here else request.getfixturevalue("dask").address
     with pytest.raises(WorkersError, match=r"^refused 3$"):
         list(mapped(refuse, [(3,)], where))
 
 
 @pytest.mark.slow
-def test_a_task_that_kills_every_worker_of_dask_is_an_error() -> None:
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
-    with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=1, dashboard_address=":0", silence_logs=50
-    ) as cluster:
-        at = cluster.scheduler_address.replace("tcp://", "dask://")
-        with pytest.raises(WorkersError, match=r"no worker of .* ran a task"):
-            list(mapped(die, [()], at))
+def test_a_task_that_kills_every_worker_of_dask_is_an_error(tmp_path: Path) -> None:
+    with (
+        DaskCluster(tmp_path, workers=1) as cluster,
+        pytest.raises(WorkersError, match=r"no worker of .* ran a task"),
+    ):
+        list(mapped(die, [()], cluster.address))
 
 
 @pytest.mark.slow
-def test_workers_of_several_threads_are_refused() -> None:
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
-    with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=2, processes=False, dashboard_address=":0", protocol="tcp"
-    ) as cluster:
-        at = cluster.scheduler_address.replace("tcp://", "dask://")
-        with pytest.raises(
-            WorkersError, match=rf"{at}: a worker has several threads: .*--nthreads 1"
-        ):
-            list(mapped(who, [(1,)], at))
+def test_workers_of_several_threads_are_refused(tmp_path: Path) -> None:
+    with DaskCluster(tmp_path, workers=1, threads=2) as cluster:
+        several = rf"{cluster.address}: a worker has several threads: .*--nthreads 1"
+        with pytest.raises(WorkersError, match=several):
+            list(mapped(who, [(1,)], cluster.address))
 
 
 def test_another_release_on_a_worker_is_refused() -> None:
@@ -172,13 +164,14 @@ def test_the_memory_of_a_row_is_not_that_of_what_ran_before(runs: list[Run]) -> 
 
 
 @pytest.mark.slow
-def test_a_program_that_is_ended_leaves_a_cluster_with_nothing_to_do(address: str) -> None:
+def test_a_program_that_is_ended_leaves_a_cluster_with_nothing_to_do(dask: DaskCluster) -> None:
     """Tasks that wait there are forgotten; the one that runs ends by itself."""
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed")
+    distributed = pytest.importorskip("distributed")
     many = ["--topology", "clos", "--schedulers", "ecmp,crux-paper,ideal,varys", "--jobs", "40"]
-    command = [sys.executable, "-m", "crux_torch.cli", "sim", "trace", *many, "--workers", address]
+    command = [sys.executable, "-m", "crux_torch.cli", "sim", "trace", *many]
+    command += ["--workers", dask.address]
     with (
-        distributed.Client(address.replace("dask://", "tcp://"), set_as_default=False) as seen,
+        distributed.Client(dask.scheduler, timeout=BOUND_S, set_as_default=False) as seen,
         subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as program,
