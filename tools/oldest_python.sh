@@ -26,7 +26,7 @@ cd "$copy"
 pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check"
 $pip --require-hashes -r constraints/lock-pip.txt
 $pip -c constraints/python-3.10.txt 'setuptools>=77' wheel pybind11 pytest pytest-xdist pytest-timeout \
-  pytest-rerunfailures hypothesis numpy scipy click msgspec PyYAML rich networkx starlette uvicorn
+  pytest-rerunfailures hypothesis numpy scipy click joblib msgspec PyYAML rich networkx starlette uvicorn
 CRUX_BUILD=sim .venv/bin/python setup.py --quiet build_ext --inplace
 export PYTHONPATH="$PWD:$PWD/launcher"
 # The files of these packages; those that import torch are left out by name.
