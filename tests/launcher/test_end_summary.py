@@ -42,17 +42,17 @@ def block(job: Job) -> str:
     return str(found[0])
 
 
-def held_a_level(job: Job) -> bool:
-    return (job.status().get("applied") or {}).get("level") is not None and (
-        job.status().get("profile") is not None
-    )
+def held_a_plan(job: Job) -> bool:
+    status = job.status()
+    # While it is measured, it has a level already.
+    return status.get("plan") is not None and not status["order"]["measuring"]
 
 
 # torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
 @pytest.mark.flaky(reruns=1)
 def test_a_job_that_ends_says_what_was_measured_and_held(start: Callable[..., Job]) -> None:
     job = start()
-    until(lambda: held_a_level(job), BOUND_S, "a plan")
+    until(lambda: held_a_plan(job), BOUND_S, "a plan")
     job.end()
     text = block(job)
     steps = int(re.match(r"summary of job: (\d+) steps in ", text)[1])
@@ -70,7 +70,7 @@ def test_a_job_that_ends_says_what_was_measured_and_held(start: Callable[..., Jo
 @pytest.mark.flaky(reruns=1)
 def test_a_job_whose_leader_is_killed_says_what_is_known(start: Callable[..., Job]) -> None:
     job = start()
-    until(lambda: held_a_level(job), BOUND_S, "a plan")
+    until(lambda: held_a_plan(job), BOUND_S, "a plan")
     os.kill(job.pid(0), signal.SIGKILL)
     assert job.launcher.wait(BOUND_S) == 1
     assert "as known" in block(job)
