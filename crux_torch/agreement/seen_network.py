@@ -22,6 +22,8 @@ MAGIC = b"\0crux-seen\0"
 #: Bytes of all fragments together that count, those of the smallest first: of 5,000 jobs on 1,024
 #: hosts and three layers, with room. One job has ``MAX_RECORD_BYTES`` at most.
 MAX_BYTES = 64 << 20
+#: Pairs of one job that are remembered while its fragment lacks them.
+MAX_MISSING = 1024
 
 _fragment = msgspec.json.Decoder(Fragment)
 _fragments = msgspec.json.Decoder(tuple[tuple[str, Fragment], ...])
@@ -45,6 +47,8 @@ class SeenNetwork:
         self.left_out: tuple[str, ...] = ()
         self.lost: frozenset[tuple[str, ...]] = frozenset()
         self._own = own
+        #: Pairs that a job saw, and that its fragment does not have now.
+        self._missing: dict[str, tuple[SeenPair, ...]] = {}
         self._known: dict[str, tuple[bytes, Fragment | None]] = {}
         self._of: object = None
         self._bytes: bytes | None = None
@@ -93,9 +97,13 @@ class SeenNetwork:
             if job == self._own or before is now or before is None or now is None:
                 continue
             there = {(pair.src_address, pair.dst_address) for pair in now.pairs}
-            seen = _links(now.pairs)
-            again = (p for p in before.pairs if (p.src_address, p.dst_address) in there)
-            lost = (lost | _links(again)) - seen
+            # A search that failed leaves its pair out for a while.
+            every = [*before.pairs, *self._missing.get(job, ())]
+            again = [p for p in every if (p.src_address, p.dst_address) in there]
+            missing = tuple(p for p in every if (p.src_address, p.dst_address) not in there)
+            self._missing[job] = missing[:MAX_MISSING]
+            lost = (lost | _links(again)) - _links(now.pairs)
+        self._missing = {job: pairs for job, pairs in self._missing.items() if job in self._known}
         return _links(own.pairs) & lost
 
 

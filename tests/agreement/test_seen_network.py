@@ -309,6 +309,12 @@ def test_links_that_another_job_lost_are_told_until_one_sees_them_again() -> Non
     # A job that has ended, or that goes on between other hosts, has lost nothing.
     assert lost(a=own, c=fragment(C)) == set()
     assert lost(a=own, c=one) == set()
+    # One whose search failed for a while has.
+    nothing = Fragment(hosts=both.hosts, pairs=both.pairs[:1])
+    assert lost(a=own, b=both) == set()
+    assert lost(a=own, b=nothing) == set()
+    assert lost(a=own, b=one) == vanished
+    assert lost(a=own, b=both) == set()
     # Of links that this job does not see it hears nothing.
     assert lost(a=fragment(A, [1]), b=both) == set()
     assert lost(a=fragment(A, [1]), b=one) == set()
