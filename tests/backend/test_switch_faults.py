@@ -16,7 +16,7 @@ from rig import faults
 from rig.job import ATTACHED, STOCK, Job
 from rig.kind import LEGACY, OLD_TORCH
 from rig.kind import rig as the_rig
-from rig.outcome import DIED, VALUE, Outcome
+from rig.outcome import DIED, ERROR, VALUE, Outcome
 from rig.part import PAIR
 
 _ok, _why_not = cuda_rig.available()
@@ -164,5 +164,6 @@ def test_a_rank_that_dies_in_a_switch_ends_the_other_as_without(
         flavour, ATTACHED, tmp_path / "job", 120.0, switches=1000, dies_in=phase
     )
     assert "code -9" in dead.value
-    assert survivor.kind == DIED, survivor
-    assert f"code {code}:" in survivor.value, survivor.value
+    # NCCL may tell the script of it before torch's watchdog ends the process.
+    told = survivor.kind == ERROR and "remote process exited" in survivor.value
+    assert told or (survivor.kind == DIED and f"code {code}:" in survivor.value), survivor
