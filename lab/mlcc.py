@@ -400,7 +400,7 @@ class SideBySide:
 def _step_bytes(
     sent: Sequence[tuple[float, int]], times: Sequence[float], senders: int
 ) -> float | None:
-    """What so many ranks send in a step, on average, if each sends as much as this one."""
+    """Mean bytes that ``senders`` ranks send in a step, if each sends as much as this one."""
     if len(sent) < 2 or not times:
         return None
     (began_s, before), (ended_s, after) = sent[0], sent[-1]
