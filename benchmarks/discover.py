@@ -127,9 +127,6 @@ def _peak_MB() -> float:
 
 
 def jobs(count: int) -> dict[str, Any]:
-    # It takes torch, which would count as memory of what runs before.
-    from crux_torch.agent.discovery import with_live
-
     network = AnsweringNetwork(clos3(8, 4, 4, 4, 32))
     chance = random.Random(1)
     addresses = list(network.address.values())
@@ -138,10 +135,7 @@ def jobs(count: int) -> dict[str, Any]:
         ring = chance.sample(addresses, chance.choice([2, 2, 4, 4, 8]))
         there = set(zip(ring, ring[1:] + ring[:1], strict=True))
         pairs = sorted(there | {(b, a) for a, b in there})
-        seen = network.fragment(pairs, PORTS[:24])
-        # As jobs publish them: without the ports of paths.
-        published = tuple(with_live(pair, None) for pair in seen.pairs)
-        fragments[f"job{job}"] = Fragment(hosts=seen.hosts, pairs=published)
+        fragments[f"job{job}"] = network.fragment(pairs, PORTS[:24])
     text = msgspec.json.encode(fragments)
     del fragments
     began = time.process_time()
@@ -153,7 +147,7 @@ def jobs(count: int) -> dict[str, Any]:
         found = join(decoded)
         times.append(time.process_time() - began)
     told = score(network, found, pairs_of(network), PORTS[:24])
-    paths = sum(len(pair.paths) for each in decoded.values() for pair in each.pairs)
+    paths = sum(len(pair.paths) for each in decoded.values() for pair in each.seen)
     click.echo(f"3. {count} jobs on 1,024 hosts, three layers\n")
     click.echo(
         f"{paths} paths, {len(text) / 1e6:.0f} MB of JSON, read in {decode_s:.2f} s; joined in "

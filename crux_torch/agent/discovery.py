@@ -28,7 +28,6 @@ from crux_torch.network.discover.fragment import (
     MAX_RATE_Bps,
     SeenHost,
     SeenPair,
-    SeenPath,
 )
 from crux_torch.network.discover.seen_paths import links_in
 from crux_torch.network.discover.survey import searched
@@ -360,29 +359,25 @@ class JobDiscovery:
         hosts = [with_rates(host, used, profile) for _, host in sorted(self._hosts.items())]
         if not pairs:
             return None
-        raw = msgspec.json.encode(Fragment(hosts=tuple(hosts), pairs=tuple(pairs)))
+        raw = msgspec.json.encode(Fragment.of(hosts, pairs))
         while len(raw) > MAX_RECORD_BYTES and pairs:
             self._warn("size", "not all paths of this job's hosts fit into the store")
             pairs = pairs[: len(pairs) * MAX_RECORD_BYTES // len(raw)]
-            raw = msgspec.json.encode(Fragment(hosts=tuple(hosts), pairs=tuple(pairs)))
+            raw = msgspec.json.encode(Fragment.of(hosts, pairs))
         return raw if pairs else None
 
 
 def with_live(found: SeenPair, live: SeenPair | None) -> SeenPair:
-    """Returns the pair with the paths added that live connections take and the search missed.
-
-    The ports of paths are left out: no plan asks for them, and all jobs share the store.
-    """
-    of_search = tuple(SeenPath(path.hops) for path in found.paths)
+    """Returns the pair with the paths added that live connections take and the search missed."""
     if live is None or found.sprays:
-        return msgspec.structs.replace(found, paths=of_search)
+        return found
     known = {path.hops for path in found.paths}
     missed = tuple(
-        msgspec.structs.replace(path, connections=0)
+        path
         for path in live.paths
         if path.hops and None not in path.hops and path.hops not in known
     )
-    return msgspec.structs.replace(found, paths=(*of_search, *missed)[:MAX_PATHS])
+    return msgspec.structs.replace(found, paths=(*found.paths, *missed)[:MAX_PATHS])
 
 
 def surer(search: Search) -> Search:

@@ -12,6 +12,7 @@ import msgspec
 
 from crux_torch.agreement.bounds import holdings
 from crux_torch.agreement.records import JobRecord
+from crux_torch.network.discover.evidence import canonical
 from crux_torch.network.discover.fragment import FRAGMENT_VERSION, Fragment, SeenHost, SeenPair
 from crux_torch.network.discover.seen_paths import contradictions, links_in
 from crux_torch.network.discover.seen_topology import SeenTopology
@@ -142,9 +143,18 @@ def counted(fragments: Mapping[str, Fragment], records: Sequence[JobRecord]) -> 
         for host in fragment.hosts:
             if host.name in own:
                 hosts.setdefault(host.name, host)
-        pairs = tuple(p for p in fragment.pairs if p.src != p.dst and own >= {p.src, p.dst})
-        if hosts and pairs:
-            found[record.job] = Fragment(hosts=tuple(hosts.values()), pairs=pairs)
+        host_at = {
+            canonical(address): host.name
+            for host in hosts.values()
+            for nic in host.nics
+            for address in nic.addresses
+        }
+        at = [host_at.get(canonical(address)) for address in fragment.addresses]
+        seen = tuple(p for p in fragment.seen if len({at[p.src], at[p.dst]} - {None}) == 2)
+        if seen:
+            found[record.job] = msgspec.structs.replace(
+                fragment, hosts=tuple(hosts.values()), seen=seen
+            )
     return found
 
 

@@ -28,6 +28,7 @@ from crux_torch.agreement.seen_network import (
     SeenNetwork,
     contradicted,
     counted,
+    decoded,
     encoded,
     is_seen,
 )
@@ -86,7 +87,7 @@ def test_levels_and_paths_are_those_of_the_same_network_in_a_file() -> None:
 
 
 def test_paths_that_nobody_saw_are_one_link_and_leave_a_component_on_one_level() -> None:
-    unseen = {**MINE, "b": msgspec.structs.replace(MINE["b"], pairs=MINE["b"].pairs[:1])}
+    unseen = {**MINE, "b": Fragment.of(MINE["b"].hosts, MINE["b"].pairs[:1])}
     network = network_of(unseen, RECORDS)
     cluster = plan_inputs(RECORDS, network)
     assert [len(f.candidates) for job in cluster.jobs for f in job.flows] == [2, 2, 2, 1]
@@ -95,7 +96,7 @@ def test_paths_that_nobody_saw_are_one_link_and_leave_a_component_on_one_level()
     whole = {**MINE, "c": fragment(C)}
     assert len({entry.level for entry in plan(whole, heavy, "crux-paper")}) > 1
     without_c = {**whole, "c": fragment(C, (0,))}
-    without_c["c"] = msgspec.structs.replace(without_c["c"], pairs=without_c["c"].pairs[:1])
+    without_c["c"] = Fragment.of(without_c["c"].hosts, without_c["c"].pairs[:1])
     assert len({entry.level for entry in plan(without_c, heavy)}) == 1
 
 
@@ -130,7 +131,7 @@ def forged(*paths: tuple[str, ...], speed_Bps: float = LINK_Bps) -> Fragment:
         C[1].name, C[1].address, C[0].name, C[0].address, tuple(SeenPath(p) for p in paths), 0.99
     )
     own = tuple(host(h, speed_Bps) for h in C)
-    return Fragment(hosts=own, pairs=(there, back))
+    return Fragment.of(hosts=own, pairs=(there, back))
 
 
 def of_others() -> Fragment:
@@ -142,13 +143,13 @@ def of_others() -> Fragment:
         for y in everyone
         if x != y
     )
-    return Fragment(hosts=tuple(map(host, everyone)), pairs=pairs)
+    return Fragment.of(hosts=tuple(map(host, everyone)), pairs=pairs)
 
 
 def with_addresses_of_others() -> Fragment:
     nic = SeenNic("eth0", (C[0].address, A[1].address, hops(*A, 0)[1]), LINK_Bps)
     own = (SeenHost(C[0].name, (nic,)), host(C[1]))
-    return Fragment(hosts=own, pairs=fragment(C).pairs)
+    return Fragment.of(hosts=own, pairs=fragment(C).pairs)
 
 
 FORGERIES = {
@@ -310,7 +311,7 @@ def test_links_that_another_job_lost_are_told_until_one_sees_them_again() -> Non
     assert lost(a=own, c=fragment(C)) == set()
     assert lost(a=own, c=one) == set()
     # One whose search failed for a while has.
-    nothing = Fragment(hosts=both.hosts, pairs=both.pairs[:1])
+    nothing = Fragment.of(hosts=both.hosts, pairs=both.pairs[:1])
     assert lost(a=own, b=both) == set()
     assert lost(a=own, b=nothing) == set()
     assert lost(a=own, b=one) == vanished
@@ -362,7 +363,7 @@ def test_fragments_are_bounded_the_smallest_first_and_have_one_form() -> None:
     assert both is not None
     assert is_seen(both)
     assert not is_seen(LEAF_SPINE.encode())
-    padded = Fragment(hosts=large.hosts, pairs=large.pairs * (MAX_BYTES // 400))
+    padded = msgspec.structs.replace(large, seen=large.seen * (MAX_BYTES // 40))
     assert encoded({"a": small, "b": padded}) == encoded({"a": small})
     raws = {job: msgspec.json.encode(one) for job, one in MINE.items()}
     forms = {SeenNetwork().bytes_of(dict(order), RECORDS[::step]) for order, step in (
@@ -397,13 +398,16 @@ def test_what_5_000_jobs_see_in_three_layers_fits() -> None:
         pairs = [(a, b) for a, b in permutations(ring, 2)][:8]
         found = network.fragment(pairs, range(50000, 50024))
         kept = [discovery.with_live(pair, None) for pair in found.pairs]
-        size += len(msgspec.json.encode(Fragment(hosts=found.hosts, pairs=tuple(kept))))
+        size += len(msgspec.json.encode(Fragment.of(hosts=found.hosts, pairs=tuple(kept))))
     assert size / 10 * 5000 <= MAX_BYTES
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"null", b"[" * 9999, b'{"version":2}', b'{"hosts":[{}]}', b"\xff"]
-)
+    "raw",
+    [
+        b"", b"{", b"[]", b"null", b"[" * 9999, b'{"version":1}', b'{"hosts":[{}]}', b"\xff",
+    ],
+)  # fmt: skip
 def test_bytes_that_are_no_fragment_count_for_nothing(raw: bytes) -> None:
     alone = SeenNetwork().bytes_of({"a": msgspec.json.encode(MINE["a"])}, RECORDS)
     both = SeenNetwork().bytes_of({"a": msgspec.json.encode(MINE["a"]), "b": raw}, RECORDS)
@@ -412,8 +416,15 @@ def test_bytes_that_are_no_fragment_count_for_nothing(raw: bytes) -> None:
     assert TopologyReader().read(MAGIC + raw) is None
 
 
+@pytest.mark.parametrize("places", ["1,0,[]", "0,0,[[0,1]]", "0,0,[[-2]]", "-1,0,[]"])
+def test_a_place_that_the_table_of_addresses_lacks_is_malformed(places: str) -> None:
+    there = '{"version":2,"addresses":["10.0.0.2"],"seen":[[%s,0.9,false]]}'
+    assert decoded((there % "0,0,[[0,-1]]").encode()) is not None
+    assert decoded((there % places).encode()) is None
+
+
 hostile = st.builds(
-    Fragment,
+    Fragment.of,
     hosts=st.lists(
         st.builds(
             SeenHost,
@@ -469,7 +480,7 @@ def test_liars_that_fill_the_network_leave_others_their_levels_and_paths(
         )
         ends = hosts[0].name, hosts[0].address, hosts[1].name, hosts[1].address
         pairs = (SeenPair(*ends, paths, 0.99),)
-        liars[f"{'_z'[n % 2]}{n}"] = Fragment(hosts=tuple(map(host, hosts)), pairs=pairs)
+        liars[f"{'_z'[n % 2]}{n}"] = Fragment.of(hosts=tuple(map(host, hosts)), pairs=pairs)
         records.append(ring(f"{'_z'[n % 2]}{n}", hosts))
     monkeypatch.setattr("crux_torch.network.discover.shares.MAX_COST", 5000)
     monkeypatch.setattr("crux_torch.network.topology.MAX_LINKS", 5000)

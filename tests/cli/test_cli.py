@@ -30,7 +30,7 @@ from crux_torch.agreement.registry import Registry, StoredEntry, StoredPlan
 from crux_torch.cli import doctor
 from crux_torch.cli import main as cli
 from crux_torch.measure.profile import JobProfile, ProfileBurst
-from crux_torch.network.discover.fragment import SeenPair, SeenPath
+from crux_torch.network.discover.fragment import Fragment, SeenPair, SeenPath
 from crux_torch.report import cluster_status
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import open_store
@@ -378,7 +378,7 @@ def test_status_says_how_much_of_a_network_that_nobody_gave_was_seen(crux, clust
         (whole.pairs[:1], ", without the paths of 1 of 2 pairs of hosts"),
         (whole.pairs, ""),
     ):
-        part = msgspec.structs.replace(whole, pairs=seen)
+        part = Fragment.of(whole.hosts, seen)
         registry.publish_fragment("gpt", msgspec.json.encode(part))
         (said,) = json.loads(crux(*argv, "--json").output)["network"]
         assert said.startswith("nobody gives a topology: the network is as its jobs saw it, ")

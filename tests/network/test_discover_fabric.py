@@ -21,7 +21,7 @@ from lldp_daemons import BOUND_S, LLDPCLI, ask, daemons, needs_lldpd
 from routed_network import Flow, RoutedNetwork, clos, three_tiers
 
 from crux_torch.network.discover.evidence import Nic
-from crux_torch.network.discover.fragment import Fragment
+from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenPair
 from crux_torch.network.discover.join import Discovered, join
 from crux_torch.network.loaders import load_topology
 from crux_torch.network.topology import Topology
@@ -105,7 +105,9 @@ def discover(network: RoutedNetwork, folder: Path, *more: str, **env: str) -> Ru
     seconds = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     printed = json.loads(report.read_text())
-    fragment = msgspec.convert(printed["fragment"], Fragment)
+    seen = printed["fragment"]
+    hosts = msgspec.convert(seen["hosts"], tuple[SeenHost, ...])
+    fragment = Fragment.of(hosts, msgspec.convert(seen["pairs"], tuple[SeenPair, ...]))
     topology = load_topology(out)
     return Run(network, topology, join({"d": fragment}), fragment, printed, seconds)
 

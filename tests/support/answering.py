@@ -212,7 +212,7 @@ class AnsweringNetwork:
             paths = tuple(SeenPath(h, tuple(p[:8])) for h, p in found.items())
             ends.update({self.end_at[src]: None, self.end_at[dst]: None})
             seen.append(SeenPair(self._host(src), src, self._host(dst), dst, paths, 0.99))
-        return Fragment(hosts=self.hosts(ends), pairs=tuple(seen))
+        return Fragment.of(hosts=self.hosts(ends), pairs=tuple(seen))
 
     def hosts(self, ends: Iterable[str]) -> tuple[SeenHost, ...]:
         """Hosts with these of their interfaces, as they see themselves."""

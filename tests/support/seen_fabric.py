@@ -49,7 +49,7 @@ def host(of: Host, speed_Bps: float = LINK_Bps) -> SeenHost:
 def fragment(hosts: Sequence[Host], spines: Sequence[int] = (0, 1)) -> Fragment:
     """All paths between these hosts, which are below different leaves."""
     pairs = tuple(seen(a, b, spines) for a in hosts for b in hosts if a.leaf != b.leaf)
-    return Fragment(hosts=tuple(map(host, hosts)), pairs=pairs)
+    return Fragment.of(hosts=tuple(map(host, hosts)), pairs=pairs)
 
 
 def ring(name: str, hosts: Sequence[Host], size: float = 1e6, **changes: object) -> JobRecord:

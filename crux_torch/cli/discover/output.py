@@ -61,7 +61,7 @@ class Result:
             "certain": sorted(self.found.certain),
             "assumed": sorted(self.found.assumed),
             "notes": list(self.lines),
-            "fragment": self.plan.fragment(),
+            "fragment": {"hosts": self.plan.hosts, "pairs": self.plan.pairs()},
         }
         if hashes is not None:
             # Plain JSON has no infinity, and no probability here is one.
@@ -76,7 +76,7 @@ class Hashes:
         node_at = result.topology.node_at
         traces = [
             trace
-            for pair in result.plan.fragment().pairs
+            for pair in result.plan.pairs()
             if not pair.sprays
             for trace in traces_of_pair(pair, ROCE_V2_PORT, "udp")
         ]

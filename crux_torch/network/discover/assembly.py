@@ -139,9 +139,10 @@ class Assembly:
 
     def _add(self, nodes: Sequence[str], witnesses: Sequence[Witness], sure: bool) -> None:
         """Adds the links of a path, each with its witness."""
-        end = len(nodes) - 1
+        end, links = len(nodes) - 1, self._links
         for ends, witness in zip(itertools.pairwise(nodes), witnesses, strict=False):
-            self._links[ends] = combined(self._links.get(ends, witness), witness)
+            if links.setdefault(ends, witness) != witness:
+                links[ends] = None
         for place, key in enumerate(nodes):
             height = min(place, end - place)
             if self._height.get(key, 99) > height:

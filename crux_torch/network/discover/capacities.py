@@ -54,9 +54,11 @@ class Capacities:
                 votes[owner].append(self.of_nic(nic))
                 for router in routers[nic]:
                     below[router][owner].append(self.of_nic(nic))
+        # Most networks tell no names.
+        named = {r for nic in routers for c in nics[nic].values() if c.switch for r in routers[nic]}
         for nic, beside in routers.items():
-            for owner, claim in nics[nic].items():
-                for router in beside:
+            for router in named.intersection(beside):
+                for owner, claim in nics[nic].items():
                     names[router][owner].append(claim.switch)
         self.usual_Bps = _by_owner(votes) if votes else DEFAULT_Bps
         self._below = {router: _by_owner(by_owner) for router, by_owner in below.items()}
@@ -89,6 +91,8 @@ def claimed_Bps(nic: SeenNic) -> float:
 def elected(votes: Iterable[_Value]) -> _Value:
     """Returns the value of most votes; of several the largest."""
     count = Counter(votes)
+    if len(count) == 1:
+        return next(iter(count))
     return max(count, key=lambda value: (count[value], value))
 
 

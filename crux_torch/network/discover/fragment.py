@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -9,13 +11,18 @@ import msgspec
 from crux_torch.network.routes import Address, NodeName
 
 #: Goes up when a field changes its meaning; readers refuse other versions.
-FRAGMENT_VERSION = 1
+FRAGMENT_VERSION = 2
 #: Routers on one path, paths of one pair, and pairs and hosts of one fragment.
 MAX_HOPS, MAX_PATHS, MAX_PAIRS, MAX_HOSTS = 16, 512, 65536, 65536
 
 #: Of an interface.
 MAX_RATE_Bps = 1e15
 
+#: Place of a hop where nobody answered.
+SILENT = -1
+
+#: Of an address in the table of its fragment.
+Place = Annotated[int, msgspec.Meta(ge=SILENT)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
@@ -78,9 +85,85 @@ class SeenHost(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     nics: Annotated[tuple[SeenNic, ...], msgspec.Meta(max_length=256)]
 
 
+class PairPaths(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The paths from one address to another, each address by its place in the fragment's table.
+
+    Attributes:
+        paths: of each path the routers that answered, see :class:`SeenPath`.
+        confidence, sprays: see :class:`SeenPair`.
+    """
+
+    src: Annotated[int, msgspec.Meta(ge=0)]
+    dst: Annotated[int, msgspec.Meta(ge=0)]
+    paths: Annotated[
+        tuple[Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_HOPS)], ...],
+        msgspec.Meta(max_length=MAX_PATHS),
+    ]
+    confidence: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    sprays: bool
+
+
 class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The part of the network that one job, or one run of discovery, saw."""
+    """The part of the network that one job, or one run of discovery, saw.
+
+    Attributes:
+        addresses: each address of ``seen`` once; many paths have the same ones.
+        seen: the pairs.
+
+    Raises:
+        ValueError: a pair has a place that the table does not have.
+    """
 
     version: int = FRAGMENT_VERSION
     hosts: Annotated[tuple[SeenHost, ...], msgspec.Meta(max_length=MAX_HOSTS)] = ()
-    pairs: Annotated[tuple[SeenPair, ...], msgspec.Meta(max_length=MAX_PAIRS)] = ()
+    addresses: tuple[Address, ...] = ()
+    seen: Annotated[tuple[PairPaths, ...], msgspec.Meta(max_length=MAX_PAIRS)] = ()
+
+    def __post_init__(self) -> None:
+        paths = chain.from_iterable(pair.paths for pair in self.seen)
+        ends = (max(pair.src, pair.dst) for pair in self.seen)
+        if max(chain(ends, chain.from_iterable(paths)), default=-1) >= len(self.addresses):
+            raise ValueError("a path has an address that the table of addresses does not have")
+
+    @classmethod
+    def of(cls, hosts: Iterable[SeenHost], pairs: Iterable[SeenPair]) -> Fragment:
+        """Returns the fragment of hosts and pairs, without the ports and connections of paths."""
+        place: dict[str | None, int] = {None: SILENT}
+
+        def at(address: str | None) -> int:
+            return place.setdefault(address, len(place) - 1)
+
+        seen = tuple(
+            PairPaths(
+                at(pair.src_address),
+                at(pair.dst_address),
+                tuple(tuple(map(at, path.hops)) for path in pair.paths),
+                pair.confidence,
+                pair.sprays,
+            )
+            for pair in pairs
+        )
+        addresses = tuple(address for address in place if address is not None)
+        return cls(hosts=tuple(hosts), addresses=addresses, seen=seen)
+
+    @property
+    def pairs(self) -> tuple[SeenPair, ...]:
+        """The pairs, with the names of their hosts; empty for an address of no host."""
+        host_at: dict[str, str] = {}
+        for host in self.hosts:
+            for nic in host.nics:
+                for address in nic.addresses:
+                    host_at.setdefault(address, host.name)
+        names: tuple[str | None, ...] = (*self.addresses, None)
+        return tuple(
+            SeenPair(
+                host_at.get(src := self.addresses[pair.src], ""),
+                src,
+                host_at.get(dst := self.addresses[pair.dst], ""),
+                dst,
+                tuple(SeenPath(tuple([names[n] for n in hops])) for hops in pair.paths),
+                pair.confidence,
+                pair.sprays,
+            )
+            for pair in self.seen
+        )

@@ -243,11 +243,15 @@ class Plan:
             self._ended.append((self._clock(), task))
         return task
 
-    def fragment(self) -> Fragment:
-        """Returns everything that was seen."""
+    def pairs(self) -> tuple[SeenPair, ...]:
+        """Returns every pair that was seen, with the ports of its paths."""
         pairs = [_as_pair(each) for each in self._sounded.values()]
         pairs += [each.pair for each in self._searched.values()]
-        return Fragment(hosts=self.hosts, pairs=tuple(pair for pair in pairs if pair is not None))
+        return tuple(pair for pair in pairs if pair is not None)
+
+    def fragment(self) -> Fragment:
+        """Returns everything that was seen, but for the ports."""
+        return Fragment.of(self.hosts, self.pairs())
 
     def problems(self) -> list[str]:
         """Returns what was not found out, in words."""

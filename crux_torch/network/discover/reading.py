@@ -1,11 +1,10 @@
-"""Reads fragments: each pair and each new tail by itself, and then all that was seen at once."""
+"""Reads fragments into one table of interfaces, tails and paths, many paths at a time."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 
 import numpy as np
 
@@ -19,10 +18,9 @@ from crux_torch.network.discover.evidence import (
     Tail,
     Witness,
     canonical,
-    split,
     witnesses,
 )
-from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenNic
+from crux_torch.network.discover.fragment import SILENT, Fragment, PairPaths, SeenHost, SeenNic
 from crux_torch.network.discover.shares import cost
 from crux_torch.network.topology import TopologyError
 
@@ -30,9 +28,12 @@ from crux_torch.network.topology import TopologyError
 MAX_OWN_PATHS = 1 << 16
 #: An owner is sure of a pair from this confidence on.
 SURE = 0.9
-
-_Hops = tuple["str | None", ...]
-_FIRST, _AFTER = itemgetter(0), itemgetter(slice(1, None))
+#: Paths that are numbered at once, so that memory has a bound.
+BATCH_PATHS = 1 << 19
+#: In a row of hops, the place after a path's last one.
+_ABSENT = -2
+#: Bits of a number beside another one in one key.
+_BITS = 32
 
 
 def read(fragments: Mapping[str, Fragment], most: float = math.inf) -> Evidence:
@@ -50,14 +51,18 @@ def read(fragments: Mapping[str, Fragment], most: float = math.inf) -> Evidence:
     owners = sorted(fragments)
     reader = _Reader()
     for number, owner in enumerate(owners):
-        reader.read(number, owner, fragments[owner])
+        if reader.read(number, owner, fragments[owner]) >= BATCH_PATHS:
+            reader.number_paths()
         if reader.cost > most:
-            raise TopologyError("jobs saw a larger network than there may be")
+            break
+    reader.number_paths()
+    if reader.cost > most:
+        raise TopologyError("jobs saw a larger network than there may be")
     return reader.evidence(owners)
 
 
-class _Keys(dict["str | None", int]):
-    """Numbers of addresses by their spelling; -1 of what is no address that one machine has.
+class _Keys(dict[str, int]):
+    """Numbers of addresses by their spelling; ``SILENT`` for what no single machine has.
 
     Attributes:
         names: by number, addresses in their shortest form, and stand-ins.
@@ -67,9 +72,9 @@ class _Keys(dict["str | None", int]):
         self.names: list[str] = []
         self._number: dict[str, int] = {}
 
-    def __missing__(self, spelled: str | None) -> int:
-        short = None if spelled is None else canonical(spelled)
-        self[spelled] = number = -1 if short is None else self.number(short)
+    def __missing__(self, spelled: str) -> int:
+        short = canonical(spelled)
+        self[spelled] = number = SILENT if short is None else self.number(short)
         return number
 
     def number(self, name: str) -> int:
@@ -80,11 +85,30 @@ class _Keys(dict["str | None", int]):
         return number
 
 
+class _Batch:
+    """Paths that are read, and not numbered yet.
+
+    Attributes:
+        pairs: of each pair its owner, its two interfaces, its count of paths, the place of its
+            fragment's table of addresses in ``tables``, and 2 if it sprays, plus 1 if its owner is
+            sure of it.
+        paths: of each hop its place in the table.
+        tables: numbers of addresses.
+        own: owners with the addresses of their interfaces, see :func:`_joint`.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[int] = []
+        self.paths: list[tuple[int, ...]] = []
+        self.tables: list[int] = []
+        self.own: list[int] = []
+
+
 class _Reader:
     """Reads one fragment after the other, in the order of their owners.
 
-    A group is what one owner saw after one first router on the paths of a pair; a row is a tail in
-    a group. Everything has a number, so that numpy can sort it.
+    Everything has a number, so that numpy can sort it. A group is the paths of one pair; those
+    without a router are a group of their own.
     """
 
     def __init__(self) -> None:
@@ -95,81 +119,113 @@ class _Reader:
         self._nic_number: dict[Nic, int] = {}
         # Of each interface, the first router from there.
         self._first: list[int] = []
+        self._batch = _Batch()
         self._tails: list[Tail] = []
-        self._number: dict[Tail, int] = {}
-        # By spelling, where both ends of the tail answered.
-        self._known: dict[_Hops, int] = {}
-        # The hops of one tail after the other; -1 where nobody answered.
+        self._number: dict[tuple[int, ...], int] = {}
+        # The hops of one tail after the other.
         self._hops: list[int] = []
         self._in_tails: set[int] = set()
-        # Of the fragment that is read: interface of each address; True if one is in a tail.
-        self._nic_at: dict[int, int] = {}
-        self._crossed = False
-        self._circular: set[int] = set()
-        # Of each group: owner, both interfaces, first router, count of rows.
-        self._groups: list[int] = []
-        self._rows: list[int] = []
-        self._refused: list[int] = []
+        # Columns: owner, both interfaces, first router, tail, and 1 if the path counts.
+        self._rows: list[Numbers] = [np.zeros((6, 0), dtype=np.int64)]
         # First routers, addresses and owners; apart those of groups that were refused.
-        self._answers: list[int] = []
-        self._vain: list[int] = []
+        self._answers: list[Numbers] = [np.zeros((3, 0), dtype=np.int64)]
+        self._vain: list[Numbers] = [np.zeros((3, 0), dtype=np.int64)]
         # Of each pair: both interfaces, fewest routers, owner.
-        self._sure: list[int] = []
-
-    def read(self, owner: int, name: str, fragment: Fragment) -> None:
-        """Reads what the owner of this name says."""
-        self._nic_at = nic_at = self._interfaces(name, fragment.hosts)
-        self._crossed = not self._in_tails.isdisjoint(nic_at)
-        keys, nics, left = self._keys, self._nics, MAX_OWN_PATHS
-        for pair in fragment.pairs:
-            src = nic_at.get(keys[pair.src_address], -1)
-            dst = nic_at.get(keys[pair.dst_address], -1)
-            ends = pair.src, pair.dst
-            if min(src, dst) < 0 or (nics[src].host, nics[dst].host) != ends:
-                what = f"{pair.src_address} of {pair.src} to {pair.dst_address} of {pair.dst}"
-                self._notes.add("refused, not between interfaces of hosts that saw it", what)
-            elif pair.src != pair.dst:
-                paths = [path.hops for path in pair.paths]
-                if pair.sprays:
-                    where = f"{pair.src} to {pair.dst}"
-                    self._notes.add("packets are sprayed, so paths can't be chosen", where)
-                elif pair.confidence >= SURE and paths:
-                    self._sure += src, dst, min(map(len, paths)), owner
-                if len(paths) > left:
-                    self._notes.add(f"more than {MAX_OWN_PATHS} paths, the rest ignored", name)
-                self._read_pair(owner, src, dst, paths[:left], pair.sprays)
-                left = max(0, left - len(paths))
+        self._sure: list[Numbers] = [np.zeros((4, 0), dtype=np.int64)]
 
     @property
     def cost(self) -> int:
         """See :func:`~crux_torch.network.discover.shares.cost`; links are not counted yet."""
         return cost(len(self._nics) + len(self._in_tails), len(self._tails))
 
+    def read(self, owner: int, name: str, fragment: Fragment) -> int:
+        """Reads what the owner of this name says; returns the paths that wait for their numbers."""
+        nic_at = self._interfaces(name, fragment.hosts)
+        batch, nics, left = self._batch, self._nics, MAX_OWN_PATHS
+        begin = len(batch.tables)
+        table = list(map(self._keys.__getitem__, fragment.addresses))
+        batch.tables += table
+        batch.own += [(owner << _BITS) + key for key in nic_at]
+        for pair in fragment.seen:
+            src, dst = nic_at.get(table[pair.src], -1), nic_at.get(table[pair.dst], -1)
+            if min(src, dst) < 0:
+                what = f"{fragment.addresses[pair.src]} to {fragment.addresses[pair.dst]}"
+                self._notes.add("refused, not between interfaces of hosts that saw it", what)
+            elif nics[src].host != nics[dst].host:
+                paths = pair.paths
+                if len(paths) > left:
+                    self._notes.add(f"more than {MAX_OWN_PATHS} paths, the rest ignored", name)
+                    paths = paths[:left]
+                left -= len(paths)
+                kind = self._kind(pair, nics[src], nics[dst])
+                batch.pairs += owner, src, dst, len(paths), begin, kind
+                batch.paths += paths
+        return len(batch.paths)
+
+    def number_paths(self) -> None:
+        """Numbers the tails of the paths that were read, and refuses those that can't be."""
+        batch, self._batch = self._batch, _Batch()
+        if not batch.paths:
+            return
+        owner, src, dst, count, begin, kind = _columns(batch.pairs, 6)
+        length = np.fromiter(map(len, batch.paths), np.int64, len(batch.paths))
+        hops = np.fromiter(itertools.chain.from_iterable(batch.paths), np.int64, length.sum())
+        pair = np.repeat(np.arange(len(count)), count)
+        at = np.repeat(begin[pair], length) + hops
+        hops = np.where(hops == SILENT, SILENT, _numbers([*batch.tables, SILENT])[at])
+        routers = _Rows(hops, length)
+        routers.spray(kind[pair] >= 2)
+        first = _numbers(self._first)
+        routers.end(first[dst[pair]])
+        tail = self._number_tails(routers)
+        self._note_sure(kind & 1, (owner, src, dst, count), length)
+
+        group, first = pair, first[src]
+        bridged = np.unique(pair[length == 0])
+        if len(bridged):
+            group = np.where(length == 0, pair + len(count), pair)
+            owner, src, dst = (np.tile(values, 2) for values in (owner, src, dst))
+            first = np.tile(first, 2)
+            for n in bridged.tolist():
+                ends = self._nics[src[n]], self._nics[dst[n]]
+                first[len(count) + n] = self._keys.number(f"={min(ends)}")
+        answered = np.flatnonzero(routers.first >= 0)
+        of_group, address = _apart(np.unique(_joint(group[answered], routers.first[answered])))
+        refused = self._refused((group, tail), (of_group, address), owner, _numbers(batch.own))
+        for n in np.unique(group[refused]).tolist():
+            where = f"{self._nics[src[n]].host} to {self._nics[dst[n]].host}"
+            self._notes.add("refused, a router is there twice, or is a host", where)
+        counts = np.zeros(len(first), dtype=bool)
+        counts[group[~refused]] = True
+        answers = np.stack((first[of_group], address, owner[of_group]))
+        self._answers.append(answers[:, counts[of_group]])
+        self._vain.append(answers[:, ~counts[of_group]])
+        self._rows.append(
+            np.stack((owner[group], src[group], dst[group], first[group], tail, ~refused))
+        )
+
     def evidence(self, owners: Sequence[str]) -> Evidence:
         """Returns what all fragments say; ``owners`` are their names."""
-        of_group, src, dst, first, count = _columns(self._groups, 5)
-        group, tail = np.repeat(np.arange(len(count)), count), _numbers(self._rows)
-        owner = of_group[group]
+        owner, src, dst, first, tail, counts = np.concatenate(self._rows, axis=1)
+        answers, vain = (np.concatenate(each, axis=1) for each in (self._answers, self._vain))
+        sure_src, sure_dst, fewest, by_owner = np.concatenate(self._sure, axis=1)
         several: list[Witness] = [*owners, None]
         _, by = witnesses(tail, owner, len(owners))
         tail_witness = [several[n] for n in by.tolist()]
-        known_to = self._known_to(tail, owner, (first, of_group), owners)
-        kept = np.ones(len(tail), dtype=bool)
-        kept[self._refused] = False
-        tail, group, owner = tail[kept], group[kept], owner[kept]
-        src, dst, first = src[group], dst[group], first[group]
+        known_to = self._known_to(tail, owner, first, (answers, vain), owners)
+        kept = counts > 0
+        owner, src, dst, first, tail = (each[kept] for each in (owner, src, dst, first, tail))
         hops, begin, length = self._layout()
-        ended = np.append(hops, -1)  # an empty tail has no hops, so it may begin at the end
-        second = np.where(length > 0, ended[begin], -1)[tail]
-        last = np.where(length > 0, ended[begin + length - 1], -1)[tail]
+        ended = np.append(hops, SILENT)  # an empty tail has no hops, so it may begin at the end
+        second = np.where(length > 0, ended[begin], SILENT)[tail]
+        last = np.where(length > 0, ended[begin + length - 1], SILENT)[tail]
         beside = (
             np.append(src, dst),
             np.append(first, np.where(last < 0, first, last)),
             np.append(owner, owner),
         )
         follows = second >= 0
-        router, address, of_answer = _columns(self._answers, 3)
-        sure_src, sure_dst, fewest, by_owner = _columns(self._sure, 4)
+        router, address, of_answer = answers
         names = self._keys.names
 
         def claims(of: Numbers, claim: Numbers, by: Numbers) -> dict[int, dict[int, Witness]]:
@@ -216,91 +272,80 @@ class _Reader:
                 self._claims[nic][owner] = given
                 for address in given.addresses:
                     nic_at.setdefault(self._keys[address], number)
-        nic_at.pop(-1, None)
+        nic_at.pop(SILENT, None)
         return nic_at
 
-    def _read_pair(
+    def _kind(self, pair: PairPaths, src: Nic, dst: Nic) -> int:
+        if pair.sprays:
+            where = f"{src.host} to {dst.host}"
+            self._notes.add("packets are sprayed, so paths can't be chosen", where)
+            return 2
+        return 1 if pair.confidence >= SURE else 0
+
+    def _note_sure(self, sure: Numbers, pairs: Sequence[Numbers], length: Numbers) -> None:
+        owner, src, dst, count = pairs
+        begin = np.cumsum(count) - count
+        some = count > 0
+        fewest = np.zeros(len(count), dtype=np.int64)
+        fewest[some] = np.minimum.reduceat(length, begin[some])
+        found = np.stack((src, dst, fewest, owner))
+        self._sure.append(found[:, some & (sure > 0)])
+
+    def _number_tails(self, routers: _Rows) -> Numbers:
+        """Returns the tail of each path; each new one gets the next number."""
+        tails, which = routers.tails(len(self._keys.names))
+        numbers = []
+        for keys in tails:
+            number = self._number.setdefault(keys, len(self._tails))
+            if number == len(self._tails):
+                names = self._keys.names
+                self._tails.append(tuple(None if key < 0 else names[key] for key in keys))
+                self._hops += keys
+                self._in_tails.update(key for key in keys if key >= 0)
+            numbers.append(number)
+        return _numbers(numbers)[which]
+
+    def _refused(
         self,
-        owner: int,
-        src: int,
-        dst: int,
-        paths: Sequence[_Hops],
-        sprays: bool,
-    ) -> None:
-        # This runs for every path of every job: most tails are known already.
-        numbers = list(map(self._known.get, map(_AFTER, paths)))
-        found = [number for number in numbers if number is not None]
-        if len(found) < len(paths) or sprays or not all(paths):
-            bridged: dict[int, list[int]] = {}
-            found = []
-            for hops, known in zip(paths, numbers, strict=True):
-                if known is None or not hops or sprays:
-                    first, known = self._new(hops, src, dst, sprays)
-                    (found if hops else bridged.setdefault(first, [])).append(known)
-                else:
-                    found.append(known)
-            for first, empty in bridged.items():
-                self._add(owner, src, dst, first, set(), empty)
-            paths = [hops for hops in paths if hops]
-        if found:
-            # Of strings a set has another order in each process, and numbers must not.
-            addresses = {self._keys[spelled] for spelled in dict.fromkeys(map(_FIRST, paths))}
-            addresses.discard(-1)
-            self._add(owner, src, dst, self._first[src], addresses, found)
+        rows: tuple[Numbers, Numbers],
+        answers: tuple[Numbers, Numbers],
+        owner: Numbers,
+        own: Numbers,
+    ) -> Numbers:
+        """Returns True for paths that lead twice to a router, or through one of the owner's hosts.
 
-    def _new(self, hops: _Hops, src: int, dst: int, sprays: bool) -> tuple[int, int]:
-        """Returns the first router of a path, and its tail."""
-        ends = self._nics[src], self._nics[dst]
-        first, tail = split([hop and canonical(hop) for hop in hops], *ends, sprays)
-        number = self._number.setdefault(tail, len(self._tails))
-        if number == len(self._tails):
-            self._tails.append(tail)
-            keys = [-1 if key is None else self._keys.number(key) for key in tail]
-            self._hops += keys
-            answered = [key for key in keys if key >= 0]
-            self._in_tails.update(answered)
-            self._crossed |= not self._nic_at.keys().isdisjoint(answered)
-            if len(set(answered)) < len(answered):
-                self._circular.add(number)
-        if hops and hops[-1] is not None and tail[-1:] != (f"?{ends[1]}",) and not sprays:
-            self._known[hops[1:]] = number
-        return self._keys.number(first), number
+        Args:
+            rows: group and tail of each path.
+            answers: groups, with addresses of their first router.
+            owner: of each group.
+            own: owners, with addresses of their interfaces.
+        """
+        (group, tail), (of_group, address) = rows, answers
+        hops, begin, length = self._layout()
+        in_tail, of_host = (np.zeros(len(self._keys.names), dtype=bool) for _ in range(2))
+        in_tail[list(self._in_tails)] = True
+        of_host[_apart(own)[1]] = True
+        # Most addresses are of one kind, so few paths need to be compared hop by hop.
+        doubted = np.zeros(len(owner), dtype=bool)
+        doubted[of_group[in_tail[address]]] = True
+        within = np.repeat(np.arange(len(length)), length)
+        answered = hops >= 0
+        places = np.sort(_joint(within, hops)[answered])
+        twice = np.zeros(len(length), dtype=bool)
+        twice[_apart(places[1:][np.diff(places) == 0])[0]] = True
+        crossing = np.zeros(len(length), dtype=bool)
+        crossing[within[answered][of_host[hops[answered]]]] = True
 
-    def _add(
-        self,
-        owner: int,
-        src: int,
-        dst: int,
-        first: int,
-        addresses: set[int],
-        numbers: Sequence[int],
-    ) -> None:
-        answers, own = self._answers, self._nic_at.keys()
-        clean = self._in_tails.isdisjoint(addresses) and own.isdisjoint(addresses)
-        if not clean or self._crossed or self._circular:
-            possible = self._possible(addresses, numbers)
-            if not possible.issuperset(numbers):
-                where = f"{self._nics[src].host} to {self._nics[dst].host}"
-                self._notes.add("refused, a router is there twice, or is a host", where)
-                begin = len(self._rows)
-                self._refused += [begin + n for n, t in enumerate(numbers) if t not in possible]
-            answers = answers if possible else self._vain
-        for address in addresses:
-            answers += first, address, owner
-        self._groups += owner, src, dst, first, len(numbers)
-        self._rows += numbers
-
-    def _possible(self, addresses: set[int], numbers: Sequence[int]) -> set[int]:
-        """Returns the tails that lead neither twice to a router nor through an owner's host."""
-        own, key_of = self._nic_at.keys(), self._keys.number
-        if not own.isdisjoint(addresses):
-            return set()
-        possible = set()
-        for number in set(numbers) - self._circular:
-            keys = {key_of(name) for name in self._tails[number] if name is not None}
-            if keys.isdisjoint(addresses) and own.isdisjoint(keys):
-                possible.add(number)
-        return possible
+        refused = twice[tail]
+        host = of_host[address]
+        mine = np.isin(_joint(owner[of_group[host]], address[host]), own)
+        refused |= np.isin(group, of_group[host][mine])
+        asked = np.flatnonzero(~refused & (crossing[tail] | doubted[group]))
+        row, key = _expanded(asked, tail[asked], hops, begin, length)
+        again = np.isin(_joint(group[row], key), _joint(of_group, address))
+        again |= np.isin(_joint(owner[group[row]], key), own)
+        refused[row[again & (key >= 0)]] = True
+        return refused
 
     def _layout(self) -> tuple[Numbers, Numbers, Numbers]:
         """Returns the hops of all tails, where each tail begins in them, and its length."""
@@ -311,19 +356,18 @@ class _Reader:
         self,
         tail: Numbers,
         owner: Numbers,
-        firsts: tuple[Numbers, Numbers],
+        first: Numbers,
+        answers: tuple[Numbers, Numbers],
         owners: Sequence[str],
     ) -> dict[str, list[str]]:
         """Returns ``MAX_OWNERS`` at most that saw each address or first router."""
+        first, of_first = _few(first, owner, len(owners))
         tail, owner = _few(tail, owner, len(owners))
-        hops, begin, length = self._layout()
-        count = length[tail]
-        place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        key = hops[np.repeat(begin[tail], count) + place]
-        _, address, by = _columns(self._answers + self._vain, 3)
+        row, key = _expanded(np.arange(len(tail)), tail, *self._layout())
+        _, address, by = np.concatenate(answers, axis=1)
         key, owner = _few(
-            np.concatenate((key, firsts[0], address)),
-            np.concatenate((np.repeat(owner, count), firsts[1], by)),
+            np.concatenate((key, first, address)),
+            np.concatenate((owner[row], of_first, by)),
             len(owners),
         )
         found: dict[str, list[str]] = {}
@@ -331,6 +375,55 @@ class _Reader:
             if n >= 0:
                 found.setdefault(self._keys.names[n], []).append(owners[by_owner])
         return found
+
+
+class _Rows:
+    """The hops of each path in a row of their own.
+
+    Args:
+        hops: of one path after the other.
+        length: of each path.
+
+    Attributes:
+        first: first hop of each path.
+    """
+
+    def __init__(self, hops: Numbers, length: Numbers) -> None:
+        self._length = length
+        self._hops = np.full((max(2, int(length.max())), len(length)), _ABSENT, dtype=np.int64)
+        row = np.repeat(np.arange(len(length)), length)
+        place = np.arange(len(hops)) - np.repeat(np.cumsum(length) - length, length)
+        self._hops[place, row] = hops
+        self.first = self._hops[0]
+
+    def spray(self, sprays: Numbers) -> None:
+        """Forgets the hops between the ends of paths whose packets take ways of their own."""
+        for place in range(1, len(self._hops) - 1):
+            self._hops[place, sprays & (place < self._length - 1)] = SILENT
+
+    def end(self, stand_in: Numbers) -> None:
+        """Puts stand-ins in the place of last hops after the first that did not answer."""
+        rows = np.flatnonzero(self._length > 1)
+        last = self._length[rows] - 1
+        answers = self._hops[last, rows]
+        self._hops[last, rows] = np.where(answers < 0, stand_in[rows], answers)
+
+    def tails(self, keys: int) -> tuple[list[tuple[int, ...]], Numbers]:
+        """Returns each different tail once, and the one of each path.
+
+        Args:
+            keys: count of numbers that hops may have.
+        """
+        base, code, bound = keys + 2, np.zeros(len(self._length), dtype=np.int64), 1
+        for hop in self._hops[1:]:
+            if bound > (1 << 62) // base:
+                codes, code = np.unique(code, return_inverse=True)
+                bound = len(codes)
+            code = code * base + (hop - _ABSENT)
+            bound *= base
+        _, one, which = np.unique(code, return_index=True, return_inverse=True)
+        rows, lengths = self._hops[1:, one].T.tolist(), (self._length[one] - 1).tolist()
+        return [tuple(row[: max(n, 0)]) for row, n in zip(rows, lengths, strict=True)], which
 
 
 def _claims(
@@ -357,6 +450,24 @@ def _few(keys: Numbers, owners: Numbers, count: int) -> tuple[Numbers, Numbers]:
     begins = np.flatnonzero(new)
     few = np.arange(len(keys)) - begins[np.cumsum(new) - 1] < MAX_OWNERS
     return keys[few], owners[few]
+
+
+def _expanded(
+    rows: Numbers, tail: Numbers, hops: Numbers, begin: Numbers, length: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Returns each row once for each hop of its tail, and the hop."""
+    count = length[tail]
+    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(rows, count), hops[np.repeat(begin[tail], count) + place]
+
+
+def _joint(a: Numbers, b: Numbers) -> Numbers:
+    """Returns one number for two; the second one is at least -1."""
+    return (a << _BITS) + b
+
+
+def _apart(both: Numbers) -> tuple[Numbers, Numbers]:
+    return both >> _BITS, both & ((1 << _BITS) - 1)
 
 
 def _numbers(values: Sequence[int]) -> Numbers:

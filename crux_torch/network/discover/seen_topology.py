@@ -93,5 +93,5 @@ class SeenTopology(Topology):
             for hops in sorted((path.hops for path in pair.paths), key=str):
                 path = joined.path_between(src, dst, hops)
                 if path is not None:
-                    found.setdefault((pair.src, pair.dst), {})[path] = None
+                    found.setdefault((src.host, dst.host), {})[path] = None
         self._own = {hosts: tuple(paths) for hosts, paths in found.items()}

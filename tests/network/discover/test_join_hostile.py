@@ -103,7 +103,7 @@ def forged_fragments(network: AnsweringNetwork) -> st.SearchStrategy[Fragment]:
             for h in network.hosts([network.end_at[a] for a in own])
         ]
         pairs = st.builds(pair, ends, paths, confidence, st.booleans())
-        return Fragment(hosts=tuple(hosts), pairs=tuple(draw(st.lists(pairs, max_size=8))))
+        return Fragment.of(hosts=tuple(hosts), pairs=tuple(draw(st.lists(pairs, max_size=8))))
 
     return fragment()
 
@@ -132,7 +132,7 @@ def made_up(count: int) -> Fragment:
         SeenPair("1", "10.9.1.9", "2", "10.9.2.9", tuple(paths[n : n + 512]), 0.99)
         for n in range(0, count, 512)
     )
-    return Fragment(hosts=hosts, pairs=pairs)
+    return Fragment.of(hosts=hosts, pairs=pairs)
 
 
 def test_made_up_routers_take_time_by_their_number_not_by_its_square() -> None:

@@ -35,7 +35,7 @@ def pair(src: str, dst: str, *paths: Hops, sprays: bool = False) -> SeenPair:
 
 def fragment(*pairs: SeenPair, hosts: tuple[SeenHost, ...] = ()) -> Fragment:
     names = dict.fromkeys(name for p in pairs for name in (p.src, p.dst))
-    return Fragment(hosts=hosts or tuple(map(host, names)), pairs=pairs)
+    return Fragment.of(hosts=hosts or tuple(map(host, names)), pairs=pairs)
 
 
 def alone(*pairs: SeenPair, hosts: tuple[SeenHost, ...] = ()) -> Discovered:

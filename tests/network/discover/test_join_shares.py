@@ -47,7 +47,7 @@ def routers(liar: int, count: int, length: int) -> Fragment:
     """Paths of so many routers each, of which no two are one."""
     hosts, new = two_hosts(liar), made_up(liar)
     paths = [tuple(itertools.islice(new, length)) for _ in range(count)]
-    return Fragment(hosts=hosts, pairs=between(hosts, paths))
+    return Fragment.of(hosts=hosts, pairs=between(hosts, paths))
 
 
 def interfaces(liar: int, count: int) -> Fragment:
@@ -62,14 +62,14 @@ def interfaces(liar: int, count: int) -> Fragment:
         for a, b in zip(hosts, (*hosts[1:], hosts[0]), strict=True)
         for nic in a.nics
     )
-    return Fragment(hosts=tuple(hosts), pairs=tuple(pairs))
+    return Fragment.of(hosts=tuple(hosts), pairs=tuple(pairs))
 
 
 def idle_hosts(liar: int, count: int) -> Fragment:
     """Hosts that no path leads to."""
     hosts = two_hosts(liar)
     more = (SeenHost(f"y{liar}-{n}", (SeenNic("e", ()),)) for n in range(count))
-    return Fragment(hosts=(*hosts, *more), pairs=between(hosts, [("30.0.0.1",)]))
+    return Fragment.of(hosts=(*hosts, *more), pairs=between(hosts, [("30.0.0.1",)]))
 
 
 def addresses(liar: int, count: int) -> Fragment:
@@ -79,7 +79,7 @@ def addresses(liar: int, count: int) -> Fragment:
         SeenHost(f"y{liar}-{n}", (SeenNic("e", tuple(itertools.islice(new, 64))),))
         for n in range(count)
     )
-    return Fragment(hosts=(*hosts, *more), pairs=between(hosts, [("30.0.0.1",)]))
+    return Fragment.of(hosts=(*hosts, *more), pairs=between(hosts, [("30.0.0.1",)]))
 
 
 def tails(liar: int, count: int) -> Fragment:
@@ -89,26 +89,26 @@ def tails(liar: int, count: int) -> Fragment:
         tuple(f"{20 + liar}.0.{place}.{chance.randrange(8)}" for place in range(15))
         for _ in range(count)
     ]
-    return Fragment(hosts=hosts, pairs=between(hosts, paths))
+    return Fragment.of(hosts=hosts, pairs=between(hosts, paths))
 
 
 def silent(liar: int, count: int) -> Fragment:
     """Routers that don't answer, each beside others."""
     hosts, new = two_hosts(liar), made_up(liar)
     paths = [(next(new), next(new), None, None, None, next(new)) for _ in range(count)]
-    return Fragment(hosts=hosts, pairs=between(hosts, paths))
+    return Fragment.of(hosts=hosts, pairs=between(hosts, paths))
 
 
 PART = 32
 #: By what they are full of: what makes a fragment, and the size at which the store is full.
 KINDS: dict[str, tuple[Callable[[int, int], Fragment], int]] = {
-    "long paths": (lambda liar, count: routers(liar, count, 16), 4600),
+    "long paths": (lambda liar, count: routers(liar, count, 16), 3700),
     "short paths": (lambda liar, count: routers(liar, count, 3), 18500),
-    "interfaces": (interfaces, 112),
+    "interfaces": (interfaces, 224),
     "idle hosts": (idle_hosts, 17500),
-    "addresses": (addresses, 950),
-    "tails": (tails, 4900),
-    "silent routers": (silent, 12800),
+    "addresses": (addresses, 1150),
+    "tails": (tails, 18600),
+    "silent routers": (silent, 16000),
 }
 
 
@@ -143,7 +143,7 @@ def test_addresses_of_its_own_take_time_by_their_number_not_by_its_square() -> N
         # A router that is there twice: each pair is looked at closely.
         paths: list[Hops] = [("30.0.0.1", "31.0.0.1", "31.0.0.1"), ("30.0.0.1", "31.0.0.2")]
         pairs = between(hosts, paths) + 16 * count * between(hosts, paths[1:])
-        fragments = {"run": Fragment(hosts=tuple(hosts), pairs=pairs)}
+        fragments = {"run": Fragment.of(hosts=tuple(hosts), pairs=pairs)}
         times = []
         for _ in range(3):
             began = time.process_time()
@@ -193,13 +193,13 @@ def test_leaves_that_two_agree_on_crowd_out_nobody(monkeypatch: pytest.MonkeyPat
     true = seen_by([a, b])
     past_spines = SeenPath((f"10.0.{a.k}.1", "10.100.16.1"))
     short = SeenPair(a.name, a.address, b.name, b.address, (past_spines,), 0.99)
-    forged = Fragment(hosts=true.hosts, pairs=(*true.pairs, short))
+    forged = Fragment.of(hosts=true.hosts, pairs=(*true.pairs, short))
     hosts = [SeenHost(f"a{n}", (SeenNic("e", (f"10.9.{n}.2",)),)) for n in range(40)]
     pairs = [
         between([src, dst], [(f"20.0.{n}.1", f"21.0.{n}.1", f"22.0.{n}.1")])[0]
         for n, (src, dst) in enumerate(itertools.pairwise(hosts))
     ]
-    agreed = Fragment(hosts=tuple(hosts), pairs=tuple(pairs))
+    agreed = Fragment.of(hosts=tuple(hosts), pairs=tuple(pairs))
     before = view(honest, join({**honest, "a": agreed, "aa": agreed}))
     monkeypatch.setattr(assembly, "MAX_COMPARED", 1000)
     found = join({**honest, "a": agreed, "aa": agreed, "aaa": forged})
