@@ -45,11 +45,11 @@ MOST_CONFIDENCE = 0.999999
 #: Searches of one job, and of one rank.
 MAX_SEARCHES, MAX_OF_RANK = 4096, 512
 #: Seconds between two looks of ranks for searches, and of the leader for what they have found.
-LOOK_S, GATHER_S = 5.0, 5.0
+LOOK_S, GATHER_S = 5.0, 2.0
 #: Seconds between two fragments while searches go on.
 PUBLISH_S = 60.0
-#: Seconds after which a search is made again because something contradicts it, and the longest
-#: pause before the next: the pause doubles.
+#: Seconds from the end of a search, after which it is made again because something contradicts it;
+#: and the longest pause before the next: the pause doubles.
 AGAIN_S, MAX_AGAIN_S = 20.0, 1280.0
 
 Turn = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -186,10 +186,10 @@ class JobDiscovery:
         self._warn = WarnOnce(_log)
         # An earlier life of the job may have left results of other turns in its store.
         self._first_turn = 1 + secrets.randbelow(1 << 30)
-        #: By the two addresses: the rank that searches, its search, and when it was asked last.
+        #: By the two addresses: the rank that searches, its search, and when the last one ended.
         self._rank: dict[Addresses, int] = {}
         self._wanted: dict[Addresses, Wanted] = {}
-        self._asked_at_s: dict[Addresses, float] = {}
+        self._ended_at_s: dict[Addresses, float] = {}
         self._told: dict[int, bytes] = {}
         self._found: dict[Addresses, Found] = {}
         self._hosts: dict[str, SeenHost] = {}
@@ -230,9 +230,8 @@ class JobDiscovery:
         every = (pair for seen in pairs.values() for pair in seen)
         live = {(pair.src_address, pair.dst_address): pair for pair in joined(every, host_at)}
         self._assign(pairs, profile, host_at, now)
-        self._gather(host_at)
-        self._doubt(live, astray, lost, now)
-        self._tell()
+        self._gather(host_at, now)
+        # First: a plan with what was found may end what contradicts it.
         searching = any(self._is_open(addresses) for addresses in self._wanted)
         if self._found and (not searching or now >= self._publish_at_s):
             self._publish_at_s = now + PUBLISH_S
@@ -243,6 +242,8 @@ class JobDiscovery:
                 or self._doubts.get(addresses) != _hops(pair)
             }
             self._fragment = self._made(fresh, profile) or self._fragment
+        self._doubt(live, astray, lost, now)
+        self._tell()
         return self._fragment
 
     @property
@@ -288,9 +289,8 @@ class JobDiscovery:
                     rank,
                     Wanted(self._first_turn, search),
                 )
-                self._asked_at_s[addresses] = now
 
-    def _gather(self, host_at: Mapping[str, str]) -> None:
+    def _gather(self, host_at: Mapping[str, str], now: float) -> None:
         waited_for = {self._rank[a] for a in self._wanted if self._is_open(a)}
         for raw in self._channel.found(sorted(waited_for)).values():
             with contextlib.suppress(msgspec.MsgspecError, ValueError):
@@ -303,9 +303,10 @@ class JobDiscovery:
                     if wanted is None or found.turn != wanted.turn or not self._is_open(addresses):
                         continue
                     before = self._found.get(addresses)
-                    same = before is not None and _hops(before.pair) == _hops(found.pair)
+                    same = before is not None and _alike(before.pair, found.pair)
                     self._vain[addresses] = self._vain.get(addresses, 0) + 1 if same else 0
                     self._found[addresses] = found
+                    self._ended_at_s[addresses] = now
 
     def _doubt(
         self,
@@ -321,6 +322,8 @@ class JobDiscovery:
             if (
                 astray
                 or found.pair is None
+                # A network that changes again and again looks as if it sprayed packets.
+                or found.pair.sprays
                 or not lost & links_in(found.pair) <= checked
                 # The next search would not explain again what the last one did not.
                 or (
@@ -333,9 +336,8 @@ class JobDiscovery:
         for addresses in doubted:
             wanted = self._wanted[addresses]
             pause_s = min(MAX_AGAIN_S, AGAIN_S * 2.0 ** min(self._vain.get(addresses, 0), 30))
-            if not self._is_open(addresses) and now >= self._asked_at_s[addresses] + pause_s:
+            if not self._is_open(addresses) and now >= self._ended_at_s[addresses] + pause_s:
                 self._wanted[addresses] = Wanted(wanted.turn + 1, surer(wanted.search))
-                self._asked_at_s[addresses] = now
                 self._checked[addresses] = frozenset(lost)
                 if addresses in live:
                     self._doubts[addresses] = _hops(live[addresses])
@@ -417,6 +419,13 @@ def _two_digits(value: float) -> float:
 
 def _hops(pair: SeenPair | None) -> frozenset[Hops]:
     return frozenset(path.hops for path in pair.paths) if pair is not None else frozenset()
+
+
+def _alike(one: SeenPair | None, other: SeenPair | None) -> bool:
+    """True if two searches found the same: the paths, or packets that are sprayed."""
+    if one is None or other is None or one.sprays != other.sprays:
+        return one is other
+    return one.sprays or _hops(one) == _hops(other)
 
 
 def agree(live: SeenPair, found: SeenPair) -> bool:

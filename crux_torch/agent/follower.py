@@ -278,6 +278,8 @@ class Steering:
         self._looking: threading.Thread | None = None
         self._states: tuple[PathState, ...] = ()
         self._sprayed = False
+        #: Connections that the network sprayed before the last handover; it may have changed since.
+        self._sprayed_before: frozenset[int] = frozenset()
 
     def follow(self, order: Order) -> None:
         """Has new connections take the order's routes; replaces the present ones if it says so.
@@ -412,7 +414,7 @@ class Steering:
 
     def _notice_spraying(self, known: Sequence[Connection]) -> None:
         """Stop steering on a network that sprays: one TCP port led to several paths."""
-        if self._sprayed or not any(c.kind == "tcp" and c.error == errno.ENOTUNIQ for c in known):
+        if self._sprayed or _sprayed(known) <= self._sprayed_before:
             return
         self._sprayed = True
         self._warn(
@@ -445,6 +447,9 @@ class Steering:
     def _request(self, *, pairs_moved: bool = False) -> None:
         # A handover needs every rank of a group, also one whose connections have a single path.
         if self._generation > self._requested:
+            if self._sprayed and self._transport is not None:
+                self._sprayed_before = _sprayed(self._transport.connections())
+                self._sprayed = False
             # If the routes are set again, the transport repeats searches that have just failed.
             self._set_routes(anew=True)
             self._requested = self._generation
@@ -466,6 +471,11 @@ class Steering:
         except Exception as error:
             self._warn("look", f"Crux can't tell which paths are taken: {error}")
             _log.debug("details", exc_info=True)
+
+
+def _sprayed(known: Sequence[Connection]) -> frozenset[int]:
+    """The TCP connections whose source port led to several paths."""
+    return frozenset(c.id for c in known if c.kind == "tcp" and c.error == errno.ENOTUNIQ)
 
 
 def _too_late(

@@ -47,6 +47,7 @@ class Ranks:
             ("10.1.0.2", "10.0.0.2"): (("10.9.3.1", "10.9.1.2"),),
         }
         self.asked: list[Search] = []
+        self.sprayed: set[tuple[str, str]] = set()
         self.may = threading.Event()
         self.may.set()
         self.ranks = [
@@ -69,6 +70,7 @@ class Ranks:
         ends = search.source.address, search.peer.address
         paths = tuple(SeenPath(hops) for hops in self.hops.get(ends, ()))
         pair = SeenPair(search.source.host, ends[0], search.peer.host, ends[1], paths, 0.99)
+        pair = msgspec.structs.replace(pair, sprays=ends in self.sprayed)
         return Searched(search.source, search.peer, pair if paths else None)
 
     def run(self, seconds: float, **options: Any) -> Fragment | None:
@@ -135,7 +137,7 @@ def test_nothing_is_searched_before_the_job_was_measured(ranks: Ranks) -> None:
 
 def test_hosts_of_a_large_job_probe_slowly_together(ranks: Ranks) -> None:
     flows = tuple(HostFlow(f"h{n}", f"h{n + 1}", 1.0) for n in range(1000))
-    ranks.run(2 * GATHER_S, told=profile(flows=flows))
+    ranks.run(LOOK_S + GATHER_S, told=profile(flows=flows))
     assert {search.rate_per_s for search in ranks.asked} == {0.5}
 
 
@@ -223,6 +225,18 @@ def test_a_path_that_only_a_connection_showed_is_in_the_fragment(ranks: Ranks) -
     assert fragment is not None
     (pair,) = (pair for pair in fragment.pairs if pair.src == "h0")
     assert len(pair.paths) == 2
+
+
+def test_a_pair_that_seems_to_spray_is_searched_again_with_growing_pauses(ranks: Ranks) -> None:
+    ends = ADDRESSES[0], ADDRESSES[1]
+    ranks.sprayed.add(ends)
+    ranks.run(6 * GATHER_S)
+    ranks.run(20 * AGAIN_S)
+    assert 5 <= len(ranks.asked) <= 7
+    ranks.sprayed.clear()
+    fragment = ranks.run(64 * AGAIN_S)
+    assert fragment is not None
+    assert not any(pair.sprays for pair in fragment.pairs)
 
 
 def test_what_a_search_does_not_explain_is_not_searched_forever(ranks: Ranks) -> None:

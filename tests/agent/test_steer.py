@@ -178,9 +178,15 @@ def test_where_one_tcp_port_leads_over_several_paths_paths_are_left_to_the_netwo
     assert rank.transport.routes == (Route("10.1.0.2", hops=(), dscp=24, qp_dscp=26),)
     rank.look()
     assert [("sprays packets" in r.getMessage()) for r in caplog.records] == [True]
+    # The network may have changed while the port was chosen: a handover tries again.
+    rank.follow(order(route(1), number=2, generation=1))
+    assert rank.transport.routes[0].hops
+    assert rank.look()["sprayed"] is False
+    rank.transport.known.append(connection(3, how="refused", error=errno.ENOTUNIQ))
+    assert rank.look()["sprayed"] is True
     rank.steering.revert()
     rank.transport.known = []
-    rank.follow(order(route(1), number=2))
+    rank.follow(order(route(1), number=3))
     assert rank.transport.routes[0].hops
 
 
@@ -349,7 +355,7 @@ def test_where_the_network_sprays_queue_pairs_keep_its_paths(sprays, caplog) -> 
         network = Network(way)
         found = Discovery(network, network.clock, range(49152, 50152), (1, 2), Rules())
         found.run(60.0)
-        repeated, changed = found.recheck(network.now + 10)
+        repeated, changed, _ = found.recheck(network.now + 10)
         ends = {"source": "10.0.0.2", "destination": destination}
         more = {"hops": found.hops, "repeated": repeated, "changed": changed}
         return PathMap(**ends, protocol="udp", port=4791, **more)

@@ -80,6 +80,22 @@ print(msgspec.json.encode(probe(sys.argv[1], int(sys.argv[2]), sys.argv[3], **op
 """
 
 
+# Says when it knows of two paths, waits for a line, and goes on.
+_SEARCH = """
+import sys, msgspec
+from crux_torch.network.probe.prober import probe
+told = False
+def watch(search):
+    global told
+    if search.path_count == 2 and not told:
+        told = True
+        print("two", flush=True)
+        sys.stdin.readline()
+print("ready", flush=True)
+print(msgspec.json.encode(probe(sys.argv[1], 4791, "udp", watch=watch)).decode())
+"""
+
+
 def probed(
     fabric: Fabric, host: Host, to: str, port: int, protocol: str, options: str = "{}"
 ) -> PathMap:
@@ -139,6 +155,19 @@ def test_real_flows_take_the_foretold_spine(spines: int) -> None:
                 assert send(f"{protocol} {port}") == "sent"
                 hits += spine_taken(fabric, before, FLOW_BYTES) == foretold(fabric, found, port)
             assert hits == FLOWS
+
+
+def test_a_spine_that_vanishes_during_the_search_is_no_path_and_no_spraying() -> None:
+    with built(2) as (fabric, a, b):
+        search = Talker(fabric, a, _SEARCH, b.address)
+        assert search.hear() == "two"
+        fabric.cut(1)
+        search.tell("go on")
+        found = msgspec.json.decode(search.hear(), type=PathMap)
+        assert found.changed == 0
+        assert found.ended == "confident"
+        assert [fabric.spine_of(str(dict(hops)[2])) for hops in found.paths] == [0]
+        assert not found.partial
 
 
 def test_the_kernels_own_icmp_limits_cost_time_only() -> None:

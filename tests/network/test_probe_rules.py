@@ -357,7 +357,7 @@ def test_ports_are_probed_again_and_stay_where_they_were() -> None:
     net = Network(route)
     found = search(net)
     before = (found.hops, found.confidence, found.path_count, found.ended)
-    assert found.recheck(net.now + 10) == (6, 0)
+    assert found.recheck(net.now + 10) == (6, 0, False)
     assert (found.hops, found.confidence, found.path_count, found.ended) == before
 
 
@@ -369,18 +369,38 @@ def test_a_search_ends_at_once_when_its_ports_are_used_up(confidence: float, cou
         net = Network(route)
         found = search(net, Rules(confidence, repeats=count), shuffled(count=count))
         assert len(found.hops) <= count
-        assert found.recheck(60.0) == (len(found.hops), 0)
+        assert found.recheck(60.0) == (len(found.hops), 0, False)
         assert net.now < 1.0
 
 
 def test_spraying_of_packets_is_noticed() -> None:
-    spray = random.Random(5)
-    layer = [Router(f"10.1.{j}.1") for j in range(4)]
-    net = Network(lambda port: [Router("10.0.0.1"), spray.choice(layer)])
-    found = search(net, ttls=(1, 2))
-    repeated, changed = found.recheck(net.now + 10)
+    for seed in range(20):
+        spray = random.Random(seed)
+        layer = [Router(f"10.1.{j}.1") for j in range(4)]
+        net = Network(lambda port: [Router("10.0.0.1"), spray.choice(layer)])  # noqa: B023
+        found = search(net, ttls=(1, 2))
+        repeated, changed, moved = found.recheck(net.now + 10)
+        assert repeated == 6
+        assert changed > 0
+        assert not moved
+
+
+@pytest.mark.parametrize(("gone_after_s", "seen"), [(0.0, False), (0.06, True), (0.1, True)])
+def test_a_network_that_changed_meanwhile_does_not_spray(gone_after_s: float, seen: bool) -> None:
+    layer = [Router(f"10.1.{j}.1") for j in range(2)]
+    gone_s = float("inf")
+    net = Network(
+        lambda port: [Router("10.0.0.1"), layer[0 if net.now > gone_s else port % 2]],
+    )
+    found = Discovery(net, net.clock, shuffled(), (1, 2), Rules())
+    gone_s = gone_after_s
+    found.run(60.0)
+    assert any(dict(hops)[2] == layer[1].address for hops in found.hops.values()) == seen
+    repeated, changed, moved = found.recheck(net.now + 10)
     assert repeated == 6
-    assert changed > 0
+    assert moved == (changed > 0) == seen
+    # Too late to tell.
+    assert not search(net, ttls=(1, 2)).recheck(net.now).moved
 
 
 def test_checking_again_ends_with_the_time() -> None:
@@ -390,7 +410,7 @@ def test_checking_again_ends_with_the_time() -> None:
     for router in layer:
         router.silent = True
     start = net.now
-    _, changed = found.recheck(start + 0.5)
+    changed = found.recheck(start + 0.5).changed
     assert net.now < start + 0.51
     assert changed == 0
 

@@ -75,7 +75,7 @@ def _searched(network: AnsweringNetwork, task: Search, now: float) -> tuple[list
     search = Discovery(packets, packets.clock, ports, range(1, routers + 1), task.rules)
     search.run(now + task.time_limit_s)
     confidence, sure, hops = search.confidence, set(search.quiet), search.hops
-    _, changed = search.recheck(now + task.time_limit_s)
+    changed = search.recheck(now + task.time_limit_s).changed
     answering = {ttl for answers in hops.values() for ttl, address in answers if address}
     paths: dict[tuple[str | None, ...], list[int]] = {}
     for port, answers in hops.items():

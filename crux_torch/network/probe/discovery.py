@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from itertools import islice
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from crux_torch.network.probe.pacer import Pacer
 from crux_torch.network.probe.packets import Answer, Hops, Packets, Probe
@@ -24,6 +24,9 @@ RequiredHop = tuple[int, "str | Collection[str]"]
 _SILENT_AFTER = 6
 _ATTEMPTS_UNHEARD = 3
 _LONGEST_BACKOFF_S = 2.0
+#: Answers that confirm where a port went when it was probed again. If packets were sprayed over two
+#: paths, all would agree with a probability of 1/1024.
+_CONFIRMATIONS = 10
 #: Ports under way at the same time, a socket each.
 _MAX_UNDER_WAY = 32
 #: Ports to start at a time when the paths are known and only more ports are wanted.
@@ -32,6 +35,20 @@ _AT_ONCE = 8
 #: Answers to one port, at some TTLs.
 Answers = tuple[str | None, ...]
 Ended = Literal["confident", "found", "time", "ports"]
+
+
+class Rechecked(NamedTuple):
+    """The result of probing ports a second time.
+
+    Attributes:
+        repeated, changed: ports that answered, and those of them on another path than before.
+        moved: True if the changed ports keep their new paths: the network has changed meanwhile,
+            and does not spray packets.
+    """
+
+    repeated: int
+    changed: int
+    moved: bool
 
 
 def draws_needed(paths: int, confidence: float) -> int:
@@ -203,27 +220,32 @@ class Discovery:
                 self._packets.forget(port.waiting_for)
                 port.waiting_for = None
 
-    def recheck(self, until: float) -> tuple[int, int]:
-        """Probe some ports a second time. Returns (ports that were, those on another path)."""
+    def recheck(self, until: float) -> Rechecked:
+        """Probes some ports a second time, and those on another path again."""
         before = self.hops
         complete = {port: hops for port, hops in before.items() if self._is_complete(hops)}
         of_each_path = {hops: port for port, hops in reversed(complete.items())}
         ports = list(dict.fromkeys([*reversed(of_each_path.values()), *complete]))
+        again = self._again(ports[: self._rules.repeats], until)
+        changed = [n for n, hops in again.items() if _differ(before[n], hops)]
+        moved = bool(changed)
+        for _ in range(math.ceil(_CONFIRMATIONS / len(changed)) if changed else 0):
+            confirmed = self._again(changed, until)
+            moved &= confirmed.keys() == set(changed)
+            moved &= not any(_differ(again[n], hops) for n, hops in confirmed.items())
+            if not moved:
+                break
+        return Rechecked(len(again), len(changed), moved)
+
+    def _again(self, ports: Sequence[int], until: float) -> dict[int, Hops]:
+        """Probe ports once more; returns the answers of those that got any."""
         rules = replace(self._rules, ports_per_path=65535, via=(), via_ports=0)
-        again = Discovery(
-            self._packets, self._clock, ports[: rules.repeats], tuple(self._layers), rules
-        )
+        again = Discovery(self._packets, self._clock, ports, tuple(self._layers), rules)
         again._layers, again._overall = self._layers, self._overall
         again.run(until)
         self.sent += again.sent
         self.answered += again.answered
-        repeated = changed = 0
-        for port in again._drawn:
-            answers = dict(before[port.number])
-            heard = [(answers[ttl], now) for ttl, now in port.answers.items() if now]
-            repeated += bool(heard)
-            changed += any(was and was != now for was, now in heard)
-        return repeated, changed
+        return {p.number: tuple(p.answers.items()) for p in again._drawn if any(p.answers.values())}
 
     @property
     def hops(self) -> dict[int, Hops]:
@@ -454,3 +476,9 @@ class Discovery:
             if not layer.silent:
                 given += (address,)
         return tuple(hops)
+
+
+def _differ(before: Hops, now: Hops) -> bool:
+    """True if another address answered at a TTL."""
+    answers = dict(before)
+    return any(a and answers.get(ttl) not in (None, a) for ttl, a in now)

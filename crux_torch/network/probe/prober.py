@@ -51,7 +51,8 @@ class PathMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             ``time`` (the limit was reached) or ``ports`` (every port was probed).
         repeated: ports that were probed a second time, from a new socket.
         changed: those of them that took another path the second time. If any did, the source port
-            does not decide the path, and this map predicts nothing.
+            does not decide the path, or the network changed until time was up, and this map
+            predicts nothing.
         sent, answered: probes, and those of them that were answered.
     """
 
@@ -156,18 +157,27 @@ def probe(
     choice = list(ports) if ports is not None else list(default_ports(protocol, port))
     if seed is not None:
         random.Random(seed).shuffle(choice)
-    depth = Depth() if ttls is not None else sound(leaves, to, max_ttl, rules.answer_wait_s, until)
-    asked = sorted(set(ttls)) if ttls is not None else depth.ttls
-    with ErrorQueue(leaves, to, protocol, port) as packets:
-        search = Discovery(packets, time.monotonic, choice, asked, rules, watch)
-        search.run(until)
-        confidence, hops = search.confidence, search.hops
-        repeated, changed = search.recheck(until)
+    sent = answered = 0
+    moved = True
+    # What was seen before the network changed may be there no longer: search anew.
+    while moved:
+        depth = (
+            Depth() if ttls is not None else sound(leaves, to, max_ttl, rules.answer_wait_s, until)
+        )
+        asked = sorted(set(ttls)) if ttls is not None else depth.ttls
+        with ErrorQueue(leaves, to, protocol, port) as packets:
+            search = Discovery(packets, time.monotonic, choice, asked, rules, watch)
+            search.run(until)
+            confidence, hops = search.confidence, search.hops
+            repeated, changed, moved = search.recheck(until)
+        sent += depth.sent + search.sent
+        answered += depth.answered + search.answered
+        moved &= time.monotonic() < until
     if asked and not any(address for answers in hops.values() for _, address in answers):
         raise ProbeError(
             errno.ETIMEDOUT,
             f"no router answered for {protocol} to {to} port {port} at the TTLs "
-            f"{', '.join(map(str, asked))} ({search.sent} probes): they don't report expired "
+            f"{', '.join(map(str, asked))} ({sent} probes): they don't report expired "
             "packets, or a firewall drops these probes or the answers (ICMP time exceeded)",
         )
     return PathMap(
@@ -183,8 +193,8 @@ def probe(
         ended=search.ended,
         repeated=repeated,
         changed=changed,
-        sent=depth.sent + search.sent,
-        answered=depth.answered + search.answered,
+        sent=sent,
+        answered=answered,
         seconds=time.monotonic() - start,
     )
 
