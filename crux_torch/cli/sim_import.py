@@ -105,6 +105,7 @@ def import_command(
             "ranks": job.ranks,
             "compute_s": job.compute_s,
             "bursts": len(scenario.jobs[name].sent),
+            "parts": max((len(burst.parts) for burst in scenario.jobs[name].sent), default=0),
             "bytes": sum(
                 sum(part.values()) for burst in scenario.jobs[name].sent for part in burst.parts
             ),
@@ -117,7 +118,7 @@ def import_command(
     for row in rows:
         click.echo(
             f"{row['job']}: {row['ranks']} ranks, {row['compute_s']:.4g} s of compute, "
-            f"{row['bursts']} bursts, {row['bytes']:.4g} bytes over all links"
+            f"{row['bursts']} bursts, {row['parts']} parts, {row['bytes']:.4g} bytes over all links"
             f"{'' if row['bytes'] else ': all that it sends stays inside its hosts'}"
         )
         for note in row["notes"]:

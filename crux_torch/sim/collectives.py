@@ -10,7 +10,7 @@ import random
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -129,33 +129,44 @@ def _moved(
     """
     layout = layout_of(model, len(shape.ranks))
     ranks = list(map(str, shape.ranks))
-    parts: dict[object, Transfers] = {}
+    parts: dict[Hashable, Transfers] = {}
     bytes_at: dict[float, float] = defaultdict(float)
     for collective in iteration(model, layout, gradient_start=gradient_start, buckets=buckets):
-        found: dict[object, Transfers]
-        if apart:
-            # Another collective of the same kind runs in the same rings.
-            found = {
-                (collective.op, group, ring): {
-                    p: size * collective.count for p, size in part.items()
-                }
-                for group in collective.groups
-                for ring, part in enumerate(
-                    _of_group(collective, group, ranks, shape, alltoall_peers)
-                )
-            }
-        else:
-            found = {(): transfers(collective, ranks, shape, alltoall_peers)}
-        for ring, part in found.items():
-            if ours := contended(part, shape):
-                traffic.add_flows(parts.setdefault(ring, {}), ours)
-                bytes_at[collective.at] += sum(ours.values())
+        found = contended_by_mover(collective, ranks, shape, alltoall_peers, apart=apart)
+        for mover, ours in found.items():
+            traffic.add_flows(parts.setdefault(mover, {}), ours)
+            bytes_at[collective.at] += sum(ours.values())
     moved = tuple(
         (number, int(src), int(dst), size)
         for number, part in enumerate(parts.values())
         for (src, dst), size in part.items()
     )
     return moved, _bursts(bytes_at)
+
+
+def contended_by_mover(
+    collective: Collective,
+    gpus: Sequence[str],
+    topology: Places,
+    alltoall_peers: int | None,
+    *,
+    apart: bool,
+) -> dict[Hashable, Transfers]:
+    """The :func:`contended` of the :func:`transfers` of ``collective``, by what moves on its own.
+
+    A ring, all-to-all or send does, if ``apart``; otherwise all is one mover. Collectives of one
+    kind that run in the same rings have the same movers.
+    """
+    found: dict[Hashable, Transfers] = {}
+    if apart:
+        for group in collective.groups:
+            rings = _of_group(collective, group, gpus, topology, alltoall_peers)
+            for ring, part in enumerate(rings):
+                moved = {pair: size * collective.count for pair, size in part.items()}
+                found[collective.op, group, ring] = moved
+    else:
+        found[()] = transfers(collective, gpus, topology, alltoall_peers)
+    return {mover: ours for mover, part in found.items() if (ours := contended(part, topology))}
 
 
 def transfers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+
+from crux_torch.sim.scenario import read_scenario
 
 PAGE = (ROOT / "docs/start/two-jobs.md").read_text("utf-8")
 
@@ -33,10 +34,9 @@ def test_the_pages_commands_say_what_the_jobs_cost_each_other(tmp_path: Path) ->
     by_job = {row[1].strip(): row for row in rows if len(row) == 9}
     assert {name: by_job[name][4].strip() for name in "ab"} == {"a": "b", "b": "a"}
     assert all(float(by_job[name][3]) > 1.05 for name in "ab")
-    placed = json.loads((tmp_path / "both.json").read_text())
     links = [
-        {link for burst in job["bursts"] for link in burst["traffic"]}
-        for job in placed["jobs"].values()
+        {link for burst in job.sent for part in burst.parts for link in part}
+        for job in read_scenario(tmp_path / "both.json").jobs.values()
     ]
     shared = set.intersection(*links)
     assert shared, "the page says that they have a common link"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +32,7 @@ from crux_torch.sim.importers import format_of
 from crux_torch.sim.importers.chakra import read_chakra
 from crux_torch.sim.importers.chrome import read_chrome
 from crux_torch.sim.importers.workload import ImportedJob, ImportFailed, element_bytes
+from crux_torch.sim.scenario import read_scenario
 
 CASES = ROOT.parent / "shared/cases/import"
 
@@ -472,10 +472,9 @@ def invoke(path: Path, out: Path) -> tuple[float, float, str]:
         sim, ["import", f"a={path}", "--out", str(out), "--topology", "testbed"]
     )
     assert found.exit_code == 0, found.output
-    scenario = json.loads(out.read_text())
-    job = scenario["jobs"]["a"]
-    size = sum(sum(burst["traffic"].values()) for burst in job["bursts"])
-    return job["compute_s"], size, found.output
+    job = read_scenario(out).jobs["a"]
+    size = sum(sum(part.values()) for burst in job.sent for part in burst.parts)
+    return job.compute_s, size, found.output
 
 
 @pytest.mark.skipif(not CASES.is_dir(), reason="the cases are not in a clone of the repository")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from crux_torch.measure import traffic
+from crux_torch.measure.profile import MAX_PARTS
 from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Cluster, Flow, Job
-from crux_torch.schedule.papers.intensity import link_traffic
+from crux_torch.schedule.papers.intensity import part_traffic
 from crux_torch.sim.collectives import (
     ALLTOALL_PEERS,
     PATHS_OF_FLOW,
     JoinedPaths,
     Transfers,
-    contended,
+    contended_by_mover,
     hashed_paths,
-    transfers,
 )
 from crux_torch.sim.importers.chakra import read_chakra
 from crux_torch.sim.importers.chrome import read_chrome
@@ -104,7 +104,8 @@ def scenario_of(
     """The jobs on one network, on the paths that its hash gives them.
 
     Each hop is one connection. As for schedulers, each burst carries the same share of the bytes on
-    every link of a job.
+    every link of each part of a job. The parts are the rings, all-to-alls and sends of the process
+    groups, at most ``MAX_PARTS``, if the file names the groups; otherwise there is one.
 
     Args:
         placement: a name of ``PLACEMENTS``; jobs get GPUs in their order.
@@ -129,24 +130,27 @@ def scenario_of(
                 f"{len(allocation.free())} are free"
             )
         allocation.take(request, gpus)
-        total: Transfers = {}
+        movers: dict[Hashable, Transfers] = {}
         sent_at: defaultdict[float, float] = defaultdict(float)
-        for collective in in_bursts(job.collectives, bursts):
-            part = contended(transfers(collective, gpus, topology, ALLTOALL_PEERS), topology)
-            traffic.add_flows(total, part)
-            sent_at[collective.at] += sum(part.values())
-        flows = tuple(Flow(size, paths(*ends)) for ends, size in total.items())
-        full = Job(name, job.ranks, 0.0, job.compute_s, flows)
+        for one in in_bursts(job.collectives, bursts):
+            found = contended_by_mover(one, gpus, topology, ALLTOALL_PEERS, apart=job.apart)
+            for mover, moved in found.items():
+                traffic.add_flows(movers.setdefault(mover, {}), moved)
+                sent_at[one.at] += sum(moved.values())
+        parts = _bounded(movers.values())
+        flows = tuple(Flow(size, paths(*ends)) for part in parts for ends, size in part.items())
+        numbers = tuple(number for number, part in enumerate(parts) for _ in part)
+        full = Job(name, job.ranks, 0.0, job.compute_s, flows, parts=numbers)
         if spray:
             (full,) = sprayed(Cluster({}, (full,))).jobs
-        moved = link_traffic(full, hashed_paths(full, topology, seed=seed))
+        on_links = part_traffic(full, hashed_paths(full, topology, seed=seed))
         whole = sum(sent_at.values())
         placed[name] = ScenarioJob(
             gpus=job.ranks,
             compute_s=job.compute_s,
             flops=flops_per_s * job.compute_s * job.ranks,
             bursts=[
-                TrafficBurst(at=at, traffic={link: m * share / whole for link, m in moved.items()})
+                TrafficBurst(at=at, traffic=_scaled(on_links, share / whole))
                 for at, share in sorted(sent_at.items())
                 if share
             ],
@@ -162,3 +166,19 @@ def scenario_of(
     )
     links = {link: ScenarioLink(capacity_Bps=topology.capacity_Bps[link]) for link in used}
     return Scenario(links=links, jobs=placed, horizon_s=horizon_s)
+
+
+def _bounded(parts: Iterable[Transfers]) -> list[Transfers]:
+    """The parts by their bytes, the largest first; those beyond ``MAX_PARTS`` are one, the last."""
+    ranked = sorted(parts, key=lambda part: -sum(part.values()))
+    for rest in ranked[MAX_PARTS:]:
+        traffic.add_flows(ranked[MAX_PARTS - 1], rest)
+    return ranked[:MAX_PARTS]
+
+
+def _scaled(
+    parts: Sequence[Mapping[str, float]], share: float
+) -> dict[str, float] | list[dict[str, float]]:
+    """A share of the bytes on each link, of each part where there are several."""
+    scaled = [{link: moved * share for link, moved in part.items()} for part in parts]
+    return scaled if len(scaled) > 1 else scaled[0]

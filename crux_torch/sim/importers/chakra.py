@@ -281,9 +281,10 @@ def read_chakra(files: Mapping[str, bytes]) -> ImportedJob:
     A rank's GPU and its CPU compute one node after the other. Collectives of a process group are
     matched by their order, sends and receives by their order for equal ends and tags. Nodes without
     ``pg_name`` are of all ranks. A group has the ranks that use its name; the first of them is the
-    root of its gathers and scatters. ``comm_size`` is what a rank puts in. Where Chakra's converter
-    made the file, control dependencies name callers, so they count for nothing, and communication
-    waits for the kernel before it, as torch has it, which the converter leaves out.
+    root of its gathers and scatters. If no node has a ``pg_name``, all that the job sends moves as
+    one transfer. ``comm_size`` is what a rank puts in. Where Chakra's converter made the file,
+    control dependencies name callers, so they count for nothing, and communication waits for the
+    kernel before it, as torch has it, which the converter leaves out.
 
     Args:
         files: what each file holds; those whose names don't end in ``.RANK.et`` or ``.RANK.json``
@@ -339,7 +340,8 @@ def _job(ranks: Sequence[tuple[str, list[Node]]]) -> ImportedJob:
         # The schema counts what one rank gives.
         payload = size * len(ranks_of) if op in ("allgather", "gather") else size
         found += collectives_of(op, payload, [ranks_of], starts_s[task] / compute_s)
-    return ImportedJob(len(ranks), compute_s, (*found, *messages), _notes(graph, members))
+    sent = (*found, *messages)
+    return ImportedJob(len(ranks), compute_s, sent, _notes(graph, members), apart=any(members))
 
 
 def _notes(graph: _Graph, members: Mapping[str, Group]) -> tuple[str, ...]:

@@ -37,7 +37,8 @@ def read_goal(text: str) -> ImportedJob:
     """A GOAL schedule as one iteration of a job that repeats it.
 
     A send starts when all that it requires is computed on a network that takes no time, where each
-    rank's ``cpu`` does one ``calc`` after the other.
+    rank's ``cpu`` does one ``calc`` after the other. A schedule does not say which messages are of
+    one process group, so they move as one transfer.
 
     Raises:
         ImportFailed: names the line; no receive, or no send, belongs to a message; the
@@ -81,7 +82,7 @@ def read_goal(text: str) -> ImportedJob:
         missing = "num_ranks" if ranks is None else "a closing bracket"
         raise ImportFailed(f"the file ends, expected {missing}")
     _, compute_s, messages = schedule.starts()
-    return ImportedJob(ranks, compute_s, tuple(messages), _notes(schedule))
+    return ImportedJob(ranks, compute_s, tuple(messages), _notes(schedule), apart=False)
 
 
 def _depend(where: str, found: re.Match[str], labels: dict[str, int], schedule: _Schedule) -> None:
