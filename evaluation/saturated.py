@@ -153,6 +153,7 @@ def cell(
                 "gpu_utilization": report.gpu_utilization * seen.held,
                 "held_utilization": report.gpu_utilization,
                 "starved": sum(share < STARVED for share in shares),
+                "paper_gpu_utilization": _paper(network, placement, name),
             }
         )
     return rows
@@ -163,15 +164,14 @@ def rms_from_paper(rows: Sequence[Mapping[str, Any]]) -> float | None:
     errors = [
         statistics.mean(each["gpu_utilization"] for each in mine) - paper
         for mine in _grouped(rows, "scheduler")
-        if (paper := _paper(mine[0])) is not None
+        if (paper := mine[0]["paper_gpu_utilization"]) is not None
     ]
     return math.sqrt(statistics.fmean(e * e for e in errors)) if errors else None
 
 
-def _paper(row: Mapping[str, Any]) -> float | None:
+def _paper(network: str, placement: str, scheduler: str) -> float | None:
     """The paper's bar; it has one placement without a job scheduler."""
-    placement = "none" if row["placement"] in UNSCHEDULED else row["placement"]
-    return PAPER.get((row["network"], placement, row["scheduler"]))
+    return PAPER.get((network, "none" if placement in UNSCHEDULED else placement, scheduler))
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]], *keys: str) -> Iterator[list[Mapping[str, Any]]]:
@@ -207,7 +207,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             used = [row["gpu_utilization"] for row in group]
             of_held = statistics.mean(row["held_utilization"] for row in group)
             starved = statistics.mean(row["starved"] for row in group)
-            paper = _paper(group[0])
+            paper = group[0]["paper_gpu_utilization"]
             lines.append(
                 f"  {group[0]['scheduler']:<11} {statistics.mean(used):>11.3f} {min(used):>7.3f} "
                 f"{max(used):>8.3f} {of_held:>8.3f} {starved:>13.1f} "

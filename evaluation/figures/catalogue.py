@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from crux_torch.report.page import render
-from evaluation.figures import dispatch, optimality, testbed, trace
+from evaluation.figures import dispatch, optimality, saturated, testbed, trace
 from evaluation.figures.fields import ResultError, Value, read_rows
 from evaluation.figures.style import SETTINGS
 
@@ -106,14 +106,6 @@ def _testbed(number: int, settings: Value, rows: list[Value]) -> Figure | None:
     return testbed.draw(rows, number)
 
 
-def _schedulers(settings: Value, rows: list[Value]) -> Figure | None:
-    return trace.draw_schedulers(rows)
-
-
-def _placements(settings: Value, rows: list[Value]) -> Figure | None:
-    return trace.draw_placements(rows)
-
-
 _TESTBED_CAPTION = (
     "Left: GPU utilisation, medians over draws of ECMP's hash and of start phases, whiskers from "
     "the 10th to the 90th percentile, and the gain of Crux over ECMP with fair sharing. Right: "
@@ -121,9 +113,12 @@ _TESTBED_CAPTION = (
     "paths of ECMP's hash (as a job ran alone in the paper's testbed) and on paths that do not "
     "collide among themselves."
 )
-_TRACE_CAPTION = (
-    "Bars: share of the time in which jobs held GPUs that these computed, which is what contention "
-    "takes from. Diamonds: the paper's, of its own trace and of all GPUs."
+_SATURATED_CAPTION = (
+    "Jobs of the trace hold nearly all GPUs, and each scheduler plans once. Links up are "
+    f"oversubscribed {saturated.OVERSUBSCRIPTION}:1; without a job scheduler, jobs stand on random "
+    "whole hosts. Bars: the share of all GPUs that compute, mean of the seeds, whiskers from the "
+    "lowest to the highest. A job starves below 2% of its pace alone. Diamonds: the paper's, of "
+    "its own trace, with its own placement and oversubscription."
 )
 PLATES: tuple[Plate, ...] = (
     Plate(
@@ -181,12 +176,11 @@ PLATES: tuple[Plate, ...] = (
         "figure23",
         23,
         "Schedulers on whole clusters",
-        "trace",
-        _TRACE_CAPTION,
+        "saturated",
+        _SATURATED_CAPTION,
         "Two-layer: Sincronia 0.39, TACCL* 0.49, CASSINI 0.48, Crux-PA 0.51, Crux-PS-PA and "
         "Crux-full 0.62. Double-sided: 0.43, 0.46, 0.45, 0.48, 0.51, 0.50.",
-        _schedulers,
-        ("trace_random",),
+        saturated.draw_schedulers,
     ),
     Plate(
         "figure24",
@@ -205,10 +199,10 @@ PLATES: tuple[Plate, ...] = (
         "figure25",
         25,
         "Job schedulers alone and with Crux",
-        "trace",
-        _TRACE_CAPTION,
+        "saturated",
+        _SATURATED_CAPTION,
         "None 0.39 and 0.62 with Crux, Muri 0.59 and 0.73, HiveD 0.64 and 0.75.",
-        _placements,
+        saturated.draw_placements,
     ),
     Plate(
         "litegd9",

@@ -1,4 +1,4 @@
-"""Figures 23 to 25: the trace on whole clusters."""
+"""Figure 24: weeks of jobs on a whole cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 
 from evaluation.figures.fields import Value
-from evaluation.figures.style import PAPER, colour, in_order, label, on_top_of, panels
+from evaluation.figures.style import colour, label
 
 DAY_S = 86400.0
-NETWORKS = {"clos": "two-layer Clos", "double-sided": "three-layer, double-sided"}
-PLACEMENTS = {"none": "none (random)", "muri": "Muri", "hived": "HiveD"}
 #: Columns of Figure 24, of those that the result has.
 OVER_TIME = ("sincronia", "taccl", "cassini", "crux-pa", "crux-ps-pa", "crux-paper", "crux")
 LAYERS = {
@@ -26,67 +24,6 @@ LAYERS = {
     "tor-aggregation": "ToR to aggregation",
     "aggregation-core": "aggregation to core",
 }
-
-
-def draw_schedulers(rows: list[Value]) -> Figure | None:
-    """Figure 23: utilisation by scheduler, a panel for each network."""
-    mine = [r for r in rows if r["placement"].text() == "none" and r["topology"].text() in NETWORKS]
-    networks = [n for n in NETWORKS if any(r["topology"].text() == n for r in mine)]
-    if not networks:
-        return None
-    figure, axes = panels(len(networks), 5.2 * len(networks), 4.6)
-    for at, network in zip(axes, networks, strict=True):
-        by_name = {r["scheduler"].text(): r for r in mine if r["topology"].text() == network}
-        names = in_order(by_name)[::-1]
-        for y, name in enumerate(names):
-            _bar(at, y, by_name[name], name)
-        at.set_yticks(range(len(names)), [label(name) for name in names])
-        at.grid(visible=False, axis="y")
-        at.grid(visible=True, axis="x")
-        at.set_title(NETWORKS[network], loc="left", fontsize=10)
-    _legend(figure)
-    return figure
-
-
-def draw_placements(rows: list[Value]) -> Figure | None:
-    """Figure 25: job schedulers alone and with Crux, on the two-layer network."""
-    found = {
-        (r["placement"].text(), r["scheduler"].text()): r
-        for r in rows
-        if r["topology"].text() == "clos"
-    }
-    placements = [p for p in PLACEMENTS if (p, "crux-paper") in found and (p, "ecmp") in found]
-    if len(placements) < 2:
-        return None
-    figure, (at,) = panels(1, 7.5, 4.0)
-    names = ("crux-paper", "ecmp")
-    ticks = []
-    for i, placement in enumerate(reversed(placements)):
-        for j, name in enumerate(names):
-            y = 2.6 * i + j
-            _bar(at, y, found[placement, name], name)
-            ticks.append((y, f"{PLACEMENTS[placement]}, {label(name)}"))
-    at.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
-    at.grid(visible=False, axis="y")
-    at.grid(visible=True, axis="x")
-    _legend(figure)
-    return figure
-
-
-def _bar(axes: Axes, y: float, row: Value, name: str) -> None:
-    used = 100 * row["held_utilization"].number()
-    axes.barh(y, used, 0.72, color=colour(name))
-    axes.text(1, y, f"{used:.1f}", va="center", fontsize=8, color=on_top_of(name), weight="bold")
-    if (said := row["paper_gpu_utilization"]).plain is not None:
-        axes.plot(100 * said.number(), y, **PAPER)
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("GPU utilisation while held (%)")
-
-
-def _legend(figure: Figure) -> None:
-    at = figure.axes[0]
-    at.plot([], [], label="the paper's, of its own trace", **PAPER)
-    figure.legend(loc="outside upper left", ncols=2)
 
 
 def draw_over_time(settings: Value, rows: list[Value]) -> Figure | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,24 @@ def trace_row(topology: str, placement: str, scheduler: str) -> dict[str, Any]:
         "placement": placement,
         "scheduler": scheduler,
         "gpu_utilization": 0.5,
-        "held_utilization": 0.8,
-        "paper_gpu_utilization": 0.62 if scheduler == "crux-paper" else None,
         "series": {
             "time_s": [0.0, 21600.0, 43200.0],
             "gpu_utilization": [0.4, 0.6],
             "carried": {"pcie-nic": carried, "nic-tor": carried, "tor-aggregation": carried},
         },
+    }
+
+
+def saturated_row(network: str, placement: str, scheduler: str, seed: int) -> dict[str, Any]:
+    return {
+        "network": network,
+        "oversubscription": 4,
+        "placement": placement,
+        "seed": seed,
+        "scheduler": scheduler,
+        "gpu_utilization": 0.5 + seed / 10,
+        "starved": seed,
+        "paper_gpu_utilization": 0.62 if scheduler == "crux-paper" else None,
     }
 
 
@@ -62,19 +74,16 @@ def optimality_row(mechanism: str, scheduler: str) -> dict[str, Any]:
 
 
 def results() -> dict[str, dict[str, Any]]:
-    trace_cells = [
-        *[
-            (t, "none", s)
-            for t in ("clos", "double-sided")
-            for s in ("ecmp", "taccl", "crux-paper")
-        ],
-        *[("clos", p, s) for p in ("muri", "hived") for s in ("ecmp", "crux-paper")],
+    saturated_cells = [
+        *product(("clos", "double-sided"), ("hosts",), ("ecmp", "taccl", "crux-paper")),
+        *product(("clos",), ("muri", "hived"), ("ecmp", "crux-paper")),
     ]
     rows = {
         "testbed": [
             row_of_testbed(n, s) for n in (19, 20, 21, 22) for s in ("ecmp", "crux-paper", "ideal")
         ],
-        "trace": [trace_row(*cell) for cell in trace_cells],
+        "trace": [trace_row("clos", "none", s) for s in ("ecmp", "taccl", "crux-paper")],
+        "saturated": [saturated_row(*cell, seed) for cell in saturated_cells for seed in (0, 1)],
         "optimality": [
             optimality_row(m, s)
             for m in ("paths", "priority", "compression")
@@ -157,11 +166,23 @@ def test_figures_without_their_rows_are_left_out(tmp_path: Path) -> None:
     plain = results()
     plain["testbed"]["rows"] = [row_of_testbed(20, "ecmp"), row_of_testbed(20, "crux-paper")]
     plain["trace"]["rows"] = [trace_row("double-sided", "none", "crux-paper")]
+    plain["saturated"]["rows"] = [saturated_row("double-sided", "hosts", "crux-paper", 0)]
     plain["dispatch"]["rows"] = plain["dispatch"]["rows"][:1]
     drawn, left_out = draw_all(written(tmp_path, plain))
     assert [item.plate.number for item in drawn] == [16, 20, 23, 9]
     assert {item.plate.number for item in left_out} == {19, 21, 22, 24, 25, 10}
     assert all("has no rows for it" in item.reason for item in left_out)
+
+
+def test_bars_are_means_of_all_gpus_where_links_up_are_oversubscribed(tmp_path: Path) -> None:
+    rows = [saturated_row("clos", "hosts", "crux-paper", seed) for seed in (0, 1)]
+    rows += [{**row, "oversubscription": 1, "gpu_utilization": 0.9} for row in rows]
+    plain = {"saturated": {"benchmark": "saturated", "settings": {}, "rows": rows}}
+    ((only,), _) = draw_all(written(tmp_path, plain))
+    (axes,) = only.figure.axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([55.0])
+    assert [text.get_text() for text in axes.texts] == ["55.0, 0.5 jobs starve"]
+    assert [62.0] in [list(line.get_xdata()) for line in axes.lines]
 
 
 def test_no_result_file_at_all(tmp_path: Path) -> None:
@@ -178,6 +199,7 @@ def test_no_result_file_at_all(tmp_path: Path) -> None:
         ("testbed", ("rows", 2, "figure"), None, "rows[2].figure is None; expected a number"),
         ("trace", ("rows", 1, "series", "carried", "nic-tor", 1), [0.5], "expected 4 numbers"),
         ("trace", ("settings",), {}, "settings has no 'intensity_edges'"),
+        ("saturated", ("rows", 1, "starved"), "no", "rows[1].starved is 'no'; expected a number"),
         ("optimality", ("rows", 0, "error_cdf"), 4, "rows[0].error_cdf is 4; expected a list"),
         ("optimality", ("rows",), [], "rows is empty; expected one or more"),
         ("optimality", ("rows",), 7, "rows is 7; expected a list"),
