@@ -85,7 +85,7 @@ def import_command(
             if not name or not path or name in found:
                 raise click.ClickException(f"got {given!r}, expected NAME=PATH with a new NAME")
             found[name] = _read(Path(path), format_name)
-        scenario = scenario_of(
+        scenario, notes = scenario_of(
             found,
             topology_of(topology),
             placement=placement,
@@ -109,7 +109,7 @@ def import_command(
             "bytes": sum(
                 sum(part.values()) for burst in scenario.jobs[name].sent for part in burst.parts
             ),
-            "notes": job.notes,
+            "notes": (*job.notes, *notes.get(name, ())),
         }
         for name, job in found.items()
     ]

@@ -628,7 +628,7 @@ def test_a_network_that_sprays_carries_the_same_bytes_more_evenly() -> None:
     hashed, spread = (
         scenario_of(
             jobs, crux_testbed(), placement="none", bursts=4, seed=0, horizon_s=1.0, spray=spray
-        )
+        )[0]
         for spray in (False, True)
     )
 
@@ -644,7 +644,7 @@ def test_a_network_that_sprays_carries_the_same_bytes_more_evenly() -> None:
 
 
 def test_a_flow_has_all_paths_of_the_papers_two_layer_cluster() -> None:
-    scenario = scenario_of(
+    scenario, _ = scenario_of(
         {"gpt": read_simai(SIMAI)}, two_layer_clos(2, 2, 16),
         placement="none", bursts=1, seed=0, horizon_s=1.0, spray=True,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from profiled import collective, event, kineto
 
 from crux_torch.cli.sim import sim
 from crux_torch.measure import traffic
-from crux_torch.measure.profile import MAX_PARTS
 from crux_torch.network.builders import GpuServer, two_layer_clos
 from crux_torch.network.topology import Topology
+from crux_torch.sim import importers
 from crux_torch.sim.catalogue import Collective
 from crux_torch.sim.importers import scenario_of
 from crux_torch.sim.importers.chakra import read_chakra
@@ -50,7 +50,7 @@ def hosts_of_one_gpu(hosts: int) -> Topology:
 
 def imported(job: ImportedJob, topology: Topology, **how: Any) -> Scenario:
     given: dict[str, Any] = {"placement": "hosts", "bursts": 4, "seed": 0, "horizon_s": 1.0}
-    return scenario_of({"a": job}, topology, **given | how)
+    return scenario_of({"a": job}, topology, **given | how)[0]
 
 
 def hosts(part: Mapping[str, float], topology: Topology) -> set[str]:
@@ -121,8 +121,7 @@ def test_parts_of_a_simai_workload_carry_what_the_job_does(spray: bool) -> None:
             assert {n: total[n] for n in nics} == pytest.approx({n: whole.traffic[n] for n in nics})
     counts = {len(burst.parts) for burst in apart}
     assert len(counts) == 1, "every burst carries a share of every part"
-    # 8 tensor groups, 8 groups of experts, 4 of replicas, 8 sends each way, some in the host.
-    assert 2 <= counts.pop() <= 36
+    assert counts.pop() > 1
 
 
 @pytest.mark.parametrize(
@@ -138,15 +137,36 @@ def test_a_file_without_process_groups_is_one_part(job: ImportedJob, parts: int)
     assert set.union(*(hosts(part, topology) for part in burst.parts)) == {"h0", "h1", "h2", "h3"}
 
 
-def test_of_many_parts_the_largest_stay_and_the_rest_is_one() -> None:
-    count = MAX_PARTS + 6
-    sends = tuple(Collective("send", 1000.0 + i, ((2 * i, 2 * i + 1),), 0.5) for i in range(count))
-    topology = hosts_of_one_gpu(2 * count)
-    (burst,) = imported(ImportedJob(2 * count, 1.0, sends), topology).jobs["a"].sent
-    largest = [max(part.values()) for part in burst.parts[:-1]]
-    assert largest == pytest.approx([1000.0 + i for i in range(count)][:-MAX_PARTS:-1])
-    assert len(burst.parts) == MAX_PARTS
-    assert len(hosts(burst.parts[-1], topology)) == 2 * 7
+def test_sends_between_the_same_hosts_are_one_part() -> None:
+    topology = two_layer_clos(3, 3, 2)  # of 8 GPUs each
+    pairs = tuple((r, r + 8) for r in range(16))
+    job = ImportedJob(24, 1.0, (Collective("send", 1000.0, pairs, 0.5),))
+    (burst,) = imported(job, topology, placement="hived").jobs["a"].sent
+    assert sorted(len(hosts(part, topology)) for part in burst.parts) == [2, 2]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_job_of_too_many_parts_is_one_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(importers, "MOST_PARTS", 3)
+    topology = hosts_of_one_gpu(8)
+    pairs = tuple((2 * i, 2 * i + 1) for i in range(count))
+    job = ImportedJob(8, 1.0, (Collective("send", 1000.0, pairs, 0.5),))
+    scenario, notes = scenario_of(
+        {"a": job}, topology, placement="hosts", bursts=1, seed=0, horizon_s=1.0
+    )
+    (burst,) = scenario.jobs["a"].sent
+    assert len(burst.parts) == (3 if count == 3 else 1)
+    touched = set.union(*(hosts(part, topology) for part in burst.parts))
+    assert len(touched) == 2 * count
+    assert notes == (
+        {}
+        if count == 3
+        else {
+            "a": ("it has 4 parts that move on their own, more than 3: all moves as one transfer",)
+        }
+    )
 
 
 def test_the_command_says_how_many_parts_there_are(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from crux_torch.measure import traffic
-from crux_torch.measure.profile import MAX_PARTS
 from crux_torch.network.topology import Topology
 from crux_torch.schedule.model import Cluster, Flow, Job
 from crux_torch.schedule.papers.intensity import part_traffic
@@ -36,6 +35,9 @@ from crux_torch.sim.play import sprayed
 from crux_torch.sim.scenario import Scenario, ScenarioJob, ScenarioLink, TrafficBurst
 
 Files = Mapping[str, bytes]
+#: A job with more parts moves as one transfer. The few largest apart and the rest as one would be
+#: worse: links are shared by parts, so the rest would get too little.
+MOST_PARTS = 256
 
 
 def _one(read: Callable[[str], ImportedJob]) -> Callable[[Files], ImportedJob]:
@@ -100,12 +102,15 @@ def scenario_of(
     horizon_s: float,
     flops_per_s: float = 1e14,
     spray: bool = False,
-) -> Scenario:
+) -> tuple[Scenario, dict[str, tuple[str, ...]]]:
     """The jobs on one network, on the paths that its hash gives them.
 
     Each hop is one connection. As for schedulers, each burst carries the same share of the bytes on
-    every link of each part of a job. The parts are the rings, all-to-alls and sends of the process
-    groups, at most ``MAX_PARTS``, if the file names the groups; otherwise there is one.
+    every link of each part of a job. If the file names the process groups, their rings and
+    all-to-alls and the sends between each two hosts are parts; otherwise there is one.
+
+    Returns:
+        The scenario, and for jobs that are played more coarsely than the file tells, notes on that.
 
     Args:
         placement: a name of ``PLACEMENTS``; jobs get GPUs in their order.
@@ -120,6 +125,7 @@ def scenario_of(
     allocation = Allocation(cells(topology))
     paths = JoinedPaths(topology, PATHS_OF_FLOW)
     placed: dict[str, ScenarioJob] = {}
+    notes: dict[str, tuple[str, ...]] = {}
     for name, job in jobs.items():
         request = Request(name, job.ranks, job.compute_s)
         rng = random.Random(f"{seed}: {name}")
@@ -135,9 +141,18 @@ def scenario_of(
         for one in in_bursts(job.collectives, bursts):
             found = contended_by_mover(one, gpus, topology, ALLTOALL_PEERS, apart=job.apart)
             for mover, moved in found.items():
+                if job.apart and one.op == "send":
+                    ((src, dst),) = moved
+                    mover = topology.host_of(src) or src, topology.host_of(dst) or dst
                 traffic.add_flows(movers.setdefault(mover, {}), moved)
                 sent_at[one.at] += sum(moved.values())
-        parts = _bounded(movers.values())
+        parts = list(movers.values())
+        if len(parts) > MOST_PARTS:
+            notes[name] = (
+                f"it has {len(parts)} parts that move on their own, more than {MOST_PARTS}: all "
+                "moves as one transfer",
+            )
+            parts = [_sum(parts)]
         flows = tuple(Flow(size, paths(*ends)) for part in parts for ends, size in part.items())
         numbers = tuple(number for number, part in enumerate(parts) for _ in part)
         full = Job(name, job.ranks, 0.0, job.compute_s, flows, parts=numbers)
@@ -165,15 +180,14 @@ def scenario_of(
         }
     )
     links = {link: ScenarioLink(capacity_Bps=topology.capacity_Bps[link]) for link in used}
-    return Scenario(links=links, jobs=placed, horizon_s=horizon_s)
+    return Scenario(links=links, jobs=placed, horizon_s=horizon_s), notes
 
 
-def _bounded(parts: Iterable[Transfers]) -> list[Transfers]:
-    """The parts by their bytes, the largest first; those beyond ``MAX_PARTS`` are one, the last."""
-    ranked = sorted(parts, key=lambda part: -sum(part.values()))
-    for rest in ranked[MAX_PARTS:]:
-        traffic.add_flows(ranked[MAX_PARTS - 1], rest)
-    return ranked[:MAX_PARTS]
+def _sum(parts: Iterable[Transfers]) -> Transfers:
+    total: Transfers = {}
+    for part in parts:
+        traffic.add_flows(total, part)
+    return total
 
 
 def _scaled(

@@ -216,8 +216,8 @@ class ImportedJob:
         compute_s: seconds of an iteration in which its ranks compute.
         collectives: what it sends, with the share of the compute after which each may start.
         notes: what the reader of a result has to know of the file, one a line.
-        apart: the file names the process groups, so each ring, all-to-all and send moves on its
-            own; otherwise all moves as one transfer.
+        apart: the file names the process groups, so what they send may move on its own; otherwise
+            all moves as one transfer.
     """
 
     ranks: int
