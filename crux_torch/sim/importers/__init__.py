@@ -109,15 +109,15 @@ def scenario_of(
     every link of each part of a job. If the file names the process groups, their rings and
     all-to-alls and the sends between each two hosts are parts; otherwise there is one.
 
-    Returns:
-        The scenario, and for jobs that are played more coarsely than the file tells, notes on that.
-
     Args:
         placement: a name of ``PLACEMENTS``; jobs get GPUs in their order.
         bursts: most bursts of an iteration, see ``workload.in_bursts``.
         seed: of random placement and of source ports.
         flops_per_s: what a GPU computes, which the workloads don't tell. Only jobs' ratios matter.
         spray: the network sprays packets over all paths of a flow, and hashes no flow onto one.
+
+    Returns:
+        The scenario, and notes on jobs that it has more coarsely than their files.
 
     Raises:
         ImportFailed: the topology has too few GPUs for a job.
