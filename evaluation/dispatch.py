@@ -15,13 +15,8 @@ from random import Random
 import numpy as np
 
 from crux_torch.dispatch.cluster import DispatchCluster, Floats, Ints, Predictor, count
-from crux_torch.dispatch.predictor import (
-    Network,
-    Samples,
-    across_hosts,
-    fit_uplinks,
-    predicted_links,
-)
+from crux_torch.dispatch.predictor import Network
+from crux_torch.dispatch.samples import Samples, across_hosts, fit_uplinks, predicted_links
 from crux_torch.dispatch.search import strongest
 from evaluation.litegd import Trees, at_random, bidirectional, by_index, by_topology, host_table
 
@@ -36,6 +31,9 @@ TABLE_1: Mapping[tuple[str, ...], tuple[float, float, float, float]] = {
     ("4090", "V100", "A6000", "A800"): (90.3, 43.5, 47.3, 44.2),
 }
 MIXED = ("4090", "V100", "A6000", "A800")
+#: Clusters of Table 1 on which Algorithm 1 is behind the paper, and two of them with a faster PCIe.
+BEHIND = (("4090",), ("V100",), ("4090", "V100", "A6000"), MIXED)
+FASTER_PCIE = (("V100-PCIe4",), ("4090", "V100-PCIe4", "A6000"))
 #: Figure 10: GB/s of hosts' links; two values are drawn between.
 LINKS: Mapping[str, tuple[float, float]] = {
     "20": (20, 20),
@@ -98,6 +96,7 @@ def methods(
         "strongest, links fitted": lambda k: strongest(fitted, free, k),
         "Algorithm 1, links fitted": lambda k: bidirectional(fitted, free, k),
         "Algorithm 1, true": lambda k: bidirectional(cluster, free, k),
+        "Algorithm 1, at bottleneck": lambda k: bidirectional(cluster, free, k, at_bottleneck=True),
         "topology": lambda k: by_topology(cluster, free, k),
         "by index": lambda k: by_index(free, k),
         "at random": lambda k: at_random(free, k, rng),
@@ -174,7 +173,7 @@ def errors_GBps(cluster: DispatchCluster, learned_from: Samples, seed: int) -> d
     """Mean absolute error of what learns, on 500 other choices."""
     test = measured(cluster, 500, np.random.default_rng(seed + 1))
     learned = predictors(cluster, cluster, learned_from, seed)
-    return {name: _mae_GBps(predict(test.choices), test) for name, predict in learned.items()}
+    return {name: mae_GBps(predict(test.choices), test) for name, predict in learned.items()}
 
 
 def predictors(
@@ -211,11 +210,11 @@ def unseen(kind: str, seed: int) -> tuple[dict[str, float], dict[str, float]]:
     test = measured(larger, 2000, rng)
     test = test.part(np.flatnonzero((test.choices[:, HOSTS:] > 0).any(axis=1))[:500])
     learned = predictors(one.cluster, larger, one.samples, seed)
-    errors = {name: _mae_GBps(predict(test.choices), test) for name, predict in learned.items()}
+    errors = {name: mae_GBps(predict(test.choices), test) for name, predict in learned.items()}
     free = np.concatenate([one.free, [0xFF, 0xFF]])
     wider = Case(larger, free, test)
     chosen: dict[str, Method] = {
-        f"Algorithm 1, {name}": _searched(larger, free, remembered(predict))
+        f"Algorithm 1, {name}": searched(larger, free, remembered(predict))
         for name, predict in learned.items()
     }
     padded = Samples(np.pad(one.samples.choices, ((0, 0), (0, 2))), one.samples.bandwidth_Bps)
@@ -225,7 +224,8 @@ def unseen(kind: str, seed: int) -> tuple[dict[str, float], dict[str, float]]:
     return errors, {name: float(np.mean(f)) for name, f in found.items()}
 
 
-def _searched(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Method:
+def searched(cluster: DispatchCluster, free: Ints, predict: Predictor) -> Method:
+    """Algorithm 1 with ``predict``."""
     return lambda k: bidirectional(cluster, free, k, predict)
 
 
@@ -254,7 +254,7 @@ def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[dict[str, float
         fitted = fit_uplinks(after, one.samples.joined(new.part(np.arange(samples))))
         predict = {"network": network.predictor(after), "links": fitted.weakest_link_Bps}
         return {
-            f"{by}, {name}": _mae_GBps(asked(part.choices), part)
+            f"{by}, {name}": mae_GBps(asked(part.choices), part)
             for by, asked in predict.items()
             for name, part in parts.items()
         }
@@ -267,5 +267,6 @@ def upgraded(one: Case, seed: int, steps: Sequence[int]) -> list[dict[str, float
     return found
 
 
-def _mae_GBps(predicted_Bps: np.ndarray, test: Samples) -> float:
+def mae_GBps(predicted_Bps: Floats, test: Samples) -> float:
+    """The mean absolute error on ``test``."""
     return float(np.abs(predicted_Bps - test.bandwidth_Bps).mean()) / 1e9

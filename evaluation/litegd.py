@@ -6,7 +6,7 @@ and a set's bandwidth is that of the best rings over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from random import Random
 
@@ -21,7 +21,7 @@ from crux_torch.dispatch.cluster import (
     count,
     table_of,
 )
-from crux_torch.dispatch.predictor import Samples
+from crux_torch.dispatch.samples import Samples
 from crux_torch.dispatch.search import best_by_size, check_free, single
 from crux_torch.dispatch.this_host import PCIE4_BPS, UPI_BPS, HostModel, rings_Bps
 
@@ -43,6 +43,8 @@ _FOUR_AND_FOUR = (0, 0, 0, 0, 1, 1, 1, 1)
 MODELS = {
     "4090": HostModel(_FOUR_AND_FOUR, PCIE4_BPS, UPI_BPS, peer_to_peer=False),
     "V100": HostModel((0, 0, 1, 1, 2, 2, 3, 3), PCIE3_BPS, QPI_BPS, _DGX1),
+    # Not the paper's: sets without a ring of NVLinks are as fast as in the other hosts.
+    "V100-PCIe4": HostModel((0, 0, 1, 1, 2, 2, 3, 3), PCIE4_BPS, QPI_BPS, _DGX1),
     "A6000": HostModel(_FOUR_AND_FOUR, PCIE4_BPS, UPI_BPS, _BRIDGES, BRIDGE_BPS),
     "A800": HostModel(_FOUR_AND_FOUR, PCIE4_BPS, UPI_BPS, nvswitch_Bps=8 * NVLINK_BPS),
     "H100": HostModel(_FOUR_AND_FOUR, PCIE4_BPS, UPI_BPS, nvswitch_Bps=16 * NVLINK_BPS),
@@ -126,16 +128,22 @@ def _taken(free: Ints, devices: list[tuple[int, int]]) -> Ints:
 
 
 def bidirectional(
-    cluster: DispatchCluster, free: Ints, k: int, predict: Predictor | None = None
+    cluster: DispatchCluster,
+    free: Ints,
+    k: int,
+    predict: Predictor | None = None,
+    *,
+    at_bottleneck: bool = False,
 ) -> Ints:
     """LiteGD's bidirectional tree search (§4.3, Algorithm 1).
 
     The predictor sees a host by its table's value (§4.2.3). So of a host's devices only the best to
-    remove, or to add, by that table is asked for. Of equals the first one wins, as in the paper.
+    remove, or to add, by that table is asked for. The paper does not say which of equals it takes.
 
     Args:
         free: the devices that may be chosen, a set for each host.
         predict: bytes/s of choices; by default the weakest link of each.
+        at_bottleneck: of equals, remove the device at the bottleneck; otherwise the first.
 
     Raises:
         DispatchError: if fewer than ``k`` devices are free.
@@ -145,7 +153,8 @@ def bidirectional(
     if k == 1:
         return single(free)
     steps = _Steps(cluster)
-    down = _insertion_tree_search(cluster, free, k, predict, steps)
+    one_less = _at_bottleneck if at_bottleneck else _best
+    down = _insertion_tree_search(cluster, free, k, predict, steps, one_less)
     up = _best_pair(cluster, free, predict)
     while count(up) < k:
         up = _best(steps.one_more(up, free), predict)
@@ -157,8 +166,30 @@ def _best(choices: Ints, predict: Predictor) -> Ints:
     return best
 
 
+def _at_bottleneck(choices: Ints, predict: Predictor) -> Ints:
+    """The best of choices that each lack a device of another host; of equals, at the bottleneck.
+
+    Removed is "the GPU that contributes most significantly to the bottleneck" (§4.3.2). Where
+    several of a host have to go before anything is gained, that is one of the host without which
+    the others would be the fastest.
+    """
+    rates = predict(choices)
+    equal = np.flatnonzero(rates == rates.max())
+    if len(equal) == 1:
+        return np.asarray(choices[equal[0]])
+    # Each row lacks a device of its own host alone, so the most of all rows is the choice before.
+    whole = np.bitwise_or.reduce(choices)
+    without = np.where(choices[equal] == whole, whole, 0)
+    return np.asarray(choices[equal[int(np.argmax(predict(without)))]])
+
+
 def _insertion_tree_search(
-    cluster: DispatchCluster, free: Ints, k: int, predict: Predictor, steps: _Steps
+    cluster: DispatchCluster,
+    free: Ints,
+    k: int,
+    predict: Predictor,
+    steps: _Steps,
+    one_less: Callable[[Ints, Predictor], Ints],
 ) -> Ints:
     """From all devices, or from those of the best host that has ``k``, down to ``k``."""
     alone = list(_within_one_host(cluster, free, k))
@@ -167,7 +198,7 @@ def _insertion_tree_search(
         inside = np.stack(alone)
         chosen = np.where(_best(inside, predict) > 0, free, 0)
     while count(chosen) > k:
-        chosen = _best(steps.one_less(chosen), predict)
+        chosen = one_less(steps.one_less(chosen), predict)
     return chosen
 
 

@@ -25,16 +25,8 @@ from crux_torch.dispatch.cluster import (
     load,
 )
 from crux_torch.dispatch.contention import Contention, like, star, typical, uplinks_Bps
-from crux_torch.dispatch.predictor import (
-    Network,
-    Samples,
-    fit_uplinks,
-    load_network,
-    news,
-    predicted_links,
-    read_samples,
-    save_network,
-)
+from crux_torch.dispatch.predictor import Network, load_network, news, save_network
+from crux_torch.dispatch.samples import Samples, fit_uplinks, predicted_links, read_samples
 from crux_torch.dispatch.search import Choice, alternatives, in_ring_order
 from crux_torch.network.loaders import load_topology
 from crux_torch.network.topology import Topology

@@ -29,7 +29,7 @@ from crux_torch.dispatch.cluster import (
     save,
     table_of,
 )
-from crux_torch.dispatch.predictor import across_hosts, read_samples, sample_line
+from crux_torch.dispatch.samples import across_hosts, read_samples, sample_line
 
 #: torch's stubs lack what these two modules re-export.
 dist: Any = torch.distributed

@@ -1,21 +1,17 @@
-"""Bandwidths that were not measured: a fit of each host's link, and LiteGD's network (§4.2.2).
+"""LiteGD's network (§4.2.2), which predicts the bandwidth of choices across hosts.
 
-Both learn from samples: choices across hosts that were measured. A choice within one host is never
-predicted: its table has it.
+It learns from choices that were measured, and again from each new one. A choice within one host is
+never predicted: its table has it.
 """
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crux_torch.dispatch.cluster import (
     DispatchCluster,
@@ -24,15 +20,12 @@ from crux_torch.dispatch.cluster import (
     HostTable,
     Ints,
     Predictor,
-    TableError,
-    read_lines,
 )
+from crux_torch.dispatch.samples import Samples
 from crux_torch.files import read_file, write_file
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Bools = NDArray[np.bool_]
 
 #: Hosts of a cluster whose places the network can tell apart.
 MAX_HOSTS = 256
@@ -52,144 +45,6 @@ FEW = 10
 REMEMBERED = 2048
 #: Most repeats of a new sample for each replay of an earlier one.
 MAX_REPEATS = 8
-
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Choices that were measured, and their bytes/s; every one of them spans hosts."""
-
-    choices: Ints
-    bandwidth_Bps: Floats
-
-    def __len__(self) -> int:
-        return len(self.choices)
-
-    def joined(self, other: Samples) -> Samples:
-        """These samples, then those of ``other``."""
-        return Samples(
-            np.concatenate([self.choices, other.choices]),
-            np.concatenate([self.bandwidth_Bps, other.bandwidth_Bps]),
-        )
-
-    def part(self, rows: Ints) -> Samples:
-        """Some of these samples."""
-        return Samples(self.choices[rows], self.bandwidth_Bps[rows])
-
-
-def read_samples(file: Path, cluster: DispatchCluster) -> Samples:
-    """The samples in ``file``, a line ``HOST:DEVICE,DEVICE HOST:DEVICE;GB/s`` for each.
-
-    # begins a comment.
-
-    Raises:
-        DispatchError: with the number of the line that is wrong.
-        TableError: the file can't be read.
-    """
-    choices, rates = [], []
-    try:
-        for number, row in enumerate(csv.reader(read_lines(file), delimiter=";"), 1):
-            if not row or row[0].lstrip().startswith("#"):
-                continue
-            where = f"{file}:{number}"
-            try:
-                devices, rate = row
-                choice = cluster.choice(dict(_named(part) for part in devices.split()))
-                rates.append(float(rate) * 1e9)
-            except ValueError as error:
-                raise DispatchError(
-                    f"{where}: expected `HOST:DEVICE,... HOST:DEVICE,...;GB/s`: {error}"
-                ) from None
-            if np.count_nonzero(choice) < 2 or not 0 < rates[-1] < 1e15:
-                raise DispatchError(f"{where}: expected a rate, and devices of several hosts")
-            choices.append(choice)
-    except csv.Error as error:
-        raise TableError(f"{file}: {error}") from None
-    return Samples(np.array(choices).reshape(-1, len(cluster.tables)), np.array(rates))
-
-
-def sample_line(devices: dict[str, list[str]], rate_Bps: float) -> str:
-    """One line of such a file."""
-    where = " ".join(f"{host}:{','.join(names)}" for host, names in devices.items())
-    return f"{where};{rate_Bps / 1e9:.6g}\n"
-
-
-def _named(text: str) -> tuple[str, list[str]]:
-    host, colon, devices = text.partition(":")
-    if not colon:
-        raise ValueError(f"{text!r} names no devices")
-    return host, devices.split(",")
-
-
-#: Of choices that are not pairs, one in so many takes one device of each host.
-ALONE = 3
-
-
-def across_hosts(sizes: Sequence[int], number: int, rng: np.random.Generator) -> Ints:
-    """Up to ``number`` different choices that span hosts, a row for each.
-
-    First come pairs of hosts with one device each, where no link within a host is the weakest;
-    of many pairs, some. The others have any number of hosts, and of devices of each; but every
-    ``ALONE``-th has one device each, for the links again.
-
-    Args:
-        sizes: number of devices of each host; two hosts at least.
-    """
-    hosts = len(sizes)
-    pairs = list(combinations(range(hosts), 2))
-    first = rng.permutation(len(pairs))[: number if hosts == 2 else max(1, number // 2)]
-    found: dict[bytes, Ints] = {}
-
-    def add(involved: Sequence[int], counts: Sequence[int]) -> None:
-        row = np.zeros(hosts, np.int64)
-        for host, count in zip(involved, counts, strict=True):
-            row[host] = (1 << rng.choice(sizes[host], count, replace=False)).sum()
-        found.setdefault(row.tobytes(), row)
-
-    for i in first.tolist():
-        add(pairs[i], (1, 1))
-    # A small cluster may have fewer choices than asked for.
-    for drawn in range(20 * number):
-        if len(found) >= number:
-            break
-        involved = rng.choice(hosts, rng.integers(2, hosts + 1), replace=False).tolist()
-        most = [1 if drawn % ALONE == 0 else sizes[host] for host in involved]
-        add(involved, [int(rng.integers(1, size + 1)) for size in most])
-    return np.stack(list(found.values()))
-
-
-def fit_uplinks(tables_only: DispatchCluster, samples: Samples) -> DispatchCluster:
-    """The cluster whose hosts' links explain ``samples``: each as fast as it was ever seen.
-
-    A choice is as fast as its weakest link. So a host's link has at least the most that any choice
-    with it had, and exactly that once it was the weakest. Noise makes it too fast by as much as the
-    largest error. A host without a sample gets the median of the others.
-
-    Args:
-        tables_only: the hosts; its uplinks are not looked at.
-
-    Raises:
-        DispatchError: if there is no sample.
-    """
-    if not len(samples):
-        raise DispatchError("no measured choice that spans hosts: measure some first")
-    seen = np.where(samples.choices > 0, samples.bandwidth_Bps[:, None], 0.0).max(axis=0)
-    seen[seen == 0] = np.median(seen[seen > 0])
-    return DispatchCluster(tables_only.tables, seen)
-
-
-def predicted_links(tables_only: DispatchCluster, predict: Predictor) -> DispatchCluster:
-    """The cluster whose hosts' links explain what is predicted for one device each of two hosts.
-
-    Args:
-        tables_only: the hosts; its uplinks are not looked at.
-    """
-    pairs = list(combinations(range(len(tables_only.sizes)), 2))
-    if not pairs:
-        return tables_only
-    choices = np.zeros((len(pairs), len(tables_only.sizes)), np.int64)
-    for row, pair in zip(choices, pairs, strict=True):
-        row[list(pair)] = 1
-    return fit_uplinks(tables_only, Samples(choices, predict(choices)))
 
 
 class Network:
@@ -214,7 +69,7 @@ class Network:
         self.memory: Samples | None = None
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            self.module = _module()
+            self.module = self.new_module()
 
     def train(
         self,
@@ -229,8 +84,9 @@ class Network:
         Earlier samples of a host go where new ones show that it has changed, and those of a choice
         that was measured again. On those that stay, the mean relative error grows by ``FORGOTTEN``
         at most: weights that forget more are not taken, and those of before the call are always at
-        hand. A fifth of the samples tells of progress: it stops after ``patience`` epochs without
-        any. (With large steps, at first, there may be none for many epochs.)
+        hand. A fifth of the samples tells of progress: a first training stops after ``patience``
+        epochs without any. An update goes to its end: at first its steps are large, and the bound
+        may refuse them all.
 
         Args:
             progress: called after each epoch with the number of those done, and of all.
@@ -260,7 +116,7 @@ class Network:
         # New samples repeat until they are as many as the replayed ones.
         again = min(MAX_REPEATS, max(1, len(old) // max(1, len(new))))
         learn = np.concatenate([learn[learn < known], np.repeat(learn[learn >= known], again)])
-        tokens = _tokens(cluster, samples.choices)
+        tokens = self.tokens(cluster, samples.choices)
         truth = torch.from_numpy(np.log(samples.bandwidth_Bps / _GIGA)).float()
 
         def errors(rows: Ints) -> Tensor:
@@ -294,7 +150,7 @@ class Network:
             loss = float(np.mean([float(errors(rows).mean()) for rows in checks]))
             if loss < best and (not known or relative_error(old) <= allowed):
                 best, waited, state = loss, 0, _copied(self.module)
-            elif (waited := waited + 1) >= patience:
+            elif (waited := waited + 1) >= patience and not known:
                 break
         self.module.load_state_dict(state)
         self.module.eval()
@@ -312,9 +168,7 @@ class Network:
         """
         if self.memory is None:
             return None
-        predicted = self.predictor(cluster)(new.choices)
-        error = np.abs(predicted / new.bandwidth_Bps - 1)
-        changed = changed_hosts(error > SURPRISE, new.choices > 0)
+        changed = changed_hosts(new, self.predictor(cluster)(new.choices))
         choices = self.memory.choices
         again = (choices[:, None] == new.choices).all(axis=-1).any(axis=1)
         kept = np.flatnonzero(~(choices[:, changed] > 0).any(axis=1) & ~again)
@@ -328,91 +182,101 @@ class Network:
             across = (choices > 0).sum(axis=1) > 1
             if across.any():
                 with self._torch.no_grad():
-                    found = self.module(*_tokens(cluster, choices[across])).double().exp().numpy()
+                    found = (
+                        self.module(*self.tokens(cluster, choices[across])).double().exp().numpy()
+                    )
                 # A set whose table has no value stays out, whatever the network makes of it.
                 inside[across] = np.where(inside[across] > 0, found * _GIGA, 0.0)
             return np.asarray(inside)
 
         return predict
 
+    def tokens(self, cluster: DispatchCluster, choices: Ints) -> Sequence[Tensor]:
+        """Features of each host of each choice, the hosts' places, and which tokens are padding."""
+        import torch
+
+        involved = choices > 0
+        longest = int(involved.sum(axis=1).max())
+        # The hosts that are involved come first, in their order.
+        place = np.argsort(~involved, axis=1, kind="stable")[:, :longest]
+        padding = ~np.take_along_axis(involved, place, axis=1)
+        inside = np.take_along_axis(cluster.inside_Bps(choices), place, axis=1)
+        alone = ~np.isfinite(inside)
+        rate = np.log(np.maximum(np.where(alone, _GIGA, inside), 1.0) / _GIGA)
+        taken = np.take_along_axis(choices, place, axis=1)
+        number = (taken[..., None] >> np.arange(16) & 1).sum(axis=-1) / 8
+        features = np.stack([rate, alone, number], axis=-1)
+        return (
+            torch.from_numpy(features).float(),
+            torch.from_numpy(place),
+            torch.from_numpy(padding),
+        )
+
+    def new_module(self) -> torch.nn.Module:  # type: ignore[name-defined] # noqa: F821
+        """The network before its training."""
+        import torch
+        from torch import nn
+
+        class Module(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.enter = nn.Linear(3, _WIDTH)
+                self.place = nn.Embedding(MAX_HOSTS, _WIDTH)
+                nn.init.zeros_(self.place.weight)
+                layer = nn.TransformerEncoderLayer(
+                    _WIDTH, _HEADS, _FEED_FORWARD, dropout=0.0, batch_first=True, norm_first=True
+                )
+                self.encoder = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
+                self.leave = nn.Sequential(
+                    *(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()),
+                    *(nn.Linear(_WIDTH, _WIDTH // 2), nn.ReLU()),
+                    nn.Linear(_WIDTH // 2, 1),
+                )
+
+            def forward(self, features: Tensor, place: Tensor, padding: Tensor) -> Tensor:
+                x = self.encoder(
+                    self.enter(features) + self.place(place), src_key_padding_mask=padding
+                )
+                # The weakest host decides: the least of each feature over the hosts.
+                weakest = x.masked_fill(padding[..., None], torch.inf).amin(dim=1)
+                rate: Tensor = self.leave(weakest).squeeze(-1)
+                return rate
+
+        return Module()
+
 
 def _copied(module: torch.nn.Module) -> dict[str, Tensor]:  # type: ignore[name-defined] # noqa: F821
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def changed_hosts(surprising: Bools, involved: Bools) -> Ints:
-    """The fewest hosts that explain surprises, greedily: most of their samples surprised.
+def changed_hosts(new: Samples, predicted_Bps: Floats) -> Ints:
+    """The fewest hosts that explain surprises, greedily: most of their fastest samples surprised.
 
-    A host with fewer than ``TOLD`` samples has not changed: one odd sample is no change.
+    A choice that is limited elsewhere does not show that a link has changed. So of a host's samples
+    the fastest fifth counts, by what was measured or predicted, and ``TOLD`` at least. A host with
+    fewer samples has not changed: one odd sample is no change.
 
     Args:
-        surprising: for each sample whether its bandwidth was not as predicted.
-        involved: for each sample which hosts it involves.
+        predicted_Bps: for each new sample.
     """
-    changed = []
-    left = np.ones(len(surprising), dtype=bool)
+    surprising = np.abs(predicted_Bps / new.bandwidth_Bps - 1) > SURPRISE
+    fastest_first = np.argsort(-np.maximum(predicted_Bps, new.bandwidth_Bps), kind="stable")
+    surprising, involved = surprising[fastest_first], new.choices[fastest_first] > 0
+    changed: list[int] = []
+    left = np.ones(len(new), dtype=bool)
     while (surprising & left).any():
-        with_host = (involved & left[:, None]).sum(axis=0)
-        surprises = (involved & (left & surprising)[:, None]).sum(axis=0)
-        share = np.where(with_host < TOLD, 0.0, surprises / np.maximum(with_host, 1))
-        host = int(np.argmax(share))
-        if share[host] <= 0.5:
+        # Shares of the fastest fifth, and of all samples, which tells equals apart.
+        shares: list[tuple[float, float]] = []
+        for host in range(involved.shape[1]):
+            mine = surprising[involved[:, host] & left]
+            fastest = mine[: max(TOLD, len(mine) // 5)]
+            shares.append((fastest.mean(), mine.mean()) if len(mine) >= TOLD else (0.0, 0.0))
+        host = max(range(len(shares)), key=shares.__getitem__)
+        if shares[host][0] <= 0.5:
             break
         changed.append(host)
         left &= ~involved[:, host]
     return np.array(changed, dtype=np.int64)
-
-
-def _tokens(cluster: DispatchCluster, choices: Ints) -> Sequence[Tensor]:
-    """Features of each host of each choice, the hosts' places, and which tokens are padding."""
-    import torch
-
-    involved = choices > 0
-    longest = int(involved.sum(axis=1).max())
-    # The hosts that are involved come first, in their order.
-    place = np.argsort(~involved, axis=1, kind="stable")[:, :longest]
-    padding = ~np.take_along_axis(involved, place, axis=1)
-    inside = np.take_along_axis(cluster.inside_Bps(choices), place, axis=1)
-    alone = ~np.isfinite(inside)
-    rate = np.log(np.maximum(np.where(alone, _GIGA, inside), 1.0) / _GIGA)
-    taken = np.take_along_axis(choices, place, axis=1)
-    number = (taken[..., None] >> np.arange(16) & 1).sum(axis=-1) / 8
-    features = np.stack([rate, alone, number], axis=-1)
-    return (
-        torch.from_numpy(features).float(),
-        torch.from_numpy(place),
-        torch.from_numpy(padding),
-    )
-
-
-def _module() -> torch.nn.Module:  # type: ignore[name-defined] # noqa: F821
-    import torch
-    from torch import nn
-
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter = nn.Linear(3, _WIDTH)
-            self.place = nn.Embedding(MAX_HOSTS, _WIDTH)
-            nn.init.zeros_(self.place.weight)
-            layer = nn.TransformerEncoderLayer(
-                _WIDTH, _HEADS, _FEED_FORWARD, dropout=0.0, batch_first=True, norm_first=True
-            )
-            self.encoder = nn.TransformerEncoder(layer, _LAYERS, enable_nested_tensor=False)
-            self.leave = nn.Sequential(
-                *(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()),
-                *(nn.Linear(_WIDTH, _WIDTH // 2), nn.ReLU()),
-                nn.Linear(_WIDTH // 2, 1),
-            )
-
-        def forward(self, features: Tensor, place: Tensor, padding: Tensor) -> Tensor:
-            x = self.encoder(self.enter(features) + self.place(place), src_key_padding_mask=padding)
-            # The weakest host decides: the least of each feature over the hosts.
-            weakest = x.masked_fill(padding[..., None], torch.inf).amin(dim=1)
-            rate: Tensor = self.leave(weakest).squeeze(-1)
-            return rate
-
-    return Module()
 
 
 _VERSION = 1

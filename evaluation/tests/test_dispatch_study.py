@@ -9,13 +9,20 @@ import pytest
 
 from crux_torch.agreement.inputs import plan_inputs
 from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
-from crux_torch.dispatch.predictor import predicted_links
+from crux_torch.dispatch.samples import predicted_links
 from crux_torch.dispatch.search import strongest
 from evaluation.dispatch import MIXED, case, efficacy, measured, methods, remembered, search_cpu_s
 from evaluation.dispatch_contention import HELD, HOSTS, RULES, compact, contention_row, scene
 from evaluation.dispatch_contention import text_of as contention_text
-from evaluation.dispatch_tables import efficacy_rows, storage_row, text_of, time_rows
+from evaluation.dispatch_tables import (
+    efficacy_rows,
+    storage_row,
+    text_of,
+    time_rows,
+    weight_bytes,
+)
 from evaluation.litegd import MODELS, Trees, bidirectional, by_topology, connection, host_table
+from evaluation.litegd_network import GpuTokens
 
 
 def test_a_case_is_drawn_by_its_seed_and_measured_across_hosts() -> None:
@@ -78,7 +85,7 @@ def test_what_is_remembered_is_asked_once() -> None:
 def test_the_table_names_every_cluster_beside_the_papers_figures() -> None:
     text = text_of([*efficacy_rows(seeds=1, network_seeds=0), *time_rows([2]), storage_row()])
     assert "V100, links of 20 to 40 GB/s  paper 90.45 | 70.4 54.9 50.5" in text
-    assert text.count("strongest, links fitted") == 7 + 3 + 2
+    assert text.count("strongest, links fitted") == 7 + 3 + 2 + 2
     assert "16 GPUs: strongest" in text
     assert "Storage: network" in text
     assert 500e3 < storage_row()["network_bytes"] < 642e3, "at most the paper's"
@@ -126,6 +133,36 @@ def test_on_dgx_1_the_search_is_no_worse_than_algorithm_1_device_by_device() -> 
         found = bidirectional(cluster, cluster.everything, k)
         literal = literal_bottom_up(cluster, cluster.everything, k)
         assert cluster.weakest_link_Bps(found[None])[0] >= literal
+
+
+def test_at_the_bottleneck_the_search_gives_up_hosts_with_slow_links() -> None:
+    """Of A800 hosts no single device changes the bandwidth: the whole host has to go."""
+    one = case(("A800",), 0, samples=20)
+    chosen = methods(one, 0, None)
+    found = efficacy(
+        one, {n: chosen[f"Algorithm 1, {n}"] for n in ("true", "at bottleneck")}, step=5
+    )
+    assert set(found["at bottleneck"]) == {1.0}
+    assert min(found["true"]) < 0.95
+
+
+def test_as_printed_a_token_is_a_chosen_gpu() -> None:
+    pytest.importorskip("torch")
+    cluster = DispatchCluster([host_table("V100"), host_table("A800")], np.array([20e9, 30e9]))
+    network = GpuTokens()
+    assert weight_bytes(network) == 642_052, "the paper's 642 KB"
+    choices = np.array([[0b101, 0b1], [0b1, 0b11110000]])
+    features, number, mask = network.tokens(cluster, choices)
+    assert number[0, :3].tolist() == [0, 2, 8]
+    assert number[1].tolist() == [0, 12, 13, 14, 15]
+    assert mask.tolist() == [[False] * 3 + [True] * 2, [False] * 5]
+    rates = np.exp(features[..., 0].numpy()) * 1e9
+    assert rates[0, 0] == pytest.approx(cluster.table[0, 0b101])
+    assert rates[1, 1] == pytest.approx(cluster.table[1, 0b11110000])
+    assert features[0, :3, 1].tolist() == [0, 0, 1], "a host's only GPU has no bandwidth inside"
+    # What is masked has no say, and neither have the other choices of a batch.
+    both, alone = network.predictor(cluster)(choices), network.predictor(cluster)(choices[:1])
+    assert both[0] == pytest.approx(alone[0], rel=1e-5)
 
 
 def test_the_hosts_have_the_connections_of_appendix_a() -> None:

@@ -18,7 +18,7 @@ from crux_torch.agreement.registry import Registry
 from crux_torch.cli import progress
 from crux_torch.cli.main import main
 from crux_torch.dispatch.cluster import DispatchCluster, load, save, table_of
-from crux_torch.dispatch.predictor import across_hosts, sample_line
+from crux_torch.dispatch.samples import across_hosts, sample_line
 from crux_torch.measure.profile import HostFlow
 from crux_torch.network.builders import GpuServer, two_layer_clos
 from crux_torch.network.loaders import dump_yaml

@@ -16,7 +16,7 @@ from crux_torch.agreement.records import JobRecord
 from crux_torch.dispatch.cluster import DispatchCluster, DispatchError, Ints, count, table_of
 from crux_torch.dispatch.contention import Contention, Newcomer, like, star, typical, uplinks_Bps
 from crux_torch.dispatch.dispatcher import Dispatcher, Running, measured_by_jobs
-from crux_torch.dispatch.predictor import fit_uplinks
+from crux_torch.dispatch.samples import fit_uplinks
 from crux_torch.dispatch.search import in_ring_order, ring_of_devices, ring_of_hosts, strongest
 from crux_torch.measure.profile import HostFlow
 from crux_torch.network.builders import GpuServer, two_layer_clos

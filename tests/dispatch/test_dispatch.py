@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from crux_torch.dispatch.cluster import (
     DispatchCluster,
@@ -24,7 +25,8 @@ from crux_torch.dispatch.cluster import (
     save,
     table_of,
 )
-from crux_torch.dispatch.predictor import Samples, changed_hosts, fit_uplinks
+from crux_torch.dispatch.predictor import changed_hosts
+from crux_torch.dispatch.samples import Samples, across_hosts, fit_uplinks
 from crux_torch.dispatch.search import strongest
 from crux_torch.dispatch.this_host import NVLINK_BPS, PCIE4_BPS, HostModel, rings_Bps
 from evaluation.litegd import MODELS, PCIE3_BPS, host_table
@@ -299,10 +301,32 @@ def test_the_network_learns_keeps_and_updates() -> None:
 def test_the_host_that_changed_is_found_among_its_company() -> None:
     rng = np.random.default_rng(1)
     involved = rng.random((60, 6)) < 0.6
-    assert changed_hosts(involved[:, 2], involved).tolist() == [2]
-    assert sorted(changed_hosts(involved[:, 2] | involved[:, 5], involved)) == [2, 5]
-    assert not len(changed_hosts(np.arange(60) % 7 == 0, involved))
-    assert not len(changed_hosts(np.ones(2, bool), involved[:2])), "two samples are too few"
+
+    def changed(surprising: NDArray[np.bool_], measured_Bps: float = 2e9) -> list[int]:
+        choices = involved[: len(surprising)].astype(np.int64)
+        told = Samples(choices, np.where(surprising, measured_Bps, 1e9))
+        return sorted(changed_hosts(told, np.full(len(told), 1e9)).tolist())
+
+    assert changed(involved[:, 2]) == [2]
+    assert changed(involved[:, 2] | involved[:, 5]) == [2, 5]
+    assert changed(involved[:, 2], 0.5e9) == [2]
+    assert changed(np.arange(60) % 7 == 0, 0.5e9) == [], "slowed down by chance"
+    assert changed(np.ones(2, bool)) == [], "two samples are too few"
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1 / 3, 3.0]), st.sampled_from([50, 100, 200]))
+def test_a_link_that_changed_is_found_although_few_choices_are_limited_by_it(
+    seed: int, factor: float, number: int
+) -> None:
+    """Hosts within which it is slow, and a link nearly as slow, limit most of the choices."""
+    rng = np.random.default_rng(seed)
+    tables = [host_table(kind) for kind in ("4090", "V100", "A6000", "A800") * 2]
+    before = DispatchCluster(tables, np.array([20e9, 21e9, *rng.uniform(28e9, 40e9, 6)]))
+    after = DispatchCluster(tables, before.uplink_Bps * [factor, *[1.0] * 7])
+    choices = across_hosts(after.sizes, number, rng)
+    new = Samples(choices, after.weakest_link_Bps(choices))
+    assert changed_hosts(new, before.weakest_link_Bps(choices)).tolist() == [0]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from training_job import environment
 
 from crux_torch.cli.main import main
 from crux_torch.dispatch.cluster import DispatchCluster, load, table_of
-from crux_torch.dispatch.predictor import across_hosts, read_samples
+from crux_torch.dispatch.samples import across_hosts, read_samples
 from lab import netns
 from lab.fabric import Fabric, FabricSpec, Host
 from lab.job import TORCHRUN, Job, JobSpec

@@ -24,7 +24,8 @@ from crux_torch.dispatch.cluster import (
     from_nccl_tests,
     load,
 )
-from crux_torch.dispatch.predictor import load_network, read_samples
+from crux_torch.dispatch.predictor import load_network
+from crux_torch.dispatch.samples import read_samples
 from crux_torch.errors import SettingsError
 from crux_torch.files import parse_json, read_file, write_file
 from crux_torch.network.loaders import load_topology
