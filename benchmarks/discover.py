@@ -147,7 +147,7 @@ def jobs(count: int) -> dict[str, Any]:
         found = join(decoded)
         times.append(time.process_time() - began)
     told = score(network, found, pairs_of(network), PORTS[:24])
-    paths = sum(len(pair.paths) for each in decoded.values() for pair in each.seen)
+    paths = sum(len(pair.lengths) for each in decoded.values() for pair in each.seen)
     click.echo(f"3. {count} jobs on 1,024 hosts, three layers\n")
     click.echo(
         f"{paths} paths, {len(text) / 1e6:.0f} MB of JSON, read in {decode_s:.2f} s; joined in "

@@ -416,10 +416,13 @@ def test_bytes_that_are_no_fragment_count_for_nothing(raw: bytes) -> None:
     assert TopologyReader().read(MAGIC + raw) is None
 
 
-@pytest.mark.parametrize("places", ["1,0,[]", "0,0,[[0,1]]", "0,0,[[-2]]", "-1,0,[]"])
-def test_a_place_that_the_table_of_addresses_lacks_is_malformed(places: str) -> None:
+@pytest.mark.parametrize(
+    "places",
+    ["1,0,[],[]", "0,0,[2],[0,1]", "0,0,[1],[-2]", "-1,0,[],[]", "0,0,[1],[]", "0,0,[],[0]"],
+)
+def test_paths_that_the_table_of_addresses_does_not_explain_are_malformed(places: str) -> None:
     there = '{"version":2,"addresses":["10.0.0.2"],"seen":[[%s,0.9,false]]}'
-    assert decoded((there % "0,0,[[0,-1]]").encode()) is not None
+    assert decoded((there % "0,0,[2],[0,-1]").encode()) is not None
     assert decoded((there % places).encode()) is None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -21,8 +21,6 @@ MAX_RATE_Bps = 1e15
 #: Place of a hop where nobody answered.
 SILENT = -1
 
-#: Of an address in the table of its fragment.
-Place = Annotated[int, msgspec.Meta(ge=SILENT)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
@@ -89,16 +87,18 @@ class PairPaths(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The paths from one address to another, each address by its place in the fragment's table.
 
     Attributes:
-        paths: of each path the routers that answered, see :class:`SeenPath`.
+        lengths, hops: of each path its count of hops; the hops of one path after the other, see
+            :class:`SeenPath`.
         confidence, sprays: see :class:`SeenPair`.
     """
 
     src: Annotated[int, msgspec.Meta(ge=0)]
     dst: Annotated[int, msgspec.Meta(ge=0)]
-    paths: Annotated[
-        tuple[Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_HOPS)], ...],
+    lengths: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)], ...],
         msgspec.Meta(max_length=MAX_PATHS),
     ]
+    hops: tuple[Annotated[int, msgspec.Meta(ge=SILENT)], ...]
     confidence: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
     sprays: bool
 
@@ -111,7 +111,7 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         seen: the pairs.
 
     Raises:
-        ValueError: a pair has a place that the table does not have.
+        ValueError: a pair has a place that the table does not have, or other hops than it says.
     """
 
     version: int = FRAGMENT_VERSION
@@ -120,10 +120,11 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     seen: Annotated[tuple[PairPaths, ...], msgspec.Meta(max_length=MAX_PAIRS)] = ()
 
     def __post_init__(self) -> None:
-        paths = chain.from_iterable(pair.paths for pair in self.seen)
-        ends = (max(pair.src, pair.dst) for pair in self.seen)
-        if max(chain(ends, chain.from_iterable(paths)), default=-1) >= len(self.addresses):
-            raise ValueError("a path has an address that the table of addresses does not have")
+        for pair in self.seen:
+            if max(pair.src, pair.dst, *pair.hops) >= len(self.addresses):
+                raise ValueError("a path has an address that the table of addresses does not have")
+            if sum(pair.lengths) != len(pair.hops):
+                raise ValueError("the hops of a pair's paths are not as many as their lengths say")
 
     @classmethod
     def of(cls, hosts: Iterable[SeenHost], pairs: Iterable[SeenPair]) -> Fragment:
@@ -137,7 +138,8 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
             PairPaths(
                 at(pair.src_address),
                 at(pair.dst_address),
-                tuple(tuple(map(at, path.hops)) for path in pair.paths),
+                tuple(len(path.hops) for path in pair.paths),
+                tuple(at(hop) for path in pair.paths for hop in path.hops),
                 pair.confidence,
                 pair.sprays,
             )
@@ -155,15 +157,19 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
                 for address in nic.addresses:
                     host_at.setdefault(address, host.name)
         names: tuple[str | None, ...] = (*self.addresses, None)
-        return tuple(
-            SeenPair(
-                host_at.get(src := self.addresses[pair.src], ""),
-                src,
-                host_at.get(dst := self.addresses[pair.dst], ""),
-                dst,
-                tuple(SeenPath(tuple([names[n] for n in hops])) for hops in pair.paths),
-                pair.confidence,
-                pair.sprays,
+        found = []
+        for pair in self.seen:
+            src, dst = self.addresses[pair.src], self.addresses[pair.dst]
+            hops = map(names.__getitem__, pair.hops)
+            found.append(
+                SeenPair(
+                    host_at.get(src, ""),
+                    src,
+                    host_at.get(dst, ""),
+                    dst,
+                    tuple(SeenPath(tuple(islice(hops, length))) for length in pair.lengths),
+                    pair.confidence,
+                    pair.sprays,
+                )
             )
-            for pair in self.seen
-        )
+        return tuple(found)

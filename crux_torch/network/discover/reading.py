@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from crux_torch.network.discover.evidence import (
     MAX_OWNERS,
@@ -29,7 +30,7 @@ MAX_OWN_PATHS = 1 << 16
 #: An owner is sure of a pair from this confidence on.
 SURE = 0.9
 #: Paths that are numbered at once, so that memory has a bound.
-BATCH_PATHS = 1 << 19
+BATCH_PATHS = 1 << 18
 #: In a row of hops, the place after a path's last one.
 _ABSENT = -2
 #: Bits of a number beside another one in one key.
@@ -92,14 +93,17 @@ class _Batch:
         pairs: of each pair its owner, its two interfaces, its count of paths, the place of its
             fragment's table of addresses in ``tables``, and 2 if it sprays, plus 1 if its owner is
             sure of it.
-        paths: of each hop its place in the table.
+        count: of paths.
+        lengths, hops: see :class:`PairPaths`.
         tables: numbers of addresses.
         own: owners with the addresses of their interfaces, see :func:`_joint`.
     """
 
     def __init__(self) -> None:
         self.pairs: list[int] = []
-        self.paths: list[tuple[int, ...]] = []
+        self.count = 0
+        self.lengths: list[tuple[int, ...]] = []
+        self.hops: list[tuple[int, ...]] = []
         self.tables: list[int] = []
         self.own: list[int] = []
 
@@ -152,24 +156,27 @@ class _Reader:
                 what = f"{fragment.addresses[pair.src]} to {fragment.addresses[pair.dst]}"
                 self._notes.add("refused, not between interfaces of hosts that saw it", what)
             elif nics[src].host != nics[dst].host:
-                paths = pair.paths
-                if len(paths) > left:
+                lengths, hops = pair.lengths, pair.hops
+                if len(lengths) > left:
                     self._notes.add(f"more than {MAX_OWN_PATHS} paths, the rest ignored", name)
-                    paths = paths[:left]
-                left -= len(paths)
+                    lengths = lengths[:left]
+                    hops = hops[: sum(lengths)]
+                left -= len(lengths)
                 kind = self._kind(pair, nics[src], nics[dst])
-                batch.pairs += owner, src, dst, len(paths), begin, kind
-                batch.paths += paths
-        return len(batch.paths)
+                batch.pairs += owner, src, dst, len(lengths), begin, kind
+                batch.count += len(lengths)
+                batch.lengths.append(lengths)
+                batch.hops.append(hops)
+        return batch.count
 
     def number_paths(self) -> None:
         """Numbers the tails of the paths that were read, and refuses those that can't be."""
         batch, self._batch = self._batch, _Batch()
-        if not batch.paths:
+        if not batch.count:
             return
         owner, src, dst, count, begin, kind = _columns(batch.pairs, 6)
-        length = np.fromiter(map(len, batch.paths), np.int64, len(batch.paths))
-        hops = np.fromiter(itertools.chain.from_iterable(batch.paths), np.int64, length.sum())
+        length = np.fromiter(itertools.chain.from_iterable(batch.lengths), np.int64, batch.count)
+        hops = np.fromiter(itertools.chain.from_iterable(batch.hops), np.int64, length.sum())
         pair = np.repeat(np.arange(len(count)), count)
         at = np.repeat(begin[pair], length) + hops
         hops = np.where(hops == SILENT, SILENT, _numbers([*batch.tables, SILENT])[at])
@@ -219,10 +226,11 @@ class _Reader:
         ended = np.append(hops, SILENT)  # an empty tail has no hops, so it may begin at the end
         second = np.where(length > 0, ended[begin], SILENT)[tail]
         last = np.where(length > 0, ended[begin + length - 1], SILENT)[tail]
+        of_pair = _begins(first, src, owner)
         beside = (
-            np.append(src, dst),
-            np.append(first, np.where(last < 0, first, last)),
-            np.append(owner, owner),
+            np.append(src[of_pair], dst),
+            np.append(first[of_pair], np.where(last < 0, first, last)),
+            np.append(owner[of_pair], owner),
         )
         follows = second >= 0
         router, address, of_answer = answers
@@ -361,7 +369,8 @@ class _Reader:
         owners: Sequence[str],
     ) -> dict[str, list[str]]:
         """Returns ``MAX_OWNERS`` at most that saw each address or first router."""
-        first, of_first = _few(first, owner, len(owners))
+        of_pair = _begins(first, owner)
+        first, of_first = _few(first[of_pair], owner[of_pair], len(owners))
         tail, owner = _few(tail, owner, len(owners))
         row, key = _expanded(np.arange(len(tail)), tail, *self._layout())
         _, address, by = np.concatenate(answers, axis=1)
@@ -450,6 +459,13 @@ def _few(keys: Numbers, owners: Numbers, count: int) -> tuple[Numbers, Numbers]:
     begins = np.flatnonzero(new)
     few = np.arange(len(keys)) - begins[np.cumsum(new) - 1] < MAX_OWNERS
     return keys[few], owners[few]
+
+
+def _begins(*columns: Numbers) -> npt.NDArray[np.bool_]:
+    """Returns True for rows that differ from the one before."""
+    new = np.ones(len(columns[0]), dtype=bool)
+    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return new
 
 
 def _expanded(

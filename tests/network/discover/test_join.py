@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from itertools import permutations
 from typing import Any
 
 import pytest
 from answering import AnsweringNetwork, clos2, clos3, rails
+from hypothesis import given
+from hypothesis import strategies as st
 from map_score import Score, pairs_of, path_of, score
 from msgspec.structs import replace
 
 from crux_torch.network.discover.capacities import DEFAULT_Bps
+from crux_torch.network.discover.evidence import canonical
 from crux_torch.network.discover.join import Discovered, join
 from crux_torch.network.loaders import dump_yaml, parse_yaml
 
@@ -121,3 +125,23 @@ def test_jobs_that_saw_parts_have_together_what_one_run_has() -> None:
     assert dump_yaml(again.topology) == dump_yaml(found.topology)
     assert again.notes == found.notes
     assert scored(network, found) == (1, 1, 1, 1)
+
+
+@given(
+    st.one_of(
+        st.ip_addresses().map(str),
+        st.sampled_from(
+            ["127.0.0.1", "224.0.0.1", "239.255.255.255", "240.0.0.1", "0.0.0.0", "0.1.2.3"]
+        ),
+        st.lists(st.text("0123456789", max_size=3), max_size=5).map(".".join),
+        st.text(max_size=12),
+    )
+)
+def test_addresses_have_the_form_that_the_standard_library_gives_them(address: str) -> None:
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        assert canonical(address) is None
+        return
+    alone = not (parsed.is_loopback or parsed.is_multicast or parsed.is_unspecified)
+    assert canonical(address) == (str(parsed) if alone else None)
