@@ -21,6 +21,9 @@ HERE = Path(__file__).parent
 #: They are for processes on the rig: test_on_rig.py starts one for each file.
 collect_ignore = [] if "CUDA_RIG_OPERATORS" in os.environ else ["on_rig"]
 
+# More threads than processors wait for each other: each worker, and what it starts, has one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Every run of a tier draws the same examples, `make test-all` more of them; "new" draws others.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, derandomize=True, max_examples=500)
