@@ -5,8 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner, Result
 from control_fakes import (
     SPAWN,
     FakeClock,
@@ -42,6 +41,7 @@ from crux_torch.agreement.planner import compute_entries
 from crux_torch.agreement.records import JobRecord, PlanEntry
 from crux_torch.agreement.registry import Registry
 from crux_torch.agreement.snapshot import fingerprint
+from crux_torch.cli.main import main
 from crux_torch.errors import StoreError, StoreForbidden
 from crux_torch.measure.profile import HostFlow
 from crux_torch.schedule.model import SchedulerOptions
@@ -339,19 +339,13 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield endpoint
 
 
-def crux(endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "crux_torch.cli", "cluster", *words]
-    return subprocess.run(
-        [*command, "--store", endpoint, "--cluster", "c"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def crux(endpoint: str, *words: str) -> Result:
+    return CliRunner().invoke(main, ["cluster", *words, "--store", endpoint, "--cluster", "c"])
 
 
 def told(endpoint: str, *words: str) -> Any:
     done = crux(endpoint, *words, "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
@@ -386,7 +380,7 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
         told(endpoint, "tenant", "c", "--share", "0.5", "--above", "0")
         until(lambda: levels() == {**plain, "c": 0, "d": 1}, what="two tenants within their caps")
         assert "tenant d: level 1 at most" in crux(endpoint, "status").stdout
-        assert crux(endpoint, "tenant", "c", "--share", "0.5").returncode == 2
+        assert crux(endpoint, "tenant", "c", "--share", "0.5").exit_code == 2
         told(endpoint, "tenant", "d")
         told(endpoint, "tenant", "c")
         told(endpoint, "disable")
@@ -405,7 +399,7 @@ def test_commands_have_effect_on_running_leaders(endpoint: str) -> None:
         assert (found.revision, found.effect, found.stays) == (14, b"", keeps)
         assert keeps or 23 * 3600 < found.ends_at_s - time.time() <= 24 * 3600
         refused = ("--for", "2") if keeps else ("--for", "2", "--stay")
-        assert crux(endpoint, "enable", *refused).returncode == 2
+        assert crux(endpoint, "enable", *refused).exit_code == 2
         log = [msgspec.convert(entry, AuditEntry) for entry in told(endpoint, "audit")]
         acts = [entry for entry in log if entry.kind == "operator"]
         assert [e.why[0] for e in acts] == [
@@ -457,7 +451,7 @@ def test_roles_part_operator_planner_and_tenant(tmp_path: Path) -> None:
         for words in ("role add root", *recipe(), *users, "auth enable"):
             etcd.ctl(*words.split())
         denied = crux(url_of("tenant"), "disable")
-        assert denied.returncode == 1
+        assert denied.exit_code == 1
         assert "permission" in denied.stderr
         assert "only the operator's role" in denied.stderr
         assert told(url_of("operator"), "drain", "gone")["drained"] == ["gone"]
