@@ -102,11 +102,9 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize(
-    ("runs", "flavour"), [(FEW, "nccl2"), (FEW, "legacy"), pytest.param(RUNS, "nccl2", marks=LONG)]
-)
-def test_faults_in_switches_change_no_loss(runs: int, flavour: str, tmp_path: Path) -> None:
-    train_with_faults(runs, flavour, SEED, tmp_path)
+@pytest.mark.parametrize("runs", [FEW, pytest.param(RUNS, marks=LONG)])
+def test_faults_in_switches_change_no_loss(runs: int, tmp_path: Path) -> None:
+    train_with_faults(runs, "nccl2", SEED, tmp_path)
 
 
 @pytest.mark.full
