@@ -6,12 +6,15 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from store_server import secret_file
 from torch.distributed import run as torchrun
 
+from crux_torch.agent.summary import Summary
 from crux_torch.settings import SETTINGS, Settings
 from cruxrun import main as cruxrun
 from cruxrun.flags import name_of_job
@@ -354,6 +357,22 @@ def test_a_summary_that_can_t_be_kept_or_read_costs_only_itself(monkeypatch, cap
     assert files[1:] == ["", ""]
     assert "CRUX_SUMMARY" not in os.environ
     assert "INFO summary" not in capsys.readouterr().err
+
+
+def test_a_summary_is_printed_unless_quiet_or_only_errors_are(monkeypatch, capsys):
+    monkeypatch.setenv("CRUX_STORE", "none")
+
+    def run(args):
+        if file := os.environ["CRUX_SUMMARY"]:
+            Path(file).write_bytes(msgspec.json.encode(Summary(at_s=time.time())))
+
+    monkeypatch.setattr(torchrun, "run", run)
+    printed = []
+    for flags in ([], ["--crux-quiet"], ["--crux-log-level=error"]):
+        cruxrun.logger.handlers.clear()
+        cruxrun.main([*flags, "train.py"])
+        printed.append("INFO summary of" in capsys.readouterr().err)
+    assert printed == [True, False, False]
 
 
 def test_a_misspelt_variable_is_named_and_the_job_starts(launched, capsys, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,20 +20,14 @@ BLOCK = re.compile(r"^\S+ \S+ \[cruxrun job\] INFO (summary of job: .*\n(?:    .
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def launch(**env: str) -> Job:
-        env = {
-            "CRUX_STORE": f"unix://{tmp_path}/store", "CRUX_JOB": "job", **MARKED_ENV,
-            "CRUX_POLICY": "crux-paper", "CRUX_PROFILE_S": "2", **env,
-        }  # fmt: skip
-        jobs.append(Job("cruxrun", tmp_path / "job", f"--steps={STEPS}", "--status", **env))
-        return jobs[-1]
-
-    yield launch
-    for job in jobs:
-        job.kill_everything()
+def job(tmp_path: Path) -> Iterator[Job]:
+    env = {
+        "CRUX_STORE": f"unix://{tmp_path}/store", "CRUX_JOB": "job", **MARKED_ENV,
+        "CRUX_POLICY": "crux-paper", "CRUX_PROFILE_S": "2",
+    }  # fmt: skip
+    job = Job("cruxrun", tmp_path / "job", f"--steps={STEPS}", "--status", **env)
+    yield job
+    job.kill_everything()
 
 
 def block(job: Job) -> str:
@@ -50,8 +44,7 @@ def held_a_plan(job: Job) -> bool:
 
 # torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
 @pytest.mark.flaky(reruns=1)
-def test_a_job_that_ends_says_what_was_measured_and_held(start: Callable[..., Job]) -> None:
-    job = start()
+def test_a_job_that_ends_says_what_was_measured_and_held(job: Job) -> None:
     until(lambda: held_a_plan(job), BOUND_S, "a plan")
     job.end()
     text = block(job)
@@ -68,17 +61,8 @@ def test_a_job_that_ends_says_what_was_measured_and_held(start: Callable[..., Jo
 
 
 @pytest.mark.flaky(reruns=1)
-def test_a_job_whose_leader_is_killed_says_what_is_known(start: Callable[..., Job]) -> None:
-    job = start()
+def test_a_job_whose_leader_is_killed_says_what_is_known(job: Job) -> None:
     until(lambda: held_a_plan(job), BOUND_S, "a plan")
     os.kill(job.pid(0), signal.SIGKILL)
     assert job.launcher.wait(BOUND_S) == 1
     assert "as known" in block(job)
-
-
-@pytest.mark.parametrize("env", [{"CRUX_QUIET": "1"}, {"CRUX_LOG_LEVEL": "error"}])
-def test_quiet_leaves_it_out(env: dict[str, str], start: Callable[..., Job]) -> None:
-    job = start(**env)
-    until(lambda: job.steps() > 5, BOUND_S, "some steps")
-    job.end()
-    assert "summary" not in job.errors.read_text()
