@@ -20,7 +20,8 @@ from crux_torch.agreement.problems import start_line
 from crux_torch.apply import preload
 from crux_torch.errors import SettingsError
 from crux_torch.logs import news, one_line, to_stderr
-from crux_torch.settings import SUMMARY_VARIABLE, Settings, misspelt_text
+from crux_torch.misspelt import misspelt_text
+from crux_torch.settings import SUMMARY_VARIABLE, Settings
 from crux_torch.store.endpoint import OWN_TABLES
 from crux_torch.store.host import host_of
 from cruxrun import autoload, completion, flags

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from places import ROOT
 
 from crux_torch.errors import SettingsError
+from crux_torch.misspelt import misspelt, misspelt_text
 from crux_torch.settings import (
     LIVE_POLICIES,
     OTHER_VARIABLES,
@@ -17,8 +18,6 @@ from crux_torch.settings import (
     Marks,
     PortRange,
     Settings,
-    misspelt,
-    misspelt_text,
     process_settings,
     settings_table,
 )

@@ -21,8 +21,9 @@ from crux_torch.cli.results import json_option, put_json
 from crux_torch.errors import SettingsError
 from crux_torch.host.interfaces import rdma_devices
 from crux_torch.host.qos import interfaces, read
+from crux_torch.misspelt import misspelt_text
 from crux_torch.report.tables import console, json_text, say
-from crux_torch.settings import Settings, misspelt_text
+from crux_torch.settings import Settings
 
 
 def examine(env: Mapping[str, str]) -> list[Check]:

@@ -21,8 +21,9 @@ from crux_torch.cli.doctor.finding import Check, Part
 from crux_torch.cli.doctor.process import CAP_NET_RAW, has_capability
 from crux_torch.errors import CruxError, SettingsError, StoreError
 from crux_torch.host.interfaces import own_addresses
+from crux_torch.misspelt import misspelt_text
 from crux_torch.network.host_match import match_host
-from crux_torch.settings import SETTINGS, TUNING, Settings, misspelt_text
+from crux_torch.settings import SETTINGS, TUNING, Settings
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.frames import read_secret
 from crux_torch.words import listed
