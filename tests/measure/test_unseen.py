@@ -17,7 +17,7 @@ from places import SUPPORT
 
 from crux_torch.host.activity import DeviceActivity
 from crux_torch.measure.device import DeviceUse
-from crux_torch.measure.merge import TENSOR_FACTOR, TIME_FACTOR, choose, merge
+from crux_torch.measure.merge import merge
 from crux_torch.measure.profile import JobProfile
 
 torch = pytest.importorskip("torch")
@@ -32,6 +32,7 @@ from training_job import environment  # noqa: E402
 
 from crux_torch.measure.flops import FlopMeter  # noqa: E402
 from crux_torch.measure.iterations import IterationMarks  # noqa: E402
+from crux_torch.measure.work import TENSOR_FACTOR, TIME_FACTOR, choose  # noqa: E402
 
 ROWS, WIDTH, LAYERS, HEAD = 32, 64, 2, 40
 BOUND_S = 300.0

@@ -14,8 +14,9 @@ from measure_stream import plain_sample as sample
 from crux_torch.host.activity import DeviceActivity
 from crux_torch.host.nvml import PEAKS, flops_in_use, peak_flops, tensor_flops, tensor_seconds
 from crux_torch.measure.device import DeviceUse
-from crux_torch.measure.merge import Work, merge, work
+from crux_torch.measure.merge import merge
 from crux_torch.measure.sample import RankSample
+from crux_torch.measure.work import Work, work
 
 H100 = "NVIDIA H100 80GB HBM3"
 
