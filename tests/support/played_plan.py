@@ -9,7 +9,8 @@ import random
 from answering import AnsweringNetwork, PlayedPackets
 
 from crux_torch.network.discover.fragment import SeenPair, SeenPath
-from crux_torch.network.discover.plan import SECOND_S, Plan, PlanRules
+from crux_torch.network.discover.plan import Plan, PlanRules
+from crux_torch.network.discover.room import SECOND_S
 from crux_torch.network.discover.tasks import Outcome, Peer, Search, Searched, Sounded, Task
 from crux_torch.network.probe.discovery import Discovery
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from crux_torch.network.discover.fragment import SeenHost, SeenNic, SeenPair, SeenPath
-from crux_torch.network.discover.plan import SECOND_S, Plan
+from crux_torch.network.discover.plan import Plan
+from crux_torch.network.discover.room import SECOND_S
 from crux_torch.network.discover.tasks import Outcome, Peer, Search, Searched, Sound, Sounded, Task
 from crux_torch.network.probe.discovery import draws_needed
 

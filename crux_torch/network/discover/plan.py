@@ -9,11 +9,10 @@ Hosts with several NICs have as many planes: the NICs of one plane probe each ot
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Literal
@@ -25,6 +24,7 @@ from crux_torch.network.discover.fragment import (
     SeenPair,
     SeenPath,
 )
+from crux_torch.network.discover.room import HASTE, SECOND_S, Room
 from crux_torch.network.discover.tasks import (
     MAX_PEERS,
     DiscoverError,
@@ -37,18 +37,11 @@ from crux_torch.network.discover.tasks import (
     Task,
 )
 from crux_torch.network.host_match import distinct_addresses
-from crux_torch.network.probe.live_trace import SOUND_ATTEMPTS
 
 #: Hosts of one leaf that search the paths to another leaf.
 WITNESSES = 2
 #: A host that probes more slowly than this makes a search last minutes.
 LEAST_RATE_per_s = 5.0
-#: The bound of probes a router holds in each span of this length.
-SECOND_S = 1.0
-#: A pace is kept up to this factor (:mod:`crux_torch.network.probe.pacer` makes up for late waits).
-_HASTE = 1.01
-#: Hashes send more than the bound to one router with this chance a second at most.
-_MISCHANCE = 1e-9
 
 Phase = Literal["leaves", "paths", "done"]
 
@@ -372,105 +365,20 @@ class Plan:
         """The pace of one host, such that all of them may probe at the same time."""
         rules = self.rules
         share = rules.router_rate_per_s / max(1, len(self._left))
-        # One task alone must have room: see :func:`most_in_a_second`.
-        alone = max(0.5, (rules.router_rate_per_s - 1) / _HASTE)
+        # One task alone must have room: see :func:`.room.most_in_a_second`.
+        alone = max(0.5, (rules.router_rate_per_s - 1) / HASTE)
         return min(max(share, LEAST_RATE_per_s), rules.rate_per_s, alone)
 
-    def _room(self) -> _Room:
+    def _room(self) -> Room:
         now = self._clock()
         self._ended = [(at, task) for at, task in self._ended if now - at <= SECOND_S]
-        room = _Room(self.rules.router_rate_per_s, self._leader, self._busiest)
+        room = Room(self.rules.router_rate_per_s, self._leader, self._busiest)
         for task in (*self._active.values(), *(task for _, task in self._ended)):
             room.fill(task)
         return room
 
     def _leader(self, end: Peer) -> Peer:
         return self._plane_of[end].leader_of.get(end, end)
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Probes that expire in a second at the busiest router between the leaves.
-
-    Attributes:
-        most: if all hosts send theirs over that router.
-        mean, variance: if all probes of a host in that second have one port, at random.
-        step: the most of one host.
-    """
-
-    most: float = 0.0
-    mean: float = 0.0
-    variance: float = 0.0
-    step: float = 0.0
-
-    def plus(self, most: float, share: float) -> _Load:
-        """Returns the load with one more task, of which the router gets a share of the ports."""
-        return _Load(
-            self.most + most,
-            self.mean + most * share,
-            self.variance + most * most * share * (1 - share),
-            max(self.step, most),
-        )
-
-    @property
-    def bound(self) -> float:
-        """The load that is passed with a chance of ``_MISCHANCE`` at most (Bernstein)."""
-        c = -math.log(_MISCHANCE)
-        jump = c * self.step / 3
-        return min(self.most, self.mean + jump + math.sqrt(jump * jump + 2 * c * self.variance))
-
-
-class _Room:
-    """The probes that each router may still get in any second.
-
-    All tasks may share their busiest router between the leaves.
-    """
-
-    def __init__(
-        self, limit: float, leader: Callable[[Peer], Peer], busiest: Mapping[Peer, float]
-    ) -> None:
-        self._limit, self._leader, self._busiest = limit, leader, busiest
-        self._between = _Load()
-        self._at_leaf: Counter[Peer] = Counter()
-
-    def is_full(self, rate_per_s: float) -> bool:
-        """True if no task at this rate has room."""
-        share = min(self._busiest.values(), default=1.0)
-        return self._between.plus(_most(rate_per_s / 2), share).bound > self._limit
-
-    def take(self, task: Task) -> bool:
-        """Take the room that ``task`` needs; False if there is not enough."""
-        most, share, leaves = self._needs(task)
-        if self._between.plus(most, share).bound > self._limit:
-            return False
-        if any(self._at_leaf[leaf] + most > self._limit for leaf in leaves):
-            return False
-        self.fill(task)
-        return True
-
-    def fill(self, task: Task) -> None:
-        """Take the room that ``task`` has."""
-        most, share, leaves = self._needs(task)
-        self._between = self._between.plus(most, share)
-        self._at_leaf.update(dict.fromkeys(leaves, most))
-
-    def _needs(self, task: Task) -> tuple[int, float, set[Peer]]:
-        most = most_in_a_second(task)
-        if isinstance(task, Sound):
-            return most, 1.0, set()
-        source = self._leader(task.source)
-        return most, self._busiest.get(source, 1.0), {source, self._leader(task.peer)}
-
-
-def most_in_a_second(task: Task) -> int:
-    """Returns the most probes of a task that expire at one router within any second."""
-    if isinstance(task, Search):
-        return _most(task.rules.ttl_rate_per_s)
-    return min(_most(task.rate_per_s), SOUND_ATTEMPTS * len(task.peers))
-
-
-def _most(rate_per_s: float) -> int:
-    return math.floor(rate_per_s * _HASTE * SECOND_S) + 1
 
 
 def planes(hosts: Iterable[SeenHost], ipv6: bool = False) -> list[list[Peer]]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from survey_world import SurveyWorld, address_of, host_name
 
 from crux_torch.network.discover.fragment import SeenHost, SeenNic, SeenPair, SeenPath
-from crux_torch.network.discover.plan import Plan, PlanRules, _Load, busiest_share, planes
+from crux_torch.network.discover.plan import Plan, PlanRules, busiest_share, planes
+from crux_torch.network.discover.room import Load
 from crux_torch.network.discover.tasks import DiscoverError, Peer, Search, Searched, Sounded
 
 _LEAVES = st.lists(st.integers(0, 4), min_size=2, max_size=14)
@@ -81,7 +82,7 @@ def test_no_router_gets_more_probes_than_the_bound_in_any_second(
 @pytest.mark.parametrize("most", [1, 3])
 def test_chance_counts_as_the_worst_where_few_hosts_probe(most: int) -> None:
     """One host may send all to one spine of four; of a hundred, not all do."""
-    load = _Load()
+    load = Load()
     for count in range(1, 101):
         load = load.plus(most, 0.25)
         assert load.mean <= load.bound <= load.most == most * count
