@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
-import secrets
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +21,17 @@ from typing import Any
 
 from lab import sockets
 from lab.fabric import MARKS, Fabric, FabricSpec, Host
-from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
+from lab.job import TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, compute_seconds, durations, measure, steps_within, utilisation
-from lab.twins import STORE_PORT, Workload
+from lab.steering import (
+    STORE_PORT,
+    StoreWatch,
+    look_after,
+    make_secret,
+    pause_after_first_steps,
+    wait_until,
+)
+from lab.twins import Workload
 from lab.watch import is_seen
 
 #: No Crux at all: torchrun and stock gloo.
@@ -264,8 +268,7 @@ class Turn:
             **(settings or {}),
         }
         self._jobs: dict[str, Job] = {}
-        self._watch: subprocess.Popen[str] | None = None
-        self._status: dict[str, Any] = {}
+        self._watch: StoreWatch | None = None
 
     def play(self) -> Seen:
         """From the launch of the jobs to their end.
@@ -299,6 +302,11 @@ class Turn:
         finally:
             self._end()
 
+    @property
+    def _status(self) -> dict[str, Any]:
+        """The store's last state, see :class:`StoreWatch`."""
+        return self._watch.status if self._watch else {}
+
     def _profile(self, job: Job) -> dict[str, Any]:
         self._say(f"{job.name} alone is measured by Crux")
         job.resume()
@@ -318,8 +326,7 @@ class Turn:
 
     def _end(self) -> None:
         if self._watch is not None:
-            self._watch.kill()
-            self._watch.wait()
+            self._watch.close()
         for job in self._jobs.values():
             job.kill()
 
@@ -327,10 +334,7 @@ class Turn:
         """Start every job, and let it pause after its first steps."""
         first = self._hosts[self._scenario.workloads[0].name][0]
         store = f"tcp://{first.address}:{STORE_PORT}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        secret, topology = self._folder / "secret", self._folder / "topology.yaml"
-        secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex(16))
+        secret, topology = make_secret(self._folder), self._folder / "topology.yaml"
         # Without tables of all links, mlcc would book the hosts' own, which nobody can fill.
         tables = first.name if self._policy == "mlcc" else ""
         topology.write_text(self._fabric.topology_yaml(tables))
@@ -339,7 +343,7 @@ class Turn:
             if self.seen.policy != NONE:
                 launcher = [
                     *(sys.executable, "-m", "cruxrun", "--crux-job", workload.name),
-                    *("--crux-store", store, "--crux-store-secret", str(secret)),
+                    *("--crux-store", store, "--crux-store-secret", secret),
                     *("--crux-cluster", CLUSTER, "--crux-policy", self._policy),
                     *(("--crux-topology", str(topology)) if self._gives_topology else ()),
                 ]
@@ -357,18 +361,9 @@ class Turn:
                 spec, self._folder, launcher, self._fabric, hosts, environment
             )
         self._say("the ranks start")
-        starting = dict(self._jobs)
-
-        def started() -> bool:
-            for name, job in list(starting.items()):
-                if len(job.steps()) >= 1:
-                    job.pause()
-                    del starting[name]
-            return not starting
-
-        self._until(started, START_S, "the ranks' start")
+        pause_after_first_steps(self._jobs.values(), START_S)
         if self.seen.policy != NONE:
-            self._watch = self._start_watch(first, store, str(secret))
+            self._watch = StoreWatch(store, secret, CLUSTER, self._fabric, first)
 
     def _lay_paths(self) -> None:
         """Find a hash for each leaf that sends every job over the spine that was drawn for it."""
@@ -493,34 +488,7 @@ class Turn:
             self.seen.alone[name] = measure(Phase(name, (name,)), self._jobs, 10, START_S)
 
     def _wait(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._until(lambda: False, seconds, "", TimeoutError)
+        look_after(self._jobs.values(), seconds)
 
-    def _until(
-        self,
-        condition: Callable[[], bool],
-        seconds: float,
-        what: str,
-        error: type[Exception] = JobError,
-    ) -> None:
-        """Wait, and look after the jobs meanwhile."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            for job in self._jobs.values():
-                job.check()
-            if time.monotonic() >= deadline:
-                tail = next(iter(self._jobs.values())).tail() if what else ""
-                raise error(f"{self.seen.policy}: {what} took over {seconds:g} s\n{tail}")
-            time.sleep(0.05)
-
-    def _start_watch(self, host: Host, store: str, secret: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "lab.watch", store, secret, CLUSTER]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        watch = self._fabric.popen(host, argv, text=True, cwd=ROOT, **pipes)
-
-        def read() -> None:
-            for line in watch.stdout or ():
-                self._status = json.loads(line)
-
-        threading.Thread(target=read, name="watch", daemon=True).start()
-        return watch
+    def _until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        wait_until(condition, self._jobs.values(), seconds, f"{self.seen.policy}: {what}")

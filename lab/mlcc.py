@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import random
-import secrets
 import signal
 import socket
 import statistics
@@ -22,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lab import sockets
-from lab.contest import LOOK_S, PLAN_S, START_S, STORE_PORT, Seen
+from lab.contest import LOOK_S, PLAN_S, START_S, Seen
 from lab.cross_traffic import EVERY_S
 from lab.fabric import MARKS, Fabric, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
@@ -42,6 +42,14 @@ from lab.mlcc_mixes import (
     Mix,
 )
 from lab.phases import Phase, Window, durations, measure
+from lab.steering import (
+    STORE_PORT,
+    StoreWatch,
+    look_after,
+    make_secret,
+    pause_after_first_steps,
+    wait_until,
+)
 
 #: Seconds in which jobs end their steps, and again before a window; seconds by which one job begins
 #: after another at most; and steps of a job that is measured alone.
@@ -108,8 +116,7 @@ class SideBySide:
         self._sets: dict[str, dict[str, Job]] = {}
         shared = {**dict.fromkeys(PLAIN, "cubic"), "bbr": "bbr", MLCC_STILL: MLCC}
         self._set_of = {turn: shared.get(turn, turn) for turn in turns}
-        self._status: dict[str, dict[str, Any]] = {}
-        self._watches: list[subprocess.Popen[str]] = []
+        self._watches: dict[str, StoreWatch] = {}
         self._foreign: list[subprocess.Popen[str]] = []
         self.foreign: list[dict[str, float]] = []
         self.alone: dict[str, Window] = {}
@@ -128,7 +135,9 @@ class SideBySide:
 
     def close(self) -> None:
         """End what still runs."""
-        for process in (*self._watches, *reversed(self._foreign)):
+        for watch in self._watches.values():
+            watch.close()
+        for process in reversed(self._foreign):
             process.kill()
             process.wait()
         for job in self._everyone().values():
@@ -140,12 +149,13 @@ class SideBySide:
         Raises:
             JobError: a job ended, or that took too long.
         """
-        for name in self._watched():
+        for name in self._watches:
             self._say(f"{name}: the jobs are measured and planned")
             self._run_only(name)
-            self._until(lambda n=name: self._planned(n), PLAN_S, f"a plan for {name}")
-        for watch in self._watches:
-            watch.kill()
+            planned = partial(self._planned, name)
+            wait_until(planned, self._everyone().values(), PLAN_S, f"a plan for {name}")
+        for watch in self._watches.values():
+            watch.close()
         stock = self._sets["cubic"]
         self._use("cubic", "cubic")
         for name, job in stock.items():
@@ -235,10 +245,7 @@ class SideBySide:
     def _start(self) -> None:
         """Start all sets, and let each of their jobs pause after its first steps."""
         first = self._hosts[0]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        secret = self._folder / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex(16))
+        secret = make_secret(self._folder)
         store = f"tcp://{first.address}:{STORE_PORT}"
         ports = itertools.count(29600)
         for name in dict.fromkeys(self._set_of.values()):
@@ -251,7 +258,7 @@ class SideBySide:
                 topology.write_text(self._fabric.topology_yaml(tables, self._mix.rate_Bps))
                 launcher = [
                     *(sys.executable, "-m", "cruxrun", "--crux-policy", "mlcc"),
-                    *("--crux-store", store, "--crux-store-secret", str(secret)),
+                    *("--crux-store", store, "--crux-store-secret", secret),
                     *("--crux-cluster", name, "--crux-topology", str(topology)),
                 ]
             self._sets[name] = {
@@ -259,18 +266,10 @@ class SideBySide:
                 for number, job in enumerate(self._mix.jobs)
             }
         self._say("the ranks start")
-        starting = self._everyone()
-
-        def started() -> bool:
-            for key, job in list(starting.items()):
-                if len(job.steps()) >= 1:
-                    job.pause()
-                    del starting[key]
-            return not starting
-
-        self._until(started, START_S, "the ranks' start")
-        for name in self._watched():
-            self._watch(name, store, str(secret))
+        pause_after_first_steps(self._everyone().values(), START_S)
+        for name in self._sets:
+            if name in (MLCC, MLCC_HOSTS, MLCC_BBR):
+                self._watches[name] = StoreWatch(store, secret, name, self._fabric, first)
 
     def _launch(
         self, job: str, number: int, folder: Path, launcher: Sequence[str], port: int
@@ -297,9 +296,6 @@ class SideBySide:
         sets = self._sets.items()
         return {f"{job}-{name}": ranks for name, jobs in sets for job, ranks in jobs.items()}
 
-    def _watched(self) -> list[str]:
-        return [name for name in self._sets if name in (MLCC, MLCC_HOSTS, MLCC_BBR)]
-
     def _run_only(self, name: str) -> None:
         for other, jobs in self._sets.items():
             for job in jobs.values():
@@ -314,7 +310,7 @@ class SideBySide:
                         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
 
     def _planned(self, name: str) -> bool:
-        status = self._status.get(name, {})
+        status = self._watches[name].status
         entries = (status.get("plan") or {}).get("entries", ())
         done = {job["job"] for job in status.get("jobs", ()) if job["state"] == "running"}
         return {entry["job"] for entry in entries} == set(self._mix.jobs) == done
@@ -364,37 +360,7 @@ class SideBySide:
             threading.Thread(target=read, name="foreign", daemon=True).start()
 
     def _wait(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._until(lambda: False, seconds, "", TimeoutError)
-
-    def _until(
-        self,
-        condition: Callable[[], bool],
-        seconds: float,
-        what: str,
-        error: type[Exception] = JobError,
-    ) -> None:
-        """Wait, and look after the jobs meanwhile."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            for job in self._everyone().values():
-                job.check()
-            if time.monotonic() >= deadline:
-                tails = [job.tail() for job in self._everyone().values()] if what else [""]
-                raise error(f"{what} took over {seconds:g} s\n{tails[-1]}")
-            time.sleep(0.05)
-
-    def _watch(self, name: str, store: str, secret: str) -> None:
-        argv = [sys.executable, "-m", "lab.watch", store, secret, name]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        watch = self._fabric.popen(self._hosts[0], argv, text=True, cwd=ROOT, **pipes)
-        self._watches.append(watch)
-
-        def read() -> None:
-            for line in watch.stdout or ():
-                self._status[name] = json.loads(line)
-
-        threading.Thread(target=read, name="watch", daemon=True).start()
+        look_after(self._everyone().values(), seconds)
 
 
 def _step_bytes(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import secrets
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.fabric import MARKS, Fabric, Host
-from lab.job import PROGRAM, ROOT, TORCHRUN, Job, JobError, JobSpec, Step
+from lab.job import PROGRAM, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.phases import Phase, Window, measure
+from lab.steering import STORE_PORT, StoreWatch, make_secret
 from lab.watch import is_seen
 
-STORE_PORT = 29410
 #: Bounds on waiting, seconds: for ranks to start, for a phase, for a plan.
 START_S, PHASE_S, PLAN_S = 180.0, 120.0, 300.0
 #: The two runs of each job.
@@ -89,13 +85,12 @@ class Twins:
         self._first = hosts[self.names[0]][0] if fabric else None
         self._store = f"tcp://{self._first.address if self._first else '127.0.0.1'}:{STORE_PORT}"
         self._secret = ""
-        self._watch: subprocess.Popen[str] | None = None
-        self._status: dict[str, Any] = {}
+        self._watch: StoreWatch | None = None
 
     @property
     def status(self) -> dict[str, Any]:
         """The store's last state, as ``crux status --json`` prints it."""
-        return self._status
+        return self._watch.status if self._watch else {}
 
     def start(self) -> None:
         """Starts every job under both launchers and lets each do its first steps.
@@ -108,10 +103,7 @@ class Twins:
         crux += ["--crux-policy", self._policy]
         if self._fabric:
             # Beyond loopback the store wants one.
-            secret = self._folder / "secret"
-            secret.touch(mode=0o600)
-            secret.write_text(secrets.token_hex(16))
-            self._secret = str(secret)
+            self._secret = make_secret(self._folder)
             crux += ["--crux-store-secret", self._secret]
             if self._topology is not None:
                 topology = self._folder / "topology.yaml"
@@ -122,7 +114,9 @@ class Twins:
             self._launch(workload, STOCK, TORCHRUN, 29600 + number, {})
             self._launch(workload, CRUX, launcher, 29700 + number, self._settings)
         self._warm_up()
-        self._watch = self._start_watch()
+        self._watch = StoreWatch(
+            self._store, self._secret, self._cluster, self._fabric, self._first
+        )
 
     def plan(self, is_done: Callable[[], bool] = lambda: True) -> None:
         """Lets the jobs run under Crux until there is a plan for all of them, and ``is_done``.
@@ -164,7 +158,8 @@ class Twins:
             JobError: one did not end well.
         """
         # The records in the store go when the jobs end.
-        self._stop_watch()
+        if self._watch:
+            self._watch.close()
         self._say("ending the jobs", 0.0)
         for job in self.jobs.values():
             job.finish()
@@ -181,7 +176,8 @@ class Twins:
         """Ends whatever still runs."""
         for job in self.jobs.values():
             job.kill()
-        self._stop_watch()
+        if self._watch:
+            self._watch.close()
 
     def _launch(
         self,
@@ -222,30 +218,3 @@ class Twins:
     def _knows_network(self) -> bool:
         """True once jobs without a topology have seen the network."""
         return not self._fabric or self._topology is not None or is_seen(self.status)
-
-    def _start_watch(self) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "lab.watch", self._store, self._secret, self._cluster]
-        options: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.DEVNULL,
-            "text": True,
-            "cwd": ROOT,
-        }
-        if self._fabric and self._first:
-            watch = self._fabric.popen(self._first, argv, **options)
-        else:
-            watch = subprocess.Popen(argv, start_new_session=True, **options)
-
-        def read() -> None:
-            for line in watch.stdout or ():
-                self._status = json.loads(line)
-
-        threading.Thread(target=read, name="watch", daemon=True).start()
-        return watch
-
-    def _stop_watch(self) -> None:
-        if self._watch:
-            self._watch.kill()
-            self._watch.wait()
-            self._watch = None

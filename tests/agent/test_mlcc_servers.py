@@ -14,9 +14,9 @@ from loopback import free_port
 from training_job import BOUND_S
 
 from lab import netns
-from lab.contest import STORE_PORT
 from lab.fabric import MARKS, Fabric, FabricSpec
 from lab.job import TORCHRUN, Job, JobSpec, Step
+from lab.steering import STORE_PORT
 
 _OK, _REASON = netns.available()
 pytestmark = [pytest.mark.full, pytest.mark.skipif(not _OK, reason=_REASON)]
