@@ -76,13 +76,13 @@ def test_parameter_servers_compute_what_an_all_reduce_does(servers: int, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "steps"), [("train_gpt.py", "301"), ("train_mlp.py", "601")])
+@pytest.mark.parametrize(("script", "steps"), [("train_gpt.py", "101"), ("train_mlp.py", "201")])
 # torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
 @pytest.mark.flaky(reruns=1)
 def test_an_example_learns_and_does_not_name_crux_in_its_code(script: str, steps: str) -> None:
     said = run_ranks([str(EXAMPLES / script), "--steps", steps])
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", said[0])]
-    assert len(losses) == 4
+    assert len(losses) == 2
     assert losses[-1] < 0.8 * losses[0]
     assert said[1] == ""
     code = (EXAMPLES / script).read_text().split('"""', 2)[2]
