@@ -233,7 +233,6 @@ class Turn:
         seed: draws arrivals and spines.
         window_s: seconds that are measured.
         say: called with what is going on.
-        settings: more ``CRUX_*`` variables.
     """
 
     def __init__(
@@ -245,7 +244,6 @@ class Turn:
         seed: int,
         window_s: float,
         say: Callable[[str], None] = lambda _: None,
-        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.seen = Seen(entrant)
         self._policy = policy_of(entrant)
@@ -265,7 +263,6 @@ class Turn:
             "CRUX_PROFILE_S": "8",
             # Iterations before its arrival do not count.
             "CRUX_TUNING": "profile_iterations=8,warmup_iterations=6",
-            **(settings or {}),
         }
         self._jobs: dict[str, Job] = {}
         self._watch: StoreWatch | None = None

@@ -21,6 +21,8 @@ GBPS = 1e9 / 8
 PCIE4_X16_Bps = 16e9 * 16 * 128 / 130 / 8
 #: Third-generation NVLink of an A100: 12 links of 25 GB/s, each direction.
 NVLINK3_Bps = 300e9
+#: The fastest link of networks that are sized by their rates.
+LARGEST_LINK_Bps = 400 * GBPS
 
 
 def _at_least(least: int, **counts: int) -> None:
@@ -127,9 +129,10 @@ def sized_cabling(
     aggregations: int,
     cores: int = 0,
     oversubscription: float = 1.0,
-    largest_link_Bps: float = 400 * GBPS,
 ) -> Cabling:
     """Cables by a ratio: each layer's rate upwards is its rate downwards over a ratio.
+
+    A connection above ``LARGEST_LINK_Bps`` is made of parallel links.
 
     Args:
         below_tor_Bps: bytes per second from the hosts into one ToR.
@@ -137,16 +140,15 @@ def sized_cabling(
         aggregations: aggregation switches above a ToR.
         cores: core switches above an aggregation switch; 0: there are none.
         oversubscription: 1 for none, 2 when half the rate leads upwards, at every layer.
-        largest_link_Bps: a faster connection is made of parallel links, each no faster.
     """
     _positive("oversubscription", oversubscription)
     tor_pair_Bps = below_tor_Bps / aggregations / oversubscription
-    tor_links = ceil(tor_pair_Bps / largest_link_Bps)
+    tor_links = ceil(tor_pair_Bps / LARGEST_LINK_Bps)
     sized = Cabling(tor_pair_Bps / tor_links, tor_links)
     if not cores:
         return sized
     core_pair_Bps = tor_pair_Bps * tors_below_aggregation / cores / oversubscription
-    core_links = ceil(core_pair_Bps / largest_link_Bps)
+    core_links = ceil(core_pair_Bps / LARGEST_LINK_Bps)
     return replace(
         sized,
         aggregation_core_Bps=core_pair_Bps / core_links,

@@ -285,9 +285,9 @@ def explain_switches(
 
 
 def ports_to_check(
-    found: Iterable[SwitchHash], flow: Flow, ports: Sequence[int], each: int = 2
+    found: Iterable[SwitchHash], flow: Flow, ports: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns ``each`` source ports for every next hop that a hash was found for.
+    """Returns two source ports for every next hop that a hash was found for.
 
     Args:
         ports: to choose from; best such as no hash was fitted to.
@@ -296,7 +296,7 @@ def ports_to_check(
         port
         for _, hashed in found
         for next_hop in hashed.next_hops
-        for port in hashed.ports_via(next_hop, flow, ports, each)
+        for port in hashed.ports_via(next_hop, flow, ports, 2)
     ]
     return tuple(dict.fromkeys(chosen))
 

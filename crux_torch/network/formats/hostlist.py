@@ -15,23 +15,20 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
 MAX_DIGITS = 18
 
 
-def expand(text: str, limit: int = MAX_NODES) -> list[str]:
+def expand(text: str) -> list[str]:
     """Returns the names that a host list stands for, in its order.
 
-    Args:
-        limit: the most names to return.
-
     Raises:
-        TopologyError: it is no host list, or stands for more names.
+        TopologyError: it is no host list, or stands for over ``MAX_NODES`` names.
     """
     names: list[str] = []
     for entry in _entries(text):
-        parts = [_choices(match, text, limit) for match in _matches(entry, text)]
+        parts = [_choices(match, text) for match in _matches(entry, text)]
         count = 1
         for part in parts:
             count *= len(part)
-            if len(names) + count > limit:
-                raise TopologyError(f"host list {text[:80]!r} stands for over {limit} names")
+            if len(names) + count > MAX_NODES:
+                raise TopologyError(f"host list {text[:80]!r} stands for over {MAX_NODES} names")
         names += ("".join(chosen) for chosen in product(*parts))
     return names
 
@@ -64,7 +61,7 @@ def _matches(entry: str, text: str) -> list[re.Match[str]]:
     return matches
 
 
-def _choices(match: re.Match[str], text: str, limit: int) -> list[str]:
+def _choices(match: re.Match[str], text: str) -> list[str]:
     """Returns the names that one part of an entry may be."""
     if match[1] is None:
         return [match[2]]
@@ -74,8 +71,8 @@ def _choices(match: re.Match[str], text: str, limit: int) -> list[str]:
         if pair is None or max(map(len, pair.group(1, 2) if pair[2] else [pair[1]])) > MAX_DIGITS:
             raise TopologyError(f"{text[:80]!r}: {item[:40]!r} is no number or range")
         first, last = int(pair[1]), int(pair[2] or pair[1])
-        if last < first or last - first >= limit - len(chosen):
-            raise TopologyError(f"{text[:80]!r}: {item[:40]!r} is empty or over {limit} names")
+        if last < first or last - first >= MAX_NODES - len(chosen):
+            raise TopologyError(f"{text[:80]!r}: {item[:40]!r} is empty or over {MAX_NODES} names")
         chosen += (str(number).zfill(len(pair[1])) for number in range(first, last + 1))
     return chosen
 
