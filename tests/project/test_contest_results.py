@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from benchmarks import contest
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
 from crux_torch.sim.play import play as simulate
+from lab import prediction
 from lab.contest import Seen, Turn
 from lab.job import JobError
 
@@ -129,7 +130,7 @@ def test_each_scenario_counts_once_however_many_rounds_it_has() -> None:
     assert crux.split() == ["crux", "60.0%", "1.000", "0.500", "2.50", "2.000"]
 
 
-ALL_OF_IT = contest.Reached()
+ALL_OF_IT = prediction.Reached()
 PATH = ("host->leaf", "leaf->spine", "spine->leaf", "leaf->host")
 CAPACITY_BPS = dict.fromkeys(PATH, 1e6) | {PATH[0]: 1e9, PATH[-1]: 1e9}
 
@@ -150,10 +151,10 @@ def steps_s(cluster: Cluster, **level: int) -> list[float]:
 def test_a_job_is_played_as_slow_as_it_was_alone(alone_s: float, share: float) -> None:
     """Alone its step is 0.3 s: it was shorter, as long, or longer."""
     cluster = Cluster(CAPACITY_BPS, (sender("A"),))
-    job, found = contest.as_alone(cluster, cluster.jobs[0], (0,), alone_s, 2e4)
+    job, found = prediction.as_alone(cluster, cluster.jobs[0], (0,), alone_s, 2e4)
     assert found == pytest.approx(share, abs=2e-3)
-    reached = contest.Reached(together=0.5, beside=0.5)  # of which a job alone knows nothing
-    queued = contest.with_queues(cluster, {"A": (0,)}, {"A": 3}, {"A": (job, found)}, reached)
+    reached = prediction.Reached(together=0.5, beside=0.5)  # of which a job alone knows nothing
+    queued = prediction.with_queues(cluster, {"A": (0,)}, {"A": 3}, {"A": (job, found)}, reached)
     assert steps_s(queued, A=3) == pytest.approx([alone_s], rel=5e-3)
 
 
@@ -162,8 +163,8 @@ def test_jobs_lose_to_the_queue_of_their_level_and_leave_the_rest_to_others() ->
     cluster = Cluster(CAPACITY_BPS, tuple(job for job, _ in jobs.values()))
     path = dict.fromkeys("AB", (0,))
 
-    def carried_MBps(reached: contest.Reached = ALL_OF_IT, **level: int) -> float:
-        queued = contest.with_queues(cluster, path, level, jobs, reached)
+    def carried_MBps(reached: prediction.Reached = ALL_OF_IT, **level: int) -> float:
+        queued = prediction.with_queues(cluster, path, level, jobs, reached)
         return sum(0.2 / each for each in steps_s(queued, **level))
 
     # B always sends. Beside A it fills what a level has of the link.
@@ -171,7 +172,7 @@ def test_jobs_lose_to_the_queue_of_their_level_and_leave_the_rest_to_others() ->
     # Below A, it has a fifth of the link while A sends for 0.25 s, and a level's share for 0.1 s.
     assert carried_MBps(A=1, B=0) == pytest.approx((0.25 + 0.8 * 0.1) / 0.35, rel=2e-2)
     # Together they reach less, and so does the one that is first.
-    less = contest.Reached(together=0.9, beside=0.75)
+    less = prediction.Reached(together=0.9, beside=0.75)
     assert carried_MBps(less, A=0, B=0) == pytest.approx(0.8 * 0.9, rel=1e-2)
     first_s = 0.2 / (0.8 * 0.75)
     both = (first_s + 0.8 * 0.75 * 0.1) / (first_s + 0.1)
@@ -180,22 +181,22 @@ def test_jobs_lose_to_the_queue_of_their_level_and_leave_the_rest_to_others() ->
 
 def test_no_turn_tells_what_its_own_jobs_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are as long as if jobs reached 0.9 together and 0.94 beside others; longer in one."""
-    true = contest.Reached(together=0.9, beside=0.94)
-    slow = contest.Reached(together=0.87, beside=0.87)
+    true = prediction.Reached(together=0.9, beside=0.94)
+    slow = prediction.Reached(together=0.87, beside=0.87)
 
-    def predict(alone: str, turn: dict[str, Any], reached: contest.Reached) -> dict[str, float]:
+    def predict(alone: str, turn: dict[str, Any], reached: prediction.Reached) -> dict[str, float]:
         share = reached.together * (reached.beside if turn["policy"] != contest.NONE else 1.0)
         return {"A": 1.0 / share}
 
-    monkeypatch.setattr(contest, "predict", predict)
+    monkeypatch.setattr(prediction, "predict", predict)
     names = ["heavy-2", "heavy-3", "heavy-4", "five", "pair"]
     played: list[Any] = []
-    for name, policy in itertools.product(names, (contest.NONE, contest.ORDERED_BY)):
+    for name, policy in itertools.product(names, (contest.NONE, prediction.ORDERED_BY)):
         row = {"scenario": name, "policy": policy}
         step_s = predict("", row, slow if name == "five" else true)["A"]
         played.append((row, [{"job": "A", "step_s": step_s}], ""))
-    assert contest.fitted(played) == dict.fromkeys(names, true)
-    assert contest.fitted(played[:2]) == {"heavy-2": ALL_OF_IT}, "there are no others"
+    assert prediction.fitted(played) == dict.fromkeys(names, true)
+    assert prediction.fitted(played[:2]) == {"heavy-2": ALL_OF_IT}, "there are no others"
 
 
 def test_a_policy_without_a_topology_is_an_entrant_of_its_own(
@@ -297,7 +298,7 @@ def test_what_jobs_want_of_a_link_is_what_they_carry_alone() -> None:
     for row, spine in zip(rows[1:], (0, 1, 0), strict=True):
         row["spine"] = spine
     found = contest.predicted([*rows, {"scenario": "heavy-2", "round": 0, "records": records}])
-    assert found[0]["wanted"] == pytest.approx(2 * 0.2 / contest.PAYLOAD)
+    assert found[0]["wanted"] == pytest.approx(2 * 0.2 / prediction.PAYLOAD)
     assert all(row["predicted_s"] >= 0.399 for row in found[1:4])
     # A record that was measured while the machine did other things is not taken.
     slower = [r | {"profile": r["profile"] | {"period_s": 0.5, "compute_s": 0.1}} for r in records]
