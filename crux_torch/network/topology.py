@@ -11,7 +11,7 @@ from math import inf, isfinite
 from types import MappingProxyType
 
 from crux_torch.errors import CruxError
-from crux_torch.network.addresses import cable_mates
+from crux_torch.network.addresses import cable_mates, ipv4
 from crux_torch.network.paths import NETWORK, ShortestPaths
 from crux_torch.network.qos import Qos
 
@@ -328,7 +328,7 @@ def _check_addresses(
         if node not in nodes:
             raise TopologyError(f"addresses of {node!r}: there is no such node")
         try:
-            of_node[node] = tuple(str(ip_address(address)) for address in given)
+            of_node[node] = tuple(a if ipv4(a) else str(ip_address(a)) for a in given)
         except ValueError as error:
             raise TopologyError(f"addresses of {node!r}: {error}") from None
         for address in of_node[node]:

@@ -228,9 +228,10 @@ class Assembly:
     def _addresses(self, nodes: Container[str]) -> dict[str, Sequence[str]]:
         claims: defaultdict[str, Counter[Nic]] = defaultdict(Counter)
         for nic, by_owner in self._evidence.nics.items():
-            for given in by_owner.values():
-                for address in {short for a in given.addresses if (short := canonical(a))}:
-                    claims[address][nic] += 1
+            count = Counter(given.addresses for given in by_owner.values())
+            for given, owners in count.items():
+                for address in {short for a in given if (short := canonical(a))}:
+                    claims[address][nic] += owners
         notes = self._evidence.notes
         found: defaultdict[str, list[str]] = defaultdict(list)
         of_router: set[str] = set()

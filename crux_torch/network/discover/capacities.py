@@ -42,18 +42,16 @@ class Capacities:
         names = defaultdict(lambda: defaultdict(list))
         for nic in routers:
             claims = nics[nic]
-            speeds = [s for claim in claims.values() if (s := claimed_Bps(claim))]
-            reached = [r for claim in claims.values() if (r := claim.reached_Bps) > DEFAULT_Bps]
-            if speeds:
-                self._speed[nic] = elected(speeds)
-            elif reached:
-                self._reached[nic] = elected(reached)
+            if speeds := [s for claim in claims.values() if (s := claimed_Bps(claim))]:
+                self._speed[nic] = vote = elected(speeds)
+            elif reached := [r for c in claims.values() if (r := c.reached_Bps) > DEFAULT_Bps]:
+                self._reached[nic] = vote = elected(reached)
             else:
                 continue
             for owner in claims:
-                votes[owner].append(self.of_nic(nic))
+                votes[owner].append(vote)
                 for router in routers[nic]:
-                    below[router][owner].append(self.of_nic(nic))
+                    below[router][owner].append(vote)
         # Most networks tell no names.
         named = {r for nic in routers for c in nics[nic].values() if c.switch for r in routers[nic]}
         for nic, beside in routers.items():

@@ -6,8 +6,6 @@ it, or if nobody else's paths change by it (docs/understand/discovery.md).
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from crux_torch.network.addresses import ipv4
 from crux_torch.network.discover.fragment import SeenNic
 from crux_torch.words import listed
 
@@ -150,14 +149,9 @@ def witnesses(keys: Numbers, owners: Numbers, count: int) -> tuple[Numbers, Numb
 @lru_cache(maxsize=1 << 17)
 def canonical(address: str) -> str | None:
     """Returns an address in its shortest form; None if it is none that one machine alone has."""
-    # A network has many IPv4 addresses, and ip_address() takes ten times as long.
-    with contextlib.suppress(OSError, ValueError):
-        first = socket.inet_pton(socket.AF_INET, address)[0]
-        return address if first not in (0, 127) and not 224 <= first < 240 else _parsed(address)
-    return _parsed(address)
-
-
-def _parsed(address: str) -> str | None:
+    found = ipv4(address)
+    if found is not None and found[0] not in (0, 127) and not 224 <= found[0] < 240:
+        return address
     try:
         parsed = ip_address(address)
     except ValueError:
