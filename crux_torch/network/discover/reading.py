@@ -196,7 +196,7 @@ class _Reader:
             for n in bridged.tolist():
                 ends = self._nics[src[n]], self._nics[dst[n]]
                 first[len(count) + n] = self._keys.number(f"={min(ends)}")
-        answered = np.flatnonzero(routers.first >= 0)
+        answered = np.flatnonzero(_begins(group, routers.first) & (routers.first >= 0))
         of_group, address = _apart(np.unique(_joint(group[answered], routers.first[answered])))
         refused = self._refused((group, tail), (of_group, address), owner, _numbers(batch.own))
         for n in np.unique(group[refused]).tolist():
@@ -430,7 +430,10 @@ class _Rows:
                 bound = len(codes)
             code = code * base + (hop - _ABSENT)
             bound *= base
-        _, one, which = np.unique(code, return_index=True, return_inverse=True)
+        codes = np.unique(code)
+        which = np.searchsorted(codes, code)
+        one = np.zeros(len(codes), dtype=np.int64)
+        one[which] = np.arange(len(code))
         rows, lengths = self._hops[1:, one].T.tolist(), (self._length[one] - 1).tolist()
         return [tuple(row[: max(n, 0)]) for row, n in zip(rows, lengths, strict=True)], which
 
