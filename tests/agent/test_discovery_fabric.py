@@ -30,8 +30,6 @@ STUDY = Study(
 )
 
 
-# torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
-@pytest.mark.flaky(reruns=1)
 def test_jobs_find_the_network_and_what_vanishes_from_it(tmp_path: Path) -> None:
     with fabric_of(STUDY) as fabric:
         study = PathStudy(STUDY, fabric, tmp_path, lambda *_: None, topology=None)
