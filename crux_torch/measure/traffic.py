@@ -88,12 +88,13 @@ def add_flows(
 def parts_of(moved: Mapping[Mover, Mapping[HostPair, float]], most: int) -> dict[HostPair, int]:
     """Number of the part that each pair of hosts belongs to: the mover of most of its bytes.
 
-    Parts are numbered by their bytes, the largest first; those beyond ``most`` are one, the last.
-    So groups that run in the same ring of hosts, such as one for each GPU of a host, are one.
+    Parts are numbered by their bytes, the largest first. So groups that run in the same ring of
+    hosts, such as one for each GPU of a host, are one.
 
     Args:
         moved: bytes of each mover from host to host.
-        most: number of parts at most.
+        most: number of parts at most. If there are more, all are one: a few that are apart would
+            share links with a rest that is as slow as its slowest one.
     """
     largest: dict[HostPair, tuple[float, Mover]] = {}
     for mover in sorted(moved):
@@ -104,7 +105,7 @@ def parts_of(moved: Mapping[Mover, Mapping[HostPair, float]], most: int) -> dict
     for size, mover in largest.values():
         total[mover] = total.get(mover, 0.0) + size
     ranked = sorted(total, key=lambda mover: (-total[mover], mover))
-    number = {mover: min(i, most - 1) for i, mover in enumerate(ranked)}
+    number = {mover: i if len(ranked) <= most else 0 for i, mover in enumerate(ranked)}
     return {pair: number[mover] for pair, (_, mover) in largest.items()}
 
 

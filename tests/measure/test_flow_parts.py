@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from measure_stream import plain_sample
 
 from crux_torch.measure.merge import merge
-from crux_torch.measure.profile import MAX_FLOWS, MAX_PARTS, JobProfile
+from crux_torch.measure.profile import MAX_PARTS, JobProfile
 from crux_torch.measure.sample import GroupRow, RankSample, TrafficRow
 from crux_torch.measure.traffic import HostPair, parts_at_hosts, parts_of
 
@@ -96,11 +96,11 @@ def test_an_older_reader_skips_the_parts_and_a_newer_one_takes_their_absence_for
     assert {flow.part for flow in read.flows} == {0}
 
 
-def test_parts_beyond_the_bound_are_one() -> None:
-    pairs = [(f"h{n}", f"h{n + 1}") for n in range(MAX_FLOWS)]
-    part = parts_of({(str(n),): {pair: 1.0 + n} for n, pair in enumerate(pairs)}, MAX_PARTS)
-    assert [part[pair] for pair in pairs[: -MAX_PARTS - 1 : -1]] == list(range(MAX_PARTS))
-    assert set(part.values()) == set(range(MAX_PARTS))
+def test_more_parts_than_the_bound_are_one() -> None:
+    pairs = [(f"h{n}", f"h{n + 1}") for n in range(MAX_PARTS + 1)]
+    moved = {(str(n),): {pair: 1.0 + n} for n, pair in enumerate(pairs)}
+    assert parts_of(moved, MAX_PARTS + 1) == {pair: MAX_PARTS - n for n, pair in enumerate(pairs)}
+    assert parts_of(moved, MAX_PARTS) == dict.fromkeys(pairs, 0)
 
 
 PAIRS = st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"))
