@@ -93,8 +93,8 @@ def parts_of(moved: Mapping[Mover, Mapping[HostPair, float]], most: int) -> dict
 
     Args:
         moved: bytes of each mover from host to host.
-        most: number of parts at most. If there are more, all are one: a few that are apart would
-            share links with a rest that is as slow as its slowest one.
+        most: number of parts at most. If there are more, all are one: links are shared by parts, so
+            a rest of many as one part would get too little.
     """
     largest: dict[HostPair, tuple[float, Mover]] = {}
     for mover in sorted(moved):
