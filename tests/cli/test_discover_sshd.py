@@ -89,4 +89,5 @@ def test_a_host_that_lets_nobody_in_is_named(ssh: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert re.search(r"can't run on (h[01]) \(\1: \S+: Permission denied", done.stderr)
+    # Both are refused; the command may hear of the second before it ends.
+    assert re.search(r"can't run on h[01](, h1)? \(h[01]: \S+: Permission denied", done.stderr)
