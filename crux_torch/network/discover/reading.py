@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from crux_torch.network.discover.evidence import (
     MAX_OWNERS,
@@ -22,6 +21,16 @@ from crux_torch.network.discover.evidence import (
     witnesses,
 )
 from crux_torch.network.discover.fragment import SILENT, Fragment, PairPaths, SeenHost, SeenNic
+from crux_torch.network.discover.path_rows import (
+    BITS,
+    Rows,
+    apart,
+    begins,
+    columns,
+    expanded,
+    joint,
+    numbers,
+)
 from crux_torch.network.discover.shares import cost
 from crux_torch.network.topology import TopologyError
 
@@ -31,10 +40,6 @@ MAX_OWN_PATHS = 1 << 16
 SURE = 0.9
 #: Paths that are numbered at once, so that memory has a bound.
 BATCH_PATHS = 1 << 18
-#: In a row of hops, the place after a path's last one.
-_ABSENT = -2
-#: Bits of a number beside another one in one key.
-_BITS = 32
 
 
 def read(fragments: Mapping[str, Fragment], most: float = math.inf) -> Evidence:
@@ -96,7 +101,7 @@ class _Batch:
         count: of paths.
         lengths, hops: see :class:`PairPaths`.
         tables: numbers of addresses.
-        own: owners with the addresses of their interfaces, see :func:`_joint`.
+        own: owners with the addresses of their interfaces, see :func:`joint`.
     """
 
     def __init__(self) -> None:
@@ -149,7 +154,7 @@ class _Reader:
         begin = len(batch.tables)
         table = list(map(self._keys.__getitem__, fragment.addresses))
         batch.tables += table
-        batch.own += [(owner << _BITS) + key for key in nic_at]
+        batch.own += [(owner << BITS) + key for key in nic_at]
         for pair in fragment.seen:
             src, dst = nic_at.get(table[pair.src], -1), nic_at.get(table[pair.dst], -1)
             if min(src, dst) < 0:
@@ -174,15 +179,15 @@ class _Reader:
         batch, self._batch = self._batch, _Batch()
         if not batch.count:
             return
-        owner, src, dst, count, begin, kind = _columns(batch.pairs, 6)
+        owner, src, dst, count, begin, kind = columns(batch.pairs, 6)
         length = np.fromiter(itertools.chain.from_iterable(batch.lengths), np.int64, batch.count)
         hops = np.fromiter(itertools.chain.from_iterable(batch.hops), np.int64, length.sum())
         pair = np.repeat(np.arange(len(count)), count)
         at = np.repeat(begin[pair], length) + hops
-        hops = np.where(hops == SILENT, SILENT, _numbers([*batch.tables, SILENT])[at])
-        routers = _Rows(hops, length)
+        hops = np.where(hops == SILENT, SILENT, numbers([*batch.tables, SILENT])[at])
+        routers = Rows(hops, length)
         routers.spray(kind[pair] >= 2)
-        first = _numbers(self._first)
+        first = numbers(self._first)
         routers.end(first[dst[pair]])
         tail = self._number_tails(routers)
         self._note_sure(kind & 1, (owner, src, dst, count), length)
@@ -196,9 +201,9 @@ class _Reader:
             for n in bridged.tolist():
                 ends = self._nics[src[n]], self._nics[dst[n]]
                 first[len(count) + n] = self._keys.number(f"={min(ends)}")
-        answered = np.flatnonzero(_begins(group, routers.first) & (routers.first >= 0))
-        of_group, address = _apart(np.unique(_joint(group[answered], routers.first[answered])))
-        refused = self._refused((group, tail), (of_group, address), owner, _numbers(batch.own))
+        answered = np.flatnonzero(begins(group, routers.first) & (routers.first >= 0))
+        of_group, address = apart(np.unique(joint(group[answered], routers.first[answered])))
+        refused = self._refused((group, tail), (of_group, address), owner, numbers(batch.own))
         for n in np.unique(group[refused]).tolist():
             where = f"{self._nics[src[n]].host} to {self._nics[dst[n]].host}"
             self._notes.add("refused, a router is there twice, or is a host", where)
@@ -226,7 +231,7 @@ class _Reader:
         ended = np.append(hops, SILENT)  # an empty tail has no hops, so it may begin at the end
         second = np.where(length > 0, ended[begin], SILENT)[tail]
         last = np.where(length > 0, ended[begin + length - 1], SILENT)[tail]
-        of_pair = _begins(first, src, owner)
+        of_pair = begins(first, src, owner)
         beside = (
             np.append(src[of_pair], dst),
             np.append(first[of_pair], np.where(last < 0, first, last)),
@@ -299,10 +304,10 @@ class _Reader:
         found = np.stack((src, dst, fewest, owner))
         self._sure.append(found[:, some & (sure > 0)])
 
-    def _number_tails(self, routers: _Rows) -> Numbers:
+    def _number_tails(self, routers: Rows) -> Numbers:
         """Returns the tail of each path; each new one gets the next number."""
         tails, which = routers.tails(len(self._keys.names))
-        numbers = []
+        found = []
         for keys in tails:
             number = self._number.setdefault(keys, len(self._tails))
             if number == len(self._tails):
@@ -310,8 +315,8 @@ class _Reader:
                 self._tails.append(tuple(None if key < 0 else names[key] for key in keys))
                 self._hops += keys
                 self._in_tails.update(key for key in keys if key >= 0)
-            numbers.append(number)
-        return _numbers(numbers)[which]
+            found.append(number)
+        return numbers(found)[which]
 
     def _refused(
         self,
@@ -332,33 +337,33 @@ class _Reader:
         hops, begin, length = self._layout()
         in_tail, of_host = (np.zeros(len(self._keys.names), dtype=bool) for _ in range(2))
         in_tail[list(self._in_tails)] = True
-        of_host[_apart(own)[1]] = True
+        of_host[apart(own)[1]] = True
         # Most addresses are of one kind, so few paths need to be compared hop by hop.
         doubted = np.zeros(len(owner), dtype=bool)
         doubted[of_group[in_tail[address]]] = True
         within = np.repeat(np.arange(len(length)), length)
         answered = hops >= 0
-        places = np.sort(_joint(within, hops)[answered])
+        places = np.sort(joint(within, hops)[answered])
         twice = np.zeros(len(length), dtype=bool)
-        twice[_apart(places[1:][np.diff(places) == 0])[0]] = True
+        twice[apart(places[1:][np.diff(places) == 0])[0]] = True
         crossing = np.zeros(len(length), dtype=bool)
         crossing[within[answered][of_host[hops[answered]]]] = True
 
         refused = twice[tail]
         host = of_host[address]
-        mine = np.isin(_joint(owner[of_group[host]], address[host]), own)
+        mine = np.isin(joint(owner[of_group[host]], address[host]), own)
         refused |= np.isin(group, of_group[host][mine])
         asked = np.flatnonzero(~refused & (crossing[tail] | doubted[group]))
-        row, key = _expanded(asked, tail[asked], hops, begin, length)
-        again = np.isin(_joint(group[row], key), _joint(of_group, address))
-        again |= np.isin(_joint(owner[group[row]], key), own)
+        row, key = expanded(asked, tail[asked], hops, begin, length)
+        again = np.isin(joint(group[row], key), joint(of_group, address))
+        again |= np.isin(joint(owner[group[row]], key), own)
         refused[row[again & (key >= 0)]] = True
         return refused
 
     def _layout(self) -> tuple[Numbers, Numbers, Numbers]:
         """Returns the hops of all tails, where each tail begins in them, and its length."""
-        length = _numbers([len(tail) for tail in self._tails])
-        return _numbers(self._hops), np.cumsum(length) - length, length
+        length = numbers([len(tail) for tail in self._tails])
+        return numbers(self._hops), np.cumsum(length) - length, length
 
     def _known_to(
         self,
@@ -369,10 +374,10 @@ class _Reader:
         owners: Sequence[str],
     ) -> dict[str, list[str]]:
         """Returns ``MAX_OWNERS`` at most that saw each address or first router."""
-        of_pair = _begins(first, owner)
+        of_pair = begins(first, owner)
         first, of_first = _few(first[of_pair], owner[of_pair], len(owners))
         tail, owner = _few(tail, owner, len(owners))
-        row, key = _expanded(np.arange(len(tail)), tail, *self._layout())
+        row, key = expanded(np.arange(len(tail)), tail, *self._layout())
         _, address, by = np.concatenate(answers, axis=1)
         key, owner = _few(
             np.concatenate((key, first, address)),
@@ -384,58 +389,6 @@ class _Reader:
             if n >= 0:
                 found.setdefault(self._keys.names[n], []).append(owners[by_owner])
         return found
-
-
-class _Rows:
-    """The hops of each path in a row of their own.
-
-    Args:
-        hops: of one path after the other.
-        length: of each path.
-
-    Attributes:
-        first: first hop of each path.
-    """
-
-    def __init__(self, hops: Numbers, length: Numbers) -> None:
-        self._length = length
-        self._hops = np.full((max(2, int(length.max())), len(length)), _ABSENT, dtype=np.int64)
-        row = np.repeat(np.arange(len(length)), length)
-        place = np.arange(len(hops)) - np.repeat(np.cumsum(length) - length, length)
-        self._hops[place, row] = hops
-        self.first = self._hops[0]
-
-    def spray(self, sprays: Numbers) -> None:
-        """Forgets the hops between the ends of paths whose packets take ways of their own."""
-        for place in range(1, len(self._hops) - 1):
-            self._hops[place, sprays & (place < self._length - 1)] = SILENT
-
-    def end(self, stand_in: Numbers) -> None:
-        """Puts stand-ins in the place of last hops after the first that did not answer."""
-        rows = np.flatnonzero(self._length > 1)
-        last = self._length[rows] - 1
-        answers = self._hops[last, rows]
-        self._hops[last, rows] = np.where(answers < 0, stand_in[rows], answers)
-
-    def tails(self, keys: int) -> tuple[list[tuple[int, ...]], Numbers]:
-        """Returns each different tail once, and the one of each path.
-
-        Args:
-            keys: count of numbers that hops may have.
-        """
-        base, code, bound = keys + 2, np.zeros(len(self._length), dtype=np.int64), 1
-        for hop in self._hops[1:]:
-            if bound > (1 << 62) // base:
-                codes, code = np.unique(code, return_inverse=True)
-                bound = len(codes)
-            code = code * base + (hop - _ABSENT)
-            bound *= base
-        codes = np.unique(code)
-        which = np.searchsorted(codes, code)
-        one = np.zeros(len(codes), dtype=np.int64)
-        one[which] = np.arange(len(code))
-        rows, lengths = self._hops[1:, one].T.tolist(), (self._length[one] - 1).tolist()
-        return [tuple(row[: max(n, 0)]) for row, n in zip(rows, lengths, strict=True)], which
 
 
 def _claims(
@@ -462,38 +415,3 @@ def _few(keys: Numbers, owners: Numbers, count: int) -> tuple[Numbers, Numbers]:
     begins = np.flatnonzero(new)
     few = np.arange(len(keys)) - begins[np.cumsum(new) - 1] < MAX_OWNERS
     return keys[few], owners[few]
-
-
-def _begins(*columns: Numbers) -> npt.NDArray[np.bool_]:
-    """Returns True for rows that differ from the one before."""
-    new = np.ones(len(columns[0]), dtype=bool)
-    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    return new
-
-
-def _expanded(
-    rows: Numbers, tail: Numbers, hops: Numbers, begin: Numbers, length: Numbers
-) -> tuple[Numbers, Numbers]:
-    """Returns each row once for each hop of its tail, and the hop."""
-    count = length[tail]
-    place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(rows, count), hops[np.repeat(begin[tail], count) + place]
-
-
-def _joint(a: Numbers, b: Numbers) -> Numbers:
-    """Returns one number for two; the second one is at least -1."""
-    return (a << _BITS) + b
-
-
-def _apart(both: Numbers) -> tuple[Numbers, Numbers]:
-    return both >> _BITS, both & ((1 << _BITS) - 1)
-
-
-def _numbers(values: Sequence[int]) -> Numbers:
-    return np.array(values, dtype=np.int64)
-
-
-def _columns(values: Sequence[int], count: int) -> Numbers:
-    """Returns ``count`` columns of values that stand one row after the other."""
-    columns: Numbers = _numbers(values).reshape(-1, count).T
-    return columns
