@@ -1,9 +1,9 @@
 """LiteGD's network as the paper prints it (§4.2.2): a token for each GPU, and a mask.
 
 Printed are 3 encoder layers, 3 linear ones, 642 KB, the bandwidth within each host as an input, and
-the mask of the chosen GPUs. A width of 64, torch's four times as much between, and 64 GPUs have
-just these 642 KB. The mean over the tokens and the training are not printed: the training is that
-of our network.
+the mask of the chosen GPUs. With a width of 64, 256 in the feed-forward layers and 64 GPUs, the
+network has these 642 KB. The mean over the tokens and the training are not printed: the training is
+that of our network.
 """
 
 from __future__ import annotations

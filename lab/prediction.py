@@ -68,7 +68,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Reached:
-    """Of what jobs reach on a link alone, what they reach where others send (:func:`with_queues`).
+    """Shares of its rate alone that a job reaches where others send (:func:`with_queues`).
 
     Attributes:
         together: several jobs of one level.
@@ -82,8 +82,7 @@ class Reached:
 def fitted(
     played: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]], Alone]],
 ) -> dict[str, Reached]:
-    """What jobs reach in each scenario, by the turns of the *other* scenarios, so that no turn is
-    predicted by itself.
+    """Returns the shares of each scenario, by the turns of the others: no turn predicts itself.
 
     ``together`` has the least median error of a step under ``NONE``, then ``beside`` has it under
     ``ORDERED_BY``. Without such turns they are 1.
@@ -168,7 +167,7 @@ def on_paths(
 def wanted(
     scenario: Scenario, records: Sequence[Mapping[str, Any]], jobs: Sequence[Mapping[str, Any]]
 ) -> float:
-    """What the busiest link would carry, as a share of its rate, if every job ran as alone."""
+    """Returns the load of the busiest link if every job ran as alone, as a share of its rate."""
     cluster, path = on_paths(scenario, records, jobs)
     alone_s = {row["job"]: row["alone_s"] for row in jobs}
     total: Counter[str] = Counter()

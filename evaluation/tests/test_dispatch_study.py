@@ -136,7 +136,7 @@ def test_on_dgx_1_the_search_is_no_worse_than_algorithm_1_device_by_device() -> 
 
 
 def test_at_the_bottleneck_the_search_gives_up_hosts_with_slow_links() -> None:
-    """Of A800 hosts no single device changes the bandwidth: the whole host has to go."""
+    """Removing one device of an A800 host changes no bandwidth: the whole host has to go."""
     one = case(("A800",), 0, samples=20)
     chosen = methods(one, 0, None)
     found = efficacy(
