@@ -14,7 +14,9 @@ from places import TESTS
 HERE = TESTS
 FILES = sorted(path.name for path in (HERE / "on_rig").glob("test_*.py"))
 DEVICES = 2
-LIMIT_S = 900.0
+#: Seconds for a test of a file, and for the file: less than what this test may take, so that a
+#: test that hangs is named.
+TEST_LIMIT_S, LIMIT_S = 400, 850.0
 
 _ok, _why_not = cuda_rig.available()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _ok, reason=_why_not)]
@@ -24,7 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _ok, reason=_why_not)]
 def test_passes(file: str) -> None:
     env = {**os.environ, "CRUX_STORE": "none", "OMP_NUM_THREADS": "1"}
     env |= cuda_rig.environment(env, DEVICES)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", f"{HERE}/on_rig/{file}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
+    command += ["--timeout", str(TEST_LIMIT_S), f"{HERE}/on_rig/{file}"]
     done = subprocess.run(
         command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=LIMIT_S
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from on_rig.ranks import FLAVOURS, all_reduce, alone, crux, fresh, ones, synchro
 
 #: Seconds that operations may wait for a switch: one that is to succeed, and one that is not.
 LONG_S, SHORT_S = 120.0, 3.0
+#: Seconds between two steps. Without a pause the program would run ahead of the rig's device, whose
+#: queue has no bound, and torch looks through all of that queue for each operation.
+STEP_S = 0.001
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,7 @@ class Training:
             self.groups.add(made, dist.HashStore(), 0)
         synchronize()
         control.clear()
-        self.steps, self.longest_s = 0, 0.0
+        self.steps = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._train)
 
@@ -47,6 +51,7 @@ class Training:
         control.release()
         self._over.set()
         self._thread.join()
+        synchronize()
         self.groups.stop()
         for made in self.backends:
             made.shutdown()
@@ -60,6 +65,7 @@ class Training:
             if self.steps % 10 == 0:
                 for tensor in tensors:
                     tensor.fill_(1.0)
+            time.sleep(STEP_S)
 
     def status(self, group: int = 0) -> Any:
         index = self.backends[group].group_index
