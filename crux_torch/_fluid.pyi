@@ -110,8 +110,15 @@ class Engine:
             tolerance: share of the period, from 0 to 0.5.
         """
 
-    def set_rate_limit(self, name: str, limit_Bps: float | None) -> None: ...
-    def bytes_left(self, name: str) -> float | None: ...
+    def set_rate_limit(self, name: str, limit_Bps: float | None, part: int = 0) -> None:
+        """Limits the rate of a part of the job's bursts on that part's busiest link."""
+
+    def bytes_left(self, name: str, part: int = 0) -> float | None:
+        """Bytes that a part of the burst under way has left for its busiest link, if it moves."""
+
+    def comm_s(self, name: str, part: int = 0) -> float:
+        """Seconds that what a part has sent would have taken at its links' full rate."""
+
     def run_until(self, until_s: float, progress: Callable[[float], object] | None = None) -> None:
         """Plays to until_s.
 

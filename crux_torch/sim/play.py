@@ -1,7 +1,7 @@
 """Scenarios, and clusters under a scheduler's decision, played in the fluid engine.
 
-A job's transfer is one flow here: the engine moves all links of a transfer together, at the pace of
-the slowest, so the flows of a ring already keep each other's pace.
+The engine moves all links of a part together, at the pace of the slowest, so the flows of a ring
+already keep each other's pace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from crux_torch import _fluid
 from crux_torch.schedule.default.rehearsal import played_alone_s
 from crux_torch.schedule.model import Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.papers.cassini_grid import DRIFT
-from crux_torch.schedule.papers.intensity import bursts_of_parts, link_traffic, part_traffic
+from crux_torch.schedule.papers.intensity import bursts_of_parts, part_traffic
 from crux_torch.schedule.papers.mlcc import (
     SLOTS,
     LinkLoad,
@@ -177,9 +177,7 @@ def engine_of(
         # Names a link that the job has to itself.
         own = f"@{job.name}" if decision.isolated else ""
         path = decision.path[job.name]
-        # Rates are booked for a whole job.
-        whole = decision.slot_s is not None
-        parts = [link_traffic(job, path)] if whole else part_traffic(job, path)
+        parts = part_traffic(job, path)
         capacity_Bps |= {link + own: cluster.capacity_Bps[link] for part in parts for link in part}
         named = [{link + own: amount for link, amount in part.items()} for part in parts]
         bursts[job.name] = with_slack(bursts_of_parts(job, named), slack_bytes)
@@ -238,7 +236,7 @@ def play(
     if decision.slot_s is None:
         _run_to_horizon(engine, horizon_s, watch)
     else:
-        traffic = {job.name: link_traffic(job, decision.path[job.name]) for job in cluster.jobs}
+        traffic = {job.name: part_traffic(job, decision.path[job.name]) for job in cluster.jobs}
         run_in_slots(
             engine,
             cluster.capacity_Bps,
@@ -281,7 +279,7 @@ LOOKS = 6
 def run_in_slots(
     engine: _fluid.Engine,
     capacity_Bps: Mapping[str, float],
-    traffic: Mapping[str, Mapping[str, float]],
+    traffic: Mapping[str, Sequence[Mapping[str, float]]],
     slot_s: float,
     horizon_s: float,
     foreign: Collection[str] = (),
@@ -292,14 +290,18 @@ def run_in_slots(
 
     Args:
         capacity_Bps: of each link.
-        traffic: bytes of an iteration of each job on each link.
+        traffic: bytes of an iteration on each link, of each part of each job.
         foreign: jobs that book nothing. The links' counters show what they send.
-        least_Bps: the least limit of a job, on its busiest link.
+        least_Bps: the least limit of a part, on its busiest link.
         watch: takes measures on the way.
     """
     watch = watch or Watch(())
-    booked = [name for name, moved in traffic.items() if any(moved.values())]
-    ours = {n: traffic[n] for n in booked if n not in foreign}
+    ours = {
+        (name, part): moved
+        for name, parts in traffic.items()
+        for part, moved in enumerate(parts)
+        if name not in foreign and any(moved.values())
+    }
     hosts = _Hosts(engine, capacity_Bps, ours, least_Bps)
     tables = LoadTables(SLOTS, slot_s)
     look = 0
@@ -315,6 +317,10 @@ def run_in_slots(
         watch.run_until(engine, min(horizon_s, look * slot_s / LOOKS))
 
 
+#: A job's name, and the number of a part that moves on its own.
+PartKey = tuple[str, int]
+
+
 class _Hosts:
     """The hosts' schedulers, which take turns in the order in which their flows began."""
 
@@ -322,54 +328,63 @@ class _Hosts:
         self,
         engine: _fluid.Engine,
         capacity_Bps: Mapping[str, float],
-        traffic: Mapping[str, Mapping[str, float]],
+        traffic: Mapping[PartKey, Mapping[str, float]],
         least_Bps: float,
     ) -> None:
         self._engine = engine
         self._least_Bps = least_Bps
         self._capacity_Bps = capacity_Bps
-        #: What a job sends on each link, as a share of what it sends on its busiest.
-        self._shares: dict[str, dict[str, float]] = {}
+        #: Bytes of a part on each link, as a share of those on its busiest.
+        self._shares: dict[PartKey, dict[str, float]] = {}
         #: Bytes on the busiest link, and the seconds that an iteration's bytes take alone.
-        self._most: dict[str, tuple[float, float]] = {}
-        for name, moved in traffic.items():
+        self._most: dict[PartKey, tuple[float, float]] = {}
+        for key, moved in traffic.items():
             most = max(moved.values())
-            self._shares[name] = {link: m / most for link, m in moved.items() if m}
-            self._most[name] = most, max(m / capacity_Bps[link] for link, m in moved.items())
-        self._waits: dict[str, bool] = {}
+            self._shares[key] = {link: m / most for link, m in moved.items() if m}
+            self._most[key] = most, max(m / capacity_Bps[link] for link, m in moved.items())
+        self._waits: dict[PartKey, bool] = {}
 
     def book(self, tables: LoadTables, slot: int, gone: float) -> None:
-        left = {name: self._engine.bytes_left(name) for name in self._shares}
-        for name in [n for n in self._waits if left[n] is None]:
-            del self._waits[name]
-            self._engine.set_rate_limit(name, None)
-            self._tell(tables, name, slot, ())
+        left = {key: self._engine.bytes_left(*key) for key in self._shares}
+        for key in [n for n in self._waits if left[n] is None]:
+            del self._waits[key]
+            self._limit(key, None)
+            self._tell(tables, key, slot, ())
         begun = [n for n, volume in left.items() if volume is not None and n not in self._waits]
-        for name in [*self._waits, *begun]:
-            volume = left[name]
-            if volume is not None and (gone == 0.0 or self._waits.get(name, True)):
-                self._schedule(tables, name, slot, gone, volume)
+        for key in [*self._waits, *begun]:
+            volume = left[key]
+            if volume is not None and (gone == 0.0 or self._waits.get(key, True)):
+                self._schedule(tables, key, slot, gone, volume)
 
     def _schedule(
-        self, tables: LoadTables, name: str, slot: int, gone: float, volume: float
+        self, tables: LoadTables, key: PartKey, slot: int, gone: float, volume: float
     ) -> None:
         """Algorithm 1 for the rate on the busiest link, to which the other links' are in
         proportion."""
         path = []
-        for link, share in self._shares[name].items():
-            (seen,) = tables.feedback(f"{name}@{link}", {link: self._capacity_Bps[link]}, slot)
+        for link, share in self._shares[key].items():
+            (seen,) = tables.feedback(_flow(key, link), {link: self._capacity_Bps[link]}, slot)
             loads = tuple(load / share for load in seen.load_Bps)
             path.append(LinkLoad(seen.capacity_Bps / share, loads))
         rates = initial_schedule(path, volume, tables.slot_s, gone=gone)
-        self._tell(tables, name, slot, rates)
+        self._tell(tables, key, slot, rates)
         limit_Bps = applied_Bps(rates, path, self._least_Bps)
-        self._waits[name] = limit_Bps < max(rates)
-        self._engine.set_rate_limit(name, limit_Bps)
+        self._waits[key] = limit_Bps < max(rates)
+        self._limit(key, limit_Bps)
 
-    def _tell(self, tables: LoadTables, name: str, slot: int, rates: tuple[float, ...]) -> None:
-        most, alone_s = self._most[name]
-        sent = self._engine.result(name)["comm_s"] / alone_s * most
-        for link, share in self._shares[name].items():
+    def _limit(self, key: PartKey, limit_Bps: float | None) -> None:
+        name, part = key
+        self._engine.set_rate_limit(name, limit_Bps, part)
+
+    def _tell(self, tables: LoadTables, key: PartKey, slot: int, rates: tuple[float, ...]) -> None:
+        most, alone_s = self._most[key]
+        sent = self._engine.comm_s(*key) / alone_s * most
+        for link, share in self._shares[key].items():
             links = {link: self._capacity_Bps[link]}
             scaled = [rate * share for rate in rates]
-            tables.book(f"{name}@{link}", links, slot, scaled, sent * share)
+            tables.book(_flow(key, link), links, slot, scaled, sent * share, job=key[0])
+
+
+def _flow(key: PartKey, link: str) -> str:
+    name, part = key
+    return f"{name}/{part}@{link}"

@@ -104,14 +104,18 @@ class NamedEngine {
     for (JobId job : members(name)) engine_.set_pace(job, pace);
   }
 
-  void set_rate_limit(const std::string& name, std::optional<double> limit_Bps) {
+  void set_rate_limit(const std::string& name, std::optional<double> limit_Bps, std::size_t part) {
     std::optional<BytesPerSecond> limit;
     if (limit_Bps) limit = BytesPerSecond(*limit_Bps);
-    engine_.set_rate_limit(only(name), limit);
+    engine_.set_rate_limit(member(name, part), limit);
   }
 
-  std::optional<double> bytes_left(const std::string& name) {
-    return engine_.bytes_left(only(name));
+  std::optional<double> bytes_left(const std::string& name, std::size_t part) {
+    return engine_.bytes_left(member(name, part));
+  }
+
+  double comm_s(const std::string& name, std::size_t part) {
+    return engine_.result(member(name, part)).comm_s;
   }
 
   void set_traffic(const std::string& name, const py::sequence& traffic) {
@@ -214,10 +218,10 @@ class NamedEngine {
 
   const std::vector<JobId>& members(const std::string& name) const { return teams_.at(id(name)); }
 
-  JobId only(const std::string& name) const {
-    if (members(name).size() > 1)
-      throw SpecError("job " + name + ": expected bursts whose links move together");
-    return id(name);
+  JobId member(const std::string& name, std::size_t part) const {
+    const std::vector<JobId>& team = members(name);
+    if (part < team.size()) return team[part];
+    throw SpecError("job " + name + ": expected a part below " + std::to_string(team.size()));
   }
 
   // The traffic of each part of a burst.
@@ -348,8 +352,10 @@ PYBIND11_MODULE(_fluid, m) {
       .def("shift", &NamedEngine::shift, "name"_a, "by_s"_a)
       .def("set_pace", &NamedEngine::set_pace, "name"_a, py::kw_only(), "origin_s"_a, "period_s"_a,
            "tolerance"_a)
-      .def("set_rate_limit", &NamedEngine::set_rate_limit, "name"_a, "limit_Bps"_a)
-      .def("bytes_left", &NamedEngine::bytes_left, "name"_a)
+      .def("set_rate_limit", &NamedEngine::set_rate_limit, "name"_a, "limit_Bps"_a,
+           "part"_a = 0)
+      .def("bytes_left", &NamedEngine::bytes_left, "name"_a, "part"_a = 0)
+      .def("comm_s", &NamedEngine::comm_s, "name"_a, "part"_a = 0)
       .def("run_until", &NamedEngine::run_until, "until_s"_a, "progress"_a = py::none())
       .def("run_until_end_of_any", &NamedEngine::run_until_end_of_any, "until_s"_a)
       .def("result", &NamedEngine::result, "name"_a)

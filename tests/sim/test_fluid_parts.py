@@ -72,13 +72,24 @@ def test_what_changes_a_job_changes_all_its_parts() -> None:
     )
 
 
-@pytest.mark.parametrize("act", ["set_rate_limit", "bytes_left"])
-def test_what_needs_one_transfer_refuses_parts(act: str) -> None:
+def test_each_part_has_a_limit_of_its_own() -> None:
     engine = Engine([("a", 1.0, 0.0), ("b", 1.0, 0.0)])
-    engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 1.0}, {"b": 1.0}])])
-    more = {"set_rate_limit": (0.5,), "bytes_left": ()}
-    with pytest.raises(SpecError, match="links move together"):
-        getattr(engine, act)("j", *more[act])
+    engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 1.0}, {"b": 2.0}])], iterations=1)
+    engine.set_rate_limit("j", 0.25, part=1)
+    engine.run_until(1.5)
+    assert engine.bytes_left("j") == pytest.approx(0.5)
+    assert engine.bytes_left("j", part=1) == pytest.approx(2.0 - 0.125)
+    engine.set_rate_limit("j", None, part=1)
+    engine.run_until(2.5)
+    # The first has moved, and waits for the second.
+    assert engine.bytes_left("j") is None
+    assert engine.comm_s("j") == pytest.approx(1.0)
+    assert engine.comm_s("j", part=1) == pytest.approx(0.125 + 1.0)
+    assert engine.run_until_end_of_any(100.0) == ["j"]
+    assert engine.now_s == pytest.approx(2.5 + 0.875)
+    for act in (engine.bytes_left, engine.comm_s):
+        with pytest.raises(SpecError, match="expected a part below 2"):
+            act("j", part=2)
 
 
 def test_parts_take_other_paths_in_the_middle_of_a_burst() -> None:
@@ -256,15 +267,19 @@ def test_rings_of_the_lowest_job_lose_nothing_by_moving_on_their_own(
     assert completed(parts) >= completed(whole) - 1
 
 
-def test_whoever_books_rates_books_them_for_a_whole_job() -> None:
-    cluster = meeting((0, 1), [("a",), ("b",)])
-    whole = meeting((), [("a",), ("b",)])
-    decision = Decision(
-        path={job.name: (0,) * len(job.flows) for job in cluster.jobs},
-        level=dict.fromkeys(("rings", "on a", "on b"), 0),
-        slot_s=0.5,
+@pytest.mark.parametrize(("parts", "on_time"), [((0, 1), 1), ((), 0)])
+def test_a_ring_books_the_links_of_its_own_only(parts: tuple[int, ...], on_time: int) -> None:
+    """Its other ring waits for three seconds, and takes no slot of link b meanwhile."""
+    jobs = (
+        Job("first", 1, 1.0, 0.01, (Flow(3.0, (("a",),)),)),
+        Job("rings", 1, 1.0, 0.1, (Flow(0.5, (("a",),)), Flow(0.5, (("b",),))), parts=parts),
+        Job("late", 1, 1.0, 3.0, (Flow(0.5, (("b",),)),)),
     )
-    assert play(cluster, decision, 50.0) == play(whole, decision, 50.0)
+    level = dict.fromkeys(("first", "rings", "late"), 0)
+    path = {job.name: (0,) * len(job.flows) for job in jobs}
+    decision = Decision(path=path, level=level, slot_s=0.05)
+    report = play(Cluster({"a": 1.0, "b": 1.0}, jobs), decision, 3.6)
+    assert report.jobs["late"].completed == on_time
 
 
 def test_a_scenario_has_slack() -> None:
