@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from crux_torch.schedule.papers.mlcc import SLOT_S
+from crux_torch.sim.play import run_scenario
+from crux_torch.sim.scenario import parse_scenario
 from crux_torch.sim.served import LOOKS, Pair, Rule, ServedJob, iteration_s
 
 STEP_S = SLOT_S / LOOKS
@@ -58,3 +64,31 @@ def test_two_servers_share_a_model() -> None:
 
 def test_a_job_that_ends_no_iteration_has_no_time() -> None:
     assert iteration_s(cluster(), [served("j", 5.0, 0.3)], "mlcc", 1.0) == {"j": None}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    moved=st.lists(st.floats(0.1, 0.5), min_size=1, max_size=4),
+    ups=st.lists(st.floats(0.3, 1.0), min_size=4, max_size=4),
+    others=st.integers(1, 2),
+)
+def test_a_scenario_file_has_such_jobs(moved: list[float], ups: list[float], others: int) -> None:
+    """Pushes are the parts of one burst, pulls those of the next."""
+    links = cluster(**dict(zip("abcd", ups, strict=True)))
+    pairs = [
+        Pair(w, "s", m, (f"{w}>", ">s"), ("s>", f">{w}"))
+        for w, m in zip("abcd", moved, strict=False)
+    ]
+    jobs = [ServedJob(f"j{n}", 0.4, tuple(pairs)) for n in range(others)]
+    expected_s = iteration_s(links, jobs, "start-after", 24.0)
+    pushes = [dict.fromkeys(pair.push, pair.bytes) for pair in pairs]
+    pulls = [dict.fromkeys(pair.pull, pair.bytes) for pair in pairs]
+    bursts = [{"at": 1, "traffic": pushes}, {"at": 1, "traffic": pulls}]
+    scenario = {
+        "links": {name: {"capacity_Bps": rate} for name, rate in links.items()},
+        "jobs": {job.name: {"gpus": 1, "compute_s": 0.4, "bursts": bursts} for job in jobs},
+        "horizon_s": 24.0,
+    }
+    report = run_scenario(parse_scenario(json.dumps(scenario)))
+    for name, expected in expected_s.items():
+        assert report.jobs[name].mean_iteration_s == pytest.approx(expected, abs=4 * STEP_S)
