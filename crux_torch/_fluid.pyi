@@ -89,7 +89,9 @@ class Engine:
         """Ends a job now; its results stay."""
 
     def set_level(self, name: str, level: int) -> None: ...
-    def set_weight(self, name: str, weight: float) -> None: ...
+    def set_weight(self, name: str, weight: float, part: int | None = None) -> None:
+        """Sets the weight of a part of the job's bursts; None: of all."""
+
     def set_traffic(self, name: str, traffic: Sequence[Sent]) -> None:
         """New traffic for every burst, in no more parts than before; one under way goes on."""
 

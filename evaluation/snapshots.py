@@ -27,6 +27,7 @@ from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
 from crux_torch.schedule.papers.cassini import cassini
 from crux_torch.schedule.papers.cassini_grid import best_rotation, circle
+from crux_torch.schedule.papers.mltcp import mltcp
 from crux_torch.sim.play import play
 
 LINK_BPS = 50 * GBPS
@@ -36,8 +37,9 @@ ANGLES = 72
 DEMANDS = (0.6, 0.7, 0.8, 0.9, 1.0)
 #: Periods, as multiples of the snapshot's longest burst.
 PERIODS = tuple(1 + step / 10 for step in range(1, 26))
-#: What jobs are played under: started together, at random, and as CASSINI decides.
-HOWS = ("together", "random", "cassini")
+#: What jobs are played under: started together, at random, as CASSINI decides, and under MLTCP,
+#: which nobody coordinates, from the same random starts.
+HOWS = ("together", "random", "cassini", "mltcp")
 #: Iterations that are played, and draws of start times that a mean is taken over.
 ITERATIONS, DRAWS = 300, 8
 
@@ -94,8 +96,8 @@ SNAPSHOTS = (
 def rows_of(snapshots: Sequence[Snapshot] = SNAPSHOTS) -> Iterator[dict[str, Any]]:
     """A row for each snapshot, demand and period; jobs are played where the score is the paper's.
 
-    ``comm_ms`` has the mean communication of each job: started together, at random, and as
-    CASSINI decides. Waiting for its grid counts as communication.
+    ``comm_ms`` has the mean communication of each job under each of ``HOWS``. Waiting for its grid
+    counts as communication.
     """
     for snapshot in snapshots:
         longest = max(row.alone for row in snapshot.rows)
@@ -147,8 +149,12 @@ def _played(cluster: Cluster, period_ms: float) -> dict[str, Any]:
 
     rng = random.Random(f"snapshot {period_ms}")
     starts = [{n: rng.random() * period_ms * 1e-3 for n in names} for _ in range(DRAWS)]
-    drawn = [comm_ms(plain, start_s) for start_s in starts]
-    at_random = [statistics.mean(times) for times in zip(*drawn, strict=True)]
+
+    def at_random_ms(decision: Any) -> list[float]:
+        drawn = [comm_ms(decision, start_s) for start_s in starts]
+        return [statistics.mean(times) for times in zip(*drawn, strict=True)]
+
+    at_random = at_random_ms(plain)
     return {
         "shifted": bool(shifted.grid_s),
         "comm_ms": {
@@ -156,6 +162,7 @@ def _played(cluster: Cluster, period_ms: float) -> dict[str, Any]:
             "random": at_random,
             # Where nothing is shifted, the jobs start as they would without CASSINI.
             "cassini": comm_ms(shifted) if shifted.grid_s else at_random,
+            "mltcp": at_random_ms(mltcp(cluster, options)),
         },
     }
 
@@ -168,7 +175,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "In brackets the least and the most. 'shifted' counts the pairs where CASSINI shifts jobs.",
         "",
         f"{'snapshot':<9}{'score':>6}{'pairs':>7}{'shifted':>9}  {'job':<14}{'paper: Themis':>14}"
-        f"{'CASSINI':>9}{'shift':>7} | {'together':>19}{'random':>19}{'CASSINI':>19}{'shift':>19}",
+        f"{'CASSINI':>9}{'shift':>7} | {'together':>19}{'random':>19}{'CASSINI':>19}{'MLTCP':>19}"
+        f"{'shift':>19}",
     ]
     for snapshot in SNAPSHOTS:
         mine = [r for r in rows if r["snapshot"] == snapshot.number and r["consistent"]]
@@ -187,14 +195,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{head}  {row.model:<14}{row.themis:>14.0f}{row.with_cassini:>9.0f}"
                 f"{row.shift:>7.0f} | {cells}"
             )
-    lines += ["", "Without shifts over with CASSINI, the mean of a snapshot's jobs:", ""]
-    lines.append(f"{'snapshot':<9}{'paper: Themis':>14} | {'together':>21}{'random':>21}")
+    lines += ["", "Each over CASSINI, the mean of a snapshot's jobs:", ""]
+    lines.append(
+        f"{'snapshot':<9}{'paper: Themis':>14} | {'together':>21}{'random':>21}{'MLTCP':>21}"
+    )
     for snapshot in SNAPSHOTS:
         mine = [r for r in rows if r["snapshot"] == snapshot.number and r["consistent"]]
         paper = _ratio([r.themis for r in snapshot.rows], [r.with_cassini for r in snapshot.rows])
         cells = "".join(
             f"{_spread([_ratio(r['comm_ms'][h], r['comm_ms']['cassini']) for r in mine], 2):>21}"
-            for h in HOWS[:2]
+            for h in HOWS
+            if h != "cassini"
         )
         lines.append(f"{snapshot.number:<9}{paper:>14.2f} | {cells}")
     return "\n".join(lines) + "\n"

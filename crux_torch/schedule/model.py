@@ -110,6 +110,8 @@ class Decision:
         grid_s: distance of the iterations' starts: a start that is early or too late is held back
             until the next point ``shift_s + n grid_s``.
         slot_s: seconds of a slot of the links' load tables, where jobs book their rates (mlcc).
+        weight_by_sent: flows weigh more in their level the more of an iteration they have sent
+            (MLTCP).
         isolated: every job has a network of its own. Nothing can carry this out; the other
             schedulers are compared with it.
         notes: steps that were computed more coarsely than usual because the input is large.
@@ -124,6 +126,7 @@ class Decision:
     shift_s: Mapping[str, float] = field(default_factory=dict)
     grid_s: Mapping[str, float] = field(default_factory=dict)
     slot_s: float | None = None
+    weight_by_sent: bool = False
     isolated: bool = False
     notes: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()

@@ -8,6 +8,7 @@ from crux_torch.schedule.papers.baselines import ecmp, ideal, sincronia, taccl, 
 from crux_torch.schedule.papers.cassini import cassini
 from crux_torch.schedule.papers.crux import crux_pa, crux_paper, crux_ps_pa
 from crux_torch.schedule.papers.mlcc import mlcc
+from crux_torch.schedule.papers.mltcp import mltcp
 from crux_torch.settings import LIVE_POLICIES
 
 #: All schedulers; the simulator can play each of them.
@@ -21,12 +22,13 @@ SCHEDULERS: dict[str, Scheduler] = {
     "taccl": taccl,
     "cassini": cassini,
     "mlcc": mlcc,
+    "mltcp": mltcp,
     "ecmp": ecmp,
     "ideal": ideal,
 }
 
-#: Schedulers for traces of days, which are too long for mlcc's slots of milliseconds.
-IN_TRACES = {name: each for name, each in SCHEDULERS.items() if name != "mlcc"}
+#: Schedulers for traces of days, which are too long for rates that change each few milliseconds.
+IN_TRACES = {name: each for name, each in SCHEDULERS.items() if name not in ("mlcc", "mltcp")}
 
 #: Schedulers whose decisions a running cluster can carry out.
 LIVE: dict[str, Scheduler] = {name: SCHEDULERS[name] for name in LIVE_POLICIES}

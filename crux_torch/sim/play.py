@@ -15,14 +15,8 @@ from crux_torch.schedule.default.rehearsal import played_alone_s
 from crux_torch.schedule.model import Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.papers.cassini_grid import DRIFT
 from crux_torch.schedule.papers.intensity import bursts_of_parts, part_traffic
-from crux_torch.schedule.papers.mlcc import (
-    SLOTS,
-    LinkLoad,
-    applied_Bps,
-    initial_schedule,
-)
-from crux_torch.schedule.papers.mlcc_tables import LoadTables
 from crux_torch.sim.course import Watch
+from crux_torch.sim.host_rates import run_by_sent, run_in_slots
 from crux_torch.sim.scenario import Scenario, ScenarioError
 
 #: Bytes on each link of a transfer, or of each of its parts that move on their own.
@@ -224,29 +218,28 @@ def play(
 
     Args:
         foreign: jobs that are not ours: where the decision has rates booked, theirs are not.
-        slack_bytes: see :func:`with_slack`; not where the decision has rates booked.
+        slack_bytes: see :func:`with_slack`; not where hosts set rates (mlcc, MLTCP).
         least_Bps: where it has, the least limit of a job's rate on its busiest link.
         watch: takes measures on the way.
 
     Raises:
         SpecError: a job or link that can't be simulated.
-        ScenarioError: the clock can't resolve the shortest iteration at the horizon.
+        ScenarioError: the clock can't resolve the shortest iteration at the horizon, or rates and
+            slack exclude each other.
     """
-    engine = engine_of(cluster, decision, start_s=start_s, slack_bytes=slack_bytes)
-    if decision.slot_s is None:
-        _run_to_horizon(engine, horizon_s, watch)
-    else:
-        traffic = {job.name: part_traffic(job, decision.path[job.name]) for job in cluster.jobs}
-        run_in_slots(
-            engine,
-            cluster.capacity_Bps,
-            traffic,
-            decision.slot_s,
-            horizon_s,
-            foreign,
-            least_Bps,
-            watch,
+    if slack_bytes is not None and (decision.slot_s is not None or decision.weight_by_sent):
+        raise ScenarioError(
+            "slack_bytes: mlcc and mltcp set the rates of whole rings: leave it out"
         )
+    engine = engine_of(cluster, decision, start_s=start_s, slack_bytes=slack_bytes)
+    capacity_Bps, slot_s = cluster.capacity_Bps, decision.slot_s
+    traffic = {job.name: part_traffic(job, decision.path[job.name]) for job in cluster.jobs}
+    if slot_s is not None:
+        run_in_slots(engine, capacity_Bps, traffic, slot_s, horizon_s, foreign, least_Bps, watch)
+    elif decision.weight_by_sent:
+        run_by_sent(engine, capacity_Bps, traffic, horizon_s, watch)
+    else:
+        _run_to_horizon(engine, horizon_s, watch)
     return report_of(engine, horizon_s)
 
 
@@ -270,121 +263,3 @@ def _spread(job: Job) -> Job:
         flows=tuple(Flow(size, (path,)) for (_, path), size in moved.items()),
         parts=tuple(part for part, _ in moved) if job.parts else (),
     )
-
-
-#: How often in a slot a host looks whether a flow has begun or ended, or may end its wait.
-LOOKS = 6
-
-
-def run_in_slots(
-    engine: _fluid.Engine,
-    capacity_Bps: Mapping[str, float],
-    traffic: Mapping[str, Sequence[Mapping[str, float]]],
-    slot_s: float,
-    horizon_s: float,
-    foreign: Collection[str] = (),
-    least_Bps: float = 0.0,
-    watch: Watch | None = None,
-) -> None:
-    """Play ``engine`` to ``horizon_s`` with the jobs' rates booked in slots.
-
-    Args:
-        capacity_Bps: of each link.
-        traffic: bytes of an iteration on each link, of each part of each job.
-        foreign: jobs that book nothing. The links' counters show what they send.
-        least_Bps: the least limit of a part, on its busiest link.
-        watch: takes measures on the way.
-    """
-    watch = watch or Watch(())
-    ours = {
-        (name, part): moved
-        for name, parts in traffic.items()
-        for part, moved in enumerate(parts)
-        if name not in foreign and any(moved.values())
-    }
-    hosts = _Hosts(engine, capacity_Bps, ours, least_Bps)
-    tables = LoadTables(SLOTS, slot_s)
-    look = 0
-    while engine.now_s < horizon_s:
-        slot, part = divmod(look, LOOKS)
-        if part == 0:
-            tables.expire(slot)
-            if foreign:
-                for link, moved_bytes in engine.link_bytes().items():
-                    tables.count(link, slot, moved_bytes)
-        hosts.book(tables, slot, part / LOOKS)
-        look += 1
-        watch.run_until(engine, min(horizon_s, look * slot_s / LOOKS))
-
-
-#: A job's name, and the number of a part that moves on its own.
-PartKey = tuple[str, int]
-
-
-class _Hosts:
-    """The hosts' schedulers, which take turns in the order in which their flows began."""
-
-    def __init__(
-        self,
-        engine: _fluid.Engine,
-        capacity_Bps: Mapping[str, float],
-        traffic: Mapping[PartKey, Mapping[str, float]],
-        least_Bps: float,
-    ) -> None:
-        self._engine = engine
-        self._least_Bps = least_Bps
-        self._capacity_Bps = capacity_Bps
-        #: Bytes of a part on each link, as a share of those on its busiest.
-        self._shares: dict[PartKey, dict[str, float]] = {}
-        #: Bytes on the busiest link, and the seconds that an iteration's bytes take alone.
-        self._most: dict[PartKey, tuple[float, float]] = {}
-        for key, moved in traffic.items():
-            most = max(moved.values())
-            self._shares[key] = {link: m / most for link, m in moved.items() if m}
-            self._most[key] = most, max(m / capacity_Bps[link] for link, m in moved.items())
-        self._waits: dict[PartKey, bool] = {}
-
-    def book(self, tables: LoadTables, slot: int, gone: float) -> None:
-        left = {key: self._engine.bytes_left(*key) for key in self._shares}
-        for key in [n for n in self._waits if left[n] is None]:
-            del self._waits[key]
-            self._limit(key, None)
-            self._tell(tables, key, slot, ())
-        begun = [n for n, volume in left.items() if volume is not None and n not in self._waits]
-        for key in [*self._waits, *begun]:
-            volume = left[key]
-            if volume is not None and (gone == 0.0 or self._waits.get(key, True)):
-                self._schedule(tables, key, slot, gone, volume)
-
-    def _schedule(
-        self, tables: LoadTables, key: PartKey, slot: int, gone: float, volume: float
-    ) -> None:
-        """Algorithm 1 for the rate on the busiest link, to which the other links' are in
-        proportion."""
-        path = []
-        for link, share in self._shares[key].items():
-            (seen,) = tables.feedback(_flow(key, link), {link: self._capacity_Bps[link]}, slot)
-            loads = tuple(load / share for load in seen.load_Bps)
-            path.append(LinkLoad(seen.capacity_Bps / share, loads))
-        rates = initial_schedule(path, volume, tables.slot_s, gone=gone)
-        self._tell(tables, key, slot, rates)
-        limit_Bps = applied_Bps(rates, path, self._least_Bps)
-        self._waits[key] = limit_Bps < max(rates)
-        self._limit(key, limit_Bps)
-
-    def _limit(self, key: PartKey, limit_Bps: float | None) -> None:
-        name, part = key
-        self._engine.set_rate_limit(name, limit_Bps, part)
-
-    def _tell(self, tables: LoadTables, key: PartKey, slot: int, rates: tuple[float, ...]) -> None:
-        most, alone_s = self._most[key]
-        sent = self._engine.comm_s(*key) / alone_s * most
-        for link, share in self._shares[key].items():
-            links = {link: self._capacity_Bps[link]}
-            scaled = [rate * share for rate in rates]
-            tables.book(_flow(key, link), links, slot, scaled, sent * share, job=key[0])
-
-
-def _flow(key: PartKey, link: str) -> str:
-    name, part = key
-    return f"{name}/{part}@{link}"

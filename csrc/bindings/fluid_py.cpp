@@ -90,7 +90,8 @@ class NamedEngine {
   void set_level(const std::string& name, int level) {
     for (JobId job : members(name)) engine_.set_level(job, level);
   }
-  void set_weight(const std::string& name, double weight) {
+  void set_weight(const std::string& name, double weight, std::optional<std::size_t> part) {
+    if (part) return engine_.set_weight(member(name, *part), weight);
     for (JobId job : members(name)) engine_.set_weight(job, weight);
   }
   void shift(const std::string& name, double by_s) {
@@ -347,13 +348,12 @@ PYBIND11_MODULE(_fluid, m) {
       .def("__copy__", [](const NamedEngine& engine) { return NamedEngine(engine); })
       .def("remove_job", &NamedEngine::remove_job, "name"_a)
       .def("set_level", &NamedEngine::set_level, "name"_a, "level"_a)
-      .def("set_weight", &NamedEngine::set_weight, "name"_a, "weight"_a)
+      .def("set_weight", &NamedEngine::set_weight, "name"_a, "weight"_a, "part"_a = py::none())
       .def("set_traffic", &NamedEngine::set_traffic, "name"_a, "traffic"_a)
       .def("shift", &NamedEngine::shift, "name"_a, "by_s"_a)
       .def("set_pace", &NamedEngine::set_pace, "name"_a, py::kw_only(), "origin_s"_a, "period_s"_a,
            "tolerance"_a)
-      .def("set_rate_limit", &NamedEngine::set_rate_limit, "name"_a, "limit_Bps"_a,
-           "part"_a = 0)
+      .def("set_rate_limit", &NamedEngine::set_rate_limit, "name"_a, "limit_Bps"_a, "part"_a = 0)
       .def("bytes_left", &NamedEngine::bytes_left, "name"_a, "part"_a = 0)
       .def("comm_s", &NamedEngine::comm_s, "name"_a, "part"_a = 0)
       .def("run_until", &NamedEngine::run_until, "until_s"_a, "progress"_a = py::none())

@@ -92,6 +92,18 @@ def test_each_part_has_a_limit_of_its_own() -> None:
             act("j", part=2)
 
 
+def test_each_part_has_a_weight_of_its_own() -> None:
+    engine = Engine([("a", 1.0, 0.0)])
+    engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 1.0}, {"a": 1.0}])], iterations=1)
+    engine.set_weight("j", 3.0, part=1)
+    engine.run_until(2.0)
+    assert engine.bytes_left("j") == pytest.approx(0.75)
+    assert engine.bytes_left("j", part=1) == pytest.approx(0.25)
+    engine.set_weight("j", 1.0)
+    engine.run_until(2.25)
+    assert engine.bytes_left("j") == pytest.approx(0.75 - 0.125)
+
+
 def test_parts_take_other_paths_in_the_middle_of_a_burst() -> None:
     engine = Engine([(link, 1.0, 0.0) for link in LINKS])
     engine.add_job("j", compute_s=1.0, bursts=[(1.0, [{"a": 2.0}, {"b": 4.0}])], iterations=2)
@@ -297,6 +309,15 @@ def test_a_scenario_has_slack() -> None:
     coupled = run_scenario(parse_scenario(json.dumps(scenario)))
     free = run_scenario(parse_scenario(json.dumps(scenario | {"slack_bytes": 1.0})))
     assert (coupled.jobs["ring"].completed, free.jobs["ring"].completed) == (0, 100)
+
+
+@pytest.mark.parametrize("rates", [{"slot_s": 0.06}, {"weight_by_sent": True}])
+def test_slack_is_refused_beside_rates_of_rings(rates: dict[str, object]) -> None:
+    cluster = meeting((0, 1), [("a",), ("b",)])
+    path = {job.name: (0,) * len(job.flows) for job in cluster.jobs}
+    decision = Decision(path=path, level=dict.fromkeys(path, 0), **rates)
+    with pytest.raises(ScenarioError, match="slack_bytes"):
+        play(cluster, decision, 10.0, slack_bytes=1.0)
 
 
 def test_slack_is_refused_beside_delays() -> None:

@@ -16,6 +16,7 @@ from crux_torch.schedule.papers.baselines import ecmp, ideal
 from crux_torch.schedule.papers.cassini import cassini
 from crux_torch.schedule.papers.intensity import burst_traffic, link_traffic, part_traffic
 from crux_torch.schedule.papers.mlcc import mlcc
+from crux_torch.schedule.papers.mltcp import mltcp, weight
 from crux_torch.schedule.schedulers import SCHEDULERS
 from crux_torch.sim.play import Report, play, sprayed
 
@@ -205,6 +206,35 @@ def test_two_jobs_and_a_foreign_flow() -> None:
     found = played(jobs, foreign=["foreign"])
     share = {name: report.jobs["foreign"].comm_s for name, report in found.items()}
     assert share["mlcc"] >= 0.9 * share["ecmp"]
+
+
+def mean_by_sent_s(jobs: Cluster, start_s: dict[str, float]) -> dict[str, float]:
+    report = play(jobs, mltcp(jobs, SchedulerOptions()), 120.0, start_s=start_s)
+    return {name: job.mean_iteration_s for name, job in report.jobs.items()}
+
+
+def test_flows_that_weigh_what_they_sent_drift_apart() -> None:
+    jobs = shared_link(a=(1.0, 1.0), b=(1.0, 1.0))
+    for found_s in mean_by_sent_s(jobs, {"b": 0.1}).values():
+        assert found_s == pytest.approx(2.0, rel=0.03)
+    # Nothing tells two apart that are alike in everything.
+    assert mean_by_sent_s(jobs, {}) == pytest.approx({"a": 3.0, "b": 3.0})
+
+
+def test_the_weight_is_that_of_the_iteration_under_way() -> None:
+    # Beside a flow that has sent half of its bytes, the other begins with a weight of a quarter.
+    jobs = shared_link(a=(0.5, 1.0), b=(1.0, 10.0))
+    plans = [mltcp(jobs, SchedulerOptions()), ecmp(jobs, SchedulerOptions())]
+    by_sent, fair = (play(jobs, plan, 7.5, start_s={"a": 6.0}) for plan in plans)
+    assert fair.jobs["a"].comm_s == pytest.approx(0.5)
+    assert 0.2 < by_sent.jobs["a"].comm_s < 0.3
+    assert by_sent.link_bytes["l"] == pytest.approx(fair.link_bytes["l"])
+
+
+@given(st.floats(-1.0, 2.0), st.floats(-1.0, 2.0))
+def test_more_sent_weighs_more(one: float, other: float) -> None:
+    assert 0.25 <= weight(one) <= 2.0
+    assert (weight(one) <= weight(other)) or one > other
 
 
 @settings(max_examples=15, deadline=None)
