@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import combinations
+from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,7 +14,17 @@ from crux_torch.dispatch.cluster import DispatchCluster, Ints, count
 from crux_torch.dispatch.samples import predicted_links
 from crux_torch.dispatch.search import strongest
 from evaluation.dispatch import MIXED, case, efficacy, measured, methods, remembered, search_cpu_s
-from evaluation.dispatch_contention import HELD, HOSTS, RULES, compact, contention_row, scene
+from evaluation.dispatch_contention import (
+    HELD,
+    HOSTS,
+    RULES,
+    choices,
+    compact,
+    contended_Bps,
+    contention_row,
+    merged_best,
+    scene,
+)
 from evaluation.dispatch_contention import text_of as contention_text
 from evaluation.dispatch_tables import (
     efficacy_rows,
@@ -197,6 +209,25 @@ def test_compact_takes_few_hosts() -> None:
     everything = np.full(HOSTS, 0xFF)
     assert np.count_nonzero(compact(one.topology, everything, 16)) == 2
     assert np.count_nonzero(compact(one.topology, everything, 3)) == 1
+
+
+def test_jobs_that_share_a_host_and_cross_hosts_are_merged() -> None:
+    tables = [msgspec.structs.replace(host_table("A800"), host=f"h{n}") for n in range(4)]
+    cluster = DispatchCluster(tables, np.array([8.0, 4.0, 2.0, 1.0]) * 1e9)
+    choice = np.array([3, 3, 0, 0])
+    assert contended_Bps(cluster, choice, []) == 4e9
+    within, elsewhere, across = np.array([[12, 0, 0, 0], [0, 0, 3, 3], [0, 12, 3, 0]])
+    assert contended_Bps(cluster, choice, [within, elsewhere]) == 4e9
+    assert contended_Bps(cluster, choice, [within, elsewhere, across]) == 2e9 / 2
+    # On one host nothing crosses a link that others use.
+    alone = np.array([3, 0, 0, 0])
+    assert contended_Bps(cluster, alone, [across]) == cluster.weakest_link_Bps(alone[None])[0]
+
+
+def test_the_merge_finds_hosts_that_nobody_crosses() -> None:
+    one = scene(3)
+    best = contended_Bps(one.cluster, merged_best(one, Random(0)), one.held)
+    assert best >= contended_Bps(one.cluster, choices(one, 0)["bandwidth alone"], one.held)
 
 
 @pytest.mark.slow
