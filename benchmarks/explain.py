@@ -35,7 +35,7 @@ from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.contest import SCENARIOS
+from lab.contest_scenarios import SCENARIOS
 from crux_torch.cli.results import Result, json_option, publish
 from crux_torch.report.explain_text import render
 from crux_torch.report.explanation import Explanation

@@ -10,14 +10,15 @@ import pytest
 
 from benchmarks import contest
 from crux_torch.schedule.papers.cassini_grid import ROUNDING
-from lab import netns
+from lab import contest_tables, netns
 from lab.contest import NONE, Scenario, Seen, Turn
+from lab.contest_scenarios import SCENARIOS
 
 _OK, _REASON = netns.available()
 pytestmark = [pytest.mark.full, pytest.mark.alone, pytest.mark.skipif(not _OK, reason=_REASON)]
 
 WINDOW_S = 10.0
-RATE_BPS = contest.SCENARIOS["pair"].rate_mbit * 1e6 / 8
+RATE_BPS = SCENARIOS["pair"].rate_mbit * 1e6 / 8
 #: Turns until two equal jobs were measured as that, and keep to their slots: other work on the
 #: machine slows one of them.
 TURNS = 4
@@ -33,7 +34,7 @@ def turn(scenario: Scenario, policy: str, folder: Path, window_s: float = WINDOW
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     folder = tmp_path_factory.mktemp("pair")
-    scenario = contest.SCENARIOS["pair"]
+    scenario = SCENARIOS["pair"]
     stock = turn(scenario, NONE, folder / NONE)
     for number in range(TURNS):
         shifted = turn(scenario, "cassini", folder / f"cassini-{number}")
@@ -94,7 +95,7 @@ def test_training_is_the_same_as_without_crux(pair: dict[str, Seen]) -> None:
 def test_the_benchmark_makes_rows_tables_and_predictions(
     pair: dict[str, Seen], tmp_path: Path
 ) -> None:
-    scenario = contest.SCENARIOS["pair"]
+    scenario = SCENARIOS["pair"]
     with scenario.fabric() as fabric:
         records = Turn(scenario, contest.MEASURED_BY, fabric, tmp_path, 1, WINDOW_S).profile()
     assert [record["job"] for record in records] == ["A", "B"]
@@ -108,14 +109,14 @@ def test_the_benchmark_makes_rows_tables_and_predictions(
         assert job["losses_equal"]
         assert job["predicted_s"] > 0.95 * job["alone_s"]
         assert job["completion_s"] > 100 * job["step_s"]
-    text = contest.table(scenario, rows) + contest.summary(rows)
+    text = contest_tables.table(scenario, rows) + contest_tables.summary(rows)
     assert "losses equal to stock: 4 of 4 jobs" in text
 
 
 # torchrun and stock Gloo now and then lose a race for a port, or abort at teardown.
 @pytest.mark.flaky(reruns=1)
 def test_jobs_that_no_shift_parts_are_left_alone(tmp_path: Path) -> None:
-    scenario = replace(contest.SCENARIOS["clash"], arrivals_s=0.5)
+    scenario = replace(SCENARIOS["clash"], arrivals_s=0.5)
     # What is looked at is the plan.
     seen = turn(scenario, "cassini", tmp_path, window_s=0.5)
     assert [entry.get("grid") for entry in entries(seen).values()] == [None, None]

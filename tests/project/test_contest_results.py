@@ -16,14 +16,15 @@ from click.testing import CliRunner
 from benchmarks import contest
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job
 from crux_torch.sim.play import play as simulate
-from lab import prediction
-from lab.contest import Seen, Turn
+from lab import contest_tables, prediction
+from lab.contest import NONE, Scenario, Seen, Turn
+from lab.contest_scenarios import SCENARIOS
 from lab.job import JobError
 
 
 def turn(scenario: str, round_: int = 0) -> list[dict[str, Any]]:
     """The rows of a turn without Crux."""
-    about = {"scenario": scenario, "policy": contest.NONE, "round": round_, "seed": 1}
+    about = {"scenario": scenario, "policy": NONE, "round": round_, "seed": 1}
     jobs = [
         {
             **about,
@@ -37,7 +38,7 @@ def turn(scenario: str, round_: int = 0) -> list[dict[str, Any]]:
             "to_plan_s": None,
             "losses_equal": True,
         }
-        for workload in contest.SCENARIOS[scenario].workloads
+        for workload in SCENARIOS[scenario].workloads
     ]
     seen = {
         "utilisation": 0.6,
@@ -58,9 +59,7 @@ def play(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[i
     """Exit status, and the scenarios that were played; ``starve`` fails."""
     asked = []
 
-    def run(
-        scenario: contest.Scenario, policies: object, round_: int, *_: object, **__: object
-    ) -> Any:
+    def run(scenario: Scenario, policies: object, round_: int, *_: object, **__: object) -> Any:
         asked.append(f"{scenario.name} {round_}")
         if scenario.name == "starve":
             raise JobError("a job ended")
@@ -125,7 +124,7 @@ def test_each_scenario_counts_once_however_many_rounds_it_has() -> None:
     rows = [*turn("pair"), *with_policy(turn("pair"), 0.3)]
     for round_ in range(3):
         rows += [*turn("clash", round_), *with_policy(turn("clash", round_), 0.9)]
-    none, crux = contest.summary(rows).splitlines()[2:4]
+    none, crux = contest_tables.summary(rows).splitlines()[2:4]
     assert none.split() == ["none", "60.0%", "1.000", "1.000", "1.25", "1.000"]
     assert crux.split() == ["crux", "60.0%", "1.000", "0.500", "2.50", "2.000"]
 
@@ -185,13 +184,13 @@ def test_no_turn_tells_what_its_own_jobs_reach(monkeypatch: pytest.MonkeyPatch) 
     slow = prediction.Reached(together=0.87, beside=0.87)
 
     def predict(alone: str, turn: dict[str, Any], reached: prediction.Reached) -> dict[str, float]:
-        share = reached.together * (reached.beside if turn["policy"] != contest.NONE else 1.0)
+        share = reached.together * (reached.beside if turn["policy"] != NONE else 1.0)
         return {"A": 1.0 / share}
 
     monkeypatch.setattr(prediction, "predict", predict)
     names = ["heavy-2", "heavy-3", "heavy-4", "five", "pair"]
     played: list[Any] = []
-    for name, policy in itertools.product(names, (contest.NONE, prediction.ORDERED_BY)):
+    for name, policy in itertools.product(names, (NONE, prediction.ORDERED_BY)):
         row = {"scenario": name, "policy": policy}
         step_s = predict("", row, slow if name == "five" else true)["A"]
         played.append((row, [{"job": "A", "step_s": step_s}], ""))
@@ -207,7 +206,7 @@ def test_a_policy_without_a_topology_is_an_entrant_of_its_own(
 
     class Stopped:
         def __init__(self, _: object, entrant: str, *__: object) -> None:
-            found = Turn(contest.SCENARIOS["pair"], entrant, fabric, tmp_path, 1, 1.0)
+            found = Turn(SCENARIOS["pair"], entrant, fabric, tmp_path, 1, 1.0)
             asked.append((found.seen.policy, found._policy, found._gives_topology))
 
         def play(self) -> Seen:
@@ -215,12 +214,12 @@ def test_a_policy_without_a_topology_is_an_entrant_of_its_own(
 
         profile = play
 
-    fabric = contest.SCENARIOS["pair"].fabric()
+    fabric = SCENARIOS["pair"].fabric()
     monkeypatch.setattr(contest, "Turn", Stopped)
-    monkeypatch.setattr(contest.Scenario, "fabric", lambda _: contextlib.nullcontext(fabric))
+    monkeypatch.setattr(Scenario, "fabric", lambda _: contextlib.nullcontext(fabric))
     monkeypatch.setattr(contest, "rows_of", lambda *_: [])
     crux = ["crux", "crux:no-topology"]
-    contest.run(contest.SCENARIOS["pair"], crux, 1, 1, 1.0, math.inf, tmp_path, print)
+    contest.run(SCENARIOS["pair"], crux, 1, 1, 1.0, math.inf, tmp_path, print)
     assert asked == [
         ("none", "none", True), ("crux", "crux", True), ("crux:no-topology", "crux", False)
     ]  # fmt: skip
@@ -229,7 +228,7 @@ def test_a_policy_without_a_topology_is_an_entrant_of_its_own(
         return [row | {"policy": policy} for row in turn("pair")]
 
     rows = [*turn("pair"), *itertools.chain(*map(named, crux))]
-    for text in (contest.table(contest.SCENARIOS["pair"], rows), contest.summary(rows)):
+    for text in (contest_tables.table(SCENARIOS["pair"], rows), contest_tables.summary(rows)):
         (at,) = {line.index("60.0%") for line in text.splitlines() if "60.0%" in line}
         assert at > len("  crux:no-topology")
 
@@ -247,18 +246,20 @@ def test_errors_are_told_by_whom_a_job_meets() -> None:
     rows[0]["levels"] = {"A": 6, "B": 5, "C": 4, "D": 4}
     for row, spine, predicted_s in zip(rows[1:], (0, 0, 1, 1), (0.5, 0.6, 0.4, 0.3), strict=True):
         row |= {"spine": spine, "predicted_s": predicted_s}
-    told = [line.strip() for line in contest.summary(rows).splitlines()[-5:-1]]
+    told = [line.strip() for line in contest_tables.summary(rows).splitlines()[-5:-1]]
     assert [line.rpartition(" ")[2] for line in told[1:]] == ["+0.0%", "+20.0%", "-30.0%"]
     assert told[0].endswith("of 4 jobs")
-    assert [line.split(":")[0] for line in told[1:]] == list(contest.MEETS)
+    assert [line.split(":")[0] for line in told[1:]] == list(contest_tables.MEETS)
 
 
 def test_the_tables_tell_how_busy_a_link_was_and_how_slow_the_heavy_job() -> None:
     rows = turn("heavy-2")
-    table = contest.table(contest.SCENARIOS["heavy-2"], rows)
+    table = contest_tables.table(SCENARIOS["heavy-2"], rows)
     (row,) = (line for line in table.splitlines() if line.startswith("  none"))
     assert row.split()[3:5] == ["3", "80%"]  # 100 MB in 10 s on a link of 100 Mbit/s
-    (heavy,) = (line for line in contest.summary(rows).splitlines() if line.startswith("    none"))
+    (heavy,) = (
+        line for line in contest_tables.summary(rows).splitlines() if line.startswith("    none")
+    )
     assert heavy.split() == ["none", "1.25", "(1.10)"]
 
 

@@ -15,7 +15,6 @@ from statistics import fmean
 import msgspec
 from places import ROOT
 
-from benchmarks.contest import SCENARIOS
 from crux_torch.agreement.audit import AuditEntry
 from crux_torch.agreement.inputs import agreed
 from crux_torch.agreement.operator import OperatorSettings
@@ -29,6 +28,7 @@ from crux_torch.report.step_times import steps_of
 from crux_torch.settings import Marks
 from crux_torch.sim.play import run_scenario
 from crux_torch.sim.scenario import Scenario, ScenarioJob, ScenarioLink, TrafficBurst
+from lab.contest_scenarios import SCENARIOS
 
 MARKS = Marks(tcp=tuple(range(8)), usable=tuple(range(8)))
 JOBS = ("A", "B", "C", "D")
