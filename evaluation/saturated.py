@@ -16,7 +16,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,19 @@ from crux_torch.cli.progress import tracked
 from crux_torch.cli.results import Result, json_option, names_option, publish, workers_option
 from crux_torch.network.builders import double_sided, two_layer_clos
 from crux_torch.network.topology import Topology
-from crux_torch.schedule.model import Cluster, SchedulerOptions
+from crux_torch.schedule.model import Burst, Cluster, SchedulerOptions
 from crux_torch.schedule.papers.intensity import link_traffic
 from crux_torch.schedule.schedulers import IN_TRACES
-from crux_torch.sim.placement import PLACEMENTS, Allocation, PlacedJob, Placer, Request
-from crux_torch.sim.play import play
-from crux_torch.sim.traces import Workload
+from crux_torch.sim.placement import (
+    PLACEMENTS,
+    Allocation,
+    PlacedJob,
+    Placer,
+    Request,
+    interleaving_efficiency,
+)
+from crux_torch.sim.play import iteration_alone_s, play
+from crux_torch.sim.traces import TraceJob, Workload
 from crux_torch.sim.workers import Workers, mapped
 from evaluation.trace import PAPER
 
@@ -45,6 +52,8 @@ OVERSUBSCRIPTION = (1, 2, 4)
 #: What stands for the paper's "no job scheduler", and its job schedulers.
 UNSCHEDULED = ("hosts", "none")
 PLACED = (*UNSCHEDULED, "hived", "muri")
+#: Muri as published: two jobs on the same GPUs, in turns. Only the project's own runs name it.
+SHARED = "muri-shared"
 #: Share of the GPUs that jobs hold in the end, and arrivals in a row that may find no room.
 HELD, MISSES = 0.98, 200
 #: Flows that each hop of a ring is split into.
@@ -74,37 +83,86 @@ def snapshot(topology: Topology, placement: str, workload: Workload, seed: int) 
     """Fills a cluster with jobs of the trace.
 
     Args:
-        placement: a name of ``PLACEMENTS``.
+        placement: a name of ``PLACEMENTS``, or ``SHARED``.
         seed: of the order of arrivals, of placement, and of the times at which iterations start.
 
     Raises:
         WorkloadError: the trace can't be read.
     """
     rng = random.Random(f"saturated {seed}")
+    shares = placement == SHARED
+    place = PLACEMENTS["muri" if shares else placement]
     arrivals = list(workload.load().jobs)
     rng.shuffle(arrivals)
+    waiting: dict[int, list[TraceJob]] = defaultdict(list)
     placer = Placer(topology, connections=CONNECTIONS)
     allocation = Allocation(placer.cells)
     gpus = left = len(placer.cells.gpus)
     placed: list[PlacedJob] = []
     misses = 0
     for arrival in arrivals:
-        if left <= (1.0 - HELD) * gpus or misses >= MISSES:
+        full = left <= (1.0 - HELD) * gpus or misses >= MISSES
+        if full and not shares:
             break
-        if arrival.gpus > left:
+        if full or arrival.gpus > left:
             misses += 1
+            waiting[arrival.gpus].append(arrival)
             continue
-        reference = placer.reference(arrival.model, arrival.gpus)
-        network_s = reference.alone_s - reference.compute_s
-        request = Request(arrival.name, arrival.gpus, reference.compute_s, network_s)
-        choice = PLACEMENTS[placement](request, allocation, rng)
+        request = _request(placer, arrival)
+        choice = place(request, allocation, rng)
         assert choice is not None, "a job fits wherever as many GPUs are free"
         allocation.take(request, choice)
         left -= arrival.gpus
         misses = 0
         placed.append(placer.place(arrival.name, arrival.model, choice))
+    if shares:
+        placed = [_beside_another(one, waiting, placer, allocation) for one in placed]
     start_s = {each.job.name: rng.uniform(0.0, each.alone_s) for each in placed}
     return Snapshot(topology, tuple(placed), gpus, start_s)
+
+
+def _request(placer: Placer, arrival: TraceJob) -> Request:
+    reference = placer.reference(arrival.model, arrival.gpus)
+    network_s = reference.alone_s - reference.compute_s
+    return Request(arrival.name, arrival.gpus, reference.compute_s, network_s)
+
+
+def _beside_another(
+    one: PlacedJob, waiting: Mapping[int, list[TraceJob]], placer: Placer, allocation: Allocation
+) -> PlacedJob:
+    """The job and the waiting one that it interleaves with best, on the same GPUs.
+
+    Both are one job here, as Muri runs a group: each computes while the other one sends, in turns.
+    """
+    request, gpus = allocation.running[one.job.name]
+    among = waiting[len(gpus)][:MISSES]
+    if not among:
+        return one
+    efficiency = [interleaving_efficiency(request, _request(placer, other)) for other in among]
+    second = waiting[len(gpus)].pop(efficiency.index(max(efficiency)))
+    return in_turns(one, placer.place(second.name, second.model, gpus), placer)
+
+
+def in_turns(one: PlacedJob, other: PlacedJob, placer: Placer) -> PlacedJob:
+    """Two jobs that take turns on the same GPUs, as one job."""
+    computing_s = one.job.compute_s + other.job.compute_s
+    sent = [sum(flow.bytes for flow in each.job.flows) for each in (one, other)]
+    share = sent[1] / sum(sent) if any(sent) else 0.5
+    turn = one.job.compute_s / computing_s
+    first, second = (each.job.parts or (0,) * len(each.job.flows) for each in (one, other))
+    parts = (*first, *(max(first, default=-1) + 1 + part for part in second))
+    job = replace(
+        one.job,
+        flops=one.job.flops + other.job.flops,
+        compute_s=computing_s,
+        flows=(*one.job.flows, *other.job.flows),
+        parts=parts,
+        bursts=(Burst(0.0, share), Burst(turn, 1.0 - share)),
+    )
+    path = (*one.default_path, *other.default_path)
+    least_s = max(computing_s, one.alone_s, other.alone_s)
+    alone_s = iteration_alone_s(job, path, placer.topology.capacity_Bps, least_s)
+    return replace(one, job=job, default_path=path, alone_s=alone_s)
 
 
 def meeting(jobs: Sequence[PlacedJob]) -> tuple[float, float]:
@@ -171,7 +229,8 @@ def rms_from_paper(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _paper(network: str, placement: str, scheduler: str) -> float | None:
     """The paper's bar; it has one placement without a job scheduler."""
-    return PAPER.get((network, "none" if placement in UNSCHEDULED else placement, scheduler))
+    known = {SHARED: "muri", **dict.fromkeys(UNSCHEDULED, "none")}
+    return PAPER.get((network, known.get(placement, placement), scheduler))
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]], *keys: str) -> Iterator[list[Mapping[str, Any]]]:
@@ -225,7 +284,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     help="Folder with the public traces (docs/research/simulator.md); default: generated jobs.",
 )
 @names_option("--networks", "networks", NETWORKS, "all")
-@names_option("--placements", "placements", PLACED, "all")
+@names_option("--placements", "placements", (*PLACED, SHARED), ",".join(PLACED))
 @names_option("--schedulers", "schedulers", IN_TRACES, "all")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
 @click.option(
@@ -238,7 +297,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 )
 @workers_option
 @json_option
-@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/saturated.{json,txt}.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write DIR/NAME.{json,txt}.")
+@click.option("--name", default="saturated", help="Name of the result.")
 def saturated(
     data: str | None,
     networks: Sequence[str],
@@ -249,6 +309,7 @@ def saturated(
     workers: Workers,
     json_path: Path | None,
     out: Path | None,
+    name: str,
 ) -> None:
     """Plays jobs that hold all GPUs: which assumptions give the order of Figures 23 and 25."""
     workload = Workload("hybrid", data) if data else Workload("generated")
@@ -262,4 +323,4 @@ def saturated(
     rows = [row for of_cell in found for row in of_cell]
     settings = {"trace": workload.kind, "seeds": seeds, "horizon_s": horizon_s, "held": HELD}
     settings["connections"] = CONNECTIONS
-    publish(Result("saturated", settings, rows), table(rows), json_path, out)
+    publish(Result(name, settings, rows), table(rows), json_path, out)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from crux_torch.network.builders import two_layer_clos
+from crux_torch.sim.placement import Placer
 from crux_torch.sim.traces import Workload
 from evaluation import saturated
 
 SMALL = {"hosts": 48, "tors": 24, "aggregations": 4}
 
 
-@pytest.mark.parametrize("placement", saturated.PLACED)
+@pytest.mark.parametrize("placement", [*saturated.PLACED, saturated.SHARED])
 def test_a_snapshot_holds_nearly_all_gpus_each_once(placement: str) -> None:
     topology = two_layer_clos(**SMALL)
     seen = saturated.snapshot(topology, placement, Workload("generated"), 3)
@@ -22,6 +23,35 @@ def test_a_snapshot_holds_nearly_all_gpus_each_once(placement: str) -> None:
     assert 0.0 <= gpus_met <= 1.0
     for placed in seen.jobs:
         assert 0.0 <= seen.start_s[placed.job.name] < placed.alone_s
+
+
+def test_two_jobs_take_turns_on_the_same_gpus() -> None:
+    placer = Placer(two_layer_clos(**SMALL))
+    gpus = placer.cells.gpus[:16]
+    one, other = (placer.place(name, name, gpus) for name in ("bert", "resnet-152"))
+    both = saturated.in_turns(one, other, placer)
+    assert both.job.gpus == 16
+    assert both.job.flops == one.job.flops + other.job.flops
+    assert sum(flow.bytes for flow in both.job.flows) == pytest.approx(
+        sum(flow.bytes for each in (one, other) for flow in each.job.flows)
+    )
+    assert len(set(both.job.parts)) == len(set(one.job.parts)) + len(set(other.job.parts))
+    assert both.default_path == one.default_path + other.default_path
+    # No longer than one after the other, no shorter than both computations.
+    computing_s = one.job.compute_s + other.job.compute_s
+    assert both.job.compute_s == pytest.approx(computing_s)
+    assert computing_s <= both.alone_s <= one.alone_s + other.alone_s + 1e-9
+
+
+def test_shared_gpus_have_twice_the_computation_of_one_job() -> None:
+    topology = two_layer_clos(**SMALL)
+    alone, shared = (
+        saturated.snapshot(topology, how, Workload("generated"), 2)
+        for how in ("muri", saturated.SHARED)
+    )
+    assert [placed.job.gpus for placed in shared.jobs] == [placed.job.gpus for placed in alone.jobs]
+    more = [b.job.compute_s > a.job.compute_s for a, b in zip(alone.jobs, shared.jobs, strict=True)]
+    assert sum(more) > len(more) / 2
 
 
 def test_scattered_jobs_meet_more_often_than_jobs_that_are_near() -> None:
