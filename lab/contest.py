@@ -346,11 +346,7 @@ class Turn:
                 ]
             arguments = ("--steps", "1000000", *workload.arguments)
             spec = JobSpec(
-                workload.name,
-                workload.model,
-                arguments,
-                29600 + number,
-                program=workload.program,
+                workload.name, workload.model, arguments, 29600 + number, program=workload.program
             )
             hosts = self._hosts[workload.name]
             environment = self._settings if self.seen.policy != NONE else {}

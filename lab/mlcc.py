@@ -31,16 +31,7 @@ from lab.cross_traffic import EVERY_S
 from lab.fabric import MARKS, Fabric, Host
 from lab.job import ROOT, TORCHRUN, Job, JobError, JobSpec, Step
 from lab.measurement import losses_equal
-from lab.mlcc_mixes import (
-    MLCC,
-    MLCC_BBR,
-    MLCC_HOSTS,
-    MLCC_STILL,
-    MODELS,
-    PLAIN,
-    SERVED,
-    Mix,
-)
+from lab.mlcc_mixes import MLCC, MLCC_BBR, MLCC_HOSTS, MLCC_STILL, MODELS, PLAIN, SERVED, Mix
 from lab.phases import Phase, Window, durations, measure
 from lab.steering import (
     STORE_PORT,

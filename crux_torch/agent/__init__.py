@@ -27,12 +27,7 @@ from crux_torch.job_name import local_rank, name_of_launch
 from crux_torch.logs import to_stderr
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.misspelt import misspelt_text
-from crux_torch.settings import (
-    JOB_OF_VARIABLE,
-    Settings,
-    is_launched,
-    process_settings,
-)
+from crux_torch.settings import JOB_OF_VARIABLE, Settings, is_launched, process_settings
 
 if TYPE_CHECKING:
     from crux_torch.agent.pipeline import Pipeline

@@ -23,13 +23,7 @@ from crux_torch.host.interfaces import interface_of, moved_bytes
 from crux_torch.logs import WarnOnce
 from crux_torch.measure.iterations import IterationMarks
 from crux_torch.network.routes import HostFlowLinks
-from crux_torch.schedule.papers.mlcc import (
-    LinkLoad,
-    allocate,
-    applied_Bps,
-    ceiling_Bps,
-    room_Bps,
-)
+from crux_torch.schedule.papers.mlcc import LinkLoad, allocate, applied_Bps, ceiling_Bps, room_Bps
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import OWN_TABLES, embedded
 from crux_torch.store.frames import read_secret

@@ -10,13 +10,7 @@ from typing import TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 #: Seconds before the first line, and between two lines, where there is no terminal.
 FIRST_S, PERIOD_S = 2.0, 5.0

@@ -60,11 +60,7 @@ def _named_errors(file: Path) -> Iterator[None]:
 @click.command("advise")
 @scenario_argument
 @click.option(
-    "--job",
-    "chosen",
-    multiple=True,
-    metavar="NAME",
-    help="Advise this job only; may be repeated.",
+    "--job", "chosen", multiple=True, metavar="NAME", help="Advise this job only; may be repeated."
 )
 @names_option("--schedulers", "schedulers", SCHEDULERS, ",".join(QUICK))
 @levels_option

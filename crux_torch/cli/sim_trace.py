@@ -202,7 +202,7 @@ def _text(
     to = console(buffer, width)
     to.print(
         f"{found['kind']} trace: {found['jobs']} jobs {load}. It is not the paper's trace: compare "
-        "orderings and gaps.",
+        "orderings and gaps."
     )
     for table in _tables(rows, columns):
         table.print(to)

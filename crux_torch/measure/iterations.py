@@ -247,11 +247,7 @@ class Period:
 
 
 def estimate_period(
-    start_ns: Ints,
-    end_ns: Ints,
-    bytes: Ints,
-    kinds: NDArray[np.generic],
-    marks_ns: Ints,
+    start_ns: Ints, end_ns: Ints, bytes: Ints, kinds: NDArray[np.generic], marks_ns: Ints
 ) -> Period | None:
     """The period of a job from its collectives.
 

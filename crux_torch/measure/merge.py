@@ -13,13 +13,7 @@ import msgspec
 import numpy as np
 
 from crux_torch.measure import timeline
-from crux_torch.measure.profile import (
-    MAX_FLOWS,
-    MAX_PARTS,
-    HostFlow,
-    JobProfile,
-    ProfileBurst,
-)
+from crux_torch.measure.profile import MAX_FLOWS, MAX_PARTS, HostFlow, JobProfile, ProfileBurst
 from crux_torch.measure.sample import RankSample
 from crux_torch.measure.traffic import (
     PER_RANK_OPS,

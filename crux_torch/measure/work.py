@@ -48,11 +48,7 @@ class Choice(NamedTuple):
 
 
 def work(
-    samples: Sequence[RankSample],
-    *,
-    period_s: float,
-    compute_s: float,
-    device_flops: float = 0.0,
+    samples: Sequence[RankSample], *, period_s: float, compute_s: float, device_flops: float = 0.0
 ) -> Work:
     """The work of a job from its ranks' samples, scaled to ranks that sent none.
 

@@ -150,9 +150,7 @@ def sized_cabling(
     core_pair_Bps = tor_pair_Bps * tors_below_aggregation / cores / oversubscription
     core_links = ceil(core_pair_Bps / LARGEST_LINK_Bps)
     return replace(
-        sized,
-        aggregation_core_Bps=core_pair_Bps / core_links,
-        aggregation_core_links=core_links,
+        sized, aggregation_core_Bps=core_pair_Bps / core_links, aggregation_core_links=core_links
     )
 
 

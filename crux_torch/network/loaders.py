@@ -187,12 +187,7 @@ def parse_csv(text: str, where: str = "topology") -> Topology:
     if not places:
         raise TopologyError(f"{where}: there is no host; expected a line for each")
     return grouped_clos(
-        places,
-        GpuServer(),
-        None,
-        tors_per_group=2,
-        aggregations_per_group=4,
-        cores_per_group=32,
+        places, GpuServer(), None, tors_per_group=2, aggregations_per_group=4, cores_per_group=32
     )
 
 

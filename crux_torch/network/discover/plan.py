@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Literal
 
-from crux_torch.network.discover.fragment import (
-    Fragment,
-    SeenHost,
-    SeenNic,
-    SeenPair,
-    SeenPath,
-)
+from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenNic, SeenPair, SeenPath
 from crux_torch.network.discover.room import HASTE, SECOND_S, Room
 from crux_torch.network.discover.tasks import (
     MAX_PEERS,

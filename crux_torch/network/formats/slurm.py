@@ -121,9 +121,7 @@ def write_topology_yaml(topology: Topology) -> str:
         if group.hosts:
             entry["nodes"] = compress(group.hosts)
         switches.append(entry)
-    document = [
-        {"topology": TREE_NAME, "cluster_default": True, "tree": {"switches": switches}},
-    ]
+    document = [{"topology": TREE_NAME, "cluster_default": True, "tree": {"switches": switches}}]
     return "---\n" + yaml.safe_dump(document, sort_keys=False)
 
 

@@ -181,11 +181,7 @@ class ConnectionTrace:
 
 
 def trace_connection(
-    local: Ends,
-    peer: Ends,
-    protocol: Transport = "tcp",
-    *,
-    ttls: Sequence[int] | None = None,
+    local: Ends, peer: Ends, protocol: Transport = "tcp", *, ttls: Sequence[int] | None = None
 ) -> ConnectionTrace:
     """Finds the path of a live connection's packets.
 

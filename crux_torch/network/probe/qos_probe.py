@@ -54,10 +54,7 @@ _RETRY_S, _BUSY_S = 0.2, 120.0
 _MAX_TTL, _TRACE_S, _ANSWER_WAIT_S = 16, 8.0, 0.2
 
 _UDP_SEGMENT = 103
-_CLASS_OPTION = {
-    socket.AF_INET: (socket.IPPROTO_IP, 1),
-    socket.AF_INET6: (socket.IPPROTO_IPV6, 67),
-}
+_CLASS_OPTION = {socket.AF_INET: (socket.IPPROTO_IP, 1), socket.AF_INET6: (socket.IPPROTO_IPV6, 67)}
 #: By family: the option that tells a connected socket's MTU, and the bytes of the two headers.
 _MTU_OPTION = {socket.AF_INET: (socket.IPPROTO_IP, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 24)}
 _HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}

@@ -116,11 +116,7 @@ class LevelVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    samples: Iterable[Sample],
-    dscp_of: Mapping[int, int],
-    reference: int,
-    *,
-    choked: bool = False,
+    samples: Iterable[Sample], dscp_of: Mapping[int, int], reference: int, *, choked: bool = False
 ) -> tuple[LevelVerdict, ...]:
     """Returns a verdict for each level.
 
