@@ -41,8 +41,7 @@ from crux_torch.store.host import StoreHost
 from lab import netns
 from lab.job import JobError
 from lab.mlcc import SideBySide, offered
-from lab.mlcc_mixes import LIVE, MLCC, MLCC_HOSTS, PLAIN, SHAPES, Mix
-from lab.mlcc_served import RULES, with_servers
+from lab.mlcc_mixes import LIVE, MLCC, MLCC_HOSTS, PLAIN, RULES, SHAPES, Mix, with_servers
 
 #: Seconds that a commanded rate lasts (Figure 7a).
 COMMAND_S = 0.05

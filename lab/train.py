@@ -11,16 +11,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-
-from lab.accelerator import Accelerator
-from lab.servers import Remote, Server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import stdlib_text
@@ -45,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=batch, help="rows of each rank")
     parser.add_argument("--lr", type=float, default=lr, help="learning rate")
-    parser.add_argument("--accelerator-ms", type=float, default=0.0, help="see lab.accelerator")
+    parser.add_argument("--accelerator-ms", type=float, default=0.0, help="see Accelerator")
     parser.add_argument("--servers", type=int, default=0, help="ranks at the end that only serve")
     parser.add_argument("--log-file", type=Path, help="gets one JSON line for each step of rank 0")
     parser.add_argument("--control", type=Path, help="see Control")
@@ -187,6 +186,142 @@ class GradientClock:
             self._events[1].record()
         else:
             self._last = time.monotonic()
+
+
+class Accelerator:
+    """Paces the steps of a model: a third of each forward, two thirds backward.
+
+    Args:
+        step_ms: time that the accelerator takes to compute a step, milliseconds; 0 adds no wait.
+        layers: of the model; each takes an equal share.
+    """
+
+    def __init__(self, step_ms: float, layers: Collection[torch.nn.Module]) -> None:
+        self._forward_s = step_ms / 1e3 / 3 / len(layers)
+        self._due = 0.0
+        for layer in layers if step_ms else ():
+            layer.register_forward_hook(lambda _layer, _inputs, output: _Pace.apply(output, self))
+
+    def begin_step(self) -> None:
+        """A step starts now."""
+        self._due = time.monotonic()
+
+    def wait(self, passes: int) -> None:
+        """Waits until a layer has done ``passes`` times the work of its forward pass."""
+        # Counted from the start of the step, so that real computation fills the time.
+        self._due += passes * self._forward_s
+        time.sleep(max(0.0, self._due - time.monotonic()))
+
+
+class _Pace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+        ctx.accelerator = accelerator
+        accelerator.wait(1)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.accelerator.wait(2)
+        return gradient, None
+
+
+#: Least bytes of a bucket but the last one, as DDP's here.
+BUCKET_BYTES = 1 << 20
+
+
+def buckets(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The parameters in their order, cut where a bucket is full."""
+    found: list[list[Parameter]] = [[]]
+    for parameter in parameters:
+        if sum(p.nbytes for p in found[-1]) >= BUCKET_BYTES:
+            found.append([])
+        found[-1].append(parameter)
+    return found
+
+
+class Remote(torch.optim.Optimizer):
+    """A worker's end. Its step pushes all gradients, and returns with the new parameters in place.
+
+    Args:
+        servers: their ranks; they own the buckets in turn.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], servers: Sequence[int]) -> None:
+        super().__init__(parameters, {})
+        self._buckets = buckets(parameters)
+        self._servers = servers
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Exchange one iteration's gradients for its parameters."""
+        pushed, pulled = [], []
+        for tag, bucket in enumerate(self._buckets):
+            server = self._servers[tag % len(self._servers)]
+            gradients = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+            fresh = torch.empty_like(gradients)
+            pulled.append((dist.irecv(fresh, server, tag=tag), fresh, bucket))
+            # The buffer lives until it is sent.
+            pushed.append((dist.isend(gradients, server, tag=tag), gradients))
+        for work, fresh, bucket in pulled:
+            work.wait()
+            _spread(fresh, [p.data for p in bucket])
+        for sent, _ in pushed:
+            sent.wait()
+
+
+class Server(torch.optim.Optimizer):
+    """A server's end. Its step receives, averages, updates and sends its buckets, one by one.
+
+    Args:
+        parameters: of the whole model, with the values that the workers begin with.
+        workers: their ranks. Gradients are added in this order, so that runs are equal.
+        place: of this server in the order of all ``servers``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        workers: Sequence[int],
+        place: int,
+        servers: int,
+        **sgd: float,
+    ) -> None:
+        super().__init__(parameters, {})
+        self._workers = workers
+        owned = list(enumerate(buckets(parameters)))[place::servers]
+        self._owned = [(tag, bucket, torch.optim.SGD(bucket, **sgd)) for tag, bucket in owned]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Serve one iteration."""
+        arriving = []
+        for tag, bucket, _ in self._owned:
+            size = sum(p.numel() for p in bucket)
+            room = [torch.empty(size) for _ in self._workers]
+            pairs = zip(room, self._workers, strict=True)
+            works = [dist.irecv(into, worker, tag=tag) for into, worker in pairs]
+            arriving.append((works, room))
+        sent = []
+        for (tag, bucket, sgd), (works, room) in zip(self._owned, arriving, strict=True):
+            for work in works:
+                work.wait()
+            for parameter in bucket:
+                parameter.grad = torch.empty_like(parameter)
+            mean = torch.stack(room).sum(0) / len(room)
+            _spread(mean, [p.grad for p in bucket if p.grad is not None])
+            sgd.step()
+            updated = torch.cat([p.flatten() for p in bucket])
+            sent += [(dist.isend(updated, worker, tag=tag), updated) for worker in self._workers]
+        for work, _ in sent:
+            work.wait()
+
+
+def _spread(flat: torch.Tensor, into: Sequence[torch.Tensor]) -> None:
+    """Copy the parts of a bucket to where they belong."""
+    parts = flat.split([each.numel() for each in into])
+    for part, each in zip(parts, into, strict=True):
+        each.copy_(part.view_as(each))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import mlcc
-from lab import mlcc_served
+from lab import mlcc_mixes
 from lab.mlcc_mixes import MLCC, MODELS, PLAIN
 
 MIX = mlcc.LIVE["vgg-20"]
@@ -94,8 +94,8 @@ def test_jobs_with_a_server_send_twice_as_much_over_the_link() -> None:
 def test_broadcasts_that_wait_for_all_gradients_cost_a_job_alone_its_pipelining(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlcc_served, "HORIZON_S", 8.0)
-    alone = mlcc_served.with_servers()["one alone"]
+    monkeypatch.setattr(mlcc_mixes, "HORIZON_S", 8.0)
+    alone = mlcc_mixes.with_servers()["one alone"]
     # 1.2 s of computation, and 0.84 s of the server's link, each way.
     assert alone["start-after"] == pytest.approx((1.2 + 1.68) / (1.2 + 0.84), rel=0.02)
     assert alone["initial"] == alone["mlcc"] == pytest.approx(1.0, abs=1e-3)
