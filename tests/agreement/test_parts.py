@@ -137,6 +137,16 @@ def follow(leaders: Sequence[Leader], compute: Callable[..., Sequence[PlanEntry]
     return plans[0].epoch
 
 
+def settled(
+    store: MemoryStore, count: int, clock: FakeClock, **options: Any
+) -> tuple[list[Leader], list[Seen], int]:
+    """:func:`large`, once all follow one plan; and its epoch."""
+    leaders, stores = large(store, count, clock, **options)
+    run(leaders, clock, 20)
+    compute = options.get("compute", by_name)
+    return leaders, stores, follow(leaders, by_name if isinstance(compute, list) else compute)
+
+
 def test_only_the_planner_and_its_stand_bys_read_and_compute_everything(
     store: MemoryStore, clock: FakeClock
 ) -> None:
@@ -149,9 +159,7 @@ def test_only_the_planner_and_its_stand_bys_read_and_compute_everything(
 
         return compute
 
-    leaders, stores = large(store, 12, clock, compute=[counted(n) for n in range(12)])
-    run(leaders, clock, 20)
-    epoch = follow(leaders)
+    leaders, stores, epoch = settled(store, 12, clock, compute=[counted(n) for n in range(12)])
     assert {role: len(those) for role, those in roles(leaders).items()} == {
         "planner": 1, "standby": SEATS - 1, "follower": 12 - SEATS
     }  # fmt: skip
@@ -216,9 +224,7 @@ def test_nobody_is_without_a_plan_while_the_cluster_crosses_the_limit(
 def test_the_next_one_takes_over_within_the_lease_and_nobody_is_without_a_plan(
     store: MemoryStore, clock: FakeClock, dead: int
 ) -> None:
-    leaders, _ = large(store, 10, clock)
-    run(leaders, clock, 20)
-    epoch = follow(leaders)
+    leaders, _, epoch = settled(store, 10, clock)
     by_role = roles(leaders)
     gone = (by_role["planner"] + by_role["standby"])[:dead]
     rest = [leader for leader in leaders if leader not in gone]
@@ -242,8 +248,7 @@ def test_the_next_one_takes_over_within_the_lease_and_nobody_is_without_a_plan(
 def test_a_planner_that_stood_still_past_its_lease_comes_back_to_follow(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, _ = large(store, 10, clock, compute=by_period)
-    run(leaders, clock, 20)
+    leaders, _, _ = settled(store, 10, clock, compute=by_period)
     stopped = planner(leaders)
     rest = [leader for leader in leaders if leader is not stopped]
     rest[0].update(profile=profile(t_s=0.3))
@@ -269,8 +274,7 @@ def test_a_planner_that_stood_still_past_its_lease_comes_back_to_follow(
 def test_a_planner_that_stands_still_in_a_write_and_ends_it_late_does_no_harm(
     store: MemoryStore, clock: FakeClock, stuck: str
 ) -> None:
-    leaders, stores = large(store, 9, clock, compute=by_period)
-    run(leaders, clock, 20)
+    leaders, stores, _ = settled(store, 9, clock, compute=by_period)
     stopped = planner(leaders)
     rest = [leader for leader in leaders if leader is not stopped]
     late = stores[leaders.index(stopped)]
@@ -306,8 +310,7 @@ def test_many_planners_at_once_agree(
         "name",
         property(lambda self: "follower" if self._large and self._seat is None else "planner"),
     )
-    leaders, _ = large(store, 10, clock)
-    run(leaders, clock, 20)
+    leaders, _, _ = settled(store, 10, clock)
     assert len(roles(leaders)["planner"]) == 4
     epoch = follow(leaders)
     for n in range(3):
@@ -320,9 +323,7 @@ def test_many_planners_at_once_agree(
 def test_without_any_planner_followers_notice_before_their_plan_ends(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, _ = large(store, 10, clock)
-    run(leaders, clock, 20)
-    follow(leaders)
+    leaders, _, _ = settled(store, 10, clock)
     dead = roles(leaders)["planner"] + roles(leaders)["standby"]
     rest = [leader for leader in leaders if leader not in dead]
     for _ in range(1200):  # and somebody keeps all seats who does not plan
@@ -351,9 +352,7 @@ def test_a_planner_that_cannot_plan_is_passed_by(store: MemoryStore, clock: Fake
 
         return compute
 
-    leaders, _ = large(store, 8, clock, compute=[computed_by(n) for n in range(8)])
-    run(leaders, clock, 20)
-    epoch = follow(leaders)
+    leaders, _, epoch = settled(store, 8, clock, compute=[computed_by(n) for n in range(8)])
     standing_by = {leader.record.job for leader in roles(leaders)["standby"]}
     broken.append(leaders.index(planner(leaders)))
     leaders[0].update(profile=profile(t_s=0.9))
@@ -384,9 +383,7 @@ def test_a_leader_whose_role_may_not_plan_follows(store: MemoryStore, clock: Fak
 def test_parts_that_are_lost_or_overwritten_are_written_again(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, _ = large(store, 8, clock)
-    run(leaders, clock, 20)
-    follow(leaders)
+    leaders, _, _ = settled(store, 8, clock)
     keys = sorted(key for key in store.entries if key.startswith(PARTS_AT))
     assert len(keys) == 8
     held = {key: store.get(key) for key in keys}
@@ -400,9 +397,7 @@ def test_parts_that_are_lost_or_overwritten_are_written_again(
 
 
 def test_a_change_of_one_entry_writes_one_group(store: MemoryStore, clock: FakeClock) -> None:
-    leaders, stores = large(store, 40, clock, compute=by_period)
-    run(leaders, clock, 20)
-    follow(leaders, by_period)
+    leaders, stores, _ = settled(store, 40, clock, compute=by_period)
     plan = planner(leaders).plan
     assert plan is not None
     for one in stores:
@@ -468,9 +463,7 @@ def test_the_digests_of_groups_tell_each_entry(told: list[tuple[str, int]]) -> N
 def test_a_disabled_cluster_has_no_plan_for_followers_either(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, _ = large(store, 8, clock)
-    run(leaders, clock, 20)
-    epoch = follow(leaders)
+    leaders, _, epoch = settled(store, 8, clock)
     registry = Registry(store, "c")
     assert registry.swap_operator(None, OperatorSettings().changed(disabled=True))
     run(leaders, clock, 5)
@@ -485,9 +478,7 @@ def test_a_disabled_cluster_has_no_plan_for_followers_either(
 
 
 def test_a_forged_head_is_replaced_by_those_who_plan(store: MemoryStore, clock: FakeClock) -> None:
-    leaders, _ = large(store, 8, clock)
-    run(leaders, clock, 20)
-    follow(leaders)
+    leaders, _, _ = settled(store, 8, clock)
     plan = planner(leaders).plan
     assert plan is not None
     registry = Registry(store, "c")
@@ -507,9 +498,7 @@ def test_a_forged_head_is_replaced_by_those_who_plan(store: MemoryStore, clock: 
 def test_who_followed_a_forged_head_replaces_it_once_it_plans(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, _ = large(store, 8, clock)
-    run(leaders, clock, 20)
-    follow(leaders)
+    leaders, _, _ = settled(store, 8, clock)
     registry = Registry(store, "c")
     dead = roles(leaders)["planner"] + roles(leaders)["standby"]
     rest = [leader for leader in leaders if leader not in dead]
@@ -537,9 +526,7 @@ def test_who_followed_a_forged_head_replaces_it_once_it_plans(
 def test_followers_plan_if_the_planner_writes_no_parts(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, stores = large(store, 8, clock, compute=by_period)
-    run(leaders, clock, 20)
-    follow(leaders, by_period)
+    leaders, stores, _ = settled(store, 8, clock, compute=by_period)
     for leader, one in zip(leaders, stores, strict=True):
         if leader.status()["role"] != "follower":
             one.lost = PARTS_AT
@@ -551,8 +538,7 @@ def test_followers_plan_if_the_planner_writes_no_parts(
 def test_a_store_that_forgets_everything_is_filled_again(
     store: MemoryStore, clock: FakeClock
 ) -> None:
-    leaders, _ = large(store, 10, clock)
-    run(leaders, clock, 20)
+    leaders, _, _ = settled(store, 10, clock)
     plan = planner(leaders).plan
     assert plan is not None
     store.entries.clear()
@@ -565,8 +551,7 @@ def test_a_store_that_forgets_everything_is_filled_again(
 
 
 def test_a_seat_that_was_left_is_taken(store: MemoryStore, clock: FakeClock) -> None:
-    leaders, _ = large(store, 9, clock)
-    run(leaders, clock, 20)
+    leaders, _, _ = settled(store, 9, clock)
     first = planner(leaders)
     first.close()
     assert FREE in [store.get(f"{SEATS_AT}{n}") for n in range(SEATS)]
