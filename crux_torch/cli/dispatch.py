@@ -14,16 +14,14 @@ import click
 import numpy as np
 
 from crux_torch.cli.progress import counted
-from crux_torch.cli.results import STDOUT, json_option, put_json
+from crux_torch.cli.results import FILE, NEW_FILE, STDOUT, json_option, put_json
 from crux_torch.dispatch.cluster import MAX_DEVICES, MESSAGE_BYTES, DispatchCluster
 from crux_torch.dispatch.dispatcher import HostOptions, dispatcher_of, labels_of, learn_links
 from crux_torch.dispatch.search import Choice
 from crux_torch.errors import CruxError
 from crux_torch.report.tables import Grid, console, json_text, say
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _COLLECTIVES = click.Choice(["all_gather", "all_reduce"])
-_NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 _option = partial(click.option, show_default=True)
 _Command = Callable[..., Any]
 
@@ -33,12 +31,12 @@ _MEASURED_OPTIONS = (
         "--table",
         "tables",
         multiple=True,
-        type=_FILE,
+        type=FILE,
         help="A host's bandwidths: a file of `crux dispatch measure`, or HOST.csv. Repeat it.",
     ),
     click.option(
         "--samples",
-        type=_FILE,
+        type=FILE,
         help="Choices measured across hosts (`crux dispatch measure-across`), which tell of the "
         "links.",
     ),
@@ -55,11 +53,11 @@ _HOST_OPTIONS = (
         help="A host's link to the network, or that of all hosts.",
     ),
     click.option(
-        "--network", type=_FILE, help="A file of `crux dispatch learn`, which predicts the links."
+        "--network", type=FILE, help="A file of `crux dispatch learn`, which predicts the links."
     ),
     click.option(
         "--topology",
-        type=_FILE,
+        type=FILE,
         help="The cluster's network (docs/operate/topology.md): hosts' links, paths between them.",
     ),
     click.option(
@@ -80,7 +78,7 @@ _METHOD_OPTIONS = (
     _option(
         "--out",
         required=True,
-        type=_NEW_FILE,
+        type=NEW_FILE,
         help="The file; what it holds already is not measured again.",
     ),
     _option("--devices", required=True, type=click.IntRange(1, MAX_DEVICES)),
@@ -231,7 +229,7 @@ def measure_across(rendezvous: str, **method: Any) -> None:
     "--network",
     "file",
     required=True,
-    type=_NEW_FILE,
+    type=NEW_FILE,
     help="The file of the network; one that is there learns on.",
 )
 def learn(hosts: HostOptions, file: Path) -> None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
+import secrets
+import select
 import signal
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import click
+import msgspec
 
-from crux_torch.agreement.programs import ProgramRecord
+from crux_torch.agreement.programs import ProgramRecord, programs_prefix
 from crux_torch.apply import preload, verbs_shim
 from crux_torch.apply.program import Unreachable, find_program
-from crux_torch.cli.exec_row import keep_listed, user_name
-from crux_torch.errors import CruxError, SettingsError
-from crux_torch.host.interfaces import own_addresses, read_devices
-from crux_torch.network.host_match import match_host
+from crux_torch.errors import CruxError, SettingsError, StoreError
+from crux_torch.host.interfaces import read_devices
+from crux_torch.host.machine import host_in
 from crux_torch.network.loaders import load_topology
 from crux_torch.network.qos import Qos, program_level, with_qos
 from crux_torch.network.routes import HostRoute, planned_paths, routers, routes_of
 from crux_torch.network.topology import Topology, TopologyError
 from crux_torch.settings import ATTACH_VARIABLE, Settings
+from crux_torch.store import SharedStore
+from crux_torch.store.endpoint import open_store
 
 #: ssh and DNS: connections that carry no data of the program.
 LEFT_PORTS = (22, 53)
@@ -79,9 +86,7 @@ def _routes(settings: Settings, topology: Topology | None, switch: str) -> tuple
         raise SettingsError("--through needs a topology: give --topology")
     if not settings.paths:
         raise SettingsError("--through has no effect: CRUX_PATHS=0 switches paths off")
-    name = settings.host or socket.gethostname()
-    host = match_host(topology, name, own_addresses(), configured=bool(settings.host))
-    return routes_through(topology, host, switch)
+    return routes_through(topology, host_in(topology, settings.host), switch)
 
 
 class Start(NamedTuple):
@@ -238,3 +243,64 @@ def exec_command(
         click.echo(f"crux exec: {command[0]}: {error.strerror}", err=True)
         found = not isinstance(error, FileNotFoundError)
         raise SystemExit(CANNOT_RUN if found else NOT_FOUND) from None
+
+
+def user_name() -> str:
+    """Returns the name of this process's user; without one, its number."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def keep_listed(settings: Settings, row: ProgramRecord) -> None:
+    """Keep ``row`` in the cluster's store until this process ends, whatever program it becomes.
+
+    A process of its own does it. It is no child of this one, so the program never waits for it.
+    Without a store it waits for one.
+
+    Raises:
+        SettingsError: the settings name no store that can be used.
+        OSError: the kernel can't tell when a process ends (pidfd), or makes no new one.
+    """
+    if settings.store == "none":
+        return
+    store = open_store(settings.store, settings.store_secret, settings.store_group)
+    alive = os.pidfd_open(os.getpid())
+    between = os.fork()
+    if between == 0:
+        try:
+            os.setsid()
+            if os.fork() == 0:
+                _leave_files(alive)
+                _keep(store, settings, row, alive)
+        finally:
+            os._exit(0)
+    os.close(alive)
+    os.waitpid(between, 0)
+
+
+def _leave_files(kept: int) -> None:
+    """Close what the program has open, so that its pipes end with it."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number != kept:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+
+def _keep(store: SharedStore, settings: Settings, row: ProgramRecord, alive: int) -> None:
+    key = f"{programs_prefix(settings.cluster)}{quote(row.host, safe='')}.{secrets.token_hex(8)}"
+    value = msgspec.json.encode(row)
+    try:
+        ended = False
+        while not ended:
+            with contextlib.suppress(StoreError):
+                store.put(key, value, settings.lease_s)
+            ended = bool(select.select([alive], [], [], settings.lease_s / 3)[0])
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete(key)
+        store.close()

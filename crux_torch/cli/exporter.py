@@ -10,7 +10,6 @@ import click
 
 from crux_torch.cli.results import FILE
 from crux_torch.cli.status import cluster_option, settings_of, store_option
-from crux_torch.errors import CruxError
 from crux_torch.report.cluster_status import ClusterReader
 from crux_torch.report.exporter import TEXTFILE, Exporter
 from crux_torch.report.page.server import PageServer
@@ -67,8 +66,6 @@ def exporter(
     try:
         config = WebConfig.load(web_config) if web_config is not None else None
         server = PageServer(serving.routes(), (listen, port), config)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{listen}:{port}: {error.strerror or error}") from None
     kind = "https" if config is not None and config.tls is not None else "http"

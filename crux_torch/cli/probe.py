@@ -28,12 +28,20 @@ from crux_torch.network.discover.hashes import (
 )
 from crux_torch.network.loaders import load_topology
 from crux_torch.network.paths import ROCE_V2_PORT
-from crux_torch.network.probe.discovery import Discovery, Rules
+from crux_torch.network.probe.discovery import Discovery
 from crux_torch.network.probe.packets import ProbeError, Transport
 from crux_torch.network.probe.prober import MAX_TTL, PathMap, default_ports, probe
+from crux_torch.network.probe.rules import Rules
 from crux_torch.network.topology import Topology, TopologyError
-from crux_torch.report.hash_table import hashes_as_dict, render_hashes
-from crux_torch.report.tables import PathTable, addresses_of, as_json_text, console, render
+from crux_torch.report.tables import (
+    PathTable,
+    addresses_of,
+    as_json_text,
+    console,
+    hashes_as_dict,
+    render,
+    render_hashes,
+)
 
 
 def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -> range | None:

@@ -70,12 +70,11 @@ _port_option = click.option(
     "--port",
     type=click.IntRange(1024, 65535),
     default=PORT,
-    show_default=True,
     help="Port of the listener, TCP and UDP.",
 )
 
 
-@click.group("qos")
+@click.group("qos", context_settings={"show_default": True})
 def group() -> None:
     """See if marked packets reach their queues."""
 
@@ -83,11 +82,7 @@ def group() -> None:
 @group.command("listen")
 @_port_option
 @click.option(
-    "--seconds",
-    type=click.FloatRange(1, 86400),
-    default=600.0,
-    show_default=True,
-    help="Stop after this time.",
+    "--seconds", type=click.FloatRange(1, 86400), default=600.0, help="Stop after this time."
 )
 @click.option("--sessions", type=click.IntRange(1), help="Stop after this many checks.")
 def listen_command(port: int, seconds: float, sessions: int | None) -> None:
@@ -128,14 +123,12 @@ def _listen(port: int, limit_s: float, sessions: int | None) -> None:
     "--seconds",
     type=click.FloatRange(1, 120),
     default=12.0,
-    show_default=True,
     help="Probe for this long, each pair of hosts.",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(1, 1600),
     default=400.0,
-    show_default=True,
     metavar="N",
     help="Send at most this many probes a second, of all levels together.",
 )
@@ -208,8 +201,6 @@ def check_command(
                 text = f"jobs here or on {host}: {named}; load delays their level"
                 click.echo(f"note: {text} {reference}", err=True)
             _check_one(task, host, wait_s, json_path)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(error.strerror or str(error)) from None
 

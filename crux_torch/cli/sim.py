@@ -13,9 +13,10 @@ from typing import Any
 import click
 
 from crux_torch import _fluid
+from crux_torch.cli.main import CleanGroup
 from crux_torch.cli.plots import can_draw, plot_option, put_plot
 from crux_torch.cli.progress import counted, tracked
-from crux_torch.cli.results import json_option, names_option, put_json, scenario_argument
+from crux_torch.cli.results import NEW_FILE, json_option, names_option, put_json, scenario_argument
 from crux_torch.cli.sim_import import import_command
 from crux_torch.cli.sim_trace import trace
 from crux_torch.errors import CruxError
@@ -26,7 +27,7 @@ from crux_torch.schedule.schedulers import LIVE, SCHEDULERS
 from crux_torch.sim.advice import JobAdvice, advise
 from crux_torch.sim.course import Watch
 from crux_torch.sim.play import JobReport, Report, play, run_scenario
-from crux_torch.sim.scenario import Scenario, ScenarioError, cluster_of, read_scenario
+from crux_torch.sim.scenario import Scenario, cluster_of, read_scenario
 
 Row = dict[str, Any]
 
@@ -38,15 +39,8 @@ FEW = 8
 LEAST = 5e-4
 
 levels_option = click.option(
-    "--levels", default=8, show_default=True, type=click.IntRange(1, 64), help="Priority levels."
+    "--levels", default=8, type=click.IntRange(1, 64), help="Priority levels."
 )
-
-
-def _scenario(file: Path) -> Scenario:
-    try:
-        return read_scenario(file)
-    except ScenarioError as error:
-        raise click.ClickException(str(error)) from None
 
 
 @contextmanager
@@ -68,7 +62,7 @@ def _named_errors(file: Path) -> Iterator[None]:
 @click.option(
     "--html",
     "html_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NEW_FILE,
     callback=can_draw,
     help="Write the tables to this file as a page, with charts.",
 )
@@ -88,7 +82,7 @@ def advise_command(
 
     mlcc plays time slots, which takes minutes for a hundred jobs: name it to have it.
     """
-    scenario = _scenario(file)
+    scenario = read_scenario(file)
     for name in chosen:
         if name not in scenario.jobs:
             near = get_close_matches(name, scenario.jobs, n=3) or list(scenario.jobs)[:3]
@@ -174,7 +168,7 @@ def _table(name: str, advice: JobAdvice) -> Grid:
 @scenario_argument
 @names_option("--schedulers", "schedulers", SCHEDULERS, "all")
 @levels_option
-@click.option("--seed", default=0, show_default=True, help="Seed of the schedulers' random draws.")
+@click.option("--seed", default=0, help="Seed of the schedulers' random draws.")
 @json_option
 @plot_option
 def compare(
@@ -190,7 +184,7 @@ def compare(
     The schedulers choose levels, weights and paths; levels and weights in the file have no effect.
     A job's `path` in the file is the path that ECMP takes.
     """
-    scenario = _scenario(file)
+    scenario = read_scenario(file)
     with _named_errors(file):
         cluster, default_path = cluster_of(scenario)
         options = SchedulerOptions(tuple(range(levels)), seed, default_path)
@@ -275,7 +269,7 @@ def _jobs(rows: Sequence[Row], alone: Mapping[str, JobReport]) -> Grid:
     return Grid([cells(job) for job in alone], text=("job",), title=title)
 
 
-@click.group()
+@click.group(cls=CleanGroup, context_settings={"show_default": True})
 def sim() -> None:
     """Simulate jobs on a network under Crux and other schedulers."""
 
@@ -292,14 +286,12 @@ sim.add_command(trace)
 @click.option(
     "--skip-repeats/--no-skip-repeats",
     default=True,
-    show_default=True,
     help="Count repetitions of the same state instead of playing them.",
 )
 @click.option(
     "--repeat-tolerance",
     type=click.FloatRange(0.0, 1.0, max_open=True),
     default=1e-9,
-    show_default=True,
     help="Two states count as the same if they differ by at most this share of the period.",
 )
 @plot_option
@@ -311,7 +303,7 @@ def run(
     plot_path: Path | None,
 ) -> None:
     """Play the scenario in FILE to its horizon."""
-    scenario = _scenario(file)
+    scenario = read_scenario(file)
     horizon_s = scenario.horizon_s
     with _named_errors(file), counted(f"% of {horizon_s:g} s", 100) as played:
         report = run_scenario(

@@ -8,8 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from crux_torch.cli.results import json_option, put_json, write_text
-from crux_torch.errors import CruxError
+from crux_torch.cli.results import NEW_FILE, json_option, put_json, write_text
 from crux_torch.files import read_file
 from crux_torch.report.tables import json_text
 from crux_torch.sim.importers import FORMATS, format_of, scenario_of
@@ -23,16 +22,11 @@ MAX_FILE_BYTES = 1 << 32
 
 @click.command("import")
 @click.argument("jobs", nargs=-1, required=True, metavar="NAME=PATH...")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("--out", type=NEW_FILE, required=True)
 @click.option(
-    "--topology",
-    default="clos",
-    show_default=True,
-    help=f"One of {', '.join(TOPOLOGIES)}, or a topology file.",
+    "--topology", default="clos", help=f"One of {', '.join(TOPOLOGIES)}, or a topology file."
 )
-@click.option(
-    "--placement", type=click.Choice(list(PLACEMENTS)), default="hived", show_default=True
-)
+@click.option("--placement", type=click.Choice(list(PLACEMENTS)), default="hived")
 @click.option(
     "--format",
     "format_name",
@@ -40,24 +34,17 @@ MAX_FILE_BYTES = 1 << 32
     help="Of all files; default: what each begins like.",
 )
 @click.option(
-    "--bursts",
-    type=click.IntRange(1, 10_000),
-    default=32,
-    show_default=True,
-    help="Most bursts of an iteration.",
+    "--bursts", type=click.IntRange(1, 10_000), default=32, help="Most bursts of an iteration."
 )
-@click.option(
-    "--horizon", type=click.FloatRange(0.0, min_open=True), default=600.0, show_default=True
-)
+@click.option("--horizon", type=click.FloatRange(0.0, min_open=True), default=600.0)
 @click.option(
     "--tflops",
     type=click.FloatRange(0.0, min_open=True),
     default=100.0,
-    show_default=True,
     help="TFLOPs that a GPU computes in a second, the same for all jobs.",
 )
 @click.option("--spray", is_flag=True, help="The network sprays the packets of each flow.")
-@click.option("--seed", default=0, show_default=True, help="Of GPUs and ports drawn at random.")
+@click.option("--seed", default=0, help="Of GPUs and ports drawn at random.")
 @json_option
 def import_command(
     jobs: tuple[str, ...],
@@ -78,25 +65,22 @@ def import_command(
     torch's profiler or of CRUX_TRACE, Chakra execution traces (.RANK.et or .RANK.json), or a GOAL
     schedule. Any of them may be packed by gzip.
     """
-    try:
-        found: dict[str, ImportedJob] = {}
-        for given in jobs:
-            name, _, path = given.partition("=")
-            if not name or not path or name in found:
-                raise click.ClickException(f"got {given!r}, expected NAME=PATH with a new NAME")
-            found[name] = _read(Path(path), format_name)
-        scenario, notes = scenario_of(
-            found,
-            topology_of(topology),
-            placement=placement,
-            bursts=bursts,
-            seed=seed,
-            horizon_s=horizon,
-            flops_per_s=tflops * 1e12,
-            spray=spray,
-        )
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    found: dict[str, ImportedJob] = {}
+    for given in jobs:
+        name, _, path = given.partition("=")
+        if not name or not path or name in found:
+            raise click.ClickException(f"got {given!r}, expected NAME=PATH with a new NAME")
+        found[name] = _read(Path(path), format_name)
+    scenario, notes = scenario_of(
+        found,
+        topology_of(topology),
+        placement=placement,
+        bursts=bursts,
+        seed=seed,
+        horizon_s=horizon,
+        flops_per_s=tflops * 1e12,
+        spray=spray,
+    )
     text = msgspec.json.encode(msgspec.to_builtins(scenario))
     write_text(out, msgspec.json.format(text, indent=1).decode() + "\n")
     rows: list[dict[str, Any]] = [

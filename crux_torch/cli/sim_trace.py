@@ -14,7 +14,6 @@ import click
 from crux_torch.cli.plots import plot_option, put_plot
 from crux_torch.cli.progress import tracked
 from crux_torch.cli.results import STDOUT, Result, json_option, names_option, workers_option
-from crux_torch.errors import CruxError
 from crux_torch.report.tables import Grid, console
 from crux_torch.schedule.schedulers import IN_TRACES
 from crux_torch.sim.placement import PLACEMENTS, RANKED
@@ -29,7 +28,7 @@ Cell = tuple[str, str, str]
 Row = dict[str, Any]
 
 
-@click.command(context_settings={"show_default": True})
+@click.command()
 @click.option(
     "--trace",
     "kind",
@@ -164,20 +163,17 @@ def play_rows(
         for topology, placement, scheduler in cells
     ]
     rows: list[Row] = []
-    try:
-        loaded = workload.load()
-        if loaded.dropped:
-            left = ", ".join(f"{count} ({why})" for why, count in loaded.dropped.items())
-            click.echo(f"Left out of the trace: {left}.", err=True)
-        settings = settings_of(workload, options, loaded)
-        for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
-            topology_of(topology)
-        for row in tracked(run_rows(runs, workers), "rows", len(runs)):
-            rows.append(row_of(row))
-            result = Result(name, settings, rows)
-            result.write(_text(settings, rows, columns or {}, FILE_WIDTH), json_path, out)
-    except CruxError as error:
-        raise click.ClickException(str(error)) from None
+    loaded = workload.load()
+    if loaded.dropped:
+        left = ", ".join(f"{count} ({why})" for why, count in loaded.dropped.items())
+        click.echo(f"Left out of the trace: {left}.", err=True)
+    settings = settings_of(workload, options, loaded)
+    for topology in {topology for topology, _, _ in cells} - set(TOPOLOGIES):
+        topology_of(topology)
+    for row in tracked(run_rows(runs, workers), "rows", len(runs)):
+        rows.append(row_of(row))
+        result = Result(name, settings, rows)
+        result.write(_text(settings, rows, columns or {}, FILE_WIDTH), json_path, out)
     if plot_path is not None:
         from crux_torch.report.page.simulated import trace_charts
 

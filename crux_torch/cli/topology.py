@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,19 +12,17 @@ import yaml
 from crux_torch.cli.discover import discover
 from crux_torch.cli.results import FILE, NEW_FILE, STDOUT, json_option, put_json, write_text
 from crux_torch.errors import CruxError
-from crux_torch.host.interfaces import own_addresses
-from crux_torch.host.machine import Inside, as_entries, join
+from crux_torch.host.machine import Inside, as_entries, host_in, join
 from crux_torch.host.nccl_topology import is_nccl_xml, read_nccl_topology
 from crux_torch.host.smi_matrix import is_smi_matrix, read_smi_matrix
 from crux_torch.network.check import Finding, compare, examine, far_hosts
 from crux_torch.network.formats import LINGJUN, READERS, WRITERS, format_of, read_network
 from crux_torch.network.formats.draft import parse_rate
-from crux_torch.network.host_match import match_host
 from crux_torch.network.loaders import dump_yaml, load_topology, read_text
 from crux_torch.network.paths import ROCE_V2_PORT
-from crux_torch.network.probe.discovery import Rules
 from crux_torch.network.probe.packets import ProbeError
 from crux_torch.network.probe.prober import probe
+from crux_torch.network.probe.rules import Rules
 from crux_torch.network.topology import Topology
 from crux_torch.report.tables import console, json_text, say
 from crux_torch.report.topology_drawing import print_tree, to_svg
@@ -204,10 +201,7 @@ def draw(file: Path, out: Path | None) -> None:
 
 def _compared(topology: Topology) -> list[Finding]:
     """Returns what probes from this host show to be other than the topology says."""
-    named = os.environ.get("CRUX_HOST", "")
-    here = match_host(
-        topology, named or socket.gethostname(), own_addresses(), configured=bool(named)
-    )
+    here = host_in(topology, os.environ.get("CRUX_HOST", ""))
     answers: dict[str, set[str]] = {}
     findings: list[Finding] = []
     for host in far_hosts(topology, here, MAX_PROBED):

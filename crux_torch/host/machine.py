@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crux_torch.host.interfaces import SYSFS, Nic, number, read_nics, text
+from crux_torch.host.interfaces import SYSFS, Nic, number, own_addresses, read_nics, text
 from crux_torch.host.nvml import Gpu, bounded, read_gpus
 from crux_torch.host.pcie import PcieLink, PcieTree
 from crux_torch.network.builders import PCIE4_X16_Bps
+from crux_torch.network.host_match import match_host
 from crux_torch.network.topology import Link, Node, Topology, TopologyBuilder, TopologyError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -115,6 +116,16 @@ def network_id() -> str:
         return str(os.stat(NAMESPACE).st_ino)
     except OSError:
         return ""
+
+
+def host_in(topology: Topology, configured: str) -> str:
+    """Returns the host of ``topology`` that this machine is (:func:`match_host`).
+
+    Args:
+        configured: CRUX_HOST; empty: this machine's own name counts.
+    """
+    name = configured or socket.gethostname()
+    return match_host(topology, name, own_addresses(), configured=bool(configured))
 
 
 @dataclass

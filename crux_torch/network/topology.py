@@ -150,7 +150,10 @@ class Topology:
         )
         self._candidates = lru_cache(maxsize=1 << 16)(self._find_candidates)
         self._nearest_nics = lru_cache(maxsize=1 << 16)(self._find_nearest_nics)
-        _check_connected(self.hosts, nodes, edges)
+        if lost := cut_off(self.hosts, nodes, edges):
+            raise TopologyError(
+                f"host {lost[0]!r} {lost[1]} {self.hosts[0]!r}; expected a connected network"
+            )
 
     def candidate_paths(
         self, src: str, dst: str, limit: int | None = CANDIDATE_LIMIT
@@ -384,10 +387,13 @@ def _check_edges(nodes: Mapping[str, Node], edges: Iterable[Edge]) -> None:
         seen.add(e.name)
 
 
-def _check_connected(
+def cut_off(
     hosts: Sequence[str], nodes: Mapping[str, Node], edges: Iterable[Edge]
-) -> None:
-    """Every host reaches the first one and is reached by it."""
+) -> tuple[str, str] | None:
+    """Returns a host that does not reach the first one or is not reached by it, and which of both.
+
+    None: there is no such host.
+    """
     away: dict[str, list[str]] = {}
     back: dict[str, list[str]] = {}
     for e in edges:
@@ -404,4 +410,5 @@ def _check_connected(
                     if nodes[n].host is None:
                         todo.append(n)
         for host in (host for host in hosts if host not in seen):
-            raise TopologyError(f"host {host!r} {words} {hosts[0]!r}; expected a connected network")
+            return host, words
+    return None

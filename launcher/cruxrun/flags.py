@@ -14,9 +14,8 @@ from typing import Any
 from torch.distributed.run import parse_min_max_nnodes
 
 from crux_torch.errors import SettingsError
-from crux_torch.host.interfaces import own_addresses
+from crux_torch.host.machine import host_in
 from crux_torch.job_name import digest, job_name, rendezvous
-from crux_torch.network.host_match import match_host
 from crux_torch.network.topology import Topology, TopologyError
 from crux_torch.settings import (
     ATTACH_VARIABLE,
@@ -150,7 +149,7 @@ def _host_name(topology: Topology, settings: Settings) -> dict[str, str]:
     """Returns ``CRUX_HOST`` if this host has another name in the topology than its own."""
     name = settings.host or socket.gethostname()
     try:
-        host = match_host(topology, name, own_addresses(), configured=bool(settings.host))
+        host = host_in(topology, settings.host)
     except TopologyError as error:
         raise SettingsError(f"CRUX_TOPOLOGY={settings.topology!r}: {error}") from None
     return {} if host == name else {"CRUX_HOST": host}

@@ -20,9 +20,10 @@ from crux_torch.apply.paths import routes_from
 from crux_torch.apply.transport import Connection, Route, TransportError
 from crux_torch.apply.wire import READY_TO_SEND
 from crux_torch.network.paths import ROCE_V2_PORT
-from crux_torch.network.probe.discovery import Discovery, Rules
+from crux_torch.network.probe.discovery import Discovery
 from crux_torch.network.probe.live_trace import ConnectionTrace
 from crux_torch.network.probe.prober import SEARCH_S, TOTAL_S, PathMap, PortSearch
+from crux_torch.network.probe.rules import Rules
 from crux_torch.network.routes import HostRoute
 
 

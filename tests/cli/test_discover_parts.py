@@ -11,9 +11,8 @@ import pytest
 from survey_world import SurveyWorld
 
 from crux_torch.cli.discover.channel import Channel, Superior
-from crux_torch.cli.discover.insides import furnish, read_insides
-from crux_torch.cli.discover.output import result
-from crux_torch.cli.discover.progress import Progress
+from crux_torch.cli.discover.output import furnish, read_insides, result
+from crux_torch.cli.discover.session import Progress
 from crux_torch.host.machine import Inside
 from crux_torch.network.discover.fragment import SeenHost
 from crux_torch.network.discover.plan import Plan, PlanRules

@@ -12,6 +12,7 @@ from crux_torch.agreement.problems import NO_NETWORK
 from crux_torch.cli import doctor
 from crux_torch.cli.doctor import network
 from crux_torch.cli.doctor.finding import Check
+from crux_torch.host import machine
 from crux_torch.settings import Settings
 
 TOPOLOGY = """
@@ -26,7 +27,7 @@ addresses: {h0-0: [10.0.0.1], h1-0: [10.0.1.1], tor: [10.0.9.9]}
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("socket.gethostname", lambda: "vm")
-    monkeypatch.setattr(network, "own_addresses", lambda: ("127.0.0.1", "10.0.1.1"))
+    monkeypatch.setattr(machine, "own_addresses", lambda: ("127.0.0.1", "10.0.1.1"))
     path = tmp_path / "cluster.yaml"
     path.write_text(TOPOLOGY)
     return str(path)
@@ -51,7 +52,7 @@ def test_a_topology_without_this_host_is_broken(file: str, monkeypatch: pytest.M
     assert wrong["topology"].state == "broken"
     assert "no host 'h1_0'" in wrong["topology"].finding
     assert "its nearest names are 'h1-0'" in wrong["topology"].finding
-    monkeypatch.setattr(network, "own_addresses", lambda: ("10.9.9.9",))
+    monkeypatch.setattr(machine, "own_addresses", lambda: ("10.9.9.9",))
     assert found(topology=file)["topology"].state == "broken"
 
 

@@ -271,7 +271,7 @@ def test_any_run_id_makes_a_usable_name(run_id, launched):
 def test_workers_get_the_name_that_their_host_has_in_the_topology(
     hosts, addresses, argv, known_as, launched, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr("cruxrun.flags.own_addresses", lambda: ("127.0.0.1", "10.7.0.1"))
+    monkeypatch.setattr("crux_torch.host.machine.own_addresses", lambda: ("127.0.0.1", "10.7.0.1"))
     monkeypatch.setattr("socket.gethostname", lambda: "vm")
     file = topology_of(tmp_path, hosts, addresses)
     cruxrun.logger.handlers.clear()
@@ -307,7 +307,7 @@ def test_a_host_that_the_topology_does_not_certainly_have_stops_the_launcher(
     hosts, addresses, argv, own, says, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(torchrun, "run", lambda args: pytest.fail("started"))
-    monkeypatch.setattr("cruxrun.flags.own_addresses", lambda: tuple(own))
+    monkeypatch.setattr("crux_torch.host.machine.own_addresses", lambda: tuple(own))
     monkeypatch.setattr("socket.gethostname", lambda: "vm")
     file = topology_of(tmp_path, hosts, addresses)
     with pytest.raises(SystemExit) as exit_:

@@ -23,7 +23,6 @@ from loopback import free_port, has_ipv6
 
 from crux_torch.cli import main as cli
 from crux_torch.network.probe import live_trace
-from crux_torch.network.probe.discovery import Rules
 from crux_torch.network.probe.live_trace import resolve, source_address, trace_connection
 from crux_torch.network.probe.packets import (
     Answer,
@@ -34,6 +33,7 @@ from crux_torch.network.probe.packets import (
     read_error,
 )
 from crux_torch.network.probe.prober import ROCE_PORTS, PathMap, default_ports, probe
+from crux_torch.network.probe.rules import Rules
 
 LOOPBACKS = [
     "127.0.0.1",

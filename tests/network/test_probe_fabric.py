@@ -74,7 +74,7 @@ for line in sys.stdin:
 _PROBE = """
 import sys, msgspec
 from crux_torch.network.probe.prober import probe
-from crux_torch.network.probe.discovery import Rules
+from crux_torch.network.probe.rules import Rules
 options = eval(sys.argv[4]) if len(sys.argv) > 4 else {}
 print(msgspec.json.encode(probe(sys.argv[1], int(sys.argv[2]), sys.argv[3], **options)).decode())
 """

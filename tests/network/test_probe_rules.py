@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from probe_fakes import Network, Router, leaf_and_spines
 
-from crux_torch.network.probe.discovery import Discovery, Rules, confidence_after, draws_needed
-from crux_torch.network.probe.pacer import FLOOR_per_s, Pacer
+from crux_torch.network.probe.discovery import Discovery
 from crux_torch.network.probe.packets import Hops
 from crux_torch.network.probe.prober import PathMap
+from crux_torch.network.probe.rules import FLOOR_per_s, Pacer, Rules, confidence_after, draws_needed
 from crux_torch.network.topology import Link, Topology, TopologyBuilder
 
 TTLS = (1, 2, 3)
@@ -389,9 +389,7 @@ def test_spraying_of_packets_is_noticed() -> None:
 def test_a_network_that_changed_meanwhile_does_not_spray(gone_after_s: float, seen: bool) -> None:
     layer = [Router(f"10.1.{j}.1") for j in range(2)]
     gone_s = float("inf")
-    net = Network(
-        lambda port: [Router("10.0.0.1"), layer[0 if net.now > gone_s else port % 2]],
-    )
+    net = Network(lambda port: [Router("10.0.0.1"), layer[0 if net.now > gone_s else port % 2]])
     found = Discovery(net, net.clock, shuffled(), (1, 2), Rules())
     gone_s = gone_after_s
     found.run(60.0)

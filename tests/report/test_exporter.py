@@ -31,8 +31,7 @@ from training_job import environment
 from crux_torch.agreement.records import OnTrial, PathCounts, TriedPlan
 from crux_torch.agreement.registry import Registry
 from crux_torch.errors import Cause, StoreError
-from crux_torch.report.exporter import Exporter
-from crux_torch.report.metrics import registry_of
+from crux_torch.report.exporter import Exporter, registry_of
 from crux_torch.report.page.server import PageServer
 from crux_torch.report.web_config import WebConfig
 

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from crux_torch.agent.join import run_labels
 from crux_torch.agreement.records import OnTrial, PathCounts, RunLabels, TriedPlan
-from crux_torch.report import metrics
+from crux_torch.report import exporter
+from crux_torch.report.exporter import Reading, registry_of
 from crux_torch.report.live_cluster import link_loads, live_cluster
-from crux_torch.report.metrics import Reading, registry_of
 
 NOW_S = dict.fromkeys(heavy3.JOBS, 2.5)
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -98,7 +98,7 @@ def test_levels_paths_trials_and_names_elsewhere() -> None:
     info = {"state": "running", "slurm_job_id": "77", "namespace": "team", "pod": "gpt-0"}
     assert of(found, "crux_job_info", job_name=name, **info) == 1
     states = {
-        s: of(found, "crux_trial_state", job_name=name, state=s) for s in metrics.TRIAL_STATES
+        s: of(found, "crux_trial_state", job_name=name, state=s) for s in exporter.TRIAL_STATES
     }
     assert states == {"trying": 0, "kept": 0, "worse": 1}
     # Only jobs that mark something have a level that has an effect.
@@ -127,8 +127,8 @@ def test_one_job_alone_has_its_own_links() -> None:
 
 
 def test_the_number_of_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "MAX_JOBS", 1)
-    monkeypatch.setattr(metrics, "MAX_LINKS", 2)
+    monkeypatch.setattr(exporter, "MAX_JOBS", 1)
+    monkeypatch.setattr(exporter, "MAX_LINKS", 2)
     found = exposed(reading(heavy()))
     assert sum(name == "crux_job_gpus" for name, _ in found) == 1
     links = [value for (n, _), value in found.items() if n == "crux_link_planned_load_ratio"]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from lab.comparison import Comparison
-from lab.page import render
+from lab.demo import render
 from lab.tables import quantity, show
 
 PLAIN = {

@@ -6,7 +6,7 @@ import heavy3
 import pytest
 
 from crux_torch.report.explanation import explain
-from crux_torch.report.timeline_text import JOBS, LEGEND, NAME, timeline_lines
+from crux_torch.report.top_app import JOBS, NAME, TIMELINE_LEGEND, timeline_lines
 
 WIDTH = 78
 
@@ -23,7 +23,7 @@ def test_lines_have_the_width_and_a_mark_for_each_moment(crowd) -> None:
     found = explain(*crowd, (), "A")
     heading, *lines, legend = timeline_lines(*crowd, "A", found.played_s, ("B", "C", "D"), WIDTH)
     assert heading.startswith("Who computes and sends when, as played, in ")
-    assert legend == LEGEND
+    assert legend == TIMELINE_LEGEND
     assert [line[:NAME].strip() for line in lines] == ["A", "B", "C", "D"]
     assert {len(line) for line in lines} == {WIDTH}
     marks = lines[0][NAME + 1 :]

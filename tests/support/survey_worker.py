@@ -16,8 +16,8 @@ import msgspec
 from survey_world import SurveyWorld
 
 from crux_torch._version import __version__
+from crux_torch.cli.discover import work
 from crux_torch.cli.discover.channel import Superior
-from crux_torch.cli.discover.worker import work
 from crux_torch.network.discover.tasks import Hello, Outcome, Task
 
 

@@ -13,7 +13,7 @@ from crux_torch.network.discover.fragment import SeenHost, SeenNic, SeenPair, Se
 from crux_torch.network.discover.plan import Plan
 from crux_torch.network.discover.room import SECOND_S
 from crux_torch.network.discover.tasks import Outcome, Peer, Search, Searched, Sound, Sounded, Task
-from crux_torch.network.probe.discovery import draws_needed
+from crux_torch.network.probe.rules import draws_needed
 
 #: Probes of one sounding.
 PROBES = 4

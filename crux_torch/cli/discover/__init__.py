@@ -6,33 +6,81 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
 import msgspec
 
+from crux_torch._version import __version__
 from crux_torch.cli.discover.channel import Channel, Superior
 from crux_torch.cli.discover.launch import (
     SSH,
-    Launched,
     host_all,
     join_all,
     launched,
     remote_command,
     spawn_over_ssh,
 )
-from crux_torch.cli.discover.progress import progress
-from crux_torch.cli.discover.session import Met, State, meet, run
-from crux_torch.cli.discover.worker import hello, work
+from crux_torch.cli.discover.session import Met, State, meet, progress, run
 from crux_torch.cli.results import FILE, NEW_FILE, json_option
 from crux_torch.errors import CruxError
 from crux_torch.files import read_file
+from crux_torch.host import nvml
+from crux_torch.host.interfaces import read_nics
+from crux_torch.host.machine import Host, inside_of, machine_id, network_id, read_cpu
+from crux_torch.host.pcie import PcieTree
+from crux_torch.host.seen import read_seen_host
 from crux_torch.network.discover.fragment import SeenHost
 from crux_torch.network.discover.hashes import HASH_PORTS
 from crux_torch.network.discover.plan import Plan, PlanRules
-from crux_torch.network.discover.tasks import DiscoverError, Leave
+from crux_torch.network.discover.survey import survey
+from crux_torch.network.discover.tasks import DiscoverError, Done, Hello, Leave, Outcome, Task
+
+
+def hello(rank: int, name: str, token: str = "", *, inside: bool = True) -> Hello:
+    """Returns what this host tells about itself.
+
+    Args:
+        name: of this host in the topology.
+        inside: tell its inside, too.
+    """
+    host, notes = read_seen_host(name)
+    told = None
+    if inside:
+        hardware = Host(name, nvml.bounded_report().gpus, read_cpu(), read_nics())
+        told = inside_of(hardware, PcieTree.read())
+        notes += tuple(told.notes)
+    return Hello(
+        rank=rank,
+        host=host,
+        machine=f"{machine_id()} {network_id()}",
+        release=__version__,
+        token=token,
+        inside=msgspec.Raw(msgspec.json.encode(told)),
+        notes=tuple(note[:1024] for note in notes[:64]),
+    )
+
+
+def work(
+    superior: Superior, first: Hello, survey: Callable[[Task], Iterator[Outcome]] = survey
+) -> str:
+    """Does the tasks that come until there are no more; returns the problem that ended them."""
+    try:
+        superior.report(first)
+        while True:
+            order = superior.next_order()
+            if order is None:
+                return "the process that plans is gone"
+            if isinstance(order, Leave):
+                return order.problem
+            for outcome in survey(order):
+                superior.report(outcome)
+            superior.report(Done())
+    except OSError as error:
+        return f"the process that plans is gone: {error}"
+
 
 MAX_HOSTS_FILE_BYTES = 1 << 22
 STATE_SUFFIX = ".partial"
@@ -159,20 +207,16 @@ def discover(
             "say which hosts: --hosts H0,H1,... or --hosts-file, or start it on all of them "
             "with cruxrun, srun or mpirun"
         )
-    options = _Options(given, job, ssh, remote, inside, patience_s, interfaces)
-    _discover(options, rules, out, resume, json_path)
+    worker_options = [] if inside else ["--no-inside"]
 
+    def start(channel: Channel) -> object:
+        if job is not None:
+            return host_all(channel, job, worker_options, patience_s)
+        spawn_over_ssh(channel, given, ssh, remote or remote_command(), worker_options)
+        return None
 
-class _Options(msgspec.Struct):
-    """Places of the hosts, and what they tell."""
-
-    hosts: list[str]
-    job: Launched | None
-    ssh: str
-    remote: str | None
-    inside: bool
-    patience_s: float
-    interfaces: str
+    size = len(given) if job is None else job.size
+    _discover(start, size, patience_s, interfaces, rules, out, resume, json_path)
 
 
 def _hosts(given: str | None, file: Path | None) -> list[str]:
@@ -198,7 +242,14 @@ def _hosts(given: str | None, file: Path | None) -> list[str]:
 
 
 def _discover(
-    options: _Options, rules: PlanRules, out: Path, resume: bool, json_path: Path | None
+    start: Callable[[Channel], object],
+    size: int,
+    patience_s: float,
+    interfaces: str,
+    rules: PlanRules,
+    out: Path,
+    resume: bool,
+    json_path: Path | None,
 ) -> None:
     # It needs scipy, which the hosts that probe do without.
     from crux_torch.cli.discover.output import Hashes, result, write
@@ -210,13 +261,11 @@ def _discover(
     plan: Plan | None = None
     try:
         with progress() as shown:
-            worker = [] if options.inside else ["--no-inside"]
             # The launcher's store has to live until all have met.
-            store = _start(channel, options, worker)
-            size = len(options.hosts) or (options.job.size if options.job else 1)
-            met = meet(channel, size, options.patience_s, shown.meeting)
+            store = start(channel)
+            met = meet(channel, size, patience_s, shown.meeting)
             del store
-            hosts = _chosen(met, options.interfaces)
+            hosts = _chosen(met, interfaces)
             plan = Plan(hosts, rules)
             if resume:
                 for outcome in state.resume(hosts, rules):
@@ -244,14 +293,6 @@ def _discover(
     hashes = Hashes(found) if rules.ports_per_path > 1 else None
     write(found, out, json_path, hashes)
     state.remove()
-
-
-def _start(channel: Channel, options: _Options, worker: Sequence[str]) -> object:
-    if options.job is not None:
-        return host_all(channel, options.job, worker, options.patience_s)
-    remote = options.remote or remote_command()
-    spawn_over_ssh(channel, options.hosts, options.ssh, remote, worker)
-    return None
 
 
 def _chosen(met: Met, patterns: str) -> list[SeenHost]:

@@ -20,9 +20,8 @@ from crux_torch.apply import preload
 from crux_torch.cli.doctor.finding import Check, Part
 from crux_torch.cli.doctor.process import CAP_NET_RAW, has_capability
 from crux_torch.errors import CruxError, SettingsError, StoreError
-from crux_torch.host.interfaces import own_addresses
+from crux_torch.host.machine import host_in
 from crux_torch.misspelt import misspelt_text
-from crux_torch.network.host_match import match_host
 from crux_torch.settings import SETTINGS, TUNING, Settings
 from crux_torch.store.endpoint import open_store
 from crux_torch.store.frames import read_secret
@@ -161,7 +160,7 @@ def _topology(settings: Settings, name: str) -> tuple[str, str, str]:
         return "", "", f"CRUX_TOPOLOGY={settings.topology!r}: {error}"
     digest = _digest(raw)
     try:
-        host = match_host(topology, name, own_addresses(), configured=bool(settings.host))
+        host = host_in(topology, settings.host)
     except CruxError as error:
         return "", digest, f"{settings.topology}: {error}"
     return host, digest, ""

@@ -16,9 +16,9 @@ from crux_torch.apply.dscp import CONFIGFS, ECN_MASK, choose_ecn, class_in
 from crux_torch.apply.nccl import NcclVariables
 from crux_torch.cli.doctor.finding import Check, Part
 from crux_torch.errors import CruxError, SettingsError
-from crux_torch.host.interfaces import SYSFS, RdmaDevice, own_addresses
+from crux_torch.host.interfaces import SYSFS, RdmaDevice
+from crux_torch.host.machine import host_in
 from crux_torch.host.qos import InterfaceQos
-from crux_torch.network.host_match import match_host
 from crux_torch.network.loaders import load_topology
 from crux_torch.network.probe.qos_probe import QosReport
 from crux_torch.network.qos import Qos, QosClass, with_qos
@@ -363,7 +363,7 @@ def _place(settings: Settings, loaded: Topology) -> Check:
     about = f"{settings.topology}: {len(loaded.hosts)} hosts, {len(loaded.edges)} links"
     name = settings.host or socket.gethostname()
     try:
-        host = match_host(loaded, name, own_addresses(), configured=bool(settings.host))
+        host = host_in(loaded, settings.host)
     except TopologyError as error:
         return part.broken(f"{about}; {error}", "set CRUX_HOST, or add this host to the file")
     by_address = " by its addresses" if host != name else ""

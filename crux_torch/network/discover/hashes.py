@@ -225,6 +225,15 @@ def traces_of_pair(pair: SeenPair, port: int, protocol: Transport) -> list[Trace
     ]
 
 
+def _choices(
+    traces: Iterable[Trace], node_of: Callable[[str], str]
+) -> Iterator[tuple[str, Choice]]:
+    for flow, hops in traces:
+        for at, after in pairwise(hops):
+            if at is not None and after is not None:
+                yield node_of(at), Choice(flow, node_of(after))
+
+
 def choices_at(
     traces: Iterable[Trace], node_of: Callable[[str], str] = str
 ) -> dict[tuple[str, tuple[str, ...]], list[Choice]]:
@@ -239,10 +248,8 @@ def choices_at(
         Groups of at least two next hops, by (switch, next hops).
     """
     seen: dict[str, dict[str, list[Choice]]] = defaultdict(lambda: defaultdict(list))
-    for flow, hops in traces:
-        for at, after in pairwise(hops):
-            if at is not None and after is not None:
-                seen[node_of(at)][flow.dst].append(Choice(flow, node_of(after)))
+    for switch, choice in _choices(traces, node_of):
+        seen[switch][choice.flow.dst].append(choice)
     found = {}
     for switch, by_destination in sorted(seen.items()):
         for group in _joined(by_destination.values()):
@@ -314,10 +321,8 @@ def check(
 ) -> tuple[Checked, ...]:
     """Compares predictions with ``traces`` that no hash was fitted to."""
     seen: dict[str, list[Choice]] = defaultdict(list)
-    for flow, hops in traces:
-        for at, after in pairwise(hops):
-            if at is not None and after is not None:
-                seen[node_of(at)].append(Choice(flow, node_of(after)))
+    for switch, choice in _choices(traces, node_of):
+        seen[switch].append(choice)
     results = []
     for switch, hashed in found:
         asked = [choice for choice in seen[switch] if hashed.predict(choice.flow) is not None]

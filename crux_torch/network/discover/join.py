@@ -11,8 +11,7 @@ from crux_torch.network.discover.assembly import Assembly
 from crux_torch.network.discover.evidence import Evidence, Nic, Tail, canonical, split
 from crux_torch.network.discover.fragment import Fragment
 from crux_torch.network.discover.reading import read
-from crux_torch.network.discover.routers import Routers
-from crux_torch.network.discover.silent import routers_on
+from crux_torch.network.discover.routers import Routers, routers_on
 from crux_torch.network.topology import Path, Topology, TopologyError
 
 

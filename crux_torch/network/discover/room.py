@@ -12,7 +12,7 @@ from crux_torch.network.probe.live_trace import SOUND_ATTEMPTS
 
 #: The bound of probes a router holds in each span of this length.
 SECOND_S = 1.0
-#: A pace is kept up to this factor (:mod:`crux_torch.network.probe.pacer` makes up for late waits).
+#: A pace is kept up to this factor (:mod:`crux_torch.network.probe.rules` makes up for late waits).
 HASTE = 1.01
 #: Hashes send more than the bound to one router with this chance a second at most.
 _MISCHANCE = 1e-9

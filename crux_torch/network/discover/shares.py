@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from crux_torch.network.discover.evidence import Nic, canonical, sprayed
 from crux_torch.network.discover.fragment import Fragment, SeenPair
-from crux_torch.network.discover.silent import Silent
+from crux_torch.network.discover.routers import Silent
 from crux_torch.network.topology import MAX_LINKS
 
 #: Of all owners together: a topology may have a network of this cost.

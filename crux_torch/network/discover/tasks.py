@@ -8,7 +8,7 @@ import msgspec
 
 from crux_torch.errors import CruxError
 from crux_torch.network.discover.fragment import MAX_HOPS, SeenHost, SeenPair
-from crux_torch.network.probe.discovery import Rules
+from crux_torch.network.probe.rules import Rules
 from crux_torch.network.routes import Address, NodeName
 
 #: Peers that one task sounds at most; a host is told its next task after it.

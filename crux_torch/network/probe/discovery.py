@@ -1,4 +1,4 @@
-"""The rules of probing: the next question to each port, its pace, and when to stop.
+"""One search for paths: the next question to each port, and what the answers tell.
 
 The clock and the packets come from outside, so tests play both.
 """
@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from itertools import islice
 from math import inf
 from typing import Literal, NamedTuple
 
-from crux_torch.network.probe.pacer import Pacer
 from crux_torch.network.probe.packets import Answer, Hops, Packets, Probe
-
-#: A hop that a path must pass: at a TTL, one address or any of several.
-RequiredHop = tuple[int, "str | Collection[str]"]
+from crux_torch.network.probe.rules import Pacer, Rules, confidence_after, draws_needed, passes
 
 #: Ports that a hop leaves unanswered, having answered nobody, before it counts as silent.
 _SILENT_AFTER = 6
@@ -49,91 +45,6 @@ class Rechecked(NamedTuple):
     repeated: int
     changed: int
     moved: bool
-
-
-def draws_needed(paths: int, confidence: float) -> int:
-    """Returns the ports without a new path after which ``paths`` known ones count as all.
-
-    The smallest n with (k / (k + 1))^n <= 1 - confidence: docs/understand/paths.md says why. The
-    hypothesis "k paths against k + 1" is that of the Multipath Detection Algorithm (Augustin,
-    Friedman, Teixeira, "Multipath tracing with Paris traceroute", 2007; Veitch et al., INFOCOM
-    2009).
-
-    Raises:
-        ValueError: fewer than 1 path, or a confidence that is not from 0 to less than 1.
-    """
-    if paths < 1 or not 0 <= confidence < 1:
-        raise ValueError(f"{paths} paths, confidence {confidence}; expected >= 1 and 0 to < 1")
-    if confidence == 0:
-        return 0
-    needed = max(1, math.ceil(math.log(1 - confidence) / math.log(paths / (paths + 1))))
-    # The logarithms may end a hair beside a whole number: settle it by the inequality itself.
-    while needed > 1 and confidence_after(paths, needed - 1) >= confidence:
-        needed -= 1
-    while confidence_after(paths, needed) < confidence:
-        needed += 1
-    return needed
-
-
-def confidence_after(paths: int, draws: int) -> float:
-    """Returns the confidence that ``draws`` ports without a new path give to ``paths`` paths."""
-    return 1 - (paths / (paths + 1)) ** draws if paths else 0.0
-
-
-def passes(hops: Hops, required: Sequence[RequiredHop]) -> bool:
-    """True if ``hops`` has, at each required TTL, one of the addresses required there."""
-    answers = dict(hops)
-    several = [(ttl, [given] if isinstance(given, str) else given) for ttl, given in required]
-    # As error queues name them: the shortest form of an IPv6 address.
-    return all(answers.get(ttl) in {str(ip_address(a)) for a in given} for ttl, given in several)
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Parameters of probing.
-
-    Attributes:
-        confidence: stop when, with this probability, no path with an equal share is missing.
-        rate_per_s: probes a second at most.
-        answer_wait_s: for an answer to a probe. It is repeated after a pause as long, then twice as
-            long and so on, up to 2 s.
-        retries: of a probe that nobody answered, at most; fewer if hardly any probe gets lost.
-        ports_per_path: ports to find of every path, at least.
-        via: hops of a required path.
-        via_ports: stop when this many ports of that path are known; 0: look for all paths.
-        repeats: ports to probe a second time at the end.
-        count_silent: count a port whose path crosses a router that surely stays silent, though
-            others at its TTL answer.
-        ttl_rate_per_s: probes a second that expire at one TTL at most.
-    """
-
-    confidence: float = 0.99
-    rate_per_s: float = 200.0
-    time_limit_s: float = 30.0
-    answer_wait_s: float = 0.3
-    retries: int = 7
-    ports_per_path: int = 1
-    via: tuple[RequiredHop, ...] = ()
-    via_ports: int = 0
-    repeats: int = 6
-    count_silent: bool = False
-    ttl_rate_per_s: float = inf
-
-    def __post_init__(self) -> None:
-        for name, low, high in (
-            ("confidence", 0.0, 0.999999),
-            ("rate_per_s", 0.5, 1e5),
-            ("ttl_rate_per_s", 0.5, inf),
-            ("time_limit_s", 0.001, 3600.0),
-            ("answer_wait_s", 0.001, 60.0),
-            ("retries", 0, 20),
-            ("ports_per_path", 1, 65535),
-            ("via_ports", 0, 65535),
-            ("repeats", 0, 1000),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value}; expected {low} to {high}")
 
 
 @dataclass(slots=True)

@@ -15,9 +15,10 @@ import msgspec
 
 from crux_torch.logs import WarnOnce
 from crux_torch.network.paths import ROCE_V2_PORT
-from crux_torch.network.probe.discovery import Discovery, Ended, RequiredHop, Rules, passes
+from crux_torch.network.probe.discovery import Discovery, Ended
 from crux_torch.network.probe.live_trace import Depth, resolve, sound, source_address
 from crux_torch.network.probe.packets import ErrorQueue, Hops, ProbeError, Transport
+from crux_torch.network.probe.rules import RequiredHop, Rules, passes
 from crux_torch.network.routes import HostRoute
 from crux_torch.network.topology import Topology
 

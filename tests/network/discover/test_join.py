@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from map_score import Score, pairs_of, path_of, score
 from msgspec.structs import replace
 
-from crux_torch.network.discover.capacities import DEFAULT_Bps
+from crux_torch.network.discover.assembly import DEFAULT_Bps
 from crux_torch.network.discover.evidence import canonical
 from crux_torch.network.discover.join import Discovered, join
 from crux_torch.network.loaders import dump_yaml, parse_yaml

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from crux_torch.network.addresses import cable_mates
-from crux_torch.network.discover.assembly import UNSEEN
-from crux_torch.network.discover.capacities import DEFAULT_Bps
+from crux_torch.network.discover.assembly import UNSEEN, DEFAULT_Bps
 from crux_torch.network.discover.evidence import Nic
 from crux_torch.network.discover.fragment import Fragment, SeenHost, SeenNic, SeenPair, SeenPath
 from crux_torch.network.discover.join import Discovered, join

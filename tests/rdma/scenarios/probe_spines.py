@@ -9,8 +9,8 @@ import json
 import sys
 
 from crux_torch.network.paths import ROCE_V2_PORT
-from crux_torch.network.probe.discovery import Rules
 from crux_torch.network.probe.prober import probe
+from crux_torch.network.probe.rules import Rules
 
 #: The spine is the second router on the way.
 SPINE_TTL = 2
