@@ -12,8 +12,7 @@ from crux_torch.cli.results import FILE
 from crux_torch.cli.status import cluster_option, settings_of, store_option
 from crux_torch.report.cluster_status import ClusterReader
 from crux_torch.report.exporter import TEXTFILE, Exporter
-from crux_torch.report.page.server import PageServer
-from crux_torch.report.web_config import WebConfig
+from crux_torch.report.page.server import PageServer, WebConfig
 
 PORT = 29480
 

@@ -13,7 +13,7 @@ from rich.tree import Tree
 
 from crux_torch.network.check import rate_text
 from crux_torch.network.formats.groups import Group, heights, hierarchy
-from crux_torch.network.formats.hostlist import compress
+from crux_torch.network.formats.slurm import compress
 from crux_torch.network.topology import Topology
 
 #: Groups below one group that the tree shows; the others are counted.

@@ -32,8 +32,7 @@ from crux_torch.agreement.records import OnTrial, PathCounts, TriedPlan
 from crux_torch.agreement.registry import Registry
 from crux_torch.errors import Cause, StoreError
 from crux_torch.report.exporter import Exporter, registry_of
-from crux_torch.report.page.server import PageServer
-from crux_torch.report.web_config import WebConfig
+from crux_torch.report.page.server import PageServer, WebConfig
 
 BOUND_S = 120
 PASSWORD, HASH = "U*U", "$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW"

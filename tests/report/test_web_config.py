@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crux_torch.report.web_config import WebConfig, WebConfigError
+from crux_torch.report.page.server import WebConfig, WebConfigError
 
 #: Test vectors of crypt_blowfish and of OpenBSD's bcrypt.
 VECTORS = {

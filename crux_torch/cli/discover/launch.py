@@ -17,7 +17,7 @@ import msgspec
 
 from crux_torch.cli.discover.channel import Channel
 from crux_torch.network.discover.tasks import DiscoverError
-from crux_torch.network.formats.hostlist import expand
+from crux_torch.network.formats.slurm import expand
 
 #: Port of the store that ranks meet over where the launcher gives none (srun, mpirun).
 MEET_PORT = 29450

@@ -13,8 +13,16 @@ from itertools import permutations, product
 import numpy as np
 import numpy.typing as npt
 
-from crux_torch.network.discover.flow_bits import Ints, Sample, constant_within, label_of, reduced
-from crux_torch.network.discover.hash_families import Family, Flow, families
+from crux_torch.network.discover.hash_families import (
+    Family,
+    Flow,
+    Ints,
+    Sample,
+    constant_within,
+    families,
+    label_of,
+    reduced,
+)
 
 #: Subsets of the choices that are tried, because some of the answers may be wrong.
 _LINEAR_TRIES, _MODULAR_TRIES = 200, 20

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from crux_torch.network.discover.flow_bits import Sample
 from crux_torch.network.discover.fragment import SeenPair
-from crux_torch.network.discover.hash_families import Flow
+from crux_torch.network.discover.hash_families import Flow, Sample
 from crux_torch.network.discover.hash_models import Model, fit, tail
 from crux_torch.network.probe.packets import Transport
 from crux_torch.network.probe.prober import PathMap

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crux_torch.network.formats.hostlist import compress, expand
+from crux_torch.network.formats.slurm import compress, expand
 from crux_torch.network.topology import MAX_NODES, TopologyError
 
 NAMES = st.text("abz09-._", min_size=1, max_size=12)
