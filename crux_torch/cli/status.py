@@ -7,20 +7,27 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from crux_torch.cli.results import json_option, put_json
 from crux_torch.errors import CruxError, SettingsError, StoreError
 from crux_torch.report.cluster_status import COLUMNS, as_json_text, read_status, render
-from crux_torch.report.history import render_history
-from crux_torch.report.tables import console
+from crux_torch.report.tables import Grid, console, say
 from crux_torch.settings import Settings
 from crux_torch.store.endpoint import ETCD, looked_into, sharing
 from crux_torch.store.host import StoreHost
+from crux_torch.words import age
+
+if TYPE_CHECKING:
+    from crux_torch.agreement.audit import AuditEntry
+
+#: Lines of an entry of the history in a cell; the audit log has them all.
+MAX_REASONS = 3
 
 store_option = click.option(
     "--store", help="unix:, tcp://HOST:PORT or etcd://... [default: CRUX_STORE]."
@@ -122,3 +129,41 @@ def serve(store: str | None) -> None:
     click.echo(sharing(*given) or f"keeping the store {settings.store}")
     ended.wait()
     host.stop()
+
+
+def history_of(entries: Sequence[AuditEntry], now_s: float) -> Grid:
+    """Returns the table of the entries, the newest last.
+
+    Args:
+        entries: in the order in which they were written.
+        now_s: seconds since 1970.
+    """
+    rows = []
+    for number, entry in enumerate(entries):
+        ends = (e.at_s for e in entries[number + 1 :] if e.kind == entry.kind)
+        rows.append(
+            {
+                "UTC": time.strftime("%m-%d %H:%M:%S", time.gmtime(entry.at_s)),
+                "held for": age(max(0.0, next(ends, now_s) - entry.at_s)),
+                "what": f"{'plan' if entry.kind == 'plan' else 'settings'} {entry.after}",
+                "by": entry.who,
+                "why": _some(entry.why),
+                "changed": _some(entry.changes),
+            }
+        )
+    return Grid(rows, text=("UTC", "what", "by", "why", "changed"), title="history")
+
+
+def render_history(to: Console, entries: Sequence[AuditEntry], now_s: float) -> None:
+    """Print the table of the entries."""
+    if not entries:
+        say(to, "no history: no plan has been written yet, and no settings")
+        return
+    history_of(entries, now_s).print(to)
+    say(to, "held for: until the next plan, or the next settings; the newest: so far")
+    say(to, "crux cluster audit has every line of it")
+
+
+def _some(lines: Sequence[str]) -> str:
+    more = len(lines) - MAX_REASONS
+    return "; ".join(lines[:MAX_REASONS]) + (f"; and {more} more" if more > 0 else "")

@@ -106,7 +106,7 @@ def to_svg(topology: Topology) -> str:
         TopologyError: there is no switch.
     """
     root = hierarchy(topology)
-    boxes = _boxes(topology, root)
+    boxes = _boxes(root)
     box_of = {node: box for row in boxes for box in row for node in box.nodes}
     joined: dict[tuple[_Box, _Box], list[float]] = {}
     for (low, high), capacities in _cables(topology).items():
@@ -136,7 +136,7 @@ def to_svg(topology: Topology) -> str:
     )
 
 
-def _boxes(topology: Topology, root: Group) -> list[list[_Box]]:
+def _boxes(root: Group) -> list[list[_Box]]:
     """Returns the boxes of each layer, hosts first."""
     groups = list(root.walk())
     rows: list[list[_Box]] = []

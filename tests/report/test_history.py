@@ -10,8 +10,7 @@ from store_server import ServerThread
 
 from crux_torch.agreement.audit import AuditEntry
 from crux_torch.agreement.registry import Registry
-from crux_torch.cli.status import status
-from crux_torch.report.history import history_of, render_history
+from crux_torch.cli.status import history_of, render_history, status
 from crux_torch.report.tables import console
 
 ENTRIES = (

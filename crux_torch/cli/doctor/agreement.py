@@ -98,7 +98,7 @@ def facts(env: Mapping[str, str], salt: bytes, store_s: float = 0.0) -> Facts:
         settings, problem = Settings(), str(error)
     name = settings.host or socket.gethostname()
     secret, secret_problem = _secret(settings, salt)
-    host, topology, topology_problem = _topology(settings, name)
+    host, topology, topology_problem = _topology(settings)
     store_problem, stored_topology, stored_policy = _store(settings, store_s)
     place = place_of_this_process(settings, host or name)
     return Facts(
@@ -150,7 +150,7 @@ def _secret(settings: Settings, salt: bytes) -> tuple[str, str]:
     return hashlib.pbkdf2_hmac("sha256", secret, salt, HASH_ROUNDS, dklen=8).hex(), ""
 
 
-def _topology(settings: Settings, name: str) -> tuple[str, str, str]:
+def _topology(settings: Settings) -> tuple[str, str, str]:
     """Returns (this host's name in the topology, digest of the file, problem of either)."""
     if not settings.topology:
         return "", "", ""

@@ -29,6 +29,8 @@ from crux_torch.network.formats.topograph import (
 from crux_torch.network.loaders import CSV_COLUMNS, parse_csv
 from crux_torch.network.topology import Topology, TopologyError
 
+#: Takes files by their names. Raises a TopologyError that names the file, line or entry, and says
+#: what was expected there.
 Reader = Callable[[Mapping[str, str]], Draft]
 #: What reads each format.
 READERS: dict[str, Reader] = {

@@ -52,12 +52,6 @@ def read_ibnetdiscover(texts: Mapping[str, str]) -> Draft:
     """Returns the subnets in outputs of ``ibnetdiscover``.
 
     An adapter that does not tell its host's name counts as a host of its own.
-
-    Args:
-        texts: files by their names.
-
-    Raises:
-        TopologyError: there is no adapter with a cable.
     """
     nodes = {node.guid: node for text in texts.values() for node in _nodes(text)}
     draft = Draft()

@@ -124,14 +124,7 @@ def is_yaml(text: str) -> bool:
 
 
 def read_conf(texts: Mapping[str, str]) -> Draft:
-    """Returns the tree, or the blocks, of ``topology.conf``.
-
-    Args:
-        texts: one file by its name.
-
-    Raises:
-        TopologyError: names the line, and what was expected there.
-    """
+    """Returns the tree, or the blocks, of ``topology.conf``."""
     name, text = _only(texts)
     switches: list[dict[str, str]] = []
     blocks: list[dict[str, str]] = []
@@ -152,14 +145,7 @@ def read_conf(texts: Mapping[str, str]) -> Draft:
 
 
 def read_topology_yaml(texts: Mapping[str, str]) -> Draft:
-    """Returns the cluster's default topology in ``topology.yaml``: a tree, or blocks.
-
-    Args:
-        texts: one file by its name.
-
-    Raises:
-        TopologyError: names the entry, and what was expected there.
-    """
+    """Returns the cluster's default topology in ``topology.yaml``: a tree, or blocks."""
     name, text = _only(texts)
     document = read_yaml(text, name)
     if not isinstance(document, list) or not all(isinstance(each, dict) for each in document):

@@ -91,14 +91,7 @@ def is_node_list(document: object) -> bool:
 
 
 def read_graph(texts: Mapping[str, str]) -> Draft:
-    """Returns the network in topograph's graph: ``instances`` with their ``network_layers``.
-
-    Args:
-        texts: files by their names.
-
-    Raises:
-        TopologyError: names the file, and what was expected there.
-    """
+    """Returns the network in topograph's graph: ``instances`` with their ``network_layers``."""
     layers: dict[str, Sequence[str]] = {}
     for name, text in texts.items():
         for instance in _converted(name, text, _Graph).instances:
@@ -113,12 +106,6 @@ def read_node_labels(texts: Mapping[str, str]) -> Draft:
 
     Of several families of labels, one is taken for all nodes: topograph's, else the provider's.
     Zone and region stand above it where nodes differ in them.
-
-    Args:
-        texts: files by their names.
-
-    Raises:
-        TopologyError: names the file, and what was expected there.
     """
     nodes = [node for name, text in texts.items() for node in _converted(name, text, _Nodes).all()]
     keys = _family([node.metadata.labels for node in nodes])
