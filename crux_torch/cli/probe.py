@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from crux_torch.cli.results import FILE, json_option, put_json
+from crux_torch.cli.results import FILE, json_option, number, put_json
 from crux_torch.errors import CruxError
 from crux_torch.network.discover.hashes import (
     HASH_PORTS,
@@ -80,12 +80,7 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     help="Source ports to try [default: 49152-65535 for RoCEv2, else this host's ephemeral ports].",
 )
 @click.option("--source", help="Address of this host to probe from [default: by its routes].")
-@click.option(
-    "--max-ttl",
-    type=click.IntRange(1, 64),
-    default=MAX_TTL,
-    help="Look for this many routers at most.",
-)
+@number("--max-ttl", 1, 64, MAX_TTL, "Look for this many routers at most.")
 @click.option(
     "--ttl",
     "ttls",
@@ -94,18 +89,8 @@ def _port_range(ctx: click.Context, option: click.Parameter, text: str | None) -
     help="Ask about this hop only; repeat it for several. With --tcp, a TTL that reaches "
     "DESTINATION opens a connection to it.  [default: all routers on the way]",
 )
-@click.option(
-    "--confidence",
-    type=click.FloatRange(0.0, 0.999999),
-    default=0.99,
-    help="Stop when, with this confidence, no path is missing.",
-)
-@click.option(
-    "--count",
-    type=click.IntRange(1, 65535),
-    default=1,
-    help="Find at least this many ports of every path.",
-)
+@number("--confidence", 0.0, 0.999999, 0.99, "Stop when, with this confidence, no path is missing.")
+@number("--count", 1, 65535, 1, "Find at least this many ports of every path.")
 @click.option(
     "--rate",
     type=click.FloatRange(0.5, 1e5),

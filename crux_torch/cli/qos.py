@@ -15,7 +15,7 @@ import msgspec
 
 from crux_torch.cli import qos_pairs
 from crux_torch.cli.qos_results import remember
-from crux_torch.cli.results import FILE, json_option, put_json
+from crux_torch.cli.results import FILE, json_option, number, put_json
 from crux_torch.errors import CruxError
 from crux_torch.host.interfaces import own_addresses
 from crux_torch.host.qos import interfaces, read
@@ -66,12 +66,7 @@ def _levels(
     return dscp_of
 
 
-_port_option = click.option(
-    "--port",
-    type=click.IntRange(1024, 65535),
-    default=PORT,
-    help="Port of the listener, TCP and UDP.",
-)
+_port_option = number("--port", 1024, 65535, PORT, "Port of the listener, TCP and UDP.")
 
 
 @click.group("qos", context_settings={"show_default": True})
@@ -81,9 +76,7 @@ def group() -> None:
 
 @group.command("listen")
 @_port_option
-@click.option(
-    "--seconds", type=click.FloatRange(1, 86400), default=600.0, help="Stop after this time."
-)
+@number("--seconds", 1, 86400, 600.0, "Stop after this time.")
 @click.option("--sessions", type=click.IntRange(1), help="Stop after this many checks.")
 def listen_command(port: int, seconds: float, sessions: int | None) -> None:
     """Tell `crux qos check` on other hosts which of its probes arrive here.
@@ -119,18 +112,9 @@ def _listen(port: int, limit_s: float, sessions: int | None) -> None:
     metavar="LEVEL",
     help="The level to load, and to compare with [default: the lowest].",
 )
-@click.option(
-    "--seconds",
-    type=click.FloatRange(1, 120),
-    default=12.0,
-    help="Probe for this long, each pair of hosts.",
-)
-@click.option(
-    "--rate",
-    type=click.FloatRange(1, 1600),
-    default=400.0,
-    metavar="N",
-    help="Send at most this many probes a second, of all levels together.",
+@number("--seconds", 1, 120, 12.0, "Probe for this long, each pair of hosts.")
+@number(
+    "--rate", 1, 1600, 400.0, "Send at most this many probes a second, of all levels together.", "N"
 )
 @click.option(
     "--topology",

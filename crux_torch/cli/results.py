@@ -34,6 +34,25 @@ json_option = click.option(
 )
 
 
+def number(
+    names: str,
+    least: float,
+    most: float | None,
+    default: float,
+    words: str,
+    metavar: str | None = None,
+) -> Callable[..., Any]:
+    """An option for a number from ``least`` to ``most``, with spaces between its names.
+
+    Args:
+        default: a whole one makes the option take whole numbers.
+        words: its help.
+    """
+    kind: Any = click.IntRange if isinstance(default, int) else click.FloatRange
+    type_ = kind(least, most)
+    return click.option(*names.split(), type=type_, default=default, metavar=metavar, help=words)
+
+
 def put_json(json_path: Path | None, text: str) -> bool:
     """Write the JSON ``text`` to where ``--json`` says, if it was given.
 

@@ -16,7 +16,14 @@ from crux_torch import _fluid
 from crux_torch.cli.main import CleanGroup
 from crux_torch.cli.plots import can_draw, plot_option, put_plot
 from crux_torch.cli.progress import counted, tracked
-from crux_torch.cli.results import NEW_FILE, json_option, names_option, put_json, scenario_argument
+from crux_torch.cli.results import (
+    NEW_FILE,
+    json_option,
+    names_option,
+    number,
+    put_json,
+    scenario_argument,
+)
 from crux_torch.cli.sim_import import import_command
 from crux_torch.cli.sim_trace import trace
 from crux_torch.errors import CruxError
@@ -38,9 +45,7 @@ FEW = 8
 #: Least gain that is told, as a share of an iteration.
 LEAST = 5e-4
 
-levels_option = click.option(
-    "--levels", default=8, type=click.IntRange(1, 64), help="Priority levels."
-)
+levels_option = number("--levels", 1, 64, 8, "Priority levels.")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from crux_torch.cli.results import NEW_FILE, json_option, put_json, write_text
+from crux_torch.cli.results import NEW_FILE, json_option, number, put_json, write_text
 from crux_torch.files import read_file
 from crux_torch.report.tables import json_text
 from crux_torch.sim.importers import FORMATS, format_of, scenario_of
@@ -33,9 +33,7 @@ MAX_FILE_BYTES = 1 << 32
     type=click.Choice(list(FORMATS)),
     help="Of all files; default: what each begins like.",
 )
-@click.option(
-    "--bursts", type=click.IntRange(1, 10_000), default=32, help="Most bursts of an iteration."
-)
+@number("--bursts", 1, 10_000, 32, "Most bursts of an iteration.")
 @click.option("--horizon", type=click.FloatRange(0.0, min_open=True), default=600.0)
 @click.option(
     "--tflops",

@@ -13,7 +13,7 @@ import click
 
 from crux_torch.cli.plots import plot_option, put_plot
 from crux_torch.cli.progress import tracked
-from crux_torch.cli.results import STDOUT, Result, json_option, names_option, workers_option
+from crux_torch.cli.results import STDOUT, Result, json_option, names_option, number, workers_option
 from crux_torch.report.tables import Grid, console
 from crux_torch.schedule.schedulers import IN_TRACES
 from crux_torch.sim.placement import PLACEMENTS, RANKED
@@ -50,15 +50,8 @@ Row = dict[str, Any]
 @names_option("--schedulers", "schedulers", IN_TRACES, "all")
 @names_option("--placement", "placements", (*PLACEMENTS, RANKED), "none")
 @click.option("--jobs", type=click.IntRange(1), default=5000, help="Jobs that arrive, at most.")
-@click.option(
-    "--days",
-    type=click.IntRange(1),
-    default=14,
-    help="Length of the trace. Later jobs are left out.",
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Seed of everything that is drawn at random."
-)
+@number("--days", 1, None, 14, "Length of the trace. Later jobs are left out.")
+@number("--seed", 0, None, 0, "Seed of everything that is drawn at random.")
 @click.option(
     "--iterations-as-one",
     type=click.IntRange(1),
@@ -86,13 +79,7 @@ Row = dict[str, Any]
     is_flag=True,
     help="A job leaves after the trace's duration, however far it got; else when its work is done.",
 )
-@click.option(
-    "--replan",
-    "replan_s",
-    type=click.FloatRange(0.0),
-    default=60.0,
-    help="Seconds between two plans, at least.",
-)
+@number("--replan replan_s", 0.0, None, 60.0, "Seconds between two plans, at least.")
 @workers_option
 @json_option
 @plot_option

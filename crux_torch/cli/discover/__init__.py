@@ -24,7 +24,7 @@ from crux_torch.cli.discover.launch import (
     spawn_over_ssh,
 )
 from crux_torch.cli.discover.session import Met, State, meet, progress, run
-from crux_torch.cli.results import FILE, NEW_FILE, json_option
+from crux_torch.cli.results import FILE, NEW_FILE, json_option, number
 from crux_torch.errors import CruxError
 from crux_torch.files import read_file
 from crux_torch.host import nvml
@@ -106,14 +106,7 @@ STATE_SUFFIX = ".partial"
     default=0.99,
     help="Search each pair until, with this confidence, no path is missing.",
 )
-@click.option(
-    "--rate",
-    "rate_per_s",
-    type=click.FloatRange(1, 1e5),
-    default=100.0,
-    metavar="N",
-    help="Probes a second from one host at most.",
-)
+@number("--rate rate_per_s", 1, 1e5, 100.0, "Probes a second from one host at most.", "N")
 @click.option(
     "--router-rate",
     "router_rate_per_s",
@@ -122,22 +115,10 @@ STATE_SUFFIX = ".partial"
     metavar="N",
     help="Probes a second at one router at most, of all hosts together.",
 )
-@click.option(
-    "--time",
-    "time_limit_s",
-    type=click.FloatRange(0.1, 3600),
-    default=60.0,
-    metavar="SECONDS",
-    help="Of the search between two hosts at most.",
+@number(
+    "--time time_limit_s", 0.1, 3600, 60.0, "Of the search between two hosts at most.", "SECONDS"
 )
-@click.option(
-    "--wait",
-    "patience_s",
-    type=click.FloatRange(1, 3600),
-    default=60.0,
-    metavar="SECONDS",
-    help="Longest wait for all hosts to come.",
-)
+@number("--wait patience_s", 1, 3600, 60.0, "Longest wait for all hosts to come.", "SECONDS")
 @click.option(
     "--interfaces", default="*", metavar="PATTERNS", help="NICs to probe from, such as eth*,ib0."
 )
