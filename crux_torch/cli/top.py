@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from crux_torch.cli.results import put_json
+from crux_torch.cli.results import number, put_json
 from crux_torch.cli.status import of_a_cluster, settings_of, store_errors
 from crux_torch.report.cluster_status import ClusterReader
 from crux_torch.report.tables import Grid, console, json_text, say
@@ -19,17 +19,9 @@ from crux_torch.report.top_rows import JOB_COLUMNS, LINK_COLUMNS, TopView, order
 TEXT = ("job", "trial", "state", "hosts", "link", "jobs")
 
 
-@click.command("top")
+@click.command("top", context_settings={"show_default": True})
 @of_a_cluster
-@click.option(
-    "--every",
-    "every_s",
-    type=click.FloatRange(min=0.5, max=3600),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Read the store again after SECONDS.",
-)
+@number("--every every_s", 0.5, 3600, 2.0, "Read the store again after SECONDS.", "SECONDS")
 @click.option("--once", is_flag=True, help="Print the tables once and end.")
 def top(
     store: str | None, cluster: str | None, json_path: Path | None, every_s: float, once: bool

@@ -173,10 +173,8 @@ def test_what_a_job_needs_alone_follows_from_its_own_links(
 
 
 def test_one_job_that_flaps_changes_few_entries_and_none_of_other_components(
-    decided: list[set[str]],
+    decided: list[set[str]], clock: FakeClock, store: MemoryStore
 ) -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
     compute = partial(compute_entries, levels=(0, 1, 2), guard=True, memory=Memory())
     published = dump_yaml(FABRIC).encode()
 

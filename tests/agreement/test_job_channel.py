@@ -101,10 +101,9 @@ def test_attempts_of_one_job_do_not_see_each_other() -> None:
 
 
 def test_a_store_that_died_gives_nothing_and_raises_nothing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: FakeClock
 ) -> None:
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    clock = FakeClock()
     channel = JobChannel(server, 0, 2, timeout_s=30.0, clock=clock)
     assert channel.put_sample(b"x")
     del server

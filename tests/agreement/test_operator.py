@@ -189,9 +189,8 @@ def test_the_leaders_keep_the_settings_in_a_store_that_forgets(
 
 
 def test_settings_end_when_they_say_and_those_that_say_nothing_with_their_writer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, clock: FakeClock
 ) -> None:
-    clock = FakeClock()
     monkeypatch.setattr(time, "time", clock)
     for ends_after_s, gone_after_s in ((0.0, MAX_LEASE_S), (1500.0, 1500.0)):
         store = MemoryStore(clock)
@@ -211,9 +210,8 @@ def test_settings_end_when_they_say_and_those_that_say_nothing_with_their_writer
 
 
 def test_settings_that_somebody_writes_by_hand_are_written_down_in_full(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, clock: FakeClock
 ) -> None:
-    clock = FakeClock()
     with ServerThread(clock=clock) as running:
         store, stranger = running.client(), running.client()
         leaders = leaders_of(store, 2, clock)
@@ -233,10 +231,8 @@ def test_settings_that_somebody_writes_by_hand_are_written_down_in_full(
 
 
 def test_settings_that_cannot_be_used_are_ignored_and_not_kept(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, clock: FakeClock, store: MemoryStore
 ) -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
     leaders = leaders_of(store, 2, clock)
     registry = Registry(store, "c")
     for junk in (b"junk", b'{"revision":1,"pins":{"a":99}}', b'{"version":9,"disabled":true}'):
@@ -248,8 +244,7 @@ def test_settings_that_cannot_be_used_are_ignored_and_not_kept(
     assert registry.look().operator_raw is None
 
 
-def test_a_leader_that_may_not_write_the_settings_goes_on() -> None:
-    clock = FakeClock()
+def test_a_leader_that_may_not_write_the_settings_goes_on(clock: FakeClock) -> None:
 
     class Tenant(MemoryStore):
         def put(self, key: str, value: bytes, lease_s: float = 60.0) -> None:

@@ -28,8 +28,7 @@ def test_results_are_computed_once_and_the_last_ones_are_kept() -> None:
     assert done[-1] == 1
 
 
-def test_work_takes_a_share_of_the_time_in_the_long_run() -> None:
-    clock = FakeClock()
+def test_work_takes_a_share_of_the_time_in_the_long_run(clock: FakeClock) -> None:
     worker = PlanWorker(in_thread=True, clock=clock)
     pieces: list[int] = []
 

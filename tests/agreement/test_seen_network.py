@@ -208,9 +208,9 @@ def leader(store: MemoryStore, clock: FakeClock, own: JobRecord, **options: obje
     return Leader(store, "c", own, compute, clock=clock, **options)  # type: ignore[arg-type]
 
 
-def test_leaders_tell_what_their_jobs_saw_and_agree_on_paths() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+def test_leaders_tell_what_their_jobs_saw_and_agree_on_paths(
+    clock: FakeClock, store: MemoryStore
+) -> None:
     leaders = [leader(store, clock, own) for own in RECORDS]
     run(leaders, clock, 3.0)
     assert leaders[0].plan is not None
@@ -239,11 +239,12 @@ def test_leaders_tell_what_their_jobs_saw_and_agree_on_paths() -> None:
 
 
 def test_a_leader_warns_if_its_job_claims_too_large_a_network(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    clock: FakeClock,
+    store: MemoryStore,
 ) -> None:
     monkeypatch.setattr("crux_torch.network.discover.shares.MAX_COST", 100)
-    clock = FakeClock()
-    store = MemoryStore(clock)
     leaders = [leader(store, clock, own) for own in RECORDS]
     for one, seen_by in zip(leaders, (MINE["a"], fragment(B, range(8))), strict=True):
         one.tell_network(msgspec.json.encode(seen_by))
@@ -255,9 +256,9 @@ def test_a_leader_warns_if_its_job_claims_too_large_a_network(
     assert topology.left_out == ("b",)
 
 
-def test_a_given_topology_counts_and_what_contradicts_it_is_in_the_audit_log() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+def test_a_given_topology_counts_and_what_contradicts_it_is_in_the_audit_log(
+    clock: FakeClock, store: MemoryStore
+) -> None:
     told = SeenPair("h0", "10.0.0.2", "h1", "10.1.0.2", (SeenPath((None, "10.9.9.9")),))
     own = record("a")
     one = leader(store, clock, own, published=LEAF_SPINE.encode())
@@ -274,9 +275,9 @@ def test_a_given_topology_counts_and_what_contradicts_it_is_in_the_audit_log() -
     )
 
 
-def test_a_link_that_vanishes_is_named_in_the_audit_log_and_no_plan_uses_it() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+def test_a_link_that_vanishes_is_named_in_the_audit_log_and_no_plan_uses_it(
+    clock: FakeClock, store: MemoryStore
+) -> None:
     leaders = [leader(store, clock, own) for own in RECORDS]
     for one, seen_by in zip(leaders, MINE.values(), strict=True):
         one.tell_network(msgspec.json.encode(seen_by))
@@ -321,9 +322,7 @@ def test_links_that_another_job_lost_are_told_until_one_sees_them_again() -> Non
     assert lost(a=fragment(A, [1]), b=one) == set()
 
 
-def test_a_leader_hears_what_another_one_lost() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
+def test_a_leader_hears_what_another_one_lost(clock: FakeClock, store: MemoryStore) -> None:
     leaders = [leader(store, clock, own) for own in RECORDS]
     for one, seen_by in zip(leaders, MINE.values(), strict=True):
         one.tell_network(msgspec.json.encode(seen_by))

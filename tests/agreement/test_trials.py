@@ -231,9 +231,8 @@ def test_a_job_without_iterations_leaves_its_component_on_the_safe_plan() -> Non
     assert jobs.said() is None
 
 
-def test_trials_go_on_over_a_store_that_fails_and_forgets() -> None:
+def test_trials_go_on_over_a_store_that_fails_and_forgets(clock: FakeClock) -> None:
     rng = random.Random(3)
-    clock = FakeClock()
     faulty = FaultyStore(MemoryStore(clock), rng)
     jobs = Jobs(faulty, {"a": 1.0, "b": 2.0, "c": 1.5}, clock)
     faulty.fail, faulty.lose = 0.05, 0.0002
