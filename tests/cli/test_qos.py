@@ -14,7 +14,7 @@ from crux_torch.agreement.registry import Registry
 from crux_torch.cli import qos
 from crux_torch.cli.doctor.network import marked_packets
 from crux_torch.cli.main import main
-from crux_torch.cli.qos_pairs import PairError, check_pair, pairs
+from crux_torch.cli.qos import PairError, check_pair, pairs_of_leaves
 from crux_torch.cli.qos_results import FILE, PEERS, recall, remember
 from crux_torch.host.qos import InterfaceQos
 from crux_torch.network.loaders import load_topology
@@ -121,7 +121,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def test_a_host_of_each_leaf_meets_those_of_the_others(cluster: Path) -> None:
-    assert pairs(load_topology(cluster)) == (
+    assert pairs_of_leaves(load_topology(cluster)) == (
         ("a0", "b0"), ("a0", "c0"), ("b0", "a0"), ("b0", "c0"), ("c0", "a0"), ("c0", "b0"),
     )  # fmt: skip
 
@@ -131,14 +131,14 @@ def test_hosts_with_several_leaves_stand_for_one_each(cluster: Path) -> None:
         f"  - {{between: [{host}, leaf-b], capacity_Bps: 1e9}}\n" for host in ("a0", "a1")
     )
     cluster.write_text(CLUSTER.replace("addresses:", f"{second}addresses:"))
-    hosts = {host for pair in pairs(load_topology(cluster)) for host in pair}
+    hosts = {host for pair in pairs_of_leaves(load_topology(cluster)) for host in pair}
     assert hosts == {"a0", "b0", "c0"}
 
 
 def test_no_two_leaves_with_addresses(cluster: Path) -> None:
     cluster.write_text(CLUSTER.partition("addresses:")[0] + "addresses: {a0: [10.0.0.1]}\n")
     with pytest.raises(PairError, match="no two leaves"):
-        pairs(load_topology(cluster))
+        pairs_of_leaves(load_topology(cluster))
 
 
 def test_a_name_can_not_become_an_option_of_the_command(cluster: Path) -> None:
