@@ -35,12 +35,12 @@ from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lab.contest_scenarios import SCENARIOS
 from crux_torch.cli.results import Result, json_option, publish
 from crux_torch.report.explain_text import render
 from crux_torch.report.explanation import Explanation
 from lab import netns, sockets
 from lab.contest import CLUSTER, Turn
+from lab.contest_scenarios import SCENARIOS
 from lab.job import JobError
 
 #: Costs within this share of the measured one count as found.
