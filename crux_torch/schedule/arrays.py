@@ -103,18 +103,14 @@ class Reader:
 
     def read(self, cluster: Cluster) -> Arrays:
         """As :func:`arrays_of`."""
-        jobs = tuple(sorted(cluster.jobs, key=lambda job: job.name))
-        for one, other in pairwise(jobs):
-            if one.name == other.name:
-                raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
-
+        jobs = in_order(cluster.jobs)
         links = self._links_of(cluster.capacity_Bps)
         try:
             flows = self._flows.read(jobs, links.names)
         except KeyError as error:
             raise ClusterError(f"a path crosses link {error}, which has no capacity") from None
         arrays = Arrays(jobs, links.capacity_Bps, *flows)
-        _check(arrays, cluster)
+        _check(arrays)
         return arrays
 
     def _links_of(self, capacity_Bps: Mapping[Link, float]) -> _Links:
@@ -124,10 +120,26 @@ class Reader:
         names = tuple(capacity_Bps)
         given = chain(capacity_Bps.values(), (np.inf,))
         found = _Links(None, names, np.fromiter(given, np.float64, len(names) + 1))
+        if not (found.capacity_Bps > 0).all():
+            link = names[int(np.argmin(found.capacity_Bps > 0))]
+            raise ClusterError(f"link {link!r} needs a capacity above 0 bytes per second")
         if isinstance(capacity_Bps, MappingProxyType):
             found.capacity_Bps.flags.writeable = False
             self._links = found._replace(source=capacity_Bps)
         return found
+
+
+def in_order(jobs: Sequence[Job]) -> tuple[Job, ...]:
+    """``jobs`` in the order of their names.
+
+    Raises:
+        ClusterError: two jobs of one name.
+    """
+    found = tuple(sorted(jobs, key=lambda job: job.name))
+    for one, other in pairwise(found):
+        if one.name == other.name:
+            raise ClusterError(f"two jobs are named {one.name!r}: names must be unique")
+    return found
 
 
 def arrays_of(cluster: Cluster, memory: Memory | None = None) -> Arrays:
@@ -145,10 +157,7 @@ def arrays_of(cluster: Cluster, memory: Memory | None = None) -> Arrays:
     return arrays
 
 
-def _check(arrays: Arrays, cluster: Cluster) -> None:
-    if not (arrays.capacity_Bps > 0).all():
-        link = list(cluster.capacity_Bps)[int(np.argmin(arrays.capacity_Bps > 0))]
-        raise ClusterError(f"link {link!r} needs a capacity above 0 bytes per second")
+def _check(arrays: Arrays) -> None:
     bad = (np.diff(arrays.set_start) == 0)[arrays.flow_set]
     if bad.any():
         job = arrays.jobs[arrays.flow_job[bad][0]].name
@@ -188,6 +197,14 @@ def paths_of(arrays: Arrays, choice: IntArray) -> dict[str, tuple[int, ...]]:
     chosen = choice.tolist()
     start = arrays.flow_start.tolist()
     return {job.name: tuple(chosen[start[j] : start[j + 1]]) for j, job in enumerate(arrays.jobs)}
+
+
+def path_links(arrays: Arrays, choice: IntArray) -> LinkArray:
+    """The links of every flow's chosen path, one after the other."""
+    path = arrays.set_start[arrays.flow_set] + choice
+    begin, end = arrays.path_start[path].tolist(), arrays.path_start[path + 1].tolist()
+    each = [arrays.path_links[slice(*ends)] for ends in zip(begin, end, strict=True)]
+    return np.concatenate([np.zeros(0, np.int32), *each])
 
 
 def traffic_entries(arrays: Arrays, choice: IntArray) -> tuple[FloatArray, LinkArray, LinkArray]:

@@ -6,7 +6,7 @@ The live leaders and the simulator build the same ``Cluster`` and read the same 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,7 @@ class Memory:
         self.games: dict[Any, float] = {}
         self._lock = threading.Lock()
         self._known: dict[Hashable, Any] = {}
+        self._of_jobs: dict[str, tuple[Any, dict[Hashable, tuple[Any, Any]]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Memory, ()
@@ -165,6 +166,33 @@ class Memory:
             if len(self._known) > most:
                 del self._known[next(iter(self._known))]
         return found
+
+    def of_jobs(
+        self,
+        what: str,
+        links: object,
+        jobs: Sequence[tuple[tuple[Flow, ...], Hashable]],
+        make: Callable[[list[int]], Iterable[Any]],
+    ) -> list[Any]:
+        """Returns a value of each job; those that it had in the last decision are not made again.
+
+        Args:
+            what: name of the value.
+            links: the very object that all values hold for.
+            jobs: of each its flows, the very object, and what else its value depends on.
+            make: returns the values of the jobs with these indices.
+        """
+        before, known = self._of_jobs.get(what, (None, {}))
+        if before is not links:
+            known = {}
+        keys = [(id(flows), other) for flows, other in jobs]
+        fresh = [i for i, key in enumerate(keys) if key not in known]
+        if fresh or not known:
+            # With the flows, so that their address is not used again.
+            made = zip(fresh, make(fresh), strict=True)
+            known = known | {keys[i]: (jobs[i][0], value) for i, value in made}
+        self._of_jobs[what] = links, {key: known[key] for key in keys}
+        return [known[key][1] for key in keys]
 
 
 @dataclass(frozen=True, slots=True)

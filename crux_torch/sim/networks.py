@@ -7,18 +7,17 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from crux_torch import _fluid
 from crux_torch.network.topology import Topology
-from crux_torch.schedule.arrays import Arrays, Reader, traffic_entries
-from crux_torch.schedule.model import Cluster, Decision, Link
+from crux_torch.schedule.arrays import Arrays, traffic_entries
+from crux_torch.schedule.model import Decision, Link
 from crux_torch.schedule.papers.cassini_grid import DRIFT
 from crux_torch.sim.placement import PlacedJob
+from crux_torch.sim.play import burst_entries, by_part
 from crux_torch.sim.traces import DAY_S
 
 #: A job of this many simulated iterations or more may end half of one early or late.
@@ -83,11 +82,9 @@ class SharedNetwork:
         self._engine = _fluid.Engine(links, steady_tolerance=steady_tolerance)
         self._follows: dict[str, _Followed] = {}
         idle = never_full(topology)
-        # The engine's links in its order, so that both have the same numbers.
-        self._capacity_Bps = MappingProxyType(
-            {name: np.inf if name in idle else c for name, c in topology.capacity_Bps.items()}
-        )
-        self._reader = Reader()
+        # The engine's links have the numbers of the topology's, as in the arrays of placed jobs.
+        given = (np.inf if name in idle else c for name, c in topology.capacity_Bps.items())
+        self._capacity_Bps = np.array([*given, np.inf])
 
     @property
     def now_s(self) -> float:
@@ -100,13 +97,10 @@ class SharedNetwork:
     def add(self, placed: PlacedJob, grain: Grain, level: int) -> None:
         """A job starts now, on its default paths, and ends after all of its ``grain``."""
         job = placed.job
-        flows = self._reader.read(Cluster(self._capacity_Bps, (job,)))
-        # The parts of a job follow each other. What stands for a job here is one of them.
-        ends = np.flatnonzero(np.diff(job.parts or (0,) * len(job.flows), append=-1)) + 1
         flows = replace(
-            flows,
-            flow_bytes=flows.flow_bytes * grain.size,
-            flow_start=np.concatenate(([0], ends)),
+            by_part(placed.arrays),
+            flow_bytes=placed.arrays.flow_bytes * grain.size,
+            capacity_Bps=self._capacity_Bps,
         )
         follows = _Followed(placed, grain, flows, placed.default_path, level)
         self._follows[job.name] = follows
@@ -185,12 +179,8 @@ def never_full(topology: Topology) -> frozenset[Link]:
 
 def _traffic(follows: _Followed) -> list[list[_fluid.Traffic]]:
     """Traffic of each part of each burst on the job's path, less the links that are never full."""
-    moved, links, start = traffic_entries(follows.flows, np.array(follows.path, np.int64))
-    parts = [slice(*ends) for ends in pairwise(start.tolist())]
-    return [
-        [(links[part], burst.share * moved[part]) for part in parts]
-        for burst in follows.placed.job.bursts
-    ]
+    entries = traffic_entries(follows.flows, np.array(follows.path, np.int64))
+    return burst_entries(follows.placed.job.bursts, *entries)
 
 
 @dataclass(slots=True)

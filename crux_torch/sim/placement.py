@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from crux_torch.network.topology import Topology
-from crux_torch.schedule.arrays import Reader
-from crux_torch.schedule.model import Job
-from crux_torch.schedule.papers.crux import alone
-from crux_torch.schedule.papers.intensity import link_traffic
+from crux_torch.schedule.arrays import Arrays, IntArray, Reader, path_links, traffic_entries
+from crux_torch.schedule.model import Cluster, Job
+from crux_torch.schedule.papers.crux import alone_of
 from crux_torch.sim.catalogue import WorkloadError, model
 from crux_torch.sim.collectives import (
     ALLTOALL_PEERS,
@@ -89,6 +86,16 @@ class Allocation:
     def free_in(self, cell: Cell) -> int:
         """Number of free GPUs of ``cell``."""
         return int(self._free_in[self._number[cell]])
+
+    def free_below(self, cell: Cell) -> dict[Cell, int]:
+        """The children of ``cell`` that have free GPUs, and how many."""
+        first = self._number[cell.children[0]]
+        room = self._free_in[first : first + len(cell.children)].tolist()
+        return {child: free for child, free in zip(cell.children, room, strict=True) if free}
+
+    def in_order(self, gpus: Iterable[str]) -> tuple[str, ...]:
+        """``gpus`` in the order of the topology, which is that of each cell."""
+        return tuple(sorted(gpus, key=self._gpu.__getitem__))
 
     def fitting(self, gpus: int, lowest: int = 0) -> list[Cell]:
         """The cells of the lowest level, ``lowest`` or higher, on which ``gpus`` find room."""
@@ -195,15 +202,15 @@ def place_hosts(request: Request, allocation: Allocation, rng: random.Random) ->
     room = {host: allocation.free_in(host) for host in allocation.levels[level]}
     if sum(room.values()) < request.gpus:
         return None
-    left, taken = request.gpus, set[str]()
+    left, taken = request.gpus, list[str]()
     while left:
         holds_rest = [free for free in room.values() if free >= left]
         wanted = min(holds_rest) if holds_rest else max(room.values())
         host = rng.choice([host for host, free in room.items() if free == wanted])
         part = min(left, room.pop(host))
-        taken.update(_take(host, part, allocation))
+        taken += _take(host, part, allocation)
         left -= part
-    return tuple(gpu for gpu in allocation.root.gpus if gpu in taken)
+    return allocation.in_order(taken)
 
 
 def place_hived(request: Request, allocation: Allocation, rng: random.Random) -> Chosen:
@@ -296,16 +303,16 @@ def _take(cell: Cell, count: int, allocation: Allocation) -> tuple[str, ...]:
     the rest."""
     if count == len(cell.gpus):
         return cell.gpus
-    taken: set[str] = set()
-    free = {child: room for child in cell.children if (room := allocation.free_in(child))}
+    taken: list[str] = []
+    free = allocation.free_below(cell)
     while count:
         enough = [child for child in free if free[child] >= count]
         # A child that holds the rest, the fullest; otherwise the emptiest one as a whole.
         best = min(enough, key=free.__getitem__) if enough else max(free, key=free.__getitem__)
         part = min(count, free.pop(best))
-        taken.update(_take(best, part, allocation))
+        taken += _take(best, part, allocation)
         count -= part
-    return tuple(gpu for gpu in cell.gpus if gpu in taken)
+    return allocation.in_order(taken)
 
 
 def _take_shuffled(
@@ -314,12 +321,12 @@ def _take_shuffled(
     """``count`` free GPUs of ``cell``, in its order, from its children in random order."""
     if not cell.children:
         return cell.gpus
-    taken: set[str] = set()
+    taken: list[str] = []
     for child in rng.sample(cell.children, len(cell.children)):
         part = min(count - len(taken), allocation.free_in(child))
         if part:
-            taken.update(_take_shuffled(child, part, allocation, rng))
-    return tuple(gpu for gpu in cell.gpus if gpu in taken)
+            taken += _take_shuffled(child, part, allocation, rng)
+    return allocation.in_order(taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +339,7 @@ class PlacedJob:
         intensity: I_j there, in FLOP/s.
         layer_bytes: bytes of one iteration on all links of each layer of the topology; the same for
             all candidates of a flow, which cross the same kinds of link.
+        arrays: the job's, over all links of the topology.
     """
 
     job: Job
@@ -339,6 +347,7 @@ class PlacedJob:
     alone_s: float
     intensity: float
     layer_bytes: Mapping[str, float]
+    arrays: Arrays = field(compare=False)
 
 
 class Reference(NamedTuple):
@@ -369,10 +378,12 @@ class Placer:
         self._idle = Allocation(self.cells)
         self._paths = JoinedPaths(topology, PATHS_OF_FLOW)
         self._reader = Reader()
-        self._capacity_Bps = MappingProxyType(dict(sorted(topology.capacity_Bps.items())))
         self._build = lru_cache(maxsize=1 << 8)(self._build_alone)
         self.reference = lru_cache(maxsize=None)(self._find_reference)
-        self._layer = lru_cache(maxsize=None)(topology.layer)
+        layers = [topology.layer(link) for link in topology.links]
+        self._layers = sorted(set(layers))
+        self._layer = np.array([self._layers.index(layer) for layer in layers])
+        self._first = np.empty(len(layers) + 1, np.int64)
 
     def place(self, name: str, model_name: str, gpus: Sequence[str]) -> PlacedJob:
         """The job ``name`` that trains a model of the catalogue on ``gpus``."""
@@ -400,11 +411,20 @@ class Placer:
             apart=self._rings_apart,
             connections=self._connections,
         )
-        found = alone(job, self._capacity_Bps, reader=self._reader)
-        layer_bytes: defaultdict[str, float] = defaultdict(float)
-        for link, moved in link_traffic(job, found.path).items():
-            layer_bytes[self._layer(link)] += moved
+        arrays = self._reader.read(Cluster(self.topology.capacity_Bps, (job,)))
+        found = alone_of(arrays)
         alone_s = found.period_s
         if job.parts:
-            alone_s = iteration_alone_s(job, found.path, self._capacity_Bps, alone_s)
-        return PlacedJob(job, (), alone_s, found.intensity, dict(layer_bytes))
+            alone_s = iteration_alone_s(arrays, found.path, alone_s)
+        layer_bytes = self._layer_bytes(arrays, np.array(found.path, np.int64))
+        return PlacedJob(job, (), alone_s, found.intensity, layer_bytes, arrays)
+
+    def _layer_bytes(self, arrays: Arrays, choice: IntArray) -> dict[str, float]:
+        moved, links, _ = traffic_entries(arrays, choice)
+        crossed = path_links(arrays, choice)
+        # Summed up in the order in which the flows come to the links, which sets the rounding.
+        self._first[crossed[::-1]] = np.arange(len(crossed))[::-1]
+        order = np.argsort(self._first[links])
+        totals = np.bincount(self._layer[links[order]], moved[order], len(self._layers))
+        by_layer = zip(self._layers, totals.tolist(), strict=True)
+        return {layer: total for layer, total in by_layer if total}

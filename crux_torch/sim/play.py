@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from functools import lru_cache
+from itertools import pairwise, repeat
+
+import numpy as np
 
 from crux_torch import _fluid
+from crux_torch.schedule.arrays import Arrays, FloatArray, LinkArray, traffic_entries
 from crux_torch.schedule.default.rehearsal import played_alone_s
-from crux_torch.schedule.model import Cluster, Decision, Flow, Job, Path
+from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.papers.cassini_grid import DRIFT
 from crux_torch.schedule.papers.intensity import bursts_of_parts, part_traffic
 from crux_torch.sim.course import Watch
@@ -192,15 +196,56 @@ def engine_of(
     return engine
 
 
-def iteration_alone_s(
-    job: Job, path: tuple[int, ...], capacity_Bps: Mapping[str, float], least_s: float
-) -> float:
-    """Seconds of an iteration of a job that meets nobody, each of its parts on its own.
+def by_part(arrays: Arrays) -> Arrays:
+    """The arrays of one job, with each of its parts, which follow each other, in a job's place."""
+    (job,) = arrays.jobs
+    ends = np.flatnonzero(np.diff(job.parts or (0,) * len(job.flows), append=-1)) + 1
+    return replace(arrays, flow_start=np.concatenate(([0], ends)))
+
+
+def iteration_alone_s(arrays: Arrays, path: tuple[int, ...], least_s: float) -> float:
+    """Seconds of an iteration of the only job of ``arrays``, each of its parts on its own.
 
     One transfer would take ``least_s``.
     """
-    decision = Decision(path={job.name: path}, level={job.name: 0})
-    return played_alone_s(engine_of(Cluster(capacity_Bps, (job,)), decision), job.name, least_s)
+    (job,) = arrays.jobs
+    moved, links, start = traffic_entries(by_part(arrays), np.array(path, np.int64))
+    used, places = np.unique(links, return_inverse=True)
+    given = arrays.capacity_Bps[used], moved, places.astype(np.int32), start
+    return _entries_alone_s(job.compute_s, job.bursts, least_s, *(each.tobytes() for each in given))
+
+
+# Jobs of one model that are placed alike differ in nothing but the numbers of their links.
+@lru_cache(maxsize=1 << 8)
+def _entries_alone_s(
+    compute_s: float,
+    bursts: tuple[Burst, ...],
+    least_s: float,
+    capacity_Bps: bytes,
+    moved: bytes,
+    links: bytes,
+    start: bytes,
+) -> float:
+    """:func:`iteration_alone_s` by what the arrays hold; links have places in ``capacity_Bps``."""
+    engine = _fluid.Engine(
+        [(str(link), c, 0.0) for link, c in enumerate(np.frombuffer(capacity_Bps).tolist())]
+    )
+    numbers = (np.frombuffer(each, np.int32) for each in (links, start))
+    traffic = burst_entries(bursts, np.frombuffer(moved), *numbers)
+    sent = [(b.at, each, b.least_s) for b, each in zip(bursts, traffic, strict=True)]
+    engine.add_job("", compute_s=compute_s, bursts=sent)
+    return played_alone_s(engine, "", least_s)
+
+
+def burst_entries(
+    bursts: Sequence[Burst], moved: FloatArray, links: LinkArray, start: LinkArray
+) -> list[list[_fluid.Traffic]]:
+    """The traffic of each part of each burst, as the engine takes it.
+
+    In an iteration the parts put ``moved`` bytes on ``links``; ``start`` has the first of each.
+    """
+    parts = [slice(*ends) for ends in pairwise(start.tolist())]
+    return [[(links[part], b.share * moved[part]) for part in parts] for b in bursts]
 
 
 def play(

@@ -104,7 +104,7 @@ def crux(cluster: Cluster, options: SchedulerOptions) -> Decision:
     usable = check_levels(options.levels)
     if not options.max_slowdown >= 1:
         raise ValueError(f"max_slowdown is {options.max_slowdown}; expected 1 or more")
-    selected = select_paths(arrays)
+    selected = select_paths(arrays, options.memory)
     traffic = traffic_matrix(arrays, selected)
     path = paths_of(arrays, selected)
     level = dict.fromkeys(path, int(usable[-1]))

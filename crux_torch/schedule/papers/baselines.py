@@ -5,6 +5,9 @@ And the ideal, which no scheduler can carry out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from crux_torch.schedule.arrays import (
     arrays_of,
     check_levels,
     choice_of,
+    in_order,
     paths_of,
     traffic_matrix,
 )
@@ -26,12 +30,22 @@ from crux_torch.schedule.papers.intensity import transfer_times_s, unrouted_tran
 
 def ecmp(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Default paths and the lowest level for every job."""
-    arrays = arrays_of(cluster, options.memory)
     lowest = int(check_levels(options.levels)[0])
-    return Decision(
-        path=paths_of(arrays, choice_of(arrays, options.default_path)),
-        level={job.name: lowest for job in arrays.jobs},
-    )
+    jobs = in_order(cluster.jobs)
+    given = options.default_path or {}
+
+    def paths(fresh: list[int]) -> Iterable[tuple[int, ...]]:
+        some = replace(cluster, jobs=tuple(jobs[i] for i in fresh))
+        arrays = arrays_of(some, options.memory)
+        return paths_of(arrays, choice_of(arrays, given)).values()
+
+    # Another mapping may have other capacities the next time.
+    links = cluster.capacity_Bps
+    constant = links if isinstance(links, MappingProxyType) else object()
+    keys = [(job.flows, given.get(job.name)) for job in jobs]
+    found = options.memory.of_jobs("ecmp", constant, keys, paths)
+    names = [job.name for job in jobs]
+    return Decision(path=dict(zip(names, found, strict=True)), level=dict.fromkeys(names, lowest))
 
 
 #: Times that a job's flows may reconsider their paths beside each other.

@@ -18,7 +18,6 @@ from crux_torch.schedule.arrays import (
     Arrays,
     FloatArray,
     IntArray,
-    Reader,
     arrays_of,
     check_levels,
     choice_of,
@@ -32,6 +31,7 @@ from crux_torch.schedule.papers.intensity import (
     by_descending,
     intensities,
     per_second,
+    remembered_transfer_times_s,
     solo_periods_s,
     transfer_times_s,
     unrouted_transfer_times_s,
@@ -60,20 +60,21 @@ def crux_paper(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """
     check_levels(options.levels)
     arrays = arrays_of(cluster, options.memory)
-    choice = select_paths(arrays)  # §4.1, in the order of GPU intensity
+    choice = select_paths(arrays, options.memory)  # §4.1, in the order of GPU intensity
     traffic = traffic_matrix(arrays, choice)
     priorities = assign_priorities(arrays, traffic, options.memory)  # §4.2
     level, notes = levels_of(traffic, priorities, options)  # §4.3
     return _decision(arrays, choice, priorities, level, notes)
 
 
-def select_paths(arrays: Arrays, *, sweeps: int = 0) -> IntArray:
+def select_paths(arrays: Arrays, memory: Memory | None = None, *, sweeps: int = 0) -> IntArray:
     """§4.1: jobs choose from the most GPU-intensive to the least, each the least congested path.
 
     Returns the candidate that each flow takes. In ``sweeps``, which the paper has none of, every
     flow then chooses again.
     """
-    t_s = unrouted_transfer_times_s(arrays)  # t_j needs paths: an estimate breaks the circle
+    # t_j needs paths: an estimate breaks the circle
+    t_s = remembered_transfer_times_s(arrays, memory or Memory())
     order = by_descending(intensities(arrays, t_s))  # "from the most GPU-intensive to the least"
     return place(arrays, order, t_s, sweeps=sweeps)  # "the least congested path at that moment"
 
@@ -230,7 +231,7 @@ def crux_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
 def crux_ps_pa(cluster: Cluster, options: SchedulerOptions) -> Decision:
     """Crux-PS-PA of §6.3: path selection and priority assignment, a level for every job."""
     arrays = arrays_of(cluster, options.memory)
-    return _unique_priorities(arrays, select_paths(arrays), options.memory)
+    return _unique_priorities(arrays, select_paths(arrays, options.memory), options.memory)
 
 
 def _unique_priorities(arrays: Arrays, choice: IntArray, memory: Memory) -> Decision:
@@ -267,18 +268,20 @@ class Alone(NamedTuple):
     intensity: float
 
 
-def alone(
-    job: Job, capacity_Bps: Mapping[Link, float], *, sweeps: int = 0, reader: Reader | None = None
-) -> Alone:
+def alone(job: Job, capacity_Bps: Mapping[Link, float], *, sweeps: int = 0) -> Alone:
     """``job`` on the paths that path selection gives it in an empty network.
 
-    So its own flows meet only where they must. Links other than its own do no harm. A ``reader``
-    that reads several jobs of one network saves time; ``sweeps``: see :func:`place`.
+    So its own flows meet only where they must. Links other than its own do no harm. ``sweeps``: see
+    :func:`place`.
 
     Raises:
         ClusterError: a job that contradicts itself, or a link without capacity.
     """
-    arrays = (reader or Reader()).read(Cluster(capacity_Bps, (job,)))
+    return alone_of(arrays_of(Cluster(capacity_Bps, (job,))), sweeps=sweeps)
+
+
+def alone_of(arrays: Arrays, *, sweeps: int = 0) -> Alone:
+    """As :func:`alone`, for the only job of ``arrays``."""
     before_s = unrouted_transfer_times_s(arrays)
     choice = place(arrays, np.zeros(1, np.int64), before_s, sweeps=sweeps)
     t_s = transfer_times_s(arrays, traffic_matrix(arrays, choice))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from crux_torch import _schedule
 from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray
-from crux_torch.schedule.model import Burst, Flow, Job, Link
+from crux_torch.schedule.model import Burst, Flow, Job, Link, Memory
 
 #: The engine takes a shorter transfer for none.
 SHORTEST_S = 1e-18
@@ -85,6 +86,27 @@ def unrouted_transfer_times_s(arrays: Arrays) -> FloatArray:
     when there are few flows.
     """
     return _schedule.unrouted_transfer_times_s(**arrays.candidates, **arrays.flows)
+
+
+def remembered_transfer_times_s(arrays: Arrays, memory: Memory) -> FloatArray:
+    """:func:`unrouted_transfer_times_s`, of jobs of the last decision out of ``memory``."""
+
+    def times_s(fresh: list[int]) -> list[float]:
+        chosen = np.isin(np.arange(len(arrays.jobs)), fresh)
+        counts = np.diff(arrays.flow_start)
+        flows = np.repeat(chosen, counts)
+        some = replace(
+            arrays,
+            jobs=tuple(compress(arrays.jobs, chosen)),
+            flow_start=np.concatenate(([0], counts[chosen].cumsum())),
+            flow_set=arrays.flow_set[flows],
+            flow_bytes=arrays.flow_bytes[flows],
+        )
+        return list(unrouted_transfer_times_s(some).tolist())
+
+    jobs = [(job.flows, None) for job in arrays.jobs]
+    found = memory.of_jobs("unrouted", arrays.capacity_Bps, jobs, times_s)
+    return np.array(found, np.float64)
 
 
 def intensities(arrays: Arrays, t_s: FloatArray) -> FloatArray:
