@@ -383,6 +383,8 @@ class Placer:
         layers = [topology.layer(link) for link in topology.links]
         self._layers = sorted(set(layers))
         self._layer = np.array([self._layers.index(layer) for layer in layers])
+        # Of each link among the names.
+        self._rank = np.argsort(np.argsort(np.array(list(topology.links))))
         self._first = np.empty(len(layers) + 1, np.int64)
 
     def place(self, name: str, model_name: str, gpus: Sequence[str]) -> PlacedJob:
@@ -415,7 +417,7 @@ class Placer:
         found = alone_of(arrays)
         alone_s = found.period_s
         if job.parts:
-            alone_s = iteration_alone_s(arrays, found.path, alone_s)
+            alone_s = iteration_alone_s(arrays, found.path, alone_s, self._rank)
         layer_bytes = self._layer_bytes(arrays, np.array(found.path, np.int64))
         return PlacedJob(job, (), alone_s, found.intensity, layer_bytes, arrays)
 

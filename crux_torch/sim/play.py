@@ -14,7 +14,7 @@ from itertools import pairwise, repeat
 import numpy as np
 
 from crux_torch import _fluid
-from crux_torch.schedule.arrays import Arrays, FloatArray, LinkArray, traffic_entries
+from crux_torch.schedule.arrays import Arrays, FloatArray, IntArray, LinkArray, traffic_entries
 from crux_torch.schedule.default.rehearsal import played_alone_s
 from crux_torch.schedule.model import Burst, Cluster, Decision, Flow, Job, Path
 from crux_torch.schedule.papers.cassini_grid import DRIFT
@@ -203,15 +203,18 @@ def by_part(arrays: Arrays) -> Arrays:
     return replace(arrays, flow_start=np.concatenate(([0], ends)))
 
 
-def iteration_alone_s(arrays: Arrays, path: tuple[int, ...], least_s: float) -> float:
+def iteration_alone_s(
+    arrays: Arrays, path: tuple[int, ...], least_s: float, rank: IntArray
+) -> float:
     """Seconds of an iteration of the only job of ``arrays``, each of its parts on its own.
 
-    One transfer would take ``least_s``.
+    One transfer would take ``least_s``. The engine has the links in the order of their ``rank``,
+    which sets the rounding.
     """
     (job,) = arrays.jobs
     moved, links, start = traffic_entries(by_part(arrays), np.array(path, np.int64))
-    used, places = np.unique(links, return_inverse=True)
-    given = arrays.capacity_Bps[used], moved, places.astype(np.int32), start
+    _, first, places = np.unique(rank[links], return_index=True, return_inverse=True)
+    given = arrays.capacity_Bps[links[first]], moved, places.astype(np.int32), start
     return _entries_alone_s(job.compute_s, job.bursts, least_s, *(each.tobytes() for each in given))
 
 
