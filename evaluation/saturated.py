@@ -27,7 +27,9 @@ from crux_torch.cli.progress import tracked
 from crux_torch.cli.results import Result, json_option, names_option, publish, workers_option
 from crux_torch.network.builders import double_sided, two_layer_clos
 from crux_torch.network.topology import Topology
-from crux_torch.schedule.model import Burst, Cluster, SchedulerOptions
+from crux_torch.schedule.arrays import arrays_of
+from crux_torch.schedule.default.rehearsal import played_alone_s
+from crux_torch.schedule.model import Burst, Cluster, Decision, SchedulerOptions
 from crux_torch.schedule.papers.intensity import link_traffic
 from crux_torch.schedule.schedulers import IN_TRACES
 from crux_torch.sim.placement import (
@@ -38,7 +40,7 @@ from crux_torch.sim.placement import (
     Request,
     interleaving_efficiency,
 )
-from crux_torch.sim.play import iteration_alone_s, play
+from crux_torch.sim.play import engine_of, play
 from crux_torch.sim.traces import TraceJob, Workload
 from crux_torch.sim.workers import Workers, mapped
 from evaluation.trace import PAPER
@@ -161,8 +163,10 @@ def in_turns(one: PlacedJob, other: PlacedJob, placer: Placer) -> PlacedJob:
     )
     path = (*one.default_path, *other.default_path)
     least_s = max(computing_s, one.alone_s, other.alone_s)
-    alone_s = iteration_alone_s(job, path, placer.topology.capacity_Bps, least_s)
-    return replace(one, job=job, default_path=path, alone_s=alone_s)
+    cluster = Cluster(placer.topology.capacity_Bps, (job,))
+    engine = engine_of(cluster, Decision(path={job.name: path}, level={job.name: 0}))
+    alone_s = played_alone_s(engine, job.name, least_s)
+    return replace(one, job=job, default_path=path, alone_s=alone_s, arrays=arrays_of(cluster))
 
 
 def meeting(jobs: Sequence[PlacedJob]) -> tuple[float, float]:
