@@ -241,6 +241,7 @@ evaluation: setup
 	$(EVALUATE) saturated $(if $(DATA),--data $(DATA)) --workers 2 --out $(RESULTS)
 	$(EVALUATE) snapshots --out $(RESULTS)
 	$(EVALUATE) precision --out $(RESULTS)
+	$(EVALUATE) cassini --workers 2 --out $(RESULTS)
 	$(EVALUATE) spraying --out $(RESULTS)
 	$(EVALUATE) beyond --small 50 --testbed 4 --out $(RESULTS)
 	$(EVALUATE) variants --out $(RESULTS)

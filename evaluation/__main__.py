@@ -9,6 +9,7 @@ import click
 from crux_torch.cli.main import CleanGroup
 from crux_torch.cli.plots import drawing
 from evaluation.beyond import beyond
+from evaluation.cassini import cassini
 from evaluation.dispatch_contention import dispatch_contention
 from evaluation.dispatch_tables import dispatch
 from evaluation.optimality import optimality
@@ -31,7 +32,7 @@ from evaluation.variants import variants
     help="Folder for the PNG files and for figures.html.",
 )
 def figures(results: Path, out: Path) -> None:
-    """Draw Figures 16 and 19 to 25, and LiteGD's 9 and 10, from the result files in RESULTS."""
+    """Draw Figures 16 and 19 to 25, LiteGD's 9 and 10, and CASSINI's 15, from files in RESULTS."""
     # Only this command needs matplotlib, which takes long to import.
     with drawing():
         from evaluation.figures.catalogue import draw_all, write
@@ -62,6 +63,7 @@ for _command in (
     torus,
     snapshots,
     precision,
+    cassini,
     spraying,
     beyond,
     variants,

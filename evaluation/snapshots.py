@@ -16,6 +16,7 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from crux_torch.network.builders import GBPS
 from crux_torch.schedule.model import Cluster, Flow, Job, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
 from crux_torch.schedule.papers.cassini import cassini
-from crux_torch.schedule.papers.cassini_grid import best_rotation, circle
+from crux_torch.schedule.papers.cassini_grid import Rotation, best_rotation, circle
 from crux_torch.schedule.papers.mltcp import mltcp
 from crux_torch.sim.play import play
 
@@ -100,27 +101,29 @@ def rows_of(snapshots: Sequence[Snapshot] = SNAPSHOTS) -> Iterator[dict[str, Any
     counts as communication.
     """
     for snapshot in snapshots:
-        longest = max(row.alone for row in snapshot.rows)
-        for demand in DEMANDS:
-            for times in PERIODS:
-                period_ms = longest * times
-                circles = [
-                    circle([(period_ms - row.alone, period_ms)], period_ms, ANGLES) * demand
-                    for row in snapshot.rows
-                ]
-                rotation = best_rotation(circles)
-                found: dict[str, Any] = {
-                    "snapshot": snapshot.number,
-                    "demand": demand,
-                    "period_ms": period_ms,
-                    "score": rotation.score,
-                    "shift_ms": [a * period_ms / ANGLES for a in rotation.angles],
-                    "consistent": round(rotation.score, 1) == snapshot.score,
-                }
-                if found["consistent"]:
-                    cluster = cluster_of(snapshot, demand, period_ms)
-                    found |= _played(cluster, period_ms)
-                yield found
+        for demand, period_ms, rotation in rotations(snapshot):
+            found: dict[str, Any] = {
+                "snapshot": snapshot.number,
+                "demand": demand,
+                "period_ms": period_ms,
+                "score": rotation.score,
+                "shift_ms": [a * period_ms / ANGLES for a in rotation.angles],
+                "consistent": round(rotation.score, 1) == snapshot.score,
+            }
+            if found["consistent"]:
+                cluster = cluster_of(snapshot, demand, period_ms)
+                found |= _played(cluster, period_ms)
+            yield found
+
+
+def rotations(snapshot: Snapshot) -> Iterator[tuple[float, float, Rotation]]:
+    """The best rotation under each demand and period in ms."""
+    longest = max(row.alone for row in snapshot.rows)
+    for demand, times in product(DEMANDS, PERIODS):
+        period_ms = longest * times
+        bursts = [[(period_ms - row.alone, period_ms)] for row in snapshot.rows]
+        circles = [circle(burst, period_ms, ANGLES) * demand for burst in bursts]
+        yield demand, period_ms, best_rotation(circles)
 
 
 def cluster_of(snapshot: Snapshot, demand: float, period_ms: float) -> Cluster:

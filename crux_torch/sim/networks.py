@@ -143,6 +143,10 @@ class SharedNetwork:
         size = self._follows[name].grain.size
         return Progress(result["completed"] * size, result["compute_s"])
 
+    def result(self, name: str) -> _fluid.JobResult:
+        """The engine's measures of a job by now; its iterations are the simulated ones."""
+        return self._engine.result(name)
+
     def forget(self, name: str) -> None:
         """A job has ended or leaves, and nobody asks for it again."""
         del self._follows[name]

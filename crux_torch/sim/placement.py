@@ -14,7 +14,7 @@ from crux_torch.network.topology import Topology
 from crux_torch.schedule.arrays import Arrays, IntArray, Reader, path_links, traffic_entries
 from crux_torch.schedule.model import Cluster, Job
 from crux_torch.schedule.papers.crux import alone_of
-from crux_torch.sim.catalogue import WorkloadError, model
+from crux_torch.sim.catalogue import Model, WorkloadError, model
 from crux_torch.sim.collectives import (
     ALLTOALL_PEERS,
     PATHS_OF_FLOW,
@@ -361,7 +361,7 @@ class Placer:
     """Builds placed jobs for one topology, and caches what depends on the model and GPUs only.
 
     With ``rings_apart`` the rings and groups of a job move each on its own; each hop is split into
-    ``connections`` flows.
+    ``connections`` flows. ``models`` gives the model of a name; default: the catalogue's.
 
     Attributes:
         reference: called with a model's name and a number of GPUs; see :class:`Reference`. Raises
@@ -369,9 +369,15 @@ class Placer:
     """
 
     def __init__(
-        self, topology: Topology, *, rings_apart: bool = True, connections: int = 1
+        self,
+        topology: Topology,
+        *,
+        rings_apart: bool = True,
+        connections: int = 1,
+        models: Callable[[str], Model] = model,
     ) -> None:
         self.topology = topology
+        self._model = models
         self._rings_apart = rings_apart
         self._connections = connections
         self.cells = cells(topology)
@@ -388,7 +394,7 @@ class Placer:
         self._first = np.empty(len(layers) + 1, np.int64)
 
     def place(self, name: str, model_name: str, gpus: Sequence[str]) -> PlacedJob:
-        """The job ``name`` that trains a model of the catalogue on ``gpus``."""
+        """The job ``name`` that trains the model of that name on ``gpus``."""
         found = self._build(model_name, tuple(gpus))
         job = replace(found.job, name=name)
         return replace(found, job=job, default_path=hashed_paths(job, self.topology))
@@ -405,7 +411,7 @@ class Placer:
     def _build_alone(self, model_name: str, gpus: tuple[str, ...]) -> PlacedJob:
         job = build_job(
             model_name,
-            model(model_name),
+            self._model(model_name),
             gpus,
             self.topology,
             paths=self._paths,

@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from crux_torch.report.page import render
-from evaluation.figures import dispatch, optimality, saturated, testbed, trace
+from evaluation.figures import cassini, dispatch, optimality, saturated, testbed, trace
 from evaluation.figures.fields import ResultError, Value, read_rows
 from evaluation.figures.style import SETTINGS
 
@@ -66,7 +66,7 @@ class Plate:
 
     Attributes:
         name: of the PNG, without its ending.
-        number: in the paper; in LiteGD's where the title begins with that.
+        number: in the paper; in LiteGD's or CASSINI's where the title begins with that.
         title: what it shows.
         benchmark: whose result file it is drawn from.
         caption: how to read it.
@@ -222,6 +222,17 @@ PLATES: tuple[Plate, ...] = (
         "As above, mean over all numbers of GPUs.",
         "LiteGD's efficacy hardly depends on the links.",
         dispatch.draw_by_links,
+    ),
+    Plate(
+        "cassini15",
+        15,
+        "CASSINI: the link of a snapshot",
+        "cassini",
+        "The snapshots of CASSINI's Table 2 on one link of 50 Gbit/s, three periods, under the "
+        "middle one of the demands and periods that give the paper's score.",
+        "Jobs with a high score hardly send at once; with a score of 0.6 they share the link most "
+        "of the time.",
+        cassini.draw_snapshots,
     ),
 )
 

@@ -100,6 +100,18 @@ def results() -> dict[str, dict[str, Any]]:
         }
         for links in ("20 to 40", "60")
     ]
+    rows["cassini"] = [
+        {
+            "figure": 15,
+            "snapshot": snapshot,
+            "scheme": scheme,
+            "paper_score": 0.9,
+            "step_s": 0.005,
+            "used": [0.0, 1.0, 0.8],
+        }
+        for snapshot in (1, 2)
+        for scheme in ("themis", "th+cassini")
+    ]
     settings = {"trace": {"intensity_edges": EDGES}}
     return {
         name: {"benchmark": name, "settings": settings.get(name, {}), "rows": found}
@@ -168,9 +180,10 @@ def test_figures_without_their_rows_are_left_out(tmp_path: Path) -> None:
     plain["trace"]["rows"] = [trace_row("double-sided", "none", "crux-paper")]
     plain["saturated"]["rows"] = [saturated_row("double-sided", "hosts", "crux-paper", 0)]
     plain["dispatch"]["rows"] = plain["dispatch"]["rows"][:1]
+    plain["cassini"]["rows"] = [{"figure": 11}]
     drawn, left_out = draw_all(written(tmp_path, plain))
     assert [item.plate.number for item in drawn] == [16, 20, 23, 9]
-    assert {item.plate.number for item in left_out} == {19, 21, 22, 24, 25, 10}
+    assert {item.plate.number for item in left_out} == {19, 21, 22, 24, 25, 10, 15}
     assert all("has no rows for it" in item.reason for item in left_out)
 
 
