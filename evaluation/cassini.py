@@ -55,7 +55,7 @@ from evaluation.snapshots import SNAPSHOTS, Snapshot, cluster_of, rotations
 #: Load of the Poisson traces, seed by seed.
 LOADS = (0.8, 0.85, 0.9, 0.95, 1.0)
 #: Seconds until jobs arrive in a dynamic trace, seconds counted from then on, and of one measure.
-ARRIVE_S, WATCHED_S, TICK_S = 10.0, 40.0, 1e-3
+ARRIVE_S, WATCHED_S, TICK_S = 5.0, 30.0, 1e-3
 #: The cells by figure and computation.
 CELLS = (
     *((11, compute) for compute in COMPUTE),

@@ -92,7 +92,6 @@ class Outcome:
     sending: float = 0.0
     scores: list[float] = field(default_factory=list)
     moves: int = 0
-    makespan_s: float = 0.0
 
     @property
     def score(self) -> float | None:
@@ -146,7 +145,7 @@ class Run:
     Args:
         jobs: in the order of their arrival.
         seed: of placements and of what Themis draws.
-        tick_s: seconds between two measures.
+        tick_s: seconds between two measures; iterations within one are counted at their mean.
         until_s: end of the run; inf: that of the last job.
         watch_s: from when on iterations, and the bytes on contended links, are counted.
     """
@@ -158,7 +157,7 @@ class Run:
         scheme: Scheme,
         seed: int = 0,
         *,
-        tick_s: float = 0.05,
+        tick_s: float = 0.1,
         until_s: float = inf,
         watch_s: float | None = None,
     ) -> None:
@@ -194,7 +193,6 @@ class Run:
                 self._active[job.name] = _Active(job, job.iterations * job.workers)
             if ended or network.now_s >= due_s:
                 self._share()
-        out.makespan_s = network.now_s
         held_gpu_s = self._held_gpu_s or 1.0
         out.met, out.shifted = out.met / held_gpu_s, out.shifted / held_gpu_s
         out.sending /= held_gpu_s
@@ -414,7 +412,7 @@ class Run:
         placed = [each.placed for each in self._active.values() if each.placed is not None]
         sends = [each for each in placed if each.job.flows]
         self._met, self._shifted = 0.0, 0.0
-        if sends:
+        if sends and not self._scheme.alone:
             held = sum(each.job.gpus for each in placed)
             self._met = meeting(sends)[1] * sum(each.job.gpus for each in sends) / held
         if not (sends and self._scheme.cassini):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from trace_data import PHILLY, SIZES, needs_data
 
 from crux_torch.network.builders import (
@@ -41,6 +42,13 @@ def testbed() -> Placer:
 def trace_of(*jobs: tuple[str, int, float, float]) -> Trace:
     """From (model, GPUs, arrival, duration) in the order of arrival, named a, b, c and so on."""
     return Trace("csv", tuple(TraceJob(chr(97 + i), *job) for i, job in enumerate(jobs)))
+
+
+def test_a_placer_takes_the_models_that_it_is_given() -> None:
+    slow = structs.replace(MODELS["bert"], name="slow", samples_per_gpu=64.0)
+    placer = Placer(crux_testbed(), models={"slow": slow}.__getitem__)
+    assert placer.reference("slow", 16).compute_s == pytest.approx(slow.compute_s)
+    assert slow.compute_s == pytest.approx(4 * MODELS["bert"].compute_s)
 
 
 def ends(outcome: Outcome) -> dict[str, float]:
