@@ -203,8 +203,6 @@ class Run:
         arrival = self._arrivals[-1].submit_s if self._arrivals else inf
         return min([arrival, self._look_s, self._until_s, *leases])
 
-    # ---- measures
-
     def _measure(self, passed_s: float) -> None:
         held = 0
         sending: list[tuple[_Active, float]] = []
@@ -257,8 +255,6 @@ class Run:
             if full:
                 self.outcome.marked[each.job.kind] += sent_s * max(full)
 
-    # ---- workers
-
     def _leave(self, name: str) -> None:
         each = self._active.pop(name)
         assert each.placed is not None
@@ -309,8 +305,6 @@ class Run:
         held = {name: len(each.gpus) for name, each in self._active.items()}
         found = pollux(self._bids(held), self._gpus)
         return found, {name: max(0, count - held[name]) for name, count in found.items()}
-
-    # ---- places
 
     def _places(
         self, workers: Mapping[str, int], gained: Sequence[str], renewed: Sequence[str]
