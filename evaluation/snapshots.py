@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -94,10 +94,12 @@ SNAPSHOTS = (
 )
 
 
-def rows_of(snapshots: Sequence[Snapshot] = SNAPSHOTS) -> Iterator[dict[str, Any]]:
+def rows_of(
+    snapshots: Sequence[Snapshot] = SNAPSHOTS, hows: Sequence[str] = HOWS
+) -> Iterator[dict[str, Any]]:
     """A row for each snapshot, demand and period; jobs are played where the score is the paper's.
 
-    ``comm_ms`` has the mean communication of each job under each of ``HOWS``. Waiting for its grid
+    ``comm_ms`` has the mean communication of each job under each of ``hows``. Waiting for its grid
     counts as communication.
     """
     for snapshot in snapshots:
@@ -112,7 +114,7 @@ def rows_of(snapshots: Sequence[Snapshot] = SNAPSHOTS) -> Iterator[dict[str, Any
             }
             if found["consistent"]:
                 cluster = cluster_of(snapshot, demand, period_ms)
-                found |= _played(cluster, period_ms)
+                found |= _played(cluster, period_ms, hows)
             yield found
 
 
@@ -139,7 +141,7 @@ def cluster_of(snapshot: Snapshot, demand: float, period_ms: float) -> Cluster:
     return Cluster(capacity_Bps, tuple(jobs))
 
 
-def _played(cluster: Cluster, period_ms: float) -> dict[str, Any]:
+def _played(cluster: Cluster, period_ms: float, hows: Sequence[str]) -> dict[str, Any]:
     horizon_s = ITERATIONS * period_ms * 1e-3
     options = SchedulerOptions()
     plain, shifted = ecmp(cluster, options), cassini(cluster, options)
@@ -158,16 +160,14 @@ def _played(cluster: Cluster, period_ms: float) -> dict[str, Any]:
         return [statistics.mean(times) for times in zip(*drawn, strict=True)]
 
     at_random = at_random_ms(plain)
-    return {
-        "shifted": bool(shifted.grid_s),
-        "comm_ms": {
-            "together": comm_ms(plain),
-            "random": at_random,
-            # Where nothing is shifted, the jobs start as they would without CASSINI.
-            "cassini": comm_ms(shifted) if shifted.grid_s else at_random,
-            "mltcp": at_random_ms(mltcp(cluster, options)),
-        },
+    played: dict[str, Callable[[], list[float]]] = {
+        "together": lambda: comm_ms(plain),
+        "random": lambda: at_random,
+        # Where nothing is shifted, the jobs start as they would without CASSINI.
+        "cassini": lambda: comm_ms(shifted) if shifted.grid_s else at_random,
+        "mltcp": lambda: at_random_ms(mltcp(cluster, options)),
     }
+    return {"shifted": bool(shifted.grid_s), "comm_ms": {how: played[how]() for how in hows}}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
