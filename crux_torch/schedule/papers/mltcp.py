@@ -11,7 +11,7 @@ from dataclasses import replace
 from crux_torch.schedule.model import Cluster, Decision, SchedulerOptions
 from crux_torch.schedule.papers.baselines import ecmp
 
-#: The paper's aggressiveness function for TCP Reno: F(r) = SLOPE * r + INTERCEPT.
+#: Aggressiveness F(r) = SLOPE * r + INTERCEPT for TCP Reno; not checked against the paper's text.
 SLOPE, INTERCEPT = 1.75, 0.25
 
 
