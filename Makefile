@@ -239,6 +239,8 @@ evaluation: setup
 	  --name trace_default --out $(RESULTS)
 	$(EVALUATE) torus --seeds 4 --out $(RESULTS)
 	$(EVALUATE) saturated $(if $(DATA),--data $(DATA)) --workers 2 --out $(RESULTS)
+	$(EVALUATE) saturated $(if $(DATA),--data $(DATA)) --networks clos --placements muri-shared --workers 2 \
+	  --schedulers ecmp,taccl,crux-paper,crux,ideal --name saturated_shared --out $(RESULTS)
 	$(EVALUATE) snapshots --out $(RESULTS)
 	$(EVALUATE) precision --out $(RESULTS)
 	$(EVALUATE) cassini --workers 2 --out $(RESULTS)

@@ -71,7 +71,7 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Outcome:
-    """What was seen of a run.
+    """Measures of one run.
 
     Attributes:
         seen: iterations, in pieces of one tick.
@@ -140,7 +140,7 @@ class _Active:
 
 
 class Run:
-    """One run.
+    """Plays the jobs of one trace under one scheme.
 
     Args:
         jobs: in the order of their arrival.
@@ -289,7 +289,7 @@ class Run:
         return bids
 
     def _by_themis(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Workers of each job, and those of them that it has just won."""
+        """Returns the workers of each job, and those of them that it has just won."""
         now_s = self._network.now_s
         for each in self._active.values():
             each.leases = [(expiry, n) for expiry, n in each.leases if expiry > now_s]

@@ -54,7 +54,7 @@ OVERSUBSCRIPTION = (1, 2, 4)
 #: What stands for the paper's "no job scheduler", and its job schedulers.
 UNSCHEDULED = ("hosts", "none")
 PLACED = (*UNSCHEDULED, "hived", "muri")
-#: Muri as published: two jobs on the same GPUs, in turns. Only the project's own runs name it.
+#: Muri as published: two jobs on the same GPUs, in turns.
 SHARED = "muri-shared"
 #: Share of the GPUs that jobs hold in the end, and arrivals in a row that may find no room.
 HELD, MISSES = 0.98, 200

@@ -14,7 +14,7 @@ from lab.contest_scenarios import SCENARIOS
 
 #: Seconds of a timeline, and of one of its characters.
 TIMELINE_S, CELL_S = 3.0, 0.05
-#: Whom a job meets on its links.
+#: Kinds of meeting: the levels of the jobs on a job's links beside its own.
 MEETS = ("first on its links", "behind others", "beside others of its level")
 
 
@@ -175,7 +175,7 @@ def _heavy(jobs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _errors(turns: Sequence[dict[str, Any]], jobs: Sequence[dict[str, Any]]) -> list[str]:
-    """How far predicted steps are from the measured ones, by whom a job meets on its links."""
+    """Lines on the error of predicted steps, by whom a job meets on its links."""
     of_turn = {turn_of(turn): turn for turn in turns}
     signed: dict[str, list[float]] = defaultdict(list)
     for job in jobs:
@@ -214,7 +214,7 @@ def _spread(signed: Sequence[float]) -> str:
 def _met(
     job: Mapping[str, Any], others: Iterable[Mapping[str, Any]], levels: Mapping[str, int]
 ) -> str:
-    """Which of ``MEETS`` a job is in its turn."""
+    """Returns the one of ``MEETS`` that a job is in its turn."""
     scenario = SCENARIOS[job["scenario"]]
 
     def links(row: Mapping[str, Any]) -> set[tuple[int, int]]:

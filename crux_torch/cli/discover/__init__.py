@@ -38,6 +38,9 @@ from crux_torch.network.discover.plan import Plan, PlanRules
 from crux_torch.network.discover.survey import survey
 from crux_torch.network.discover.tasks import DiscoverError, Done, Hello, Leave, Outcome, Task
 
+MAX_HOSTS_FILE_BYTES = 1 << 22
+STATE_SUFFIX = ".partial"
+
 
 def hello(rank: int, name: str, token: str = "", *, inside: bool = True) -> Hello:
     """Returns what this host tells about itself.
@@ -80,10 +83,6 @@ def work(
             superior.report(Done())
     except OSError as error:
         return f"the process that plans is gone: {error}"
-
-
-MAX_HOSTS_FILE_BYTES = 1 << 22
-STATE_SUFFIX = ".partial"
 
 
 @click.command("discover", context_settings={"show_default": True})
